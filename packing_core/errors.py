@@ -1,0 +1,33 @@
+"""The one error hierarchy of Crosspack.
+
+Every message says what is wrong, where, and the way out:
+``document 17 has 9,214 tokens and capacity is 8,192: pass overflow="split" or "truncate", or raise capacity``.
+"""
+
+
+class PackingError(ValueError):
+    """Bad input to any Crosspack function; the base of every error that Crosspack raises on purpose."""
+
+
+class CapacityError(PackingError):
+    """A document, a row or a segment count does not fit the stated limit."""
+
+
+class LayoutError(PackingError):
+    """Packed metadata (boundaries, segment ids, positions, shapes, dtypes) contradicts itself or the data."""
+
+
+class UnsupportedError(PackingError):
+    """An implementation was asked for something that it cannot do exactly; it never falls back."""
+
+
+class UnsupportedModelError(UnsupportedError):
+    """A model, or an option of it, cannot be trained packed without contamination."""
+
+
+class ContaminationError(PackingError):
+    """A measurement showed that one document changes another one's outputs or gradients."""
+
+
+class MissingExtraError(PackingError, ImportError):
+    """An optional library is absent or too old; the message is one line that says what to install."""
