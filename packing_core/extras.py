@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 
@@ -41,10 +42,6 @@ def require(module: str, *, extra: str, distribution: str | None = None) -> Modu
 
 
 def _release(text: str) -> tuple[int, ...]:
-    numbers = []
-    for part in text.split("+")[0].split("."):
-        digits = "".join(c for c in part if c.isdigit())
-        if not digits or not part[0].isdigit():
-            break
-        numbers.append(int(digits))
-    return tuple(numbers)
+    """The leading numbers of a version: ``2.13.0+cpu`` and ``2.13.0rc1`` both give (2, 13, 0)."""
+    match = re.match(r"\d+(\.\d+)*", text)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()

@@ -1,0 +1,35 @@
+# Two commands from nothing: `make demo` and `make test`. Each creates .venv itself and installs with constraints.txt.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test lint types clean
+
+demo: .venv/.demo
+	$(BIN)/crosspack train --compare --output runs/demo
+
+test: .venv/.dev
+	$(BIN)/python -m pytest tests --numprocesses 2 --dist loadscope
+	$(BIN)/python -m pytest conformance --numprocesses 2
+
+lint: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/.dev
+	$(BIN)/mypy
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Crosspack needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv .venv
+
+.venv/.demo: .venv/bin/python pyproject.toml constraints.txt
+	$(PIP) --editable '.[torch,hf,plot]'
+	@touch $@
+
+.venv/.dev: .venv/bin/python pyproject.toml constraints.txt
+	$(PIP) --editable '.[all,dev]'
+	@touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info
