@@ -89,9 +89,9 @@ def test_a_missing_extra_is_one_line_that_says_what_to_install(code: str, extra:
 
 
 def test_the_console_command_says_a_missing_extra_in_one_line(tmp_path) -> None:
+    argv = ["crosspack", "train", "--output", str(tmp_path)]
     code = BLOCK.format(names=["torch", "transformers"]) + (
-        "import sys; sys.argv = ['crosspack', 'train', '--output', %r]\nfrom packing_core.cli import main\nmain()"
-        % str(tmp_path)
+        f"import sys; sys.argv = {argv!r}\nfrom packing_core.cli import main\nmain()"
     )
     result = run_python(code)
     assert result.returncode == 2
