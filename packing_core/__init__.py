@@ -1,5 +1,7 @@
 """Packing of variable-length token sequences into fixed rows, on numpy alone: the public names, no logic."""
 
+from packing_core.batch import PackedBatch
+from packing_core.dataset import PackedDataset, pack
 from packing_core.errors import (
     CapacityError,
     ContaminationError,
@@ -9,7 +11,8 @@ from packing_core.errors import (
     UnsupportedError,
     UnsupportedModelError,
 )
-from packing_core.plan import PackPlan
+from packing_core.plan import PackPlan, plan
+from packing_core.ragged import Ragged
 
 __all__ = [
     "CapacityError",
@@ -17,7 +20,12 @@ __all__ = [
     "LayoutError",
     "MissingExtraError",
     "PackPlan",
+    "PackedBatch",
+    "PackedDataset",
     "PackingError",
+    "Ragged",
     "UnsupportedError",
     "UnsupportedModelError",
+    "pack",
+    "plan",
 ]

@@ -1,0 +1,373 @@
+"""PackedBatch: rows of packed segments, what is stored about them and everything that follows from it.
+
+A batch stores tokens and, per segment, where it came from. Masks, positions, segment numbers, targets and weights are
+derived on access, so they cannot contradict each other. ``packing_core.dataset`` makes batches, ``packing_core.views``
+turns them into what kernels take, ``packing_core.conventions`` into what other ecosystems read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packing_core.errors import CapacityError, LayoutError, PackingError
+from packing_core.runs import Array, Int64, copy_runs, gaps, indexes, spread
+
+if TYPE_CHECKING:
+    from packing_core.views import KernelView
+
+AnyArray = TypeVar("AnyArray", bound=NDArray[Any])
+Bool = NDArray[np.bool_]
+Float32 = NDArray[np.float32]
+Int32 = NDArray[np.int32]
+Weighting = Literal["token", "document"]
+
+IGNORE_INDEX = -100  # the label that no loss counts, as torch.nn.functional.cross_entropy defines it
+
+
+@dataclass(frozen=True, eq=False)
+class PackedBatch:
+    """R rows of ``capacity`` tokens that hold S segments; every array is read-only.
+
+    A segment is what one row holds of one document. The segments of a row stand from left to right in the order of
+    ``cu_seqlens``, each at the first multiple of ``alignment`` that the one before leaves free, so ``cu_seqlens`` and
+    ``rows`` say where each stands. What no segment covers is padding; only rows end with it unless ``alignment > 1``.
+
+    Args:
+        input_ids: integers [R, capacity]; padding holds ``pad_id``.
+        cu_seqlens: int64 [S+1], 0 first and strictly increasing: tokens of all segments before each, padding not
+            counted.
+        rows: int64 [S], the row of each segment, never decreasing.
+        sources: int64 [S], the document of each segment.
+        starts: int64 [S], the segment's first token within its document (0 unless the document was split).
+        labels: signed integers [R, capacity] as the user gave them, unshifted, -100 in padding; None when the input
+            ids are the labels.
+        loss_mask: bool [R, capacity], False at tokens that are never targets (prompts); None when all may be.
+        columns: the user's other per-token arrays, [R, capacity] each, 0 in padding.
+        alignment: every segment starts at a multiple of it within its row.
+        pad_id: the token that fills padding.
+        weighting: ``"token"``: every target weighs 1. ``"document"``: the targets of one document in this batch weigh
+            1 together.
+
+    Raises:
+        LayoutError: the arrays contradict each other.
+        CapacityError: the segments of a row do not fit into it.
+    """
+
+    input_ids: Array
+    cu_seqlens: Int64
+    rows: Int64
+    sources: Int64
+    starts: Int64
+    labels: Array | None = None
+    loss_mask: Bool | None = None
+    columns: Mapping[str, Array] = field(default_factory=dict)
+    alignment: int = 1
+    pad_id: int = 0
+    weighting: Weighting = "token"
+
+    def __post_init__(self) -> None:
+        if self.input_ids.ndim != 2 or self.input_ids.shape[1] < 1:
+            raise LayoutError(f"input_ids has shape {list(self.input_ids.shape)}: pass [rows, capacity]")
+        for name, kinds in (("input_ids", "iu"), ("labels", "i"), ("loss_mask", "b")):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, self._checked(name, getattr(self, name), kinds))
+        checked = {name: self._checked(f"columns[{name!r}]", array, "iufb") for name, array in self.columns.items()}
+        object.__setattr__(self, "columns", checked)
+        for name in ("cu_seqlens", "rows", "sources", "starts"):
+            array = getattr(self, name)
+            if array.ndim != 1 or array.dtype != np.int64:
+                raise LayoutError(f"{name} is {array.dtype} {list(array.shape)}: pass int64 and one dimension")
+            object.__setattr__(self, name, _read_only(array.view()))
+        self._check_segments()
+
+    def _checked(self, name: str, array: Array, kinds: str) -> Array:
+        if array.shape != self.input_ids.shape:
+            raise LayoutError(
+                f"{name} has shape {list(array.shape)} and input_ids {list(self.input_ids.shape)}: they must agree"
+            )
+        if array.dtype.kind not in kinds:
+            wanted = {"iu": "integers", "i": "signed integers", "b": "bool"}.get(kinds, "numbers")
+            raise LayoutError(f"{name} has dtype {array.dtype}: pass {wanted}")
+        return _read_only(np.ascontiguousarray(array).view())
+
+    def _check_segments(self) -> None:
+        count = len(self.cu_seqlens) - 1
+        for name in ("rows", "sources", "starts"):
+            if len(getattr(self, name)) != count:
+                raise LayoutError(
+                    f"{name} has {len(getattr(self, name))} entries and cu_seqlens marks {count} segments: they must "
+                    f"agree"
+                )
+        if count < 0 or self.cu_seqlens[0] != 0 or (count and self.lengths.min() < 1):
+            raise LayoutError("cu_seqlens must start at 0 and strictly increase: padding is no segment, leave it out")
+        if self.alignment < 1:
+            raise LayoutError(f"alignment is {self.alignment}: pass 1 or more")
+        if self.weighting not in ("token", "document"):
+            raise PackingError(f'weighting is {self.weighting!r}: pass "token" or "document"')
+        if count == 0:
+            return
+        if self.rows[0] < 0 or self.rows[-1] >= len(self) or (np.diff(self.rows) < 0).any():
+            raise LayoutError(f"rows must never decrease and stay in 0..{len(self) - 1}: sort the segments by row")
+        if self.sources.min() < 0 or self.starts.min() < 0:
+            raise LayoutError("sources and starts must not be negative: they count documents and tokens from 0")
+        over = self.segment_starts + self.lengths > self.capacity
+        if over.any():
+            s = int(np.argmax(over))
+            raise CapacityError(
+                f"segment {s} (document {self.sources[s]}) ends at token {self.segment_starts[s] + self.lengths[s]:,} "
+                f"of row {self.rows[s]} and capacity is {self.capacity:,}: move it to another row"
+            )
+
+    # What is stored, seen from other sides.
+
+    @property
+    def capacity(self) -> int:
+        """Tokens a row can hold."""
+        return int(self.input_ids.shape[1])
+
+    @property
+    def n_segments(self) -> int:
+        """Segments in all rows."""
+        return len(self.rows)
+
+    @property
+    def n_tokens(self) -> int:
+        """Real tokens, padding not counted."""
+        return int(self.cu_seqlens[-1])
+
+    @property
+    def efficiency(self) -> float:
+        """Packing efficiency: real tokens / (rows * capacity)."""
+        return self.n_tokens / max(1, self.input_ids.size)
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    @cached_property
+    def lengths(self) -> Int64:
+        """int64 [S]: tokens of each segment."""
+        return _read_only(np.diff(self.cu_seqlens))
+
+    @cached_property
+    def segment_starts(self) -> Int64:
+        """int64 [S]: the column of its row at which each segment starts, always a multiple of ``alignment``."""
+        return _read_only(segment_starts(self.rows, self.lengths, self.alignment))
+
+    @cached_property
+    def flat_starts(self) -> Int64:
+        """int64 [S]: the same in the flattened batch, ``rows * capacity + segment_starts``."""
+        return _read_only(self.rows * self.capacity + self.segment_starts)
+
+    # One number per token, derived on access and never stored.
+
+    @property
+    def segment_ids(self) -> Int32:
+        """int32 [R, capacity]: 1, 2, .. per row, 0 = padding."""
+        return self._spread(self._number_in_row + 1, 0)
+
+    @property
+    def position_ids(self) -> Int32:
+        """int32 [R, capacity]: 0, 1, .. from the start of each segment; 0 in padding.
+
+        They restart at every segment, also where a segment is a later piece of a split document: the attention of a
+        segment does not see the pieces before it, so nothing but its own start is there to count from. The position
+        within the document is ``starts`` of the segment more.
+        """
+        positions = np.tile(np.arange(self.capacity, dtype=np.int32), (len(self), 1))
+        positions -= self._spread(self.segment_starts, 0)
+        positions.reshape(-1)[self._padding] = 0
+        return _read_only(positions)
+
+    @property
+    def seq_idx(self) -> Int32:
+        """int32 [R, capacity]: 0-based segment number per row, as Mamba kernels take it.
+
+        With n segments in the row, the padding at its end has number n, and gaps that ``alignment`` leaves before it
+        have n + 1, n + 2, .. from right to left: no padding ever shares a number with a segment.
+        """
+        in_row = np.bincount(self.rows, minlength=len(self))[self.rows]
+        after = 2 * in_row - 1 - self._number_in_row
+        return self._spread(self._number_in_row, np.concatenate([np.zeros(1, np.int64), after]))
+
+    @property
+    def attention_mask(self) -> Bool:
+        """bool [R, capacity]: True at real tokens. It says nothing of segments; the document mask needs segment_ids."""
+        mask = np.ones(self.input_ids.shape, np.bool_)
+        mask.reshape(-1)[self._padding] = False
+        return _read_only(mask)
+
+    @property
+    def boundaries(self) -> Bool:
+        """bool [R, capacity]: True at the first token of each segment."""
+        marks = np.zeros(self.input_ids.shape, np.bool_)
+        marks.reshape(-1)[self.flat_starts] = True
+        return _read_only(marks)
+
+    @property
+    def targets(self) -> Array:
+        """[R, capacity] signed: the labels, -100 at segment starts, in padding and where ``loss_mask`` is False.
+
+        They are unshifted: the target at token t is token t, which the model predicts from token t - 1. No token
+        predicts the first one of a segment, so a loss that shifts over the whole row (as Hugging Face models do) never
+        crosses a boundary. The dtype is that of the labels, or the signed one that holds every input id.
+        """
+        given = self.input_ids if self.labels is None else self.labels
+        targets = given.astype(_signed(given.dtype))
+        flat = targets.reshape(-1)
+        flat[self.flat_starts] = IGNORE_INDEX
+        flat[self._padding] = IGNORE_INDEX
+        if self.loss_mask is not None:
+            np.copyto(targets, IGNORE_INDEX, where=~self.loss_mask)
+        return _read_only(targets)
+
+    @property
+    def loss_weights(self) -> Float32:
+        """float32 [R, capacity]: the weight of each target, 0 where ``targets`` is -100; see ``weighting``."""
+        trained = self.targets != IGNORE_INDEX
+        weights = trained.astype(np.float32)
+        if self.weighting == "document":
+            flat = indexes(self.flat_starts, self.lengths)
+            _, document = np.unique(self.sources, return_inverse=True)
+            of_token = np.repeat(document, self.lengths)
+            counts = np.bincount(of_token, weights=trained.reshape(-1)[flat])
+            weights.reshape(-1)[flat] /= np.maximum(counts, 1).astype(np.float32)[of_token]
+        return _read_only(weights)
+
+    # Out of the batch.
+
+    def __getitem__(self, rows: int | slice | Int64 | list[int]) -> PackedBatch:
+        """The batch of some of the rows, in the order asked for: an int gives one row, a slice copies no tokens."""
+        if isinstance(rows, (int, np.integer)):
+            row = range(len(self))[int(rows)]
+            rows = slice(row, row + 1)
+        chosen = np.arange(len(self))[rows]
+        bounds = np.searchsorted(self.rows, np.stack([chosen, chosen + 1]))
+        counts = bounds[1] - bounds[0]
+        picked = indexes(bounds[0], counts)
+        return PackedBatch(
+            input_ids=self.input_ids[rows],
+            cu_seqlens=np.concatenate([np.zeros(1, np.int64), np.cumsum(self.lengths[picked])]),
+            rows=np.repeat(np.arange(len(chosen)), counts),
+            sources=self.sources[picked],
+            starts=self.starts[picked],
+            labels=None if self.labels is None else self.labels[rows],
+            loss_mask=None if self.loss_mask is None else self.loss_mask[rows],
+            columns={name: array[rows] for name, array in self.columns.items()},
+            alignment=self.alignment,
+            pad_id=self.pad_id,
+            weighting=self.weighting,
+        )
+
+    def unpack(self, name: str = "input_ids") -> dict[int, Array]:
+        """The documents that this batch holds, by id in rising order; a split document is put together again.
+
+        Under ``overflow="error"`` and ``"split"`` the whole pack gives every document exactly as it went in; under
+        ``"truncate"`` and ``"drop"`` what was kept of it. Of a batch of some rows: the pieces that stand in them.
+
+        Args:
+            name: ``input_ids``, ``labels``, ``loss_mask``, any derived per-token array, or one of ``columns``.
+
+        Raises:
+            LayoutError: the batch holds the same tokens of a document twice, or there is no such per-token array.
+        """
+        array = self.columns[name] if name in self.columns else getattr(self, name, None)
+        if not isinstance(array, np.ndarray) or array.shape != self.input_ids.shape:
+            known = ", ".join(["input_ids", "labels", "loss_mask", *self.columns])
+            raise LayoutError(f"this batch has no per-token array {name!r}: it has {known} and the derived ones")
+        order = np.lexsort((self.starts, self.sources))
+        sources, lengths = self.sources[order], self.lengths[order]
+        again = (np.diff(sources) == 0) & (self.starts[order][1:] < (self.starts[order] + lengths)[:-1])
+        if again.any():
+            twice = int(sources[int(np.argmax(again))])
+            raise LayoutError(f"document {twice} is in this batch twice: unpack the rows it repeats in on their own")
+        tokens = np.empty(self.n_tokens, array.dtype)
+        ends = np.cumsum(lengths)
+        copy_runs(tokens, ends - lengths, array.reshape(-1), self.flat_starts[order], lengths)
+        ids, first = np.unique(sources, return_index=True)
+        cuts = (ends - lengths)[first].tolist()
+        return {source: tokens[begin:end] for source, begin, end in zip(ids.tolist(), cuts, cuts[1:] + [self.n_tokens])}
+
+    def kernel_view(self, *, max_seqlen: int | None = None, bucket: int = 1) -> KernelView:
+        """This batch flattened to ``rows * capacity`` tokens, as kernels take one step; see ``views.KernelView``.
+
+        Args:
+            max_seqlen: what the kernel is told the longest segment is; by default the longest real one.
+            bucket: the number of ``cu_seqlens`` entries less one is rounded up to a multiple of it.
+        """
+        from packing_core.views import kernel_view
+
+        return kernel_view(self, max_seqlen=max_seqlen, bucket=bucket)
+
+    def padding_free(self, *, max_seqlen: int | None = None, bucket: int = 1) -> KernelView:
+        """The same with all rows put together and every padding token left out; it has no capacity."""
+        from packing_core.views import kernel_view
+
+        return kernel_view(self._without_padding(), max_seqlen=max_seqlen, bucket=bucket)
+
+    def to_dict(self, convention: str = "hf") -> dict[str, Any]:
+        """This batch under the names, dtypes and shifts that an ecosystem's code reads; see ``conventions``.
+
+        Args:
+            convention: ``"hf"``, ``"trl"``, ``"grain"`` or ``"maxtext"``.
+        """
+        from packing_core.conventions import to_dict
+
+        return to_dict(self, convention)
+
+    def _without_padding(self) -> PackedBatch:
+        """One row of all segments, as long as their tokens."""
+        real = indexes(self.flat_starts, self.lengths)
+
+        def flat(array: Array) -> Array:
+            return array.reshape(1, -1)[:, real]
+
+        return PackedBatch(
+            input_ids=flat(self.input_ids),
+            cu_seqlens=self.cu_seqlens,
+            rows=np.zeros_like(self.rows),
+            sources=self.sources,
+            starts=self.starts,
+            labels=None if self.labels is None else flat(self.labels),
+            loss_mask=None if self.loss_mask is None else flat(self.loss_mask),
+            columns={name: flat(array) for name, array in self.columns.items()},
+            pad_id=self.pad_id,
+            weighting=self.weighting,
+        )
+
+    @cached_property
+    def _number_in_row(self) -> Int64:
+        """int64 [S]: 0-based number of each segment in its row."""
+        return np.arange(self.n_segments) - np.searchsorted(self.rows, self.rows)
+
+    @cached_property
+    def _padding(self) -> Int64:
+        """int64: flat indexes of all padding."""
+        return indexes(*gaps(self.flat_starts, self.lengths, self.input_ids.size))
+
+    def _spread(self, values: Int64, fill: Int64 | int) -> Int32:
+        fill = fill.astype(np.int32) if isinstance(fill, np.ndarray) else fill
+        spread_out = spread(values.astype(np.int32), self.flat_starts, self.lengths, self.input_ids.size, fill)
+        return _read_only(spread_out.reshape(self.input_ids.shape))
+
+
+def segment_starts(rows: Int64, lengths: Int64, alignment: int) -> Int64:
+    """int64 [S]: the column of each segment; ``rows`` [S] never decreases, ``lengths`` [S] are tokens."""
+    taken = -(-lengths // alignment) * alignment
+    before = np.cumsum(taken) - taken
+    return before - before[np.searchsorted(rows, rows)]
+
+
+def _signed(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The smallest signed dtype of 16 bits or more that holds an integer dtype (of uint64, what ids use of it)."""
+    return np.dtype(np.int64) if dtype == np.uint64 else np.result_type(dtype, np.int16)
+
+
+def _read_only(array: AnyArray) -> AnyArray:
+    array.flags.writeable = False
+    return array

@@ -1,0 +1,238 @@
+"""PackedDataset: rows of packed documents, made when they are asked for; ``pack`` makes all of them at once.
+
+Documents stay where they are (``packing_core.ragged``), a plan (``packing_core.plan``) says which piece goes where, and
+asking for rows copies their tokens once, into a ``PackedBatch``. Every input is checked before anything is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from packing_core.batch import IGNORE_INDEX, PackedBatch, Weighting, segment_starts
+from packing_core.errors import LayoutError, PackingError
+from packing_core.plan import PackPlan, plan
+from packing_core.ragged import Ragged
+from packing_core.runs import Array, Int64, gaps, indexes, spread
+
+RESERVED = frozenset(
+    ["input_ids", "labels", "loss_mask", "targets", "loss_weights", "segment_ids", "position_ids", "seq_idx"]
+    + ["attention_mask", "boundaries"]
+)
+
+
+def pack(
+    sequences: Any,
+    capacity_or_plan: int | PackPlan,
+    *,
+    labels: Any = None,
+    loss_mask: Any = None,
+    prompt_lengths: ArrayLike | None = None,
+    columns: Mapping[str, Any] | None = None,
+    pad_id: int = 0,
+    weighting: Weighting = "token",
+    **plan_options: Any,
+) -> PackedBatch:
+    """Pack documents into rows of ``capacity`` tokens, all at once. For more than fits in memory, see PackedDataset.
+
+    >>> batch = pack([[5, 6, 7], [8, 9], [3, 4, 2, 1]], 5, seed=None)
+    >>> batch.input_ids.shape, batch.n_segments
+    ((2, 5), 3)
+    >>> batch.segment_ids
+    array([[1, 1, 1, 1, 0],
+           [1, 1, 1, 2, 2]], dtype=int32)
+    >>> batch.position_ids
+    array([[0, 1, 2, 3, 0],
+           [0, 1, 2, 0, 1]], dtype=int32)
+
+    Args:
+        sequences: N documents of token ids, in any form that ``Ragged.of`` takes.
+        capacity_or_plan: tokens a row can hold, or a plan made before.
+        labels: N sequences of signed integers as long as the documents, unshifted, -100 where nothing is trained; by
+            default the documents themselves.
+        loss_mask: N sequences of bool (or 0 and 1) as long as the documents: False tokens are never targets.
+        prompt_lengths: [N] integers: that many first tokens of each document are never targets. May stand beside
+            ``loss_mask``; then both hold.
+        columns: other per-token sequences by name, as long as the documents; numbers of any kind.
+        pad_id: the token that fills padding.
+        weighting: see ``PackedBatch``.
+        plan_options: ``strategy``, ``overflow``, ``seed`` and the other options of ``plan``.
+
+    Raises:
+        PackingError: bad input, with what, where and the way out.
+    """
+    return PackedDataset(
+        sequences,
+        capacity_or_plan,
+        labels=labels,
+        loss_mask=loss_mask,
+        prompt_lengths=prompt_lengths,
+        columns=columns,
+        pad_id=pad_id,
+        weighting=weighting,
+        **plan_options,
+    )[:]
+
+
+class PackedDataset:
+    """Rows of packed documents, materialised on access: a map-style dataset over storage that is never copied.
+
+    ``dataset[i]`` is row i as a PackedBatch of one row; a slice or a list of rows gives a PackedBatch of those. Of
+    memory-mapped documents (``Ragged.open``) only paths and the plan are pickled, so workers start at once.
+
+    The arguments are those of ``pack``.
+
+    Attributes:
+        plan: the PackPlan.
+        sequences: the documents, a Ragged.
+    """
+
+    def __init__(
+        self,
+        sequences: Any,
+        capacity_or_plan: int | PackPlan,
+        *,
+        labels: Any = None,
+        loss_mask: Any = None,
+        prompt_lengths: ArrayLike | None = None,
+        columns: Mapping[str, Any] | None = None,
+        pad_id: int = 0,
+        weighting: Weighting = "token",
+        **plan_options: Any,
+    ) -> None:
+        self.sequences = _of_kind(Ragged.of(sequences), "sequences", "iu", "integer token ids")
+        lengths = self.sequences.lengths
+        if isinstance(capacity_or_plan, PackPlan):
+            if plan_options:
+                raise PackingError(
+                    f"{', '.join(plan_options)} cannot change a plan that is made: pass a capacity instead"
+                )
+            self.plan = capacity_or_plan
+            _check_plan(self.plan, lengths)
+        else:
+            self.plan = plan(lengths, capacity_or_plan, **plan_options)
+        info = np.iinfo(self.sequences.dtype)
+        if not info.min <= pad_id <= info.max:
+            raise PackingError(f"pad_id {pad_id} does not fit into the documents' dtype {self.sequences.dtype}")
+        self.pad_id = int(pad_id)
+        self.weighting = weighting
+        self.labels = None
+        if labels is not None:
+            self.labels = _of_kind(_beside(labels, "labels", lengths), "labels", "i", "signed integers (-100 is none)")
+        self.loss_mask = None
+        if loss_mask is not None:
+            self.loss_mask = _of_kind(_beside(loss_mask, "loss_mask", lengths), "loss_mask", "biu", "bool, or 0 and 1")
+        self.prompt_lengths = None if prompt_lengths is None else _prompts(prompt_lengths, lengths)
+        self.columns: dict[str, Ragged] = {}
+        for name, column in (columns or {}).items():
+            if name in RESERVED:
+                raise PackingError(f"columns[{name!r}] has the name of a PackedBatch field: choose another name")
+            self.columns[name] = _beside(column, f"columns[{name!r}]", lengths)
+
+    def __len__(self) -> int:
+        return self.plan.n_rows
+
+    def __getitem__(self, rows: int | slice | list[int] | Int64) -> PackedBatch:
+        """PackedBatch of one row (int) or of several, in the order asked for.
+
+        Raises:
+            IndexError: a row is out of range.
+        """
+        if isinstance(rows, (int, np.integer)):
+            return self.__getitems__([range(len(self))[int(rows)]])
+        return self.__getitems__(np.arange(len(self))[rows])
+
+    def __getitems__(self, rows: list[int] | Int64) -> PackedBatch:
+        """PackedBatch of the rows listed; what torch's DataLoader calls when it is there."""
+        chosen = np.arange(len(self))[np.asarray(rows, np.int64)]
+        first = self.plan.row_offsets[chosen]
+        counts = self.plan.row_offsets[chosen + 1] - first
+        pieces = indexes(first, counts)
+        row = np.repeat(np.arange(len(chosen)), counts)
+        source, start, length = self.plan.source[pieces], self.plan.start[pieces], self.plan.length[pieces]
+        shape = (len(chosen), self.plan.capacity)
+        at = row * self.plan.capacity + segment_starts(row, length, self.plan.alignment)
+        padding = indexes(*gaps(at, length, shape[0] * shape[1]))
+
+        def filled(column: Ragged, fill: int) -> Array:
+            tokens = np.empty(shape, column.dtype)
+            column.copy_to(tokens.reshape(-1), at, source, start, length)
+            tokens.reshape(-1)[padding] = fill
+            return tokens
+
+        loss_mask = None if self.loss_mask is None else filled(self.loss_mask, 0).astype(np.bool_)
+        if self.prompt_lengths is not None:
+            prompts = np.clip(self.prompt_lengths[source] - start, 0, length)
+            answer = spread(np.ones(len(at), np.bool_), at + prompts, length - prompts, shape[0] * shape[1], 0)
+            loss_mask = answer.reshape(shape) if loss_mask is None else loss_mask & answer.reshape(shape)
+        return PackedBatch(
+            input_ids=filled(self.sequences, self.pad_id),
+            cu_seqlens=np.concatenate([np.zeros(1, np.int64), np.cumsum(length)]),
+            rows=row,
+            sources=source,
+            starts=start,
+            labels=None if self.labels is None else filled(self.labels, IGNORE_INDEX),
+            loss_mask=loss_mask,
+            columns={name: filled(column, 0) for name, column in self.columns.items()},
+            alignment=self.plan.alignment,
+            pad_id=self.pad_id,
+            weighting=self.weighting,
+        )
+
+
+def _of_kind(column: Ragged, name: str, kinds: str, wanted: str) -> Ragged:
+    if column.dtype.kind not in kinds:
+        raise LayoutError(f"{name} has dtype {column.dtype}: pass {wanted}")
+    return column
+
+
+def _beside(column: Any, name: str, lengths: Int64) -> Ragged:
+    """The column as a Ragged, checked to hold as many tokens per document as the documents."""
+    ragged = Ragged.of(column, name=name)
+    if len(ragged) != len(lengths):
+        raise LayoutError(
+            f"{name} has {len(ragged):,} sequences and there are {len(lengths):,} documents: they must agree"
+        )
+    unequal = ragged.lengths != lengths
+    if unequal.any():
+        i = int(np.argmax(unequal))
+        raise LayoutError(
+            f"{name}[{i}] has {ragged.lengths[i]:,} entries and document {i} has {lengths[i]:,} tokens: give one entry "
+            f"per token ({int(unequal.sum()):,} documents differ)"
+        )
+    return ragged
+
+
+def _prompts(prompt_lengths: ArrayLike, lengths: Int64) -> Int64:
+    prompts = np.asarray(prompt_lengths)
+    if prompts.shape != lengths.shape or prompts.dtype.kind not in "iu":
+        raise LayoutError(
+            f"prompt_lengths is {prompts.dtype} {list(prompts.shape)} and there are {len(lengths):,} documents: pass "
+            f"one integer per document"
+        )
+    outside = (prompts < 0) | (prompts > lengths)
+    if outside.any():
+        i = int(np.argmax(outside))
+        raise LayoutError(
+            f"prompt_lengths[{i}] is {prompts[i]:,} and document {i} has {lengths[i]:,} tokens: pass 0 to "
+            f"{lengths[i]:,}"
+        )
+    return prompts.astype(np.int64)
+
+
+def _check_plan(made: PackPlan, lengths: Int64) -> None:
+    if made.n_documents != len(lengths):
+        raise LayoutError(
+            f"the plan was made for {made.n_documents:,} documents and there are {len(lengths):,}: plan these documents"
+        )
+    beyond = made.start + made.length > lengths[made.source]
+    if beyond.any():
+        p = int(np.argmax(beyond))
+        i = int(made.source[p])
+        raise LayoutError(
+            f"the plan takes tokens up to {made.start[p] + made.length[p]:,} of document {i}, which has "
+            f"{lengths[i]:,}: plan these documents"
+        )

@@ -1,0 +1,340 @@
+"""Ragged storage: N variable-length sequences over memory that somebody else owns.
+
+``Ragged(values, offsets)`` looks at a flat buffer; ``Ragged.of`` accepts whatever users hold (flat buffers, Arrow
+lists, lists of arrays or of Python lists) and copies nothing that is an array already. Data leaves through ``copy_to``,
+which writes chosen pieces of chosen sequences into an array of the caller's. Memory-mapped storage is pickled by path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from packing_core.errors import LayoutError, PackingError
+from packing_core.runs import Array, Int64, blocks, copy_runs
+
+VALUES, OFFSETS = "values.npy", "offsets.npy"
+
+
+class Ragged:
+    """N sequences in one flat buffer: sequence i is ``values[offsets[i]:offsets[i + 1]]``.
+
+    Nothing is copied. Iterating and indexing give read-only views.
+
+    >>> import numpy as np
+    >>> documents = Ragged(np.array([5, 6, 7, 8, 9]), np.array([0, 3, 5]))
+    >>> len(documents), documents.lengths, documents[1]
+    (2, array([3, 2]), array([8, 9]))
+
+    Args:
+        values: [T] contiguous numeric array, possibly a memory map.
+        offsets: [N+1] integers that never decrease, the first not below 0 and the last not above T.
+        name: what error messages call the sequences.
+
+    Attributes:
+        values: [T] as given, read-only.
+        offsets: [N+1] as given, read-only.
+
+    Raises:
+        LayoutError: the two contradict each other, or ``values`` is not a contiguous 1-D numeric array.
+    """
+
+    def __init__(self, values: Array, offsets: ArrayLike, *, name: str = "sequences") -> None:
+        self.name = name
+        self.values = _numeric(values, f"the values of {name}")
+        if self.values.ndim != 1 or not self.values.flags.c_contiguous:
+            raise LayoutError(
+                f"the values of {name} have shape {list(self.values.shape)} and strides {list(self.values.strides)}: "
+                f"Ragged needs one flat contiguous buffer, pass np.ascontiguousarray(values).reshape(-1)"
+            )
+        self.offsets = _numeric(np.asanyarray(offsets), f"the offsets of {name}", kinds="iu")
+        if self.offsets.ndim != 1 or len(self.offsets) < 2:
+            raise LayoutError(
+                f"the offsets of {name} have shape {list(self.offsets.shape)}: pass [N+1] of them for N sequences, "
+                f"N at least 1"
+            )
+        lengths = self.lengths
+        if lengths.min() < 0:
+            bad = int(np.argmax(lengths < 0))
+            raise LayoutError(
+                f"{name}[{bad}] has length {lengths[bad]:,} (offsets {self.offsets[bad]:,} to "
+                f"{self.offsets[bad + 1]:,}): offsets must never decrease"
+            )
+        if self.offsets[0] < 0 or self.offsets[-1] > len(self.values):
+            raise LayoutError(
+                f"the offsets of {name} run from {self.offsets[0]:,} to {self.offsets[-1]:,} and there are "
+                f"{len(self.values):,} values: offsets must stay inside the values"
+            )
+
+    @staticmethod
+    def of(sequences: Any, *, name: str = "sequences") -> Ragged:
+        """The same sequences as a Ragged, copying nothing that is an array already.
+
+        Args:
+            sequences: a Ragged; an Arrow list array (``list``, ``large_list`` or ``fixed_size_list``, whole, sliced or
+                chunked) or what has ``to_arrow()``; a 2-D numpy array; or a list of 1-D arrays, CPU tensors or Python
+                lists (the last are converted, which costs more than all the rest).
+            name: what error messages call the sequences.
+
+        Raises:
+            LayoutError: a sequence is not one flat stretch of numbers, or is null.
+            PackingError: there are no sequences, or they come from something without a length.
+        """
+        if isinstance(sequences, Ragged):
+            return sequences
+        if hasattr(sequences, "to_arrow"):
+            sequences = sequences.to_arrow()
+        if hasattr(sequences, "chunks"):
+            return _joined([_from_arrow(chunk, name) for chunk in sequences.chunks if len(chunk)], name)
+        if hasattr(sequences, "null_count") and hasattr(sequences, "type"):
+            return _from_arrow(sequences, name)
+        if isinstance(sequences, np.ndarray) and sequences.ndim == 2:
+            rows, length = sequences.shape
+            return Ragged(sequences.reshape(-1), np.arange(rows + 1, dtype=np.int64) * length, name=name)
+        if isinstance(sequences, (str, bytes, dict)) or not hasattr(sequences, "__len__"):
+            raise PackingError(
+                f"{name} is a {type(sequences).__name__}: pass a list of token arrays, an Arrow list array or "
+                f"Ragged(values, offsets); for a source that is read once use packing_core.stream"
+            )
+        return _ArrayList(sequences, name)
+
+    @property
+    def lengths(self) -> Int64:
+        """int64 [N]: tokens of each sequence."""
+        return np.diff(self.offsets).astype(np.int64, copy=False)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of every sequence."""
+        return self.values.dtype
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> Array:
+        index = range(len(self))[index]
+        return self.values[int(self.offsets[index]) : int(self.offsets[index + 1])]
+
+    def __iter__(self) -> Iterator[Array]:
+        return (self[i] for i in range(len(self)))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self):,} sequences, {int(self.lengths.sum()):,} tokens, {self.dtype})"
+
+    def copy_to(self, out: Array, at: Int64, source: Int64, start: Int64, length: Int64) -> None:
+        """Copy tokens ``start[p] : start[p] + length[p]`` of sequence ``source[p]`` to ``out[at[p]:]``, for every p.
+
+        Args:
+            out: contiguous 1-D array of this dtype, written in place.
+            at: int64 [P] first index in ``out``.
+            source: int64 [P] sequence index.
+            start: int64 [P] first token within the sequence.
+            length: int64 [P] tokens; the piece must lie inside its sequence.
+        """
+        copy_runs(out, at, self.values, self.offsets[source].astype(np.int64, copy=False) + start, length)
+
+    def save(self, folder: str | Path) -> None:
+        """Write the sequences to ``folder`` as ``values.npy`` and ``offsets.npy``, which ``Ragged.open`` maps."""
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        begin, end = int(self.offsets[0]), int(self.offsets[-1])
+        np.save(path / VALUES, self.values[begin:end])
+        np.save(path / OFFSETS, self.offsets.astype(np.int64) - begin)
+
+    @staticmethod
+    def open(folder: str | Path, *, name: str = "sequences") -> Ragged:
+        """Map what ``save`` wrote, without reading it.
+
+        Raises:
+            PackingError: the folder lacks one of the two files.
+        """
+        path = Path(folder)
+        missing = [file for file in (VALUES, OFFSETS) if not (path / file).is_file()]
+        if missing:
+            raise PackingError(f"{path} has no {' and no '.join(missing)}: write the folder with Ragged.save(folder)")
+        values, offsets = (np.load(path / file, mmap_mode="r", allow_pickle=False) for file in (VALUES, OFFSETS))
+        return Ragged(values, offsets, name=name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (_by_path(self.values), _by_path(self.offsets), self.name)
+
+
+class _ArrayList(Ragged):
+    """N arrays that stay where they are."""
+
+    def __init__(self, sequences: Sequence[Any], name: str) -> None:
+        self.name = name
+        if len(sequences) == 0:
+            raise PackingError(f"{name} is empty: pass at least one sequence")
+        self.arrays: list[Array] = [_sequence(sequence, i, name) for i, sequence in enumerate(sequences)]
+        self._dtype = np.result_type(*({array.dtype for array in self.arrays if len(array)} or {np.dtype(np.int64)}))
+        self._lengths = np.fromiter(map(len, self.arrays), np.int64, len(self.arrays))
+
+    @property
+    def lengths(self) -> Int64:
+        return self._lengths
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self._dtype
+
+    def __len__(self) -> int:
+        return len(self.arrays)
+
+    def __getitem__(self, index: int) -> Array:
+        return self.arrays[index]
+
+    def copy_to(self, out: Array, at: Int64, source: Int64, start: Int64, length: Int64) -> None:
+        whole = not start.any() and bool((length == self._lengths[source]).all())
+        for block in blocks(length):
+            if whole:
+                pieces = [self.arrays[i] for i in source[block].tolist()]
+            else:
+                cuts = zip(source[block].tolist(), start[block].tolist(), length[block].tolist())
+                pieces = [self.arrays[i][begin : begin + count] for i, begin, count in cuts]
+            joined = np.concatenate(pieces, dtype=out.dtype)
+            begin = np.cumsum(length[block]) - length[block]
+            copy_runs(out, at[block], joined, begin, length[block])
+
+    def save(self, folder: str | Path) -> None:
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._lengths)])
+        Ragged(np.concatenate(self.arrays, dtype=self._dtype), offsets, name=self.name).save(folder)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _ArrayList, (self.arrays, self.name)
+
+
+class _Joined(Ragged):
+    """Several Ragged one after the other, as the chunks of an Arrow array are."""
+
+    def __init__(self, parts: list[Ragged], name: str) -> None:
+        self.name = name
+        self.parts = parts
+        self.first = np.concatenate([np.zeros(1, np.int64), np.cumsum([len(part) for part in parts])])
+
+    @property
+    def lengths(self) -> Int64:
+        return np.concatenate([part.lengths for part in self.parts])
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.parts[0].dtype
+
+    def __len__(self) -> int:
+        return int(self.first[-1])
+
+    def __getitem__(self, index: int) -> Array:
+        index = range(len(self))[index]
+        part = int(np.searchsorted(self.first, index, side="right")) - 1
+        return self.parts[part][index - int(self.first[part])]
+
+    def copy_to(self, out: Array, at: Int64, source: Int64, start: Int64, length: Int64) -> None:
+        home = np.searchsorted(self.first, source, side="right") - 1
+        for number in np.unique(home).tolist():
+            here = home == number
+            local = source[here] - self.first[number]
+            self.parts[number].copy_to(out, at[here], local, start[here], length[here])
+
+    def save(self, folder: str | Path) -> None:
+        _ArrayList(list(self), self.name).save(folder)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Joined, (self.parts, self.name)
+
+
+def _numeric(array: Any, what: str, kinds: str = "iufb") -> Array:
+    """A read-only view of a numpy array of one of the dtype kinds."""
+    if not isinstance(array, np.ndarray):
+        raise LayoutError(f"{what} are a {type(array).__name__}: pass a numpy array")
+    if array.dtype.kind not in kinds:
+        raise LayoutError(f"{what} have dtype {array.dtype}: pass {'integers' if kinds == 'iu' else 'numbers'}")
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+def _sequence(sequence: Any, index: int, name: str) -> Array:
+    if sequence is None:
+        raise LayoutError(f"{name}[{index}] is None: drop it, or pass an array")
+    if isinstance(sequence, (str, bytes)):
+        raise LayoutError(f"{name}[{index}] is text: tokenise it first and pass its token ids")
+    try:
+        array = sequence if isinstance(sequence, np.ndarray) else np.asarray(sequence)
+    except (ValueError, TypeError) as error:  # ragged or nested
+        raise LayoutError(f"{name}[{index}] is not one flat sequence of numbers: {error}") from None
+    if array.ndim != 1:
+        way = f"pass [{name}] for a single sequence" if array.ndim == 0 else "flatten it"
+        raise LayoutError(f"{name}[{index}] has shape {list(array.shape)} and must be flat: {way}")
+    if array.dtype.kind not in "iufb":
+        raise LayoutError(f"{name}[{index}] has dtype {array.dtype}: pass numbers")
+    return array
+
+
+def _from_arrow(array: Any, name: str) -> Ragged:
+    """A view of one Arrow list array, by the methods that pyarrow gives it (nothing of pyarrow is imported)."""
+    if array.null_count:
+        first = int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))
+        raise LayoutError(f"{name}[{first}] is null ({array.null_count:,} nulls in all): drop nulls with drop_null()")
+    if hasattr(array.type, "list_size"):
+        values = array.flatten()
+        offsets = np.arange(len(array) + 1, dtype=np.int64) * array.type.list_size
+    elif hasattr(array, "offsets") and not hasattr(array, "sizes"):
+        offsets = array.offsets.to_numpy()
+        values = array.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
+        offsets = offsets - offsets[0] if offsets[0] else offsets
+    else:
+        raise LayoutError(f"{name} is an Arrow array of {array.type}: cast it to list, large_list or fixed_size_list")
+    if values.null_count:
+        first = int(np.argmax(values.is_null().to_numpy(zero_copy_only=False)))
+        home = int(np.searchsorted(offsets, first, side="right")) - 1
+        raise LayoutError(
+            f"{name}[{home}] holds a null token ({values.null_count:,} in all): fill nulls with fill_null()"
+        )
+    return Ragged(values.to_numpy(zero_copy_only=False), offsets, name=name)
+
+
+def _joined(parts: list[Ragged], name: str) -> Ragged:
+    if not parts:
+        raise PackingError(f"{name} is empty: pass at least one sequence")
+    return parts[0] if len(parts) == 1 else _Joined(parts, name)
+
+
+@dataclass(frozen=True)
+class _MappedFile:
+    """Where an array lies in a file: what is pickled in place of a memory map."""
+
+    path: str
+    offset: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    def open(self) -> Array:
+        if not Path(self.path).is_file():
+            raise PackingError(
+                f"{self.path} is gone: memory-mapped sequences are pickled by path, so the file must exist where they "
+                f"are unpickled"
+            )
+        if 0 in self.shape:
+            return np.zeros(self.shape, self.dtype)
+        return np.memmap(self.path, self.dtype, mode="r", offset=self.offset, shape=self.shape)
+
+
+def _by_path(array: Array) -> Array | _MappedFile:
+    """The place in a file when the array is a read-only or shared memory map of one, else the array."""
+    root: Any = array
+    while isinstance(root, np.ndarray) and isinstance(root.base, np.ndarray):
+        root = root.base
+    if not isinstance(root, np.memmap) or root.filename is None or root.mode == "c":
+        return array
+    offset = root.offset + array.__array_interface__["data"][0] - root.__array_interface__["data"][0]
+    return _MappedFile(str(root.filename), offset, array.dtype, array.shape)
+
+
+def _unpickled(values: Array | _MappedFile, offsets: Array | _MappedFile, name: str) -> Ragged:
+    opened = [part.open() if isinstance(part, _MappedFile) else part for part in (values, offsets)]
+    return Ragged(opened[0], opened[1], name=name)

@@ -1,0 +1,105 @@
+"""Vectorised work on runs: contiguous stretches of a flat array, given by their first index and their length.
+
+Rows of a batch are looked at as one flat array of ``rows * capacity`` tokens. A segment is a run of it, and so is every
+gap between segments (padding). Data flows from a few numbers per run to one number per token, and never back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int64 = NDArray[np.int64]
+Array = NDArray[Any]
+
+BLOCK_TOKENS = 1 << 17  # tokens handled at a time: the indexes and temporaries of a block stay in the L2 cache
+WINDOWS = (64, 8, 1)  # elements copied per index, the widest that fits a run first
+
+
+def ranges(lengths: Int64) -> Int64:
+    """[sum(lengths)] int64: 0, 1, .., lengths[0]-1, 0, 1, .., lengths[1]-1, and so on.
+
+    >>> ranges(np.array([3, 1, 2]))
+    array([0, 1, 2, 0, 0, 1])
+    """
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    counted: Int64 = np.arange(total, dtype=np.int64)
+    counted -= np.repeat(ends - lengths, lengths)
+    return counted
+
+
+def gaps(at: Int64, lengths: Int64, size: int) -> tuple[Int64, Int64]:
+    """First index and length, each [S+1], of what S ordered runs leave free of ``size``: before each, then last."""
+    begin = np.concatenate([np.zeros(1, np.int64), at + lengths])
+    end = np.append(at, size)
+    return begin, end - begin
+
+
+def spread(values: Array, at: Int64, lengths: Int64, size: int, fill: Array | int) -> Array:
+    """[size] with ``values[s]`` at every token of run s and ``fill`` (one number, or one per gap [S+1]) in the gaps."""
+    _, free = gaps(at, lengths, size)
+    both = np.empty(2 * len(at) + 1, values.dtype)
+    counts = np.empty(len(both), np.int64)
+    both[0::2], both[1::2] = fill, values
+    counts[0::2], counts[1::2] = free, lengths
+    return np.repeat(both, counts)
+
+
+def indexes(begin: Int64, lengths: Int64) -> Int64:
+    """[sum(lengths)] int64: the flat index of every token of the runs, in order."""
+    return np.repeat(begin, lengths) + ranges(lengths)
+
+
+def copy_runs(out: Array, at: Int64, values: Array, begin: Int64, lengths: Int64) -> None:
+    """Copy ``values[begin[p] : begin[p] + lengths[p]]`` to ``out[at[p] :]`` for every run p.
+
+    Indexing token by token costs more than the copy, and slicing run by run costs more in Python. So both arrays are
+    seen as overlapping windows of a few dozen elements, and a run is copied as the windows that cover it, the last one
+    flush with its end: two windows may write the same tokens twice, with the same values.
+
+    Args:
+        out: contiguous 1-D array, written in place.
+        at: [P] first index in ``out``.
+        values: contiguous 1-D array of the same dtype as ``out``.
+        begin: [P] first index in ``values``.
+        lengths: [P] elements to copy.
+    """
+    for block in blocks(lengths):
+        longest: int | None = None
+        for width in WINDOWS:
+            chosen = lengths[block] >= width
+            if longest is not None:
+                chosen &= lengths[block] < longest
+            longest = width
+            if chosen.any():
+                _copy_windows(out, at[block][chosen], values, begin[block][chosen], lengths[block][chosen], width)
+
+
+def blocks(lengths: Int64) -> Iterator[slice]:
+    """Consecutive slices over runs, each of about BLOCK_TOKENS tokens and at least one run."""
+    ends = np.cumsum(lengths)
+    first = 0
+    while first < len(ends):
+        done = int(ends[first - 1]) if first else 0
+        last = max(first + 1, int(np.searchsorted(ends, done + BLOCK_TOKENS, side="right")))
+        yield slice(first, last)
+        first = last
+
+
+def _copy_windows(out: Array, at: Int64, values: Array, begin: Int64, lengths: Int64, width: int) -> None:
+    """Copy runs of at least ``width`` elements, ``width`` at a time."""
+    count = -(-lengths // width)
+    shift = ranges(count) * width
+    np.minimum(shift, np.repeat(lengths - width, count), out=shift)
+    target, source = _windows(out, width), _windows(values, width)
+    target[np.repeat(at, count) + shift] = source[np.repeat(begin, count) + shift]
+
+
+def _windows(array: Array, width: int) -> Array:
+    """[len(array) - width + 1] overlapping windows of ``width`` elements, each one opaque item."""
+    item = np.dtype((np.void, width * array.itemsize))
+    return np.ndarray((len(array) - width + 1,), item, buffer=array, strides=(array.itemsize,))
