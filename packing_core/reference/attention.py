@@ -1,0 +1,289 @@
+"""Attention inside documents, one document at a time: the oracle for every attention implementation.
+
+Axis names: T tokens, H query heads, K key/value heads, G = H // K (query head h reads key/value head ``h // G``),
+D query and key width, E value width, L tokens of the document at hand.
+
+For query i and key j of one document, with s the scale (Vaswani et al. 2017, https://arxiv.org/abs/1706.03762, eq. 1):
+
+    z_ij = s q_i . k_j                       scaled scores
+    z_ij <- c tanh(z_ij / c)                 softcap c (Gemma 2, https://arxiv.org/abs/2408.00118, section 2)
+    z_ij <- z_ij - m_h |i - j|               ALiBi slope m_h (Press et al. 2022, https://arxiv.org/abs/2108.12409)
+    p_ij = exp(z_ij) / (exp(b_h) + sum_j' exp(z_ij'))   over visible keys j'; sink logit b_h, absent without sinks
+    o_i  = sum_j p_ij v_j                    (sinks: gpt-oss, https://arxiv.org/abs/2508.10925, section 2)
+
+Key j is visible to query i when both are of the same document, ``j <= i`` if causal, and ``|i - j| < window`` if there
+is a window (Beltagy et al. 2020, https://arxiv.org/abs/2004.05150): a window of W shows W keys, the query's own among
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypedDict, Unpack
+
+import numpy as np
+import numpy.typing as npt
+
+from packing_core.errors import LayoutError, PackingError
+from packing_core.reference.arithmetic import Array, WorkingDtype, operands, plain
+from packing_core.reference.layout import check_shape, segment_slices
+
+Boundaries = Sequence[int] | npt.NDArray[np.integer]
+
+
+@dataclass(frozen=True)
+class _Options:
+    causal: bool
+    window: int | None
+    softcap: float | None
+    sinks: Array | None  # [K, G, 1, 1]
+    alibi_slopes: Array | None  # [K, G, 1, 1]
+    scale: float
+    dtype: WorkingDtype
+
+
+@dataclass(frozen=True)
+class _Softmax:
+    """One document's softmax and what its backward pass needs."""
+
+    p: Array  # [K, G, L, L], over keys; rows sum to less than 1 where a sink takes the rest
+    p_sink: Array | None  # [K, G, L, 1]
+    over_keys: Array  # [K, G, L, L], the softmax as it would be without the sink
+    tanh: Array | None  # [K, G, L, L], of the scores over the softcap
+    distance: Array  # [L, L], |i - j|
+    lse: Array  # [K, G, L, 1], natural log of the sum over visible keys, the sink left out
+
+
+class AttentionOptions(TypedDict, total=False):
+    """What the attention functions take by keyword.
+
+    causal: hide keys after the query (default True).
+    window: keys visible to a query, its own included; None (the default) for no limit.
+    softcap: bound on the scaled scores' absolute value; None for none.
+    sinks: ``[H]`` logits that join the softmax's denominator and nothing else; None for none.
+    alibi_slopes: ``[H]`` slopes of the linear bias; None for none.
+    scale: factor on the scores; None for ``D ** -0.5``.
+    dtype: working dtype that every operation is rounded to (default "float64").
+    """
+
+    causal: bool
+    window: int | None
+    softcap: float | None
+    sinks: npt.ArrayLike | None
+    alibi_slopes: npt.ArrayLike | None
+    scale: float | None
+    dtype: WorkingDtype
+
+
+def attention(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    cu_seqlens: Boundaries,
+    **options: Unpack[AttentionOptions],
+) -> npt.NDArray[np.float64]:
+    """Softmax attention of each document over itself; the formula stands at the top of this module.
+
+    Args:
+        q: ``[T, H, D]``.
+        k: ``[T, K, D]`` with H a multiple of K.
+        v: ``[T, K, E]``; E may differ from D.
+        cu_seqlens: ``[S+1]`` boundaries of the documents, starting at 0.
+        options: see `AttentionOptions`.
+
+    Returns:
+        ``[T, H, E]`` float64, 0 for tokens of no segment.
+
+    Raises:
+        LayoutError: shapes or boundaries contradict each other.
+        PackingError: an option is out of its range.
+    """
+    q, k, v, chosen = _checked(q, k, v, **options)
+    tokens, heads, groups = q.shape[0], q.shape[1], k.shape[1]
+    out = np.zeros_like(q, shape=(tokens, heads, v.shape[2]))
+    for document in segment_slices(cu_seqlens, tokens):
+        q_, k_, v_ = (_by_group(x[document], groups) for x in (q, k, v))
+        out[document] = _by_token(_softmax(q_, k_, chosen).p @ v_)
+    return plain(out)
+
+
+def attention_lse(
+    q: npt.ArrayLike, k: npt.ArrayLike, cu_seqlens: Boundaries, **options: Unpack[AttentionOptions]
+) -> npt.NDArray[np.float64]:
+    """The natural log of the softmax's sum over visible keys, without the sink: what kernels return beside the output.
+
+    With sinks b the output is ``sigmoid(lse - b)`` times the output without them.
+
+    Args:
+        q, k, cu_seqlens, options: as for `attention`.
+
+    Returns:
+        ``[T, H]`` float64, -inf for tokens of no segment.
+
+    Raises:
+        LayoutError: shapes or boundaries contradict each other.
+        PackingError: an option is out of its range.
+    """
+    q, k, _, chosen = _checked(q, k, k, **options)
+    lse = np.full_like(q, -np.inf, shape=q.shape[:2])
+    for document in segment_slices(cu_seqlens, q.shape[0]):
+        q_, k_ = (_by_group(x[document], k.shape[1]) for x in (q, k))
+        lse[document] = _by_token(_softmax(q_, k_, chosen).lse)[..., 0]
+    return plain(lse)
+
+
+def attention_vjp(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    cu_seqlens: Boundaries,
+    dout: npt.ArrayLike,
+    *,
+    dlse: npt.ArrayLike | None = None,
+    **options: Unpack[AttentionOptions],
+) -> dict[str, npt.NDArray[np.float64]]:
+    """Gradients of ``sum(attention * dout) + sum(attention_lse * dlse)``.
+
+    With ``dp_ij = dout_i . v_j`` the softmax gives ``dz_ij = p_ij (dp_ij - sum_j' p_ij' dp_ij')``, and for the sink
+    ``db_h = -sum_i p_sink,i sum_j p_ij dp_ij``; the rest is the chain rule through softcap, bias and scale.
+
+    Args:
+        dout: ``[T, H, E]``, the gradient of the output; rows of tokens of no segment are ignored.
+        dlse: ``[T, H]``, the gradient of the log-sum-exp; None for 0.
+        q, k, v, cu_seqlens, options: as for `attention`.
+
+    Returns:
+        ``{"q", "k", "v"}``, and ``"sinks"`` and ``"alibi_slopes"`` when those were given, each in its input's shape.
+
+    Raises:
+        LayoutError: shapes or boundaries contradict each other.
+        PackingError: an option is out of its range.
+    """
+    q, k, v, chosen = _checked(q, k, v, **options)
+    tokens, heads, groups = q.shape[0], q.shape[1], k.shape[1]
+    (dout,) = operands(chosen.dtype, dout)
+    check_shape("dout", dout, (tokens, heads, v.shape[2]), "[T, H, E]")
+    if dlse is not None:
+        (dlse,) = operands(chosen.dtype, dlse)
+        check_shape("dlse", dlse, (tokens, heads), "[T, H]")
+        dlse = dlse[..., None]
+
+    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    dsinks = np.zeros_like(q, shape=(groups, heads // groups))
+    dslopes = np.zeros_like(dsinks)
+    for document in segment_slices(cu_seqlens, tokens):
+        q_, k_, v_, dout_ = (_by_group(x[document], groups) for x in (q, k, v, dout))
+        softmax = _softmax(q_, k_, chosen)
+        p = softmax.p
+        dp = dout_ @ v_.swapaxes(-1, -2)
+        delta = (p * dp).sum(axis=-1, keepdims=True)
+        dz = p * (dp - delta)
+        if dlse is not None:
+            dz = dz + softmax.over_keys * _by_group(dlse[document], groups)
+        if softmax.p_sink is not None:
+            dsinks -= (softmax.p_sink * delta).sum(axis=(-2, -1))
+        if chosen.alibi_slopes is not None:
+            dslopes -= (dz * softmax.distance).sum(axis=(-2, -1))
+        if softmax.tanh is not None:
+            dz = dz * (1.0 - softmax.tanh * softmax.tanh)
+        dz = dz * chosen.scale
+        dq[document] = _by_token(dz @ k_)
+        dk[document] = _by_token((dz.swapaxes(-1, -2) @ q_).sum(axis=1, keepdims=True))
+        dv[document] = _by_token((p.swapaxes(-1, -2) @ dout_).sum(axis=1, keepdims=True))
+
+    gradients = {"q": plain(dq), "k": plain(dk), "v": plain(dv)}
+    if chosen.sinks is not None:
+        gradients["sinks"] = plain(dsinks).reshape(heads)
+    if chosen.alibi_slopes is not None:
+        gradients["alibi_slopes"] = plain(dslopes).reshape(heads)
+    return gradients
+
+
+def _softmax(q: Array, k: Array, options: _Options) -> _Softmax:
+    """The softmax of one document: q ``[K, G, L, D]``, k ``[K, 1, L, D]``."""
+    z = (q @ k.swapaxes(-1, -2)) * options.scale
+    tanh = None
+    if options.softcap is not None:
+        tanh = np.tanh(z / options.softcap)
+        z = tanh * options.softcap
+    token = np.arange(q.shape[-2])
+    ahead = token[:, None] - token[None, :]  # query minus key
+    if options.alibi_slopes is not None:
+        z = z - options.alibi_slopes * np.abs(ahead)
+    visible = np.full(ahead.shape, True)
+    if options.causal:
+        visible &= ahead >= 0
+    if options.window is not None:
+        visible &= np.abs(ahead) < options.window
+    z = np.where(visible, z, -np.inf)
+
+    # The largest logit comes off first, or exp overflows. A query always sees itself, so it is finite.
+    largest = z.max(axis=-1, keepdims=True)
+    weight = np.exp(z - largest)
+    total = weight.sum(axis=-1, keepdims=True)
+    distance, lse, over_keys = np.abs(ahead), np.log(total) + largest, weight / total
+    if options.sinks is None:
+        return _Softmax(over_keys, None, over_keys, tanh, distance, lse)
+    largest_with_sink = np.maximum(largest, options.sinks)
+    rescale = np.exp(largest - largest_with_sink)
+    sink = np.exp(options.sinks - largest_with_sink)
+    total = total * rescale + sink
+    return _Softmax(weight * rescale / total, sink / total, over_keys, tanh, distance, lse)
+
+
+def _by_group(x: Array, groups: int) -> Array:
+    """``[L, H, D]`` to ``[K, H // K, L, D]``, the axes in which a matrix product runs over tokens."""
+    length, heads, width = x.shape
+    return x.reshape(length, groups, heads // groups, width).transpose(1, 2, 0, 3)
+
+
+def _by_token(x: Array) -> Array:
+    """``[K, G, L, D]`` to ``[L, K * G, D]``."""
+    groups, members, length, width = x.shape
+    return x.transpose(2, 0, 1, 3).reshape(length, groups * members, width)
+
+
+def _checked(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: npt.ArrayLike | None = None,
+    alibi_slopes: npt.ArrayLike | None = None,
+    scale: float | None = None,
+    dtype: WorkingDtype = "float64",
+) -> tuple[Array, Array, Array, _Options]:
+    q, k, v = operands(dtype, q, k, v)
+    check_shape("q", q, (None, None, None), "[T, H, D]")
+    tokens, heads, width = q.shape
+    check_shape("k", k, (tokens, None, width), "[T, K, D]")
+    groups = k.shape[1]
+    check_shape("v", v, (tokens, groups, None), "[T, K, E]")
+    if groups == 0 or heads % groups:
+        raise LayoutError(f"q has {heads} heads and k has {groups}: the first must be a multiple of the second")
+    if window is not None and window < 1:
+        raise PackingError(f"window is {window}: it counts visible keys, the query's own included, so it is at least 1")
+    if softcap is not None and not softcap > 0:
+        raise PackingError(f"softcap is {softcap}: it must be positive; pass None for none")
+
+    def per_head(name: str, x: npt.ArrayLike | None) -> Array | None:
+        if x is None:
+            return None
+        (x,) = operands(dtype, x)
+        check_shape(name, x, (heads,), "[H]")
+        return x.reshape(groups, heads // groups, 1, 1)
+
+    options = _Options(
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        sinks=per_head("sinks", sinks),
+        alibi_slopes=per_head("alibi_slopes", alibi_slopes),
+        scale=width**-0.5 if scale is None else scale,
+        dtype=dtype,
+    )
+    return q, k, v, options
