@@ -18,8 +18,8 @@ float32.
 **Layout.** Operations take ``segment_ids [B, S]``: 1.. per row in contiguous runs, 0 for padding, anywhere in the row.
 
 **Registration.** An entry point of the group ``crosspack.backends`` names a function ``backends()`` that returns
-``{name: zero-argument factory}``; entry point ``torch`` with the name ``sdpa`` is addressed as ``torch:sdpa``. A factory
-that cannot run on this machine raises `UnsupportedError` or `MissingExtraError` with the reason: listed as NOT RUN.
+``{name: zero-argument factory}``; entry point ``torch`` with the name ``sdpa`` is addressed as ``torch:sdpa``. The
+factory of what cannot run here raises `UnsupportedError` or `MissingExtraError` with the reason, and is listed as NOT RUN.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "rope": ("interleaved", "partial"),
     "scan": (),
     "loss": ("token_weights",),
-    "forward": ("sliding_window", "dynamic_rope"),
+    "forward": ("drawn_batches", "sliding_window", "dynamic_rope"),
     "gradients": (),
     "train": ("adamw", "ranks"),
 }
@@ -331,7 +331,11 @@ class Backend:
     # -- model ---------------------------------------------------------------------------------------------------
 
     def forward(self, decoder: Decoder, batch: Batch, *, dtype: str) -> Array:
-        """Logits ``[B, S, V]`` of a batch: its own collator's, or one that the suite drew (``native`` None)."""
+        """Logits ``[B, S, V]`` of a batch.
+
+        A backend that has a collator is given its own batches, and with the option "drawn_batches" also ones in which
+        the suite laid out the rows (``native`` None: padding anywhere, any B); one that has no collator only those.
+        """
         raise self._lacks("forward")
 
     def gradients(self, decoder: Decoder, batch: Batch, *, dtype: str) -> tuple[float, Gradients]:
