@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packing_core.errors import CapacityError, PackingError
-from packing_core.runs import Array, gaps
+from packing_core.runs import Array, gaps, ranges
 
 if TYPE_CHECKING:
     from packing_core.batch import PackedBatch
@@ -30,8 +30,9 @@ class KernelView:
         input_ids: int32 [T].
         targets: int32 [T], unshifted, -100 where there is none.
         loss_weights: float32 [T].
-        position_ids: int32 [T].
-        seq_idx: int32 [T], counted per row.
+        position_ids: int32 [T], restarting at 0 at each entry of ``cu_seqlens``, in padding too: whoever infers
+            segments from restarts finds exactly these.
+        seq_idx: int32 [T], the number of the segment in ``cu_seqlens``, so no number returns in the next row.
         columns: the user's per-token arrays, [T] each, as they are.
         cu_seqlens: int32 [K+1] from 0 to T: real segments and padding alike, none longer than ``max_seqlen``; past the
             last segment T is repeated up to a multiple of the bucket, so the shape stays the same from step to step.
@@ -64,7 +65,7 @@ def kernel_view(batch: PackedBatch, *, max_seqlen: int | None = None, bucket: in
     size = batch.input_ids.size
     if size > np.iinfo(np.int32).max:
         raise CapacityError(f"{size:,} tokens are more than int32 kernels count: take fewer rows, batch[first:last]")
-    longest = int(batch.lengths.max(initial=1))
+    longest = int(batch.lengths.max()) if batch.n_segments else batch.capacity
     if max_seqlen is None:
         max_seqlen = longest
     if max_seqlen < longest:
@@ -78,8 +79,8 @@ def kernel_view(batch: PackedBatch, *, max_seqlen: int | None = None, bucket: in
         input_ids=batch.input_ids.reshape(-1).astype(np.int32),
         targets=batch.targets.reshape(-1).astype(np.int32),
         loss_weights=batch.loss_weights.reshape(-1),
-        position_ids=batch.position_ids.reshape(-1),
-        seq_idx=batch.seq_idx.reshape(-1),
+        position_ids=ranges(lengths).astype(np.int32),
+        seq_idx=np.repeat(np.arange(len(lengths), dtype=np.int32), lengths),
         columns={name: array.reshape(-1) for name, array in batch.columns.items()},
         cu_seqlens=np.concatenate([cuts, tail]).astype(np.int32),
         max_seqlen=max_seqlen,
@@ -93,8 +94,7 @@ def _segments(batch: PackedBatch, longest: int) -> tuple[NDArray[np.int64], NDAr
     begin, free = gaps(batch.flat_starts, batch.lengths, batch.input_ids.size)
     pieces = -(-free // longest)
     first = np.repeat(begin, pieces)
-    number = np.arange(len(first)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    starts = np.concatenate([batch.flat_starts, first + number * longest])
+    starts = np.concatenate([batch.flat_starts, first + ranges(pieces) * longest])
     order = np.argsort(starts, kind="stable")
     is_padding = (np.arange(len(starts)) >= batch.n_segments)[order]
     return np.append(starts[order], batch.input_ids.size), is_padding
