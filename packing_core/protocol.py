@@ -19,7 +19,7 @@ float32.
 
 **Registration.** An entry point of the group ``crosspack.backends`` names a function ``backends()`` that returns
 ``{name: zero-argument factory}``; entry point ``torch`` with the name ``sdpa`` is addressed as ``torch:sdpa``. The
-factory of what cannot run here raises `UnsupportedError` or `MissingExtraError` with the reason, and is listed as NOT RUN.
+factory of what cannot run here raises `UnsupportedError` or `MissingExtraError` with the reason: NOT RUN.
 """
 
 from __future__ import annotations
@@ -279,9 +279,9 @@ class Backend:
         self,
         x: Array,
         dt: Array,
-        a: Array,
-        b: Array,
-        c: Array,
+        A: Array,
+        B: Array,
+        C: Array,
         segment_ids: Array,
         *,
         dtype: str,
@@ -289,19 +289,19 @@ class Backend:
     ) -> tuple[Array, Gradients]:
         """Selective scan (Mamba, arXiv 2312.00752, section 3.2) whose state starts from zero at every segment.
 
-        ``h_t = exp(dt_t a) h_{t-1} + dt_t b_t x_t``, ``y_t = c_t . h_t``.
+        ``h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t``, ``y_t = C_t . h_t``: no skip, no gate.
 
         Args:
             x: ``[B, S, M]`` channels.
             dt: ``[B, S, M]`` positive steps.
-            a: ``[M, N]`` negative decay rates, N states a channel.
-            b: ``[B, S, N]``.
-            c: ``[B, S, N]``.
+            A: ``[M, N]`` negative decay rates, N states a channel.
+            B: ``[B, S, N]``.
+            C: ``[B, S, N]``.
             segment_ids: ``[B, S]``.
             dout: ``[B, S, M]``, zero at padding, or None.
 
         Returns:
-            ``[B, S, M]`` and the gradients ``{"x", "dt", "a", "b", "c"}`` (empty without ``dout``), zero at padding.
+            ``[B, S, M]`` and the gradients ``{"x", "dt", "A", "B", "C"}`` (empty without ``dout``), zero at padding.
         """
         raise self._lacks("scan")
 
