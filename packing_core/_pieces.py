@@ -1,0 +1,117 @@
+"""Lengths as the user gave them in, pieces that fit a row out: the checks, and the overflow policies."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from packing_core.errors import CapacityError, PackingError
+
+Int64 = NDArray[np.int64]
+Overflow = Literal["error", "truncate", "split", "drop"]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What there is to pack; ``source`` None means that piece p is of document p, ``start`` None means all 0."""
+
+    length: Int64
+    dropped: Int64
+    truncated: Int64
+    source: Int64 | None = None
+    start: Int64 | None = None
+
+
+def positive(name: str, value: int) -> int:
+    """``value`` as an int of at least 1.
+
+    Raises:
+        PackingError: it is not one (CapacityError for the capacity).
+    """
+    kind = CapacityError if name == "capacity" else PackingError
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise kind(f"{name} must be an integer of at least 1, got {value!r}") from None
+    if isinstance(value, bool | np.bool_) or number < 1:
+        raise kind(f"{name} must be an integer of at least 1, got {value!r}")
+    return number
+
+
+def choice(name: str, value: str, allowed: Collection[str]) -> None:
+    """Raises:
+    PackingError: ``value`` is none of ``allowed``.
+    """
+    if value not in allowed:
+        raise PackingError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
+
+
+def check_lengths(lengths: ArrayLike) -> Int64:
+    """``lengths`` as int64 [N].
+
+    Raises:
+        PackingError: not one-dimensional, not integers, empty, or a length below 1.
+    """
+    try:
+        array = np.asarray(lengths)
+    except ValueError:
+        raise PackingError(
+            "lengths must be one integer per document, got a ragged list: pass [len(d) for d in documents]"
+        ) from None
+    if array.ndim != 1:
+        raise PackingError(f"lengths must be one-dimensional, one integer per document; got shape {list(array.shape)}")
+    if not array.size:
+        raise PackingError("lengths is empty: there is no document to pack")
+    if array.dtype.kind not in "iu":
+        raise PackingError(
+            f"lengths must be integers, got {array.dtype}: convert with numpy.asarray(lengths, dtype=int)"
+        )
+    if array.min() < 1:
+        document = int((array < 1).argmax())
+        what = "is empty" if array[document] == 0 else f"has length {array[document]}"
+        raise PackingError(f"document {document} {what}: lengths must be at least 1, leave empty documents out")
+    if array.max() > _LONGEST // len(array):
+        raise PackingError(f"lengths up to {array.max():,} over {len(array):,} documents pass 2**62 tokens")
+    return array.astype(np.int64, copy=False)
+
+
+_LONGEST = 2**62  # sums of tokens stay well inside int64
+
+
+def cut(lengths: Int64, capacity: int, overflow: Overflow) -> Pieces:
+    """Apply ``overflow`` to every document longer than ``capacity``.
+
+    Raises:
+        CapacityError: there is one under ``error``, or ``drop`` leaves nothing.
+    """
+    choice("overflow", overflow, ("error", "truncate", "split", "drop"))
+    none = np.zeros(0, np.int64)
+    if lengths.max() <= capacity:
+        return Pieces(lengths, none, none)
+    long = np.flatnonzero(lengths > capacity)
+    if overflow == "error":
+        more = f" ({len(long) - 1:,} more are too long)" if len(long) > 1 else ""
+        raise CapacityError(
+            f"document {long[0]} has {lengths[long[0]]:,} tokens and capacity is {capacity:,}{more}: "
+            'pass overflow="split", "truncate" or "drop", or raise capacity'
+        )
+    if overflow == "truncate":
+        return Pieces(np.minimum(lengths, capacity), none, long)
+    if overflow == "drop":
+        kept = np.flatnonzero(lengths <= capacity)
+        if not len(kept):
+            raise CapacityError(
+                f"nothing is left to pack: all {len(lengths):,} documents have more than {capacity:,} tokens and are "
+                'dropped; pass overflow="split" or "truncate", or raise capacity'
+            )
+        return Pieces(lengths[kept], long, none, source=kept)
+    counts = -(-lengths // capacity)
+    source = np.repeat(np.arange(len(lengths)), counts)
+    first = np.cumsum(counts) - counts
+    start = (np.arange(len(source)) - np.repeat(first, counts)) * capacity
+    return Pieces(np.minimum(lengths[source] - start, capacity), none, none, source, start)
