@@ -8,7 +8,6 @@ implementation needs (length buckets, block masks) is derived on first use and k
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +18,6 @@ from packing_core.errors import LayoutError
 Value = TypeVar("Value")
 
 
-@dataclass(frozen=True, eq=False)
 class PackedMetadata:
     """The segments of ``tokens`` flat tokens; padding has segments of its own, so the segments cover every token.
 
@@ -29,13 +27,19 @@ class PackedMetadata:
         max_seqlen: no segment is longer; may be rounded up.
         tokens: T, the number of flat tokens.
         lengths: the segments' lengths on the host, all positive, or None where only the device knows them.
+
+    A plain class on purpose: wrappers of modules walk through dataclasses among the arguments and rebuild them, and
+    every layer would then hold a copy of its own.
     """
 
-    cu_seqlens: Tensor
-    max_seqlen: int
-    tokens: int
-    lengths: tuple[int, ...] | None = None
-    _derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    def __init__(
+        self, cu_seqlens: Tensor, max_seqlen: int, tokens: int, lengths: tuple[int, ...] | None = None
+    ) -> None:
+        self.cu_seqlens = cu_seqlens
+        self.max_seqlen = max_seqlen
+        self.tokens = tokens
+        self.lengths = lengths
+        self._derived: dict[Hashable, Any] = {}
 
     @classmethod
     def from_lengths(

@@ -1,0 +1,136 @@
+"""Running a batched operation on documents of similar length: flat tokens -> padded batches -> flat tokens.
+
+Whatever has no packed kernel (scaled dot product attention, a recurrence in plain torch) runs on ``[n, L, ...]``
+batches in which every row is one document padded at its end, so a causal operation needs no segment mask. The padded
+length of a document follows from its own length alone, and its padding repeats its own last token: nothing of another
+document, not even a NaN, enters its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from packing_core.errors import UnsupportedError
+from torch_backend.metadata import PackedMetadata, to_device
+
+
+@dataclass(frozen=True, eq=False)
+class Buckets:
+    """The documents of a batch in padded batches, laid end to end as P places.
+
+    Attributes:
+        shapes: (n, L) of each batch; P is the sum of n * L.
+        gather: int64 [P] the flat token at each place; places past a document's end repeat its last token.
+        scatter: int64 [T] the place of each flat token.
+        real: bool [P] which places hold a token.
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+    gather: Tensor
+    scatter: Tensor
+    real: Tensor
+
+
+def padded_lengths(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Each length rounded up to one of eight per octave, so that under an eighth is padding (or to a multiple of 8)."""
+    octave = np.ceil(np.log2(lengths)).astype(np.int64)
+    step = 1 << np.maximum(octave - 4, 3)
+    rounded: NDArray[np.int64] = -(-lengths // step) * step
+    return rounded
+
+
+def buckets(packed: PackedMetadata) -> Buckets:
+    """The batch's documents by padded length, built on first use and shared by every layer.
+
+    Raises:
+        UnsupportedError: the lengths are not known on the host.
+    """
+    if packed.lengths is None:
+        raise UnsupportedError(
+            "documents are batched by length, and the lengths are not on the host: "
+            "let PackedCollator build the batch, or wrap its collator in with_boundaries"
+        )
+    return packed.derived("buckets", _build)
+
+
+def map_documents(
+    packed: PackedMetadata, function: Callable[..., Tensor], *tensors: Tensor, shared: Sequence[Any] = ()
+) -> Tensor:
+    """``function`` applied to padded batches of whole documents.
+
+    Args:
+        packed: the segments.
+        function: takes ``[n, L, ...]`` per tensor, then ``shared``, and returns ``[n, L, ...]``; what it returns at a
+            place may depend on that place and earlier ones of the same row only.
+        tensors: ``[T, ...]`` each.
+        shared: further arguments, the same for every batch.
+
+    Returns:
+        [T, ...].
+    """
+    laid = buckets(packed)
+    split = [_pad(x, laid) for x in tensors]
+    results = [function(*rows, *shared).flatten(0, 1) for rows in zip(*split, strict=True)]
+    unpadded: Tensor = _Unpad.apply(torch.cat(results), laid)  # type: ignore[no-untyped-call]
+    return unpadded
+
+
+def _pad(x: Tensor, laid: Buckets) -> list[Tensor]:
+    places: Tensor = _Pad.apply(x, laid)  # type: ignore[no-untyped-call]
+    batches = torch.split(places, [n * length for n, length in laid.shapes])
+    return [rows.view(*shape, *x.shape[1:]) for rows, shape in zip(batches, laid.shapes, strict=True)]
+
+
+class _Pad(torch.autograd.Function):
+    """[T, ...] -> [P, ...]. A gather both ways: what flows back to padding is zero, so it is left out, not added."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, laid: Buckets) -> Tensor:
+        ctx.laid = laid
+        return x.index_select(0, laid.gather)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.index_select(0, ctx.laid.scatter), None
+
+
+class _Unpad(torch.autograd.Function):
+    """[P, ...] -> [T, ...], the gradient at padding is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, laid: Buckets) -> Tensor:
+        ctx.laid = laid
+        return x.index_select(0, laid.scatter)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        real = ctx.laid.real.view(-1, *[1] * (grad.ndim - 1))
+        return grad.index_select(0, ctx.laid.gather).masked_fill(~real, 0), None
+
+
+def _build(packed: PackedMetadata) -> Buckets:
+    lengths = np.asarray(packed.lengths, np.int64)
+    starts = np.cumsum(lengths) - lengths
+    padded = padded_lengths(lengths)
+    order = np.argsort(padded, kind="stable")
+    sizes, counts = np.unique(padded, return_counts=True)
+    # Place p belongs to the document `owner[p]`, at `offset[p]` of its row.
+    owner = np.repeat(order, padded[order])
+    row_starts = np.cumsum(padded[order]) - padded[order]
+    offset = np.arange(len(owner)) - np.repeat(row_starts, padded[order])
+    real = offset < lengths[owner]
+    gather = starts[owner] + np.minimum(offset, lengths[owner] - 1)
+    scatter = np.empty(packed.tokens, np.int64)
+    scatter[gather[real]] = np.flatnonzero(real)
+    table = to_device(torch.from_numpy(np.concatenate([gather, real, scatter])), packed.device)
+    gather_, real_, scatter_ = torch.split(table, [len(gather), len(gather), packed.tokens])
+    return Buckets(
+        tuple((int(n), int(size)) for n, size in zip(counts, sizes, strict=True)), gather_, scatter_, real_.bool()
+    )
