@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,8 +108,7 @@ class PackedBatch:
             raise LayoutError("cu_seqlens must start at 0 and strictly increase: padding is no segment, leave it out")
         if self.alignment < 1:
             raise LayoutError(f"alignment is {self.alignment}: pass 1 or more")
-        if self.weighting not in ("token", "document"):
-            raise PackingError(f'weighting is {self.weighting!r}: pass "token" or "document"')
+        checked_weighting(self.weighting)
         if count == 0:
             return
         if self.rows[0] < 0 or self.rows[-1] >= len(self) or (np.diff(self.rows) < 0).any():
@@ -361,6 +360,13 @@ def segment_starts(rows: Int64, lengths: Int64, alignment: int) -> Int64:
     taken = -(-lengths // alignment) * alignment
     before = np.cumsum(taken) - taken
     return before - before[np.searchsorted(rows, rows)]
+
+
+def checked_weighting(weighting: Weighting) -> Weighting:
+    """The weighting itself, or PackingError when there is none of that name."""
+    if weighting not in get_args(Weighting):
+        raise PackingError(f'weighting is {weighting!r}: pass "token" or "document"')
+    return weighting
 
 
 def _signed(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from packing_core.batch import IGNORE_INDEX, PackedBatch, Weighting, segment_starts
+from packing_core.batch import IGNORE_INDEX, PackedBatch, Weighting, checked_weighting, segment_starts
 from packing_core.errors import LayoutError, PackingError
 from packing_core.plan import PackPlan, plan
 from packing_core.ragged import Ragged
@@ -114,11 +114,8 @@ class PackedDataset:
             _check_plan(self.plan, lengths)
         else:
             self.plan = plan(lengths, capacity_or_plan, **plan_options)
-        info = np.iinfo(self.sequences.dtype)
-        if not info.min <= pad_id <= info.max:
-            raise PackingError(f"pad_id {pad_id} does not fit into the documents' dtype {self.sequences.dtype}")
-        self.pad_id = int(pad_id)
-        self.weighting = weighting
+        self.pad_id = _pad_id(pad_id, self.sequences.dtype)
+        self.weighting = checked_weighting(weighting)
         self.labels = None
         if labels is not None:
             self.labels = _of_kind(_beside(labels, "labels", lengths), "labels", "i", "signed integers (-100 is none)")
@@ -204,6 +201,14 @@ def _beside(column: Any, name: str, lengths: Int64) -> Ragged:
             f"per token ({int(unequal.sum()):,} documents differ)"
         )
     return ragged
+
+
+def _pad_id(pad_id: int, dtype: np.dtype[Any]) -> int:
+    if not isinstance(pad_id, (int, np.integer)):
+        raise PackingError(f"pad_id is {pad_id!r}: pass an integer")
+    if not np.iinfo(dtype).min <= pad_id <= np.iinfo(dtype).max:
+        raise PackingError(f"pad_id {pad_id} does not fit into the documents' dtype {dtype}: pass one that does")
+    return int(pad_id)
 
 
 def _prompts(prompt_lengths: ArrayLike, lengths: Int64) -> Int64:

@@ -1,0 +1,228 @@
+"""PackedDataset and pack: rows on access equal rows at once, storage stays where it is, bad input is named early."""
+
+import multiprocessing
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packing_core import CapacityError, LayoutError, PackedDataset, PackingError, Ragged, pack, plan
+from tests.packing_core.packings import packings
+
+STORED = ("input_ids", "cu_seqlens", "rows", "sources", "starts", "labels", "loss_mask")
+
+
+def assert_same(batch, other):
+    for name in STORED:
+        if getattr(other, name) is None:
+            assert getattr(batch, name) is None, name
+        else:
+            np.testing.assert_array_equal(getattr(batch, name), getattr(other, name), err_msg=name)
+    assert list(batch.columns) == list(other.columns)
+    for name, column in other.columns.items():
+        np.testing.assert_array_equal(batch.columns[name], column, err_msg=name)
+
+
+@settings(max_examples=80, deadline=None)
+@given(packings(), st.data())
+def test_rows_on_access_are_the_rows_of_the_whole(packing, data):
+    dataset = PackedDataset(packing.documents, packing.plan, **packing.arrays, pad_id=3)
+    whole = pack(packing.documents, packing.plan, **packing.arrays, pad_id=3)
+    assert len(dataset) == len(whole) == packing.plan.n_rows
+    row = data.draw(st.integers(-len(whole), len(whole) - 1))
+    rows = data.draw(st.lists(st.integers(-len(whole), len(whole) - 1), min_size=1, max_size=5))
+    assert_same(dataset[row], whole[row])
+    assert_same(dataset[np.int32(row)], whole[row])
+    assert_same(dataset[rows], whole[rows])
+    assert_same(dataset.__getitems__(rows), whole[rows])
+    assert_same(dataset[1:3], whole[1:3])
+    assert_same(dataset[:], whole)
+
+
+def test_iterating_gives_every_row_once():
+    dataset = PackedDataset([[1, 2], [3], [4, 5, 6]], 3, seed=None)
+    assert [row.input_ids.tolist() for row in dataset] == [row.input_ids.tolist() for row in dataset[:]]
+    for outside in (len(dataset), -len(dataset) - 1):
+        with pytest.raises(IndexError):
+            dataset[outside]
+        with pytest.raises(IndexError):
+            dataset[[outside]]
+
+
+def test_plan_options_are_those_of_plan():
+    documents = [[1] * 5, [2] * 3, [3] * 9]
+    made = plan([5, 3, 9], 8, overflow="truncate", strategy="first_fit", seed=5, alignment=4)
+    dataset = PackedDataset(documents, 8, overflow="truncate", strategy="first_fit", seed=5, alignment=4)
+    assert_same(dataset[:], pack(documents, made))
+    assert dataset.plan.truncated.tolist() == [2]
+
+
+def test_loss_mask_and_prompt_lengths_both_hold():
+    # row:  1 2 3 4 : the prompt is 1 2, the mask leaves out 3
+    batch = pack([[1, 2, 3, 4]], 4, loss_mask=[[1, 1, 0, 1]], prompt_lengths=[2])
+    assert batch.targets.tolist() == [[-100, -100, -100, 4]]
+    batch = pack([[1, 2, 3, 4]], 4, labels=[[10, 20, 30, 40]], prompt_lengths=np.array([2], np.uint8))
+    assert batch.targets.tolist() == [[-100, -100, 30, 40]]
+    assert batch.labels.tolist() == [[10, 20, 30, 40]]
+
+
+def test_a_prompt_reaches_into_the_second_piece_of_a_split_document():
+    # rows:  1 2 3 | 4 5 6 | 7 : the prompt is 1 2 3 4
+    batch = pack([[1, 2, 3, 4, 5, 6, 7]], 3, overflow="split", prompt_lengths=[4], seed=None)
+    assert batch.loss_mask.tolist() == [[False] * 3, [False, True, True], [True, False, False]]
+
+
+def test_padding_of_every_array():
+    # row:  1 2 . .
+    batch = pack([[1, 2]], 4, labels=[[1, 2]], loss_mask=[[1, 1]], columns={"x": [[0.5, 1]]}, pad_id=9)
+    assert batch.input_ids.tolist() == [[1, 2, 9, 9]]
+    assert batch.labels.tolist() == [[1, 2, -100, -100]]
+    assert batch.loss_mask.tolist() == [[True, True, False, False]]
+    assert batch.columns["x"].tolist() == [[0.5, 1, 0, 0]]
+
+
+def mapped(folder):
+    documents = [np.arange(i, i + 50 + i % 7, dtype=np.int32) for i in range(2000)]
+    Ragged.of(documents).save(folder / "ids")
+    Ragged.of([np.where(d % 3, d, -100) for d in documents]).save(folder / "labels")
+    return PackedDataset(
+        Ragged.open(folder / "ids"),
+        512,
+        labels=Ragged.open(folder / "labels"),
+        columns={"x": Ragged.open(folder / "ids")},
+        prompt_lengths=[3] * 2000,
+    )
+
+
+def test_only_the_plan_is_pickled_of_mapped_documents(tmp_path):
+    dataset = mapped(tmp_path)
+    size = len(pickle.dumps(dataset))
+    assert size < dataset.sequences.values.nbytes / 3
+    assert size < 5 * 8 * dataset.plan.length.size  # row offsets, source, start, length and prompts, and little else
+    assert_same(pickle.loads(pickle.dumps(dataset))[:], dataset[:])
+
+
+def row_sums(dataset, rows):
+    return [int(dataset[row].input_ids.sum()) for row in rows]
+
+
+def test_spawned_workers_read_the_same_rows(tmp_path):
+    dataset = mapped(tmp_path)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(row_sums, (dataset, [0, 7, -1])) == row_sums(dataset, [0, 7, -1])
+
+
+def test_torch_loaders_take_batches_of_rows_through_workers(tmp_path):
+    from torch.utils.data import DataLoader
+
+    dataset = mapped(tmp_path)
+    loader = DataLoader(
+        dataset, batch_size=8, collate_fn=_as_it_is, num_workers=1, multiprocessing_context="spawn", shuffle=False
+    )
+    for number, batch in enumerate(loader):
+        np.testing.assert_array_equal(batch.input_ids, dataset[8 * number : 8 * number + 8].input_ids)
+    assert 8 * number + len(batch) == len(dataset)
+
+
+def _as_it_is(batch):
+    return batch
+
+
+def test_documents_stay_where_they_are():
+    values = np.arange(10, dtype=np.int32)
+    dataset = PackedDataset(Ragged(values, np.array([0, 4, 10])), 10)
+    values[4] = 77  # seen on the next access: nothing was copied
+    assert 77 in dataset[0].input_ids
+
+
+DOCUMENTS = [[1, 2, 3], [4, 5]]
+BAD = {
+    "too long": (
+        {"capacity_or_plan": 2},
+        CapacityError,
+        r'document 0 has 3 tokens and capacity is 2: .*overflow="split".*"truncate"',
+    ),
+    "empty document": ({"sequences": [[1], []]}, PackingError, "document 1 "),
+    "empty list": ({"sequences": []}, PackingError, "sequences is empty: pass at least one sequence"),
+    "capacity 0": ({"capacity_or_plan": 0}, PackingError, "capacity"),
+    "negative capacity": ({"capacity_or_plan": -4}, PackingError, "capacity"),
+    "float tokens": ({"sequences": [[1.0, 2.0]]}, LayoutError, "sequences has dtype float64: pass integer token ids"),
+    "bool tokens": ({"sequences": [[True]]}, LayoutError, "sequences has dtype bool: pass integer token ids"),
+    "unknown option": ({"stragety": "best_fit"}, TypeError, "stragety"),
+    "options with a plan": (
+        {"capacity_or_plan": plan([3, 2], 4), "seed": 1},
+        PackingError,
+        "seed cannot change a plan that is made: pass a capacity instead",
+    ),
+    "a plan of others": (
+        {"capacity_or_plan": plan([3, 2, 1], 4)},
+        LayoutError,
+        "the plan was made for 3 documents and there are 2: plan these documents",
+    ),
+    "a plan of longer ones": (
+        {"capacity_or_plan": plan([3, 3], 4)},
+        LayoutError,
+        "the plan takes tokens up to 3 of document 1, which has 2: plan these",
+    ),
+    "pad_id": (
+        {"sequences": [np.array([1], np.uint8)], "pad_id": -1},
+        PackingError,
+        "pad_id -1 does not fit into the documents' dtype uint8",
+    ),
+    "float pad_id": ({"pad_id": 0.5}, PackingError, r"pad_id is 0\.5: pass an integer"),
+    "weighting": ({"weighting": "row"}, PackingError, 'weighting is \'row\': pass "token" or "document"'),
+    "few labels": ({"labels": [[1, 2, 3]]}, LayoutError, "labels has 1 sequences and there are 2 documents: they must"),
+    "ragged labels": (
+        {"labels": [[1, 2, 3], [4]]},
+        LayoutError,
+        r"labels\[1\] has 1 entries and document 1 has 2 tokens: give one entry per token \(1 documents differ\)",
+    ),
+    "float labels": ({"labels": [[1.0] * 3, [1.0] * 2]}, LayoutError, "labels has dtype float64: pass signed integers"),
+    "unsigned labels": (
+        {"labels": [np.zeros(3, np.uint16), np.zeros(2, np.uint16)]},
+        LayoutError,
+        r"labels has dtype uint16: pass signed integers \(-100 is none\)",
+    ),
+    "float mask": (
+        {"loss_mask": [[0.5] * 3, [1.0] * 2]},
+        LayoutError,
+        "loss_mask has dtype float64: pass bool, or 0 and 1",
+    ),
+    "ragged mask": (
+        {"loss_mask": [[1], [1]]},
+        LayoutError,
+        r"loss_mask\[0\] has 1 entries and document 0 has 3 tokens",
+    ),
+    "few prompts": (
+        {"prompt_lengths": [1]},
+        LayoutError,
+        r"prompt_lengths is int64 \[1\] and there are 2 documents: pass one",
+    ),
+    "float prompts": ({"prompt_lengths": [1.0, 2.0]}, LayoutError, r"prompt_lengths is float64 \[2\]"),
+    "long prompt": (
+        {"prompt_lengths": [1, 3]},
+        LayoutError,
+        r"prompt_lengths\[1\] is 3 and document 1 has 2 tokens: pass 0 to 2",
+    ),
+    "negative prompt": ({"prompt_lengths": [-1, 0]}, LayoutError, r"prompt_lengths\[0\] is -1"),
+    "reserved column": (
+        {"columns": {"position_ids": DOCUMENTS}},
+        PackingError,
+        r"columns\['position_ids'\] has the name of a PackedBatch field: choose another name",
+    ),
+    "ragged column": (
+        {"columns": {"x": [[1], [1]]}},
+        LayoutError,
+        r"columns\['x'\]\[0\] has 1 entries and document 0 has 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_named_before_a_row_is_made(case):
+    changes, kind, message = BAD[case]
+    arguments = {"sequences": DOCUMENTS, "capacity_or_plan": 4} | changes
+    with pytest.raises(kind, match=message):
+        PackedDataset(arguments.pop("sequences"), arguments.pop("capacity_or_plan"), **arguments)
