@@ -4,11 +4,28 @@ Every fast implementation is judged against these functions, and the same functi
 `packing_core.reference.arithmetic`) say how much error a working dtype may make. They are written to be read.
 """
 
+from packing_core.reference.arithmetic import WorkingDtype
 from packing_core.reference.attention import AttentionOptions, attention, attention_lse, attention_vjp
+from packing_core.reference.convolution import short_convolution, short_convolution_vjp
+from packing_core.reference.delta import gated_delta_rule, gated_delta_rule_vjp
+from packing_core.reference.loss import cross_entropy, cross_entropy_vjp
+from packing_core.reference.rope import rope, rope_vjp
+from packing_core.reference.scan import selective_scan, selective_scan_vjp
 
 __all__ = [
     "AttentionOptions",
+    "WorkingDtype",
     "attention",
     "attention_lse",
     "attention_vjp",
+    "cross_entropy",
+    "cross_entropy_vjp",
+    "gated_delta_rule",
+    "gated_delta_rule_vjp",
+    "rope",
+    "rope_vjp",
+    "selective_scan",
+    "selective_scan_vjp",
+    "short_convolution",
+    "short_convolution_vjp",
 ]

@@ -33,7 +33,7 @@ def round_to_bfloat16(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     added to the bits and the lower half is cleared. NaN stays NaN, and what lies past the largest finite bfloat16
     becomes infinite.
     """
-    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
+    bits = np.asarray(x, dtype=np.float32, order="C").view(np.uint32)  # keeps 0-d arrays 0-d
     last_kept_bit = (bits >> np.uint32(16)) & np.uint32(1)
     rounded = (bits + np.uint32(0x7FFF) + last_kept_bit) & np.uint32(0xFFFF0000)
     return np.where(np.isnan(x), np.float32(np.nan), rounded.view(np.float32))
@@ -106,3 +106,8 @@ def operands(dtype: WorkingDtype, *arrays: npt.ArrayLike) -> list[Array]:
 def plain(x: Array) -> npt.NDArray[np.float64]:
     """Take a result out of the policy: a float64 array with the same values."""
     return np.array(x, dtype=np.float64, subok=False)
+
+
+def sigmoid(x: Array) -> Array:
+    """``1 / (1 + exp(-x))``, written with tanh so that it never overflows."""
+    return 0.5 * (np.tanh(0.5 * x) + 1.0)

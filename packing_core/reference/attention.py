@@ -18,7 +18,6 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict, Unpack
 
@@ -27,9 +26,7 @@ import numpy.typing as npt
 
 from packing_core.errors import LayoutError, PackingError
 from packing_core.reference.arithmetic import Array, WorkingDtype, operands, plain
-from packing_core.reference.layout import check_shape, segment_slices
-
-Boundaries = Sequence[int] | npt.NDArray[np.integer]
+from packing_core.reference.layout import Boundaries, check_shape, segment_slices
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,10 @@ import numpy.typing as npt
 from packing_core.errors import LayoutError
 from packing_core.reference.arithmetic import Array
 
+Boundaries = Sequence[int] | npt.NDArray[np.integer]
 
-def segment_slices(cu_seqlens: Sequence[int] | npt.NDArray[np.integer], tokens: int) -> Iterator[slice]:
+
+def segment_slices(cu_seqlens: Boundaries, tokens: int) -> Iterator[slice]:
     """Yield the token range of each non-empty segment in order.
 
     Args:
