@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from packing_core.errors import CapacityError, LayoutError, PackingError
+from packing_core._pieces import choice, positive
+from packing_core.errors import CapacityError, LayoutError
 from packing_core.runs import Array, Int64, copy_runs, gaps, indexes, spread
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ Bool = NDArray[np.bool_]
 Float32 = NDArray[np.float32]
 Int32 = NDArray[np.int32]
 Weighting = Literal["token", "document"]
+WEIGHTINGS = get_args(Weighting)
 
 IGNORE_INDEX = -100  # the label that no loss counts, as torch.nn.functional.cross_entropy defines it
 
@@ -106,9 +108,8 @@ class PackedBatch:
                 )
         if count < 0 or self.cu_seqlens[0] != 0 or (count and self.lengths.min() < 1):
             raise LayoutError("cu_seqlens must start at 0 and strictly increase: padding is no segment, leave it out")
-        if self.alignment < 1:
-            raise LayoutError(f"alignment is {self.alignment}: pass 1 or more")
-        checked_weighting(self.weighting)
+        positive("alignment", self.alignment)
+        choice("weighting", self.weighting, WEIGHTINGS)
         if count == 0:
             return
         if self.rows[0] < 0 or self.rows[-1] >= len(self) or (np.diff(self.rows) < 0).any():
@@ -360,13 +361,6 @@ def segment_starts(rows: Int64, lengths: Int64, alignment: int) -> Int64:
     taken = -(-lengths // alignment) * alignment
     before = np.cumsum(taken) - taken
     return before - before[np.searchsorted(rows, rows)]
-
-
-def checked_weighting(weighting: Weighting) -> Weighting:
-    """The weighting itself, or PackingError when there is none of that name."""
-    if weighting not in get_args(Weighting):
-        raise PackingError(f'weighting is {weighting!r}: pass "token" or "document"')
-    return weighting
 
 
 def _signed(dtype: np.dtype[Any]) -> np.dtype[Any]:

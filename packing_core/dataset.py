@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from packing_core.batch import IGNORE_INDEX, PackedBatch, Weighting, checked_weighting, segment_starts
+from packing_core._pieces import choice
+from packing_core.batch import IGNORE_INDEX, WEIGHTINGS, PackedBatch, Weighting, segment_starts
 from packing_core.errors import LayoutError, PackingError
 from packing_core.plan import PackPlan, plan
 from packing_core.ragged import Ragged
@@ -115,7 +116,8 @@ class PackedDataset:
         else:
             self.plan = plan(lengths, capacity_or_plan, **plan_options)
         self.pad_id = _pad_id(pad_id, self.sequences.dtype)
-        self.weighting = checked_weighting(weighting)
+        choice("weighting", weighting, WEIGHTINGS)
+        self.weighting = weighting
         self.labels = None
         if labels is not None:
             self.labels = _of_kind(_beside(labels, "labels", lengths), "labels", "i", "signed integers (-100 is none)")

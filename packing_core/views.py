@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from packing_core.errors import CapacityError, PackingError
+from packing_core._pieces import positive
+from packing_core.errors import CapacityError
 from packing_core.runs import Array, gaps, ranges
 
 if TYPE_CHECKING:
@@ -60,8 +61,7 @@ def kernel_view(batch: PackedBatch, *, max_seqlen: int | None = None, bucket: in
         CapacityError: ``max_seqlen`` is less than the longest segment, or there are more tokens than int32 counts.
         PackingError: ``bucket`` is less than 1.
     """
-    if bucket < 1:
-        raise PackingError(f"bucket is {bucket}: pass 1 or more")
+    positive("bucket", bucket)
     size = batch.input_ids.size
     if size > np.iinfo(np.int32).max:
         raise CapacityError(f"{size:,} tokens are more than int32 kernels count: take fewer rows, batch[first:last]")

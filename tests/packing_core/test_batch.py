@@ -231,8 +231,8 @@ BAD = {
     "negative rows": ({"rows": np.array([-1, 0, 1])}, LayoutError, r"stay in 0\.\.1"),
     "negative source": ({"sources": np.array([0, -1, 2])}, LayoutError, "sources and starts must not be negative"),
     "negative start": ({"starts": np.array([0, -1, 2])}, LayoutError, "sources and starts must not be negative"),
-    "alignment": ({"alignment": 0}, LayoutError, "alignment is 0: pass 1 or more"),
-    "weighting": ({"weighting": "row"}, PackingError, 'weighting is \'row\': pass "token" or "document"'),
+    "alignment": ({"alignment": 0}, PackingError, "alignment must be an integer of at least 1, got 0"),
+    "weighting": ({"weighting": "row"}, PackingError, "weighting must be one of 'token', 'document'; got 'row'"),
     "overfull": (
         {"cu_seqlens": np.array([0, 3, 8, 9])},
         CapacityError,

@@ -172,7 +172,7 @@ BAD = {
         "pad_id -1 does not fit into the documents' dtype uint8",
     ),
     "float pad_id": ({"pad_id": 0.5}, PackingError, r"pad_id is 0\.5: pass an integer"),
-    "weighting": ({"weighting": "row"}, PackingError, 'weighting is \'row\': pass "token" or "document"'),
+    "weighting": ({"weighting": "row"}, PackingError, "weighting must be one of 'token', 'document'; got 'row'"),
     "few labels": ({"labels": [[1, 2, 3]]}, LayoutError, "labels has 1 sequences and there are 2 documents: they must"),
     "ragged labels": (
         {"labels": [[1, 2, 3], [4]]},

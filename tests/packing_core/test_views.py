@@ -86,7 +86,7 @@ def test_a_view_that_kernels_cannot_take_is_refused():
     batch = pack([[1, 2, 3], [4]], 4)
     with pytest.raises(CapacityError, match="max_seqlen is 2 and the longest segment has 3 tokens: pass at least that"):
         batch.kernel_view(max_seqlen=2)
-    with pytest.raises(PackingError, match="bucket is 0: pass 1 or more"):
+    with pytest.raises(PackingError, match="bucket must be an integer of at least 1, got 0"):
         batch.padding_free(bucket=0)
     wide = np.broadcast_to(np.zeros(1, np.int8), (2, 2**31))
     with pytest.raises(
