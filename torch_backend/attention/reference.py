@@ -16,8 +16,8 @@ def scores_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    request: AttentionRequest,
     *,
+    request: AttentionRequest,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
 ) -> Tensor:
@@ -77,7 +77,7 @@ class Reference:
         lengths = list(packed.lengths or ())
         documents = zip(*(torch.split(x, lengths) for x in (q, k, v)), strict=True)
         return torch.cat(
-            [scores_attention(*each, request, sinks=sinks, alibi_slopes=alibi_slopes) for each in documents]
+            [scores_attention(*each, request=request, sinks=sinks, alibi_slopes=alibi_slopes) for each in documents]
         )
 
 
