@@ -104,8 +104,8 @@ class DecoderConfig:
 
     Attributes:
         sliding_window: keys visible to a query, its own included (Mistral's meaning); None for no limit.
-        rope_scaling: None, or ``{"rope_type": "dynamic", "factor": f}``: dynamic NTK, whose frequencies depend on the
-            length of the document once it passes ``max_position_embeddings``.
+        dynamic_rope_factor: None, or f of Hugging Face's ``{"rope_type": "dynamic", "factor": f}``: dynamic NTK, whose
+            frequencies depend on the length of the document once it passes ``max_position_embeddings``.
     """
 
     vocab_size: int = 64
@@ -119,7 +119,7 @@ class DecoderConfig:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     sliding_window: int | None = None
-    rope_scaling: Mapping[str, Any] | None = None
+    dynamic_rope_factor: float | None = None
     tie_word_embeddings: bool = True
 
 
