@@ -1,0 +1,209 @@
+"""Records to token ids and loss masks: what is added, what is trained, and in which order."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from packing_core.cli.text import Encoder, Policy, load_tokenizer, plain_texts, train_tokenizer
+from packing_core.errors import PackingError
+
+CHAT = [
+    {"role": "user", "content": "The quick fox?"},
+    {"role": "assistant", "content": "jumps"},
+    {"role": "user", "content": "box?"},
+    {"role": "assistant", "content": "liquor jugs"},
+]
+# the same format without marks for what the assistant says
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# forgets what the assistant said once another follows, as reasoning models forget their thoughts
+FORGETFUL_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ':' }}"
+    "{% if loop.last or message['role'] == 'user' %}{{ message['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
+
+
+def encode(tokenizer, records, **policy):
+    return list(Encoder(tokenizer, Policy(**policy))(records))
+
+
+def trained_text(tokenizer, document):
+    return tokenizer.decode(document.ids[document.trained])
+
+
+def with_template(tokenizer, template):
+    copy = tokenizer.__class__(tokenizer_object=tokenizer.backend_tokenizer, eos_token=tokenizer.eos_token)
+    copy.chat_template = template
+    return copy
+
+
+def test_text_is_trained_whole_and_ends_with_eos(tokenizer):
+    (document,) = encode(tokenizer, [{"text": "lazy dog"}])
+    assert document.ids.dtype == np.int32
+    assert tokenizer.decode(document.ids) == "lazy dog<|endoftext|>"
+    assert document.trained.all()
+
+
+def test_a_prompt_is_not_trained_and_the_eos_after_the_completion_is(tokenizer):
+    (document,) = encode(tokenizer, [{"prompt": "lazy dog", "completion": " jumps"}])
+    assert tokenizer.decode(document.ids) == "lazy dog jumps<|endoftext|>"
+    assert trained_text(tokenizer, document) == " jumps<|endoftext|>"
+
+
+def test_loss_all_trains_the_prompt_too(tokenizer):
+    (document,) = encode(tokenizer, [{"prompt": "lazy dog", "completion": " jumps"}], loss="all")
+    assert document.trained.all()
+
+
+def test_prompt_and_completion_are_tokenised_apart(tokenizer):
+    (document,) = encode(tokenizer, [{"prompt": "qui", "completion": "ck"}])
+    apart = tokenizer("qui")["input_ids"] + tokenizer("ck")["input_ids"] + [tokenizer.eos_token_id]
+    assert document.ids.tolist() == apart
+
+
+def test_bos_follows_the_tokenizer_unless_asked_otherwise(tokenizer):
+    copy = tokenizer.__class__(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|endoftext|>")
+    copy.bos_token = "<|im_start|>"
+    assert encode(copy, [{"text": "dog dog"}])[0].ids[0] != copy.bos_token_id
+    assert encode(copy, [{"text": "dog dog"}], bos=True)[0].ids[0] == copy.bos_token_id
+    assert encode(copy, [{"text": "dog dog"}], eos=False)[0].ids[-1] != copy.eos_token_id
+
+
+def test_a_tokenizer_that_adds_bos_by_itself_adds_it_once(tokenizer):
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    inner = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    bos = inner.token_to_id("<|im_start|>")
+    inner.post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", bos)])
+    copy = tokenizer.__class__(tokenizer_object=inner, bos_token="<|im_start|>", eos_token="<|endoftext|>")
+    (document,) = encode(copy, [{"prompt": "dog", "completion": " jumps"}])
+    assert document.ids.tolist().count(bos) == 1
+    assert document.ids[0] == bos
+    assert encode(copy, [{"text": "dog dog"}], bos=False)[0].ids[0] != bos
+
+
+def test_asking_for_a_token_that_the_tokenizer_lacks_is_an_error(tokenizer):
+    with pytest.raises(PackingError, match="--bos was given and the tokenizer has no BOS token: leave --bos out"):
+        Encoder(tokenizer, Policy(bos=True))
+
+
+@pytest.mark.parametrize("marked", [True, False], ids=["generation tags", "prefixes"])
+def test_only_what_the_assistant_says_is_trained(tokenizer, marked):
+    chat = tokenizer if marked else with_template(tokenizer, PLAIN_TEMPLATE)
+    (document,) = encode(chat, [{"messages": CHAT}])
+    assert chat.decode(document.ids).startswith("<|im_start|>user\nThe quick fox?<|im_end|>\n<|im_start|>assistant\n")
+    assert trained_text(chat, document) == "jumps<|im_end|>\nliquor jugs<|im_end|>\n"
+    assert encode(chat, [{"messages": CHAT}], loss="all")[0].trained.all()
+
+
+def test_a_conversational_prompt_trains_only_the_completion(tokenizer):
+    (document,) = encode(tokenizer, [{"prompt": CHAT[:3], "completion": CHAT[3:]}])
+    assert trained_text(tokenizer, document) == "liquor jugs<|im_end|>\n"
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_way_out(tokenizer):
+    forgetful = with_template(tokenizer, FORGETFUL_TEMPLATE)
+    with pytest.raises(PackingError, match=r"record 0: .*message 1 differently when more follow.*--loss all"):
+        encode(forgetful, [{"messages": CHAT}])
+    assert trained_text(forgetful, encode(forgetful, [{"messages": CHAT[:2]}])[0]) == "jumps"
+
+
+def test_a_template_that_raises_is_one_line_with_the_record(tokenizer):
+    strict = with_template(tokenizer, "{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(PackingError, match=r"^record 0: the chat template refused it: roles must alternate$"):
+        encode(strict, [{"messages": CHAT}])
+
+
+def test_a_tokenizer_without_template_cannot_write_chats(tokenizer):
+    with pytest.raises(PackingError, match="record 0: the tokenizer has no chat template: pass --tokenizer"):
+        encode(with_template(tokenizer, None), [{"messages": CHAT}])
+
+
+def test_packed_rows_are_cut_into_their_documents_again(tokenizer):
+    row = {"input_ids": [5, 6, 7, 8, 9], "labels": [-100, 6, -100, -100, 9], "seq_lengths": [2, 3]}
+    first, second = encode(tokenizer, [row])
+    assert (first.ids.tolist(), first.trained.tolist()) == ([5, 6], [False, True])
+    assert (second.ids.tolist(), second.trained.tolist()) == ([7, 8, 9], [False, False, True])
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        (
+            {"input_ids": [1, 2, 3], "seq_lengths": [2]},
+            "record 0 has 3 input_ids, 3 labels and seq_lengths that add up",
+        ),
+        ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "labels that are neither its input_ids nor -100"),
+        ({"question": "a", "answer": "b"}, "record 0 has the columns question, answer: a record needs text, prompt +"),
+        ({"text": None}, "a record needs text"),
+        ({"text": 7}, "record 0: text is a int, not a string"),
+        ({"messages": ["hello"]}, "record 0: a message is an object with role and content"),
+    ],
+)
+def test_a_record_that_cannot_be_read_says_why(tokenizer, record, says):
+    with pytest.raises(PackingError, match=re.escape(says)):
+        encode(tokenizer, [record])
+
+
+def test_records_without_anything_to_train_are_left_out_and_counted(tokenizer):
+    encoder = Encoder(tokenizer, Policy())
+    records = [{"text": ""}, {"text": "lazy dog"}, {"prompt": "dog", "completion": ""}]
+    assert len(list(encoder(records))) == 2  # the empty completion still has its EOS
+    assert encoder.left_out == 1
+
+
+def test_kinds_may_alternate_and_order_is_kept(tokenizer):
+    records = [{"text": "dog dog"}, {"messages": CHAT[:2]}, {"prompt": "a", "completion": "b"}, {"text": "fox fox"}]
+    starts = [tokenizer.decode(document.ids)[:5] for document in encode(tokenizer, records)]
+    assert starts == ["dog d", "<|im_", "ab<|e", "fox f"]
+
+
+def test_the_policy_is_stated_in_one_line(tokenizer):
+    assert Encoder(tokenizer, Policy()).describe() == (
+        "BOS none, EOS <|endoftext|> (trained); chats as their template writes them; "
+        "trained: completions and assistant turns; text whole"
+    )
+    assert (
+        Encoder(tokenizer, Policy("all", eos=False))
+        .describe()
+        .endswith("EOS none; chats as their template writes them; trained: all tokens")
+    )
+
+
+def test_training_a_tokenizer_repeats_and_reads_every_column():
+    records = [{"text": "aa bb"}, {"prompt": "cc", "completion": "dd"}, {"messages": CHAT[:1]}]
+    texts = list(plain_texts(records))
+    assert texts == ["aa bb", "cc", "dd", "The quick fox?"]
+    first, second = (train_tokenizer(texts * 9, 300) for _ in range(2))
+    assert first.get_vocab() == second.get_vocab()
+    assert len(first) <= 300
+    with pytest.raises(PackingError, match="record 0 holds token ids: pass --tokenizer or --model"):
+        list(plain_texts([{"input_ids": [1]}]))
+
+
+def test_any_bytes_survive_the_trained_tokenizer(tokenizer):
+    text = "ünïcode \t\n 漢字 🦊"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_a_saved_tokenizer_loads_again(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(str(tmp_path))
+    assert loaded("lazy dog")["input_ids"] == tokenizer("lazy dog")["input_ids"]
+    assert (
+        encode(loaded, [{"messages": CHAT}])[0].ids.tolist() == encode(tokenizer, [{"messages": CHAT}])[0].ids.tolist()
+    )
+
+
+def test_a_tokenizer_that_is_nowhere_is_one_line(tmp_path):
+    with pytest.raises(PackingError, match="no such folder, and not a hub name"):
+        load_tokenizer(str(tmp_path / "absent"))
+    with pytest.raises(PackingError, match=r"^tokenizer .*: [^\n]*$"):
+        load_tokenizer(str(tmp_path))
