@@ -6,7 +6,16 @@ from typing import Any
 from packing_core.extras import require
 
 # name -> module that defines it
-_HOME: dict[str, str] = {}
+_HOME: dict[str, str] = {
+    "Segments": "jax_backend.segments",
+    "apply_rope": "jax_backend.rope",
+    "find_segments": "jax_backend.segments",
+    "packed_cross_entropy": "jax_backend.loss",
+    "segment_attention": "jax_backend.attention",
+    "segment_positions": "jax_backend.segments",
+    "selective_scan": "jax_backend.scan",
+    "shift_labels": "jax_backend.loss",
+}
 __all__ = list(_HOME)
 
 

@@ -1,0 +1,186 @@
+"""Attention inside segments: the entry point, and the only place where an implementation is chosen.
+
+Data flows ``segment_attention`` -> checks -> ``Request`` -> ``choose`` -> one implementation's ``attend``, under
+``shard_map`` when a mesh is given. An implementation is a module with ``supports(request) -> None | reason`` and
+``attend(q, k, v, segments, q_offset, request) -> (out, lse)``; a new one is a new file and a line in
+``IMPLEMENTATIONS``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from jax_backend.attention.request import Request, check_arrays, check_options
+from jax_backend.attention.sharding import platform_of, refuse_sharded, spread
+from jax_backend.segments import Segments, cap_segments, find_segments
+from packing_core.errors import LayoutError, PackingError, UnsupportedError
+
+IMPLEMENTATIONS = {
+    "xla": "jax_backend.attention.xla",
+    "chunked": "jax_backend.attention.chunked",
+    "pallas": "jax_backend.attention.pallas",
+    "cudnn": "jax_backend.attention.cudnn",
+    "tpu": "jax_backend.attention.tpu",
+}
+
+# What ``implementation=None`` tries, in this order; measured (benchmarks/RESULTS.md), and the same on every host of a
+# job.
+ORDER = {"cpu": ("chunked", "xla"), "gpu": ("pallas", "chunked", "xla"), "tpu": ("tpu", "chunked", "xla")}
+
+
+def segment_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array | Segments,
+    *,
+    kv_segment_ids: jax.Array | None = None,
+    q_offset: int | jax.Array = 0,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    max_segments: int | None = None,
+    mesh: Mesh | NamedSharding | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> Any:
+    """Softmax attention of packed rows in which no segment sees another.
+
+    ``out_i = sum_j p_ij v_j`` with ``p`` the softmax of ``scale q_i . k_j`` over the visible keys: those of the query's
+    own segment, not after it if ``causal``, fewer than ``window`` away (Vaswani et al. 2017, arXiv:1706.03762, eq. 1;
+    softcap and sinks as in ``packing_core.reference.attention``). A query that sees nothing, a padding token among
+    others, returns exactly 0.
+
+    Works under jit, grad, vmap, checkpoint, scan and shard_map. Shapes are static: a new segmentation never recompiles.
+
+    Args:
+        q: [B, S, N, D], bfloat16, float16 or float32.
+        k: [B, T, K, D] with N a multiple of K; T is S unless ``kv_segment_ids`` is given.
+        v: [B, T, K, E]; E may differ from D where the implementation allows it.
+        segment_ids: integer [B, S], contiguous runs of ids from 1 on and 0 for padding; or what
+            :func:`~jax_backend.segments.find_segments` made of them, so that layers share the work.
+        kv_segment_ids: integer [B, T], the ids of the keys when these are another set of tokens of the same rows: under
+            context parallelism, S queries of a shard against gathered or passed-on keys. An id must be one run.
+        q_offset: with ``kv_segment_ids``, the position of query 0 in its row minus that of key 0; int or int scalar,
+            may be traced and negative. Causality and windows compare ``i + q_offset`` with ``j``.
+        causal: hide keys after the query.
+        scale: factor on the logits; None for ``D ** -0.5``.
+        window: keys visible to a query, its own included (Hugging Face's ``sliding_window``); to both sides when not
+            causal.
+        softcap: bound on the logits, ``softcap * tanh(logits / softcap)``.
+        sinks: [N] logits that join the softmax's denominator only.
+        max_segments: most segments that a row may hold; ``cudnn`` needs it. A row with more raises, or is NaN when
+            traced.
+        mesh: for inputs spread over devices: a ``Mesh``, whose axes then all split the rows, or a ``NamedSharding`` of
+            q, which may split rows and heads.
+        return_lse: also return the natural log of each softmax's sum over visible keys (sinks left out), float32 [B, S,
+            N], -inf for a query that sees nothing. It is differentiable.
+        implementation: one of ``IMPLEMENTATIONS``, or None for the first of ``ORDER`` that can serve. A named one that
+            cannot serve raises.
+
+    Returns:
+        out [B, S, N, E] in q's dtype; with ``return_lse`` the pair (out, lse).
+
+    Raises:
+        LayoutError: shapes, dtypes or ids contradict each other.
+        CapacityError: a row (concrete ids) holds more than ``max_segments`` segments.
+        UnsupportedError: the implementation cannot serve, or inputs are sharded and ``mesh`` is missing.
+        PackingError: an option is out of its range.
+    """
+    check_arrays(q, k, v)
+    check_options(heads=q.shape[2], scale=scale, window=window, softcap=softcap, sinks=sinks, max_segments=max_segments)
+    segments = _segments(q, k, segment_ids, kv_segment_ids, q_offset, max_segments)
+    request = Request(
+        queries=q.shape[1],
+        keys=k.shape[1],
+        heads=q.shape[2],
+        kv_heads=k.shape[2],
+        head_dim=q.shape[3],
+        value_dim=v.shape[3],
+        dtype=q.dtype,
+        causal=causal,
+        scale=q.shape[3] ** -0.5 if scale is None else float(scale),
+        window=window,
+        softcap=None if softcap is None else float(softcap),
+        needs_lse=return_lse or sinks is not None,
+        own_keys=segments.own_keys,
+        max_segments=max_segments,
+        platform=platform_of(q, mesh),
+    )
+    offset = jnp.asarray(q_offset, jnp.int32)
+    if mesh is None:
+        refuse_sharded(q=q, k=k, v=v)
+        attend: Callable[..., Any] = partial(choose(request, implementation).attend, request=request)
+    else:
+        attend = spread(mesh, request, rows=q.shape[0], run=lambda local: choose(local, implementation).attend)
+    out, lse = attend(q, k, v, segments, offset)
+    if sinks is not None:
+        # exp(lse) / (exp(lse) + exp(sink)) is what the sink leaves of every weight.
+        out = (out * jax.nn.sigmoid(lse - sinks.astype(jnp.float32))[..., None]).astype(q.dtype)
+    if segments.valid is not None:
+        # Multiplied, so that gradients of an invalid row are NaN too.
+        poison = jnp.where(segments.valid, 1.0, jnp.nan)[:, None, None]
+        out = out * poison[..., None].astype(out.dtype)
+        lse = None if lse is None else lse * poison
+    return (out, lse) if return_lse else out
+
+
+def choose(request: Request, implementation: str | None = None) -> ModuleType:
+    """The implementation that serves a request: the named one, or the first of the platform's ``ORDER`` that can.
+
+    Raises:
+        PackingError: no implementation has that name.
+        UnsupportedError: the named one, or every one in the order, cannot serve; the message says why for each.
+    """
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise PackingError(
+            f"implementation {implementation!r} is unknown: pass one of {', '.join(IMPLEMENTATIONS)}, or None"
+        )
+    names = ORDER[request.platform] if implementation is None else (implementation,)
+    reasons = []
+    for name in names:
+        module = import_module(IMPLEMENTATIONS[name])
+        reason = module.supports(request)
+        if reason is None:
+            return module
+        reasons.append(f"{name} cannot serve: {reason}")
+    raise UnsupportedError("; ".join(reasons))
+
+
+def _segments(
+    q: jax.Array,
+    k: jax.Array,
+    segment_ids: jax.Array | Segments,
+    kv_segment_ids: jax.Array | None,
+    q_offset: int | jax.Array,
+    max_segments: int | None,
+) -> Segments:
+    rows, queries, keys = q.shape[0], q.shape[1], k.shape[1]
+    if isinstance(segment_ids, Segments):
+        if kv_segment_ids is not None:
+            raise LayoutError("segment_ids is already a Segments: give kv_segment_ids to find_segments instead")
+        segments = segment_ids if max_segments is None else cap_segments(segment_ids, max_segments)
+    else:
+        segments = find_segments(segment_ids, kv_segment_ids, max_segments=max_segments)
+    if segments.key_begin.shape != (rows, queries):
+        raise LayoutError(f"segment_ids must have shape [B, S] = ({rows}, {queries}), got {segments.key_begin.shape}")
+    found = segments.queries_of_keys[0].shape
+    if found != (rows, keys):
+        raise LayoutError(
+            f"q has {queries} tokens and k has {keys}: give the keys' ids as kv_segment_ids"
+            if segments.own_keys
+            else f"kv_segment_ids must have shape [B, T] = ({rows}, {keys}), got {found}"
+        )
+    if segments.own_keys and not (isinstance(q_offset, int) and q_offset == 0):
+        raise LayoutError("q_offset places queries among other tokens' keys: give kv_segment_ids with it")
+    return segments

@@ -1,0 +1,65 @@
+"""Our own Pallas kernels, joined into one differentiable function.
+
+Data flows segments -> intervals (what each query sees, what sees each key) -> forward, and on the way back delta -> dq,
+dk and dv. Cost follows the tiles that lie inside segments. On a CPU the kernels run in Pallas's interpret mode: right,
+and slow.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_backend.attention.pallas_backward import grad_keys, grad_queries
+from jax_backend.attention.pallas_forward import forward
+from jax_backend.attention.pallas_tiles import tiles_for
+from jax_backend.attention.request import Request
+from jax_backend.segments import Interval, Segments, seeing_queries, visible_keys
+
+WIDEST = 256  # channels of a head that a tile still holds in shared memory and registers
+
+
+def supports(request: Request) -> str | None:
+    if request.platform not in ("gpu", "cpu"):
+        return f"its kernels are lowered for NVIDIA GPUs (and interpreted on CPUs), not for {request.platform}"
+    if max(request.head_dim, request.value_dim) > WIDEST:
+        return f"head width {max(request.head_dim, request.value_dim)} is above {WIDEST}"
+    return None
+
+
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, q_offset: jax.Array, request: Request
+) -> tuple[jax.Array, jax.Array]:
+    """Attention [B, S, N, E] in q's dtype, and the log of each softmax's sum, float32 [B, S, N]."""
+    options: dict[str, Any] = {"causal": request.causal, "window": request.window, "q_offset": q_offset}
+    return _attend(request, q, k, v, visible_keys(segments, **options), seeing_queries(segments, **options))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(
+    request: Request, q: jax.Array, k: jax.Array, v: jax.Array, keys: Interval, queries: Interval
+) -> tuple[jax.Array, jax.Array]:
+    return forward(q, k, v, keys, request, tiles_for(request).forward, interpret=request.platform == "cpu")
+
+
+def _attend_fwd(
+    request: Request, q: jax.Array, k: jax.Array, v: jax.Array, keys: Interval, queries: Interval
+) -> tuple[Any, Any]:
+    out, lse = _attend(request, q, k, v, keys, queries)
+    return (out, lse), (q, k, v, keys, queries, out, lse)
+
+
+def _attend_bwd(request: Request, saved: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
+    q, k, v, keys, queries, out, lse = saved
+    dout, dlse = cotangents
+    delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - dlse
+    tiles, interpret = tiles_for(request), request.platform == "cpu"
+    dq = grad_queries(q, k, v, dout, lse, delta, keys, request, tiles.dq, interpret=interpret)
+    dk, dv = grad_keys(q, k, v, dout, lse, delta, queries, request, tiles.dkv, interpret=interpret)
+    return dq, dk, dv, None, None
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)

@@ -1,0 +1,217 @@
+"""The backward kernels: dq per tile of queries, dk and dv per tile of keys. Neither accumulates with atomics: runs
+repeat to the bit.
+
+With ``p = exp(z - lse)`` recomputed from the forward's lse, ``dp = dout v^T`` and ``delta = sum(dout * out) - dlse``
+per query,
+
+    dz = p (dp - delta),  dq = scale dz k,  dk = scale dz^T q,  dv = p^T dout
+
+(Dao 2023, arXiv:2307.08691, algorithm 2); under a softcap dz gains the factor ``1 - tanh^2``.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jax_backend.attention.pallas_tiles import (
+    LOG2E,
+    Tiles,
+    base2_logits,
+    dot,
+    load_interval,
+    load_rows,
+    load_span,
+    pack_rows,
+    padded,
+    plan_walk,
+    store_rows,
+    store_span,
+)
+from jax_backend.attention.request import Request
+from jax_backend.segments import Interval
+
+
+def grad_queries(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    dout: jax.Array,
+    lse: jax.Array,
+    delta: jax.Array,
+    keys: Interval,
+    request: Request,
+    tiles: Tiles,
+    *,
+    interpret: bool,
+) -> jax.Array:
+    """dq [B, S, N, D] in q's dtype; ``keys`` are the keys that each query sees, lse and delta float32 [B, S, N]."""
+    rows, queries, _, width = q.shape
+    d, e = padded(width), padded(v.shape[-1])
+    per_query = pl.BlockSpec((None, queries), lambda i, h, b: (b, 0))
+    per_head = pl.BlockSpec((None, queries, request.group), lambda i, h, b: (b, 0, h))
+    q_spec = pl.BlockSpec((None, queries, request.group, d), lambda i, h, b: (b, 0, h, 0))
+    return pl.pallas_call(
+        partial(_dq_kernel, request=request, tiles=tiles),
+        grid=(pl.cdiv(queries, tiles.tokens(request.group)), request.kv_heads, rows),
+        in_specs=[
+            q_spec,
+            pl.BlockSpec((None, request.keys, None, d), lambda i, h, b: (b, 0, h, 0)),
+            pl.BlockSpec((None, request.keys, None, e), lambda i, h, b: (b, 0, h, 0)),
+            pl.BlockSpec((None, queries, request.group, e), lambda i, h, b: (b, 0, h, 0)),
+            per_head,
+            per_head,
+            per_query,
+            per_query,
+        ],
+        out_specs=q_spec,
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        interpret=interpret,
+        name="segment_attention_dq",
+    )(q, k, v, dout, lse, delta, *keys)
+
+
+def grad_keys(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    dout: jax.Array,
+    lse: jax.Array,
+    delta: jax.Array,
+    queries: Interval,
+    request: Request,
+    tiles: Tiles,
+    *,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """dk [B, T, K, D] and dv [B, T, K, E] in k's dtype; ``queries`` are the queries that see each key."""
+    rows, tokens, _, width = q.shape
+    d, e = padded(width), padded(v.shape[-1])
+    per_key = pl.BlockSpec((None, request.keys), lambda j, h, b: (b, 0))
+    per_head = pl.BlockSpec((None, tokens, request.group), lambda j, h, b: (b, 0, h))
+    k_spec = pl.BlockSpec((None, request.keys, None, d), lambda j, h, b: (b, 0, h, 0))
+    v_spec = pl.BlockSpec((None, request.keys, None, e), lambda j, h, b: (b, 0, h, 0))
+    return pl.pallas_call(
+        partial(_dkv_kernel, request=request, tiles=tiles),
+        grid=(pl.cdiv(request.keys, tiles.keys), request.kv_heads, rows),
+        in_specs=[
+            pl.BlockSpec((None, tokens, request.group, d), lambda j, h, b: (b, 0, h, 0)),
+            k_spec,
+            v_spec,
+            pl.BlockSpec((None, tokens, request.group, e), lambda j, h, b: (b, 0, h, 0)),
+            per_head,
+            per_head,
+            per_key,
+            per_key,
+        ],
+        out_specs=[k_spec, v_spec],
+        out_shape=[jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)],
+        compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        interpret=interpret,
+        name="segment_attention_dkv",
+    )(q, k, v, dout, lse, delta, *queries)
+
+
+def _dq_kernel(
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    dout_ref: Any,
+    lse_ref: Any,
+    delta_ref: Any,
+    begin_ref: Any,
+    end_ref: Any,
+    dq_ref: Any,
+    *,
+    request: Request,
+    tiles: Tiles,
+) -> None:
+    group, tokens = request.group, tiles.tokens(request.group)
+    rows = tiles.packed_rows(group)
+    token, member, inside = pack_rows(pl.program_id(0) * tokens, tokens, group, rows, request.queries)
+    interval = load_interval(begin_ref, end_ref, token, inside)
+    walk = plan_walk(interval, inside, tiles.keys, upward=True, window=request.window is not None)
+    q = load_rows(q_ref, token, member, inside, request.head_dim)
+    dout = load_rows(dout_ref, token, member, inside, request.value_dim)
+    lse = plgpu.load(lse_ref.at[token, member], mask=inside, other=0.0) * LOG2E
+    delta = plgpu.load(delta_ref.at[token, member], mask=inside, other=0.0)
+
+    def step(index: jax.Array, dq: jax.Array, *, masked: bool) -> jax.Array:
+        first = walk.first + index * tiles.keys
+        key = first + jnp.arange(tiles.keys, dtype=jnp.int32)
+        there = key < request.keys if masked else None
+        k = load_span(k_ref, first, tiles.keys, request.head_dim, inside=there)
+        v = load_span(v_ref, first, tiles.keys, request.value_dim, inside=there)
+        raw, factor = base2_logits(dot(q, k, contract=(1, 1)), request)
+        p = jnp.exp2(raw * factor - lse[:, None])
+        if masked:
+            visible = (interval.begin[:, None] <= key[None, :]) & (key[None, :] < interval.end[:, None])
+            p = jnp.where(visible, p, 0.0)
+        dz = p * (dot(dout, v, contract=(1, 1)) - delta[:, None])
+        if request.softcap is not None:
+            dz = dz * (1.0 - raw * raw)
+        return dq + dot(dz.astype(k.dtype), k, contract=(1, 0))
+
+    dq = walk.run(step, jnp.zeros((rows, q_ref.shape[-1]), jnp.float32))
+    store_rows(dq_ref, dq * request.scale, token, member, inside, request.head_dim)
+
+
+def _dkv_kernel(
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    dout_ref: Any,
+    lse_ref: Any,
+    delta_ref: Any,
+    begin_ref: Any,
+    end_ref: Any,
+    dk_ref: Any,
+    dv_ref: Any,
+    *,
+    request: Request,
+    tiles: Tiles,
+) -> None:
+    group, tokens = request.group, tiles.tokens(request.group)
+    rows = tiles.packed_rows(group)
+    first_key = pl.program_id(0) * tiles.keys
+    key = first_key + jnp.arange(tiles.keys, dtype=jnp.int32)
+    inside = key < request.keys
+    interval = load_interval(begin_ref, end_ref, key, inside)
+    walk = plan_walk(interval, inside, tokens, upward=False, window=request.window is not None)
+    k = load_span(k_ref, first_key, tiles.keys, request.head_dim, inside=inside)
+    v = load_span(v_ref, first_key, tiles.keys, request.value_dim, inside=inside)
+
+    def step(index: jax.Array, carry: Any, *, masked: bool) -> Any:
+        dk, dv = carry
+        first = walk.last - (index + 1) * tokens
+        token, member, used = pack_rows(first, tokens, group, rows, request.queries)
+        q = load_rows(q_ref, token, member, used, request.head_dim)
+        dout = load_rows(dout_ref, token, member, used, request.value_dim)
+        lse = plgpu.load(lse_ref.at[token, member], mask=used, other=0.0) * LOG2E
+        delta = plgpu.load(delta_ref.at[token, member], mask=used, other=0.0)
+        raw, factor = base2_logits(dot(k, q, contract=(1, 1)), request)
+        p = jnp.exp2(raw * factor - lse[None, :])
+        if masked or rows != tokens * group:
+            visible = (
+                (interval.begin[:, None] <= token[None, :]) & (token[None, :] < interval.end[:, None]) & used[None, :]
+            )
+            p = jnp.where(visible, p, 0.0)
+        dv = dv + dot(p.astype(dout.dtype), dout, contract=(1, 0))
+        dz = p * (dot(v, dout, contract=(1, 1)) - delta[None, :])
+        if request.softcap is not None:
+            dz = dz * (1.0 - raw * raw)
+        return dk + dot(dz.astype(q.dtype), q, contract=(1, 0)), dv
+
+    start = (
+        jnp.zeros((tiles.keys, q_ref.shape[-1]), jnp.float32),
+        jnp.zeros((tiles.keys, dout_ref.shape[-1]), jnp.float32),
+    )
+    dk, dv = walk.run(step, start)
+    store_span(dk_ref, dk * request.scale, first_key, inside, request.head_dim)
+    store_span(dv_ref, dv, first_key, inside, request.value_dim)

@@ -1,0 +1,190 @@
+"""What the Pallas kernels share: tile sizes, packed rows, and the walk over the tiles that a tile can see.
+
+A tile of queries packs the G query heads of one key/value head: its row r is token ``r // G``, member ``r % G``, so
+that every key tile that is read serves the whole group, and a tile spans few tokens and seldom two segments.
+
+Every walk is over one interval, the union of what the tile's rows may see, starting exactly at that interval's flat
+edge: tiles are not aligned to anything, so a segment costs the tiles that its own length needs. Tiles that every row
+sees in full are computed without a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jax_backend.attention.request import Request
+from jax_backend.segments import Interval
+
+LOG2E = 1.4426950408889634
+_FAR = 2**30  # past every index
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """One kernel's tile: packed query rows x keys, and how the compiler runs it."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+    def tokens(self, group: int) -> int:
+        """Query tokens of a tile; a group that does not divide the rows leaves the last few unused."""
+        return max(self.rows // group, 1)
+
+    def packed_rows(self, group: int) -> int:
+        """Rows of a tile, at least one token's group, a power of two."""
+        return max(self.rows, pl.next_power_of_2(group))
+
+
+@dataclass(frozen=True)
+class KernelTiles:
+    """The tiles of the three kernels."""
+
+    forward: Tiles
+    dq: Tiles
+    dkv: Tiles
+
+
+def tiles_for(request: Request) -> KernelTiles:
+    """The tiles for a request's dtype, head width and platform, as measured on an H200."""
+    if request.platform == "cpu":  # interpreted: small, so that small tests cross the borders of tiles
+        small = Tiles(32, 32, 4, 2)
+        return KernelTiles(small, small, small)
+    width = padded(max(request.head_dim, request.value_dim))
+    if request.dtype == jnp.float32:
+        tile = Tiles(32, 32, 4, 1) if width > 128 else Tiles(64, 32, 4, 2)
+        return KernelTiles(tile, tile, tile)
+    if width > 128:
+        return KernelTiles(Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2), Tiles(32, 64, 4, 2))
+    return KernelTiles(Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2))
+
+
+def padded(width: int) -> int:
+    """The power of two, at least 16, that a matrix unit's operand of this width is padded to."""
+    return max(16, pl.next_power_of_2(width))
+
+
+def pack_rows(first_token: jax.Array, tokens: int, group: int, rows: int, limit: int) -> tuple[jax.Array, ...]:
+    """Token and group member of each packed row, int32 [rows], and whether the row stands for a token of 0 .. limit."""
+    row = jnp.arange(rows, dtype=jnp.int32)
+    token, member = first_token + lax.div(row, group), lax.rem(row, group)
+    inside = (row < tokens * group) & (token >= 0) & (token < limit)
+    return token, member, inside
+
+
+def row_ref(ref: Any, token: jax.Array, member: jax.Array) -> Any:
+    """Packed rows [rows, padded width] of a [S, G, padded width] reference."""
+    shape = (token.shape[0], ref.shape[-1])
+    channel = jnp.arange(shape[1], dtype=jnp.int32)
+    return ref.at[*(jnp.broadcast_to(x, shape) for x in (token[:, None], member[:, None], channel[None, :]))]
+
+
+def inside_tile(inside: jax.Array, channels: int, width: int) -> jax.Array:
+    """Which elements of a tile [rows, channels] stand for something: the rows inside, the channels up to the true
+    width."""
+    mask = jnp.broadcast_to(inside[:, None], (inside.shape[0], channels))
+    return mask if channels == width else mask & (jnp.arange(channels) < width)[None, :]
+
+
+def load_rows(ref: Any, token: jax.Array, member: jax.Array, inside: jax.Array, width: int) -> jax.Array:
+    """Packed rows [rows, padded width], zero where not inside."""
+    return plgpu.load(row_ref(ref, token, member), mask=inside_tile(inside, ref.shape[-1], width), other=0)
+
+
+def store_rows(ref: Any, value: jax.Array, token: jax.Array, member: jax.Array, inside: jax.Array, width: int) -> None:
+    """Write packed rows back, in the reference's dtype."""
+    mask = inside_tile(inside, ref.shape[-1], width)
+    plgpu.store(row_ref(ref, token, member), value.astype(ref.dtype), mask=mask)
+
+
+def load_span(ref: Any, first: jax.Array, size: int, width: int, *, inside: jax.Array | None = None) -> jax.Array:
+    """Tokens ``first .. first + size`` of a [T, padded width] reference; zero where not ``inside`` [size], None for all
+    inside."""
+    span, channels = ref.at[pl.ds(first, size)], ref.shape[1]
+    if inside is None and channels == width:
+        return span[...]
+    everyone = jnp.ones((size,), bool) if inside is None else inside
+    return plgpu.load(span, mask=inside_tile(everyone, channels, width), other=0)
+
+
+def store_span(ref: Any, value: jax.Array, first: jax.Array, inside: jax.Array, width: int) -> None:
+    """Write tokens from ``first`` on back, in the reference's dtype."""
+    mask = inside_tile(inside, ref.shape[1], width)
+    plgpu.store(ref.at[pl.ds(first, value.shape[0])], value.astype(ref.dtype), mask=mask)
+
+
+def load_interval(begin_ref: Any, end_ref: Any, token: jax.Array, inside: jax.Array) -> Interval:
+    """The interval of each row's token; empty, begin 0 and end 0, for rows that are not inside."""
+    begin = plgpu.load(begin_ref.at[token], mask=inside, other=0)
+    end = plgpu.load(end_ref.at[token], mask=inside, other=0)
+    return Interval(begin, end)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The steps of one tile's loop: ``lead`` masked ones, then unmasked ones up to ``full``, then masked ones up to
+    ``total``."""
+
+    first: jax.Array
+    last: jax.Array
+    lead: jax.Array | int
+    full: jax.Array
+    total: jax.Array
+
+    def run(self, step: Callable[..., Any], carry: Any) -> Any:
+        """``carry = step(index, carry, masked=...)`` over all steps."""
+        if not isinstance(self.lead, int):
+            carry = lax.fori_loop(0, self.lead, lambda i, c: step(i, c, masked=True), carry)
+        carry = lax.fori_loop(self.lead, self.full, lambda i, c: step(i, c, masked=False), carry)
+        return lax.fori_loop(self.full, self.total, lambda i, c: step(i, c, masked=True), carry)
+
+
+def plan_walk(interval: Interval, used: jax.Array, size: int, *, upward: bool, window: bool) -> Walk:
+    """Plan the steps of ``size`` that cover the union of the used rows' intervals.
+
+    Args:
+        interval: per row [rows]; rows that are not ``used`` are ignored.
+        used: bool [rows].
+        upward: walk from the union's begin up, or from its end down. Take the side where the rows of one segment agree:
+            keys of causal queries share their begin, queries of causal keys share their end.
+        window: whether rows of one segment disagree on that side too, so that the first steps need a mask.
+    """
+    begin, end = interval
+    some = used & (begin < end)
+    first = jnp.min(jnp.where(some, begin, _FAR))
+    last = jnp.max(jnp.where(some, end, 0))
+    latest_begin = jnp.max(jnp.where(used, begin, 0))
+    earliest_end = jnp.min(jnp.where(used, jnp.where(some, end, 0), _FAR))  # an empty row leaves no step in full
+    gap, reach = (latest_begin - first, earliest_end - first) if upward else (last - earliest_end, last - latest_begin)
+    total = lax.div(jnp.maximum(last - first, 0) + size - 1, size)
+    everyone_in = (earliest_end > 0) & (first < last)
+    full = jnp.where(everyone_in, lax.div(jnp.maximum(reach, 0), size), 0)
+    if not window:
+        return Walk(first, last, 0, jnp.where(gap == 0, full, 0), total)
+    lead = jnp.where(everyone_in, lax.div(gap + size - 1, size), 0)
+    lead = jnp.minimum(lead, total)
+    return Walk(first, last, lead, jnp.maximum(full, lead), total)
+
+
+def dot(x: jax.Array, y: jax.Array, *, contract: tuple[int, int]) -> jax.Array:
+    """Matrix product over one axis of each, float32; float32 operands are multiplied in full, not in tf32."""
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return lax.dot_general(
+        x, y, (((contract[0],), (contract[1],)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+    )
+
+
+def base2_logits(product: jax.Array, request: Request) -> tuple[jax.Array, float]:
+    """Logits as ``raw * factor``, in base 2: raw is the product itself, or its tanh under a softcap."""
+    if request.softcap is None:
+        return product, request.scale * LOG2E
+    return jnp.tanh(product * (request.scale / request.softcap)), request.softcap * LOG2E

@@ -1,0 +1,111 @@
+"""Where a call runs and how it is spread over devices.
+
+A kernel is opaque to XLA's partitioner: under plain ``jit`` with sharded inputs it would be run whole on every device.
+So a call with sharded inputs names its mesh, and each device then runs the kernel on its own rows and heads under
+``shard_map``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_backend.attention.request import Request
+from packing_core.errors import LayoutError, UnsupportedError
+
+
+def spread(
+    mesh: Mesh | NamedSharding, request: Request, *, rows: int, run: Callable[[Request], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """The function of (q, k, v, segments, q_offset) in which each device of ``mesh`` computes its own rows and heads.
+
+    Args:
+        mesh: a mesh whose axes all split the rows, or the sharding of q, which may split rows and heads.
+        request: the whole call's.
+        rows: B.
+        run: gives the local function for the local request.
+
+    Raises:
+        LayoutError: rows or heads do not divide over the mesh, or tokens or channels are split.
+    """
+    sharding = mesh if isinstance(mesh, NamedSharding) else NamedSharding(mesh, P(mesh.axis_names))
+    by_row, by_token, by_head, by_channel = (tuple(sharding.spec) + (None,) * 4)[:4]
+    if by_token is not None or by_channel is not None:
+        raise LayoutError(
+            f"mesh splits q as {sharding.spec}, and segment_attention splits rows and heads: for split tokens gather "
+            "the keys inside your own shard_map and pass kv_segment_ids and q_offset"
+        )
+    row_shards, head_shards = _shards(sharding.mesh, by_row), _shards(sharding.mesh, by_head)
+    for what, size, shards in (
+        ("rows", rows, row_shards),
+        ("query heads", request.heads, head_shards),
+        ("key/value heads", request.kv_heads, head_shards),
+    ):
+        if size % shards:
+            raise LayoutError(
+                f"{size} {what} do not divide over {shards} shards of the mesh: {dict(sharding.mesh.shape)}"
+            )
+    local = replace(request, heads=request.heads // head_shards, kv_heads=request.kv_heads // head_shards)
+    per_head = P(by_row, None, by_head)
+    return jax.shard_map(
+        partial(run(local), request=local),
+        mesh=sharding.mesh,
+        in_specs=(per_head, per_head, per_head, P(by_row), P()),
+        out_specs=(per_head, per_head),
+        check_vma=False,  # a kernel's outputs carry no varying axes
+    )
+
+
+def refuse_sharded(**arrays: jax.Array) -> None:
+    """Raise if an array is spread over devices in a way that only a mesh could tell the kernel.
+
+    Raises:
+        UnsupportedError: an array is sharded, or traced on a mesh whose axes the compiler shards as it likes.
+    """
+    for name, x in arrays.items():
+        if isinstance(x, jax.core.Tracer):
+            sharding = jax.typeof(x).sharding
+            kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
+            sizes = sharding.mesh.shape
+            split = any(part is not None for part in sharding.spec) or any(
+                kind == AxisType.Auto and sizes[axis] > 1 for axis, kind in kinds.items()
+            )
+        else:
+            split = len(x.sharding.device_set) > 1 and not x.is_fully_replicated
+        if split:
+            raise UnsupportedError(
+                f"{name} is sharded over devices, and under plain jit every one of them would compute the whole batch: "
+                "pass mesh=, or call segment_attention inside shard_map"
+            )
+
+
+def platform_of(q: jax.Array, mesh: Mesh | NamedSharding | None) -> str:
+    """ "cpu", "gpu" or "tpu": of the mesh's devices, the array's, those that a trace is for, or the default ones."""
+    if mesh is not None:
+        devices = (mesh.mesh if isinstance(mesh, NamedSharding) else mesh).devices
+        return _kind(devices.flat[0].platform)
+    if not isinstance(q, jax.core.Tracer):
+        return _kind(next(iter(q.devices())).platform)
+    for traced_mesh in (jax.typeof(q).sharding.mesh, jax.sharding.get_abstract_mesh()):
+        if traced_mesh.abstract_device is not None:
+            return _kind(traced_mesh.abstract_device.platform)
+    default = jax.config.jax_default_device  # type: ignore[attr-defined]  # made at run time
+    if default is None:
+        return _kind(jax.default_backend())
+    return _kind(default if isinstance(default, str) else default.platform)
+
+
+def _kind(platform: str) -> str:
+    return {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
+
+
+def _shards(mesh: Any, axes: str | tuple[str, ...] | None) -> int:
+    names = () if axes is None else (axes,) if isinstance(axes, str) else axes
+    return math.prod(mesh.shape[name] for name in names)

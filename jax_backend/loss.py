@@ -1,0 +1,72 @@
+"""Cross-entropy of packed rows as a pair of sums, divided once.
+
+Data flows labels, segment ids -> targets (shifted inside each segment) -> (loss sum, weight sum). Sums are added over
+microbatches and devices and divided at the end: a mean of means is wrong as soon as target counts differ.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jax_backend.segments import segment_starts
+from packing_core.errors import LayoutError
+
+IGNORED = -100
+
+
+def shift_labels(labels: jax.Array, segment_ids: jax.Array, *, ignore_index: int = IGNORED) -> jax.Array:
+    """Targets of next-token prediction: each token's target is the label after it, within its own segment.
+
+    The last token of a segment has no target, so the first token of the next one is never predicted from it.
+
+    Args:
+        labels: integer [B, S], aligned with the tokens (``labels[t]`` is what token t is).
+        segment_ids: integer [B, S], 0 for padding.
+
+    Returns:
+        [B, S] in the dtype of labels, ``ignore_index`` where there is no target.
+
+    Raises:
+        LayoutError: the shapes differ.
+    """
+    if labels.shape != segment_ids.shape or labels.ndim != 2:
+        raise LayoutError(f"labels {labels.shape} and segment_ids {segment_ids.shape} must share one shape [B, S]")
+    last = jnp.ones_like(segment_ids[:, :1], bool)
+    closes = jnp.concatenate([segment_starts(segment_ids)[:, 1:], last], axis=1)
+    following = jnp.concatenate([labels[:, 1:], labels[:, :1]], axis=1)
+    return jnp.where(closes | (segment_ids == 0), ignore_index, following)
+
+
+def packed_cross_entropy(
+    logits: jax.Array, targets: jax.Array, *, weights: jax.Array | None = None, ignore_index: int = IGNORED
+) -> tuple[jax.Array, jax.Array]:
+    """The sum of weighted negative log-likelihoods and the sum of weights; the loss is their quotient, taken once.
+
+    ``sum_t w_t (log sum_v exp(l_tv) - l_t,target)`` over tokens that have a target, in float32.
+
+    Args:
+        logits: [..., V].
+        targets: integer [...], already shifted (:func:`shift_labels`, or a batch's ``targets``); ``ignore_index`` for
+            none.
+        weights: [...] weight of each target; None for 1. Weights are data and get no gradient.
+
+    Returns:
+        (loss_sum, weight_sum), float32 scalars. A target that is no class makes the loss NaN.
+
+    Raises:
+        LayoutError: the shapes contradict each other.
+    """
+    if logits.shape[:-1] != targets.shape:
+        raise LayoutError(f"logits {logits.shape} must be targets {targets.shape} with a last axis of classes")
+    if weights is not None and weights.shape != targets.shape:
+        raise LayoutError(f"weights {weights.shape} and targets {targets.shape} must have the same shape")
+    wide = logits.astype(jnp.float32)
+    counts = targets != ignore_index
+    is_class = (targets >= 0) & (targets < logits.shape[-1])
+    picked = jnp.take_along_axis(wide, jnp.where(is_class, targets, 0)[..., None], axis=-1)[..., 0]
+    picked = jnp.where(counts & ~is_class, jnp.nan, picked)
+    weight = counts if weights is None else jnp.where(counts, jax.lax.stop_gradient(weights), 0)
+    weight = weight.astype(jnp.float32)
+    nll = jnp.where(counts, jax.nn.logsumexp(wide, axis=-1) - picked, 0.0)
+    return jnp.sum(weight * nll), jnp.sum(weight)
