@@ -1,0 +1,200 @@
+"""The suite as a pytest run: options, who is judged, what each test's outcome is called, and the report at the end.
+
+--backend --> registry --> Judge per test --> one Record per test (as user properties, so that xdist workers hand it
+over) --> report and table, in the controlling process
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conformance import mutants, registry
+from conformance import report as reporting
+from conformance.judge import Judge, NotDeclared, Rejected
+from conformance.spec import requirements
+
+ROSTER = pytest.StashKey[registry.Roster]()
+REDUCED = pytest.StashKey[dict[str, tuple[int, int]]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("conformance")
+    group.addoption(
+        "--backend", action="append", default=[], metavar="NAME",
+        help="judge this one: an entry point's name, name:backend, or package.module:attribute (repeatable)",
+    )  # fmt: skip
+    group.addoption("--requirement", action="append", default=[], metavar="ID", help="only this one (repeatable)")
+    group.addoption("--report", type=Path, metavar="FILE", help="write the outcome as JSON")
+    group.addoption("--thorough", action="store_true", help="the large shapes too, and no reduced selection")
+    group.addoption("--mutants", action="store_true", help="judge deliberately wrong backends: each must be rejected")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "requirement(id): the requirement of SPEC.md that the test is about")
+    config.addinivalue_line("markers", "heavy: too much for kernels that run in an interpreter")
+    config.addinivalue_line("markers", "thorough: a large shape, run with --thorough only")
+    config.stash[REDUCED] = {}
+    config.pluginmanager.register(Run(config), "conformance-run")
+    unknown = sorted(set(config.getoption("requirement")) - set(requirements()))
+    if unknown:
+        raise pytest.UsageError(f"SPEC.md has no requirement {', '.join(unknown)}")
+    if config.getoption("mutants"):
+        config.stash[ROSTER] = registry.Roster({name: mutant() for name, mutant in mutants.MUTANTS.items()})
+        return
+    try:
+        config.stash[ROSTER] = registry.load(config.getoption("backend"))
+    except registry.LoadError as error:
+        raise pytest.UsageError(str(error)) from error
+
+
+# -- which tests -----------------------------------------------------------------------------------------------------
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "judge" not in metafunc.fixturenames:
+        return
+    names = list(metafunc.config.stash[ROSTER].backends)
+    if metafunc.config.getoption("mutants"):
+        names = [name for name in names if mutants.MUTANTS[name].rejected_by == _id(metafunc.definition)]
+    metafunc.parametrize("judge", names or [None], indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    ours = [item for item in items if "judge" in getattr(item, "fixturenames", ())]
+    asked, thorough = config.getoption("requirement"), config.getoption("thorough")
+    dropped = {item for item in ours if _judged(item) is None or (asked and _id(item) not in asked)}
+    if not thorough:
+        dropped |= {item for item in ours if item.get_closest_marker("thorough")}
+        for name, backend in config.stash[ROSTER].backends.items():
+            if backend.capabilities.interpreted:
+                mine = [item for item in ours if _judged(item) == name and item not in dropped]
+                heavy = {item for item in mine if item.get_closest_marker("heavy")}
+                config.stash[REDUCED][name] = (len(mine) - len(heavy), len(mine))
+                dropped |= heavy
+    config.hook.pytest_deselected(items=[item for item in items if item in dropped])
+    items[:] = [item for item in items if item not in dropped]
+
+
+def _id(item: Any) -> str:
+    """The requirement that a test, or a test function, names."""
+    marker = item.get_closest_marker("requirement")
+    return str(marker.args[0])
+
+
+def _judged(item: Any) -> str | None:
+    """The backend that a test is about."""
+    name: str | None = item.callspec.params["judge"]
+    return name
+
+
+# -- one test --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def judge(request: pytest.FixtureRequest) -> Judge:
+    """The backend before the requirement that the test names."""
+    backend = request.config.stash[ROSTER].backends[request.param]
+    return Judge(backend, required=requirements()[_id(request.node)].need == "required")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
+    try:
+        return (yield)
+    except NotDeclared as reason:
+        pyfuncitem.user_properties.append(("outcome", reporting.UNSUPPORTED))
+        pytest.skip(f"unsupported: {reason}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    judge = getattr(item, "funcargs", {}).get("judge")
+    if call.when != "call" or judge is None:
+        return (yield)
+    said = dict(item.user_properties)
+    error = None if call.excinfo is None else call.excinfo.value
+    outcome = said.get("outcome", reporting.PASS if error is None else reporting.FAIL)
+    item.user_properties += [
+        ("backend", _judged(item)),
+        ("requirement", _id(item)),
+        ("outcome", outcome),
+        ("reason", str(error).partition("\n")[0] if error is not None else ""),
+        ("worst", judge.worst),
+    ]
+    report = yield
+    if item.config.getoption("mutants") and isinstance(error, Rejected):
+        report.outcome, report.longrepr = "passed", None  # what a mutant is there for; whether any survived: at the end
+    return report
+
+
+# -- the whole run ---------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """Gathers the records of a run, in the process that controls it, and says at the end what they amount to."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._records: list[reporting.Record] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        said: dict[str, Any] = dict(report.user_properties)
+        if report.when == "call" and "requirement" in said:
+            self._records.append(reporting.Record(**{name: said[name] for name in reporting.FIELDS}))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """An xdist worker ends: it knows what the selection left out, the controller does not collect."""
+        self._config.stash[REDUCED].update(getattr(node, "workeroutput", {}).get("reduced", {}))
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(self._config, "workeroutput"):
+            self._config.workeroutput["reduced"] = self._config.stash[REDUCED]
+            return
+        passing = session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+        if passing and not self._config.getoption("collectonly") and (self._nothing_ran() or self._survivors()):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if hasattr(self._config, "workerinput") or self._config.getoption("collectonly"):
+            return
+        found = reporting.report(self._config.stash[ROSTER], self._records, requirements(), self._absent())
+        path = self._config.getoption("report")
+        if path is not None:
+            reporting.write(path, found)
+        terminalreporter.section("conformance")
+        lines = self._mutant_lines() if self._config.getoption("mutants") else reporting.table(found)
+        for name, (kept, every) in self._config.stash[REDUCED].items():
+            lines.append(f"{name}: interpreted, reduced selection of {kept} out of {every} tests (--thorough for all)")
+        if self._nothing_ran():
+            lines.append("FAILED: not one test was executed")
+        for line in lines:
+            terminalreporter.write_line(line)
+
+    def _nothing_ran(self) -> bool:
+        return not any(record.outcome in (reporting.PASS, reporting.FAIL) for record in self._records)
+
+    def _absent(self) -> str:
+        return "left out by the selection of this run"
+
+    def _survivors(self) -> list[str]:
+        """Mutants that no test of the requirement that names them has rejected."""
+        if not self._config.getoption("mutants"):
+            return []
+        asked = self._config.getoption("requirement")
+        rejected = {record.backend for record in self._records if record.outcome == reporting.FAIL}
+        expected = [name for name, m in mutants.MUTANTS.items() if not asked or m.rejected_by in asked]
+        return [name for name in expected if name not in rejected]
+
+    def _mutant_lines(self) -> list[str]:
+        survivors = self._survivors()
+        judged = {record.backend for record in self._records}
+        return [
+            f"{'SURVIVED' if name in survivors else 'rejected'}  {mutant.rejected_by:<9} {name}: {mutant.breaks()}"
+            for name, mutant in mutants.MUTANTS.items()
+            if name in judged or name in survivors
+        ]

@@ -1,0 +1,239 @@
+"""Layouts, tensors and documents that the requirements are tried on: small tables in, seeded numpy arrays out.
+
+A layout is written as rows of lengths, in which a negative number is a run of padding: ``((3, -2), (1, 4))`` is a row
+of one three-token segment and two tokens of padding, and a row of two segments. All rows of a layout are equally long.
+Layouts share a few widths on purpose: a compiled backend compiles once per shape, and this suite has to stay quick.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import numpy as np
+
+from packing_core.protocol import Array, Batch, Decoder, DecoderConfig, Document, position_ids, segments
+from packing_core.reference.arithmetic import WorkingDtype, operands, plain
+
+Rows = tuple[tuple[int, ...], ...]
+
+FULL: Rows = ((7, 16, 1, 33, 24, 15),)  # one row without padding
+PADDED: Rows = ((-5, 9, 17, -3, 1, 30, 14, -17),)  # padding before, between and after
+TWO_ROWS: Rows = ((5, 40, 12, 39), (16, 16, 2, 31, 31))  # other offsets in each row
+REPACKED: Rows = ((33, -8, 15, 16, -24), (-1, 24, 1, -30, 7, -33))  # the documents of FULL in other rows, order, places
+REPACKED_AS = (3, 5, 1, 4, 2, 0)  # the document of FULL that each segment of REPACKED holds
+LONG_TAIL: Rows = ((5, 9, 12, -70),)  # a tail longer than every segment
+EMPTY_ROW: Rows = ((20, 30, 46), (-96,))
+PAST_64: Rows = ((1,) * 70 + (13, 13),)  # two long segments behind 70 one-token ones
+
+
+def segment_ids(rows: Rows) -> Array:
+    """int64 ``[B, S]``: 1.. per row, 0 at padding."""
+    filled = []
+    for row in rows:
+        numbers = iter(range(1, len(row) + 1))
+        filled.append(np.concatenate([np.full(abs(n), next(numbers) if n > 0 else 0, np.int64) for n in row]))
+    stacked: Array = np.stack(filled)
+    return stacked
+
+
+def round_to(dtype: str, x: Array) -> Array:
+    """float32 array of the nearest values of ``dtype``."""
+    (rounded,) = operands(cast(WorkingDtype, dtype), x)
+    values: Array = plain(rounded).astype(np.float32)
+    return values
+
+
+def generator(*key: object) -> np.random.Generator:
+    """A generator that depends on nothing but ``key``: the same numbers in every process and every order of tests."""
+    return np.random.default_rng(zlib.crc32(repr(key).encode()))
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """One call of `Backend.attention`: shapes, options, and the seed of its numbers."""
+
+    rows: Rows = FULL
+    heads: int = 2
+    kv_heads: int = 2
+    width: int = 64
+    value_width: int | None = None
+    causal: bool = True
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    alibi: bool = False
+    scale: float | None = None
+    spread: float = 1.0  # standard deviation of q; larger makes sharper softmaxes
+    seed: int = 0
+
+    def arguments(self, dtype: str) -> dict[str, Array]:
+        """``q``, ``k``, ``v``, ``dout`` (zero at padding); ``sinks`` and ``alibi_slopes`` when the case has them."""
+        draw = generator(self)
+        ids = segment_ids(self.rows)
+        value_width = self.value_width or self.width
+
+        def normal(*shape: int) -> Array:
+            return round_to(dtype, draw.standard_normal(ids.shape + shape))
+
+        arrays = {
+            "q": round_to(dtype, self.spread * normal(self.heads, self.width)),
+            "k": normal(self.kv_heads, self.width),
+            "v": normal(self.kv_heads, value_width),
+            "dout": normal(self.heads, value_width) * (ids > 0)[..., None, None],
+        }
+        if self.sinks:
+            arrays["sinks"] = round_to(dtype, draw.standard_normal(self.heads))
+        if self.alibi:
+            arrays["alibi_slopes"] = round_to(dtype, 2.0 ** -np.arange(1, self.heads + 1))
+        return arrays
+
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments that are not arrays."""
+        return {name: getattr(self, name) for name in ("causal", "window", "softcap", "scale")}
+
+
+@dataclass(frozen=True)
+class ScanCase:
+    """One call of `Backend.scan`."""
+
+    rows: Rows = FULL
+    channels: int = 16
+    states: int = 8
+    seed: int = 0
+
+    def arguments(self, dtype: str) -> dict[str, Array]:
+        """``x``, ``dt``, ``A``, ``B``, ``C`` and ``dout`` (zero at padding)."""
+        draw = generator(self)
+        ids = segment_ids(self.rows)
+        real = (ids > 0)[..., None]
+        arrays = {
+            "x": draw.standard_normal((*ids.shape, self.channels)),
+            "dt": draw.uniform(0.01, 0.5, (*ids.shape, self.channels)),
+            "A": -draw.uniform(0.1, 2.0, (self.channels, self.states)),
+            "B": draw.standard_normal((*ids.shape, self.states)),
+            "C": draw.standard_normal((*ids.shape, self.states)),
+            "dout": draw.standard_normal((*ids.shape, self.channels)) * real,
+        }
+        return {name: round_to(dtype, x) for name, x in arrays.items()}
+
+
+@dataclass(frozen=True)
+class RopeCase:
+    """One call of `Backend.rope`; ``first`` is added to every position."""
+
+    rows: Rows = FULL
+    heads: int = 2
+    width: int = 64
+    turned: int = 64
+    interleaved: bool = False
+    first: int = 0
+    seed: int = 0
+
+    def arguments(self, dtype: str) -> dict[str, Array]:
+        """``x``, ``position_ids``, ``inv_freq`` and ``dout``."""
+        draw = generator(self)
+        positions = position_ids(segment_ids(self.rows)) + self.first
+        shape = (*positions.shape, self.heads, self.width)
+        return {
+            "x": round_to(dtype, draw.standard_normal(shape)),
+            "position_ids": positions,
+            "inv_freq": (10_000.0 ** (-np.arange(0, self.turned, 2) / self.turned)).astype(np.float32),
+            "dout": round_to(dtype, draw.standard_normal(shape)),
+        }
+
+
+@dataclass(frozen=True)
+class LossCase:
+    """One call of `Backend.loss`: every token has a label, but for a share that is masked as prompts are."""
+
+    rows: Rows = FULL
+    words: int = 48
+    masked: float = 0.0
+    weighted: bool = False
+    untrained_rows: tuple[int, ...] = ()
+    seed: int = 0
+
+    def arguments(self, dtype: str) -> dict[str, Array]:
+        """``logits``, ``labels`` and, when the case has them, ``token_weights``."""
+        draw = generator(self)
+        ids = segment_ids(self.rows)
+        labels = draw.integers(0, self.words, ids.shape)
+        labels[draw.random(ids.shape) < self.masked] = -100
+        labels[list(self.untrained_rows)] = -100
+        arrays = {"logits": round_to(dtype, 2 * draw.standard_normal((*ids.shape, self.words))), "labels": labels}
+        if self.weighted:
+            arrays["token_weights"] = (draw.integers(16, 129, ids.shape) / 64).astype(np.float32)  # sums are exact
+        return arrays
+
+
+def documents(*lengths: int, words: int = 64, prompt: float = 0.0, seed: int = 0) -> list[Document]:
+    """Documents of the given lengths; a share ``prompt`` of each, from its start, is not trained on."""
+    drawn = []
+    for number, length in enumerate(lengths):
+        ids = generator("document", seed, number, length).integers(0, words, length)
+        labels = ids.copy()
+        labels[: int(prompt * length)] = -100
+        drawn.append(Document(ids, labels))
+    return drawn
+
+
+def untrained(document: Document) -> Document:
+    """The same document, none of whose tokens is a target."""
+    return replace(document, labels=np.full_like(document.labels, -100))
+
+
+def altered(document: Document, words: int = 64) -> Document:
+    """A document of the same length and mask that differs at every token."""
+    ids = (document.input_ids + 1 + generator("altered", len(document.input_ids)).integers(0, words - 1)) % words
+    return Document(ids, np.where(document.labels == -100, -100, ids))
+
+
+def lay_out(rows: Rows, placed: Sequence[Document], *, pad_token: int = 0) -> Batch:
+    """The batch of ``rows`` whose segments hold the documents in order, under the rules of `Batch`."""
+    ids = segment_ids(rows)
+    input_ids = np.full(ids.shape, pad_token, np.int64)
+    labels = np.full(ids.shape, -100, np.int64)
+    for (row, start, stop), document in zip(segments(ids), placed, strict=True):
+        input_ids[row, start:stop] = document.input_ids
+        labels[row, start + 1 : stop] = document.labels[1:]
+    return Batch(input_ids, ids, position_ids(ids), labels)
+
+
+@dataclass(frozen=True)
+class DecoderCase:
+    """The suite's decoder with weights drawn from a seed; ``config`` changes fields of `DecoderConfig`."""
+
+    config: DecoderConfig = field(default_factory=DecoderConfig)
+    seed: int = 0
+
+    def decoder(self) -> Decoder:
+        """Matrices of standard deviation ``fan_in ** -0.5`` and norms near 1, so that no layer is a trivial one."""
+        draw = generator("decoder", self.seed)
+        c = self.config
+        heads, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+
+        def matrix(out: int, into: int) -> Array:
+            return np.asarray(draw.standard_normal((out, into)) * into**-0.5, np.float32)
+
+        def norm() -> Array:
+            return draw.uniform(0.5, 1.5, c.hidden_size).astype(np.float32)
+
+        weights = {"model.embed_tokens.weight": matrix(c.vocab_size, c.hidden_size)}
+        for i in range(c.num_hidden_layers):
+            layer = {
+                "input_layernorm": norm(),
+                "self_attn.q_proj": matrix(heads, c.hidden_size),
+                "self_attn.k_proj": matrix(kv, c.hidden_size),
+                "self_attn.v_proj": matrix(kv, c.hidden_size),
+                "self_attn.o_proj": matrix(c.hidden_size, heads),
+                "post_attention_layernorm": norm(),
+                "mlp.gate_proj": matrix(c.intermediate_size, c.hidden_size),
+                "mlp.up_proj": matrix(c.intermediate_size, c.hidden_size),
+                "mlp.down_proj": matrix(c.hidden_size, c.intermediate_size),
+            }
+            weights |= {f"model.layers.{i}.{name}.weight": array for name, array in layer.items()}
+        weights["model.norm.weight"] = norm()
+        return Decoder(c, weights)

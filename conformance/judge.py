@@ -1,0 +1,253 @@
+"""The judge: asks one backend, holds the answer against the oracle or against an earlier answer, and keeps the score.
+
+A test states a requirement in terms of a `Judge`; no test touches a backend or a tolerance itself. Every way to fail
+raises `Rejected` and names what differs, where, and by how many budgets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from conformance import numerics, oracle
+from conformance.draws import AttentionCase, LossCase, RopeCase, ScanCase, generator, round_to, segment_ids
+from conformance.oracle import Expected, Result
+from packing_core.errors import UnsupportedError
+from packing_core.protocol import Array, Backend, attention_options, segments
+
+LARGE = 1e3  # an isolated segment is changed by this: a leak of one part in a thousand still shows
+RERUNS = 4
+
+
+class Rejected(AssertionError):
+    """The backend breaks the requirement."""
+
+
+class NotDeclared(Exception):
+    """The backend does not declare what the requirement needs, and refused it as it must."""
+
+
+class Judge:
+    """One backend before one requirement.
+
+    Attributes:
+        backend: who is judged.
+        worst: the largest error over budget seen so far, at most 1 if all is well.
+    """
+
+    def __init__(self, backend: Backend, *, required: bool) -> None:
+        self.backend = backend
+        self.worst = 0.0
+        self._required = required
+
+    @property
+    def dtype(self) -> str:
+        """The dtype in which requirements about anything but dtypes are tried: the first that is declared."""
+        return self.backend.capabilities.dtypes[0]
+
+    # -- asking --------------------------------------------------------------------------------------------------
+
+    def ask(
+        self,
+        method: str,
+        *arguments: Any,
+        options: Collection[str] = (),
+        head_dim: int | None = None,
+        **keywords: Any,
+    ) -> Any:
+        """Call a method of the backend, within what it declares.
+
+        Args:
+            options: the declarable options that the call takes.
+            head_dim: the width, where there is one.
+
+        Raises:
+            NotDeclared: the call lies outside of what is declared, and the backend refused it.
+            Rejected: it was refused although declared, or served although not.
+        """
+        capabilities = self.backend.capabilities
+        has_it = self.backend.provides(method)
+        reason = capabilities.refusal(dtype=keywords.get("dtype"), options=options, head_dim=head_dim)
+        if not has_it:
+            reason = f"no {method}"
+        elif reason and self._required:
+            raise Rejected(f"a backend with {method} must serve this: {reason}")
+        try:
+            answer = getattr(self.backend, method)(*arguments, **keywords)
+        except UnsupportedError as refusal:
+            if reason is None:
+                raise Rejected(f"{method} is declared and refused: {refusal}") from refusal
+            raise NotDeclared(reason) from refusal
+        if reason is not None:
+            raise Rejected(f"{method} returned an answer that it does not declare ({reason}): it must raise")
+        return answer
+
+    def ask_attention(
+        self, case: AttentionCase, dtype: str, changed: Mapping[str, Array | None] | None = None
+    ) -> Result:
+        """Output and gradients of a case, some of whose arrays may be exchanged."""
+        given: dict[str, Any] = {**case.arguments(dtype), **(changed or {})}
+        arrays = [given.pop(name) for name in ("q", "k", "v")]
+        heads, kv_heads, width, value_width = case.heads, case.kv_heads, case.width, case.value_width or case.width
+        taken = attention_options(
+            heads=heads, kv_heads=kv_heads, width=width, value_width=value_width, **case.options(), **given
+        )
+        keywords = case.options() | given
+        ids = segment_ids(case.rows)
+        return _result(self.ask("attention", *arrays, ids, dtype=dtype, options=taken, head_dim=width, **keywords))
+
+    def ask_scan(self, case: ScanCase, dtype: str, changed: Mapping[str, Array] | None = None) -> Result:
+        """Output and gradients of a case, some of whose arrays may be exchanged."""
+        given: dict[str, Any] = {**case.arguments(dtype), **(changed or {})}
+        return _result(self.ask("scan", **given, segment_ids=segment_ids(case.rows), dtype=dtype))
+
+    def ask_rope(self, case: RopeCase, dtype: str) -> Result:
+        """Output and gradient of a case."""
+        taken = {"interleaved"} if case.interleaved else set()
+        if case.turned < case.width:
+            taken.add("partial")
+        given: dict[str, Any] = {**case.arguments(dtype)}
+        return _result(self.ask("rope", **given, interleaved=case.interleaved, dtype=dtype, options=taken))
+
+    def ask_loss(self, case: LossCase, dtype: str, changed: Mapping[str, Array] | None = None) -> tuple[Result, float]:
+        """The loss sum with the gradient of the logits, and the weight sum."""
+        given: dict[str, Any] = {**case.arguments(dtype), **(changed or {})}
+        taken = {"token_weights"} if case.weighted else set()
+        total, weight, dlogits = self.ask(
+            "loss", **given, segment_ids=segment_ids(case.rows), dtype=dtype, options=taken
+        )
+        return (np.array([total], np.float64), {"logits": np.asarray(dlogits, np.float64)}), float(weight)
+
+    # -- against the oracle --------------------------------------------------------------------------------------
+
+    def attention(self, case: AttentionCase, dtype: str | None = None, *, only: str | None = None) -> None:
+        """Hold a case against the oracle: output and gradients, or only the one named ("out", "q", ...)."""
+        dtype = dtype or self.dtype
+        answer = self.ask_attention(case, dtype)
+        self.within(answer, oracle.attention(case, dtype), segment_ids(case.rows), dtype, only=only)
+
+    def scan(self, case: ScanCase, dtype: str | None = None, *, only: str | None = None) -> None:
+        """Hold a case against the oracle."""
+        dtype = dtype or self.dtype
+        answer = self.ask_scan(case, dtype)
+        self.within(answer, oracle.scan(case, dtype), segment_ids(case.rows), dtype, only=only)
+
+    def rope(self, case: RopeCase, dtype: str | None = None, *, only: str | None = None) -> None:
+        """Hold a case against the oracle."""
+        dtype = dtype or self.dtype
+        answer = self.ask_rope(case, dtype)
+        self.within(answer, oracle.rope(case, dtype), segment_ids(case.rows), dtype, only=only)
+
+    def loss(self, case: LossCase, dtype: str | None = None) -> None:
+        """Hold the loss sum, the weight sum and the gradient of a case against the oracle."""
+        dtype = dtype or self.dtype
+        answer, weight = self.ask_loss(case, dtype)
+        expected, expected_weight = oracle.loss(case, dtype)
+        self.equal("weight sum", np.float32(weight), np.float32(expected_weight))
+        self.within(answer, expected, segment_ids(case.rows), dtype)
+
+    def within(
+        self, answer: Result, expected: Expected, ids: Array | None, dtype: str, *, only: str | None = None
+    ) -> None:
+        """Hold arrays within the error budget: those of shape ``[B, S, ..]`` per segment, others as a whole."""
+        results = {"out": answer[0], **answer[1]}
+        exact = {"out": expected.exact[0], **expected.exact[1]}
+        rounded = {"out": expected.rounded[0], **expected.rounded[1]}
+        scale = numerics.largest(exact.values())
+        for name in exact if only is None else [only]:
+            if name not in results:
+                raise Rejected(f"no gradient of {name} came back, only of {', '.join(answer[1])}")
+            got = results[name]
+            if got.shape != exact[name].shape:
+                raise Rejected(f"{name} has shape {got.shape}, not {exact[name].shape}")
+            for where, part in _parts(exact[name], ids):
+                over = numerics.over_budget(got[part], exact[name][part], rounded[name][part], scale=scale, dtype=dtype)
+                self.worst = max(self.worst, over)
+                if not over <= 1:
+                    raise Rejected(f"{name}{where} is {over:.3g} times its error budget away from the oracle")
+
+    # -- against an earlier answer -------------------------------------------------------------------------------
+
+    def isolated(
+        self,
+        call: Callable[[Mapping[str, Array]], Mapping[str, Array]],
+        arguments: Mapping[str, Array],
+        ids: Array,
+        *,
+        change: Sequence[str],
+        dtype: str,
+        where: Collection[int] | None = None,
+        backward: bool = False,
+    ) -> None:
+        """Change one segment after the other by a large finite amount: the others' results stay, its own move.
+
+        Args:
+            call: from arguments to results by name, each ``[B, S, ..]``.
+            change: the arguments to change.
+            where: which segments to change; None for all.
+            backward: results are gradients, for which a backend may have declared that running twice changes them.
+        """
+        before = call(arguments)
+        noise = self.noise(lambda: call(arguments), before) if backward else dict.fromkeys(before, 0.0)
+        every = segments(ids)
+        for number in range(len(every)) if where is None else where:
+            row, start, stop = every[number]
+            changed = dict(arguments)
+            for name in change:
+                changed[name] = arguments[name].copy()
+                drawn = generator("change", number, name).choice([-LARGE, LARGE], changed[name][row, start:stop].shape)
+                changed[name][row, start:stop] = round_to(dtype, drawn)
+            after = call(changed)
+            elsewhere = ids > 0
+            elsewhere[row, start:stop] = False
+            for name, result in before.items():
+                self.unmoved(
+                    f"{name} of other segments", result[elsewhere], after[name][elsewhere],
+                    because=f"segment {number} changed", noise=noise[name],
+                )  # fmt: skip
+            if all(np.array_equal(x[row, start:stop], after[name][row, start:stop]) for name, x in before.items()):
+                raise Rejected(f"segment {number} changed by {LARGE:g} and nothing of its own moved")
+
+    def noise(self, again: Callable[[], Mapping[str, Array]], before: Mapping[str, Array]) -> dict[str, float]:
+        """How far each result moves when the same call is made again: 0 unless a backward adds with atomics."""
+        if not self.backend.capabilities.atomic_backward:
+            return dict.fromkeys(before, 0.0)
+        reruns = [again() for _ in range(RERUNS)]
+        return {name: 2 * numerics.largest(other[name] - x for other in reruns) for name, x in before.items()}
+
+    def unmoved(self, what: str, before: Array, after: Array, *, because: str, noise: float = 0.0) -> None:
+        """Two results are the same to the bit, or within the noise of running twice."""
+        moved = ~np.isclose(before, after, rtol=0, atol=noise) if noise else before != after
+        if moved.any():
+            raise Rejected(
+                f"{because}, and {what} moved: {int(moved.sum())} of {moved.size} values, by up to "
+                f"{numerics.largest([np.nan_to_num(after - before)]):.3g}"
+            )
+
+    def equal(self, what: str, got: Any, expected: Any) -> None:
+        """Two arrays, numbers or lists are exactly the same."""
+        if not np.array_equal(np.asarray(got), np.asarray(expected)):
+            raise Rejected(f"{what}: expected {expected}, got {got}")
+
+    def holds(self, condition: bool, otherwise: str) -> None:
+        """A plain statement is true."""
+        if not condition:
+            raise Rejected(otherwise)
+
+
+def _result(answer: Any) -> Result:
+    """A backend's answer in float64, whatever kind of array it came as."""
+    out, gradients = answer
+    return np.asarray(out, np.float64), {name: np.asarray(x, np.float64) for name, x in gradients.items()}
+
+
+def _parts(x: Array, ids: Array | None) -> list[tuple[str, Any]]:
+    """What is compared on its own: every segment of a ``[B, S, ..]`` array, or all of any other one."""
+    if ids is None or x.shape[:2] != ids.shape:
+        return [("", ...)]
+    return [
+        (f" of segment {number} (row {row}, tokens {start} to {stop - 1})", (row, slice(start, stop)))
+        for number, (row, start, stop) in enumerate(segments(ids))
+    ]

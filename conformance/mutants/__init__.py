@@ -1,0 +1,12 @@
+"""Deliberately wrong backends: each breaks one thing of the reference and names the requirement that must reject it.
+
+``pytest conformance/ --mutants`` judges every mutant by the tests of that requirement and fails if one survives; a
+single one runs through the whole suite with ``--backend conformance.mutants:NAME``.
+"""
+
+from conformance.mutants import attention, collator, model, operations, trainer
+from conformance.mutants.base import MUTANTS, Mutant
+
+globals().update(MUTANTS)
+
+__all__ = ["MUTANTS", "Mutant", "attention", "collator", "model", "operations", "trainer"]

@@ -1,0 +1,126 @@
+"""Trainers whose models are right and whose steps are wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from conformance import decoder as numpy_decoder
+from conformance.draws import round_to
+from conformance.mutants.base import Mutant
+from conformance.mutants.model import one_segment
+from conformance.reference import Sums
+from packing_core.protocol import Array, Batch, Decoder, Document, Gradients
+
+Trained = tuple[list[float], dict[str, Array]]
+
+
+def _mean(results: Sequence[tuple[float, Gradients]]) -> tuple[float, Gradients]:
+    names = results[0][1]
+    mean = {name: np.mean([found[name] for _, found in results], axis=0) for name in names}
+    return float(np.mean([loss for loss, _ in results])), mean
+
+
+class MeanOfMicrobatchMeans(Mutant, rejected_by="LOSS-08"):
+    """Every microbatch is averaged, and then the averages."""
+
+    def combine(self, by_rank: Sequence[Sequence[Sums]]) -> tuple[float, Gradients]:
+        return _mean([super(MeanOfMicrobatchMeans, self).combine([[sums]]) for rank in by_rank for sums in rank])
+
+
+class MeanOfRankMeans(Mutant, rejected_by="LOSS-09"):
+    """Every rank is averaged, and then the averages."""
+
+    def combine(self, by_rank: Sequence[Sequence[Sums]]) -> tuple[float, Gradients]:
+        return _mean([super(MeanOfRankMeans, self).combine([rank]) for rank in by_rank])
+
+
+class _Training(Mutant):
+    """Changes what the right trainer is given, or what it gives back."""
+
+    training = False
+
+    def train(self, decoder: Decoder, steps: Any, **kwargs: Any) -> Trained:
+        self.training = True
+        try:
+            return super().train(decoder, steps, **kwargs)
+        finally:
+            self.training = False
+
+
+class TrainerLeaks(_Training, rejected_by="ISO-10"):
+    """In the trainer, and only there, the model runs without boundaries."""
+
+    def _decode(self, decoder: Decoder, batch: Batch) -> tuple[Array, numpy_decoder.Backward]:
+        return super()._decode(decoder, one_segment(batch) if self.training else batch)
+
+
+class LastDocumentOfAMicrobatchDropped(_Training, rejected_by="REP-07"):
+    """The trainer's dataloader drops what does not fill its last row."""
+
+    def train(self, decoder: Decoder, steps: Any, **kwargs: Any) -> Trained:
+        cut = [[microbatch[: max(1, len(microbatch) - 1)] for microbatch in step] for step in steps]
+        return super().train(decoder, cut, **kwargs)
+
+
+class LearningRateScaledByRows(_Training, rejected_by="TRAIN-01"):
+    """The learning rate is multiplied by the number of microbatches."""
+
+    def train(self, decoder: Decoder, steps: Any, **kwargs: Any) -> Trained:
+        kwargs["learning_rate"] *= len(steps[0])
+        return super().train(decoder, steps, **kwargs)
+
+
+class MasterWeightsInBfloat16(_Training, rejected_by="TRAIN-01"):
+    """Weights are kept in bfloat16, so that small updates are lost."""
+
+    def train(self, decoder: Decoder, steps: Any, **kwargs: Any) -> Trained:
+        losses: list[float] = []
+        for step in steps:
+            loss, weights = super().train(decoder, [step], **kwargs)
+            losses += loss
+            decoder = replace(decoder, weights={name: round_to("bfloat16", w) for name, w in weights.items()})
+        return losses, dict(decoder.weights)
+
+
+class LossAfterTheUpdate(_Training, rejected_by="TRAIN-01"):
+    """The loss that is reported for a step is that of the next."""
+
+    def train(self, decoder: Decoder, steps: Any, **kwargs: Any) -> Trained:
+        losses, weights = super().train(decoder, steps, **kwargs)
+        return losses[1:] + losses[-1:], weights
+
+
+class MomentsForgotten(_Training, rejected_by="TRAIN-02"):
+    """AdamW starts anew at every step."""
+
+    def train(self, decoder: Decoder, steps: Any, **kwargs: Any) -> Trained:
+        losses: list[float] = []
+        for step in steps:
+            loss, weights = super().train(decoder, [step], **kwargs)
+            losses += loss
+            decoder = replace(decoder, weights=weights)
+        return losses, dict(decoder.weights)
+
+
+class TrainerUnmasksPrompts(_Training, rejected_by="TRAIN-03"):
+    """The trainer makes its own labels from the tokens."""
+
+    def collate(self, documents: Sequence[Document], capacity: int) -> Batch:
+        if self.training:
+            documents = [Document(d.input_ids, d.input_ids) for d in documents]
+        return super().collate(documents, capacity)
+
+
+class StepsDifferFromRunToRun(_Training, rejected_by="DET-04"):
+    """Another seed at every run."""
+
+    runs = 0
+
+    def train(self, decoder: Decoder, steps: Any, **kwargs: Any) -> Trained:
+        self.runs += 1
+        kwargs["learning_rate"] *= 1 + 1e-6 * self.runs
+        return super().train(decoder, steps, **kwargs)

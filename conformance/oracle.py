@@ -1,0 +1,170 @@
+"""What every call must return: the reference run on each segment alone, put back where the segment stands.
+
+`exact` is the float64 oracle and `rounded` the same with every operation rounded to the working dtype; `numerics` makes
+a budget of the two. Both are computed once per case and shared by all backends of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from conformance import decoder as numpy_decoder
+from conformance.draws import AttentionCase, DecoderCase, LossCase, RopeCase, ScanCase, segment_ids
+from packing_core import reference
+from packing_core.protocol import Array, Document, Gradients, segments
+from packing_core.reference import WorkingDtype
+
+Result = tuple[Array, Gradients]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """An array and gradients by the oracle, and by the reference rounded to the working dtype."""
+
+    exact: Result
+    rounded: Result
+
+
+def _both(compute: Callable[[WorkingDtype], Result], dtype: WorkingDtype) -> Expected:
+    return Expected(compute("float64"), compute(dtype))
+
+
+@cache
+def attention(case: AttentionCase, dtype: WorkingDtype) -> Expected:
+    """``[B, S, H, E]`` and the gradients of ``q``, ``k``, ``v`` and, when given, ``sinks``."""
+    arguments = case.arguments(dtype)
+    dout = arguments.pop("dout")
+    per_head = {name: arguments.pop(name) for name in ("sinks", "alibi_slopes") if name in arguments}
+    ids = segment_ids(case.rows)
+
+    def compute(arithmetic: WorkingDtype) -> Result:
+        real, bounds = _compact(ids)
+        q, k, v, d = (_take(x, real) for x in (*arguments.values(), dout))
+        options: Any = {**case.options(), **per_head, "dtype": arithmetic}
+        out = reference.attention(q, k, v, bounds, **options)
+        found = reference.attention_vjp(q, k, v, bounds, d, **options)
+        gradients = {name: _put(found[name], real, ids) for name in ("q", "k", "v")}
+        if case.sinks:
+            gradients["sinks"] = found["sinks"]
+        return _put(out, real, ids), gradients
+
+    return _both(compute, dtype)
+
+
+@cache
+def rope(case: RopeCase, dtype: WorkingDtype) -> Expected:
+    """``[B, S, H, D]`` and the gradient of ``x``."""
+    given = case.arguments(dtype)
+    rows, width = given["x"].shape[:2]
+
+    def compute(arithmetic: WorkingDtype) -> Result:
+        x, dout = (given[name].reshape(rows * width, *given[name].shape[2:]) for name in ("x", "dout"))
+        where = given["position_ids"].ravel(), given["inv_freq"]
+        out = reference.rope(x, *where, interleaved=case.interleaved, dtype=arithmetic)
+        dx = reference.rope_vjp(x, *where, dout, interleaved=case.interleaved, dtype=arithmetic)["x"]
+        return out.reshape(given["x"].shape), {"x": dx.reshape(given["x"].shape)}
+
+    return _both(compute, dtype)
+
+
+@cache
+def scan(case: ScanCase, dtype: WorkingDtype) -> Expected:
+    """``[B, S, M]`` and the gradients of ``x``, ``dt``, ``A``, ``B``, ``C``."""
+    given = case.arguments(dtype)
+    ids = segment_ids(case.rows)
+
+    def compute(arithmetic: WorkingDtype) -> Result:
+        real, bounds = _compact(ids)
+        flat = {name: x if name == "A" else _take(x, real) for name, x in given.items()}
+        dout = flat.pop("dout")
+        out = reference.selective_scan(**flat, cu_seqlens=bounds, dtype=arithmetic)
+        found = reference.selective_scan_vjp(**flat, cu_seqlens=bounds, dy=dout, dtype=arithmetic)
+        return _put(out, real, ids), {name: x if name == "A" else _put(x, real, ids) for name, x in found.items()}
+
+    return _both(compute, dtype)
+
+
+@cache
+def loss(case: LossCase, dtype: WorkingDtype) -> tuple[Expected, float]:
+    """The loss sum ``[1]`` with the gradient of ``logits``, and the weight sum."""
+    given = case.arguments(dtype)
+    ids = segment_ids(case.rows)
+    # A label trains the logits one token earlier, if that token is of the same segment.
+    targets = np.full(ids.shape, -100)
+    weights = np.zeros(ids.shape)
+    trained = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] > 0)
+    targets[:, :-1][trained] = given["labels"][:, 1:][trained]
+    weights[:, :-1] = given.get("token_weights", np.ones(ids.shape))[:, 1:]
+    flat = given["logits"].reshape(ids.size, -1), targets.ravel()
+
+    def compute(arithmetic: WorkingDtype) -> Result:
+        total, _ = reference.cross_entropy(*flat, weights=weights.ravel(), dtype=arithmetic)
+        found = reference.cross_entropy_vjp(*flat, weights=weights.ravel(), dtype=arithmetic)["logits"]
+        return np.array([total]), {"logits": found.reshape(given["logits"].shape)}
+
+    return _both(compute, dtype), float(weights[targets != -100].sum())
+
+
+@cache
+def _logits_alone(case: DecoderCase, tokens: tuple[int, ...], dtype: WorkingDtype) -> Array:
+    ids = np.array(tokens)
+    return numpy_decoder.one_document(case.decoder(), Document(ids, ids), dtype=dtype)[0]
+
+
+def logits(case: DecoderCase, document: Document, dtype: WorkingDtype) -> Array:
+    """``[n, V]`` of one document alone."""
+    return _logits_alone(case, tuple(document.input_ids.tolist()), dtype)
+
+
+def gradients(case: DecoderCase, documents: Sequence[Document], dtype: WorkingDtype) -> Expected:
+    """The mean loss ``[1]`` over the documents' trained labels, each run alone, and the weights' gradients."""
+
+    def compute(arithmetic: WorkingDtype) -> Result:
+        mean, found = numpy_decoder.mean_gradients(case.decoder(), documents, dtype=arithmetic)
+        return np.array([mean]), found
+
+    return _both(compute, dtype)
+
+
+def train(
+    case: DecoderCase,
+    steps: Sequence[Sequence[Document]],
+    *,
+    learning_rate: float,
+    optimizer: str,
+    dtype: WorkingDtype,
+) -> Expected:
+    """Losses ``[steps]`` and final weights of training on each step's documents, each run alone."""
+
+    def compute(arithmetic: WorkingDtype) -> Result:
+        model, state, losses = case.decoder(), numpy_decoder.State(), []
+        for number, documents in enumerate(steps, start=1):
+            mean, found = numpy_decoder.mean_gradients(model, documents, dtype=arithmetic)
+            losses.append(mean)
+            model = numpy_decoder.updated(
+                model, found, state, step=number, learning_rate=learning_rate, optimizer=optimizer, dtype=arithmetic
+            )
+        return np.array(losses), dict(model.weights)
+
+    return _both(compute, dtype)
+
+
+def _compact(ids: Array) -> tuple[Array, list[int]]:
+    """Flat indexes of the real tokens, and the segments' boundaries among them."""
+    lengths = [stop - start for _, start, stop in segments(ids)]
+    return np.flatnonzero(ids), np.concatenate([[0], np.cumsum(lengths)]).tolist()
+
+
+def _take(x: Array, real: Array) -> Array:
+    return x.reshape(-1, *x.shape[2:])[real]
+
+
+def _put(x: Array, real: Array, ids: Array) -> Array:
+    out = np.zeros((ids.size, *x.shape[1:]), x.dtype)
+    out[real] = x
+    return out.reshape(*ids.shape, *x.shape[1:])

@@ -1,0 +1,369 @@
+"""The reference backend: packed rows in dense numpy, whole rows at a time. It registers as ``reference``.
+
+It is the suite's proof that its requirements can be met, and what the mutants break. The oracle runs one document at a
+time; this computes what a kernel computes, a mask over the whole row, states that are reset, positions that restart, so
+the two agree only if both are right. Collating and planning are those of `packing_core`. Everything is float64 inside
+and rounded to the working dtype once, at the end. Each rule that a mutant breaks is a method of its own.
+
+Axis names as in `packing_core.protocol`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from conformance import decoder as numpy_decoder
+from conformance.draws import round_to
+from packing_core import pack, plan
+from packing_core.protocol import (
+    Array,
+    Backend,
+    BackendFactory,
+    Batch,
+    Decoder,
+    DecoderConfig,
+    Document,
+    Gradients,
+    segments,
+)
+
+Sums = tuple[float, float, Gradients]  # loss sum, weight, gradients of the loss sum
+
+
+def backends() -> Mapping[str, BackendFactory]:
+    """What the entry point ``reference`` offers."""
+    return {"reference": Reference}
+
+
+class Reference(Backend):
+    """Every level and every option of the protocol, in dense numpy."""
+
+    description = f"numpy {np.__version__}"
+
+    # -- collator ------------------------------------------------------------------------------------------------
+
+    def plan(self, lengths: Sequence[int], capacity: int, *, strategy: str) -> list[list[int]]:
+        return plan(lengths, capacity, strategy=strategy, seed=None).to_lists()  # type: ignore[arg-type]
+
+    def collate(self, documents: Sequence[Document], capacity: int) -> Batch:
+        packed = pack([d.input_ids for d in documents], capacity, labels=[d.labels for d in documents])
+        arrays = (packed.input_ids, packed.segment_ids, packed.position_ids, packed.targets)
+        return Batch(*(np.asarray(x, np.int64) for x in arrays))
+
+    # -- attention -----------------------------------------------------------------------------------------------
+
+    def attention(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        segment_ids: Array,
+        *,
+        dtype: str,
+        dout: Array | None = None,
+        **options: Any,
+    ) -> tuple[Array, Gradients]:
+        out, backward = self._attend(q, k, v, segment_ids, **options)
+        gradients = {} if dout is None else backward(dout)
+        return round_to(dtype, out), {name: round_to(dtype, x) for name, x in gradients.items()}
+
+    def visible(self, segment_ids: Array, causal: bool, window: int | None) -> Array:
+        """bool ``[B, S, S]``: whether a query (axis 1) sees a key (axis 2)."""
+        ids = segment_ids
+        column = np.arange(ids.shape[1])
+        ahead = column[:, None] - column  # query minus key
+        seen: Array = (ids[:, :, None] == ids[:, None, :]) & (ids[:, :, None] > 0)
+        if causal:
+            seen = seen & (ahead >= 0)
+        if window is not None:
+            seen = seen & (np.abs(ahead) < window)
+        return seen
+
+    def kv_head(self, heads: int, kv_heads: int) -> Array:
+        """int ``[H]``: the key/value head that each query head reads."""
+        return np.arange(heads) // (heads // kv_heads)
+
+    def capped(self, z: Array, scale: float, softcap: float | None) -> tuple[Array, Array]:
+        """Scores from ``q . k``, and their derivative."""
+        if softcap is None:
+            return z * scale, np.full_like(z, scale)
+        tanh = np.tanh(z * scale / softcap)
+        return tanh * softcap, (1 - tanh**2) * scale
+
+    def weigh(self, p: Array, v: Array) -> Array:
+        """``[B, H, S, E]``: values summed by their probabilities."""
+        return p @ v
+
+    def _attend(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        segment_ids: Array,
+        *,
+        causal: bool = True,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Array | None = None,
+        alibi_slopes: Array | None = None,
+        scale: float | None = None,
+    ) -> tuple[Array, Callable[[Array], Gradients]]:
+        heads, kv_heads = q.shape[2], k.shape[2]
+        kv = self.kv_head(heads, kv_heads)
+        q_, k_, v_ = (np.moveaxis(x.astype(np.float64), 2, 1) for x in (q, k[:, :, kv], v[:, :, kv]))  # [B, H, S, .]
+
+        z, dz_by_score = self.capped(q_ @ k_.swapaxes(2, 3), q.shape[3] ** -0.5 if scale is None else scale, softcap)
+        if alibi_slopes is not None:
+            column = np.arange(q.shape[1])
+            z = z - alibi_slopes.astype(np.float64)[:, None, None] * np.abs(column[:, None] - column)
+        seen = self.visible(segment_ids, causal, window)[:, None]
+        z = np.where(seen, z, -np.inf)
+        largest = z.max(axis=-1, keepdims=True)
+        if sinks is not None:
+            sink = sinks.astype(np.float64)[:, None, None]
+            largest = np.maximum(largest, sink)
+        largest = np.where(np.isfinite(largest), largest, 0.0)  # a query at padding sees nothing
+        weight = np.exp(z - largest)
+        total = weight.sum(axis=-1, keepdims=True)
+        if sinks is not None:
+            total = total + np.exp(sink - largest)
+        p = weight / np.where(total > 0, total, 1.0)
+        out = np.moveaxis(self.weigh(p, v_), 1, 2)
+
+        def backward(dout: Array) -> Gradients:
+            dout_ = np.moveaxis(dout.astype(np.float64), 2, 1)
+            dp = dout_ @ v_.swapaxes(2, 3)
+            delta = (p * dp).sum(axis=-1, keepdims=True)
+            dz = p * (dp - delta) * dz_by_score
+            gradients = {
+                "q": np.moveaxis(dz @ k_, 1, 2),
+                "k": self._sum_groups(dz.swapaxes(2, 3) @ q_, kv, kv_heads),
+                "v": self._sum_groups(p.swapaxes(2, 3) @ dout_, kv, kv_heads),
+            }
+            if sinks is not None:
+                gradients["sinks"] = -(np.exp(sink - largest) / total * delta).sum(axis=(0, 2, 3))
+            return gradients
+
+        return out, backward
+
+    @staticmethod
+    def _sum_groups(x: Array, kv: Array, kv_heads: int) -> Array:
+        """``[B, H, S, D]`` to ``[B, S, K, D]``: the query heads that read one key/value head, added up."""
+        summed = np.zeros((x.shape[0], x.shape[2], kv_heads, x.shape[3]))
+        for head, group in enumerate(kv):
+            summed[:, :, group] += x[:, head]
+        return summed
+
+    # -- rope ----------------------------------------------------------------------------------------------------
+
+    def rope(
+        self,
+        x: Array,
+        position_ids: Array,
+        inv_freq: Array,
+        *,
+        dtype: str,
+        interleaved: bool = False,
+        dout: Array | None = None,
+    ) -> tuple[Array, Gradients]:
+        angle = self.angles(position_ids, inv_freq)
+        out = self._turn(x.astype(np.float64), angle, interleaved)
+        gradients = {} if dout is None else {"x": self._turn(dout.astype(np.float64), -angle, interleaved)}
+        return round_to(dtype, out), {name: round_to(dtype, g) for name, g in gradients.items()}
+
+    def angles(self, position_ids: Array, inv_freq: Array) -> Array:
+        """``[B, S, R/2]``; ``inv_freq`` may be one row of frequencies, or one per token."""
+        angles: Array = position_ids[..., None] * inv_freq.astype(np.float64)
+        return angles
+
+    @staticmethod
+    def _turn(x: Array, angle: Array, interleaved: bool) -> Array:
+        turned = 2 * angle.shape[-1]
+        cos, sin = np.cos(angle)[:, :, None], np.sin(angle)[:, :, None]
+        if interleaved:
+            first, second = slice(0, turned, 2), slice(1, turned, 2)
+        else:
+            first, second = slice(0, turned // 2), slice(turned // 2, turned)
+        out = x.copy()
+        out[..., first] = x[..., first] * cos - x[..., second] * sin
+        out[..., second] = x[..., second] * cos + x[..., first] * sin
+        return out
+
+    # -- scan ----------------------------------------------------------------------------------------------------
+
+    def scan(
+        self,
+        x: Array,
+        dt: Array,
+        A: Array,
+        B: Array,
+        C: Array,
+        segment_ids: Array,
+        *,
+        dtype: str,
+        dout: Array | None = None,
+    ) -> tuple[Array, Gradients]:
+        x, dt, A, B, C = (w.astype(np.float64) for w in (x, dt, A, B, C))
+        decay = np.exp(dt[..., None] * A) * self.carries(segment_ids)[..., None, None]  # 0 where a segment starts
+        real = (segment_ids > 0)[..., None, None]
+        inflow = real * dt[..., None] * B[:, :, None] * x[..., None]
+        states = np.zeros_like(inflow)  # [B, S, M, N]
+        for t in range(x.shape[1]):
+            states[:, t] = inflow[:, t] + (decay[:, t] * states[:, t - 1] if t else 0.0)
+        out = (states * C[:, :, None]).sum(axis=-1) * real[..., 0]
+        if dout is None:
+            return round_to(dtype, out), {}
+
+        dy = dout.astype(np.float64)[..., None] * real
+        dstates = dy * C[:, :, None]
+        for t in reversed(range(x.shape[1] - 1)):
+            dstates[:, t] += decay[:, t + 1] * dstates[:, t + 1]
+        dstates = dstates * real
+        before = np.concatenate([np.zeros_like(states[:, :1]), states[:, :-1]], axis=1)
+        dexponent = dstates * decay * before
+        by_channel = (dstates * B[:, :, None]).sum(axis=-1)
+        gradients = {
+            "x": by_channel * dt,
+            "dt": by_channel * x + (dexponent * A).sum(axis=-1),
+            "A": (dexponent * dt[..., None]).sum(axis=(0, 1)),
+            "B": (dstates * (dt * x)[..., None]).sum(axis=2),
+            "C": (states * dy).sum(axis=2),
+        }
+        return round_to(dtype, out), {name: round_to(dtype, g) for name, g in gradients.items()}
+
+    def carries(self, segment_ids: Array) -> Array:
+        """bool ``[B, S]``: whether the state comes over from the token before."""
+        same = np.zeros(segment_ids.shape, bool)
+        same[:, 1:] = segment_ids[:, 1:] == segment_ids[:, :-1]
+        return same
+
+    # -- loss ----------------------------------------------------------------------------------------------------
+
+    def loss(
+        self,
+        logits: Array,
+        labels: Array,
+        segment_ids: Array,
+        *,
+        dtype: str,
+        token_weights: Array | None = None,
+    ) -> tuple[float, float, Array]:
+        total, weight, dlogits = self._loss(logits, labels, segment_ids, token_weights)
+        return total, weight, round_to(dtype, dlogits)
+
+    def trained(self, labels: Array, segment_ids: Array) -> Array:
+        """bool ``[B, S]``: whether a label trains the logits one token before it."""
+        counts: Array = (labels != -100) & (segment_ids > 0)
+        counts[:, 0] = False
+        counts[:, 1:] &= segment_ids[:, 1:] == segment_ids[:, :-1]
+        return counts
+
+    def _loss(
+        self, logits: Array, labels: Array, segment_ids: Array, token_weights: Array | None = None
+    ) -> tuple[float, float, Array]:
+        weights = self.trained(labels, segment_ids) * (1.0 if token_weights is None else token_weights)
+        shifted = np.roll(weights, -1, axis=1).astype(np.float64)  # label t trains logits t - 1, and weights[:, 0] is 0
+        targets = np.where(shifted > 0, np.roll(labels, -1, axis=1), 0)[..., None]
+        z = logits.astype(np.float64)
+        z = z - z.max(axis=-1, keepdims=True)
+        log_p = z - np.log(np.exp(z).sum(axis=-1, keepdims=True))
+        total = -(shifted * np.take_along_axis(log_p, targets, axis=-1)[..., 0]).sum()
+        dlogits = (np.exp(log_p) - (targets == np.arange(logits.shape[-1]))) * shifted[..., None]
+        return float(total), float(weights.sum()), dlogits
+
+    # -- model ---------------------------------------------------------------------------------------------------
+
+    def forward(self, decoder: Decoder, batch: Batch, *, dtype: str) -> Array:
+        logits, _ = self._decode(decoder, batch)
+        return round_to(dtype, logits)
+
+    def gradients(self, decoder: Decoder, batch: Batch, *, dtype: str) -> tuple[float, Gradients]:
+        mean, gradients = self.combine([[self.sums(decoder, batch)]])
+        return mean, {name: round_to(dtype, g) for name, g in gradients.items()}
+
+    def sums(self, decoder: Decoder, batch: Batch) -> Sums:
+        """Loss sum, weight and gradients of the loss sum of one batch."""
+        logits, backward = self._decode(decoder, batch)
+        total, weight, dlogits = self._loss(logits, batch.labels, batch.segment_ids)
+        return total, weight, backward(dlogits.reshape(-1, dlogits.shape[-1]))
+
+    def _decode(self, decoder: Decoder, batch: Batch) -> tuple[Array, numpy_decoder.Backward]:
+        logits, backward = numpy_decoder.run(decoder, batch.input_ids.ravel(), _Packed(self, batch, decoder.config))
+        return logits.reshape(*batch.input_ids.shape, -1), backward
+
+    def lengths(self, segment_ids: Array) -> Array:
+        """int ``[B, S]``: the length by which each token's rotary frequencies are chosen."""
+        lengths = np.ones_like(segment_ids)
+        for row, start, stop in segments(segment_ids):
+            lengths[row, start:stop] = stop - start
+        return lengths
+
+    # -- trainer -------------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        decoder: Decoder,
+        steps: Sequence[Sequence[Sequence[Document]]],
+        *,
+        capacity: int,
+        learning_rate: float,
+        dtype: str,
+        optimizer: str = "sgd",
+        ranks: int = 1,
+    ) -> tuple[list[float], dict[str, Array]]:
+        losses, state = [], numpy_decoder.State()
+        for number, microbatches in enumerate(steps, start=1):
+            found = [self.sums(decoder, self.collate(documents, capacity)) for documents in microbatches]
+            mean, gradients = self.combine([found[rank::ranks] for rank in range(ranks)])
+            losses.append(mean)
+            decoder = numpy_decoder.updated(
+                decoder, gradients, state, step=number, learning_rate=learning_rate, optimizer=optimizer
+            )
+        return losses, {name: round_to(dtype, w) for name, w in decoder.weights.items()}
+
+    def combine(self, by_rank: Sequence[Sequence[Sums]]) -> tuple[float, Gradients]:
+        """The mean loss and its gradients from the sums of every rank's microbatches, divided once."""
+        every = [sums for rank in by_rank for sums in rank]
+        weight = sum(w for _, w, _ in every) or 1.0
+        gradients = {name: np.sum([g[name] for _, _, g in every], axis=0) / weight for name in every[0][2]}
+        return sum(t for t, _, _ in every) / weight, gradients
+
+
+class _Packed(numpy_decoder.Mixing):
+    """The decoder's mixing operations over the flattened rows of a batch, by the backend's own methods."""
+
+    def __init__(self, backend: Reference, batch: Batch, config: DecoderConfig) -> None:
+        self._backend = backend
+        self._batch = batch
+        self._window = config.sliding_window
+        lengths = backend.lengths(batch.segment_ids)
+        frequencies = {n: numpy_decoder.inv_freq(config, n) for n in np.unique(lengths).tolist()}
+        of_token = np.stack([frequencies[n] for n in lengths.ravel().tolist()]).reshape(*lengths.shape, -1)
+        self._angle = backend.angles(batch.position_ids, of_token)
+
+    def rope(self, x: Array) -> tuple[Array, Callable[[Array], Array]]:
+        turn = self._backend._turn
+
+        def back(dout: Array) -> Array:
+            return self._flat(turn(self._rows(dout), -self._angle, False))
+
+        return self._flat(turn(self._rows(x), self._angle, False)), back
+
+    def attention(self, q: Array, k: Array, v: Array) -> tuple[Array, Callable[[Array], tuple[Array, Array, Array]]]:
+        ids, window = self._batch.segment_ids, self._window
+        out, backward = self._backend._attend(self._rows(q), self._rows(k), self._rows(v), ids, window=window)
+
+        def back(dout: Array) -> tuple[Array, Array, Array]:
+            found = backward(self._rows(dout))
+            return self._flat(found["q"]), self._flat(found["k"]), self._flat(found["v"])
+
+        return self._flat(out), back
+
+    def _rows(self, x: Array) -> Array:
+        return x.reshape(*self._batch.input_ids.shape, *x.shape[1:])
+
+    def _flat(self, x: Array) -> Array:
+        return x.reshape(-1, *x.shape[2:])

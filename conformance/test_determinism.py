@@ -1,0 +1,52 @@
+"""DET: the same call gives the same answer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from conformance import models
+from conformance.draws import FULL, AttentionCase, DecoderCase, documents
+from conformance.judge import Judge
+
+requirement = pytest.mark.requirement
+
+
+@requirement("DET-01")
+def test_attention_twice(judge: Judge) -> None:
+    case = AttentionCase(FULL)
+    (out, found), (again_out, again) = (judge.ask_attention(case, judge.dtype) for _ in range(2))
+    judge.unmoved("the output", out, again_out, because="the call was repeated")
+    if not judge.backend.capabilities.atomic_backward:
+        for name, gradient in found.items():
+            judge.unmoved(f"the gradient of {name}", gradient, again[name], because="the call was repeated")
+
+
+@requirement("DET-02")
+def test_collate_twice(judge: Judge) -> None:
+    drawn = documents(5, 9, 3, 7, 12, 1, 16)
+    one, other = (judge.ask("collate", drawn, 16) for _ in range(2))
+    for name in ("input_ids", "segment_ids", "position_ids", "labels"):
+        judge.equal(name, getattr(other, name), getattr(one, name))
+
+
+@requirement("DET-03")
+def test_gradients_twice(judge: Judge) -> None:
+    case, drawn = DecoderCase(), documents(7, 16, 1, 33, 24, 15)
+    batch = models.collated(judge, drawn, 96)
+    (loss, found), (again_loss, again) = (models.gradients(judge, case, batch, judge.dtype) for _ in range(2))
+    judge.equal("the loss of the second run", again_loss, loss)
+    if not judge.backend.capabilities.atomic_backward:
+        for name, gradient in found.items():
+            judge.unmoved(f"the gradient of {name}", gradient, again[name], because="the call was repeated")
+
+
+@requirement("DET-04")
+def test_train_twice(judge: Judge) -> None:
+    steps = [[documents(30, 12, seed=i), documents(21, seed=i + 9)] for i in range(3)]
+    (losses, weights), (again_losses, again) = (
+        models.train(judge, DecoderCase(), steps, capacity=64) for _ in range(2)
+    )
+    judge.equal("the losses of the second run", again_losses, losses)
+    for name, weight in weights.items():
+        judge.holds(bool(np.array_equal(weight, again[name])), f"{name} came out different the second time")

@@ -1,0 +1,61 @@
+"""GRAD: the vector-Jacobian product of every operation, and the weight gradients of a packed batch."""
+
+from __future__ import annotations
+
+import pytest
+
+from conformance import models
+from conformance.draws import FULL, TWO_ROWS, AttentionCase, DecoderCase, LossCase, RopeCase, ScanCase, documents
+from conformance.judge import Judge
+
+requirement = pytest.mark.requirement
+
+
+@requirement("GRAD-01")
+def test_gradient_of_q(judge: Judge) -> None:
+    judge.attention(AttentionCase(FULL), only="q")
+
+
+@requirement("GRAD-02")
+def test_gradient_of_k(judge: Judge) -> None:
+    judge.attention(AttentionCase(FULL), only="k")
+
+
+@requirement("GRAD-03")
+def test_gradient_of_v(judge: Judge) -> None:
+    judge.attention(AttentionCase(FULL), only="v")
+
+
+@requirement("GRAD-04")
+def test_gradient_of_the_sinks(judge: Judge) -> None:
+    judge.attention(AttentionCase(FULL, sinks=True))
+
+
+@requirement("GRAD-05")
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (6, 2)])
+def test_gradients_under_gqa(judge: Judge, heads: int, kv_heads: int) -> None:
+    case = AttentionCase(FULL, heads=heads, kv_heads=kv_heads)
+    judge.attention(case, only="k")
+    judge.attention(case, only="v")
+
+
+@requirement("GRAD-06")
+def test_gradient_of_rope(judge: Judge) -> None:
+    judge.rope(RopeCase(TWO_ROWS), only="x")
+
+
+@requirement("GRAD-07")
+@pytest.mark.parametrize("name", ["x", "dt", "A", "B", "C"])
+def test_gradients_of_the_scan(judge: Judge, name: str) -> None:
+    judge.scan(ScanCase(FULL), only=name)
+
+
+@requirement("GRAD-08")
+def test_gradient_of_the_logits(judge: Judge) -> None:
+    judge.loss(LossCase(TWO_ROWS, masked=0.3))
+
+
+@requirement("GRAD-09")
+def test_gradients_of_a_packed_batch(judge: Judge) -> None:
+    drawn = documents(7, 16, 1, 33, 24, 15, 40, 2)
+    models.check_gradients(judge, DecoderCase(), models.collated(judge, drawn, 96), drawn)

@@ -1,0 +1,120 @@
+"""MASK: which keys a query sees, and what happens to their scores."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from conformance import models
+from conformance.draws import FULL, TWO_ROWS, AttentionCase, DecoderCase, Rows, documents, segment_ids
+from conformance.golden import Case, golden
+from conformance.judge import Judge
+from packing_core.protocol import Array, DecoderConfig
+
+requirement = pytest.mark.requirement
+OUTPUT = "out"
+
+
+def visible_keys(judge: Judge, rows: Rows, causal: bool, window: int | None) -> Array:
+    """bool ``[B, S, S]``: the mask, read off the backend's own output.
+
+    With q = 0 every visible key weighs the same, and with v the identity the output at a query is its row of weights.
+    """
+    ids = segment_ids(rows)
+    width = ids.shape[1]
+    case = AttentionCase(rows, heads=1, kv_heads=1, width=width, causal=causal, window=window)
+    identity = np.broadcast_to(np.eye(width, dtype=np.float32)[None, :, None], (len(ids), width, 1, width))
+    zero = np.zeros((len(ids), width, 1, width), np.float32)
+    out, _ = judge.ask_attention(case, judge.dtype, {"q": zero, "v": identity.copy(), "dout": None})
+    return (out[:, :, 0] > 0.5 / width) & (ids > 0)[..., None]
+
+
+def check_mask(judge: Judge, case: Case) -> None:
+    rows = tuple(tuple(row) for row in case["rows"])
+    seen = visible_keys(judge, rows, bool(case["causal"]), case["window"])
+    expected = np.array([[[mark == "x" for mark in query] for query in row] for row in case["visible"]])
+    wrong = np.argwhere(seen != expected)
+    if len(wrong):
+        row, query, key = wrong[0]
+        verb = "sees" if seen[row, query, key] else "does not see"
+        judge.holds(False, f"{len(wrong)} places differ from the mask: in row {row}, query {query} {verb} key {key}")
+
+
+def masks(about: str) -> list[object]:
+    return [pytest.param(case, id=case["name"]) for case in golden("masks") if case["about"] == about]
+
+
+@requirement("MASK-01")
+@pytest.mark.parametrize("case", masks("document"))
+def test_a_query_sees_its_segment_up_to_itself(judge: Judge, case: Case) -> None:
+    check_mask(judge, case)
+
+
+@requirement("MASK-02")
+@pytest.mark.parametrize("case", masks("window"))
+def test_a_window_shows_so_many_keys(judge: Judge, case: Case) -> None:
+    check_mask(judge, case)
+
+
+@requirement("MASK-03")
+@pytest.mark.parametrize("case", masks("window across a boundary"))
+def test_a_window_ends_at_the_boundary(judge: Judge, case: Case) -> None:
+    check_mask(judge, case)
+
+
+@requirement("MASK-04")
+@pytest.mark.parametrize("softcap", [2.0, 30.0])
+def test_softcap(judge: Judge, softcap: float) -> None:
+    judge.attention(AttentionCase(FULL, softcap=softcap, spread=3.0))
+
+
+@requirement("MASK-05")
+def test_sinks(judge: Judge) -> None:
+    judge.attention(AttentionCase(FULL, sinks=True), only=OUTPUT)
+
+
+@requirement("MASK-06")
+def test_alibi(judge: Judge) -> None:
+    judge.attention(AttentionCase(FULL, heads=4, kv_heads=4, alibi=True))
+
+
+@requirement("MASK-07")
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (6, 2)])
+def test_gqa(judge: Judge, heads: int, kv_heads: int) -> None:
+    judge.attention(AttentionCase(FULL, heads=heads, kv_heads=kv_heads), only=OUTPUT)
+
+
+@requirement("MASK-08")
+def test_mqa(judge: Judge) -> None:
+    judge.attention(AttentionCase(FULL, heads=4, kv_heads=1))
+
+
+@requirement("MASK-09")
+@pytest.mark.parametrize(("width", "value_width"), [(64, 32), (192, 128)])
+def test_values_narrower_than_keys(judge: Judge, width: int, value_width: int) -> None:
+    judge.attention(AttentionCase(FULL, width=width, value_width=value_width))
+
+
+@requirement("MASK-10")
+@pytest.mark.parametrize("case", masks("bidirectional"))
+def test_bidirectional(judge: Judge, case: Case) -> None:
+    check_mask(judge, case)
+    judge.attention(AttentionCase(FULL, causal=False))
+
+
+@requirement("MASK-11")
+def test_a_given_scale(judge: Judge) -> None:
+    judge.attention(AttentionCase(FULL, scale=0.5))
+
+
+@requirement("MASK-12")
+@pytest.mark.parametrize("rows", [FULL, TWO_ROWS], ids=["one row", "two rows"])
+def test_options_together(judge: Judge, rows: Rows) -> None:
+    judge.attention(AttentionCase(rows, heads=4, kv_heads=2, window=9, softcap=4.0, sinks=True, scale=0.3))
+
+
+@requirement("MASK-13")
+@pytest.mark.parametrize("window", [4, 16])
+def test_a_models_sliding_window(judge: Judge, window: int) -> None:
+    case, drawn = DecoderCase(DecoderConfig(sliding_window=window)), documents(3, 4, 5, 16, 17, 40)
+    models.check_logits(judge, case, models.collated(judge, drawn, 96), drawn)

@@ -1,0 +1,120 @@
+"""PAD: padding may stand anywhere, is harmless, and is never trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from conformance import models
+from conformance.draws import (
+    PADDED,
+    AttentionCase,
+    DecoderCase,
+    LossCase,
+    ScanCase,
+    documents,
+    generator,
+    lay_out,
+    round_to,
+    segment_ids,
+)
+from conformance.judge import LARGE, Judge
+from packing_core.protocol import Array, Gradients
+
+requirement = pytest.mark.requirement
+PADDING = segment_ids(PADDED) == 0
+
+
+def repadded(judge: Judge, given: dict[str, Array], names: tuple[str, ...]) -> dict[str, Array]:
+    """The arguments with large finite numbers at padding."""
+    changed = {name: given[name].copy() for name in names}
+    for name, x in changed.items():
+        x[PADDING] = round_to(judge.dtype, generator("padding", name).choice([-LARGE, LARGE], x[PADDING].shape))
+    return changed
+
+
+def check_real_tokens_unmoved(
+    judge: Judge, ask: Callable[[dict[str, Array]], tuple[Array, Gradients]], changed: dict[str, Array]
+) -> None:
+    (out, found), (moved_out, moved) = ask({}), ask(changed)
+    judge.unmoved("the output", out[~PADDING], moved_out[~PADDING], because="padding changed")
+
+    noise = judge.noise(lambda: ask({})[1], found)
+    for name, gradient in found.items():
+        real = ~PADDING if gradient.shape[:2] == PADDING.shape else ...
+        judge.unmoved(
+            f"the gradient of {name}", gradient[real], moved[name][real], because="padding changed", noise=noise[name]
+        )
+
+
+@requirement("PAD-01")
+def test_padding_anywhere(judge: Judge) -> None:
+    judge.attention(AttentionCase(PADDED))
+
+
+@requirement("PAD-02")
+def test_outputs_at_padding_are_finite(judge: Judge) -> None:
+    out, _ = judge.ask_attention(AttentionCase(PADDED), judge.dtype)
+    judge.holds(bool(np.isfinite(out[PADDING]).all()), "an output at padding is not finite")
+
+
+@requirement("PAD-03")
+def test_gradients_at_padding_are_zero(judge: Judge) -> None:
+    _, found = judge.ask_attention(AttentionCase(PADDED), judge.dtype)
+    for name in ("q", "k", "v"):
+        judge.holds(not found[name][PADDING].any(), f"the gradient of {name} at padding is not exactly 0")
+
+
+@requirement("PAD-04")
+def test_what_stands_at_padding_moves_nothing(judge: Judge) -> None:
+    case = AttentionCase(PADDED)
+    changed = repadded(judge, case.arguments(judge.dtype), ("q", "k", "v"))
+    check_real_tokens_unmoved(judge, lambda other: judge.ask_attention(case, judge.dtype, other), changed)
+
+
+@requirement("PAD-05")
+def test_padding_in_a_scan(judge: Judge) -> None:
+    case = ScanCase(PADDED)
+    judge.scan(case)
+    changed = repadded(judge, case.arguments(judge.dtype), ("x", "B", "C"))
+    check_real_tokens_unmoved(judge, lambda other: judge.ask_scan(case, judge.dtype, other), changed)
+    _, found = judge.ask_scan(case, judge.dtype)
+    for name in ("x", "dt", "B", "C"):
+        judge.holds(not found[name][PADDING].any(), f"the gradient of {name} at padding is not exactly 0")
+
+
+@requirement("PAD-06")
+def test_labels_at_padding_do_not_count(judge: Judge) -> None:
+    judge.loss(LossCase(PADDED))
+
+
+@requirement("PAD-07")
+def test_nothing_at_padding_is_a_target(judge: Judge) -> None:
+    batch = judge.ask("collate", documents(5, 9, 3, 12), 16)
+    padding = np.asarray(batch.segment_ids) == 0
+    judge.holds(bool((batch.labels[padding] == -100).all()), "a label at padding is not -100")
+
+
+@requirement("PAD-08")
+def test_the_padding_token_moves_no_logits(judge: Judge) -> None:
+    case, drawn = DecoderCase(), documents(*(n for n in PADDED[0] if n > 0))
+    before, after = (
+        models.forward(judge, case, lay_out(PADDED, drawn, pad_token=token), judge.dtype) for token in (0, 9)
+    )
+    judge.unmoved("a document's logits", before[~PADDING], after[~PADDING], because="the padding token changed")
+
+
+@requirement("PAD-09")
+def test_the_padding_token_moves_no_gradient(judge: Judge) -> None:
+    case, drawn = DecoderCase(), documents(*(n for n in PADDED[0] if n > 0))
+
+    def ask(token: int) -> Gradients:
+        mean, found = models.gradients(judge, case, lay_out(PADDED, drawn, pad_token=token), judge.dtype)
+        return {"loss": np.array([mean]), **found}
+
+    before, after = ask(0), ask(9)
+    noise = judge.noise(lambda: ask(0), before)
+    for name, x in before.items():
+        judge.unmoved(name, x, after[name], because="the padding token changed", noise=noise[name])
