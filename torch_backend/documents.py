@@ -8,7 +8,7 @@ document, not even a NaN, enters its row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,31 +60,26 @@ def buckets(packed: PackedMetadata) -> Buckets:
     return packed.derived("buckets", _build)
 
 
-def map_documents(
-    packed: PackedMetadata, function: Callable[..., Tensor], *tensors: Tensor, shared: Sequence[Any] = ()
-) -> Tensor:
+def map_documents(packed: PackedMetadata, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """``function`` applied to padded batches of whole documents.
 
     Args:
         packed: the segments.
-        function: takes ``[n, L, ...]`` per tensor, then ``shared``, and returns ``[n, L, ...]``; what it returns at a
-            place may depend on that place and earlier ones of the same row only.
+        function: takes ``[n, L, ...]`` per tensor and returns ``[n, L, ...]``; what it returns at a place may depend
+            on that place and earlier ones of the same row only.
         tensors: ``[T, ...]`` each.
-        shared: further arguments, the same for every batch.
 
     Returns:
         [T, ...].
     """
     laid = buckets(packed)
-    split = [_pad(x, laid) for x in tensors]
-    results = [function(*rows, *shared).flatten(0, 1) for rows in zip(*split, strict=True)]
-    unpadded: Tensor = _Unpad.apply(torch.cat(results), laid)  # type: ignore[no-untyped-call]
-    return unpadded
+    split = [_batches(x, laid) for x in tensors]
+    results = [function(*rows).flatten(0, 1) for rows in zip(*split, strict=True)]
+    return _unpad(torch.cat(results), laid)
 
 
-def _pad(x: Tensor, laid: Buckets) -> list[Tensor]:
-    places: Tensor = _Pad.apply(x, laid)  # type: ignore[no-untyped-call]
-    batches = torch.split(places, [n * length for n, length in laid.shapes])
+def _batches(x: Tensor, laid: Buckets) -> list[Tensor]:
+    batches = torch.split(_pad(x, laid), [n * length for n, length in laid.shapes])
     return [rows.view(*shape, *x.shape[1:]) for rows, shape in zip(batches, laid.shapes, strict=True)]
 
 
@@ -113,6 +108,11 @@ class _Unpad(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         real = ctx.laid.real.view(-1, *[1] * (grad.ndim - 1))
         return grad.index_select(0, ctx.laid.gather).masked_fill(~real, 0), None
+
+
+# Named here because torch leaves Function.apply untyped.
+_pad: Callable[[Tensor, Buckets], Tensor] = _Pad.apply
+_unpad: Callable[[Tensor, Buckets], Tensor] = _Unpad.apply
 
 
 def _build(packed: PackedMetadata) -> Buckets:

@@ -39,6 +39,8 @@ class PackedMetadata:
         self.max_seqlen = max_seqlen
         self.tokens = tokens
         self.lengths = lengths
+        self.last_request: Any = None  # what attention was asked with these segments the last time
+        self.served: dict[int, Any] = {}  # id of a layer -> what it asked in this forward, or the name of its wrapper
         self._derived: dict[Hashable, Any] = {}
 
     @classmethod

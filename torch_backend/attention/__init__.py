@@ -24,13 +24,19 @@ logger = logging.getLogger(__name__)
 
 # name -> where its object lives; imported when it is first asked
 IMPLEMENTATIONS = {
+    "flash4": "torch_backend.attention.flash:FLASH4",
+    "flash3": "torch_backend.attention.flash:FLASH3",
+    "flash2": "torch_backend.attention.flash:FLASH2",
+    "varlen": "torch_backend.attention.varlen:VARLEN",
+    "flex": "torch_backend.attention.flex:FLEX",
+    "xformers": "torch_backend.attention.xformers:XFORMERS",
     "sdpa": "torch_backend.attention.sdpa:SDPA",
     "reference": "torch_backend.attention.reference:REFERENCE",
 }
 # What "auto" asks, fastest measured first; a device that is not listed takes the CPU's order.
 ORDER = {
     "cpu": ("sdpa", "reference"),
-    "cuda": ("sdpa", "reference"),
+    "cuda": ("flash4", "flash3", "varlen", "flash2", "flex", "xformers", "sdpa", "reference"),
 }
 
 
@@ -143,15 +149,16 @@ def attention(
         UnsupportedError: no implementation asked for can serve the request; each one's reason is in the message.
     """
     request = _describe(q, k, v, packed, causal, window, softcap, sinks, alibi_slopes, dropout, scale)
+    if not request.compiling:
+        packed.last_request = request
     chosen = select(request, implementation)
     return _load(chosen)(q, k, v, packed, request, sinks=sinks, alibi_slopes=alibi_slopes)
 
 
 def select(request: AttentionRequest, implementation: str | Sequence[str] = "auto") -> str:
     """The name of the first implementation that serves ``request``; for a named one nothing stands in."""
-    candidates = _candidates(request.device, implementation)
     reasons: dict[str, str] = {}
-    for name in candidates:
+    for name in candidates(request.device, implementation):
         reason = _load(name).supports(request)
         if reason is None:
             if implementation == "auto" and not request.compiling:
@@ -167,7 +174,7 @@ def select(request: AttentionRequest, implementation: str | Sequence[str] = "aut
 
 def rejections(request: AttentionRequest, implementation: str | Sequence[str] = "auto") -> dict[str, str | None]:
     """Every candidate in the order it is asked, with the reason it cannot serve ``request``, or None where it can."""
-    return {name: _load(name).supports(request) for name in _candidates(request.device, implementation)}
+    return {name: _load(name).supports(request) for name in candidates(request.device, implementation)}
 
 
 def describe(request: AttentionRequest) -> str:
@@ -191,7 +198,8 @@ def needs_host_lengths(implementation: str) -> bool:
     return _load(implementation).host_lengths
 
 
-def _candidates(device: torch.device, implementation: str | Sequence[str]) -> tuple[str, ...]:
+def candidates(device: torch.device, implementation: str | Sequence[str]) -> tuple[str, ...]:
+    """The names that are asked, in order."""
     if implementation == "auto":
         return ORDER.get(device.type, ORDER["cpu"])
     names = (implementation,) if isinstance(implementation, str) else tuple(implementation)

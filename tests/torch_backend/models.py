@@ -1,0 +1,93 @@
+"""Tiny models and the two ways to run the same documents: each alone, which is the truth, and packed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import CONFIG_MAPPING
+
+from torch_backend import PackedCollator
+from torch_backend.tiny import tiny_config, tiny_model
+
+# Row 1: | 5 | 19 | 33 | 7 |   row 2: | 40 | 1 | 2 | 18 | 3 of padding |
+LENGTHS = (5, 19, 33, 7, 40, 1, 2, 18)
+CAPACITY = 64
+
+
+@cache
+def _config(family: str) -> Any:
+    return CONFIG_MAPPING[family]()
+
+
+def tiny(family: str, seed: int = 0, **changes: Any) -> Any:
+    """A fresh tiny model of the family, in train mode."""
+    return tiny_model(tiny_config(_config(family), head_dim=16, changes=changes), seed=seed).train()
+
+
+def documents(lengths: tuple[int, ...] = LENGTHS, seed: int = 1) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(4, 90, (length,), generator=generator) for length in lengths]
+
+
+def collate(docs: list[Tensor], **options: Any) -> dict[str, Any]:
+    """Two rows of 64 by default; capacity=None for one row without padding."""
+    options = {"capacity": CAPACITY, "strategy": "sequential", **options}
+    return PackedCollator(**options)([{"input_ids": document} for document in docs])
+
+
+@dataclass
+class Run:
+    logits: list[Tensor]  # per document [L, V]
+    loss: Tensor
+    gradients: dict[str, Tensor]
+
+
+def alone(model: Any, docs: list[Tensor], **kwargs: Any) -> Run:
+    """Every document in a batch of its own; the loss is the mean over all their targets."""
+    logits = [model(input_ids=document[None], **kwargs).logits[0] for document in docs]
+    losses = [F.cross_entropy(x[:-1], d[1:], reduction="sum") for x, d in zip(logits, docs, strict=True) if len(d) > 1]
+    loss = torch.stack(losses).sum() / sum(len(document) - 1 for document in docs)
+    return _run(model, logits, loss)
+
+
+def packed(model: Any, docs: list[Tensor], batch: dict[str, Any] | None = None, **kwargs: Any) -> Run:
+    batch = collate(docs) if batch is None else batch
+    output = model(**batch, **kwargs)
+    per_document = torch.split(output.logits.flatten(0, 1), list(batch["packed_lengths"]))[: len(docs)]
+    return _run(model, list(per_document), output.loss)
+
+
+def _run(model: Any, logits: list[Tensor], loss: Tensor) -> Run:
+    gradients = {}
+    if loss.requires_grad:
+        model.zero_grad()
+        loss.backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()
+    return Run([x.detach() for x in logits], loss.detach(), gradients)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """max |got - want| / max |want|."""
+    return float((got - want).abs().max() / want.abs().max().clamp_min(1e-6))
+
+
+def assert_same(got: Run, want: Run, tolerance: float = 1e-5) -> None:
+    """Logits of every document, the loss and every gradient agree."""
+    assert len(got.logits) == len(want.logits)
+    for i, (g, w) in enumerate(zip(got.logits, want.logits, strict=True)):
+        assert error(g, w) <= tolerance, f"logits of document {i}"
+    assert error(got.loss, want.loss) <= tolerance, "loss"
+    assert got.gradients.keys() == want.gradients.keys()
+    for name in want.gradients:
+        assert error(got.gradients[name], want.gradients[name]) <= tolerance, f"gradient of {name}"
+
+
+def leaves(docs: list[Tensor], run: Run) -> list[Tensor]:
+    """Everything a run produced, for comparisons to the bit."""
+    return [*run.logits, run.loss, *run.gradients.values()]

@@ -1,0 +1,75 @@
+"""``explain(model)``: what serves each layer of a patched model, and why nothing else does.
+
+The requests that the layers made in the last packed forward -> every implementation's answer to them -> a table. Before
+the first packed forward only the layers and their routes are known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from packing_core.errors import UnsupportedError
+from torch_backend.attention import AttentionRequest, describe, rejections
+from torch_backend.patch import causal_lm, state_of
+
+
+@dataclass(frozen=True)
+class LayerExplanation:
+    """One layer.
+
+    Attributes:
+        layer: its name in the model.
+        route: how the segments reach it.
+        serves: the implementation that runs it, None before the first packed forward.
+        request: what it asks for, in words.
+        rejected: implementations that were asked before, each with its reason.
+    """
+
+    layer: str
+    route: str
+    serves: str | None = None
+    request: str = ""
+    rejected: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """All layers, in order; ``notes`` say what holds for the whole model."""
+
+    layers: list[LayerExplanation]
+    notes: list[str]
+
+    def __str__(self) -> str:
+        lines = []
+        for layer in self.layers:
+            serves = layer.serves or "not run packed yet"
+            rejected = "".join(f"\n    not {name}: {reason}" for name, reason in layer.rejected.items())
+            lines.append(f"{layer.layer}: {layer.route} -> {serves}  {layer.request}{rejected}")
+        return "\n".join([*lines, *self.notes])
+
+
+def explain(model: nn.Module) -> Explanation:
+    """What serves each attention and mixer layer of a patched model.
+
+    Raises:
+        UnsupportedError: the model is not patched.
+    """
+    state = state_of(causal_lm(model))
+    if state is None:
+        raise UnsupportedError(f"{type(model).__name__} is not patched: call torch_backend.patch(model) first")
+    layers = [_explain(name, state.served.get(layer), state.implementation) for layer, name in state.layers.items()]
+    return Explanation(layers, state.notes())
+
+
+def _explain(name: str, asked: Any, implementation: str | tuple[str, ...]) -> LayerExplanation:
+    if not isinstance(asked, AttentionRequest):
+        return LayerExplanation(name, "attention")
+    answers = rejections(asked, implementation)
+    serves = next(candidate for candidate, reason in answers.items() if reason is None)
+    asked_before = list(answers)[: list(answers).index(serves)]
+    return LayerExplanation(
+        name, "attention", serves, describe(asked), {other: str(answers[other]) for other in asked_before}
+    )

@@ -1,0 +1,69 @@
+"""Packed cross-entropy as (sum, weight) pairs that are divided once, over all tokens of a step on all ranks.
+
+A mean of means is wrong as soon as rows, microbatches or ranks hold different numbers of targets, so nothing here
+returns a mean but :func:`normalise`, which is called once per step.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from packing_core.batch import IGNORE_INDEX
+from packing_core.errors import LayoutError
+
+
+def next_token_targets(labels: Tensor) -> Tensor:
+    """Labels [B, S] as models take them -> targets [B, S] of the logits at the same place, -100 at the last one.
+
+    The labels at segment starts are -100 (PackedCollator sees to it), so no target crosses a boundary.
+    """
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+
+
+def packed_cross_entropy(
+    logits: Tensor, targets: Tensor, *, weights: Tensor | None = None, ignore_index: int = IGNORE_INDEX
+) -> tuple[Tensor, Tensor]:
+    """The summed cross-entropy and the summed weight of the targets.
+
+    Args:
+        logits: [..., V], any floating dtype; the softmax runs in float32 at least.
+        targets: [...] integers, aligned with the logits (see :func:`next_token_targets`).
+        weights: [...] weight of each target; 1 if None.
+        ignore_index: targets that do not count.
+
+    Returns:
+        Two scalars, float32 at least.
+
+    Raises:
+        LayoutError: the shapes contradict each other.
+    """
+    if logits.shape[:-1] != targets.shape or (weights is not None and weights.shape != targets.shape):
+        given = f", weights {list(weights.shape)}" if weights is not None else ""
+        raise LayoutError(
+            f"logits are [..., V] and targets and weights [...], got {list(logits.shape)}, {list(targets.shape)}{given}"
+        )
+    working = torch.promote_types(logits.dtype, torch.float32)
+    losses = F.cross_entropy(
+        logits.flatten(0, -2).to(working), targets.flatten(), ignore_index=ignore_index, reduction="none"
+    )
+    counted = (targets.flatten() != ignore_index).to(working)
+    if weights is not None:
+        counted = counted * weights.flatten()
+    return (losses * counted).sum(), counted.sum()
+
+
+def normalise(loss_sum: Tensor, weight_sum: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The mean over the targets of all ranks, scaled so that gradients averaged over ranks are those of that mean.
+
+    Args:
+        loss_sum, weight_sum: this rank's, over all microbatches of the step.
+        group: the ranks that hold different documents; the default group if None. Without torch.distributed: one rank.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return loss_sum / weight_sum
+    total = weight_sum.detach().clone()
+    dist.all_reduce(total, group=group)
+    return loss_sum * dist.get_world_size(group) / total

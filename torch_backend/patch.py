@@ -1,0 +1,252 @@
+"""``patch(model)``: a transformers causal language model trains packed without contamination, in place and undoably.
+
+A packed batch -> a hook on the model takes the metadata out of the arguments -> a hook on its decoder puts it where the
+attention mask goes (:mod:`torch_backend.carry`) -> every layer receives it as an argument of the possibly checkpointed
+call -> the registered attention function (:mod:`torch_backend.hf`) serves it -> a last hook checks that every layer was
+served. A batch without metadata takes the path it took before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from packing_core.errors import LayoutError, UnsupportedModelError
+from torch_backend.attention import AttentionRequest, candidates, needs_host_lengths, select
+from torch_backend.carry import CarriedMask, is_packed, take_metadata
+from torch_backend.hf import PreTrainedModel, register, unregistered
+from torch_backend.metadata import PackedMetadata
+
+Model = TypeVar("Model", bound=nn.Module)
+_STATE = "_crosspack"
+DATA_PARALLEL = "DataParallel splits a batch in the middle of its documents: use DistributedDataParallel (torchrun)"
+WAY_OUT = (
+    "let PackedCollator build the batches, or wrap the present collator, torch_backend.with_boundaries(collator), "
+    "which marks the boundaries that it hints at"
+)
+
+
+def patch(model: Model, *, implementation: str | Sequence[str] = "auto", verify: bool = True) -> Model:
+    """Make a model train packed batches exactly; everything else it does stays as it was, to the bit.
+
+    Args:
+        model: a transformers causal language model, or anything that wraps one (PEFT, DDP, a compiled module).
+        implementation: of attention, as in :func:`torch_backend.attention`.
+        verify: prove it on a tiny clone of the model before returning (see :func:`torch_backend.audit`).
+
+    Returns:
+        ``model`` itself, patched in place. Patching again changes the implementation, if it is another one.
+
+    Raises:
+        UnsupportedModelError: the model, or an option of it, cannot be made exact; the model is left as it was.
+        ContaminationError: the proof failed; the model is left as it was.
+    """
+    root = causal_lm(model)
+    state = state_of(root)
+    if state is not None:
+        if state.implementation == implementation:
+            return model
+        unpatch(model)
+    state = Patched(root, implementation)
+    if verify:
+        from torch_backend.audit import verify as verify_kind
+
+        verify_kind(root, implementation)
+    state.install()
+    return model
+
+
+def unpatch(model: Model) -> Model:
+    """Take everything back that :func:`patch` did; without effect on a model that is not patched."""
+    root = causal_lm(model)
+    state = state_of(root)
+    if state is not None:
+        state.remove()
+    return model
+
+
+def causal_lm(model: nn.Module) -> Any:
+    """The outermost transformers model inside ``model``.
+
+    Raises:
+        UnsupportedModelError: there is none, or DataParallel stands around it.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.DataParallel):
+            raise UnsupportedModelError(DATA_PARALLEL)
+        if isinstance(module, PreTrainedModel):
+            return module
+    raise UnsupportedModelError(f"there is no transformers model in {type(model).__name__}")
+
+
+def state_of(root: nn.Module) -> Patched | None:
+    """What :func:`patch` left on a model, None if it is not patched."""
+    return root.__dict__.get(_STATE)
+
+
+class Patched:
+    """One patched model: what was changed, and the three hooks.
+
+    Attributes:
+        root: the causal language model, decoder: the model inside it that makes the attention masks.
+        implementation: what the user asked for.
+        layers: the names of all attention layers by id; served: what they asked in the last packed forward.
+    """
+
+    def __init__(self, root: Any, implementation: str | Sequence[str]) -> None:
+        self.root = root
+        self.decoder = root.base_model
+        self.implementation = implementation if isinstance(implementation, str) else tuple(implementation)
+        self.layers = {id(m): name for name, m in self.decoder.named_modules() if _is_attention(m)}
+        self.handles: list[Any] = []
+        self.before: list[tuple[Any, str]] = []
+        self.received: PackedMetadata | None = None  # between the model's hook and its decoder's
+        self.running: PackedMetadata | None = None  # while the decoder runs
+        self.reached: set[int] = set()
+        self.served: dict[int, Any] = {}
+
+    def install(self) -> None:
+        for config in self._configs():
+            name = unregistered(config._attn_implementation)
+            self.before.append((config, config._attn_implementation))
+            config._attn_implementation_internal = register(name)
+        self.handles = [
+            self.root.register_forward_pre_hook(self._receive, with_kwargs=True),
+            self.decoder.register_forward_pre_hook(self._hand_over, with_kwargs=True),
+            self.decoder.register_forward_hook(self._check_served),
+            *(m.register_forward_pre_hook(self._reach) for m in self.decoder.modules() if id(m) in self.layers),
+        ]
+        self.root.__dict__[_STATE] = self
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        for config, name in self.before:
+            config._attn_implementation_internal = name
+        del self.root.__dict__[_STATE]
+
+    @property
+    def host_lengths(self) -> bool:
+        """Whether an implementation that serves a layer needs them; before the first packed forward, that may."""
+        if self.served:
+            names = {select(r, self.implementation) for r in self.served.values() if isinstance(r, AttentionRequest)}
+        else:
+            device = next(self.root.parameters()).device
+            names = set(candidates(device, self.implementation))
+        return any(needs_host_lengths(name) for name in names)
+
+    def notes(self) -> list[str]:
+        """What a user should know about the whole model."""
+        if not self.host_lengths:
+            return []
+        return [
+            "segment lengths are needed on the host: batches without packed_lengths (another collator's) have them "
+            "read from cu_seq_lens_q once per forward"
+        ]
+
+    def _configs(self) -> list[Any]:
+        modules = [self.decoder, *(m for m in self.decoder.modules() if id(m) in self.layers)]
+        return list({id(m.config): m.config for m in modules}.values())
+
+    def _receive(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Take the metadata out of the model's arguments, or check that a batch without it is not packed."""
+        if getattr(root, "_is_replica", False):
+            raise UnsupportedModelError(DATA_PARALLEL)
+        kwargs = dict(kwargs)
+        self.received = self._take(args, kwargs)
+        if self.received is None:
+            _refuse_unmarked(root, kwargs)
+        return args, kwargs
+
+    def _hand_over(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Put the metadata where the decoder's layers receive it."""
+        kwargs = dict(kwargs)
+        packed, self.received = self.received, None
+        if packed is None:  # not packed, or a loss that calls the decoder itself
+            packed = self._take(args, kwargs)
+        self.running = packed
+        self.reached.clear()
+        if packed is None:
+            return args, kwargs
+        if kwargs.get("past_key_values") is not None:
+            raise UnsupportedModelError(
+                "a packed batch came with past_key_values: prefix tuning and caches cannot be packed, "
+                "because every document would need the prefix"
+            )
+        rows, row_length = _tokens(args, kwargs).shape[:2]
+        kwargs["attention_mask"] = CarriedMask(packed, (rows, row_length), self.implementation)
+        kwargs["use_cache"] = False  # a cache of several documents in a row is of no use to anybody
+        return args, kwargs
+
+    def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedMetadata | None:
+        if not is_packed(kwargs):
+            return None
+        tokens = _tokens(args, kwargs)
+        rows, row_length = tokens.shape[:2]
+        packed = take_metadata(
+            kwargs, rows=rows, row_length=row_length, device=tokens.device, host_lengths=self.host_lengths
+        )
+        if kwargs.get("position_ids") is None:
+            kwargs["position_ids"] = packed.position_ids.view(rows, row_length)
+        return packed
+
+    def _reach(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
+        if self.running is not None:
+            self.reached.add(id(layer))
+
+    def _check_served(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Every attention layer that ran must have been handed the metadata."""
+        packed, self.running = self.running, None
+        if packed is None or torch.compiler.is_compiling():
+            return
+        self.served = packed.served
+        lost = sorted(self.layers[layer] for layer in self.reached - packed.served.keys())
+        if lost or not packed.served:
+            which = ", ".join(lost[:3]) + ("..." if len(lost) > 3 else "") if lost else "every layer"
+            raise UnsupportedModelError(
+                f"{type(self.root).__name__} did not hand the segments to {which}: its documents would see each other"
+            )
+
+
+def _is_attention(module: nn.Module) -> bool:
+    """Whether the module calls transformers' attention interface."""
+    code = getattr(_plain(type(module).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def _plain(function: Any) -> Any:
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
+
+
+def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The tensor that says how many rows and columns the batch has: ids, or embeddings in their place."""
+    for candidate in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args):
+        if isinstance(candidate, Tensor):
+            return candidate
+    raise LayoutError("the batch has neither input_ids nor inputs_embeds")
+
+
+def _refuse_unmarked(root: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Raise for a batch that looks packed and says nothing of its segments."""
+    if kwargs.get("seq_idx") is not None:
+        raise LayoutError(f"the batch has seq_idx but no cu_seq_lens_q: {WAY_OUT}")
+    positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+    if not isinstance(positions, Tensor) or torch.compiler.is_compiling():
+        return
+    if positions.device.type == "cpu":
+        steps = positions[..., 1:] - positions[..., :-1]
+        restarts = steps <= 0
+        if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[-1] == positions.shape[-1]:
+            restarts = restarts & (mask[..., 1:] != 0) & (mask[..., :-1] != 0)
+        if bool(restarts.any()):
+            raise LayoutError(f"position_ids restart inside a row but the batch carries no segments: {WAY_OUT}")
+    elif root.training and mask is None and all(kwargs.get(k) is None for k in ("past_key_values", "cache_params")):
+        raise LayoutError(
+            f"a training batch on {positions.device.type} came with position_ids and without segments, "
+            f"attention_mask or cache, so whether it is packed cannot be told without reading it back: {WAY_OUT}"
+        )
