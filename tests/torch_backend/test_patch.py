@@ -50,6 +50,7 @@ def test_an_all_ones_mask_and_an_explicit_cache_flag_change_nothing() -> None:
     want = packed(model, docs, batch)
     ones = torch.ones_like(batch["input_ids"])
     assert_same(packed(model, docs, {**batch, "attention_mask": ones}, use_cache=True), want, 0.0)
+    assert model.config.use_cache and model(**batch).past_key_values is None
 
 
 def test_without_patch_the_same_batch_is_contaminated() -> None:

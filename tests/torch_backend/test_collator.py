@@ -1,0 +1,178 @@
+"""PackedCollator and with_boundaries: what a batch holds, for each way that documents and rows arrive."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from packing_core import PackedDataset
+from packing_core.errors import CapacityError, LayoutError
+from torch_backend import PackedCollator, with_boundaries
+from torch_backend.data import concatenate
+
+DOCUMENTS = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}, {"input_ids": [6]}]
+
+
+def rows(batch: dict[str, Any], name: str) -> list[list[int]]:
+    return batch[name].tolist()
+
+
+def test_documents_stand_one_after_the_other_in_one_row() -> None:
+    batch = PackedCollator()(DOCUMENTS)
+    # row: 1 2 3 | 4 5 | 6
+    assert rows(batch, "input_ids") == [[1, 2, 3, 4, 5, 6]]
+    assert rows(batch, "labels") == [[-100, 2, 3, -100, 5, -100]]
+    assert rows(batch, "position_ids") == [[0, 1, 2, 0, 1, 0]]
+    assert rows(batch, "seq_idx") == [[0, 0, 0, 1, 1, 2]]
+    assert batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == [0, 3, 5, 6]
+    assert batch["max_length_q"] == batch["max_length_k"] == 3
+    assert batch["packed_lengths"] == (3, 2, 1)
+
+
+def test_documents_are_packed_into_rows_of_the_capacity() -> None:
+    batch = PackedCollator(capacity=4)(DOCUMENTS)
+    # best fit: 1 2 3 6 | 4 5 . .    padding is cut so that none of its pieces is longer than the longest segment
+    assert rows(batch, "input_ids") == [[1, 2, 3, 6], [4, 5, 0, 0]]
+    assert rows(batch, "labels") == [[-100, 2, 3, -100], [-100, 5, -100, -100]]
+    assert batch["packed_lengths"] == (3, 1, 2, 2)
+    assert batch["cu_seq_lens_q"].tolist() == [0, 3, 4, 6, 8]
+
+
+def test_dtypes_and_what_device_movers_leave_alone() -> None:
+    batch = PackedCollator()(DOCUMENTS)
+    assert next(iter(batch)) == "input_ids"  # accelerate takes the first tensor for the batch size
+    assert {k: v.dtype for k, v in batch.items() if isinstance(v, Tensor)} == {
+        **dict.fromkeys(["input_ids", "labels", "position_ids"], torch.int64),
+        **dict.fromkeys(["seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"], torch.int32),
+    }
+    assert type(batch["max_length_q"]) is int
+    assert type(batch["packed_lengths"]) is tuple and all(type(n) is int for n in batch["packed_lengths"])
+
+
+def test_tensors_are_fresh_and_writable() -> None:
+    collate = PackedCollator()
+    first = collate(DOCUMENTS)
+    first["labels"].fill_(7)
+    assert (collate(DOCUMENTS)["labels"] != 7).all()
+    assert first["cu_seq_lens_q"].data_ptr() != first["cu_seq_lens_k"].data_ptr()
+
+
+def test_labels_masks_and_prompts() -> None:
+    labelled = [{"input_ids": [1, 2, 3], "labels": [-100, -100, 9]}, {"input_ids": [4, 5], "labels": [4, 8]}]
+    assert rows(PackedCollator()(labelled), "labels") == [[-100, -100, 9, -100, 8]]
+    prompts = [{"input_ids": [1, 2, 3], "prompt_length": 2}, {"input_ids": [4, 5], "prompt_length": 0}]
+    assert rows(PackedCollator()(prompts), "labels") == [[-100, -100, 3, -100, 5]]
+    masked = [{"input_ids": [1, 2, 3], "loss_mask": [0, 0, 1]}, {"input_ids": [4, 5], "loss_mask": [1, 0]}]
+    assert rows(PackedCollator()(masked), "labels") == [[-100, -100, 3, -100, -100]]
+
+
+def test_columns_of_the_user_come_along() -> None:
+    batch = PackedCollator(capacity=4)([{"input_ids": [1, 2, 3], "reward": np.float32([0.5, 1.5, 2.5])}])
+    assert rows(batch, "reward") == [[0.5, 1.5, 2.5, 0.0]]
+
+
+def test_an_attention_mask_of_a_tokenizer_is_left_out() -> None:
+    assert "attention_mask" not in PackedCollator()([{"input_ids": [1, 2], "attention_mask": [1, 1]}])
+
+
+def test_padding_takes_the_models_pad_token() -> None:
+    model = SimpleNamespace(config=SimpleNamespace(pad_token_id=9))
+    assert rows(PackedCollator(model, capacity=4)([{"input_ids": [1, 2, 3]}]), "input_ids") == [[1, 2, 3, 9]]
+    assert PackedCollator(SimpleNamespace(config=SimpleNamespace(pad_token_id=None))).pad_id == 0
+
+
+def test_a_packed_row_with_its_lengths_is_cut_into_its_documents() -> None:
+    batch = PackedCollator()([{"input_ids": [1, 2, 3, 4, 5], "seq_lengths": [3, 2]}, {"input_ids": [6]}])
+    assert batch["packed_lengths"] == (3, 2, 1)
+    with pytest.raises(LayoutError, match="seq_lengths add up to 4 and input_ids has 5"):
+        PackedCollator()([{"input_ids": [1, 2, 3, 4, 5], "seq_lengths": [3, 1]}])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_packed_dataset_feeds_a_dataloader(workers: int) -> None:
+    dataset = PackedDataset([d["input_ids"] for d in DOCUMENTS], 4, seed=None)
+    loader = DataLoader(dataset, batch_size=2, collate_fn=PackedCollator(), num_workers=workers)
+    (batch,) = list(loader)
+    want = PackedCollator(capacity=4)(DOCUMENTS)
+    assert batch.keys() == want.keys()
+    assert all(np.array_equal(batch[name], want[name]) for name in want)
+
+
+def test_rows_that_come_one_by_one_make_the_same_batch() -> None:
+    dataset = PackedDataset([d["input_ids"] for d in DOCUMENTS], 4, seed=None)
+    whole, joined = dataset[:], concatenate([dataset[0], dataset[1]])
+    for name in ("input_ids", "cu_seqlens", "rows", "sources", "starts"):
+        assert np.array_equal(getattr(whole, name), getattr(joined, name)), name
+    one_by_one, together = PackedCollator()([dataset[0], dataset[1]]), PackedCollator()(dataset[:])
+    assert all(np.array_equal(one_by_one[name], together[name]) for name in together)
+    with pytest.raises(LayoutError, match="different capacities or columns cannot make one batch"):
+        PackedCollator()([dataset[0], PackedDataset([[1]], 8)[0]])
+
+
+def test_padding_free_puts_rows_together() -> None:
+    dataset = PackedDataset([d["input_ids"] for d in DOCUMENTS], 4, seed=None)
+    batch = PackedCollator(padding_free=True)(dataset[:])
+    assert rows(batch, "input_ids") == [[1, 2, 3, 6, 4, 5]]
+    assert batch["packed_lengths"] == (3, 1, 2)
+
+
+def test_fixed_shapes_for_compiled_kernels() -> None:
+    batch = PackedCollator(capacity=8, bucket=4, max_seqlen=6)(DOCUMENTS)
+    assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5, 6, 8]
+    assert batch["max_length_q"] == 6
+    batch = PackedCollator(capacity=8, bucket=8, max_seqlen=6)(DOCUMENTS)
+    assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5, 6, 8, 8, 8, 8, 8]
+    assert batch["packed_lengths"] == (3, 2, 1, 2)
+
+
+def test_bad_features_raise() -> None:
+    with pytest.raises(LayoutError, match="there are no features to collate"):
+        PackedCollator()([])
+    with pytest.raises(LayoutError, match="a feature has no input_ids, only text: tokenise before collating"):
+        PackedCollator()([{"text": "a"}])
+    with pytest.raises(CapacityError, match='document 0 has 3 tokens and capacity is 2: pass overflow="split"'):
+        PackedCollator(capacity=2)(DOCUMENTS)
+    assert PackedCollator(capacity=2, overflow="split")(DOCUMENTS)["packed_lengths"] == (2, 2, 1, 1)
+
+
+IDS = torch.tensor([[1, 2, 3, 4, 5, 0]])
+HINTS = {
+    "boundaries": {"cu_seq_lens_q": torch.tensor([0, 3, 5])},
+    "segment_ids": {"segment_ids": torch.tensor([[1, 1, 1, 2, 2, 0]])},
+    "numbered_mask": {"attention_mask": torch.tensor([[1, 1, 1, 2, 2, 0]])},
+    "positions": {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 0]])},
+}
+
+
+@pytest.mark.parametrize("hint", HINTS)
+def test_with_boundaries_reads_what_others_use(hint: str) -> None:
+    given = {"labels": IDS.clone(), "input_ids": IDS.clone(), **{k: v.clone() for k, v in HINTS[hint].items()}}
+    batch = with_boundaries(lambda features: given)([])
+    assert next(iter(batch)) == "input_ids"
+    assert batch["packed_lengths"] == (3, 2, 1)
+    assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5, 6]
+    assert rows(batch, "labels") == [[-100, 2, 3, -100, 5, -100]]
+    assert rows(batch, "position_ids") == [[0, 1, 2, 0, 1, 0]]
+    assert batch["max_length_q"] == 3
+    assert "segment_ids" not in batch
+    if hint == "numbered_mask":
+        assert rows(batch, "attention_mask") == [[1, 1, 1, 1, 1, 0]]
+
+
+def test_with_boundaries_over_several_rows() -> None:
+    given = {"input_ids": torch.arange(8).view(2, 4), "position_ids": torch.tensor([[0, 1, 0, 1], [0, 1, 2, 3]])}
+    batch = with_boundaries(lambda features: given)([])
+    assert batch["packed_lengths"] == (2, 2, 4)
+    assert rows(batch, "seq_idx") == [[0, 0, 1, 1], [2, 2, 2, 2]]
+
+
+def test_with_boundaries_raises_where_nothing_marks_them() -> None:
+    given = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+    with pytest.raises(LayoutError, match="marks no boundaries: .* the collator gave input_ids, attention_mask"):
+        with_boundaries(lambda features: given)([])
