@@ -7,14 +7,26 @@ from packing_core.extras import require
 
 # name -> module that defines it
 _HOME: dict[str, str] = {
-    "Segments": "jax_backend.segments",
     "apply_rope": "jax_backend.rope",
+    "audit": "jax_backend.audit",
     "find_segments": "jax_backend.segments",
+    "load": "jax_backend.weights",
+    "make_train_step": "jax_backend.train_step",
     "packed_cross_entropy": "jax_backend.loss",
+    "restore_state": "jax_backend.checkpoint",
+    "save": "jax_backend.weights",
+    "save_state": "jax_backend.checkpoint",
     "segment_attention": "jax_backend.attention",
     "segment_positions": "jax_backend.segments",
     "selective_scan": "jax_backend.scan",
     "shift_labels": "jax_backend.loss",
+    "to_batch": "jax_backend.data",
+    "Decoder": "jax_backend.model",
+    "DecoderConfig": "jax_backend.model",
+    "GrainSource": "jax_backend.data",
+    "GrainStream": "jax_backend.data",
+    "Segments": "jax_backend.segments",
+    "TrainState": "jax_backend.train_step",
 }
 __all__ = list(_HOME)
 

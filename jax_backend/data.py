@@ -1,0 +1,111 @@
+"""Packed rows for JAX: the train step's batches, and PackedDataset and PackStream as grain pipelines read them.
+
+``GrainSource`` gives grain random access to the rows of a PackedDataset; ``GrainStream`` gives it the rows of a
+PackStream, whose cursor grain checkpoints. Both yield dictionaries under grain's or MaxText's names, one row
+[capacity] a record, so that grain's own shuffling, sharding and batching apply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import grain
+import numpy as np
+
+from packing_core.batch import PackedBatch
+from packing_core.dataset import PackedDataset
+from packing_core.errors import PackingError
+
+if TYPE_CHECKING:
+    from packing_core.stream import PackStream
+
+_CONVENTIONS = ("grain", "maxtext")
+
+
+def to_batch(packed: PackedBatch) -> dict[str, np.ndarray]:
+    """What :class:`~jax_backend.train_step.TrainStep` and the decoder take, [R, capacity] each.
+
+    ``targets`` are shifted: the target at token t is token t + 1 of the same segment; where ``loss_weights`` is 0 (a
+    segment's last token, padding, masked prompts) nothing is trained.
+    """
+    shifted = packed.to_dict("grain")
+    return {
+        "input_ids": shifted["inputs"],
+        "segment_ids": shifted["inputs_segment_ids"],
+        "position_ids": shifted["inputs_positions"],
+        "targets": shifted["targets"],
+        "loss_weights": shifted["loss_weights"],
+    }
+
+
+class GrainSource:
+    """A :class:`~packing_core.PackedDataset` as ``grain.sources.RandomAccessDataSource``: record r is row r.
+
+    >>> grain.MapDataset.source(GrainSource(dataset)).shuffle(seed=0)[host::hosts].batch(8)  # doctest: +SKIP
+
+    Args:
+        dataset: its rows are materialised when grain asks for them, in grain's worker if there are any.
+        convention: ``"grain"`` or ``"maxtext"``, see :meth:`packing_core.PackedBatch.to_dict`.
+    """
+
+    def __init__(self, dataset: PackedDataset, convention: str = "grain") -> None:
+        self.dataset = dataset
+        self.convention = _known(convention)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return _row(self.dataset[index], self.convention)
+
+    def __repr__(self) -> str:
+        """grain's DataLoader compares this to tell whether a checkpoint belongs to the source it is restored onto."""
+        plan = self.dataset.plan
+        return f"GrainSource(rows={plan.n_rows}, capacity={plan.capacity}, convention={self.convention!r})"
+
+
+class GrainStream(grain.IterDataset):
+    """A :class:`~packing_core.PackStream` as ``grain.IterDataset``: one packed row a record, resumable.
+
+    Args:
+        open_stream: makes the stream from its start, with this host's ``shard=(index, count)``; called once per
+            iterator. The stream gives every shard equally many rows, so no host of a job waits for another.
+        convention: ``"grain"`` or ``"maxtext"``.
+    """
+
+    def __init__(self, open_stream: Callable[[], PackStream], convention: str = "grain") -> None:
+        super().__init__()
+        self.open_stream = open_stream
+        self.convention = _known(convention)
+
+    def __iter__(self) -> grain.DatasetIterator:
+        return _StreamIterator(self.open_stream(), self.convention)
+
+
+class _StreamIterator(grain.DatasetIterator):
+    def __init__(self, stream: PackStream, convention: str) -> None:
+        super().__init__()
+        self._stream = stream
+        self._rows = iter(stream)
+        self._convention = convention
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        return _row(next(self._rows), self._convention)
+
+    def get_state(self) -> dict[str, Any]:
+        return self._stream.state_dict()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._stream.load_state_dict(state)
+        self._rows = iter(self._stream)
+
+
+def _known(convention: str) -> str:
+    if convention not in _CONVENTIONS:
+        raise PackingError(f"convention is {convention!r}: grain pipelines carry {' or '.join(_CONVENTIONS)}")
+    return convention
+
+
+def _row(packed: PackedBatch, convention: str) -> dict[str, np.ndarray]:
+    return {name: array[0] for name, array in packed.to_dict(convention).items()}

@@ -1,0 +1,158 @@
+"""The flax decoder has the numbers of transformers: same weights, packed rows here, one document at a time there."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from jax_backend import weights
+from jax_backend.data import to_batch
+from jax_backend.loss import packed_cross_entropy
+from jax_backend.model import DecoderConfig
+from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
+from tests.jax_backend.models import CONFIGS, documents, packed, saved
+
+
+@pytest.fixture(params=list(CONFIGS))
+def both(request, tmp_path):
+    reference = saved(request.param, tmp_path)
+    return reference, weights.load(tmp_path)
+
+
+def relative(found, wanted) -> float:
+    found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
+    return float(np.abs(found - wanted).max() / np.abs(wanted).max())
+
+
+def per_document(model: torch.nn.Module) -> tuple[list[np.ndarray], float]:
+    """Logits of each document alone, and the mean loss over all trained tokens; leaves gradients on the model."""
+    loss, count, logits = torch.zeros(()), 0, []
+    for ids in documents(9):
+        tokens = torch.from_numpy(ids.astype(np.int64))[None]
+        out = model(tokens, use_cache=False).logits
+        logits.append(out[0].detach().numpy())
+        loss = loss + torch.nn.functional.cross_entropy(out[0, :-1], tokens[0, 1:], reduction="sum")
+        count += len(ids) - 1
+    (loss / count).backward()
+    return logits, float(loss.detach() / count)
+
+
+def packed_loss(model, batch):
+    logits = model(batch["input_ids"], batch["segment_ids"], batch["position_ids"])
+    total, weight = packed_cross_entropy(logits, batch["targets"], weights=batch["loss_weights"])
+    return total / weight, logits
+
+
+def test_packed_logits_loss_and_gradients_are_those_of_each_document_alone_in_torch(both) -> None:
+    reference, model = both
+    batch = packed()
+    arrays = {name: jnp.asarray(array) for name, array in to_batch(batch).items()}
+    (loss, logits), grads = nnx.value_and_grad(packed_loss, has_aux=True)(model, arrays)
+    wanted_logits, wanted_loss = per_document(reference)
+
+    assert len(batch) > 1 and batch.n_segments > len(batch)
+    for source, row, start, length in zip(batch.sources, batch.rows, batch.segment_starts, batch.lengths, strict=True):
+        assert relative(logits[row, start : start + length], wanted_logits[source]) < 1e-5
+    assert float(loss) == pytest.approx(wanted_loss, rel=1e-6)
+    found = weights.export(grads)
+    for name, parameter in reference.named_parameters():
+        assert relative(found[name], parameter.grad) < 1e-5, name
+
+
+def test_recomputed_layers_change_no_gradient(tmp_path) -> None:
+    saved("qwen2-window-tied", tmp_path)
+    model = weights.load(tmp_path)
+    arrays = {name: jnp.asarray(array) for name, array in to_batch(packed()).items()}
+    kept, _ = nnx.grad(packed_loss, has_aux=True)(model, arrays)
+    model.remat = True
+    recomputed, _ = nnx.grad(packed_loss, has_aux=True)(model, arrays)
+    for one, other in zip(jax.tree.leaves(kept), jax.tree.leaves(recomputed), strict=True):
+        assert relative(one, other) < 1e-6
+
+
+def test_a_written_folder_is_read_by_transformers_to_the_bit(both, tmp_path) -> None:
+    reference, model = both
+    weights.save(model, tmp_path / "written")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "written")
+    assert type(again) is type(reference)
+    tokens = torch.arange(40)[None]
+    reference.set_attn_implementation("eager")
+    again.set_attn_implementation("eager")
+    assert torch.equal(again(tokens).logits, reference(tokens).logits)
+
+
+def test_bfloat16_checkpoints_keep_float32_master_weights_when_asked(tmp_path) -> None:
+    saved("llama", tmp_path).to(torch.bfloat16).save_pretrained(tmp_path)
+    model = weights.load(tmp_path, dtype=jnp.bfloat16, param_dtype=jnp.float32)
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype("float32")}
+    arrays = {name: jnp.asarray(array) for name, array in to_batch(packed()).items()}
+    assert model(arrays["input_ids"], arrays["segment_ids"], arrays["position_ids"]).dtype == jnp.bfloat16
+
+
+def test_sharded_checkpoints_are_read(tmp_path) -> None:
+    reference = saved("llama", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    reference.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    model = weights.load(tmp_path)
+    embedding = model.model.embed_tokens.embedding[...]
+    assert np.array_equal(embedding, reference.get_input_embeddings().weight.detach().numpy())
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path) -> None:
+    saved("llama", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.7.mlp.up_proj.weight"] = tensors.pop("model.norm.weight")
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(
+        LayoutError, match=r"lacks \['model.norm.weight'\] and has \['model.layers.7.mlp.up_proj.weight'\]"
+    ):
+        weights.load(tmp_path)
+
+
+def test_a_checkpoint_of_another_shape_is_refused_with_both_shapes(tmp_path) -> None:
+    saved("llama", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.norm.weight"] = np.ones(31, np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(LayoutError, match=r"model.norm.weight has shape \(31,\) and the config asks for \(32,\)"):
+        weights.load(tmp_path)
+
+
+def test_pickled_weights_are_never_read(tmp_path) -> None:
+    saved("llama", tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(PackingError, match="lacks model.safetensors: only safetensors are read"):
+        weights.load(tmp_path)
+    with pytest.raises(PackingError, match="holds no config.json"):
+        weights.load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"model_type": "gemma2"}, "model_type is 'gemma2' and the flax decoder computes llama, qwen2, qwen3"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type is 'longrope'.*longest position of a batch"),
+    ],
+)
+def test_what_the_decoder_does_not_compute_is_refused_with_the_reason(change, reason) -> None:
+    config = CONFIGS["llama"]().to_dict() | change
+    with pytest.raises(UnsupportedModelError, match=reason):
+        DecoderConfig.from_hf(config)
+
+
+def test_the_config_layout_of_transformers_4_gives_the_same_decoder() -> None:
+    new = json.loads(CONFIGS["llama3-rope-biases"]().to_json_string(use_diff=False))
+    old = dict(new)
+    scaling = old.pop("rope_parameters")
+    old |= {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
+    assert DecoderConfig.from_hf(old) == DecoderConfig.from_hf(new)

@@ -1,0 +1,191 @@
+"""The optax step: the same numbers however its rows are cut into microbatches, spread over devices, or interrupted."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from flax import nnx
+
+import packing_core
+from jax_backend import weights
+from jax_backend.checkpoint import restore_state, save_state
+from jax_backend.data import to_batch
+from jax_backend.model import Decoder, DecoderConfig
+from jax_backend.train_step import make_train_step
+from packing_core.errors import LayoutError, PackingError
+from tests.jax_backend.models import CONFIGS, documents, saved
+
+
+def decoder(**options) -> Decoder:
+    config = DecoderConfig.from_hf(CONFIGS["llama"]().to_dict() | {"num_hidden_layers": 1})
+    return Decoder(config, rngs=nnx.Rngs(0), implementation="xla", **options)  # the quickest to compile
+
+
+def rows(count: int = 8, seed: int = 0) -> dict[str, np.ndarray]:
+    """``count`` rows [count, 48] of unequal numbers of trained tokens."""
+    sequences = documents(4 * count, seed=seed)
+    prompts = [len(ids) * (i % 3) // 3 for i, ids in enumerate(sequences)]
+    batch = to_batch(packing_core.pack(sequences, 48, prompt_lengths=prompts))
+    assert len(batch["input_ids"]) >= count
+    return {name: array[:count] for name, array in batch.items()}
+
+
+def run(batches, mesh=None, tx=None, **options):
+    train_step = make_train_step(decoder(**options), tx or optax.adamw(1e-2), mesh)
+    state, losses = train_step.init(), []
+    for batch in batches:
+        state, metrics = train_step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return train_step, state, losses
+
+
+def largest_difference(one, other) -> float:
+    differences = jax.tree.map(lambda a, b: float(np.abs(np.asarray(a) - np.asarray(b)).max()), one, other)
+    return max(jax.tree.leaves(differences))
+
+
+BATCHES = [rows(seed=seed) for seed in range(3)]
+
+
+def test_microbatches_of_unequal_token_counts_give_the_step_of_the_whole() -> None:
+    counts = [np.count_nonzero(BATCHES[0]["loss_weights"][part]) for part in (slice(0, 2), slice(2, 4))]
+    assert counts[0] != counts[1]
+    cut = [{name: array.reshape(4, 2, -1) for name, array in batch.items()} for batch in BATCHES]
+    _, whole, wanted = run(BATCHES, tx=optax.sgd(0.1))
+    _, pieces, found = run(cut, tx=optax.sgd(0.1))
+    assert found == pytest.approx(wanted, rel=1e-6)
+    assert largest_difference(pieces.params, whole.params) < 1e-6
+
+
+@pytest.mark.parametrize("axes", [{"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 4}], ids=str)
+def test_any_mesh_gives_the_numbers_of_one_device(axes) -> None:
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes))
+    _, alone, wanted = run(BATCHES, tx=optax.sgd(0.1))
+    _, spread, found = run(BATCHES, mesh, tx=optax.sgd(0.1))
+    assert found == pytest.approx(wanted, rel=1e-6)
+    assert largest_difference(spread.params, alone.params) < 1e-6
+
+
+def test_weights_and_optimizer_state_are_cut_over_fsdp_and_nothing_else() -> None:
+    _, state, _ = run(BATCHES[:1], jax.make_mesh((2, 4), ("data", "fsdp")))
+    kernel = state.params["model"]["layers"][0]["mlp"]["up_proj"]["kernel"][...]
+    assert kernel.addressable_shards[0].data.size * 4 == kernel.size
+    moments = jax.tree.leaves(state.opt_state[0].mu)
+    assert all(leaf.addressable_shards[0].data.size * 4 == leaf.size for leaf in moments)
+
+
+def test_a_new_segmentation_and_a_new_step_compile_nothing() -> None:
+    train_step = make_train_step(decoder(), optax.adamw(1e-2))
+    state = train_step.init()
+    for batch in BATCHES:
+        state, _ = train_step(state, batch)
+    assert train_step.compilations == 1
+
+
+def test_bfloat16_computes_with_float32_master_weights() -> None:
+    _, state, losses = run(BATCHES, dtype=jnp.bfloat16, remat=True)
+    _, _, wanted = run(BATCHES)
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
+    assert losses == pytest.approx(wanted, rel=2e-2) and losses != wanted
+
+
+def test_a_step_in_which_nothing_is_trained_moves_nothing() -> None:
+    nothing = BATCHES[0] | {"loss_weights": np.zeros_like(BATCHES[0]["loss_weights"])}
+    train_step, state, losses = run([nothing], tx=optax.sgd(0.1))
+    assert losses == [0.0]
+    assert largest_difference(state.params, train_step.init().params) == 0.0
+
+
+@pytest.mark.parametrize("mesh_shape", [None, (2, 4)], ids=str)
+def test_a_resumed_run_goes_on_to_the_bit(tmp_path, mesh_shape) -> None:
+    mesh = None if mesh_shape is None else jax.make_mesh(mesh_shape, ("data", "fsdp"))
+    train_step, state, _ = run(BATCHES[:2], mesh)
+    save_state(tmp_path / "two", state)
+    straight, straight_metrics = train_step(state, BATCHES[2])
+
+    fresh = make_train_step(decoder(), optax.adamw(1e-2), mesh)
+    restored = restore_state(tmp_path / "two", fresh)
+    assert int(restored.step) == 2
+    resumed, metrics = fresh(restored, BATCHES[2])
+    assert float(metrics["loss"]) == float(straight_metrics["loss"])
+    assert largest_difference(resumed, straight) == 0.0
+
+
+def test_a_checkpoint_of_one_device_goes_on_over_eight(tmp_path) -> None:
+    _, state, _ = run(BATCHES[:1], tx=optax.sgd(0.1))
+    save_state(tmp_path / "one", state)
+    spread = make_train_step(decoder(), optax.sgd(0.1), jax.make_mesh((8,), ("fsdp",)))
+    restored = restore_state(tmp_path / "one", spread)
+    assert largest_difference(restored.params, state.params) == 0.0
+    embedding = restored.params["model"]["embed_tokens"]["embedding"][...]
+    assert embedding.addressable_shards[0].data.size * 8 == embedding.size
+
+
+def test_checkpoint_folders_that_do_not_fit_say_so(tmp_path) -> None:
+    train_step = make_train_step(decoder(), optax.sgd(0.1))
+    with pytest.raises(PackingError, match="holds no checkpoint: save_state writes one"):
+        restore_state(tmp_path / "nowhere", train_step)
+    with pytest.raises(PackingError, match="exists: give every checkpoint a folder of its own"):
+        save_state(tmp_path, train_step.init())
+
+
+def test_microbatches_of_different_shapes_add_up_to_one_step() -> None:
+    batch = BATCHES[0]
+    used = max(int(np.flatnonzero(batch["segment_ids"][0]).max()) + 1, 1)
+    train_step = make_train_step(decoder(), optax.sgd(0.1))
+    state = train_step.init()
+    sums = train_step.accumulate(state, None, {name: array[:1, :used] for name, array in batch.items()})
+    sums = train_step.accumulate(state, sums, {name: array[1:] for name, array in batch.items()})
+    state, metrics = train_step.update(state, sums)
+    _, whole, wanted = run([batch], tx=optax.sgd(0.1))
+    assert float(metrics["loss"]) == pytest.approx(wanted[0], rel=1e-6)
+    assert largest_difference(state.params, whole.params) < 1e-6
+
+
+def test_a_batch_that_lacks_a_key_or_mixes_shapes_is_refused() -> None:
+    train_step = make_train_step(decoder(), optax.sgd(0.1))
+    with pytest.raises(LayoutError, match="the batch lacks targets: jax_backend.data.to_batch makes all of them"):
+        train_step.place({name: array for name, array in BATCHES[0].items() if name != "targets"})
+    with pytest.raises(LayoutError, match=r"must share one shape \[A, B, S\] or \[B, S\]"):
+        train_step.place(BATCHES[0] | {"targets": BATCHES[0]["targets"][:4]})
+
+
+def test_rows_that_do_not_divide_over_the_devices_are_refused() -> None:
+    train_step = make_train_step(decoder(), optax.sgd(0.1), jax.make_mesh((8,), ("data",)))
+    with pytest.raises(LayoutError, match="6 rows do not divide over 8 devices: take a multiple of 8"):
+        train_step.place({name: array[:6] for name, array in BATCHES[0].items()})
+
+
+def test_fifty_steps_follow_torch_on_each_document_alone(tmp_path) -> None:
+    model = saved("llama", tmp_path)
+    batches = [documents(12, seed=seed) for seed in range(50)]
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+    wanted = []
+    for sequences in batches:
+        total, count = torch.zeros(()), 0
+        for ids in sequences:
+            tokens = torch.from_numpy(ids.astype(np.int64))[None]
+            logits = model(tokens, use_cache=False).logits
+            total = total + torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:], reduction="sum")
+            count += len(ids) - 1
+        optimizer.zero_grad()
+        (total / count).backward()
+        optimizer.step()
+        wanted.append(float(total.detach() / count))
+
+    tx = optax.adamw(1e-3, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.01)
+    train_step = make_train_step(weights.load(tmp_path, implementation="xla"), tx)
+    state, found = train_step.init(), []
+    for sequences in batches:
+        packed = to_batch(packing_core.pack(sequences, 48))
+        fixed = {name: np.pad(array, ((0, 8 - len(array)), (0, 0))) for name, array in packed.items()}
+        state, metrics = train_step(state, fixed)
+        found.append(float(metrics["loss"]))
+    assert np.abs(np.array(found) - wanted).max() < 1e-4
+    assert wanted[-1] < wanted[0] - 0.05
+    assert train_step.compilations == 1
