@@ -67,6 +67,7 @@ class AttentionCase:
     alibi: bool = False
     scale: float | None = None
     spread: float = 1.0  # standard deviation of q; larger makes sharper softmaxes
+    value_mean: float = 0.0
     seed: int = 0
 
     def arguments(self, dtype: str) -> dict[str, Array]:
@@ -81,7 +82,7 @@ class AttentionCase:
         arrays = {
             "q": round_to(dtype, self.spread * normal(self.heads, self.width)),
             "k": normal(self.kv_heads, self.width),
-            "v": normal(self.kv_heads, value_width),
+            "v": round_to(dtype, self.value_mean + normal(self.kv_heads, value_width)),
             "dout": normal(self.heads, value_width) * (ids > 0)[..., None, None],
         }
         if self.sinks:

@@ -151,7 +151,7 @@ class Judge:
     def within(
         self, answer: Result, expected: Expected, ids: Array | None, dtype: str, *, only: str | None = None
     ) -> None:
-        """Hold arrays within the error budget: those of shape ``[B, S, ..]`` per segment, others as a whole."""
+        """Hold arrays within the error budget, those of shape ``[B, S, ..]`` at the real tokens."""
         results = {"out": answer[0], **answer[1]}
         exact = {"out": expected.exact[0], **expected.exact[1]}
         rounded = {"out": expected.rounded[0], **expected.rounded[1]}
@@ -162,11 +162,15 @@ class Judge:
             got = results[name]
             if got.shape != exact[name].shape:
                 raise Rejected(f"{name} has shape {got.shape}, not {exact[name].shape}")
-            for where, part in _parts(exact[name], ids):
-                over = numerics.over_budget(got[part], exact[name][part], rounded[name][part], scale=scale, dtype=dtype)
-                self.worst = max(self.worst, over)
-                if not over <= 1:
-                    raise Rejected(f"{name}{where} is {over:.3g} times its error budget away from the oracle")
+            over = numerics.over_budget(got, exact[name], rounded[name], scale=scale, dtype=dtype)
+            per_token = ids is not None and over.shape[:2] == ids.shape
+            if per_token:
+                over[ids == 0] = 0.0
+            worst = float(over.max(initial=0.0))
+            self.worst = max(self.worst, worst)
+            if not worst <= 1:
+                where = _place(over, ids) if ids is not None and per_token else ""
+                raise Rejected(f"{name}{where} is {worst:.3g} times its error budget away from the oracle")
 
     # -- against an earlier answer -------------------------------------------------------------------------------
 
@@ -243,11 +247,10 @@ def _result(answer: Any) -> Result:
     return np.asarray(out, np.float64), {name: np.asarray(x, np.float64) for name, x in gradients.items()}
 
 
-def _parts(x: Array, ids: Array | None) -> list[tuple[str, Any]]:
-    """What is compared on its own: every segment of a ``[B, S, ..]`` array, or all of any other one."""
-    if ids is None or x.shape[:2] != ids.shape:
-        return [("", ...)]
-    return [
-        (f" of segment {number} (row {row}, tokens {start} to {stop - 1})", (row, slice(start, stop)))
-        for number, (row, start, stop) in enumerate(segments(ids))
-    ]
+def _place(over: Array, ids: Array) -> str:
+    """Which segment holds the largest entry of a ``[B, S, ..]`` array."""
+    row, token = np.unravel_index(int(over.argmax()), over.shape)[:2]
+    for number, (of_row, start, stop) in enumerate(segments(ids)):
+        if of_row == row and start <= token < stop:
+            return f" of segment {number} (row {row}, tokens {start} to {stop - 1}) at token {token}"
+    raise AssertionError("the largest entry is at a real token")

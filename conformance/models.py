@@ -67,12 +67,15 @@ def check_logits(
     """Every document's logits in the batch are those of the document alone."""
     dtype = dtype or judge.dtype
     logits = forward(judge, case, batch, dtype)
-    for number, (document, (row, start, stop)) in enumerate(zip(documents, places(batch, documents), strict=True)):
-        exact, rounded = (_alone(judge, case, document, arithmetic) for arithmetic in ("float64", dtype))
-        try:
-            judge.within((logits[row, start:stop], {}), Expected((exact, {}), (rounded, {})), None, dtype)
-        except Rejected as rejected:
-            raise Rejected(f"logits of document {number}: {rejected}") from None
+    where = places(batch, documents)
+    exact, rounded = (
+        [_alone(judge, case, document, arithmetic) for document in documents] for arithmetic in ("float64", dtype)
+    )
+    # One row of all documents, so that they share one budget and the message says which it was.
+    row = np.repeat(np.arange(len(documents)), [len(x) for x in exact])[None] + 1
+    answer = np.concatenate([logits[r, start:stop] for r, start, stop in where])[None]
+    expected = Expected((np.concatenate(exact)[None], {}), (np.concatenate(rounded)[None], {}))
+    judge.within((answer, {}), expected, row, dtype)
 
 
 def check_gradients(

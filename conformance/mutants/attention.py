@@ -150,13 +150,12 @@ class KvHeadsInterleaved(Mutant, rejected_by="MASK-07"):
 
 
 class Bfloat16Accumulator(Mutant, rejected_by="DTYPE-03"):
-    """Values are added up tile by tile in a bfloat16 accumulator."""
+    """Values are added up key by key in a bfloat16 accumulator."""
 
     def weigh(self, p: Array, v: Array) -> Array:
         total = np.zeros(p.shape[:-1] + v.shape[-1:])
-        for first in range(0, p.shape[-1], 16):
-            tile = slice(first, first + 16)
-            total = round_to("bfloat16", total + p[..., tile] @ v[..., tile, :]).astype(np.float64)
+        for key in range(p.shape[-1]):
+            total = round_to("bfloat16", total + p[..., key, None] * v[..., key, None, :]).astype(np.float64)
         return total
 
 
