@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from packing_core._pieces import choice, positive
 from packing_core.errors import CapacityError, LayoutError
-from packing_core.runs import Array, Int64, copy_runs, gaps, indexes, spread
+from packing_core.runs import Array, Int64, copy_runs, gaps, indexes, ramps, spread
 
 if TYPE_CHECKING:
     from packing_core.views import KernelView
@@ -179,10 +179,8 @@ class PackedBatch:
         segment does not see the pieces before it, so nothing but its own start is there to count from. The position
         within the document is ``starts`` of the segment more.
         """
-        positions = np.tile(np.arange(self.capacity, dtype=np.int32), (len(self), 1))
-        positions -= self._spread(self.segment_starts, 0)
-        positions.reshape(-1)[self._padding] = 0
-        return _read_only(positions)
+        positions = ramps(self.flat_starts, self.lengths, self.input_ids.size)
+        return _read_only(positions.reshape(self.input_ids.shape))
 
     @property
     def seq_idx(self) -> Int32:
@@ -345,7 +343,7 @@ class PackedBatch:
         """int64 [S]: 0-based number of each segment in its row."""
         return np.arange(self.n_segments) - np.searchsorted(self.rows, self.rows)
 
-    @cached_property
+    @property
     def _padding(self) -> Int64:
         """int64: flat indexes of all padding."""
         return indexes(*gaps(self.flat_starts, self.lengths, self.input_ids.size))

