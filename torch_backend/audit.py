@@ -141,8 +141,8 @@ def audit(
     )
 
 
-def verify(model: nn.Module, implementation: str | Sequence[str]) -> None:
-    """Raise unless a model of this kind is exact when it is patched; asked once per kind and process.
+def verify(model: nn.Module, implementation: str | Sequence[str]) -> AuditReport:
+    """The report on models of this kind when they are patched, which is exact; measured once per kind and process.
 
     Raises:
         UnsupportedModelError: the patch refuses the model.
@@ -158,6 +158,7 @@ def verify(model: nn.Module, implementation: str | Sequence[str]) -> None:
         raise UnsupportedModelError(str(report.refused))
     if report.verdict != "exact":
         raise ContaminationError(f"packed documents see each other: {report}")
+    return report
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,120 @@
+"""The steps of a run: packed and padded runs see the same documents and targets in each."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from packing_core.cli.schedule import Corpus, Schedule
+from packing_core.cli.text import Document
+from packing_core.errors import PackingError
+from packing_core.plan import plan
+
+
+def corpus(*documents: tuple[list[int], list[int]]) -> Corpus:
+    return Corpus.collect(
+        iter(Document(np.array(ids, np.int32), np.array(trained, bool)) for ids, trained in documents)
+    )
+
+
+@pytest.fixture
+def many() -> Corpus:
+    rng = np.random.default_rng(5)
+    documents = []
+    for number in range(60):
+        ids = number * 100 + np.arange(rng.integers(2, 40))
+        trained = rng.random(len(ids)) < 0.7
+        trained[-1] = True
+        documents.append((ids.tolist(), trained.tolist()))
+    return corpus(*documents)
+
+
+def targets_by_document(input_ids, targets):
+    """Sorted token and target of every place that has a target; tokens name their document and position."""
+    return sorted(zip(input_ids[targets != -100].tolist(), targets[targets != -100].tolist(), strict=True))
+
+
+@pytest.mark.parametrize("run", ["padded", "grouped"])
+def test_padded_and_packed_steps_train_the_same_targets(many, run):
+    schedule = Schedule(many, (plan(many.documents.lengths, 64),), rows_per_step=3, padded_batch=4)
+    for step in range(len(schedule)):
+        packed = [pair for b in schedule.packed(step) for pair in targets_by_document(b.input_ids, b.targets)]
+        padded = [pair for b in schedule.padded(step, run) for pair in targets_by_document(b.input_ids, b.targets)]
+        assert sorted(packed) == sorted(padded)
+        assert len(packed) == schedule.trained_tokens[step]
+
+
+def test_all_steps_together_train_every_target_of_every_epoch(many):
+    plans = tuple(plan(many.documents.lengths, 64, seed=seed) for seed in range(2))
+    schedule = Schedule(many, plans, rows_per_step=3)
+    assert sum(schedule.trained_tokens) == 2 * many.n_trained
+    assert len(schedule) == sum(-(-made.n_rows // 3) for made in plans)
+
+
+def test_slots_count_what_is_computed(many):
+    schedule = Schedule(many, (plan(many.documents.lengths, 64),), rows_per_step=3, padded_batch=4)
+    for step in range(len(schedule)):
+        assert schedule.slots(step, "packed") == sum(batch.input_ids.size for batch in schedule.packed(step))
+        for run in ("padded", "grouped"):
+            assert schedule.slots(step, run) == sum(batch.input_ids.size for batch in schedule.padded(step, run))
+        assert schedule.slots(step, "grouped") <= schedule.slots(step, "padded")
+
+
+def test_a_padded_batch_is_drawn_out():
+    # documents 1 2 3 | 4 5 with the first document's prompt of one token; both in one row of 5
+    made = corpus(([1, 2, 3], [0, 1, 1]), ([4, 5], [1, 1]))
+    schedule = Schedule(made, (plan([3, 2], 5),), padded_batch=2, pad_id=9)
+    (batch,) = schedule.padded(0, "grouped")
+    assert batch.input_ids.tolist() == [[4, 5, 9], [1, 2, 3]]
+    assert batch.attention_mask.tolist() == [[True, True, False], [True, True, True]]
+    assert batch.targets.tolist() == [[-100, 5, -100], [-100, 2, 3]]
+
+
+def test_a_pad_token_that_is_also_a_trained_one_trains_only_where_it_is_real():
+    made = corpus(([1, 9], [1, 1]), ([4, 5, 6], [1, 1, 1]))
+    (batch,) = Schedule(made, (plan([2, 3], 5),), padded_batch=2, pad_id=9).padded(0, "grouped")
+    assert batch.targets.tolist() == [[-100, 9, -100], [-100, 5, 6]]
+
+
+def test_split_documents_are_padded_as_the_pieces_that_are_packed(many):
+    made = plan(many.documents.lengths, 16, overflow="split")
+    schedule = Schedule(many, (made,), rows_per_step=3, padded_batch=4)
+    assert sum(schedule.trained_tokens) < many.n_trained  # a piece's first token is no target
+    assert sum(int((b.targets != -100).sum()) for s in range(len(schedule)) for b in schedule.padded(s, "padded")) == (
+        sum(schedule.trained_tokens)
+    )
+
+
+def test_rows_without_anything_to_train_make_no_step():
+    # a prompt of four tokens split over two rows of two: only the last row has a target
+    made = corpus(([1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 0, 1]))
+    schedule = Schedule(made, (plan([6], 2, overflow="split", seed=None),), rows_per_step=1)
+    assert schedule.trained_tokens == [1]
+
+
+def test_limit_ends_the_run_early(many):
+    made = plan(many.documents.lengths, 64)
+    assert len(Schedule(many, (made,), rows_per_step=1, limit=3)) == 3
+
+
+def test_random_batches_follow_from_the_seed(many):
+    made = plan(many.documents.lengths, 64)
+    first, same, other = (Schedule(many, (made,), padded_batch=4, seed=seed) for seed in (0, 0, 1))
+
+    def ids(schedule):
+        return [batch.input_ids.tolist() for batch in schedule.padded(0, "padded")]
+
+    assert ids(first) == ids(same) != ids(other)
+
+
+def test_bad_numbers_are_named_as_options(many):
+    made = plan(many.documents.lengths, 64)
+    with pytest.raises(PackingError, match="--rows-per-step is 0: pass 1 or more"):
+        Schedule(many, (made,), rows_per_step=0)
+    with pytest.raises(PackingError, match="--padded-batch is 0: pass 1 or more"):
+        Schedule(many, (made,), padded_batch=0)
+
+
+def test_no_document_at_all_is_an_error():
+    with pytest.raises(PackingError, match="no document has a token to train on: check --data"):
+        Corpus.collect(iter(()))

@@ -1,0 +1,197 @@
+"""The torch trainer: packed and padded runs agree, a resumed run repeats to the bit, models are safetensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from packing_core.cli.job import Options, TrainJob
+from packing_core.cli.schedule import Corpus, Schedule
+from packing_core.cli.text import Document
+from packing_core.errors import PackingError
+from packing_core.plan import plan
+from torch_backend.train import build_model, train
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "tie_word_embeddings": True,
+}
+NOISY = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.3}
+
+
+@pytest.fixture
+def job() -> TrainJob:
+    rng = np.random.default_rng(3)
+    documents = []
+    for length in rng.integers(2, 30, 40):
+        trained = np.arange(length) >= length // 3  # a prompt, as far as there is one
+        documents.append(Document(rng.integers(0, 64, length).astype(np.int32), trained))
+    corpus = Corpus.collect(iter(documents))
+    plans = tuple(plan(corpus.documents.lengths, 32, seed=epoch) for epoch in range(2))
+    schedule = Schedule(corpus, plans, rows_per_step=4, padded_batch=4, limit=6)
+    return TrainJob(model=LLAMA, schedule=schedule, options=Options(lr=1e-2, warmup=0.2))
+
+
+def losses(result: Any, run: str = "packed") -> list[float]:
+    return [record.loss for record in result.records[run]]
+
+
+def test_padded_and_packed_runs_have_the_same_losses(job):
+    result = train(dataclasses.replace(job, runs=("padded", "grouped", "packed")))
+    packed = losses(result)
+    assert packed[0] - packed[-1] > 0.05  # it learns, or equal losses would mean little
+    for run in ("padded", "grouped"):
+        np.testing.assert_allclose(losses(result, run), packed, rtol=1e-4)
+    assert result.audit.exact, result.audit.line
+    assert result.attention == "sdpa"
+
+
+def test_the_first_loss_is_that_of_each_document_alone(job):
+    schedule = job.schedule
+    model = build_model(job).eval()
+    total = 0.0
+    step = schedule.steps[0]
+    for source in step.source.tolist():
+        ids = torch.from_numpy(schedule.corpus.documents[source].copy()).long()
+        trained = torch.from_numpy(schedule.corpus.trained[source].copy())
+        with torch.no_grad():
+            logits = model(input_ids=ids[None]).logits[0]
+        chosen = torch.log_softmax(logits[:-1].double(), -1).gather(1, ids[1:, None])[:, 0]
+        total -= chosen[trained[1:]].sum().item()
+    assert losses(train(job))[0] == pytest.approx(total / schedule.trained_tokens[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("config", [LLAMA, NOISY], ids=["llama", "gpt2 with dropout"])
+def test_a_resumed_run_repeats_to_the_bit(job, config, tmp_path):
+    job = dataclasses.replace(job, model=config)
+    whole = dataclasses.replace(job, output=tmp_path / "whole")
+    expected = train(whole)
+
+    class Stop(Exception):
+        pass
+
+    def stop(record):
+        if record.step == 4:
+            raise Stop
+
+    parts = dataclasses.replace(job, output=tmp_path / "parts", save_every=2, on_step=stop)
+    with pytest.raises(Stop):
+        train(parts)
+    resumed = train(dataclasses.replace(parts, resume=True, on_step=lambda record: None))
+    assert losses(resumed) == losses(expected)
+    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "parts"))
+    assert first == second
+
+
+def test_two_runs_of_one_seed_are_equal_and_another_seed_differs(job):
+    first, second = losses(train(job)), losses(train(job))
+    assert first == second
+    other = dataclasses.replace(job, options=dataclasses.replace(job.options, seed=1))
+    assert losses(train(other)) != first
+
+
+def test_dropout_is_on_in_a_run_of_its_own_and_off_in_a_comparison(job):
+    noisy = dataclasses.replace(job, model=NOISY)
+    quiet = dataclasses.replace(job, model={**NOISY, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0})
+    compared = train(dataclasses.replace(noisy, runs=("padded", "packed")))
+    np.testing.assert_allclose(losses(compared), losses(compared, "padded"), rtol=1e-4)
+    assert losses(compared) == losses(train(quiet))
+    assert losses(train(noisy)) != losses(train(quiet))
+
+
+def test_gradient_checkpointing_changes_nothing(job):
+    plain, checkpointed = train(job), train(dataclasses.replace(job, gradient_checkpointing=True))
+    np.testing.assert_allclose(losses(checkpointed), losses(plain), rtol=1e-6)
+
+
+def test_bfloat16_computes_the_forward_and_keeps_float32_weights(job, tmp_path):
+    options = dataclasses.replace(job.options, precision="bfloat16")
+    result = train(dataclasses.replace(job, options=options, output=tmp_path))
+    exact = losses(train(job))
+    assert losses(result) != exact
+    np.testing.assert_allclose(losses(result), exact, rtol=2e-2)
+    from safetensors.torch import load_file
+
+    assert {tensor.dtype for tensor in load_file(tmp_path / "model.safetensors").values()} == {torch.float32}
+
+
+def test_the_output_is_a_hugging_face_folder_and_a_model_to_start_from(job, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    train(dataclasses.replace(job, output=tmp_path))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.config._attn_implementation == "sdpa"
+    assert "crosspack" not in (tmp_path / "config.json").read_text()
+    again = losses(train(dataclasses.replace(job, model=str(tmp_path))))
+    assert again[0] < losses(train(job))[0] - 0.05
+
+
+@pytest.fixture
+def folder(job, tmp_path) -> Path:
+    path = tmp_path / "model"
+    build_model(job).save_pretrained(path)
+    return path
+
+
+def test_pickled_weights_are_refused(job, folder):
+    (folder / "model.safetensors").unlink()
+    torch.save({}, folder / "pytorch_model.bin")
+    with pytest.raises(PackingError, match=r"^--model .*model: [^\n]*safetensors[^\n]*$"):
+        build_model(dataclasses.replace(job, model=str(folder)))
+
+
+def test_code_in_the_models_folder_does_not_run_unless_trusted(job, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    (folder / "custom.py").write_text(
+        "import pathlib\n"
+        "pathlib.Path(__file__).with_name('ran').touch()\n"
+        f"pathlib.Path({str(folder / 'ran')!r}).touch()\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class CustomConfig(LlamaConfig):\n    model_type = 'custom'\n"
+        "class Custom(LlamaForCausalLM):\n    config_class = CustomConfig\n"
+    )
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "custom", "auto_map": {"AutoConfig": "custom.CustomConfig"}}
+    config["auto_map"]["AutoModelForCausalLM"] = "custom.Custom"
+    (folder / "config.json").write_text(json.dumps(config))
+    untrusted = dataclasses.replace(job, model=str(folder))
+    with pytest.raises(PackingError, match=r"^--model [^\n]*$"):
+        build_model(untrusted)
+    assert not (folder / "ran").exists()
+    assert type(build_model(dataclasses.replace(untrusted, trust_remote_code=True))).__name__ == "Custom"
+    assert (folder / "ran").exists()
+
+
+def test_a_kernel_that_a_config_names_is_not_fetched(job, folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"attn_implementation": "somebody/kernel"}))
+    model = build_model(dataclasses.replace(job, model=str(folder)))
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"model": "./nowhere"}, r"--model ./nowhere: no such folder or file, and not a hub name"),
+        ({"model": {"model_type": "no_such_family"}}, r"--model .*no_such_family"),
+        ({"model": {**LLAMA, "vocab_size": 9}}, r"the data has token 63 and the model 9 embeddings"),
+        ({"device": "abacus"}, r"--device abacus: "),
+        ({"attention": "abacus"}, r"abacus"),
+        ({"resume": True}, r"--resume needs --output"),
+    ],
+)
+def test_what_cannot_be_trained_says_why(job, change, says):
+    with pytest.raises(PackingError, match=says):
+        train(dataclasses.replace(job, **change))
