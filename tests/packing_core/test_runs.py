@@ -1,0 +1,69 @@
+"""Runs: one number per token from a few numbers per run, as a loop over the tokens would write it."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packing_core import runs
+
+
+@st.composite
+def layouts(draw):
+    """(first index, length, size) of ordered runs with gaps between them, some of length 0."""
+    lengths = np.array(draw(st.lists(st.integers(0, 9), max_size=8)), np.int64)
+    free = np.array(draw(st.lists(st.integers(0, 3), min_size=len(lengths), max_size=len(lengths))), np.int64)
+    at = np.cumsum(free + lengths) - lengths
+    return at, lengths, int((free + lengths).sum()) + draw(st.integers(0, 3))
+
+
+@settings(max_examples=150, deadline=None)
+@given(layouts())
+def test_every_token_gets_its_number(layout):
+    at, lengths, size = layout
+    owner, place = [-1] * size, [0] * size
+    for run, (first, count) in enumerate(zip(at, lengths)):
+        for k in range(count):
+            owner[first + k], place[first + k] = run, k
+    np.testing.assert_array_equal(runs.spread(np.arange(len(at)), at, lengths, size, -1), owner)
+    np.testing.assert_array_equal(runs.ramps(at, lengths, size), place)
+    np.testing.assert_array_equal(runs.indexes(at, lengths), [t for t in range(size) if owner[t] >= 0])
+    np.testing.assert_array_equal(runs.indexes(*runs.gaps(at, lengths, size)), [t for t in range(size) if owner[t] < 0])
+    np.testing.assert_array_equal(runs.ranges(lengths), [k for count in lengths for k in range(count)])
+
+
+@settings(max_examples=100, deadline=None)
+@given(layouts())
+def test_each_gap_may_have_a_number_of_its_own(layout):
+    at, lengths, size = layout
+    fill = np.arange(len(at) + 1) + 100
+    numbers = runs.spread(np.zeros(len(at), int), at, lengths, size, fill)
+    begin, free = runs.gaps(at, lengths, size)
+    for gap, (first, count) in enumerate(zip(begin, free)):
+        assert (numbers[first : first + count] == 100 + gap).all()
+    assert (numbers >= 100).sum() == free.sum()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 40), max_size=30), st.integers(1, 50))
+def test_blocks_are_consecutive_and_small(lengths, tokens):
+    lengths = np.array(lengths, np.int64)
+    whole = runs.BLOCK_TOKENS
+    try:
+        runs.BLOCK_TOKENS = tokens
+        blocks = list(runs.blocks(lengths))
+    finally:
+        runs.BLOCK_TOKENS = whole
+    assert [run for block in blocks for run in range(block.start, block.stop)] == list(range(len(lengths)))
+    for block in blocks:
+        assert block.stop > block.start
+        assert lengths[block][:-1].sum() < tokens + 40
+
+
+def test_ramps_cross_the_block_size():
+    lengths = np.array([200_000, 1, 300_000])
+    at = np.array([5, 200_005, 200_010])
+    out = runs.ramps(at, lengths, 500_020)
+    for first, count in zip(at, lengths):
+        np.testing.assert_array_equal(out[first : first + count], np.arange(count))
+    assert not out[:5].any()
+    assert not out[500_010:].any()
