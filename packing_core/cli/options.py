@@ -42,7 +42,7 @@ TrustRemoteCode = Annotated[
     typer.Option("--trust-remote-code", help="Let Python code in the model's folder run. Off: refuse such models."),
 ]
 
-VOCABULARY = 4096  # entries of the byte-level BPE that is trained when no tokenizer is named
+VOCABULARY = 2048  # entries of the byte-level BPE that is trained when no tokenizer is named
 OUT = Console()
 
 
