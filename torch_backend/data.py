@@ -100,8 +100,8 @@ def with_boundaries(collator: Callable[[Any], Mapping[str, Any]]) -> Callable[[A
     """``collator`` with the segments of its batches carried, read on the host from whatever it marks them with.
 
     In this order: ``cu_seq_lens_q``; ``segment_ids`` (0 is padding); an ``attention_mask`` of segment numbers 1, 2, 3
-    (0 is padding); ``position_ids`` that restart. The labels at segment starts become -100, because no token of the
-    segment predicts them.
+    (0 is padding); ``position_ids`` that restart. The labels at segment starts and at padding become -100, because
+    no token of the segment predicts them.
 
     Raises (when called):
         LayoutError: the batch marks its boundaries in none of these ways.
@@ -110,11 +110,11 @@ def with_boundaries(collator: Callable[[Any], Mapping[str, Any]]) -> Callable[[A
     def collate(features: Any) -> Batch:
         batch = dict(collator(features))
         ids = batch["input_ids"]
-        starts = _segment_starts(batch, ids)
+        starts, padding = _segment_starts(batch, ids)
         starts[:, 0] = True
         lengths = np.diff(np.append(np.flatnonzero(starts), starts.size))
         if isinstance(batch.get("labels"), Tensor):
-            batch["labels"] = batch["labels"].masked_fill(torch.from_numpy(starts), IGNORE_INDEX)
+            batch["labels"] = batch["labels"].masked_fill(torch.from_numpy(starts | padding), IGNORE_INDEX)
         mask = batch.get("attention_mask")
         if isinstance(mask, Tensor) and mask.ndim == 2:
             batch["attention_mask"] = (mask != 0).to(mask.dtype)
@@ -195,14 +195,14 @@ def _metadata(lengths: NDArray[np.int64], shape: torch.Size) -> Batch:
     }
 
 
-def _segment_starts(batch: Batch, ids: Tensor) -> NDArray[np.bool_]:
-    """bool [B, S]: where a run of equal marks begins."""
-    starts = np.zeros(ids.shape, np.bool_)
+def _segment_starts(batch: Batch, ids: Tensor) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """bool [B, S] each: where a run of equal marks begins, and what is marked as padding."""
+    starts, padding = np.zeros(ids.shape, np.bool_), np.zeros(ids.shape, np.bool_)
     boundaries, mask = batch.get("cu_seq_lens_q"), batch.get("attention_mask")
     if boundaries is not None:
         marks = np.asarray(boundaries)
         starts.reshape(-1)[marks[marks < starts.size]] = True
-        return starts
+        return starts, padding
     if batch.get("segment_ids") is not None:
         numbers = np.asarray(batch.pop("segment_ids"))
     elif isinstance(mask, Tensor) and mask.ndim == 2 and int(mask.max()) > 1:
@@ -210,14 +210,14 @@ def _segment_starts(batch: Batch, ids: Tensor) -> NDArray[np.bool_]:
     elif isinstance(batch.get("position_ids"), Tensor):
         positions = np.asarray(batch["position_ids"])
         starts[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
-        return starts
+        return starts, padding
     else:
         raise LayoutError(
             "the batch marks no boundaries: with_boundaries reads cu_seq_lens_q, segment_ids, an attention_mask of "
             f"segment numbers or position_ids that restart, and the collator gave {', '.join(batch)}"
         )
     starts[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
-    return starts
+    return starts, numbers == 0
 
 
 def _documents(feature: Mapping[str, Any]) -> list[dict[str, Any]]:

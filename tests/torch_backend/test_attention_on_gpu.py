@@ -92,7 +92,7 @@ def assert_is_the_oracle(name: str, options: dict, dtype: torch.dtype, **shapes:
     scale = largest(exact.values())
     for key, x in found.items():
         result = x.detach().double().cpu().numpy()
-        over = over_budget(result, exact[key], rounded[key], scale=scale, dtype=working)
+        over = over_budget(result, exact[key], rounded[key], scale=scale, dtype=working).max()
         assert over <= 1, f"{key} is {over:.3g} budgets away from the oracle"
 
 

@@ -1,0 +1,88 @@
+"""The conformance adapter: who takes part here, what is declared, and that what is not declared is refused.
+
+That the declared is right is what ``pytest conformance --backend torch`` tests.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from packing_core.errors import UnsupportedError
+from packing_core.protocol import LEVELS, DecoderConfig, Document
+from torch_backend.attention import IMPLEMENTATIONS
+from torch_backend.conformance import backends, capabilities
+from torch_backend.data import with_boundaries
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+LIBRARIES = ["flash2", "flash3", "flash4", "varlen", "xformers"]
+
+
+def test_every_implementation_is_offered():
+    assert backends().keys() == IMPLEMENTATIONS.keys()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+@pytest.mark.parametrize("name", [*LIBRARIES, "flex"])
+def test_what_cannot_run_here_says_why(name):
+    with pytest.raises(UnsupportedError, match="runs on CUDA, not on cpu|no backward on the CPU"):
+        backends()[name]()
+
+
+def test_sdpa_takes_part_at_every_level_and_the_others_where_attention_matters():
+    sdpa, reference = backends()["sdpa"](), backends()["reference"]()
+    assert all(sdpa.provides(method) for methods in LEVELS.values() for method in methods)
+    assert {method for methods in LEVELS.values() for method in methods if reference.provides(method)} == {
+        "attention",
+        "forward",
+        "gradients",
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "lacks"),
+    [
+        ("flash4", {"alibi"}),
+        ("flash2", {"sinks", "narrow_values"}),
+        ("varlen", {"softcap", "sinks", "alibi", "narrow_values"}),
+        ("flex", set()),
+        ("sdpa", {"bidirectional"}),
+        ("reference", set()),
+    ],
+)
+def test_what_is_declared_on_a_gpu_is_what_the_implementation_says_of_itself(name, lacks):
+    options = {"bidirectional", "window", "softcap", "sinks", "alibi", "gqa", "narrow_values"}
+    declared = capabilities(name, CUDA)
+    assert options - declared.options == lacks
+    assert set(declared.dtypes) >= {"bfloat16", "float16"}
+    assert ("float32" in declared.dtypes) == (name in {"sdpa", "reference"})
+    assert declared.atomic_backward == (name not in {"flex", "reference"})
+    assert (100 in declared.head_dims) == (name in {"flex", "sdpa", "reference"})
+
+
+def test_what_is_not_declared_is_refused():
+    sdpa = backends()["sdpa"]()
+    q = np.zeros((1, 4, 2, 16), np.float32)
+    ids = np.ones((1, 4), np.int64)
+    with pytest.raises(UnsupportedError, match="only causal attention"):
+        sdpa.attention(q, q, q, ids, dtype="float32", causal=False)
+    with pytest.raises(UnsupportedError, match="float8"):
+        sdpa.attention(q, q, q, ids, dtype="float8")
+    decoder = type("Decoder", (), {"config": DecoderConfig(dynamic_rope_factor=2.0), "weights": {}})
+    with pytest.raises(UnsupportedError, match="dynamic_rope not declared"):
+        sdpa.forward(decoder, None, dtype="float32")
+
+
+def test_collated_padding_is_padding_and_no_segment():
+    documents = [Document(np.arange(n) + 1, np.arange(n) + 1) for n in (5, 3, 6)]
+    batch = backends()["sdpa"]().collate(documents, 9)
+    assert sorted(map(tuple, batch.segment_ids.tolist())) == [(1,) * 5 + (0,) * 4, (1,) * 6 + (2,) * 3]
+    assert (batch.labels[batch.segment_ids == 0] == -100).all()
+    assert "real" not in batch.native
+
+
+def test_labels_that_stand_at_padding_are_no_targets():
+    ids = torch.tensor([[1, 1, 0, 0, 2, 2, 2]])
+    batch = {"input_ids": ids, "labels": torch.arange(7)[None]}
+    for marks in ({"segment_ids": ids}, {"attention_mask": ids}):
+        labels = with_boundaries(lambda batch: batch)({**batch, **marks})["labels"]
+        assert labels.tolist() == [[-100, 1, -100, -100, -100, 5, 6]]
