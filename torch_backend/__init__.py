@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch_backend.loss import next_token_targets, normalise, packed_cross_entropy
     from torch_backend.metadata import PackedMetadata
     from torch_backend.patch import patch, unpatch
+    from torch_backend.trainer import enable_packing, pack_dataset
 
 # name -> module that defines it
 _HOME: dict[str, str] = {
@@ -23,9 +24,11 @@ _HOME: dict[str, str] = {
     "PackedMetadata": "torch_backend.metadata",
     "attention": "torch_backend.attention",
     "audit": "torch_backend.audit",
+    "enable_packing": "torch_backend.trainer",
     "explain": "torch_backend.explain",
     "next_token_targets": "torch_backend.loss",
     "normalise": "torch_backend.loss",
+    "pack_dataset": "torch_backend.trainer",
     "packed_cross_entropy": "torch_backend.loss",
     "patch": "torch_backend.patch",
     "unpatch": "torch_backend.patch",
@@ -37,9 +40,11 @@ __all__ = [
     "PackedMetadata",
     "attention",
     "audit",
+    "enable_packing",
     "explain",
     "next_token_targets",
     "normalise",
+    "pack_dataset",
     "packed_cross_entropy",
     "patch",
     "unpatch",

@@ -1,0 +1,265 @@
+"""enable_packing and pack_dataset inside Trainer and SFTTrainer: every step is the step of its documents alone."""
+
+from __future__ import annotations
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import transformers
+import trl
+from peft import LoraConfig, get_peft_model
+from torch.nn import functional as F
+
+import torch_backend
+from packing_core import PackedDataset
+from packing_core.errors import CapacityError, LayoutError, PackingError
+from torch_backend.trainer import enable_packing, pack_dataset
+
+TINY = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+CAPACITY = 40
+
+
+def llama() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY, initializer_range=0.2))
+
+
+def gpt_oss() -> torch.nn.Module:
+    """A family that SFTTrainer trains contaminated without an error."""
+    torch.manual_seed(0)
+    config = transformers.GptOssConfig(
+        **TINY,
+        head_dim=16,
+        num_local_experts=2,
+        num_experts_per_tok=2,
+        sliding_window=6,
+        initializer_range=0.2,
+        router_aux_loss_coef=0.0,  # a statistic of the whole batch by definition, so no document's own
+    )
+    return transformers.GptOssForCausalLM(config)
+
+
+def documents(count: int = 24) -> datasets.Dataset:
+    """Random documents of 3 to 20 tokens whose first third is a prompt."""
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(3, 64, length).tolist() for length in rng.integers(3, 21, count)]
+    labels = [[-100] * (len(x) // 3) + x[len(x) // 3 :] for x in ids]
+    return datasets.Dataset.from_dict({"input_ids": ids, "labels": labels, "comment": ["unused"] * count})
+
+
+class Recorder:
+    """Keeps the batches that a collator makes."""
+
+    def __init__(self, collator) -> None:
+        self.collator, self.batches = collator, []
+
+    def __call__(self, features):
+        self.batches.append(self.collator(features))
+        return self.batches[-1]
+
+
+def arguments(kind, tmp_path, **options):
+    return kind(
+        output_dir=str(tmp_path),
+        max_steps=3,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        logging_steps=1,
+        learning_rate=0.1,
+        lr_scheduler_type="constant",
+        optim="sgd",
+        max_grad_norm=0.0,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        **options,
+    )
+
+
+def train_recorded(trainer) -> tuple[list[float], list[dict]]:
+    """Train; the logged losses and the batches in the order they were trained on."""
+    recorder = trainer.data_collator = Recorder(trainer.data_collator)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, recorder.batches
+
+
+def per_document_losses(model, batches, accumulation: int = 2) -> list[float]:
+    """The same steps with every document in a forward of its own, and the loss divided once per step."""
+    model.train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+    losses = []
+    for first in range(0, 3 * accumulation, accumulation):
+        total, count = torch.zeros(()), 0
+        for batch in batches[first : first + accumulation]:
+            ids, labels = batch["input_ids"].flatten(), batch["labels"].flatten()
+            for document, targets in zip(
+                ids.split(batch["packed_lengths"]), labels.split(batch["packed_lengths"]), strict=True
+            ):
+                logits = model(input_ids=document[None], use_cache=False).logits[0]
+                total = total + F.cross_entropy(logits[:-1], targets[1:], ignore_index=-100, reduction="sum")
+                count += int((targets[1:] != -100).sum())
+        optimizer.zero_grad()
+        (total / count).backward()
+        optimizer.step()
+        losses.append(float(total.detach()) / count)
+    return losses
+
+
+def differences(one, other) -> float:
+    pairs = zip(one.named_parameters(), other.named_parameters(), strict=True)
+    return max(float((a - b).abs().max()) for (_, a), (_, b) in pairs)
+
+
+@pytest.mark.parametrize("capacity", [None, CAPACITY])
+def test_trainer_with_documents_trains_as_each_document_alone(tmp_path, capacity) -> None:
+    model, alone = llama(), llama()
+    trainer = transformers.Trainer(
+        model, arguments(transformers.TrainingArguments, tmp_path), train_dataset=documents()
+    )
+    assert enable_packing(trainer, capacity=capacity, verify=False) is trainer
+    losses, batches = train_recorded(trainer)
+    assert all(len(batch["packed_lengths"]) > len(batch["input_ids"]) for batch in batches)
+    assert losses == pytest.approx(per_document_losses(alone, batches), abs=1e-4)
+    assert differences(model, alone) < 1e-5
+
+
+def test_trainer_takes_a_packed_dataset_as_it_is(tmp_path) -> None:
+    data = documents()
+    packed = PackedDataset(data.with_format("arrow")[:]["input_ids"], CAPACITY)
+    model, alone = llama(), llama()
+    trainer = transformers.Trainer(model, arguments(transformers.TrainingArguments, tmp_path), train_dataset=packed)
+    enable_packing(trainer, verify=False)
+    losses, batches = train_recorded(trainer)
+    assert batches[0]["input_ids"].shape == (2, CAPACITY)
+    assert losses == pytest.approx(per_document_losses(alone, batches), abs=1e-4)
+
+
+@pytest.mark.parametrize("build", [llama, gpt_oss])
+def test_sft_trainer_with_its_own_packing_trains_as_each_document_alone(tmp_path, build) -> None:
+    model, alone = build(), build()
+    options = {
+        "packing": True,
+        "max_length": CAPACITY,
+        "loss_type": "nll",
+        "bf16": False,
+        "gradient_checkpointing": True,
+    }
+    trainer = sft(model, tmp_path, documents(), **options)
+    enable_packing(trainer, verify=False)
+    losses, batches = train_recorded(trainer)
+    assert losses == pytest.approx(per_document_losses(alone, batches), abs=1e-4)
+    assert differences(model, alone) < 1e-5
+
+
+def test_without_enable_packing_sft_trainer_trains_gpt_oss_contaminated(tmp_path) -> None:
+    """The two tests around this one could not fail if it did not hold."""
+    model, alone = gpt_oss(), gpt_oss()
+    trainer = sft(model, tmp_path, documents(), packing=True, max_length=CAPACITY, loss_type="nll", bf16=False)
+    losses, batches = train_recorded(trainer)
+    for batch in batches:
+        batch["packed_lengths"] = tuple(batch["cu_seq_lens_q"].diff().tolist())
+    assert losses != pytest.approx(per_document_losses(alone, batches), abs=1e-3)
+
+
+def test_sft_trainer_with_our_rows_trains_as_each_document_alone(tmp_path) -> None:
+    model, alone = llama(), llama()
+    data = pack_dataset(documents(), CAPACITY)
+    trainer = sft(model, tmp_path, data, padding_free=True, max_length=None, loss_type="nll", bf16=False)
+    enable_packing(trainer, verify=False)
+    losses, batches = train_recorded(trainer)
+    assert losses == pytest.approx(per_document_losses(alone, batches), abs=1e-4)
+
+
+def test_sft_trainer_that_builds_the_model_from_a_name_and_applies_peft(tmp_path) -> None:
+    llama().save_pretrained(tmp_path / "model")
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    trainer = sft(
+        str(tmp_path / "model"),
+        tmp_path / "run",
+        documents(),
+        packing=True,
+        max_length=CAPACITY,
+        loss_type="nll",
+        bf16=False,
+        peft_config=adapter,
+        model_init_kwargs={"dtype": "float32"},
+    )
+    alone = get_peft_model(llama(), adapter)
+    alone.load_state_dict(trainer.model.state_dict())
+    enable_packing(trainer, verify=False)
+    losses, batches = train_recorded(trainer)
+    assert losses == pytest.approx(per_document_losses(alone, batches), abs=1e-4)
+    assert differences(trainer.model, alone) < 1e-5
+
+
+def sft(model, tmp_path, data, peft_config=None, **options):
+    data = data.remove_columns([name for name in data.column_names if name == "comment"])
+    tokenizer = tiny_tokenizer()
+    args = arguments(trl.SFTConfig, tmp_path, shuffle_dataset=False, **options)
+    return trl.SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer, peft_config=peft_config)
+
+
+def tiny_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer, models
+
+    words = {f"w{i}": i for i in range(64)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w3"))
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="w0", bos_token="w1", eos_token="w2", unk_token="w3"
+    )
+
+
+def test_packed_rows_hold_every_document_once_with_its_prompt_masked() -> None:
+    data = documents()
+    rows = pack_dataset(data, CAPACITY)
+    found = {}
+    for row in rows:
+        assert sum(row["seq_lengths"]) == len(row["input_ids"]) == len(row["labels"]) <= CAPACITY
+        cuts = np.cumsum(row["seq_lengths"])[:-1]
+        for ids, labels in zip(np.split(row["input_ids"], cuts), np.split(row["labels"], cuts), strict=True):
+            found[tuple(ids)] = tuple(labels)
+    wanted = {tuple(r["input_ids"]): (-100, *r["labels"][1:]) for r in data}
+    assert found == wanted
+    assert sorted(rows.features) == ["input_ids", "labels", "seq_lengths"]
+
+
+def test_masks_of_a_dataset_are_all_honoured() -> None:
+    data = datasets.Dataset.from_dict(
+        {
+            "input_ids": [[5, 6, 7, 8]],
+            "completion_mask": [[0, 1, 1, 1]],
+            "assistant_masks": [[1, 1, 0, 1]],
+        }
+    )
+    assert pack_dataset(data, 8)[0]["labels"] == [-100, 6, -100, 8]
+
+
+def test_bad_input_says_what_and_the_way_out(tmp_path) -> None:
+    with pytest.raises(LayoutError, match="the dataset has no input_ids, only text: tokenise it first"):
+        pack_dataset(datasets.Dataset.from_dict({"text": ["a"]}), 8)
+    with pytest.raises(CapacityError, match="document 0 has 4 tokens and capacity is 3"):
+        pack_dataset(datasets.Dataset.from_dict({"input_ids": [[5, 6, 7, 8]]}), 3)
+    with pytest.raises(PackingError, match="object has no model or no data_collator"):
+        enable_packing(object())
+    trainer = sft(llama(), tmp_path, documents(), packing=True, max_length=CAPACITY, bf16=False)
+    with pytest.raises(PackingError, match="packs by itself, so capacity=64 has no effect"):
+        enable_packing(trainer, capacity=64, verify=False)
+
+
+def test_both_are_public() -> None:
+    assert torch_backend.enable_packing is enable_packing
+    assert torch_backend.pack_dataset is pack_dataset
