@@ -12,6 +12,7 @@ _HOME: dict[str, str] = {
     "find_segments": "jax_backend.segments",
     "load": "jax_backend.weights",
     "make_train_step": "jax_backend.train_step",
+    "merge_attention": "jax_backend.attention",
     "packed_cross_entropy": "jax_backend.loss",
     "restore_state": "jax_backend.checkpoint",
     "save": "jax_backend.weights",

@@ -102,8 +102,8 @@ def find_segments(
             raise LayoutError(
                 f"segment_ids has {ids.shape[0]} rows and kv_segment_ids has {kv_ids.shape[0]}: give both the same"
             )
-        key_begin, key_end, keys_fit = jax.vmap(_locate)(ids, kv_ids)
-        query_begin, query_end, queries_fit = jax.vmap(_locate)(kv_ids, ids)
+        key_begin, key_end, keys_fit = _locate(ids, kv_ids)
+        query_begin, query_end, queries_fit = _locate(kv_ids, ids)
         segments = Segments(key_begin, key_end, query_begin, query_end, count, keys_fit & queries_fit)
         if not _all(keys_fit & queries_fit):
             raise LayoutError(
@@ -181,23 +181,21 @@ def run_numbers(segments: Segments) -> jax.Array:
 
 
 def packed_offsets(segments: Segments, max_segments: int) -> tuple[jax.Array, jax.Array]:
-    """Lengths int32 [B, M] and start offsets int32 [B, M + 1] of each row's segments in order, unused entries -1.
+    """Lengths int32 [B, M] and first tokens int32 [B, M + 1] of each row's segments in order, unused entries -1.
 
-    The offset after a row's last segment is that segment's end. Meant for rows whose queries are their keys.
+    Padding may lie between segments. Meant for rows whose queries are their keys.
     """
     first = (segments.key_end > 0) & (jnp.arange(segments.key_begin.shape[1]) == segments.key_begin)
 
-    def row(first: jax.Array, begin: jax.Array, end: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
-        (starts,) = jnp.nonzero(first, size=max_segments, fill_value=0)
-        used = jnp.arange(max_segments) < count
-        lengths = jnp.where(used, end[starts] - begin[starts], -1)
-        last_end = jnp.max(jnp.where(used, end[starts], 0))
-        offsets = jnp.append(jnp.where(used, starts.astype(jnp.int32), -1), jnp.int32(-1))
-        return lengths, offsets.at[jnp.minimum(count, max_segments)].set(last_end)
+    def row(first: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
+        (starts,) = jnp.nonzero(first, size=max_segments, fill_value=-1)
+        lengths = jnp.where(starts < 0, -1, end[starts] - starts)
+        return lengths.astype(jnp.int32), jnp.append(starts, -1).astype(jnp.int32)
 
-    return jax.vmap(row)(first, segments.key_begin, segments.key_end, segments.count)
+    return jax.vmap(row)(first, segments.key_end)
 
 
+@jax.jit
 def _runs(ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Begin and end of the run that each token stands in, [B, S] each, 0 for padding, and the runs of a row, [B]."""
     size = ids.shape[1]
@@ -211,9 +209,10 @@ def _runs(ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     return jnp.where(real, begin, 0), jnp.where(real, end, 0), count
 
 
+@jax.jit
+@jax.vmap
 def _locate(ids: jax.Array, among: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """For each of ``ids`` [S] the run of that id in ``among`` [T], empty if it is not there, and whether all are one
-    run."""
+    """Per row: the run of each of ``ids`` [S] in ``among`` [T], empty if it is not there; whether each is one run."""
     order = jnp.argsort(among, stable=True)
     ordered = among[order]
     left = jnp.searchsorted(ordered, ids, side="left")

@@ -98,6 +98,7 @@ def segment_attention(
         PackingError: an option is out of its range.
     """
     check_arrays(q, k, v)
+    q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     check_options(heads=q.shape[2], scale=scale, window=window, softcap=softcap, sinks=sinks, max_segments=max_segments)
     segments = _segments(q, k, segment_ids, kv_segment_ids, q_offset, max_segments)
     request = Request(
@@ -133,6 +134,28 @@ def segment_attention(
         out = out * poison[..., None].astype(out.dtype)
         lse = None if lse is None else lse * poison
     return (out, lse) if return_lse else out
+
+
+def merge_attention(
+    one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """The attention over two disjoint sets of keys from the attention over each: what ring context parallelism folds.
+
+    Args:
+        one, other: (out [B, S, N, E], lse float32 [B, S, N]) of the same queries, as ``segment_attention(...,
+            return_lse=True)`` gives them, without sinks. Zeros and -inf are the attention over no keys.
+
+    Returns:
+        (out, lse) over the union, out in the dtype of ``one``; differentiable, also where a query saw nothing.
+    """
+    (out, lse), (other_out, other_lse) = one, other
+    largest = jax.lax.stop_gradient(jnp.maximum(lse, other_lse))
+    largest = jnp.where(largest == -jnp.inf, 0.0, largest)
+    weight, other_weight = jnp.exp(lse - largest), jnp.exp(other_lse - largest)
+    total = weight + other_weight
+    divisor = jnp.where(total == 0, 1.0, total)
+    merged = out * (weight / divisor)[..., None] + other_out * (other_weight / divisor)[..., None]
+    return merged.astype(out.dtype), jnp.where(total == 0, -jnp.inf, jnp.log(divisor) + largest)
 
 
 def choose(request: Request, implementation: str | None = None) -> ModuleType:

@@ -110,7 +110,7 @@ def load_span(ref: Any, first: jax.Array, size: int, width: int, *, inside: jax.
     """Tokens ``first .. first + size`` of a [T, padded width] reference; zero where not ``inside`` [size], None for all
     inside."""
     span, channels = ref.at[pl.ds(first, size)], ref.shape[1]
-    if inside is None and channels == width:
+    if inside is None and channels == width and size <= ref.shape[0]:
         return span[...]
     everyone = jnp.ones((size,), bool) if inside is None else inside
     return plgpu.load(span, mask=inside_tile(everyone, channels, width), other=0)

@@ -1,0 +1,141 @@
+"""cuDNN's fused attention over packed offsets, through a call that JAX keeps private.
+
+Data flows segments -> lengths and offsets [B, M] of at most ``max_segments`` segments -> cuDNN. What it writes for
+padding is undefined, so outputs and gradients of padding are set to 0 here. JAX promises nothing about the call (up to
+0.10 it is silently wrong when query heads share key/value heads), so its numbers, gradients included, are compared with
+``xla`` once per process and class of shapes before it is ever traced.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_backend.attention import xla
+from jax_backend.attention.request import Request
+from jax_backend.segments import Segments, find_segments, packed_offsets
+
+TOLERANCE = (
+    0.02  # |difference| / |reference| of a half-precision kernel that is right; a wrong one is off by 0.1 and more
+)
+
+
+def supports(request: Request) -> str | None:
+    refusals = (
+        (request.platform != "gpu", f"cuDNN needs an NVIDIA GPU, and this runs on {request.platform}"),
+        (request.dtype == jnp.float32, "it computes in bfloat16 or float16, and q is float32"),
+        (
+            not request.own_keys,
+            "packed offsets describe queries and keys of the same tokens, and kv_segment_ids is given",
+        ),
+        (request.max_segments is None, "it allocates by the number of segments: pass max_segments"),
+        (request.window is not None, "the packed call has no window"),
+        (request.softcap is not None, "the packed call has no softcap"),
+        (request.needs_lse, "its log-sum-exp has no gradient, which sinks and return_lse need"),
+        (request.head_dim != request.value_dim, "keys and values must have the same width"),
+        (request.head_dim % 8 != 0 or request.head_dim > 128, "the head width must be a multiple of 8, at most 128"),
+    )
+    for refused, reason in refusals:
+        if refused:
+            return reason
+    return _probe(request.dtype.name, request.heads, request.kv_heads, request.head_dim, request.causal)
+
+
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, q_offset: jax.Array, request: Request
+) -> tuple[jax.Array, None]:
+    """Attention [B, S, N, D] in q's dtype; no log-sum-exp."""
+    assert request.max_segments is not None
+    real = segments.key_end > 0
+    # One segment would select cuDNN's unpacked call, which reads lengths [B].
+    lengths, first = packed_offsets(segments, max(2, request.max_segments))
+    q, k, v = (_zero_padding_gradient(x, real) for x in (q, k, v))
+    return jnp.where(real[..., None, None], _call(q, k, v, lengths, first, request), 0), None
+
+
+def _call(
+    q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, first: jax.Array, request: Request
+) -> jax.Array:
+    from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
+
+    mask_type = MaskType.PADDING_CAUSAL if request.causal else MaskType.PADDING
+    scale = request.scale
+    return dot_product_attention(q, k, v, None, None, lengths, lengths, first, first, scale=scale, mask_type=mask_type)
+
+
+@jax.custom_vjp
+def _zero_padding_gradient(x: jax.Array, real: jax.Array) -> jax.Array:
+    return x
+
+
+def _keep_real(x: jax.Array, real: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x, real
+
+
+def _drop_padding(real: jax.Array, dx: jax.Array) -> tuple[jax.Array, None]:
+    return jnp.where(real[..., None, None], dx, 0), None
+
+
+_zero_padding_gradient.defvjp(_keep_real, _drop_padding)
+
+
+@cache
+def _probe(dtype: str, heads: int, kv_heads: int, head_dim: int, causal: bool) -> str | None:
+    """Run two small packed rows forward and backward, and say why the result cannot be trusted, or None."""
+    ids = np.zeros((2, 256), np.int32)
+    for row, bounds in enumerate(((0, 70, 71, 200), (16, 144, 256))):  # padding after, between rows, before
+        for number, (start, stop) in enumerate(pairwise(bounds), start=1):
+            ids[row, start:stop] = number
+    request = Request(
+        queries=256,
+        keys=256,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=head_dim,
+        dtype=jnp.dtype(dtype),
+        causal=causal,
+        scale=head_dim**-0.5,
+        window=None,
+        softcap=None,
+        needs_lse=False,
+        own_keys=True,
+        max_segments=4,
+        platform="gpu",
+    )
+    rng = np.random.default_rng(0)
+    shapes = [(2, 256, n, head_dim) for n in (heads, kv_heads, kv_heads, heads)]
+    try:
+        with jax.ensure_compile_time_eval():
+            *operands, dout = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
+            found = _out_and_gradients(attend, operands, dout, jnp.asarray(ids), request)
+            wanted = _out_and_gradients(
+                xla.attend, [x.astype(jnp.float32) for x in operands], dout, jnp.asarray(ids), request
+            )
+            worst = max(_distance(x, y) for x, y in zip(found, wanted, strict=True))
+    except Exception as error:  # a private call fails as it likes: whatever it says is the reason
+        return f"cuDNN's packed call does not run here: {type(error).__name__}: {error}"
+    if not worst <= TOLERANCE:
+        return (
+            f"cuDNN's packed call is wrong here (relative error {worst:.2g} on {heads} query and {kv_heads} key heads)"
+        )
+    return None
+
+
+@partial(jax.jit, static_argnums=(0, 4))
+def _out_and_gradients(attend: Any, operands: list[Any], dout: Any, ids: Any, request: Request) -> list[jax.Array]:
+    def out_of(*qkv: jax.Array) -> jax.Array:
+        return attend(*qkv, find_segments(ids), jnp.int32(0), request)[0]
+
+    out, pullback = jax.vjp(out_of, *operands)
+    return [out, *pullback(dout.astype(out.dtype))]
+
+
+def _distance(x: jax.Array, reference: jax.Array) -> float:
+    wanted = np.asarray(reference, np.float64)
+    return float(np.linalg.norm(np.asarray(x, np.float64) - wanted) / np.linalg.norm(wanted))

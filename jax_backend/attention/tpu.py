@@ -1,0 +1,83 @@
+"""Splash attention, JAX's own TPU kernel, with segment ids. On a CPU it runs in Pallas's interpret mode.
+
+Data flows segments -> one number per segment -> the kernel, row by row under vmap, on tokens padded to whole blocks.
+Padding tokens attend to each other in the kernel; their outputs are set to 0 here, and so are the gradients that come
+back to them.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_backend.attention.request import Request
+from jax_backend.segments import Segments, run_numbers
+
+LANES = 128  # a block is a multiple of this
+BLOCKS = (512, 256, 128)
+
+
+def supports(request: Request) -> str | None:
+    refusals = (
+        (request.platform not in ("tpu", "cpu"), f"it is a TPU kernel, and this runs on {request.platform}"),
+        (not request.own_keys, "its causal mask is static, so keys cannot be other tokens than the queries"),
+        (request.needs_lse, "its log-sum-exp has no gradient, which sinks and return_lse need"),
+        (request.dtype == jnp.float16, "TPUs have no float16"),
+    )
+    return next((reason for refused, reason in refusals if refused), None)
+
+
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, q_offset: jax.Array, request: Request
+) -> tuple[jax.Array, None]:
+    """Attention [B, S, N, E] in q's dtype; no log-sum-exp."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
+
+    tokens = request.queries
+    padding = -tokens % LANES
+    kernel = _kernel(
+        tokens + padding, request.heads, request.causal, request.window, request.softcap, request.platform == "cpu"
+    )
+    numbers = jnp.pad(run_numbers(segments), ((0, 0), (0, padding)))
+
+    def row(q: jax.Array, k: jax.Array, v: jax.Array, numbers: jax.Array) -> jax.Array:
+        by_head = (jnp.pad(x, ((0, padding), (0, 0), (0, 0))).swapaxes(0, 1) for x in (q * request.scale, k, v))
+        return kernel(*by_head, segment_ids=SegmentIds(q=numbers, kv=numbers)).swapaxes(0, 1)[:tokens]
+
+    out = jax.vmap(row)(q, k, v, numbers)
+    return jnp.where((numbers != 0)[:, :tokens, None, None], out, 0).astype(q.dtype), None
+
+
+@cache
+def _kernel(tokens: int, heads: int, causal: bool, window: int | None, softcap: float | None, interpret: bool) -> Any:
+    """The kernel for one shape; it holds the block map of the mask, made on the host."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    shape = (tokens, tokens)
+    if window is not None:
+        mask: Any = splash.LocalMask(shape, window_size=(window - 1, 0 if causal else window - 1), offset=0)
+    else:
+        mask = splash.CausalMask(shape) if causal else splash.FullMask(shape)
+    block = next(size for size in BLOCKS if tokens % size == 0)
+    sizes = splash.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_kv_compute=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_kv_dkv_compute=block,
+        block_q_dq=block,
+        block_kv_dq=block,
+    )
+    with jax.ensure_compile_time_eval():  # the block map is a constant of every trace that uses it
+        return splash.make_splash_mha(
+            splash.MultiHeadMask([mask] * heads),
+            block_sizes=sizes,
+            attn_logits_soft_cap=softcap,
+            head_shards=1,
+            q_seq_shards=1,
+            interpret=interpret,
+        )

@@ -1,0 +1,280 @@
+"""The conformance adapter: jax_backend seen through ``packing_core.protocol``.
+
+``jax:xla`` takes part at all four levels; the other names differ in nothing but the attention, so they take part with
+the operation and the model that depend on it. Data flows numpy float32 -> the named dtype -> jax_backend -> numpy
+float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from jax_backend import weights
+from jax_backend.attention import IMPLEMENTATIONS, segment_attention
+from jax_backend.data import to_batch
+from jax_backend.loss import packed_cross_entropy, shift_labels
+from jax_backend.model import Decoder, DecoderConfig
+from jax_backend.rope import apply_rope
+from jax_backend.scan import selective_scan
+from jax_backend.train_step import make_train_step
+from packing_core import pack, plan, protocol
+from packing_core.errors import UnsupportedError
+from packing_core.protocol import Array, Backend, BackendFactory, Batch, Capabilities, Document, Gradients
+
+_ALL = protocol.ALL_OPTIONS - {"alibi", "dynamic_rope", "ranks"}
+_PLAIN = _ALL - {"sinks"}  # without a differentiable log-sum-exp there are no sinks
+
+
+def backends() -> Mapping[str, BackendFactory]:
+    """What the entry point ``jax`` offers, one backend per attention implementation."""
+    return {name: partial(_make, name) for name in IMPLEMENTATIONS}
+
+
+def capabilities(implementation: str, platform: str) -> Capabilities:
+    """What one implementation declares on "cpu", "gpu" or "tpu"."""
+    interpreted = platform == "cpu"
+    match implementation:
+        case "pallas":
+            return Capabilities(options=_ALL, head_dims=range(1, 257), interpreted=interpreted)
+        case "cudnn":
+            options = _PLAIN - {"window", "softcap", "narrow_values", "sliding_window"}
+            return Capabilities(("bfloat16", "float16"), options, range(8, 129, 8), atomic_backward=True)
+        case "tpu":
+            return Capabilities(("float32", "bfloat16"), _PLAIN, interpreted=interpreted)
+    return Capabilities(options=_ALL)
+
+
+def _make(implementation: str) -> Backend:
+    platform = jax.default_backend()
+    if implementation == "cudnn" and platform != "gpu":
+        raise UnsupportedError(f"cuDNN needs an NVIDIA GPU, and JAX runs on {platform} here")
+    if implementation == "tpu" and platform == "gpu":
+        raise UnsupportedError("splash attention is a TPU kernel, and JAX runs on gpu here")
+    return (Stack if implementation == "xla" else AttentionStack)(implementation, platform)
+
+
+class AttentionStack(Backend):
+    """The levels that depend on the attention implementation: attention itself and a model's forward and backward."""
+
+    def __init__(self, implementation: str, platform: str) -> None:
+        self.implementation = implementation
+        self.capabilities = capabilities(implementation, platform)
+        self.description = f"jax {jax.__version__} on {jax.devices()[0].device_kind}"
+        if self.capabilities.interpreted:
+            self.description += ", interpreted"
+
+    def attention(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        segment_ids: Array,
+        *,
+        dtype: str,
+        sinks: Array | None = None,
+        alibi_slopes: Array | None = None,
+        dout: Array | None = None,
+        **options: Any,
+    ) -> tuple[Array, Gradients]:
+        if alibi_slopes is not None:
+            raise UnsupportedError("segment_attention has no ALiBi")
+        operands = {"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks})
+        options["implementation"] = self.implementation
+        if self.implementation == "cudnn":
+            options["max_segments"] = 1 << int(np.max(segment_ids)).bit_length()
+
+        def attend(operands: dict[str, Any], segment_ids: jax.Array) -> jax.Array:
+            return segment_attention(**operands, segment_ids=segment_ids, **options)
+
+        return _out_and_gradients(attend, operands, dout, np.asarray(segment_ids, np.int32), dtype=dtype)
+
+    def forward(self, decoder: protocol.Decoder, batch: Batch, *, dtype: str) -> Array:
+        graph, params, rest = self._model(decoder, dtype)
+        logits = _logits(graph, params, rest, *_model_inputs(batch))
+        return np.asarray(logits, np.float32)
+
+    def gradients(self, decoder: protocol.Decoder, batch: Batch, *, dtype: str) -> tuple[float, Gradients]:
+        graph, params, rest = self._model(decoder, dtype)
+        loss, found = _loss_and_gradients(graph, params, rest, *_model_inputs(batch), jnp.asarray(batch.labels))
+        return float(loss), {name: np.asarray(x, np.float32) for name, x in weights.export(found).items()}
+
+    def _model(self, decoder: protocol.Decoder, dtype: str) -> tuple[Any, Any, Any]:
+        graph, params, *rest = nnx.split(self._decoder(decoder, dtype), nnx.Param, ...)
+        return graph, params, rest[0]
+
+    def _decoder(self, decoder: protocol.Decoder, dtype: str) -> Decoder:
+        """The suite's decoder with its own weights; computing in ``dtype`` from float32 weights."""
+        theirs = decoder.config
+        protocol.require_declared(
+            self,
+            dtype=dtype,
+            options=["sliding_window"] * (theirs.sliding_window is not None)
+            + ["dynamic_rope"] * (theirs.dynamic_rope_factor is not None),
+            head_dim=theirs.head_dim,
+        )
+        config = DecoderConfig(
+            model_type="llama",
+            vocab_size=theirs.vocab_size,
+            hidden_size=theirs.hidden_size,
+            intermediate_size=theirs.intermediate_size,
+            num_attention_heads=theirs.num_attention_heads,
+            num_key_value_heads=theirs.num_key_value_heads,
+            head_dim=theirs.head_dim,
+            windows=(theirs.sliding_window,) * theirs.num_hidden_layers,
+            rope_parameters=(("rope_theta", theirs.rope_theta), ("rope_type", "default")),
+            max_position_embeddings=theirs.max_position_embeddings,
+            rms_norm_eps=theirs.rms_norm_eps,
+            tie_word_embeddings=theirs.tie_word_embeddings,
+        )
+        model = Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.dtype(dtype), implementation=self.implementation)
+        weights.assign(nnx.state(model, nnx.Param), decoder.weights)
+        return model
+
+
+class Stack(AttentionStack):
+    """Everything: the attention's levels, and the operations, collator and trainer that do not depend on it."""
+
+    def plan(self, lengths: Sequence[int], capacity: int, *, strategy: str) -> list[list[int]]:
+        return plan(lengths, capacity, strategy=strategy, seed=None).to_lists()  # type: ignore[arg-type]
+
+    def collate(self, documents: Sequence[Document], capacity: int) -> Batch:
+        packed = _pack(documents, capacity)
+        arrays = (packed.input_ids, packed.segment_ids, packed.position_ids, packed.targets)
+        return Batch(*(np.asarray(x, np.int64) for x in arrays))
+
+    def rope(
+        self,
+        x: Array,
+        position_ids: Array,
+        inv_freq: Array,
+        *,
+        dtype: str,
+        interleaved: bool = False,
+        dout: Array | None = None,
+    ) -> tuple[Array, Gradients]:
+        def turn(operands: dict[str, jax.Array], position_ids: jax.Array, inv_freq: jax.Array) -> jax.Array:
+            return apply_rope(operands["x"], position_ids, inv_freq, interleaved=interleaved)
+
+        return _out_and_gradients(turn, {"x": x}, dout, np.asarray(position_ids, np.int32), inv_freq, dtype=dtype)
+
+    def scan(
+        self,
+        x: Array,
+        dt: Array,
+        A: Array,
+        B: Array,
+        C: Array,
+        segment_ids: Array,
+        *,
+        dtype: str,
+        dout: Array | None = None,
+    ) -> tuple[Array, Gradients]:
+        def run(operands: dict[str, jax.Array], segment_ids: jax.Array) -> jax.Array:
+            return selective_scan(**operands, segment_ids=segment_ids)
+
+        operands = {"x": x, "dt": dt, "A": A, "B": B, "C": C}
+        return _out_and_gradients(run, operands, dout, np.asarray(segment_ids, np.int32), dtype=dtype)
+
+    def loss(
+        self,
+        logits: Array,
+        labels: Array,
+        segment_ids: Array,
+        *,
+        dtype: str,
+        token_weights: Array | None = None,
+    ) -> tuple[float, float, Array]:
+        ids = jnp.asarray(segment_ids, jnp.int32)
+        targets = shift_labels(jnp.asarray(labels, jnp.int32), ids)
+        # The weight of a label travels with it to the token before, which predicts it.
+        moved = None if token_weights is None else jnp.roll(jnp.asarray(token_weights), -1, axis=1)
+
+        def loss_sum(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return packed_cross_entropy(logits, targets, weights=moved)
+
+        (loss, weight), gradient = jax.value_and_grad(loss_sum, has_aux=True)(jnp.asarray(logits, dtype))
+        return float(loss), float(weight), np.asarray(gradient, np.float32)
+
+    def train(
+        self,
+        decoder: protocol.Decoder,
+        steps: Sequence[Sequence[Sequence[Document]]],
+        *,
+        capacity: int,
+        learning_rate: float,
+        dtype: str,
+        optimizer: str = "sgd",
+        ranks: int = 1,
+    ) -> tuple[list[float], dict[str, Array]]:
+        if ranks != 1:
+            raise UnsupportedError("a step takes its microbatches one after the other: ranks must be 1")
+        rules: dict[str, Callable[[float], optax.GradientTransformation]] = {
+            "sgd": optax.sgd,
+            "adamw": partial(optax.adamw, weight_decay=0.0),
+        }
+        train_step = make_train_step(self._decoder(decoder, dtype), rules[optimizer](learning_rate))
+        state, losses = train_step.init(), []
+        for microbatches in steps:
+            sums = None
+            for documents in microbatches:
+                sums = train_step.accumulate(state, sums, to_batch(_pack(documents, capacity)))
+            assert sums is not None
+            state, metrics = train_step.update(state, sums)
+            losses.append(float(metrics["loss"]))
+        return losses, {name: np.asarray(x, np.float32) for name, x in weights.export(state.params).items()}
+
+
+def _pack(documents: Sequence[Document], capacity: int) -> Any:
+    return pack([d.input_ids for d in documents], capacity, labels=[d.labels for d in documents])
+
+
+def _out_and_gradients(
+    function: Callable[..., jax.Array], operands: dict[str, Array], dout: Array | None, *data: Array, dtype: str
+) -> tuple[Array, Gradients]:
+    """The output of ``function(operands, *data)`` and, with ``dout``, the operands' gradients, under one jit."""
+
+    @jax.jit
+    def run(operands: Any, dout: Any, *data: Any) -> Any:
+        if dout is None:
+            return function(operands, *data), {}
+        out, pullback = jax.vjp(lambda operands: function(operands, *data), operands)
+        return out, pullback(dout)[0]
+
+    in_dtype = {name: jnp.asarray(x, dtype) for name, x in operands.items()}
+    found = run(in_dtype, None if dout is None else jnp.asarray(dout, dtype), *map(jnp.asarray, data))
+    return jax.tree.map(lambda x: np.asarray(x, np.float32), found)
+
+
+def _model_inputs(batch: Batch) -> tuple[jax.Array, ...]:
+    return tuple(jnp.asarray(x, jnp.int32) for x in (batch.input_ids, batch.segment_ids, batch.position_ids))
+
+
+@partial(jax.jit, static_argnums=0)
+def _logits(graph: Any, params: Any, rest: Any, *inputs: jax.Array) -> jax.Array:
+    return nnx.merge(graph, params, rest)(*inputs)
+
+
+@partial(jax.jit, static_argnums=0)
+def _loss_and_gradients(
+    graph: Any,
+    params: Any,
+    rest: Any,
+    input_ids: jax.Array,
+    segment_ids: jax.Array,
+    position_ids: jax.Array,
+    labels: jax.Array,
+) -> tuple[jax.Array, Any]:
+    def mean_loss(params: Any) -> jax.Array:
+        logits = nnx.merge(graph, params, rest)(input_ids, segment_ids, position_ids)
+        loss, weight = packed_cross_entropy(logits, shift_labels(labels, segment_ids))
+        return loss / weight
+
+    return jax.value_and_grad(mean_loss)(params)

@@ -1,0 +1,134 @@
+"""segment_attention under jit, vmap, checkpoint, scan, shard_map and on meshes; how often it is traced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_backend import find_segments, segment_attention
+from packing_core.errors import LayoutError, UnsupportedError
+from tests.jax_backend.oracle import assert_same
+
+B, S, N, K, D = 8, 48, 4, 2, 16
+
+
+def operands(seed: int = 0, rows: int = B) -> tuple[jax.Array, ...]:
+    """q, k, v and segment ids of packed rows, every row cut differently."""
+    rng = np.random.default_rng(seed)
+    q, k, v = (jnp.asarray(rng.standard_normal((rows, S, heads, D)), jnp.float32) for heads in (N, K, K))
+    cuts = rng.integers(0, 2, (rows, S)) * (rng.random((rows, S)) < 0.3)
+    ids = 1 + np.cumsum(cuts, axis=1)
+    ids[:, -5:] = 0
+    return q, k, v, jnp.asarray(ids, jnp.int32)
+
+
+def loss(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array, **options: Any) -> jax.Array:
+    return (segment_attention(q, k, v, ids, **options) ** 2).sum()
+
+
+def gradients(function: Any, *arguments: Any) -> Any:
+    return jax.jit(jax.grad(function, argnums=(0, 1, 2)))(*arguments)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "chunked", "pallas"])
+def test_new_segmentations_are_traced_once(implementation: str) -> None:
+    traces = []
+
+    @jax.jit
+    def step(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
+        traces.append(ids.shape)
+        return segment_attention(q, k, v, ids, implementation=implementation)
+
+    outputs = [step(*operands(0)[:3], operands(seed)[3]) for seed in range(4)]
+    assert len(traces) == 1
+    assert len({float(out.sum()) for out in outputs}) == 4, "the segmentations must matter"
+
+
+@pytest.mark.parametrize("implementation", ["chunked", "pallas"])
+def test_vmap_is_one_call_per_element(implementation: str) -> None:
+    arguments = operands(rows=4)
+
+    def pairs(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
+        stacked = [x.reshape(2, 2, *x.shape[1:]) for x in (q, k, v, ids)]
+        return jax.vmap(lambda *pair: loss(*pair, implementation=implementation))(*stacked).sum()
+
+    assert_same(gradients(pairs, *arguments), gradients(lambda *a: loss(*a, implementation="xla"), *arguments))
+
+
+def test_layers_under_scan_and_checkpoint_share_one_set_of_segments() -> None:
+    q, k, v, ids = operands(rows=2)
+
+    def layers(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
+        segments = find_segments(ids)
+
+        @jax.checkpoint
+        def layer(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return x + segment_attention(x, k, v, segments), None
+
+        return (jax.lax.scan(layer, q, None, length=3)[0] ** 2).sum()
+
+    def unrolled(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
+        for _ in range(3):
+            q = q + segment_attention(q, k, v, ids, implementation="xla")
+        return (q**2).sum()
+
+    assert_same(gradients(layers, q, k, v, ids), gradients(unrolled, q, k, v, ids))
+
+
+def mesh_of(shape: dict[str, int], kind: AxisType = AxisType.Auto) -> Mesh:
+    devices = np.array(jax.devices()[: int(np.prod(list(shape.values())))]).reshape(tuple(shape.values()))
+    return Mesh(devices, tuple(shape), axis_types=(kind,) * devices.ndim)
+
+
+@pytest.mark.parametrize("implementation", ["chunked", "pallas"])
+@pytest.mark.parametrize("heads_too", [False, True])
+def test_a_mesh_gives_every_device_its_own_rows_and_heads(heads_too: bool, implementation: str) -> None:
+    mesh = mesh_of({"data": 4, "tensor": 2})
+    sharding = NamedSharding(mesh, P("data", None, "tensor") if heads_too else P(("data", "tensor")))
+    *qkv, ids = operands()
+    spread = [jax.device_put(x, sharding) for x in qkv]
+    ids_spread = jax.device_put(ids, NamedSharding(mesh, P(sharding.spec[0])))
+    given = sharding if heads_too else mesh
+    found = gradients(lambda *a: loss(*a, mesh=given, implementation=implementation), *spread, ids_spread)
+    assert_same(found, gradients(lambda *a: loss(*a, implementation="xla"), *qkv, ids))
+    assert found[0].sharding.is_equivalent_to(sharding, 4), "no device may hold the whole"
+
+
+def test_inside_shard_map_no_mesh_is_needed() -> None:
+    mesh = mesh_of({"data": 4})
+    arguments = operands(rows=4)
+    found = jax.jit(
+        jax.shard_map(segment_attention, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+    )(*arguments)
+    assert_same(found, segment_attention(*arguments, implementation="xla"))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("jitted", [True, False])
+def test_sharded_inputs_without_a_mesh_raise(jitted: bool, kind: AxisType) -> None:
+    arguments = [jax.device_put(x, NamedSharding(mesh_of({"data": 4}, kind), P("data"))) for x in operands()]
+    call = jax.jit(segment_attention) if jitted else segment_attention
+    with pytest.raises(
+        UnsupportedError, match="q is sharded over devices, .* pass mesh=, or call segment_attention inside"
+    ):
+        call(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (P(None, "data"), r"segment_attention splits rows and heads: for split tokens gather the keys"),
+        (P(None, None, "data"), r"2 key/value heads do not divide over 4 shards"),
+        (P("data"), r"3 rows do not divide over 4 shards of the mesh: \{'data': 4\}"),
+    ],
+)
+def test_what_does_not_divide_over_the_mesh_raises(spec: P, message: str) -> None:
+    arguments = operands(rows=3)
+    with pytest.raises(LayoutError, match=message):
+        segment_attention(*arguments, mesh=NamedSharding(mesh_of({"data": 4}), spec))
