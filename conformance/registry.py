@@ -76,6 +76,8 @@ def _load_asked(name: str, roster: Roster) -> None:
     except Exception as error:  # whatever a stranger's module raises, the run must say which backend it was
         raise LoadError(f"backend {name!r} was asked for and does not load: {_said(error)}") from error
     if len(roster.backends) == before:
+        if not roster.not_run:
+            raise LoadError(f"backend {name!r} was asked for and offers no backend")
         reasons = "; ".join(f"{other}: {reason}" for other, reason in roster.not_run.items())
         raise LoadError(f"backend {name!r} was asked for and cannot run here: {reasons}")
 

@@ -1,0 +1,128 @@
+"""Stacks that the suite is run against by name, ``tests.conformance.stacks:NAME``, and how a run is started."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from conformance.reference import Reference
+from packing_core.errors import UnsupportedError
+from packing_core.protocol import ALL_OPTIONS, Backend, Capabilities
+
+ROOT = Path(__file__).parents[2]
+HERE = "tests.conformance.stacks"
+
+
+class Empty(Backend):
+    """Implements nothing."""
+
+
+class Modest(Reference):
+    """Declares neither bfloat16 nor sinks, and refuses them."""
+
+    capabilities = Capabilities(dtypes=("float32",), options=ALL_OPTIONS - {"sinks"})
+
+    def attention(self, *args, dtype, sinks=None, **kwargs):
+        if sinks is not None or dtype != "float32":
+            raise UnsupportedError("neither sinks nor narrow dtypes")
+        return super().attention(*args, dtype=dtype, **kwargs)
+
+
+class Boastful(Reference):
+    """Declares sinks, and refuses them."""
+
+    def attention(self, *args, sinks=None, **kwargs):
+        if sinks is not None:
+            raise UnsupportedError("no sinks after all")
+        return super().attention(*args, sinks=sinks, **kwargs)
+
+
+class NarrowHeads(Reference):
+    """Declares away what a required test needs."""
+
+    capabilities = Capabilities(head_dims=range(1, 33))
+
+
+class Interpreted(Reference):
+    """A kernel in an interpreter."""
+
+    capabilities = Capabilities(interpreted=True)
+
+
+class Crashing(Reference):
+    """Raises what is not an answer."""
+
+    def attention(self, *args, **kwargs):
+        raise RuntimeError("illegal memory access")
+
+
+class Malformed(Reference):
+    """Returns arrays of the wrong shape."""
+
+    def attention(self, *args, **kwargs):
+        out, gradients = super().attention(*args, **kwargs)
+        return out[:, :, 0], gradients
+
+
+class OwnModel(Reference):
+    """Has a model of its own: the suite's weights, scaled, whatever decoder it is handed."""
+
+    capabilities = Capabilities(own_model=True)
+
+    @staticmethod
+    def own(decoder):
+        return replace(decoder, weights={name: 1.25 * w for name, w in decoder.weights.items()})
+
+    def forward(self, decoder, batch, *, dtype):
+        return super().forward(self.own(decoder), batch, dtype=dtype)
+
+    def gradients(self, decoder, batch, *, dtype):
+        return super().gradients(self.own(decoder), batch, dtype=dtype)
+
+    def train(self, decoder, steps, **kwargs):
+        return super().train(self.own(decoder), steps, **kwargs)
+
+
+class LeakyOwnModel(OwnModel):
+    """The same, running a row's segments together."""
+
+    def forward(self, decoder, batch, *, dtype):
+        return super().forward(decoder, replace(batch, segment_ids=1 * (batch.segment_ids > 0)), dtype=dtype)
+
+
+def absent():
+    raise UnsupportedError("needs an accelerator")
+
+
+def partly():
+    """One that runs here and one that does not."""
+    return {"here": Reference, "elsewhere": absent}
+
+
+def nowhere():
+    return {"elsewhere": absent}
+
+
+@dataclass
+class Outcome:
+    code: int
+    output: str
+    report: dict | None
+
+
+def run(folder, *options, report=True):
+    """Run the suite in a process of its own, started from ``folder``."""
+    path = folder / "report.json"
+    command = [sys.executable, "-m", "pytest", str(ROOT / "conformance"), "-q", "-p", "no:cacheprovider", *options]
+    if report:
+        command.append(f"--report={path}")
+    if "-n" in options:
+        command += ["-p", "xdist.plugin"]
+    # Other plugins of the machine have no part in it, and take longer to import than most of these runs.
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment.pop("PYTEST_ADDOPTS", None)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    found = json.loads(path.read_text()) if path.exists() else None
+    return Outcome(done.returncode, done.stdout + done.stderr, found)

@@ -1,0 +1,26 @@
+"""Every deliberately wrong backend is rejected by the requirement that names it."""
+
+from conformance.mutants import MUTANTS
+from tests.conformance.stacks import run
+
+
+def test_every_mutant_is_rejected_by_the_requirement_that_names_it(tmp_path):
+    outcome = run(tmp_path, "--mutants")
+    assert outcome.code == 0, outcome.output
+    verdicts = {
+        name: outcome.report["backends"][name]["requirements"][mutant.rejected_by]["status"]
+        for name, mutant in MUTANTS.items()
+    }
+    assert len(verdicts) >= 25
+    assert set(verdicts.values()) == {"fail"}, [name for name, status in verdicts.items() if status != "fail"]
+
+
+def test_a_mutant_that_survives_fails_the_run(tmp_path):
+    # The boundary target is no business of LOSS-02: a mutant filed under it must be reported.
+    (tmp_path / "misfiled.py").write_text(
+        "from conformance.mutants import MUTANTS\nMUTANTS['BoundaryTargetKept'].rejected_by = 'LOSS-02'\n"
+    )
+    outcome = run(tmp_path, "--mutants", "--requirement=LOSS-02", "-p", "misfiled")
+    assert outcome.code == 1
+    assert "SURVIVED  LOSS-02   BoundaryTargetKept" in outcome.output
+    assert "rejected  LOSS-02   PromptsAreTargets" in outcome.output

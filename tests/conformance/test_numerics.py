@@ -1,0 +1,48 @@
+"""The error budget accepts what an honest implementation does, and nothing much worse."""
+
+import numpy as np
+import pytest
+
+from conformance import numerics
+from conformance.draws import round_to
+from packing_core.protocol import DTYPES
+
+EXACT = np.array([1.0, 2.0, -3.0, 0.5])
+
+
+def worst(result, rounded=EXACT, dtype="float32", scale=3.0):
+    return numerics.over_budget(result, EXACT, rounded, scale=scale, dtype=dtype).max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_exact_result_and_its_rounding_pass(dtype):
+    draw = np.random.default_rng(0)
+    exact = draw.standard_normal(100)
+    assert numerics.over_budget(exact, exact, exact, scale=1.0, dtype=dtype).max() == 0
+    rounded = round_to(dtype, exact)
+    assert numerics.over_budget(rounded, exact, exact, scale=np.abs(exact).max(), dtype=dtype).max() < 1
+
+
+def test_the_budget_is_twice_the_error_of_the_rounded_reference_plus_the_floor():
+    rounded = EXACT + [0, 0, 0.5, 0]
+    floor = numerics.FLOOR["float32"] * 2.0**-23 * 3.0
+    assert worst(EXACT + [1.0 + floor, 0, 0, 0], rounded) == pytest.approx(1.0)
+    assert worst(EXACT + [1.01, 0, 0, 0], rounded) > 1
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_beyond_every_budget(bad):
+    assert worst(np.array([1.0, bad, -3.0, 0.5])) == np.inf
+
+
+def test_an_error_without_any_budget_fails():
+    zero = np.zeros(3)
+    over = numerics.over_budget(np.array([0.0, 1e-30, 0.0]), zero, zero, scale=0.0, dtype="float32")
+    assert over.tolist() == [0.0, np.inf, 0.0]
+
+
+def test_epsilon_is_the_distance_from_one_to_the_next_number():
+    for dtype in DTYPES:
+        just_above = 1 + numerics.EPSILON[dtype]
+        assert round_to(dtype, np.array([just_above]))[0] == just_above
+        assert round_to(dtype, np.array([1 + numerics.EPSILON[dtype] / 4]))[0] == 1

@@ -1,0 +1,149 @@
+"""A run's options, statuses, exit status and report, by running it."""
+
+import pytest
+
+from tests.conformance.stacks import HERE, run
+
+
+def only(*ids):
+    return [f"--requirement={name}" for name in ids]
+
+
+def status(outcome, name, requirement):
+    return outcome.report["backends"][name]["requirements"][requirement]["status"]
+
+
+def test_a_right_backend_passes_and_the_report_says_how_closely(tmp_path):
+    outcome = run(tmp_path, "--backend=reference", *only("ISO-01", "GRAD-01", "LAY-01"))
+    assert outcome.code == 0
+    entry = outcome.report["backends"]["reference"]["requirements"]["GRAD-01"]
+    assert entry["status"] == "pass" and 0 < entry["worst"] < 1 and entry["passed"] == 1
+    assert outcome.report["requirements"]["GRAD-01"]["level"] == "operation"
+    assert outcome.report["backends"]["reference"]["requirements"]["GRAD-02"] == {
+        "status": "not run", "passed": 0, "failed": 0, "unsupported": 0, "worst": None,
+        "reasons": ["left out by the selection of this run"],
+    }  # fmt: skip
+
+
+def test_a_mutant_fails_with_a_message_that_says_what_and_where(tmp_path):
+    outcome = run(tmp_path, "--backend=conformance.mutants:MaskLeaksOneToken", *only("ISO-01", "GRAD-03"))
+    assert outcome.code == 1
+    assert "segment 0 changed, and output of other segments moved" in outcome.output
+    assert status(outcome, "conformance.mutants:MaskLeaksOneToken", "ISO-01") == "fail"
+    assert "times its error budget away from the oracle" in outcome.output
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nobody", "registered are"),
+        ("no.such.module:thing", "No module named 'no'"),
+        (f"{HERE}:Missing", "no attribute 'Missing'"),
+        (f"{HERE}:run", "TypeError"),
+        ("reference:other", "reference offers reference"),
+        (f"{HERE}:nowhere", "cannot run here: tests.conformance.stacks:nowhere:elsewhere: needs an accelerator"),
+        ("builtins:dict", "offers no backend"),
+    ],
+)
+def test_a_backend_that_was_asked_for_and_cannot_load_fails(tmp_path, name, said):
+    outcome = run(tmp_path, f"--backend={name}", "--backend=reference", *only("LAY-04"))
+    assert outcome.code == 4
+    assert f"backend {name!r} was asked for and" in outcome.output and said in outcome.output
+
+
+def test_what_cannot_run_here_is_printed_with_its_reason(tmp_path):
+    outcome = run(tmp_path, f"--backend={HERE}:partly", *only("LAY-04"))
+    assert outcome.code == 0
+    assert f"{HERE}:partly:elsewhere: NOT RUN: needs an accelerator" in outcome.output
+    assert outcome.report["not_run"] == {f"{HERE}:partly:elsewhere": "needs an accelerator"}
+
+
+def test_no_test_executed_fails(tmp_path):
+    outcome = run(tmp_path, f"--backend={HERE}:Empty", *only("LAY-01", "ISO-01", "TRAIN-01"))
+    assert outcome.code == 1
+    assert "FAILED: not one test was executed" in outcome.output
+    assert status(outcome, f"{HERE}:Empty", "ISO-01") == "unsupported"
+
+
+def test_no_test_selected_fails(tmp_path):
+    assert run(tmp_path, "--backend=reference", "-k", "nothing_of_this_name").code != 0
+
+
+def test_an_unknown_requirement_fails(tmp_path):
+    outcome = run(tmp_path, "--backend=reference", "--requirement=ISO-99")
+    assert outcome.code == 4 and "SPEC.md has no requirement ISO-99" in outcome.output
+
+
+def test_what_is_not_declared_and_refused_is_unsupported(tmp_path):
+    outcome = run(tmp_path, f"--backend={HERE}:Modest", *only("MASK-05", "DTYPE-01", "MASK-04"))
+    assert outcome.code == 0
+    name = f"{HERE}:Modest"
+    assert status(outcome, name, "MASK-05") == "unsupported"
+    assert outcome.report["backends"][name]["requirements"]["MASK-05"]["reasons"] == ["unsupported: sinks not declared"]
+    assert status(outcome, name, "MASK-04") == "pass"
+    counted = outcome.report["backends"][name]["requirements"]["DTYPE-01"]
+    assert (counted["status"], counted["passed"], counted["unsupported"]) == ("pass", 1, 2)
+
+
+def test_what_is_declared_and_refused_fails(tmp_path):
+    outcome = run(tmp_path, f"--backend={HERE}:Boastful", *only("MASK-05"))
+    assert outcome.code == 1 and "attention is declared and refused: no sinks after all" in outcome.output
+
+
+def test_what_is_not_declared_and_served_fails(tmp_path):
+    outcome = run(tmp_path, "--backend=conformance.mutants:SoftcapIgnoredUndeclared", *only("MASK-04"))
+    assert outcome.code == 1
+    assert "an answer that it does not declare (softcap not declared): it must raise" in outcome.output
+
+
+def test_what_is_required_cannot_be_declared_away(tmp_path):
+    outcome = run(tmp_path, f"--backend={HERE}:NarrowHeads", *only("ISO-01"))
+    assert outcome.code == 1
+    assert "a backend with attention must serve this: head_dim 64 is not declared" in outcome.output
+
+
+@pytest.mark.parametrize(
+    ("stack", "said"), [("Crashing", "illegal memory access"), ("Malformed", "out has shape (1, 96, 64), not")]
+)
+def test_what_is_no_answer_fails(tmp_path, stack, said):
+    outcome = run(tmp_path, f"--backend={HERE}:{stack}", *only("MASK-04"))
+    assert outcome.code == 1 and said in outcome.output
+    assert status(outcome, f"{HERE}:{stack}", "MASK-04") == "fail"
+
+
+def test_an_interpreted_backend_runs_a_reduced_selection_and_says_so(tmp_path):
+    few = run(tmp_path, f"--backend={HERE}:Interpreted", *only("SHAPE-05", "SHAPE-02"))
+    assert "interpreted, reduced selection of 1 out of 4 tests (--thorough for all)" in few.output
+    assert status(few, f"{HERE}:Interpreted", "SHAPE-02") == "not run"
+    many = run(tmp_path, f"--backend={HERE}:Interpreted", "--thorough", *only("SHAPE-05"))
+    assert "reduced" not in many.output and "4 passed" in many.output
+
+
+def test_workers_hand_over_the_same_report(tmp_path):
+    options = ["--backend=reference", f"--backend={HERE}:Interpreted", *only("ISO-01", "MASK-02", "SHAPE-05", "LAY-05")]
+    alone, shared = run(tmp_path, *options), run(tmp_path, *options, "-n", "2")
+    assert alone.code == shared.code == 0
+    assert alone.report == shared.report
+    line = "interpreted, reduced selection of"
+    assert line in alone.output and line in shared.output
+
+
+def test_one_failing_test_among_workers_fails_the_run(tmp_path):
+    outcome = run(tmp_path, "--backend=conformance.mutants:WindowOffByOne", *only("MASK-02", "LAY-01"), "-n", "2")
+    assert outcome.code == 1
+    assert status(outcome, "conformance.mutants:WindowOffByOne", "MASK-02") == "fail"
+
+
+MODEL_LEVEL = only("ISO-08", "REP-03", "REP-05", "GRAD-09", "LOSS-07", "TRAIN-01", "DTYPE-08")
+
+
+def test_a_model_of_its_own_is_its_own_oracle(tmp_path):
+    outcome = run(tmp_path, f"--backend={HERE}:OwnModel", *MODEL_LEVEL)
+    assert outcome.code == 0, outcome.output
+
+
+def test_a_model_of_its_own_that_leaks_is_rejected(tmp_path):
+    outcome = run(tmp_path, f"--backend={HERE}:LeakyOwnModel", *MODEL_LEVEL)
+    assert outcome.code == 1
+    assert status(outcome, f"{HERE}:LeakyOwnModel", "ISO-08") == "fail"
+    assert status(outcome, f"{HERE}:LeakyOwnModel", "REP-03") == "fail"
