@@ -1,5 +1,6 @@
 """Packing of variable-length token sequences into fixed rows, on numpy alone: the public names, no logic."""
 
+from packing_core.balance import Cost, ShardedPlan, balance
 from packing_core.batch import PackedBatch
 from packing_core.dataset import PackedDataset, pack
 from packing_core.errors import (
@@ -17,6 +18,7 @@ from packing_core.ragged import Ragged
 __all__ = [
     "CapacityError",
     "ContaminationError",
+    "Cost",
     "LayoutError",
     "MissingExtraError",
     "PackPlan",
@@ -24,8 +26,10 @@ __all__ = [
     "PackedDataset",
     "PackingError",
     "Ragged",
+    "ShardedPlan",
     "UnsupportedError",
     "UnsupportedModelError",
+    "balance",
     "pack",
     "plan",
 ]

@@ -1,0 +1,116 @@
+"""balance: every row once, equal ranks, and steps whose ranks finish together."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from packing_core.balance import Cost, ShardedPlan, balance
+from packing_core.errors import LayoutError, PackingError
+from packing_core.plan import PackPlan, plan
+
+LLAMA_8B = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
+
+
+def heavy_tail(n: int = 20_000, seed: int = 0) -> PackPlan:
+    lengths = np.random.default_rng(seed).lognormal(np.log(3000) - 1.3**2 / 2, 1.3, n)
+    return plan(np.clip(lengths, 1, 65_536).astype(np.int64), 65_536, seed=seed)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=8, max_size=80),
+    world_size=st.integers(1, 4),
+    rows_per_step=st.integers(1, 3),
+    seed=st.none() | st.integers(0, 5),
+)
+def test_every_row_is_dealt_once_and_ranks_are_equal(lengths, world_size, rows_per_step, seed) -> None:
+    rows = plan(lengths, 50, max_segments=2)
+    sharded = balance(rows, world_size, rows_per_step=rows_per_step, seed=seed)
+    assert sharded.steps.shape == (-(-rows.n_rows // (world_size * rows_per_step)), world_size, rows_per_step)
+    dealt = sharded.steps[sharded.steps >= 0]
+    assert sorted(dealt.tolist()) == list(range(rows.n_rows))
+    assert (sharded.steps < 0).any(axis=(1, 2)).sum() <= 1
+    assert [sharded.rank(w).tolist() for w in range(world_size)] == sharded.steps.transpose(1, 0, 2).tolist()
+
+
+@pytest.mark.parametrize("rows_per_step", [1, 4])
+def test_sixty_four_ranks_wait_for_nobody_on_heavy_tailed_documents(rows_per_step) -> None:
+    rows = heavy_tail(300_000)
+    cost = Cost(tokens=0, squares=1)  # attention alone, the most uneven cost there is
+    random_order = ShardedPlan(rows, np.arange(rows.n_rows // 64 * 64).reshape(-1, 64, 1), cost)
+    assert random_order.imbalance > 1.5
+    assert balance(rows, 64, rows_per_step=rows_per_step).imbalance < 1.01
+
+
+def test_rows_of_a_step_are_dealt_largest_first_to_the_rank_that_carries_least() -> None:
+    # Costs 6 5 4 | 3 2 1 over three ranks: 6 + 1, 5 + 2, 4 + 3.
+    rows = plan([6, 5, 4, 3, 2, 1], 6, max_segments=1, seed=None)
+    sharded = balance(rows, 3, cost=Cost(1, 0), rows_per_step=2, seed=None)
+    assert sharded.loads.tolist() == [[7.0, 7.0, 7.0]]
+
+
+def test_what_does_not_divide_is_the_cheapest_step() -> None:
+    rows = plan([6, 5, 4, 3, 2], 6, max_segments=1, seed=None)
+    sharded = balance(rows, 2, cost=Cost(1, 0), seed=None)
+    assert sharded.loads.tolist() == [[6.0, 5.0], [4.0, 3.0], [2.0, 0.0]]
+    assert sharded.steps[-1].ravel().tolist()[1] == -1
+
+
+def test_the_order_of_steps_is_the_seeds() -> None:
+    rows = heavy_tail(2_000)
+    one, same, other = (balance(rows, 8, seed=seed) for seed in (1, 1, 2))
+    assert np.array_equal(one.steps, same.steps) and not np.array_equal(one.steps, other.steps)
+    falling = balance(rows, 8, seed=None).loads.mean(axis=1)
+    assert (np.diff(falling) <= 0).all() and (np.diff(one.loads.mean(axis=1)) > 0).any()
+
+
+def test_the_cost_of_a_row_is_its_tokens_and_its_squares() -> None:
+    rows = plan([3, 2, 4], 5, strategy="sequential", seed=None)  # [3 2] [4]
+    assert Cost(2, 10).of_rows(rows).tolist() == [2 * 5 + 10 * (9 + 4), 2 * 4 + 10 * 16]
+
+
+def test_the_ratio_of_a_config_is_that_of_its_operations() -> None:
+    # A layer: q and o, k and v, three feed-forward matrices; then the head.
+    layer = 2 * 2 * 4096 * 4096 + 2 * 2 * 4096 * 1024 + 3 * 2 * 4096 * 14336
+    wanted = 32 * (2 * 4096) / (32 * layer + 2 * 4096 * 128256)
+    assert Cost.from_config(LLAMA_8B).squares == pytest.approx(wanted)
+    assert Cost.from_config(SimpleNamespace(**LLAMA_8B)) == Cost.from_config(LLAMA_8B)
+    assert Cost().squares == pytest.approx(wanted, rel=0.05)
+
+
+def test_a_mixture_costs_the_experts_that_a_token_visits() -> None:
+    mixture = LLAMA_8B | {"num_experts_per_tok": 2, "moe_intermediate_size": 7168, "num_experts": 64}
+    assert Cost.from_config(mixture) == Cost.from_config(LLAMA_8B)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda p: balance(p, 0), "world_size is 0: pass 1 or more"),
+        (lambda p: balance(p, 2, rows_per_step=0), "rows_per_step is 0: pass 1 or more"),
+        (lambda p: balance(p, 4), "the plan has 2 rows and there are 4 ranks: lower the capacity"),
+        (lambda p: balance(p, 2).rank(2), "rank is 2 and the plan is for ranks 0 to 1"),
+        (lambda p: Cost(-1, 0), "cost has tokens=-1 and squares=0: pass factors of 0 or more, not both 0"),
+        (lambda p: Cost(0, 0), "not both 0"),
+        (lambda p: Cost.from_config({"hidden_size": 8}), "the config names no hidden_size, num_hidden_layers"),
+    ],
+)
+def test_bad_input_says_what_and_the_way_out(call, text) -> None:
+    with pytest.raises(PackingError, match=text):
+        call(plan([3, 2, 4], 5, seed=None))
+
+
+def test_steps_of_a_wrong_shape_are_refused() -> None:
+    with pytest.raises(LayoutError, match=r"steps is int64 \[2\]: pass int64 \[steps, ranks, rows\]"):
+        ShardedPlan(plan([3], 5), np.zeros(2, np.int64), Cost())
