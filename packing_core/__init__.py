@@ -14,6 +14,7 @@ from packing_core.errors import (
 )
 from packing_core.plan import PackPlan, plan
 from packing_core.ragged import Ragged
+from packing_core.stream import PackStream, stream
 
 __all__ = [
     "CapacityError",
@@ -22,6 +23,7 @@ __all__ = [
     "LayoutError",
     "MissingExtraError",
     "PackPlan",
+    "PackStream",
     "PackedBatch",
     "PackedDataset",
     "PackingError",
@@ -32,4 +34,5 @@ __all__ = [
     "balance",
     "pack",
     "plan",
+    "stream",
 ]

@@ -1,0 +1,267 @@
+"""stream: nothing lost or doubled, full rows, bounded memory and age, and a resume that continues exactly."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packing_core.errors import CapacityError, LayoutError, PackingError
+from packing_core.stream import PackStream, stream
+
+
+def documents(lengths) -> list[np.ndarray]:
+    """Document i holds tokens 1000 i, 1000 i + 1, ..., so that every token says where it is from."""
+    return [np.arange(length) + 1000 * i for i, length in enumerate(lengths)]
+
+
+def segments(rows) -> list[tuple[int, ...]]:
+    """The tokens of every segment of every row, in order."""
+    return [
+        tuple(row.input_ids.reshape(-1)[at : at + n].tolist())
+        for row in rows
+        for at, n in zip(row.flat_starts.tolist(), row.lengths.tolist(), strict=True)
+    ]
+
+
+def contents(rows) -> list[list[int]]:
+    return [row.input_ids.tolist() for row in rows]
+
+
+LENGTHS = np.random.default_rng(0).integers(1, 17, 60)
+OPTIONS = {"buffer": 12, "max_age": 24, "seed": 3}
+
+
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=60),
+    buffer=st.integers(1, 16),
+    shards=st.integers(1, 4),
+    seed=st.none() | st.integers(0, 3),
+    alignment=st.sampled_from([1, 4]),
+)
+@settings(deadline=None)
+def test_every_document_is_in_one_row_of_one_shard_and_shards_are_equal(
+    lengths, buffer, shards, seed, alignment
+) -> None:
+    given_documents = documents(lengths)
+    rows = [
+        list(stream(given_documents, 20, buffer=buffer, seed=seed, shard=(i, shards), alignment=alignment))
+        for i in range(shards)
+    ]
+    assert len({len(of_shard) for of_shard in rows}) == 1
+    found = [segment for of_shard in rows for segment in segments(of_shard)]
+    assert sorted(found) == sorted(tuple(d.tolist()) for d in given_documents)
+    assert sum(row.n_segments == 0 for of_shard in rows for row in of_shard) < shards
+
+
+def test_sources_count_the_documents_of_the_whole_source() -> None:
+    given_documents = documents(LENGTHS)
+    for row in stream(given_documents, 20, **OPTIONS):
+        for document, tokens in row.unpack().items():
+            assert tokens.tolist() == given_documents[document].tolist()
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("resumed_shards", [1, 2, 5])
+def test_a_stop_at_any_position_resumes_to_the_remaining_rows_on_any_number_of_shards(shards, resumed_shards) -> None:
+    source = documents(LENGTHS)
+    whole = contents(stream(source, 20, **OPTIONS))
+    of_shard_0 = len(list(stream(source, 20, shard=(0, shards), **OPTIONS)))
+    for position in range(of_shard_0 + 1):
+        states = []
+        for index in range(shards):
+            stopped = stream(source, 20, shard=(index, shards), **OPTIONS)
+            for _ in range(position):
+                next(stopped)
+            states.append(stopped.state_dict())
+        assert [s["rows"] for s in states] == [position * shards] * shards
+        resumed = []
+        for index in range(resumed_shards):
+            continued = stream(source, 20, shard=(index, resumed_shards), **OPTIONS)
+            continued.load_state_dict(json.loads(json.dumps(states[index % shards])))
+            resumed.append(contents(continued))
+        assert len({len(of_shard) for of_shard in resumed}) == 1
+        remaining = whole[position * shards :]
+        # Row r belongs to shard r modulo N: take the rows of the shards in that order and compare with the whole run.
+        taken = [0] * resumed_shards
+        for number, row in enumerate(remaining, position * shards):
+            shard = number % resumed_shards
+            assert resumed[shard][taken[shard]] == row
+            taken[shard] += 1
+        assert all(np.count_nonzero(row) == 0 for s in range(resumed_shards) for row in resumed[s][taken[s] :])
+
+
+def test_a_resume_reads_only_from_the_oldest_pending_document() -> None:
+    source, opened = documents(LENGTHS), []
+
+    def open_at(start):
+        opened.append(start)
+        return iter(source[start:])
+
+    stopped = stream(open_at, 20, **OPTIONS)
+    for _ in range(15):
+        next(stopped)
+    state = stopped.state_dict()
+    continued = stream(open_at, 20, **OPTIONS)
+    continued.load_state_dict(state)
+    assert contents(continued) == contents(stopped)
+    assert opened == [0, min([number for number, _ in state["pending"]], default=state["cursor"])]
+    assert opened[1] > 0 and state["cursor"] - opened[1] <= OPTIONS["max_age"]
+
+
+def test_no_document_waits_longer_than_max_age_and_no_more_than_buffer_are_held() -> None:
+    lengths = np.random.default_rng(1).integers(7, 11, 500)  # two never fit into 13, so most rows stay unfilled
+    packed = PackStreamSpy(documents(lengths), 13, buffer=10, max_age=30)
+    for row in packed:
+        assert packed.read - min(row.sources) <= 30
+        assert packed.held <= 10
+
+
+class PackStreamSpy:
+    """A stream whose source counts what was read."""
+
+    def __init__(self, source, capacity, **options) -> None:
+        def counted(start):
+            for document in source[start:]:
+                self.read += 1
+                yield document
+
+        self.read = 0
+        self.packed = stream(counted, capacity, **options)
+
+    def __iter__(self):
+        return iter(self.packed)
+
+    @property
+    def held(self) -> int:
+        return len(self.packed._pending.ids)
+
+
+@pytest.mark.parametrize("tail", [1.0, 1.3])
+def test_rows_of_a_stream_are_full(tail) -> None:
+    rng = np.random.default_rng(0)
+    capacity, mean = (2048, 270) if tail == 1.0 else (65_536, 3000)
+    lengths = np.clip(rng.lognormal(np.log(mean) - tail**2 / 2, tail, 60_000), 1, capacity).astype(np.int64)
+    tokens = np.zeros(capacity, np.int32)
+    chunks = list(stream([tokens[:n] for n in lengths], capacity).chunks())
+    efficiency = sum(c.n_tokens for c in chunks) / sum(c.input_ids.size for c in chunks)
+    assert efficiency >= 0.999
+    assert sum(c.n_tokens for c in chunks) == lengths.sum()
+
+
+def test_chunks_are_the_rows() -> None:
+    source = documents(LENGTHS)
+    rows = contents(stream(source, 20, **OPTIONS))
+    chunks = [[row] for chunk in stream(source, 20, **OPTIONS).chunks() for row in chunk.input_ids.tolist()]
+    assert chunks == rows
+
+
+def test_epochs_differ_by_the_seed_and_hold_the_same_documents() -> None:
+    packed = stream(documents(LENGTHS), 20, **OPTIONS)
+    first, second = list(packed), list(packed)
+    assert contents(first) != contents(second)
+    assert sorted(segments(first)) == sorted(segments(second))
+    middle = stream(documents(LENGTHS), 20, **OPTIONS)
+    list(middle)
+    iter(middle)
+    next(middle)
+    continued = stream(documents(LENGTHS), 20, **OPTIONS)
+    continued.load_state_dict(middle.state_dict())
+    assert contents(continued) == contents(second)[1:]
+
+
+def test_columns_travel_with_the_tokens() -> None:
+    source = [
+        {"input_ids": d, "labels": d + 1, "prompt_length": len(d) // 2, "weight": d / 1000.0}
+        for d in documents(LENGTHS)
+    ]
+    for row in stream(source, 20, **OPTIONS):
+        for number, tokens in row.unpack("labels").items():
+            assert tokens.tolist() == source[number]["labels"].tolist()
+        for number, tokens in row.unpack("weight").items():
+            assert tokens.tolist() == source[number]["weight"].tolist()
+        for trained in row.unpack("loss_mask").values():
+            assert trained.tolist() == [i >= len(trained) // 2 for i in range(len(trained))]
+
+
+def test_an_empty_row_at_the_end_has_the_columns_of_the_others_and_trains_nothing() -> None:
+    source = [{"input_ids": d, "labels": d} for d in documents([20, 20, 20])]
+    rows = [list(stream(source, 20, shard=(i, 2))) for i in (0, 1)]
+    empty = rows[1][-1]
+    assert empty.n_segments == 0 and empty.labels is not None
+    assert (empty.targets == -100).all() and not empty.attention_mask.any()
+    few = list(stream(source[:1], 20, shard=(1, 2)))
+    assert len(few) == 1 and few[0].n_segments == 0 and few[0].labels is not None
+
+
+@pytest.mark.parametrize(
+    ("overflow", "wanted"),
+    [
+        ("split", [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9), (1000,)]),
+        ("truncate", [(0, 1, 2, 3), (1000,)]),
+        ("drop", [(1000,)]),
+    ],
+)
+def test_documents_longer_than_a_row(overflow, wanted) -> None:
+    packed = stream(documents([10, 1]), 4, overflow=overflow)
+    assert sorted(segments(list(packed))) == wanted
+    assert packed.truncated == ([0] if overflow == "truncate" else [])
+    assert packed.dropped == ([0] if overflow == "drop" else [])
+
+
+def test_a_stop_between_the_pieces_of_a_split_document_resumes_exactly() -> None:
+    source = documents([3, 50, 2, 9, 41, 1, 7, 7, 30])
+    options = {"buffer": 3, "overflow": "split", "seed": 1}
+    whole = contents(stream(source, 8, **options))
+    for position in range(len(whole)):
+        stopped = stream(source, 8, **options)
+        for _ in range(position):
+            next(stopped)
+        continued = stream(source, 8, **options)
+        continued.load_state_dict(stopped.state_dict())
+        assert contents(continued) == whole[position:]
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "text"),
+    [
+        (lambda: list(stream([[1, 2], []], 4)), PackingError, "document 1 is empty: leave empty documents out"),
+        (
+            lambda: list(stream([[1], [1] * 9], 4)),
+            CapacityError,
+            'document 1 has 9 tokens and capacity is 4: pass overflow="split"',
+        ),
+        (lambda: list(stream([], 4)), PackingError, "the source has no document to pack"),
+        (lambda: stream(iter([[1]]), 4), PackingError, r"pass a sequence of documents, or a function open\(start\)"),
+        (lambda: stream([[1]], 4, shard=(2, 2)), PackingError, r"shard is \(2, 2\): pass \(index, count\)"),
+        (lambda: stream([[1]], 4, buffer=8, max_age=7), PackingError, "max_age is 7 and buffer 8"),
+        (lambda: stream([[1]], 4, alignment=3), CapacityError, "alignment"),
+        (lambda: stream([[1]], 0), CapacityError, "capacity must be an integer of at least 1"),
+        (
+            lambda: list(stream([{"input_ids": [1], "labels": [1]}, {"input_ids": [2]}], 4)),
+            LayoutError,
+            "document . has input_ids(, labels)? and the first one has input_ids(, labels)?: give every document",
+        ),
+    ],
+)
+def test_bad_input_says_what_and_the_way_out(call, kind, text) -> None:
+    with pytest.raises(kind, match=text):
+        call()
+
+
+def test_a_state_of_another_stream_or_source_is_refused() -> None:
+    stopped = stream(documents(LENGTHS), 20, **OPTIONS)
+    for _ in range(20):
+        next(stopped)
+    state = stopped.state_dict()
+    with pytest.raises(PackingError, match="the state was taken with capacity=20 and this stream has capacity=24"):
+        stream(documents(LENGTHS), 24, **OPTIONS).load_state_dict(state)
+    with pytest.raises(PackingError, match="was pending and the source ends before it: give the source that it had"):
+        stream(documents(LENGTHS[:5]), 20, **OPTIONS).load_state_dict(state)
+
+
+def test_the_type_is_public() -> None:
+    assert isinstance(stream([[1]], 4), PackStream)
