@@ -51,6 +51,16 @@ def choice(name: str, value: str, allowed: Collection[str]) -> None:
         raise PackingError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
 
 
+def check_alignment(capacity: int, alignment: int) -> None:
+    """Raises:
+    CapacityError: ``alignment`` does not divide ``capacity``.
+    """
+    if capacity % alignment:
+        down = capacity - capacity % alignment
+        near = f"{down} or {down + alignment}" if down else f"{alignment}"
+        raise CapacityError(f"capacity {capacity} is not a multiple of alignment {alignment}: pass capacity {near}")
+
+
 def check_lengths(lengths: ArrayLike) -> Int64:
     """``lengths`` as int64 [N].
 
@@ -75,12 +85,12 @@ def check_lengths(lengths: ArrayLike) -> Int64:
         document = int((array < 1).argmax())
         what = "is empty" if array[document] == 0 else f"has length {array[document]}"
         raise PackingError(f"document {document} {what}: lengths must be at least 1, leave empty documents out")
-    if array.max() > _LONGEST // len(array):
-        raise PackingError(f"lengths up to {array.max():,} over {len(array):,} documents pass 2**62 tokens")
+    if array.max() > _MOST_TOKENS // len(array):
+        raise PackingError(f"lengths up to {array.max():,} over {len(array):,} documents pass 2**60 tokens")
     return array.astype(np.int64, copy=False)
 
 
-_LONGEST = 2**62  # sums of tokens stay well inside int64
+_MOST_TOKENS = 2**60  # so that sums stay inside int64, and a size and an index together too
 
 
 def cut(lengths: Int64, capacity: int, overflow: Overflow) -> Pieces:

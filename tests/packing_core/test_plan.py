@@ -1,0 +1,275 @@
+"""plan: textbook packings, nothing lost or doubled, the overflow policies, order, and what is refused."""
+
+import tracemalloc
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from packing_core import CapacityError, PackingError, plan
+from tests.packing_core import naive
+
+TEXTBOOK = {
+    "best_fit": naive.best_fit_decreasing,
+    "first_fit": naive.first_fit_decreasing,
+    "sequential": naive.next_fit,
+}
+
+
+@st.composite
+def problems(draw, longest=None):
+    """Lengths, a capacity, and the options that limit a row; ``longest`` in capacities, 1 by default."""
+    alignment = draw(st.sampled_from([1, 1, 2, 4]))
+    capacity = alignment * draw(st.integers(1, 24))
+    lengths = draw(st.lists(st.integers(1, (longest or 1) * capacity), min_size=1, max_size=40))
+    return lengths, capacity, {"alignment": alignment, "max_segments": draw(st.sampled_from([None, 1, 2, 3, 7]))}
+
+
+def rounded(rows, lengths, alignment):
+    """What each document takes of its row, row by row: documents of equal size are interchangeable."""
+    return [[-(-lengths[d] // alignment) for d in row] for row in rows]
+
+
+@given(problems(), st.sampled_from(sorted(TEXTBOOK)))
+@example(([3, 3, 3, 2, 2, 2, 2], 7, {"alignment": 1, "max_segments": 2}), "best_fit")
+def test_every_strategy_is_the_textbook_one_row_for_row(problem, strategy):
+    lengths, capacity, options = problem
+    made = plan(lengths, capacity, strategy=strategy, seed=None, **options)
+    expected = TEXTBOOK[strategy](lengths, capacity, **options)
+    alignment = options["alignment"]
+    assert rounded(made.to_lists(), lengths, alignment) == rounded(expected, lengths, alignment)
+
+
+@pytest.mark.parametrize("strategy", sorted(TEXTBOOK))
+@pytest.mark.parametrize(
+    ("capacity", "lengths"),
+    [
+        (2048, np.random.default_rng(0).lognormal(5.2, 0.9, 1500).clip(1, 2048).astype(int)),
+        (65536, np.random.default_rng(1).lognormal(7.1, 1.3, 1500).clip(1, 65536).astype(int)),
+        (2**40, np.random.default_rng(2).integers(2**38, 2**39, 1500)),  # more than an int32 holds
+        (64, np.random.default_rng(3).integers(1, 9, 3000)),  # many documents of each length
+    ],
+    ids=["short", "heavy tail", "long", "few lengths"],
+)
+def test_corpora_are_packed_as_by_the_textbook(strategy, capacity, lengths):
+    made = plan(lengths, capacity, strategy=strategy, seed=None)
+    expected = TEXTBOOK[strategy](lengths.tolist(), capacity)
+    assert rounded(made.to_lists(), lengths, 1) == rounded(expected, lengths, 1)
+
+
+@given(
+    problems(longest=3),
+    st.sampled_from(sorted(TEXTBOOK)),
+    st.sampled_from(["truncate", "split", "drop"]),
+    st.sampled_from([None, 0, 5]),
+    st.sampled_from([None, 1, 4, 100]),
+)
+def test_every_token_stands_in_one_row_or_is_accounted_for(problem, strategy, overflow, seed, window):
+    lengths, capacity, options = problem
+    if overflow == "drop":
+        lengths = [1, *lengths]  # something is left
+    made = plan(lengths, capacity, strategy=strategy, overflow=overflow, seed=seed, window=window, **options)
+    made = type(made)(**vars(made))  # checks the invariants that the planner vouches for
+    kept = [set() for _ in lengths]
+    for document, start, length in zip(made.source, made.start, made.length, strict=True):
+        kept[document] |= set(range(start, start + length))
+    too_long = [d for d, length in enumerate(lengths) if length > capacity]
+    for document, length in enumerate(lengths):
+        expected = length
+        if document in too_long and overflow != "split":
+            expected = capacity if overflow == "truncate" else 0
+        assert kept[document] == set(range(expected))
+    assert made.dropped.tolist() == (too_long if overflow == "drop" else [])
+    assert made.truncated.tolist() == (too_long if overflow == "truncate" else [])
+    if options["max_segments"]:
+        assert np.diff(made.row_offsets).max() <= options["max_segments"]
+
+
+def test_a_long_document_is_split_into_full_rows_and_a_rest():
+    made = plan([3, 21], 8, overflow="split", seed=None)
+    # [1 1 1 1 1 1 1 1] [1 1 1 1 1 1 1 1] [1 1 1 1 1 0 0 0]
+    assert made.row_offsets.tolist() == [0, 1, 2, 4]
+    assert made.source.tolist() == [1, 1, 1, 0]
+    assert made.start.tolist() == [0, 8, 16, 0]
+    assert made.length.tolist() == [8, 8, 5, 3]
+
+
+def test_aligned_pieces_leave_gaps():
+    # capacity 12, alignment 4: [0 0 0 0 0 . . . 1 1 1 .] [2 2 . . . . . . . . . .]
+    made = plan([5, 3, 2], 12, alignment=4, seed=None)
+    assert made.to_lists() == [[0, 1], [2]]
+    assert made.offset.tolist() == [0, 8, 0]
+
+
+@given(problems(), st.sampled_from(sorted(TEXTBOOK)), st.integers(0, 2**63))
+def test_a_seed_moves_whole_rows_and_nothing_else(problem, strategy, seed):
+    lengths, capacity, options = problem
+    shuffled = plan(lengths, capacity, strategy=strategy, seed=seed, **options).to_lists()
+    planned = plan(lengths, capacity, strategy=strategy, seed=None, **options).to_lists()
+    assert sorted(shuffled) == sorted(planned)
+    assert shuffled == plan(lengths, capacity, strategy=strategy, seed=seed, **options).to_lists()
+
+
+def test_the_shuffle_is_fixed_by_the_bit_stream_that_numpy_guarantees():
+    rows = 1000
+    keys = np.random.PCG64(7).random_raw(rows).tolist()
+    low = 1024 - 1  # the low bits make room for the index
+    expected = sorted(range(rows), key=lambda row: keys[row] & ~low | row)
+    planned = plan([1] * rows, 1, seed=None).source
+    assert plan([1] * rows, 1, seed=7).source.tolist() == planned[expected].tolist()
+
+
+def test_rows_come_out_in_an_order_that_says_nothing_about_their_lengths():
+    lengths = np.random.default_rng(0).lognormal(7, 1.3, 20_000).clip(1, 65536).astype(int)
+    longest = np.maximum.reduceat(lengths[(made := plan(lengths, 65536)).source], made.row_offsets[:-1])
+    assert abs(np.corrcoef(longest, np.arange(len(longest)))[0, 1]) < 0.1
+    unshuffled = lengths[(made := plan(lengths, 65536, seed=None)).source]
+    longest = np.maximum.reduceat(unshuffled, made.row_offsets[:-1])
+    assert np.corrcoef(longest, np.arange(len(longest)))[0, 1] < -0.5
+
+
+def test_sequential_without_a_seed_keeps_the_order_of_the_documents():
+    made = plan([5, 2, 4, 4, 1, 8], 8, strategy="sequential", seed=None)
+    # [0 0 0 0 0 1 1 .] [2 2 2 2 3 3 3 3] [4 . . . . . . .] [5 5 5 5 5 5 5 5]
+    assert made.to_lists() == [[0, 1], [2, 3], [4], [5]]
+
+
+def test_a_window_packs_its_documents_among_themselves():
+    lengths = np.random.default_rng(0).integers(1, 50, 95)
+    made = plan(lengths, 64, window=10, seed=None)
+    for row in made.to_lists():
+        assert len({document // 10 for document in row}) == 1
+    assert [document // 10 for document in made.source] == sorted(document // 10 for document in made.source)
+
+
+def test_a_seeded_window_shuffles_documents_first_and_rows_inside_the_window():
+    lengths = np.random.default_rng(0).integers(1, 50, 1000)
+    made = plan(lengths, 64, window=100, seed=3)
+    begins = np.searchsorted(made.row_offsets, np.arange(0, 1001, 100))
+    assert (made.row_offsets[begins] == np.arange(0, 1001, 100)).all(), "a window ends inside a row"
+    windows = [made.source[a:b] for a, b in pairwise(made.row_offsets[begins])]
+    assert all(window.max() - window.min() > 500 for window in windows), "documents were not shuffled"
+    assert made != plan(lengths, 64, window=100, seed=4)
+    unseeded = [plan(lengths[w], 64, seed=None).n_rows for w in map(np.sort, windows)]
+    assert np.diff(begins).tolist() == unseeded
+
+
+def test_best_fit_leaves_almost_nothing_on_short_documents():
+    lengths = np.random.default_rng(0).lognormal(5.2, 0.9, 100_000).clip(1, 2048).astype(int)
+    made = plan(lengths, 2048)
+    assert made.efficiency > 0.999
+    assert made.n_rows == made.lower_bound or made.n_rows <= 1.001 * made.lower_bound
+
+
+@given(problems())
+def test_the_lower_bound_is_one(problem):
+    lengths, capacity, options = problem
+    lengths = lengths[:7]
+    made = plan(lengths, capacity, **options)
+    assert made.lower_bound <= fewest_rows(lengths, capacity, options["alignment"]) <= made.n_rows
+
+
+def test_the_lower_bound_sees_documents_that_cannot_share_a_row():
+    assert plan([6, 6, 6], 10).lower_bound == 3  # 18 tokens alone would say 2
+    assert plan([7, 7, 4, 4], 10).lower_bound == 3  # no 4 fits beside a 7; 22 tokens alone would say 3 too
+    assert plan([7, 7, 7, 4, 4], 10).lower_bound == 4
+
+
+def fewest_rows(lengths, capacity, alignment):
+    """The optimum by trying every placement."""
+    sizes = sorted((-(-n // alignment) * alignment for n in lengths), reverse=True)
+
+    def place(index, rows):
+        if index == len(sizes):
+            return len(rows)
+        best = place(index + 1, [*rows, sizes[index]])
+        for row in {used: at for at, used in enumerate(rows)}.values():
+            if rows[row] + sizes[index] <= capacity:
+                best = min(best, place(index + 1, [*rows[:row], rows[row] + sizes[index], *rows[row + 1 :]]))
+        return best
+
+    return place(0, [])
+
+
+def test_a_plan_needs_memory_for_a_few_arrays_only():
+    lengths = np.random.default_rng(0).lognormal(5.2, 0.9, 300_000).clip(1, 2048).astype(int)
+    tracemalloc.start()
+    made = plan(lengths, 2048)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert made.n_pieces == 300_000
+    assert peak < 8 * lengths.nbytes
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.int32, np.uint64])
+def test_any_integer_dtype_will_do(dtype):
+    lengths = np.array([100, 3, 27, 99], dtype)
+    assert plan(lengths, 128, seed=None).to_lists() == [[0, 2], [3, 1]]
+
+
+REFUSED = {
+    "empty": (([], 8), {}, "lengths is empty: there is no document to pack"),
+    "zero length": (([3, 0], 8), {}, "document 1 is empty: lengths must be at least 1, leave empty documents out"),
+    "negative": (([3, -2], 8), {}, "document 1 has length -2: lengths must be at least 1"),
+    "floats": (([3.0], 8), {}, "lengths must be integers, got float64: convert with numpy.asarray(lengths, dtype=int)"),
+    "booleans": (([True], 8), {}, "lengths must be integers, got bool"),
+    "documents": (
+        ([[1, 2], [3, 4]], 8),
+        {},
+        "lengths must be one-dimensional, one integer per document; got shape [2, 2]",
+    ),
+    "ragged": (([[1, 2], [3]], 8), {}, "got a ragged list: pass [len(d) for d in documents]"),
+    "astronomical": (([2**61], 2**62), {}, "pass 2**60 tokens"),
+    "capacity 0": (([3], 0), {}, "capacity must be an integer of at least 1, got 0"),
+    "capacity 8.0": (([3], 8.0), {}, "capacity must be an integer of at least 1, got 8.0"),
+    "capacity True": (([1], True), {}, "capacity must be an integer of at least 1, got True"),
+    "strategy": (
+        ([3], 8),
+        {"strategy": "bfd"},
+        "strategy must be one of 'best_fit', 'first_fit', 'sequential'; got 'bfd'",
+    ),
+    "effort": (([3], 8), {"effort": "high"}, "effort must be one of 'fast', 'max'; got 'high'"),
+    "effort of another": (
+        ([3], 8),
+        {"effort": "max", "strategy": "sequential"},
+        'effort="max" improves on strategy="best_fit" and cannot be combined with \'sequential\'',
+    ),
+    "overflow": (
+        ([3], 8),
+        {"overflow": "cut"},
+        "overflow must be one of 'error', 'truncate', 'split', 'drop'; got 'cut'",
+    ),
+    "max_segments": (([3], 8), {"max_segments": 0}, "max_segments must be an integer of at least 1, got 0"),
+    "alignment": (([3], 8), {"alignment": -1}, "alignment must be an integer of at least 1, got -1"),
+    "alignment and capacity": (
+        ([3], 1000),
+        {"alignment": 16},
+        "capacity 1000 is not a multiple of alignment 16: pass capacity 992 or 1008",
+    ),
+    "window": (([3], 8), {"window": 0}, "window must be an integer of at least 1, got 0"),
+    "seed": (([3], 8), {"seed": -1}, "seed must be an integer of at least 0, or None for no shuffling; got -1"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "options", "message"), REFUSED.values(), ids=REFUSED)
+def test_bad_input_is_refused_with_the_way_out(arguments, options, message):
+    with pytest.raises(PackingError) as raised:
+        plan(*arguments, **options)
+    assert message in str(raised.value)
+
+
+def test_a_document_over_capacity_is_named_with_the_ways_out():
+    lengths = [5] * 17 + [9214, 10_000]
+    with pytest.raises(CapacityError) as raised:
+        plan(lengths, 8192)
+    assert str(raised.value) == (
+        "document 17 has 9,214 tokens and capacity is 8,192 (1 more are too long): "
+        'pass overflow="split", "truncate" or "drop", or raise capacity'
+    )
+
+
+def test_dropping_everything_is_refused():
+    with pytest.raises(CapacityError, match="nothing is left to pack: all 2 documents have more than 8 tokens"):
+        plan([9, 10], 8, overflow="drop")
