@@ -133,6 +133,8 @@ class AttentionStack(Backend):
         dout: Array | None = None,
         **options: Any,
     ) -> tuple[Array, Gradients]:
+        if v.shape[-1] < q.shape[-1]:  # some serve one such pair of widths, which is not what declaring it means
+            protocol.require_declared(self, options=["narrow_values"])
         operands = self._operands({"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks}), dtype)
         slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, device=self.device)
 
@@ -312,10 +314,11 @@ class Stack(AttentionStack):
             return self._train(decoder, steps, **options)
         with tempfile.TemporaryDirectory() as folder:
             shares = [[step[rank::ranks] for step in steps] for rank in range(ranks)]
-            # A server that has imported this module once forks the ranks: importing it in each costs seconds.
+            # A server that has imported this module once forks the ranks: importing it in each costs seconds. But a
+            # process that was forked after that cannot use CUDA.
             multiprocessing.set_forkserver_preload([__name__])
-            arguments = self, decoder, shares, options, folder
-            start_processes(_train_on_rank, arguments, nprocs=ranks, start_method="forkserver")
+            how = "spawn" if self.device.type == "cuda" else "forkserver"
+            start_processes(_train_on_rank, (self, decoder, shares, options, folder), nprocs=ranks, start_method=how)
             found: tuple[list[float], dict[str, Array]] = torch.load(Path(folder) / "found", weights_only=False)
         return found
 

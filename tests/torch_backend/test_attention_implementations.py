@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from packing_core import reference
 from packing_core.errors import UnsupportedError
 from tests.torch_backend import flash_stand_ins
-from torch_backend.attention import IMPLEMENTATIONS, ORDER, AttentionRequest, _describe, _loaded, attention
+from torch_backend.attention import IMPLEMENTATIONS, ORDER, AttentionRequest, _describe, attention
 from torch_backend.attention.flash import FLASH2, FLASH3, FLASH4
 from torch_backend.attention.flash_family import assert_longest, backward_overflows, window_size
 from torch_backend.attention.flex import FLEX, block_mask
@@ -81,9 +81,16 @@ def test_every_implementation_is_in_the_table_and_serves_the_common_case(name):
     [
         ("flash2 flash3 flash4 varlen xformers", {"device": torch.device("cpu")}, "runs on CUDA, not on cpu"),
         ("flash2 flash3 flash4 varlen xformers flex", {"dtype": torch.float32}, "not float32"),
-        ("flash2 flash3 flash4 varlen xformers", {"head_dim": 60, "value_dim": 60}, "multiple of 8 up to 256, not 60"),
+        ("flash2 flash3 varlen xformers", {"head_dim": 60, "value_dim": 60}, "multiple of 8 up to 256, not 60"),
         ("flash2 flash3 flash4 varlen xformers", {"head_dim": 512, "value_dim": 512}, "not 512"),
         ("flash2 varlen xformers", {"value_dim": 32}, "values as wide as keys"),
+        ("flash4", {"value_dim": 32}, "at widths 192 and 128 only"),
+        ("flash4", {"head_dim": 192, "value_dim": 128}, "without grouped heads"),
+        (
+            "flash4",
+            {"head_dim": 80, "value_dim": 80},
+            "its backward takes heads whose width is a multiple of 32",
+        ),
         ("flex", {"head_dim": 8, "value_dim": 8}, "at least 16 channels"),
         ("varlen xformers", {"softcap": 30.0}, "no softcap"),
         ("flash2 flash3 varlen xformers", {"sinks": True}, "no sinks"),
@@ -222,17 +229,18 @@ def test_a_trial_leaves_random_numbers_grad_mode_and_fake_tensors_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_torch_compile_asks_while_tracing_and_keeps_one_graph(monkeypatch):
-    trial = Trial()
-    monkeypatch.setitem(IMPLEMENTATIONS, "trial", "")
-    monkeypatch.setitem(_loaded, "trial", trial)
+def test_torch_compile_imports_and_asks_while_tracing_and_keeps_one_graph(tmp_path, monkeypatch):
+    (tmp_path / "trial_module.py").write_text(f"from {__name__} import Trial\nTRIAL = Trial()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(IMPLEMENTATIONS, "trial", "trial_module:TRIAL")
     packed = PackedMetadata.from_lengths([5, 3])
     q = torch.randn(8, 2, 16)
     compiled = torch.compile(
         lambda q: attention(q, q, q, packed, implementation="trial"), fullgraph=True, backend="eager"
     )
+    assert "trial_module" not in sys.modules
     torch.testing.assert_close(compiled(q), attention(q, q, q, packed, implementation="reference"))
-    assert len(trial.runs) == 2  # its trial and the traced call
+    assert len(sys.modules.pop("trial_module").TRIAL.runs) == 2  # its trial and the traced call
 
 
 def test_xformers_does_not_take_flash_attention_4_for_flash_attention_2(tmp_path, monkeypatch):
@@ -255,7 +263,7 @@ def test_xformers_does_not_take_flash_attention_4_for_flash_attention_2(tmp_path
 
 
 def tensors(
-    packed: PackedMetadata, *, heads=4, kv_heads=2, width=16, value_width=16, device="cpu", dtype=torch.float32
+    packed: PackedMetadata, *, heads=4, kv_heads=2, width=32, value_width=32, device="cpu", dtype=torch.float32
 ):
     generator = torch.Generator().manual_seed(0)
     shapes = (heads, width), (kv_heads, width), (kv_heads, value_width), (heads, value_width)

@@ -8,6 +8,7 @@ new file and a line in ``IMPLEMENTATIONS``. Data flows ``[T, H, D]`` in, ``[T, H
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -27,6 +28,7 @@ IMPLEMENTATIONS = {
     "flash4": "torch_backend.attention.flash:FLASH4",
     "flash3": "torch_backend.attention.flash:FLASH3",
     "flash2": "torch_backend.attention.flash:FLASH2",
+    "triton": "torch_backend.attention.triton:TRITON",
     "varlen": "torch_backend.attention.varlen:VARLEN",
     "flex": "torch_backend.attention.flex:FLEX",
     "xformers": "torch_backend.attention.xformers:XFORMERS",
@@ -36,7 +38,7 @@ IMPLEMENTATIONS = {
 # What "auto" asks, fastest measured first; a device that is not listed takes the CPU's order.
 ORDER = {
     "cpu": ("sdpa", "reference"),
-    "cuda": ("flash4", "flash3", "varlen", "flash2", "flex", "xformers", "sdpa", "reference"),
+    "cuda": ("flash4", "flash3", "triton", "varlen", "flash2", "flex", "xformers", "sdpa", "reference"),
 }
 
 
@@ -104,10 +106,6 @@ class Implementation(Protocol):
     ) -> Tensor:
         """Attention of a request that :meth:`supports` accepted; shapes and dtypes were checked by the caller."""
         ...
-
-
-# Not functools.cache: torch.compile would ignore it and trace into the import.
-_loaded: dict[str, Implementation] = {}
 
 
 def attention(
@@ -210,10 +208,15 @@ def candidates(device: torch.device, implementation: str | Sequence[str]) -> tup
 
 
 def _load(name: str) -> Implementation:
-    if name not in _loaded:
-        module, _, attribute = IMPLEMENTATIONS[name].partition(":")
-        _loaded[name] = getattr(import_module(module), attribute)
-    return _loaded[name]
+    module, _, attribute = IMPLEMENTATIONS[name].partition(":")
+    _import(module)
+    found: Implementation = getattr(sys.modules[module], attribute)
+    return found
+
+
+@torch.compiler.assume_constant_result  # torch.compile runs it while tracing, or the first call would break the graph
+def _import(module: str) -> None:
+    import_module(module)
 
 
 @cache

@@ -118,6 +118,12 @@ class Flash4(Probed):
             return "no ALiBi"
         if request.dropout:
             return "no dropout"
+        if request.requires_grad and request.head_dim % 32:
+            # Version 4.0.0b36 rounds widths up to 32 where it reads its gradients and to 16 where Hopper writes them.
+            return f"its backward takes heads whose width is a multiple of 32, not {request.head_dim}"
+        widths = request.head_dim, request.value_dim
+        if request.value_dim != request.head_dim and (widths != (192, 128) or request.heads != request.kv_heads):
+            return "takes values narrower than keys at widths 192 and 128 only, and without grouped heads"
         return not_on_cuda(request) or odd_heads(request, narrow_values=True)
 
     def __call__(

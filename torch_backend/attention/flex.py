@@ -9,7 +9,9 @@ tokens, so it costs the square of the number of blocks and never that of tokens:
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
+from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -50,7 +52,8 @@ class Flex(Probed):
         sinks: Tensor | None,
         alibi_slopes: Tensor | None,
     ) -> Tensor:
-        run = _compiled() if q.device.type == "cuda" and not request.compiling else _EAGER
+        on_gpu = q.device.type == "cuda"
+        run = _compiled(_without_sizes(request)) if on_gpu and not request.compiling else _EAGER
         out, extra = run(
             *(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)),
             score_mod=_score_mod(request.softcap, alibi_slopes),
@@ -58,6 +61,8 @@ class Flex(Probed):
             scale=request.scale,
             enable_gqa=request.heads != request.kv_heads,
             return_aux=AuxRequest(lse=sinks is not None),
+            # Below 128 tokens torch would take its decoding kernel, which has no tile for every group of heads.
+            kernel_options={"FORCE_USE_FLEX_ATTENTION": True} if on_gpu else None,
         )
         if sinks is not None:
             # The sink's weight joins the denominator: exp(lse) / (exp(lse) + exp(sink)) of the output is left.
@@ -79,10 +84,24 @@ def block_mask(packed: PackedMetadata, *, causal: bool, window: int | None) -> B
     return packed.derived(("flex", causal, window), partial(_build, causal=causal, window=window))
 
 
+def _without_sizes(request: AttentionRequest) -> AttentionRequest:
+    """What a compiled kernel is for: everything but the numbers of tokens and segments."""
+    return replace(request, tokens=0, segments=0, max_seqlen=0, host_lengths=False)
+
+
 @cache
-def _compiled() -> Callable[..., Any]:
-    # fullgraph: past the limit of recompilations torch raises, where it would otherwise run the T x T form in silence.
-    return torch.compile(flex_attention, fullgraph=True)
+def _compiled(configuration: AttentionRequest) -> Callable[..., Any]:
+    """``flex_attention`` compiled for one configuration.
+
+    torch counts recompilations by code object and gives up after eight, so every configuration has a code object of its
+    own. With ``fullgraph`` it raises then, where it would otherwise run the T x T form without a word.
+    """
+    code = _run.__code__.replace(co_name=f"flex_attention_{_compiled.cache_info().currsize}")
+    return torch.compile(FunctionType(code, _run.__globals__), fullgraph=True)
+
+
+def _run(*arguments: Any, **options: Any) -> Any:
+    return flex_attention(*arguments, **options)
 
 
 def _score_mod(softcap: float | None, alibi_slopes: Tensor | None) -> Callable[..., Tensor] | None:
