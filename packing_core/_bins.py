@@ -8,7 +8,7 @@ plan's alignment, and no document ids pass through here.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,21 +37,47 @@ class Blocks:
         first, rows, slot, per_row = np.fromiter(flat, np.int64, len(flat)).reshape(-1, 4).T
         return cls(first, rows, slot, per_row, n_rows)
 
+    def followed_by(self, other: Blocks) -> Blocks:
+        """The blocks of both; ``other`` numbers its rows as a continuation of these."""
+        pairs = zip(
+            (self.first, self.rows, self.slot, self.per_row), (other.first, other.rows, other.slot, other.per_row)
+        )
+        first, rows, slot, per_row = (np.concatenate(pair) for pair in pairs)
+        return Blocks(first, rows, slot, per_row, other.n_rows)
 
-def best_fit(sizes: Int64, counts: Int64, capacity: int, max_segments: int) -> Blocks:
+
+def best_fit(
+    sizes: Int64,
+    counts: Int64,
+    capacity: int,
+    max_segments: int,
+    ranges: Sequence[Range] = (),
+    n_rows: int = 0,
+) -> Blocks:
     """Best fit of ``counts[i]`` items of ``sizes[i]``, strictly decreasing: exactly best-fit-decreasing.
 
     Each item goes into the fullest row that takes it; among equals, the one with fewest segments, then the oldest.
 
     While sizes decrease, rows that take the current size only gain members, and every newcomer has less free than those
     before. So they form a stack whose top is the fullest, and what is left of a row waits for the size that fits it.
+
+    Args:
+        sizes: [D] units of the items.
+        counts: [D] items of each size.
+        capacity: units of a row.
+        max_segments: most items in a row.
+        ranges: rows that are there before and take more; they are numbered from 0.
+        n_rows: how many rows are there before.
     """
     blocks: list[int] = []
     stack: list[Range] = []
     waiting: list[Range | list[Range] | None] = [None] * len(sizes)
     largest_within = _largest_within(sizes, capacity)
     smallest = int(sizes[-1])
-    n_rows = 0
+    for range_ in sorted(ranges, reverse=True):
+        if range_[0] >= smallest and range_[1] < max_segments:
+            at = largest_within(range_[0])
+            waiting[at] = [*(waiting[at] or ()), range_]
     for arrived, size, count in zip(waiting, sizes.tolist(), counts.tolist()):
         if arrived is not None:
             if isinstance(arrived, list):

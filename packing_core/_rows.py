@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from packing_core import _bins
+from packing_core import _bins, colgen
 from packing_core.runs import blocks as batches
 from packing_core.runs import indexes, ranges
 
@@ -26,13 +26,16 @@ class Rows(NamedTuple):
 
 
 def decreasing(
-    pack: Callable[[Int64, Int64, int, int], _bins.Blocks],
+    pack: Callable[[Int64, Int64, int, int], tuple[_bins.Blocks, Int64 | None]],
     sizes: Int64,
     capacity: int,
     max_segments: int,
     shuffle: Shuffle,
 ) -> Rows:
-    """Hand the number of pieces of each size, by decreasing size, to ``pack`` and write down its blocks."""
+    """Hand the number of pieces of each size, by decreasing size, to ``pack`` and write down its blocks.
+
+    ``pack`` also says in which order the blocks take the sorted pieces, None for the order they have.
+    """
     # Sizes and indexes are sorted together, in half the memory where both fit an int32, which is several times faster
     # than an indirect sort. They fit an int64 always (``_pieces``). Large arrays are used again: new memory takes time.
     n = len(sizes)
@@ -44,7 +47,9 @@ def decreasing(
     keys.sort()
     ordered = np.right_shift(keys, bits, out=spare)
     first = np.concatenate([np.zeros(1, np.int64), np.flatnonzero(ordered[1:] != ordered[:-1]) + 1])
-    blocks = pack(-ordered[first].astype(np.int64), np.diff(first, append=n), capacity, max_segments)
+    blocks, places = pack(-ordered[first].astype(np.int64), np.diff(first, append=n), capacity, max_segments)
+    if places is not None:
+        keys = keys[places]
 
     offsets = _scatter(blocks, keys, shuffle, out=spare)
     order = np.bitwise_and(spare, (1 << bits) - 1, out=keys).astype(np.int64, copy=False)
@@ -63,8 +68,9 @@ def sequential(sizes: Int64, capacity: int, max_segments: int, shuffle: Shuffle)
     return Rows(_offsets(counts), order, sizes[order])
 
 
-best_fit = partial(decreasing, _bins.best_fit)
-first_fit = partial(decreasing, _bins.first_fit)
+best_fit = partial(decreasing, lambda *counted: (_bins.best_fit(*counted), None))
+first_fit = partial(decreasing, lambda *counted: (_bins.first_fit(*counted), None))
+fewest = partial(decreasing, colgen.fewest)
 
 
 def permutation(n: int, bits: np.random.PCG64) -> Int64:

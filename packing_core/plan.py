@@ -80,7 +80,8 @@ def plan(
     sizes = pieces.length if alignment == 1 else -(-pieces.length // alignment)
 
     def pack(sizes: Int64) -> _rows.Rows:
-        return _STRATEGIES[strategy](sizes, capacity // alignment, min(limit or len(sizes), len(sizes)), shuffle)
+        packer = _rows.fewest if effort == "max" else _STRATEGIES[strategy]
+        return packer(sizes, capacity // alignment, min(limit or len(sizes), len(sizes)), shuffle)
 
     rows = pack(sizes) if window is None else _windows(pack, sizes, positive("window", window), shuffle)
     return PackPlan(

@@ -1,6 +1,7 @@
 """plan: textbook packings, nothing lost or doubled, the overflow policies, order, and what is refused."""
 
 import tracemalloc
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -71,7 +72,7 @@ def test_every_token_stands_in_one_row_or_is_accounted_for(problem, strategy, ov
     if overflow == "drop":
         lengths = [1, *lengths]  # something is left
     made = plan(lengths, capacity, strategy=strategy, overflow=overflow, seed=seed, window=window, **options)
-    made = type(made)(**vars(made))  # checks the invariants that the planner vouches for
+    made = replace(made, check=True)  # checks the invariants that the planner vouches for
     kept = [set() for _ in lengths]
     for document, start, length in zip(made.source, made.start, made.length, strict=True):
         kept[document] |= set(range(start, start + length))
@@ -154,6 +155,39 @@ def test_a_seeded_window_shuffles_documents_first_and_rows_inside_the_window():
     assert made != plan(lengths, 64, window=100, seed=4)
     unseeded = [plan(lengths[w], 64, seed=None).n_rows for w in map(np.sort, windows)]
     assert np.diff(begins).tolist() == unseeded
+
+
+@given(
+    st.integers(4, 400),
+    st.lists(st.integers(0, 10_000), min_size=1, max_size=60),
+    st.sampled_from([(0.0, 1.0), (0.25, 0.5), (0.2, 0.45), (0.34, 0.7)]),
+    st.sampled_from([None, 1, 2, 3, 5]),
+    st.sampled_from([1, 4]),
+)
+def test_more_effort_never_takes_more_rows(capacity, draws, span, max_segments, alignment):
+    capacity *= alignment
+    low, high = (int(part * capacity) for part in span)
+    lengths = [low + 1 + draw % max(1, high - low) for draw in draws]
+    options = {"max_segments": max_segments, "alignment": alignment}
+    best = plan(lengths, capacity, effort="max", **options)
+    best = replace(best, check=True)
+    assert sorted(best.source.tolist()) == list(range(len(lengths)))
+    assert best.lower_bound <= best.n_rows <= len(naive.best_fit_decreasing(lengths, capacity, **options))
+    assert max_segments is None or np.diff(best.row_offsets).max() <= max_segments
+    assert best == plan(lengths, capacity, effort="max", **options)
+
+
+@pytest.mark.parametrize("extra", [0, 30_000], ids=["long only", "with short ones"])
+def test_column_generation_fills_what_best_fit_leaves_empty(extra):
+    rng = np.random.default_rng(0)
+    lengths = np.concatenate([rng.integers(513, 1025, 100_000), rng.integers(1, 60, extra)])
+    best = replace(plan(lengths, 2048, effort="max"), check=True)
+    assert best.source[np.argsort(best.source)].tolist() == list(range(len(lengths)))
+    fast = plan(lengths, 2048)
+    if extra:
+        assert best.n_rows < 0.97 * fast.n_rows
+    else:
+        assert fast.efficiency < 0.905 and best.efficiency > 0.955
 
 
 def test_best_fit_leaves_almost_nothing_on_short_documents():
