@@ -1,0 +1,84 @@
+"""The Pallas kernels lowered for an H200 on a host that has none: they lower, compile, and fit the chip."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+import triton
+from jax.sharding import AbstractDevice, AbstractMesh
+from jaxlib.mlir import ir
+from jaxlib.triton import dialect
+from triton.backends.compiler import GPUTarget
+
+from jax_backend import segment_attention
+
+H200 = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", num_cores=132, platform="cuda"))
+SHARED_MEMORY = 232_448  # bytes that a block may ask for on compute capability 9.0
+KERNELS = ("segment_attention_forward", "segment_attention_dq", "segment_attention_dkv")
+
+
+@cache
+def lowered(heads: int, kv_heads: int, width: int, dtype: str, window: int | None = None) -> Any:
+    """The gradient of one call over a row of 1,024 tokens, lowered for the H200."""
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
+        return segment_attention(q, k, v, ids, window=window).astype(jnp.float32).sum()
+
+    shapes = [(1, 1024, n, width) for n in (heads, kv_heads, kv_heads)]
+    arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    arguments.append(jax.ShapeDtypeStruct((1, 1024), jnp.int32))
+    with jax.sharding.use_abstract_mesh(H200):
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(*arguments).lower(lowering_platforms=("cuda",))
+
+
+def kernels(module: Any) -> dict[str, Any]:
+    """Kernel name -> the attributes of its custom call."""
+    found = {}
+
+    def visit(operation: Any) -> None:
+        for region in operation.regions:
+            for block in region:
+                for inner in block:
+                    if "call_target_name" in inner.attributes and "triton" in str(inner.attributes["call_target_name"]):
+                        config = inner.attributes["mhlo.backend_config"]
+                        found[config["name"].value] = config
+                    visit(inner.operation)
+
+    visit(module.operation)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "dtype", "window"),
+    [
+        (32, 8, 128, "bfloat16", None),
+        (14, 2, 64, "bfloat16", 512),
+        (4, 4, 80, "float32", None),
+        (8, 1, 256, "float16", None),
+    ],
+)
+def test_none_picks_pallas_for_a_gpu_and_its_three_kernels_lower(
+    heads: int, kv_heads: int, width: int, dtype: str, window: int | None
+) -> None:
+    assert set(kernels(lowered(heads, kv_heads, width, dtype, window).compiler_ir())) == set(KERNELS)
+
+
+def test_the_compiled_kernels_fit_into_shared_memory(tmp_path: Path) -> None:
+    for name, config in kernels(lowered(32, 8, 128, "bfloat16").compiler_ir()).items():
+        source = tmp_path / f"{name}.ttir"
+        source.write_text(_text(config["ir"].value_bytes))
+        options = {"num_warps": config["num_warps"].value, "num_stages": config["num_stages"].value}
+        compiled = triton.compile(str(source), target=GPUTarget("cuda", 90, 32), options=options)
+        assert compiled.metadata.shared <= SHARED_MEMORY, (name, compiled.metadata.shared)
+
+
+def _text(bytecode: bytes) -> str:
+    context = ir.Context()
+    dialect.register_dialect(context)
+    context.load_all_available_dialects()
+    return ir.Module.parse(bytecode, context).operation.get_asm(enable_debug_info=False)
