@@ -19,7 +19,10 @@ from packing_core.errors import PackingError
 # command -> module:function, whose docstring is the help; in the order that --help shows
 COMMANDS = {
     "train": "packing_core.cli.train:train",
+    "pack": "packing_core.cli.pack:pack",
     "report": "packing_core.cli.report:report",
+    "audit": "packing_core.cli.audit:audit",
+    "conform": "packing_core.cli.conform:conform",
 }
 
 

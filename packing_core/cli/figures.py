@@ -65,7 +65,7 @@ def report_figure(
     names, slots, colours = [], [], []
     for size in batches:
         names += [f"batches of {size},\nrandom", f"batches of {size},\nsorted"]
-        slots += [padded_slots(shuffled, size), padded_slots(np.sort(plan.length), size)]
+        slots += [padded_slots(shuffled, size), padded_slots(-np.sort(-plan.length), size)]
         colours += [COLOURS["padded"], COLOURS["grouped"]]
     names.append("packed rows")
     slots.append(plan.n_rows * plan.capacity)

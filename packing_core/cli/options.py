@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,6 +13,7 @@ from rich.console import Console
 from packing_core.cli.progress import counted
 from packing_core.cli.records import Records, open_records
 from packing_core.cli.text import Encoder, Loss, Policy, load_tokenizer, plain_texts, train_tokenizer
+from packing_core.errors import PackingError
 
 Data = Annotated[
     str | None,
@@ -44,6 +46,28 @@ TrustRemoteCode = Annotated[
 
 VOCABULARY = 2048  # entries of the byte-level BPE that is trained when no tokenizer is named
 OUT = Console()
+
+
+def claim_folder(folder: Path, marker: str, *, overwrite: bool, ways: str = "--overwrite") -> None:
+    """Make sure that ``folder`` may be written: it is empty, or a run of ours that ``overwrite`` allows to replace.
+
+    Args:
+        folder: where a command is about to write.
+        marker: the file that every run of this command leaves in its folder.
+        overwrite: remove the run that the folder holds.
+        ways: the options that the error offers.
+
+    Raises:
+        PackingError: somebody may still need what the folder holds.
+    """
+    held = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    if held <= {marker}:
+        return
+    if not overwrite:
+        raise PackingError(f"--output {folder} is not empty: pass {ways} or another folder")
+    if marker not in held:
+        raise PackingError(f"--overwrite: {folder} has no {marker}, so it holds something else: remove it yourself")
+    shutil.rmtree(folder)
 
 
 @dataclass(frozen=True)

@@ -65,12 +65,13 @@ class TrainProgress:
 
 
 def counted(console: Console, what: str, items: Iterable[Item]) -> Iterator[Item]:
-    """The items, with a line that counts them while they come."""
+    """The items, with a line that counts them while they come, on a terminal."""
     with Progress(
         TextColumn("{task.description}"),
         TextColumn("{task.completed:,}"),
         TimeElapsedColumn(),
         console=console,
         transient=True,
+        disable=not console.is_terminal,
     ) as progress:
         yield from progress.track(items, description=what, total=0)

@@ -148,7 +148,7 @@ class Schedule:
         """The pieces of the step's plan in each padded batch."""
         lengths = self.steps[step].length
         if run == "grouped":
-            order = np.argsort(lengths, kind="stable")
+            order = np.argsort(-lengths, kind="stable")  # longest first, as transformers' group_by_length
         else:
             order = np.random.default_rng([self.seed, step]).permutation(len(lengths))
         return [order[i : i + self.padded_batch] for i in range(0, len(order), self.padded_batch)]

@@ -60,7 +60,7 @@ def savings_table(plan: PackPlan, *, batches: Sequence[int], seed: int) -> Table
     real, lengths = plan.n_tokens, plan.length
     shuffled = np.random.default_rng(seed).permutation(lengths)
     for size in batches:
-        for name, order in (("random", shuffled), ("sorted by length", np.sort(lengths))):
+        for name, order in (("random", shuffled), ("sorted by length", -np.sort(-lengths))):
             slots = padded_slots(order, size)
             table.add_row(
                 f"batches of {size}, {name}",

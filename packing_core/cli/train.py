@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +18,7 @@ import typer
 from packing_core.cli import options
 from packing_core.cli.figures import compare_figure
 from packing_core.cli.job import Options, TrainJob, TrainResult, trainer
-from packing_core.cli.options import OUT, Source
+from packing_core.cli.options import OUT, Source, claim_folder
 from packing_core.cli.progress import TrainProgress, counted
 from packing_core.cli.schedule import Corpus, Schedule
 from packing_core.cli.tables import comparison_table, lengths_table, padding, rate, steps_table
@@ -34,11 +33,11 @@ RUN_FILE, PICTURE = "crosspack.json", "compare.png"
 SMALL_LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 128,
-    "intermediate_size": 352,
+    "hidden_size": 96,
+    "intermediate_size": 256,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
     "max_position_embeddings": 8192,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     "tie_word_embeddings": True,
@@ -66,10 +65,13 @@ def train(
     capacity: options.Capacity = 2048,
     overflow: options.OverflowPolicy = "error",
     rows_per_step: Annotated[int, typer.Option(min=1, help="Packed rows in an optimizer step.")] = 4,
-    padded_batch: Annotated[int, typer.Option(min=1, help="Documents in a padded batch of --compare.")] = 16,
+    padded_batch: Annotated[int, typer.Option(min=1, help="Documents in a padded batch of --compare.")] = 8,
     epochs: Annotated[int, typer.Option(min=1)] = 1,
     steps: Annotated[int | None, typer.Option(min=1, help="Stop after this many steps. Default: all epochs.")] = None,
-    lr: Annotated[float, typer.Option(min=0.0, help="Peak learning rate of AdamW.")] = 1e-3,
+    lr: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Peak learning rate of AdamW. Default: 2e-5, and 3e-3 for random weights."),
+    ] = None,
     decay: Annotated[Literal["cosine", "linear", "constant"], typer.Option(help="Learning-rate schedule.")] = "cosine",
     warmup: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of the steps that the rate rises.")] = 0.05,
     weight_decay: Annotated[float, typer.Option(min=0.0)] = 0.0,
@@ -95,6 +97,8 @@ def train(
         data, split, tokenizer or model_folder, Policy(loss, bos, eos), trust_remote_code=trust_remote_code
     )
     encoder = source.encoder
+    if model is None:
+        model_source = SMALL_LLAMA | _special_tokens(encoder.tokenizer)
     corpus = Corpus.collect(counted(OUT, "documents read", encoder(source.records)))
     lengths = corpus.documents.lengths
     plans = tuple(make_plan(lengths, capacity, overflow=overflow, seed=seed + epoch) for epoch in range(epochs))
@@ -110,8 +114,8 @@ def train(
     OUT.print(lengths_table(lengths, trained=corpus.n_trained))
     OUT.print(steps_table(schedule))
 
-    if isinstance(model_source, dict):
-        model_source = {"vocab_size": len(encoder.tokenizer), **model_source}
+    if lr is None:
+        lr = 2e-5 if isinstance(model_source, str) else 3e-3
     if output is not None and not resume:
         _write_run({}, output)  # says whose folder it is, should the run be interrupted
     with TrainProgress(OUT, len(schedule)) as progress:
@@ -156,20 +160,14 @@ def _check_output(output: Path | None, *, compare: bool, overwrite: bool, resume
         if resume or save_every:
             raise PackingError("--resume and --save-every need --output, the folder of the run")
         return
-    held = [path.name for path in output.iterdir()] if output.exists() else []
-    if resume or set(held) <= {RUN_FILE}:
-        return
-    if not overwrite:
-        raise PackingError(f"--output {output} is not empty: pass --resume, --overwrite or another folder")
-    if RUN_FILE not in held:
-        raise PackingError(f"--overwrite: {output} has no {RUN_FILE}, so it holds something else: remove it yourself")
-    shutil.rmtree(output)
+    if not resume:
+        claim_folder(output, RUN_FILE, overwrite=overwrite, ways="--resume, --overwrite")
 
 
 def _model(model: str | None) -> tuple[str | dict[str, Any], str | None]:
     """What the trainer builds the model from, and the folder or hub name whose tokenizer belongs to it."""
     if model is None:
-        return SMALL_LLAMA, None
+        return SMALL_LLAMA, None  # the tokenizer is not known yet
     path = Path(model)
     if not path.is_file():
         return model, model
@@ -179,6 +177,12 @@ def _model(model: str | None) -> tuple[str | dict[str, Any], str | None]:
     except (ValueError, KeyError, TypeError) as error:
         raise PackingError(f"--model {model}: a file must be a config.json with a model_type") from error
     return config, str(path.parent) if (path.parent / "tokenizer_config.json").is_file() else None
+
+
+def _special_tokens(tokenizer: Any) -> dict[str, Any]:
+    """What a config says of its tokenizer."""
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {"vocab_size": len(tokenizer), **{name: getattr(tokenizer, name) for name in names}}
 
 
 def _show(result: TrainResult, schedule: Schedule, *, compare: bool, picture: Path, title: str) -> None:
