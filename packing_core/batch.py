@@ -341,7 +341,8 @@ class PackedBatch:
     @cached_property
     def _number_in_row(self) -> Int64:
         """int64 [S]: 0-based number of each segment in its row."""
-        return np.arange(self.n_segments) - np.searchsorted(self.rows, self.rows)
+        number = np.arange(self.n_segments)
+        return number - _of_row(self.rows, number)
 
     @property
     def _padding(self) -> Int64:
@@ -356,9 +357,14 @@ class PackedBatch:
 
 def segment_starts(rows: Int64, lengths: Int64, alignment: int) -> Int64:
     """int64 [S]: the column of each segment; ``rows`` [S] never decreases, ``lengths`` [S] are tokens."""
-    taken = -(-lengths // alignment) * alignment
+    taken = lengths if alignment == 1 else -(-lengths // alignment) * alignment
     before = np.cumsum(taken) - taken
-    return before - before[np.searchsorted(rows, rows)]
+    return before - _of_row(rows, before)
+
+
+def _of_row(rows: Int64, rising: Int64) -> Int64:
+    """[S]: for each segment the value, of S rising ones from 0 on, at the first segment of its row."""
+    return np.maximum.accumulate(np.where(np.diff(rows, prepend=-1) > 0, rising, 0))
 
 
 def _signed(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -57,12 +57,16 @@ def indexes(begin: Int64, lengths: Int64) -> Int64:
 
 def ramps(at: Int64, lengths: Int64, size: int) -> NDArray[np.int32]:
     """[size] int32: 0, 1, 2, .. from the first token of each of S ordered runs, and 0 in the gaps."""
-    out = np.empty(size, np.int32)
-    reach = np.diff(at, append=size)  # up to the next run: what it says of the gap is overwritten below
-    for block in blocks(reach):
-        first, count = int(at[block.start]), int(reach[block].sum())
-        begin = np.repeat((at[block] - first).astype(np.int32), reach[block])
-        np.subtract(np.arange(count, dtype=np.int32), begin, out=out[first : first + count])
+    if not len(at):
+        return np.zeros(size, np.int32)
+    reach = np.diff(at, append=size)  # up to the next run: what that says of the gap between is overwritten below
+    reach[0] += at[0]
+    out = np.repeat(at.astype(np.int32), reach)  # past 2**31 tokens both sides of the difference wrap alike
+    count = np.arange(min(size, BLOCK_TOKENS), dtype=np.int32)
+    for first in range(0, size, BLOCK_TOKENS):
+        part = out[first : first + BLOCK_TOKENS]
+        np.subtract(count[: len(part)], part, out=part)
+        count += np.int32(BLOCK_TOKENS)
     out[indexes(*gaps(at, lengths, size))] = 0
     return out
 

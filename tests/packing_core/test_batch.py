@@ -275,3 +275,11 @@ def test_a_plan_is_followed_to_the_letter():
         n_documents=2,
     )
     assert pack([[5, 6, 7], [8, 9]], made, pad_id=-1).input_ids.tolist() == [[8, 9, -1], [5, 6, 7]]
+
+
+def test_unpack_puts_pieces_in_order_wherever_their_rows_stand():
+    document = list(range(40))
+    batch = pack([document], 4, overflow="split", seed=1)
+    assert batch.starts.tolist() != sorted(batch.starts)
+    assert batch.unpack()[0].tolist() == document
+    assert batch[batch.starts >= 20].unpack()[0].tolist() == document[20:]
