@@ -1,0 +1,65 @@
+"""``crosspack audit``: the verdict of every path, in the table, in the JSON and in the exit status."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import transformers
+from typer.testing import CliRunner
+
+from packing_core.cli import app
+from packing_core.errors import PackingError
+from torch_backend.survey import PATHS, config_of, survey
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, ["audit", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("family", "verdicts"),
+    [
+        # Dense models under TRL's keys are exact in stock transformers; the default cache is what makes them leak.
+        ("llama", ["contaminated", "contaminated", "exact", "exact", "exact"]),
+        # Never hands position_ids to its mask.
+        ("gpt_oss", ["contaminated", "contaminated", "contaminated", "contaminated", "exact"]),
+    ],
+)
+def test_every_path_has_a_verdict(family, verdicts) -> None:
+    results = survey(config_of(family))
+    assert [result.path for result in results] == list(PATHS)
+    assert [result.verdict for result in results] == verdicts
+    assert all(result.logits > 0.1 for result in results if result.verdict == "contaminated")
+    assert all(result.gradients < 1e-5 for result in results if result.verdict == "exact")
+
+
+def test_the_exit_status_and_the_json_tell_contamination(tmp_path) -> None:
+    transformers.Qwen3Config(num_hidden_layers=2).save_pretrained(tmp_path)
+    figures = tmp_path / "audit.json"
+    result = run(str(tmp_path), "--json", str(figures))
+    assert result.exit_code == 1
+    assert "contaminated" in result.output and "exact" in result.output
+    rows = json.loads(figures.read_text())["families"][str(tmp_path)]
+    assert {row["path"]: row["verdict"] for row in rows}["patched"] == "exact"
+    assert run(str(tmp_path), "--path", "patched").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((), "crosspack audit takes a model, or --all-families"),
+        (("llama", "--path", "nowhere"), "--path nowhere: there is position_ids,"),
+        (("llama", "--backend", "nothing"), "--backend nothing: the installed ones are"),
+        (("no_such_model",), "no_such_model is neither a folder nor a model type of transformers"),
+    ],
+)
+def test_bad_options_end_with_one_line(arguments, text) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert text in " ".join(result.output.split())
+
+
+def test_an_unknown_family_is_an_error_of_the_project() -> None:
+    with pytest.raises(PackingError, match="give a folder that save_pretrained wrote, or a type such as llama"):
+        config_of("no_such_model")
