@@ -32,7 +32,7 @@ WEIGHTINGS = get_args(Weighting)
 IGNORE_INDEX = -100  # the label that no loss counts, as torch.nn.functional.cross_entropy defines it
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PackedBatch:
     """R rows of ``capacity`` tokens that hold S segments; every array is read-only.
 
@@ -74,29 +74,20 @@ class PackedBatch:
     weighting: Weighting = "token"
 
     def __post_init__(self) -> None:
-        if self.input_ids.ndim != 2 or self.input_ids.shape[1] < 1:
-            raise LayoutError(f"input_ids has shape {list(self.input_ids.shape)}: pass [rows, capacity]")
+        shape = np.shape(self.input_ids)
+        if len(shape) != 2 or shape[1] < 1:
+            raise LayoutError(f"input_ids has shape {list(shape)}: pass [rows, capacity]")
         for name, kinds in (("input_ids", "iu"), ("labels", "i"), ("loss_mask", "b")):
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, self._checked(name, getattr(self, name), kinds))
-        checked = {name: self._checked(f"columns[{name!r}]", array, "iufb") for name, array in self.columns.items()}
+                object.__setattr__(self, name, _checked(name, getattr(self, name), kinds, shape))
+        checked = {name: _checked(f"columns[{name!r}]", array, "iufb", shape) for name, array in self.columns.items()}
         object.__setattr__(self, "columns", checked)
         for name in ("cu_seqlens", "rows", "sources", "starts"):
-            array = getattr(self, name)
+            array = np.asarray(getattr(self, name))
             if array.ndim != 1 or array.dtype != np.int64:
                 raise LayoutError(f"{name} is {array.dtype} {list(array.shape)}: pass int64 and one dimension")
             object.__setattr__(self, name, _read_only(array.view()))
         self._check_segments()
-
-    def _checked(self, name: str, array: Array, kinds: str) -> Array:
-        if array.shape != self.input_ids.shape:
-            raise LayoutError(
-                f"{name} has shape {list(array.shape)} and input_ids {list(self.input_ids.shape)}: they must agree"
-            )
-        if array.dtype.kind not in kinds:
-            wanted = {"iu": "integers", "i": "signed integers", "b": "bool"}.get(kinds, "numbers")
-            raise LayoutError(f"{name} has dtype {array.dtype}: pass {wanted}")
-        return _read_only(np.ascontiguousarray(array).view())
 
     def _check_segments(self) -> None:
         count = len(self.cu_seqlens) - 1
@@ -114,8 +105,9 @@ class PackedBatch:
             return
         if self.rows[0] < 0 or self.rows[-1] >= len(self) or (np.diff(self.rows) < 0).any():
             raise LayoutError(f"rows must never decrease and stay in 0..{len(self) - 1}: sort the segments by row")
-        if self.sources.min() < 0 or self.starts.min() < 0:
-            raise LayoutError("sources and starts must not be negative: they count documents and tokens from 0")
+        for name in ("sources", "starts"):
+            if (lowest := getattr(self, name)).min() < 0:
+                raise LayoutError(f"{name}[{lowest.argmin()}] is {lowest.min()}: documents and tokens count from 0")
         over = self.segment_starts + self.lengths > self.capacity
         if over.any():
             s = int(np.argmax(over))
@@ -148,6 +140,12 @@ class PackedBatch:
 
     def __len__(self) -> int:
         return len(self.input_ids)
+
+    def __repr__(self) -> str:
+        return (
+            f"PackedBatch({len(self):,} rows of {self.capacity:,}, {self.n_segments:,} segments, "
+            f"{self.n_tokens:,} tokens, efficiency {self.efficiency:.4f})"
+        )
 
     @cached_property
     def lengths(self) -> Int64:
@@ -360,6 +358,17 @@ def segment_starts(rows: Int64, lengths: Int64, alignment: int) -> Int64:
     taken = lengths if alignment == 1 else -(-lengths // alignment) * alignment
     before = np.cumsum(taken) - taken
     return before - _of_row(rows, before)
+
+
+def _checked(name: str, given: Any, kinds: str, shape: tuple[int, ...]) -> Array:
+    """A read-only view of the array, of ``input_ids``' shape and of one of the dtype kinds."""
+    array = np.ascontiguousarray(given)
+    if array.shape != shape:
+        raise LayoutError(f"{name} has shape {list(array.shape)} and input_ids {list(shape)}: they must agree")
+    if array.dtype.kind not in kinds:
+        wanted = {"iu": "integers", "i": "signed integers", "b": "bool"}.get(kinds, "numbers")
+        raise LayoutError(f"{name} has dtype {array.dtype}: pass {wanted}")
+    return _read_only(array.view())
 
 
 def _of_row(rows: Int64, rising: Int64) -> Int64:

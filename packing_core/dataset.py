@@ -134,6 +134,9 @@ class PackedDataset:
     def __len__(self) -> int:
         return self.plan.n_rows
 
+    def __repr__(self) -> str:
+        return f"PackedDataset({self.sequences}, {self.plan})"
+
     def __getitem__(self, rows: int | slice | list[int] | Int64) -> PackedBatch:
         """PackedBatch of one row (int) or of several, in the order asked for.
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packing_core import CapacityError, LayoutError, PackedBatch, PackingError, PackPlan, pack
+from packing_core import CapacityError, LayoutError, PackedBatch, PackedDataset, PackingError, PackPlan, pack
 from tests.packing_core.packings import by_definition, packings
 
 DERIVED = ("segment_ids", "position_ids", "attention_mask", "boundaries", "targets", "loss_weights")
@@ -229,8 +229,12 @@ BAD = {
     "rows back": ({"rows": np.array([1, 0, 1])}, LayoutError, r"rows must never decrease and stay in 0\.\.1: sort"),
     "rows beyond": ({"rows": np.array([0, 1, 2])}, LayoutError, r"stay in 0\.\.1"),
     "negative rows": ({"rows": np.array([-1, 0, 1])}, LayoutError, r"stay in 0\.\.1"),
-    "negative source": ({"sources": np.array([0, -1, 2])}, LayoutError, "sources and starts must not be negative"),
-    "negative start": ({"starts": np.array([0, -1, 2])}, LayoutError, "sources and starts must not be negative"),
+    "negative source": (
+        {"sources": np.array([0, -1, 2])},
+        LayoutError,
+        r"sources\[1\] is -1: documents and tokens count from 0",
+    ),
+    "negative start": ({"starts": np.array([0, -1, 2])}, LayoutError, r"starts\[1\] is -1: documents"),
     "alignment": ({"alignment": 0}, PackingError, "alignment must be an integer of at least 1, got 0"),
     "weighting": ({"weighting": "row"}, PackingError, "weighting must be one of 'token', 'document'; got 'row'"),
     "overfull": (
@@ -283,3 +287,11 @@ def test_unpack_puts_pieces_in_order_wherever_their_rows_stand():
     assert batch.starts.tolist() != sorted(batch.starts)
     assert batch.unpack()[0].tolist() == document
     assert batch[batch.starts >= 20].unpack()[0].tolist() == document[20:]
+
+
+def test_lists_are_taken_and_a_batch_shows_its_size():
+    batch = PackedBatch([[1, 2, 3, 0]], [0, 2, 3], [0, 0], [0, 1], [0, 0], labels=[[1, 2, 3, -100]])
+    assert batch.segment_ids.tolist() == [[1, 1, 2, 0]]
+    assert repr(batch) == "PackedBatch(1 rows of 4, 2 segments, 3 tokens, efficiency 0.7500)"
+    shown = repr(PackedDataset([[1, 2], [3]], 4))
+    assert shown.startswith("PackedDataset(Ragged(2 sequences, 3 tokens, int64), PackPlan(1 rows of 4")
