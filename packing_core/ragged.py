@@ -138,13 +138,18 @@ class Ragged:
         """
         copy_runs(out, at, self.values, self.offsets[source].astype(np.int64, copy=False) + start, length)
 
+    def flat(self) -> Ragged:
+        """The same in one buffer from offset 0 to its end: a view where the storage is one buffer, else a copy."""
+        begin, end = int(self.offsets[0]), int(self.offsets[-1])
+        return Ragged(self.values[begin:end], self.offsets.astype(np.int64, copy=False) - begin, name=self.name)
+
     def save(self, folder: str | Path) -> None:
         """Write the sequences to ``folder`` as ``values.npy`` and ``offsets.npy``, which ``Ragged.open`` maps."""
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
-        begin, end = int(self.offsets[0]), int(self.offsets[-1])
-        np.save(path / VALUES, self.values[begin:end])
-        np.save(path / OFFSETS, self.offsets.astype(np.int64) - begin)
+        flat = self.flat()
+        np.save(path / VALUES, flat.values)
+        np.save(path / OFFSETS, flat.offsets)
 
     @staticmethod
     def open(folder: str | Path, *, name: str = "sequences") -> Ragged:
@@ -203,9 +208,9 @@ class _ArrayList(Ragged):
             begin = np.cumsum(length[block]) - length[block]
             copy_runs(out, at[block], joined, begin, length[block])
 
-    def save(self, folder: str | Path) -> None:
+    def flat(self) -> Ragged:
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._lengths)])
-        Ragged(np.concatenate(self.arrays, dtype=self.dtype), offsets, name=self.name).save(folder)
+        return Ragged(np.concatenate(self.arrays, dtype=self.dtype), offsets, name=self.name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _ArrayList, (self.arrays, self.name)
@@ -242,8 +247,8 @@ class _Joined(Ragged):
             local = source[here] - self.first[number]
             self.parts[number].copy_to(out, at[here], local, start[here], length[here])
 
-    def save(self, folder: str | Path) -> None:
-        _ArrayList(list(self), self.name).save(folder)
+    def flat(self) -> Ragged:
+        return _ArrayList(list(self), self.name).flat()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Joined, (self.parts, self.name)

@@ -102,6 +102,15 @@ def test_tensors_and_arrow_bools_are_taken():
     assert [list(d) for d in mask] == [[True, False], [True]]
 
 
+def test_flat_is_one_buffer_from_its_first_token_to_its_last(tmp_path):
+    for form, ragged in forms(tmp_path).items():
+        flat = ragged.flat()
+        assert flat.offsets.tolist() == [0, 3, 4, 8], form
+        assert flat.values.tolist() == FLAT.tolist(), form
+        if form.startswith(("flat", "mapped", "arrow list", "arrow sliced")):
+            assert np.shares_memory(flat.values, ragged.values), form
+
+
 def test_views_are_read_only():
     ragged = Ragged(FLAT, OFFSETS)
     with pytest.raises(ValueError, match="read-only"):
