@@ -95,7 +95,7 @@ def pack_dataset(dataset: Any, capacity: int, **plan_options: Any) -> Any:
         raise LayoutError(f"the dataset has no input_ids, only {', '.join(dataset.column_names)}: tokenise it first")
     dataset = dataset.with_format("arrow")
     arrow = {name: dataset[:][name] for name in dataset.column_names if name in ("input_ids", "labels", *MASK_COLUMNS)}
-    masks = [Ragged.of(arrow[name], name=name) for name in MASK_COLUMNS if name in arrow]
+    masks = [Ragged.of(arrow[name], name=name).flat() for name in MASK_COLUMNS if name in arrow]
     packed = PackedDataset(
         arrow["input_ids"], capacity, labels=arrow.get("labels"), loss_mask=_both(masks), **plan_options
     )
