@@ -1,0 +1,3 @@
+"""Fixtures of the torch backend's tests."""
+
+from tests.torch_backend.kernels import where  # noqa: F401

@@ -1,0 +1,79 @@
+"""What the tests of the Triton kernels share: where they run, poisoned memory, and the error budget.
+
+The same tests run on the CPU, where kernels are interpreted (in float16 and float32: the interpreter's bfloat16 dot
+product is wrong), and on a GPU with ``-m gpu`` (in bfloat16 as well).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from conformance.numerics import largest, over_budget
+from torch_backend import operators
+
+
+class Where(NamedTuple):
+    device: torch.device
+    dtype: torch.dtype
+
+    def draw(self, *shape: int, seed: int = 0) -> torch.Tensor:
+        """Standard normal numbers, the same on every device."""
+        generator = torch.Generator().manual_seed(hash((seed, *shape)))
+        return torch.randn(shape, generator=generator).to(self.device, self.dtype)
+
+
+def _on(device: str, dtype: str) -> object:
+    marks = [pytest.mark.gpu] if device == "cuda" else []
+    return pytest.param((device, dtype), id=f"{device}-{dtype}", marks=marks)
+
+
+EVERYWHERE = [
+    _on("cpu", "float32"),
+    _on("cpu", "float16"),
+    *(_on("cuda", x) for x in ("bfloat16", "float16", "float32")),
+]
+FLOAT32 = [_on("cpu", "float32"), _on("cuda", "float32")]
+ONE_DTYPE = [_on("cpu", "float32"), _on("cuda", "bfloat16")]
+
+
+@pytest.fixture(params=EVERYWHERE)
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Where]:
+    """A device and dtype on which the kernels run; memory that nobody has written yet is NaN."""
+    device, dtype = request.param
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    if device == "cpu":
+        pytest.importorskip("triton")
+        if torch.cuda.is_available():
+            pytest.skip("the kernels are compiled in this process: the same test runs on the GPU")
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        monkeypatch.setattr(operators, "INTERPRETED", True)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # fills fresh memory with NaN
+    yield Where(torch.device(device), getattr(torch, dtype))
+    torch.use_deterministic_algorithms(deterministic)
+
+
+def numpy(x: torch.Tensor) -> np.ndarray:
+    return x.detach().double().cpu().numpy()
+
+
+def assert_within_budget(
+    found: Mapping[str, torch.Tensor],
+    exact: Mapping[str, np.ndarray],
+    rounded: Mapping[str, np.ndarray],
+    dtype: torch.dtype,
+) -> None:
+    """Every result lies within the suite's one error budget of the oracle."""
+    scale = largest(exact.values())
+    assert found.keys() == exact.keys()
+    for name, x in found.items():
+        working = str(dtype).removeprefix("torch.")
+        assert x.shape == exact[name].shape, name
+        over = over_budget(numpy(x), exact[name], rounded[name], scale=scale, dtype=working).max()
+        assert over <= 1, f"{name} is {over:.3g} budgets away from the oracle"

@@ -1,0 +1,302 @@
+"""Triton kernels of packed attention: forward, gradient of q, gradient of k and v; launched by ``attention.triton``.
+
+The queries of all heads that share a key head are rows of one tile: row r is token ``r // G`` of the tile and head
+``r % G`` of the group, so one load of K and V serves the group, and a tile of many rows spans few tokens, which is what
+keeps the tiles of short documents full. Each program takes one item of a work list, ``(segment's first token, segment's
+length, the tile's first token in the segment)`` int32, so no program visits keys of another segment and none is empty.
+Nothing is accumulated across programs: results do not depend on their order.
+
+Names: i query, j key, both counted within the segment; r row; d channel of q and k, e of v. Strides along tokens and
+heads (``Q_T``, ``Q_H``) are compile-time constants, so that the rows of a tile are immediate offsets of one address;
+along channels they are 1. Softmax runs in base 2: ``exponent`` times a score is its base-2 logarithm.
+Algorithm: Dao 2023, "FlashAttention-2", https://arxiv.org/abs/2307.08691.
+"""
+
+# Triton reads annotations as values: their evaluation is not postponed here.
+import triton
+import triton.language as tl
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+LOWEST: tl.constexpr = tl.constexpr(-1.0e30)  # finite, so that a row that has seen no key yet makes no NaN
+
+
+@triton.jit
+def tanh(x):
+    """Hyperbolic tangent to float32 accuracy; near 0 by its series, where the exponentials cancel."""
+    e = tl.exp2(tl.abs(x) * (-2 * LOG2E))
+    far = (1 - e) / (1 + e)
+    y = x * x
+    near = x * (1 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835)))))
+    return tl.where(tl.abs(x) < 0.25, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def logits(products, i, j, slopes, scale, softcap, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr):
+    """Scores of q k^T products, which times ``exponent`` are base-2 logarithms, and the slope of the softcap there."""
+    steep = 1.0
+    if SOFTCAP:
+        capped = tanh(products * (scale / softcap))
+        steep = 1 - capped * capped
+        products = softcap * capped
+    elif ALIBI:
+        products *= scale
+    if ALIBI:
+        products -= slopes * tl.abs(i - j).to(tl.float32)
+    return products, steep
+
+
+@triton.jit
+def exponent(scale, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr):
+    return LOG2E if SOFTCAP or ALIBI else scale * LOG2E
+
+
+@triton.jit
+def visible(i, j, length, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Which keys a query sees inside its segment."""
+    seen = j < length
+    if CAUSAL:
+        seen = seen & (j <= i)
+    if WINDOW:
+        seen = seen & (i - j < window)
+        if not CAUSAL:
+            seen = seen & (j - i < window)
+    return seen
+
+
+@triton.jit
+def keys_of(first_i, last_i, length, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Keys that queries first_i..last_i see, ``low <= j < high``, and those that every one sees, ``all_low..all_high``.
+
+    ``low`` is a multiple of the block: which keys share a block, and so the rounding, depends on the segment alone.
+    """
+    low, high = 0, length
+    all_low, all_high = 0, length
+    if CAUSAL:
+        high = tl.minimum(length, last_i + 1)
+        all_high = tl.minimum(length, first_i + 1)
+    if WINDOW:
+        low = tl.maximum(0, first_i - window + 1) // BLOCK_N * BLOCK_N
+        all_low = last_i - window + 1
+        if not CAUSAL:
+            high = tl.minimum(length, last_i + window)
+            all_high = tl.minimum(length, first_i + window)
+    return low, high, all_low, all_high
+
+
+@triton.jit
+def queries_of(first_j, last_j, length, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Queries that see keys first_j..last_j, and those that see every one of them, as :func:`keys_of`."""
+    low, high = 0, length
+    all_low, all_high = 0, length
+    if CAUSAL:
+        low, all_low = first_j, last_j
+    if WINDOW:
+        high = tl.minimum(length, last_j + window)
+        all_high = tl.minimum(length, first_j + window)
+        if not CAUSAL:
+            low = tl.maximum(0, first_j - window + 1)
+            all_low = last_j - window + 1
+    return low, high, all_low, all_high
+
+
+@triton.jit
+def rows_of(first_i, length, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The rows of a tile: token within the tile, head within the group, and how many rows there are."""
+    r = tl.arange(0, BLOCK_M)
+    return r // GROUP, r % GROUP, tl.minimum(BLOCK_M // GROUP, length - first_i) * GROUP
+
+
+@triton.jit
+def forward(
+    q, k, v, sinks, slopes, out, lse, work, tokens, scale, softcap, window,
+    Q_T: tl.constexpr, Q_H: tl.constexpr, K_T: tl.constexpr, K_H: tl.constexpr, V_T: tl.constexpr, V_H: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries: out [T, H, Dv] and the denominator's natural log, lse [K, T, H / K]. Grid: (items * K,)."""
+    KV_HEADS: tl.constexpr = HEADS // GROUP
+    item = work + tl.program_id(0) // KV_HEADS * 3
+    group = tl.program_id(0) % KV_HEADS
+    start, length, first_i = tl.load(item).to(tl.int64), tl.load(item + 1), tl.load(item + 2)
+    if length == 0:
+        return
+    d, e, n = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_N)
+    r = tl.arange(0, BLOCK_M)
+    token, head, rows = rows_of(first_i, length, GROUP, BLOCK_M)
+    i, present = first_i + token, r < rows
+    last_i = tl.minimum(first_i + BLOCK_M // GROUP, length) - 1
+
+    # 64 bits for the tile's first token: tokens times stride passes 2^31 in long batches
+    q_tile = q + (start + first_i) * Q_T + group * (GROUP * Q_H)
+    q_rows = tl.load(q_tile + (token * Q_T + head * Q_H)[:, None] + d, present[:, None] & (d < HEAD_DIM), other=0.0)
+    m = tl.full([BLOCK_M], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:
+        m = tl.load(sinks + group * GROUP + head).to(tl.float32) * LOG2E
+        total += 1.0
+    slope = 0.0
+    if ALIBI:
+        slope = tl.load(slopes + group * GROUP + head).to(tl.float32)[:, None]
+    acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    base2 = exponent(scale, SOFTCAP, ALIBI)
+
+    low, high, all_low, all_high = keys_of(first_i, last_i, length, window, CAUSAL, WINDOW, BLOCK_N)
+    k_block = k + (start + low) * K_T + group * K_H
+    v_block = v + (start + low) * V_T + group * V_H
+    for first_j in tl.range(low, high, BLOCK_N):
+        j = first_j + n
+        inside = (j < length)[:, None]
+        keys = tl.load(k_block + n[:, None] * K_T + d, inside & (d < HEAD_DIM), other=0.0)
+        s = tl.dot(q_rows, tl.trans(keys), input_precision="ieee")
+        s, _ = logits(s, i[:, None], j[None, :], slope, scale, softcap, SOFTCAP, ALIBI)
+        if (first_j < all_low) | (first_j + BLOCK_N > all_high):
+            s = tl.where(visible(i[:, None], j[None, :], length, window, CAUSAL, WINDOW), s, float("-inf"))
+        highest = tl.maximum(m, tl.max(s, 1) * base2)
+        p = tl.exp2(s * base2 - highest[:, None])
+        shrink = tl.exp2(m - highest)
+        total = total * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None]
+        values = tl.load(v_block + n[:, None] * V_T + e, inside & (e < VALUE_DIM), other=0.0)
+        acc = tl.dot(p.to(values.dtype), values, acc, input_precision="ieee")
+        m = highest
+        k_block += BLOCK_N * K_T
+        v_block += BLOCK_N * V_T
+
+    row = (token * HEADS + head)[:, None]
+    total = tl.where(present, total, 1.0)  # the rows past the segment may have seen no key
+    acc = (acc / total[:, None]).to(out.dtype.element_ty)
+    out += ((start + first_i) * HEADS + group * GROUP) * VALUE_DIM
+    tl.store(out + row * VALUE_DIM + e, acc, present[:, None] & (e < VALUE_DIM))
+    lse += (group * tokens + start + first_i) * GROUP
+    tl.store(lse + r, (m + tl.log2(total)) * LN2, present)
+
+
+@triton.jit
+def backward_queries(
+    q, k, v, out, dout, lse, slopes, dq, delta, work, tokens, scale, softcap, window,
+    Q_T: tl.constexpr, Q_H: tl.constexpr, K_T: tl.constexpr, K_H: tl.constexpr, V_T: tl.constexpr, V_H: tl.constexpr,
+    DO_T: tl.constexpr, DO_H: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries: dq [T, H, D], and delta [K, T, H / K], the sums of out * dout. Grid: (items * K,)."""
+    KV_HEADS: tl.constexpr = HEADS // GROUP
+    item = work + tl.program_id(0) // KV_HEADS * 3
+    group = tl.program_id(0) % KV_HEADS
+    start, length, first_i = tl.load(item).to(tl.int64), tl.load(item + 1), tl.load(item + 2)
+    if length == 0:
+        return
+    d, e, n = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_N)
+    r = tl.arange(0, BLOCK_M)
+    token, head, rows = rows_of(first_i, length, GROUP, BLOCK_M)
+    i, present = first_i + token, r < rows
+    last_i = tl.minimum(first_i + BLOCK_M // GROUP, length) - 1
+
+    row = (token * HEADS + head)[:, None]
+    first = (start + first_i) * HEADS + group * GROUP
+    lse += (group * tokens + start + first_i) * GROUP
+    delta += (group * tokens + start + first_i) * GROUP
+    has_e = present[:, None] & (e < VALUE_DIM)
+    do_tile = dout + (start + first_i) * DO_T + group * (GROUP * DO_H)
+    do_rows = tl.load(do_tile + (token * DO_T + head * DO_H)[:, None] + e, has_e, other=0.0)
+    out_rows = tl.load(out + first * VALUE_DIM + row * VALUE_DIM + e, has_e, other=0.0)
+    delta_rows = tl.sum(out_rows.to(tl.float32) * do_rows.to(tl.float32), 1)
+    tl.store(delta + r, delta_rows, present)
+    q_tile = q + (start + first_i) * Q_T + group * (GROUP * Q_H)
+    q_rows = tl.load(q_tile + (token * Q_T + head * Q_H)[:, None] + d, present[:, None] & (d < HEAD_DIM), other=0.0)
+    lse_rows = tl.load(lse + r, present, other=float("inf")) * LOG2E
+    slope = 0.0
+    if ALIBI:
+        slope = tl.load(slopes + group * GROUP + head).to(tl.float32)[:, None]
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    base2 = exponent(scale, SOFTCAP, ALIBI)
+
+    low, high, all_low, all_high = keys_of(first_i, last_i, length, window, CAUSAL, WINDOW, BLOCK_N)
+    k_block = k + (start + low) * K_T + group * K_H
+    v_block = v + (start + low) * V_T + group * V_H
+    for first_j in tl.range(low, high, BLOCK_N):
+        j = first_j + n
+        inside = (j < length)[:, None]
+        keys = tl.load(k_block + n[:, None] * K_T + d, inside & (d < HEAD_DIM), other=0.0)
+        values = tl.load(v_block + n[:, None] * V_T + e, inside & (e < VALUE_DIM), other=0.0)
+        s = tl.dot(q_rows, tl.trans(keys), input_precision="ieee")
+        dp = tl.dot(do_rows, tl.trans(values), input_precision="ieee")
+        s, steep = logits(s, i[:, None], j[None, :], slope, scale, softcap, SOFTCAP, ALIBI)
+        p = tl.exp2(s * base2 - lse_rows[:, None])
+        if (first_j < all_low) | (first_j + BLOCK_N > all_high):
+            p = tl.where(visible(i[:, None], j[None, :], length, window, CAUSAL, WINDOW), p, 0.0)
+        ds = p * (dp - delta_rows[:, None]) * steep
+        acc = tl.dot(ds.to(keys.dtype), keys, acc, input_precision="ieee")
+        k_block += BLOCK_N * K_T
+        v_block += BLOCK_N * V_T
+    acc = (acc * scale).to(dq.dtype.element_ty)
+    tl.store(dq + first * HEAD_DIM + row * HEAD_DIM + d, acc, present[:, None] & (d < HEAD_DIM))
+
+
+@triton.jit
+def backward_keys(
+    q, k, v, dout, lse, delta, slopes, dk, dv, work, tokens, scale, softcap, window,
+    Q_T: tl.constexpr, Q_H: tl.constexpr, K_T: tl.constexpr, K_H: tl.constexpr, V_T: tl.constexpr, V_H: tl.constexpr,
+    DO_T: tl.constexpr, DO_H: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One block of keys over the queries that see it: dk [T, K, D] and dv [T, K, Dv]. Grid: (items * K,)."""
+    KV_HEADS: tl.constexpr = HEADS // GROUP
+    TOKENS: tl.constexpr = BLOCK_M // GROUP
+    item = work + tl.program_id(0) // KV_HEADS * 3
+    group = tl.program_id(0) % KV_HEADS
+    start, length, first_j = tl.load(item).to(tl.int64), tl.load(item + 1), tl.load(item + 2)
+    if length == 0:
+        return
+    d, e, n = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_N)
+    r = tl.arange(0, BLOCK_M)
+    j = first_j + n
+    last_j = tl.minimum(first_j + BLOCK_N, length) - 1
+    has_d, has_e = (j < length)[:, None] & (d < HEAD_DIM), (j < length)[:, None] & (e < VALUE_DIM)
+    keys = tl.load(k + (start + first_j) * K_T + group * K_H + n[:, None] * K_T + d, has_d, other=0.0)
+    values = tl.load(v + (start + first_j) * V_T + group * V_H + n[:, None] * V_T + e, has_e, other=0.0)
+    dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv_acc = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
+    base2 = exponent(scale, SOFTCAP, ALIBI)
+
+    low, high, all_low, all_high = queries_of(first_j, last_j, length, window, CAUSAL, WINDOW)
+    q_tile = q + (start + low) * Q_T + group * (GROUP * Q_H)
+    do_tile = dout + (start + low) * DO_T + group * (GROUP * DO_H)
+    lse_tile = lse + (group * tokens + start + low) * GROUP
+    delta_tile = delta + (group * tokens + start + low) * GROUP
+    for first_i in tl.range(low, high, TOKENS):
+        token, head, rows = rows_of(first_i, length, GROUP, BLOCK_M)
+        i, present = first_i + token, r < rows
+        place = (token * Q_T + head * Q_H)[:, None] + d
+        q_rows = tl.load(q_tile + place, present[:, None] & (d < HEAD_DIM), other=0.0)
+        s = tl.dot(keys, tl.trans(q_rows), input_precision="ieee")
+        slope = 0.0
+        if ALIBI:
+            slope = tl.load(slopes + group * GROUP + head).to(tl.float32)[None, :]
+        s, steep = logits(s, i[None, :], j[:, None], slope, scale, softcap, SOFTCAP, ALIBI)
+        # rows past the segment get the weight 0
+        lse_rows = tl.load(lse_tile + r, present, other=float("inf")) * LOG2E
+        p = tl.exp2(s * base2 - lse_rows[None, :])
+        if (first_i < all_low) | (first_i + TOKENS > all_high):
+            p = tl.where(visible(i[None, :], j[:, None], length, window, CAUSAL, WINDOW), p, 0.0)
+        place = (token * DO_T + head * DO_H)[:, None] + e
+        do_rows = tl.load(do_tile + place, present[:, None] & (e < VALUE_DIM), other=0.0)
+        dv_acc = tl.dot(p.to(do_rows.dtype), do_rows, dv_acc, input_precision="ieee")
+        dp = tl.dot(values, tl.trans(do_rows), input_precision="ieee")
+        delta_rows = tl.load(delta_tile + r, present, other=0.0)
+        ds = p * (dp - delta_rows[None, :]) * steep
+        dk_acc = tl.dot(ds.to(q_rows.dtype), q_rows, dk_acc, input_precision="ieee")
+        q_tile += TOKENS * Q_T
+        do_tile += TOKENS * DO_T
+        lse_tile += TOKENS * GROUP
+        delta_tile += TOKENS * GROUP
+
+    first = (start + first_j) * KV_HEADS + group
+    row = (n * KV_HEADS)[:, None]
+    tl.store(dk + first * HEAD_DIM + row * HEAD_DIM + d, (dk_acc * scale).to(dk.dtype.element_ty), has_d)
+    tl.store(dv + first * VALUE_DIM + row * VALUE_DIM + e, dv_acc.to(dv.dtype.element_ty), has_e)

@@ -1,0 +1,44 @@
+"""How the project's kernels become operators that ``torch.compile`` calls and does not look into.
+
+A launcher (plain Python that allocates its outputs and starts a kernel) -> :func:`operator` -> an entry of
+``torch.ops.crosspack``. Autograd stays outside: each public function is a ``torch.autograd.Function`` over two such
+operators. Registering with the dispatcher directly costs 3 microseconds a call where ``torch.library.custom_op`` costs
+13, which counts beside a kernel of ten.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+# Both are settled for the process, as Triton settles them when kernels are defined.
+TRITON = find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+_LIBRARY = torch.library.Library("crosspack", "FRAGMENT")
+
+
+def operator(schema: str, launch: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Register ``launch`` as the operator that ``schema`` describes and return the callable operator.
+
+    Args:
+        schema: ``name(Tensor q, ...) -> Tensor``, in the dispatcher's notation.
+        launch: what runs, on the CPU (kernels under ``TRITON_INTERPRET=1``) and on CUDA alike.
+        fake: allocates outputs of the right shape, stride and dtype without running anything.
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    for key in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, launch, key)
+    torch.library.register_fake(f"crosspack::{name}", fake)
+    return getattr(torch.ops.crosspack, name).default
+
+
+def runs_triton(x: torch.Tensor) -> bool:
+    """Whether Triton kernels serve this tensor: it lies on a GPU, or the kernels are interpreted on the CPU."""
+    served = x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return TRITON and served and (x.is_cuda or INTERPRETED)
