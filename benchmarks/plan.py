@@ -1,0 +1,183 @@
+"""How fast rows are planned and how full they get, beside other packers on the same lengths in the same run.
+
+    python -m benchmarks.plan            # a few minutes, most of them spent in other packers
+    python -m benchmarks.plan --quick    # ours alone, up to a million documents
+
+One thread, lengths as a NumPy array (as a list for packers that want one, made before the clock starts). Ours includes
+checking the lengths and writing the shuffled plan; the others return lists of ids, or, for TRL, a table whose tokens it
+has moved too. Packers whose time grows faster than the number of documents are given a tenth of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks._report import best, machine, table, versions
+from packing_core import PackPlan, plan
+
+REAL = Path(__file__).parents[2] / "shared" / "data" / "token_lengths.npz"
+MILLION = 1_000_000
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--quick", action="store_true", help="ours alone, up to a million documents")
+    options.add_argument("--repeat", type=int, default=7, help="the best of so many runs is reported")
+    chosen = options.parse_args()
+    print(machine())
+    print(versions("numpy", "lightbinpack", "numba", "trl", "axolotl", "llamafactory"), end="\n\n")
+    sets(chosen.repeat, peers=not chosen.quick)
+    scaling([10_000, 100_000, MILLION] + ([] if chosen.quick else [10 * MILLION]), chosen.repeat)
+    capacities(chosen.repeat)
+    real_lengths(chosen.repeat)
+    utilisation()
+
+
+def distributions(count: int) -> Iterator[tuple[str, np.ndarray, int]]:
+    """Name, lengths [count] and capacity of the three sets."""
+    yield "short lognormal", lognormal(270, 0.9, count, 2048), 2048
+    yield "heavy tail", lognormal(3000, 1.3, count, 65_536), 65_536
+    yield "uniform (cap/4, cap/2]", np.random.default_rng(0).integers(513, 1025, count), 2048
+
+
+def lognormal(mean: float, sigma: float, count: int, capacity: int) -> np.ndarray:
+    drawn = np.random.default_rng(0).lognormal(np.log(mean) - sigma**2 / 2, sigma, count)
+    return np.clip(drawn, 1, capacity).astype(np.int64)
+
+
+def sets(repeat: int, *, peers: bool) -> None:
+    """Ours, and every other packer, on the three sets."""
+    header = ["set, documents", "packer", "ms", "time, ratio to ours", "rows", "efficiency"]
+    lines = []
+    for count, others in ((MILLION, FAST_PEERS), (MILLION // 10, SLOW_PEERS)):
+        for name, lengths, capacity in distributions(count):
+            label = f"{name}, {count:,}"
+            ours: dict[str, dict[str, Any]] = {"crosspack best_fit": {}, 'crosspack effort="max"': {"effort": "max"}}
+            base = None
+            for title, arguments in ours.items():
+                made = plan(lengths, capacity, **arguments)
+                seconds = best(repeat, lambda a=arguments, n=lengths, c=capacity: plan(n, c, **a))
+                base = base or seconds
+                lines.append([label, title, *_figures(seconds, base, made.n_rows, made.efficiency)])
+            for title, make in others.items() if peers else ():
+                try:
+                    packer = make(lengths, capacity)
+                except ImportError as missing:
+                    lines.append([label, title, f"not installed ({missing.name})", "", "", ""])
+                    continue
+                rows: list[int] = []
+                seconds = best(1 if others is SLOW_PEERS else 3, lambda p=packer, r=rows: r.append(p()))
+                efficiency = int(lengths.sum()) / (rows[0] * capacity)
+                lines.append([label, title, *_figures(seconds, base, rows[0], efficiency)])
+    print(table(header, lines), end="\n\n")
+
+
+def scaling(counts: list[int], repeat: int) -> None:
+    """Time over the number of documents, short set."""
+    lines = []
+    for count in counts:
+        lengths = lognormal(270, 0.9, count, 2048)
+        for strategy in ("best_fit", "first_fit", "sequential"):
+            seconds = best(repeat if count <= MILLION else 2, lambda n=lengths, s=strategy: plan(n, 2048, strategy=s))
+            made = plan(lengths, 2048, strategy=strategy)
+            lines.append([f"{count:,}", strategy, f"{seconds * 1e3:,.1f}", f"{made.efficiency:.5f}"])
+    print(table(["short documents", "strategy", "ms", "efficiency"], lines), end="\n\n")
+
+
+def capacities(repeat: int) -> None:
+    """A million heavy-tailed documents at every usual capacity."""
+    lines = []
+    for capacity in (2**k for k in range(11, 21)):
+        lengths = lognormal(3000, 1.3, MILLION, capacity)
+        made = plan(lengths, capacity)
+        seconds = best(min(repeat, 3), lambda n=lengths, c=capacity: plan(n, c))
+        lines.append([f"{capacity:,}", f"{seconds * 1e3:,.1f}", *_fill(made)])
+    print(table(["heavy tail, capacity", "ms", "rows", "lower bound", "efficiency"], lines), end="\n\n")
+
+
+def real_lengths(repeat: int) -> None:
+    """Token counts of real documents, where they are at hand."""
+    if not REAL.exists():
+        print("real lengths: not at hand", end="\n\n")
+        return
+    lines = []
+    with np.load(REAL) as stored:
+        for name in ("gsm8k", "gpteacher", "python_source"):
+            for capacity in (2048, 8192, 65_536):
+                made = plan(stored[name], capacity, overflow="split")
+                seconds = best(repeat, lambda n=stored[name], c=capacity: plan(n, c, overflow="split"))
+                lines.append([f"{name}, {made.n_documents:,}", f"{capacity:,}", f"{seconds * 1e3:,.1f}", *_fill(made)])
+    print(table(["real set, documents", "capacity", "ms", "rows", "lower bound", "efficiency"], lines), end="\n\n")
+
+
+def utilisation() -> None:
+    """The field's usual table: real tokens over slots, each document padded to a row, and packed."""
+    lines = []
+    for mean in (256, 512, 1024):
+        made = plan(lognormal(mean, 0.6, 100_000, 2048), 2048)
+        padded = made.n_tokens / (made.n_documents * made.capacity)
+        lines.append([str(mean), f"{padded:.1%}", f"{made.efficiency:.2%}", f"{made.efficiency / padded:.2f}"])
+    print(table(["mean length, rows of 2,048", "padded", "packed", "ratio"], lines))
+
+
+def _fill(made: PackPlan) -> list[str]:
+    return [f"{made.n_rows:,}", f"{made.lower_bound:,}", f"{made.efficiency:.5f}"]
+
+
+def _figures(seconds: float, base: float, rows: int, efficiency: float) -> list[str]:
+    return [f"{seconds * 1e3:,.1f}", f"{seconds / base:.2f}", f"{rows:,}", f"{efficiency:.4f}"]
+
+
+# Each makes its inputs and warms up, and returns a function that packs and returns the number of rows.
+def _lightbinpack(lengths: np.ndarray, capacity: int) -> Callable[[], int]:
+    packer, numbers = import_module("lightbinpack").obfd, lengths.tolist()
+    return lambda: len(packer(numbers, capacity))
+
+
+def _trl(lengths: np.ndarray, capacity: int) -> Callable[[], int]:
+    pa, packer = import_module("pyarrow"), import_module("trl.data_utils")._pack_bfd
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    tokens = pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.zeros(offsets[-1], np.uint8)))
+    documents = pa.table({"input_ids": tokens})
+    return lambda: len(packer(documents, capacity))
+
+
+def _axolotl(lengths: np.ndarray, capacity: int) -> Callable[[], int]:
+    packer = import_module("axolotl.utils.samplers.multipack").pack_parallel
+    options = {"group_size": 100_000, "bin_size": 1_000_000, "num_processes": 1}
+    packer(lengths[:100], capacity, **options)  # compiles
+    return lambda: len(packer(lengths, capacity, **options))
+
+
+def _llamafactory(lengths: np.ndarray, capacity: int) -> Callable[[], int]:
+    package = find_spec("llamafactory")  # the module that packs is plain Python; the package around it wants much more
+    if package is None or package.origin is None:
+        raise ModuleNotFoundError(name="llamafactory")
+    spec = spec_from_file_location("packer", Path(package.origin).parent / "data" / "processor" / "processor_utils.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules["packer"] = module  # where its dataclasses look for it
+    spec.loader.exec_module(module)
+    numbers = lengths.tolist()
+    return lambda: len(module.greedy_knapsack(list(numbers), capacity))
+
+
+FAST_PEERS = {"lightbinpack obfd (C++)": _lightbinpack}
+SLOW_PEERS = {
+    "lightbinpack obfd (C++)": _lightbinpack,
+    "TRL bfd, tokens moved too": _trl,
+    "axolotl (numba)": _axolotl,
+    "LLaMA-Factory knapsack": _llamafactory,
+}
+
+
+if __name__ == "__main__":
+    main()
