@@ -15,7 +15,7 @@ from conformance import numerics, oracle
 from conformance.draws import AttentionCase, LossCase, RopeCase, ScanCase, generator, round_to, segment_ids
 from conformance.oracle import Expected, Result
 from packing_core.errors import UnsupportedError
-from packing_core.protocol import Array, Backend, attention_options, segments
+from packing_core.protocol import Array, Backend, Batch, Document, attention_options, segments
 
 LARGE = 1e3  # an isolated segment is changed by this: a leak of one part in a thousand still shows
 RERUNS = 4
@@ -84,19 +84,23 @@ class Judge:
             raise Rejected(f"{method} returned an answer that it does not declare ({reason}): it must raise")
         return answer
 
+    def collate(self, documents: Sequence[Document], capacity: int) -> Batch:
+        """The batch of the backend's collator, which gets room for all documents in one row if it has no capacity."""
+        if "capacity" not in self.backend.capabilities.options:
+            capacity = sum(len(document.input_ids) for document in documents)
+        batch: Batch = self.ask("collate", documents, capacity)
+        return batch
+
     def ask_attention(
         self, case: AttentionCase, dtype: str, changed: Mapping[str, Array | None] | None = None
     ) -> Result:
         """Output and gradients of a case, some of whose arrays may be exchanged."""
         given: dict[str, Any] = {**case.arguments(dtype), **(changed or {})}
         arrays = [given.pop(name) for name in ("q", "k", "v")]
-        heads, kv_heads, width, value_width = case.heads, case.kv_heads, case.width, case.value_width or case.width
-        taken = attention_options(
-            heads=heads, kv_heads=kv_heads, width=width, value_width=value_width, **case.options(), **given
-        )
-        keywords = case.options() | given
+        keywords = {**case.options(), **given}
+        taken = attention_options(*arrays, **keywords)
         ids = segment_ids(case.rows)
-        return _result(self.ask("attention", *arrays, ids, dtype=dtype, options=taken, head_dim=width, **keywords))
+        return _result(self.ask("attention", *arrays, ids, dtype=dtype, options=taken, head_dim=case.width, **keywords))
 
     def ask_scan(self, case: ScanCase, dtype: str, changed: Mapping[str, Array] | None = None) -> Result:
         """Output and gradients of a case, some of whose arrays may be exchanged."""

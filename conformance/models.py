@@ -23,8 +23,7 @@ Steps = Sequence[Sequence[Sequence[Document]]]
 def collated(judge: Judge, documents: Sequence[Document], capacity: int) -> Batch:
     """The documents in rows: by the backend's own collator, or by the suite where it has none."""
     if judge.backend.provides("collate"):
-        batch: Batch = judge.ask("collate", documents, capacity)
-        return batch
+        return judge.collate(documents, capacity)
     rows: list[list[int]] = []
     for document in documents:  # next fit
         length = len(document.input_ids)

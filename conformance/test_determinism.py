@@ -25,7 +25,7 @@ def test_attention_twice(judge: Judge) -> None:
 @requirement("DET-02")
 def test_collate_twice(judge: Judge) -> None:
     drawn = documents(5, 9, 3, 7, 12, 1, 16)
-    one, other = (judge.ask("collate", drawn, 16) for _ in range(2))
+    one, other = (judge.collate(drawn, 16) for _ in range(2))
     for name in ("input_ids", "segment_ids", "position_ids", "labels"):
         judge.equal(name, getattr(other, name), getattr(one, name))
 

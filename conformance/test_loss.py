@@ -16,7 +16,7 @@ requirement = pytest.mark.requirement
 
 @requirement("LOSS-01")
 def test_the_first_token_of_a_segment_is_no_target(judge: Judge) -> None:
-    batch = judge.ask("collate", documents(5, 1, 9, 2, 7, 12), 16)
+    batch = judge.collate(documents(5, 1, 9, 2, 7, 12), 16)
     for row, start, _ in segments(batch.segment_ids):
         judge.equal(f"label at row {row}, token {start}", batch.labels[row, start], -100)
 
@@ -25,7 +25,7 @@ def test_the_first_token_of_a_segment_is_no_target(judge: Judge) -> None:
 @pytest.mark.parametrize("prompt", [0.0, 0.5, 1.0])
 def test_labels_stand_beside_their_tokens(judge: Judge, prompt: float) -> None:
     drawn = documents(5, 9, 3, 7, 12, prompt=prompt)
-    batch = judge.ask("collate", drawn, 16)
+    batch = judge.collate(drawn, 16)
     for document, (row, start, stop) in zip(drawn, models.places(batch, drawn), strict=True):
         judge.equal("labels of a document", batch.labels[row, start + 1 : stop], document.labels[1:])
 

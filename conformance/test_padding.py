@@ -92,7 +92,7 @@ def test_labels_at_padding_do_not_count(judge: Judge) -> None:
 
 @requirement("PAD-07")
 def test_nothing_at_padding_is_a_target(judge: Judge) -> None:
-    batch = judge.ask("collate", documents(5, 9, 3, 12), 16)
+    batch = judge.collate(documents(5, 9, 3, 12), 16)
     padding = np.asarray(batch.segment_ids) == 0
     judge.holds(bool((batch.labels[padding] == -100).all()), "a label at padding is not -100")
 

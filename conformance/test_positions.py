@@ -17,7 +17,7 @@ OUTPUT = "out"
 @requirement("POS-01")
 @pytest.mark.parametrize(("lengths", "capacity"), [((5, 1, 9, 2, 7), 16), ((3,), 8), ((8, 8, 8), 8)])
 def test_positions_restart(judge: Judge, lengths: tuple[int, ...], capacity: int) -> None:
-    batch = judge.ask("collate", documents(*lengths), capacity)
+    batch = judge.collate(documents(*lengths), capacity)
     for row, start, stop in segments(batch.segment_ids):
         judge.equal(
             f"positions of row {row}, tokens {start} to {stop - 1}",

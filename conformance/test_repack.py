@@ -98,7 +98,7 @@ def test_the_order_of_documents_changes_none_of_them(judge: Judge) -> None:
     drawn = documents(5, 9, 3, 7, 12, 1, 16, prompt=0.3)
     seen = []
     for order in (drawn, drawn[::-1], drawn[3:] + drawn[:3]):
-        batch = judge.ask("collate", order, 16)
+        batch = judge.collate(order, 16)
         where = models.places(batch, drawn)
         judge.equal("number of segments", len(segments(batch.segment_ids)), len(drawn))
         seen.append([(batch.labels[r, a:b].tolist(), batch.position_ids[r, a:b].tolist()) for r, a, b in where])

@@ -115,7 +115,7 @@ def test_logits_of_one_token_documents(judge: Judge) -> None:
 @requirement("SHAPE-11")
 def test_packing_the_shortest_and_the_longest(judge: Judge) -> None:
     drawn = documents(1, 16, 1, 1, 16, 15, 1)
-    batch = judge.ask("collate", drawn, 16)
+    batch = judge.collate(drawn, 16)
     models.places(batch, drawn)
     real = (np.asarray(batch.segment_ids) > 0).sum()
     judge.equal("real tokens in the batch", int(real), sum(len(document.input_ids) for document in drawn))

@@ -50,7 +50,7 @@ LEVELS: dict[str, tuple[str, ...]] = {
 # method -> what a backend may declare or leave out, by the names that `Capabilities.options` uses
 OPTIONS: dict[str, tuple[str, ...]] = {
     "plan": ("first_fit", "sequential"),
-    "collate": (),
+    "collate": ("capacity",),
     "attention": ("bidirectional", "window", "softcap", "sinks", "alibi", "gqa", "narrow_values"),
     "rope": ("interleaved", "partial"),
     "scan": (),
@@ -205,6 +205,9 @@ class Backend:
 
     def collate(self, documents: Sequence[Document], capacity: int) -> Batch:
         """Pack documents into rows of at most ``capacity`` tokens, with every label the model is to be trained on.
+
+        A collator that has no capacity (it puts all documents into one row) leaves the option "capacity" out; it is
+        then given documents that fit into one row together, and refuses others.
 
         Raises:
             Exception: of any kind, when a document is longer than ``capacity``; it must not be cut or dropped.
@@ -391,11 +394,10 @@ def require_declared(backend: Backend, **request: Any) -> None:
 
 
 def attention_options(
+    q: Array,
+    k: Array,
+    v: Array,
     *,
-    heads: int,
-    kv_heads: int,
-    width: int,
-    value_width: int,
     causal: bool = True,
     window: int | None = None,
     softcap: float | None = None,
@@ -410,8 +412,8 @@ def attention_options(
         "softcap": softcap is not None,
         "sinks": sinks is not None,
         "alibi": alibi_slopes is not None,
-        "gqa": kv_heads < heads,
-        "narrow_values": value_width < width,
+        "gqa": k.shape[-2] < q.shape[-2],
+        "narrow_values": v.shape[-1] < q.shape[-1],
     }
     return {name for name, is_taken in taken.items() if is_taken}
 
