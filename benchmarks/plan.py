@@ -30,8 +30,9 @@ MILLION = 1_000_000
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--quick", action="store_true", help="ours alone, up to a million documents")
-    options.add_argument("--repeat", type=int, default=7, help="the best of so many runs is reported")
+    options.add_argument("--repeat", type=int, default=5, help="the best of so many runs is reported")
     chosen = options.parse_args()
+    sys.stdout.reconfigure(line_buffering=True)  # a table is worth reading before the next one is done
     print(machine())
     print(versions("numpy", "lightbinpack", "numba", "trl", "axolotl", "llamafactory"), end="\n\n")
     sets(chosen.repeat, peers=not chosen.quick)
