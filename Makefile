@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 .PHONY: demo test lint types clean
 
 demo: .venv/.demo
-	$(BIN)/crosspack train --compare --output runs/demo
+	$(BIN)/crosspack train --compare --steps 24 --output runs/demo --overwrite
 
 test: .venv/.dev
 	$(BIN)/python -m pytest tests --numprocesses 2 --dist loadscope
