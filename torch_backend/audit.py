@@ -8,8 +8,7 @@ window kind of the model, and the documents cross its windows, chunks and origin
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,16 +19,16 @@ from packing_core.errors import ContaminationError, UnsupportedModelError
 from torch_backend.data import PackedCollator
 from torch_backend.hf import unregistered
 from torch_backend.loss import next_token_targets, packed_cross_entropy
-from torch_backend.patch import causal_lm, patch, state_of
+from torch_backend.patch import Patched, causal_lm, patch, state_of
 from torch_backend.tiny import tiny_config, tiny_model
 
 # Two rows of at most 64 tokens; the second is padded. Some are beyond every limit of the tiny config.
 LENGTHS = (5, 19, 33, 7, 40, 1, 2, 18)
 CAPACITY = 64
-PUSHED = 2  # the document whose embeddings the perturbation probe moves, by this many of their standard deviations
-PUSH = 30.0
+FIRST_TOKEN, LAST_TOKEN = 4, 90  # tokens that mean nothing special in a tiny model's vocabulary
+CHANGED = 2  # the document of which the perturbation probe replaces every token
 TOLERANCE = 1e-4
-LEAK = 0.02  # at most what rounding may do to the others; a leak of a push this large moves them by their whole size
+LEAK = 0.02  # at most what rounding may do to the others; a leak of a whole document moves them by their own size
 MOVED = 0.1
 
 
@@ -41,12 +40,12 @@ class AuditReport:
     """What was measured; every figure is max error / max |reference|.
 
     Attributes:
-        model, implementation, device, dtype: what was audited.
+        model, implementation, device, dtype: what was audited; route: how its segments travel.
         logits: packed against alone, worst over documents.
         loss: of the packed loss against the mean over the targets of all documents.
         gradients: worst over parameters, worst_parameter: its name.
-        leak: how far other documents moved when one was pushed.
-        moved: how far the pushed document itself moved; the probe is void unless it did.
+        leak: how far other documents moved when every token of one was replaced.
+        moved: how far that document itself moved; the probe is void unless it did.
         noise: how far the packed run moves when it is simply repeated.
         tolerance: what logits, loss, gradients and leak may be: 1e-4, and below float32 twice what the dtype itself
             costs the same documents when they run alone.
@@ -57,6 +56,7 @@ class AuditReport:
     implementation: str
     device: str
     dtype: str
+    route: str = ""
     logits: float = float("nan")
     loss: float = float("nan")
     gradients: float = float("nan")
@@ -115,6 +115,10 @@ def audit(
         "device": device.type,
         "dtype": str(dtype).removeprefix("torch."),
     }
+    try:
+        about["route"] = Patched(root, implementation).route
+    except UnsupportedModelError as refusal:
+        return AuditReport(**about, refused=str(refusal))
     clone = _clone(root).to(device).train()
     documents = _documents(clone)
     exact = _alone(clone, documents)
@@ -122,20 +126,22 @@ def audit(
     alone = exact if dtype == torch.float32 else _alone(clone, documents)
     try:
         patch(clone, implementation=implementation, verify=False)
-        packed, again = _packed(clone, documents), _packed(clone, documents)
-        pushed = _packed(clone, documents, pushed=PUSHED)
+        packed = _packed(clone, documents)
+        with torch.no_grad():
+            again = _packed(clone, documents)
+            probe = _packed(clone, [_replaced(d) if i == CHANGED else d for i, d in enumerate(documents)])
     except UnsupportedModelError as refusal:
         return AuditReport(**about, refused=str(refusal))
     logits, loss, gradients, worst = _compare(packed, exact)
-    others = [i for i in range(len(documents)) if i != PUSHED]
+    moves = [_error(p, b) for p, b in zip(probe.logits, packed.logits, strict=True)]
     return AuditReport(
         **about,
         logits=logits,
         loss=loss,
         gradients=gradients,
         worst_parameter=worst,
-        leak=max(_error(pushed.logits[i], packed.logits[i]) for i in others),
-        moved=_error(pushed.logits[PUSHED], packed.logits[PUSHED]),
+        leak=max(move for i, move in enumerate(moves) if i != CHANGED),
+        moved=moves[CHANGED],
         noise=max(_error(b, a) for b, a in zip(again.logits, packed.logits, strict=True)),
         tolerance=max(TOLERANCE, 2 * max(_compare(alone, exact)[:3])) if tolerance is None else tolerance,
     )
@@ -190,11 +196,13 @@ def _clone(root: Any) -> Any:
 
 
 def _documents(model: Any) -> list[Tensor]:
-    embeddings = model.get_input_embeddings()
     generator = torch.Generator().manual_seed(7)
-    vocabulary = min(embeddings.num_embeddings, 90)
-    documents = [torch.randint(4, vocabulary, (length,), generator=generator) for length in LENGTHS]
-    return [document.to(embeddings.weight.device) for document in documents]
+    documents = [torch.randint(FIRST_TOKEN, LAST_TOKEN, (length,), generator=generator) for length in LENGTHS]
+    return [document.to(model.get_input_embeddings().weight.device) for document in documents]
+
+
+def _replaced(document: Tensor) -> Tensor:
+    return (document - FIRST_TOKEN + 41) % (LAST_TOKEN - FIRST_TOKEN) + FIRST_TOKEN
 
 
 def _alone(model: Any, documents: list[Tensor]) -> _Run:
@@ -204,36 +212,20 @@ def _alone(model: Any, documents: list[Tensor]) -> _Run:
     return _run(model, [x[0] for x in logits], loss)
 
 
-def _packed(model: Any, documents: list[Tensor], pushed: int = -1) -> _Run:
+def _packed(model: Any, documents: list[Tensor]) -> _Run:
     collate = PackedCollator(capacity=CAPACITY, strategy="sequential")
     batch = collate([{"input_ids": document.cpu()} for document in documents])
-    batch = {k: v.to(documents[0].device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-    with _push(model, batch["seq_idx"] == pushed):
-        output = model(**batch)
+    output = model(**{k: v.to(documents[0].device) if isinstance(v, Tensor) else v for k, v in batch.items()})
     logits = torch.split(output.logits.flatten(0, 1), list(batch["packed_lengths"]))
     return _run(model, list(logits[: len(documents)]), output.loss)
 
 
 def _run(model: nn.Module, logits: list[Tensor], loss: Tensor) -> _Run:
-    loss.backward()
+    if loss.requires_grad:
+        loss.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return _Run([x.detach().float() for x in logits], loss.detach(), gradients)
-
-
-@contextmanager
-def _push(model: Any, hit: Tensor) -> Iterator[None]:
-    """Inside, the embeddings of the tokens ``hit`` [B, S] lie far from where they were."""
-
-    def move(_module: nn.Module, _args: Any, out: Tensor) -> Tensor:
-        shift = torch.randn(out.shape[-1], generator=torch.Generator().manual_seed(11)).to(out)
-        return torch.where(hit[..., None], out + PUSH * out.detach().std() * shift, out)
-
-    handle = model.get_input_embeddings().register_forward_hook(move)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _error(got: Tensor | None, want: Tensor, scale: float = 0.0) -> float:

@@ -8,7 +8,7 @@ document, not even a NaN, enters its row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from packing_core.errors import UnsupportedError
-from torch_backend.metadata import PackedMetadata, to_device
+from torch_backend.metadata import PackedMetadata, host_lengths, to_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,18 +45,13 @@ def padded_lengths(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     return rounded
 
 
-def buckets(packed: PackedMetadata) -> Buckets:
-    """The batch's documents by padded length, built on first use and shared by every layer.
+def buckets(packed: PackedMetadata, *, pad: bool = True) -> Buckets:
+    """The batch's documents by padded length, or by their own, built on first use and shared by every layer.
 
     Raises:
         UnsupportedError: the lengths are not known on the host.
     """
-    if packed.lengths is None:
-        raise UnsupportedError(
-            "documents are batched by length, and the lengths are not on the host: "
-            "let PackedCollator build the batch, or wrap its collator in with_boundaries"
-        )
-    return packed.derived("buckets", _build)
+    return packed.derived(("buckets", pad), lambda _: _build(packed, pad))
 
 
 def map_documents(packed: PackedMetadata, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
@@ -72,15 +66,20 @@ def map_documents(packed: PackedMetadata, function: Callable[..., Tensor], *tens
     Returns:
         [T, ...].
     """
-    laid = buckets(packed)
-    split = [_batches(x, laid) for x in tensors]
-    results = [function(*rows).flatten(0, 1) for rows in zip(*split, strict=True)]
-    return _unpad(torch.cat(results), laid)
+    batches = zip(*(to_batches(packed, x) for x in tensors), strict=True)
+    return from_batches(packed, [function(*rows) for rows in batches])
 
 
-def _batches(x: Tensor, laid: Buckets) -> list[Tensor]:
+def to_batches(packed: PackedMetadata, x: Tensor, *, pad: bool = True) -> list[Tensor]:
+    """[T, ...] -> one [n, L, ...] per padded length, or per length if not ``pad``."""
+    laid = buckets(packed, pad=pad)
     batches = torch.split(_pad(x, laid), [n * length for n, length in laid.shapes])
     return [rows.view(*shape, *x.shape[1:]) for rows, shape in zip(batches, laid.shapes, strict=True)]
+
+
+def from_batches(packed: PackedMetadata, batches: Sequence[Tensor], *, pad: bool = True) -> Tensor:
+    """The inverse of :func:`to_batches`: what stands at padding is left out."""
+    return _unpad(torch.cat([rows.flatten(0, 1) for rows in batches]), buckets(packed, pad=pad))
 
 
 class _Pad(torch.autograd.Function):
@@ -115,10 +114,10 @@ _pad: Callable[[Tensor, Buckets], Tensor] = _Pad.apply
 _unpad: Callable[[Tensor, Buckets], Tensor] = _Unpad.apply
 
 
-def _build(packed: PackedMetadata) -> Buckets:
-    lengths = np.asarray(packed.lengths, np.int64)
+def _build(packed: PackedMetadata, pad: bool) -> Buckets:
+    lengths = np.asarray(host_lengths(packed), np.int64)
     starts = np.cumsum(lengths) - lengths
-    padded = padded_lengths(lengths)
+    padded = padded_lengths(lengths) if pad else lengths
     order = np.argsort(padded, kind="stable")
     sizes, counts = np.unique(padded, return_counts=True)
     # Place p belongs to the document `owner[p]`, at `offset[p]` of its row.

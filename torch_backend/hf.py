@@ -19,6 +19,7 @@ from packing_core.errors import UnsupportedModelError
 from packing_core.extras import require
 from torch_backend.attention import attention
 from torch_backend.carry import CarriedMask
+from torch_backend.metadata import refined
 
 require("transformers", extra="hf")
 
@@ -33,7 +34,7 @@ PREFIX = "crosspack_"
 _WITHOUT_EFFECT = (
     *("position_ids", "position_embeddings", "cache_position", "layer_idx", "use_cache", "packed"),
     *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
-    *("num_items_in_batch", "logits_to_keep"),
+    *("num_items_in_batch", "logits_to_keep", "labels"),
 )
 
 
@@ -88,6 +89,17 @@ def packed_attention(
     return _packed(module, query, key, value, attention_mask, *args, **kwargs)
 
 
+def causal_mask(module: Any, rows: Tensor) -> Tensor | None:
+    """The mask that an attention layer takes for a batch [n, L, ...] without padding before its end.
+
+    Only the eager functions need one: [1, 1, L, L], 0 where a key is visible and the least finite number elsewhere.
+    """
+    if unregistered(module.config._attn_implementation) != "eager":
+        return None
+    mask = rows.new_full((1, 1, rows.shape[1], rows.shape[1]), torch.finfo(rows.dtype).min)
+    return mask.triu(1)
+
+
 def _function_before(name: str, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
     # "eager" is no registered name: each modeling file has a function of its own.
     eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
@@ -122,6 +134,7 @@ def _packed(
             f"{where} has {key.shape[2]} keys for {query.shape[2]} queries: "
             "a packed forward takes no cache and no prefix"
         )
+    packed = mask.packed if (chunk := _chunk(module)) is None else refined(mask.packed, chunk)
     rows, heads, length, _ = query.shape
     query, key, value = _same_dtype(query, key, value)
     q, k, v = (x.transpose(1, 2).reshape(rows * length, x.shape[1], x.shape[3]) for x in (query, key, value))
@@ -129,7 +142,7 @@ def _packed(
         q,
         k,
         v,
-        mask.packed,
+        packed,
         window=sliding_window,
         softcap=softcap or None,
         sinks=s_aux,
@@ -137,8 +150,17 @@ def _packed(
         scale=scaling,
         implementation=mask.implementation,
     )
-    mask.packed.served[id(module)] = mask.packed.last_request
+    mask.packed.served[id(module)] = packed.last_request
     return out.view(rows, length, heads, -1), None
+
+
+def _chunk(module: nn.Module) -> int | None:
+    """The chunk inside which an attention layer of Llama 4 sees; its layers carry no argument for it, only a mask."""
+    config: Any = module.config
+    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    if kinds and layer is not None and kinds[layer] == "chunked_attention":
+        return int(config.attention_chunk_size)
+    return None
 
 
 def _same_dtype(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:

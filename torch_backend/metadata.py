@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from packing_core.errors import LayoutError
+from packing_core.errors import LayoutError, UnsupportedError
 
 Value = TypeVar("Value")
 
@@ -97,6 +97,35 @@ class PackedMetadata:
             self._derived[key] = make(self)
         value: Value = self._derived[key]
         return value
+
+
+def refined(packed: PackedMetadata, chunk: int) -> PackedMetadata:
+    """The same tokens with every segment cut into pieces of ``chunk``, for attention that sees its own chunk only.
+
+    Raises:
+        UnsupportedError: the lengths are not known on the host.
+    """
+    lengths = host_lengths(packed)
+
+    def cut(_: PackedMetadata) -> PackedMetadata:
+        pieces = [min(chunk, length - start) for length in lengths for start in range(0, length, chunk)]
+        return PackedMetadata.from_lengths(pieces, device=packed.device)
+
+    return packed.derived(("refined", chunk), cut)
+
+
+def host_lengths(packed: PackedMetadata) -> tuple[int, ...]:
+    """The segments' lengths on the host.
+
+    Raises:
+        UnsupportedError: only the device knows them.
+    """
+    if packed.lengths is None:
+        raise UnsupportedError(
+            "the segment lengths are needed on the host and only the device knows them: "
+            "let PackedCollator build the batch, or wrap its collator in with_boundaries"
+        )
+    return packed.lengths
 
 
 def to_device(host: Tensor, device: torch.device | str) -> Tensor:

@@ -8,7 +8,8 @@ served. A batch without metadata takes the path it took before.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -17,8 +18,10 @@ from torch import Tensor, nn
 from packing_core.errors import LayoutError, UnsupportedModelError
 from torch_backend.attention import AttentionRequest, candidates, needs_host_lengths, select
 from torch_backend.carry import CarriedMask, is_packed, take_metadata
-from torch_backend.hf import PreTrainedModel, register, unregistered
+from torch_backend.families import SEE_PADDING, route_of
+from torch_backend.hf import PreTrainedModel, causal_mask, register, unregistered
 from torch_backend.metadata import PackedMetadata
+from torch_backend.mixers import find_mixers, unwrap, wrap
 
 Model = TypeVar("Model", bound=nn.Module)
 _STATE = "_crosspack"
@@ -98,9 +101,16 @@ class Patched:
 
     def __init__(self, root: Any, implementation: str | Sequence[str]) -> None:
         self.root = root
-        self.decoder = root.base_model
+        self.decoder = _decoder(root)
         self.implementation = implementation if isinstance(implementation, str) else tuple(implementation)
-        self.layers = {id(m): name for name, m in self.decoder.named_modules() if _is_attention(m)}
+        own = dict(_own_modules(self.decoder))
+        attention = {name: m for name, m in own.items() if _is_attention(m)}
+        mixers = {name: m for name, m in find_mixers(self.decoder).items() if name in own}
+        self.route, self.why = route_of(root.config, uses_interface=bool(attention or mixers))
+        if self.route == "documents":
+            attention, mixers = {}, {"the decoder": self.decoder}
+        self.attention, self.mixers = attention, mixers
+        self.layers = {id(m): name for name, m in {**attention, **mixers}.items()}
         self.handles: list[Any] = []
         self.before: list[tuple[Any, str]] = []
         self.received: PackedMetadata | None = None  # between the model's hook and its decoder's
@@ -109,21 +119,31 @@ class Patched:
         self.served: dict[int, Any] = {}
 
     def install(self) -> None:
-        for config in self._configs():
-            name = unregistered(config._attn_implementation)
+        served = (self.decoder, *self.attention.values()) if self.route == "attention" else ()
+        for config in {id(m.config): m.config for m in served}.values():
             self.before.append((config, config._attn_implementation))
-            config._attn_implementation_internal = register(name)
+            config._attn_implementation_internal = register(unregistered(config._attn_implementation))
+        for name, mixer in self.mixers.items():
+            mask = partial(causal_mask, mixer) if name in self.attention else lambda rows: None
+            wrap(mixer, mask=mask, pad=self.root.config.model_type not in SEE_PADDING)
         self.handles = [
             self.root.register_forward_pre_hook(self._receive, with_kwargs=True),
+            self.root.register_forward_hook(self._check_taken),
             self.decoder.register_forward_pre_hook(self._hand_over, with_kwargs=True),
             self.decoder.register_forward_hook(self._check_served),
-            *(m.register_forward_pre_hook(self._reach) for m in self.decoder.modules() if id(m) in self.layers),
+            *(
+                layer.register_forward_pre_hook(self._reach)
+                for layer in {**self.attention, **self.mixers}.values()
+                if layer is not self.decoder
+            ),
         ]
         self.root.__dict__[_STATE] = self
 
     def remove(self) -> None:
         for handle in self.handles:
             handle.remove()
+        for mixer in self.mixers.values():
+            unwrap(mixer)
         for config, name in self.before:
             config._attn_implementation_internal = name
         del self.root.__dict__[_STATE]
@@ -146,10 +166,6 @@ class Patched:
             "segment lengths are needed on the host: batches without packed_lengths (another collator's) have them "
             "read from cu_seq_lens_q once per forward"
         ]
-
-    def _configs(self) -> list[Any]:
-        modules = [self.decoder, *(m for m in self.decoder.modules() if id(m) in self.layers)]
-        return list({id(m.config): m.config for m in modules}.values())
 
     def _receive(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take the metadata out of the model's arguments, or check that a batch without it is not packed."""
@@ -176,9 +192,14 @@ class Patched:
                 "a packed batch came with past_key_values: prefix tuning and caches cannot be packed, "
                 "because every document would need the prefix"
             )
+        kwargs["use_cache"] = False  # a cache of several documents in a row is of no use to anybody
+        if self.route == "documents":
+            kwargs |= {"packed": packed, "attention_mask": None, "position_ids": None}
+            return args, kwargs
         rows, row_length = _tokens(args, kwargs).shape[:2]
         kwargs["attention_mask"] = CarriedMask(packed, (rows, row_length), self.implementation)
-        kwargs["use_cache"] = False  # a cache of several documents in a row is of no use to anybody
+        if self.mixers:
+            kwargs["packed"] = packed
         return args, kwargs
 
     def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedMetadata | None:
@@ -197,6 +218,15 @@ class Patched:
         if self.running is not None:
             self.reached.add(id(layer))
 
+    def _check_taken(self, root: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """The decoder must have run, and taken what the model's hook had for it."""
+        if self.received is not None:
+            self.received = None
+            raise UnsupportedModelError(
+                f"{type(root).__name__} does not call its decoder {type(self.decoder).__name__} as a module: "
+                "its documents would see each other"
+            )
+
     def _check_served(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Every attention layer that ran must have been handed the metadata."""
         packed, self.running = self.running, None
@@ -209,6 +239,23 @@ class Patched:
             raise UnsupportedModelError(
                 f"{type(self.root).__name__} did not hand the segments to {which}: its documents would see each other"
             )
+
+
+def _decoder(root: Any) -> Any:
+    """The model inside the causal language model that embeds the tokens and makes the masks."""
+    inner = [m for m in root.modules() if isinstance(m, PreTrainedModel) and m is not root]
+    for found in (root.get_decoder(), root.base_model, *inner):
+        if isinstance(found, PreTrainedModel) and found is not root:
+            return found
+    return root
+
+
+def _own_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Names and modules inside a model, without those of other models in it (vision, audio)."""
+    for name, module in model.named_children():
+        if not isinstance(module, PreTrainedModel):
+            yield prefix + name, module
+            yield from _own_modules(module, f"{prefix}{name}.")
 
 
 def _is_attention(module: nn.Module) -> bool:

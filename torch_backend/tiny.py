@@ -35,7 +35,9 @@ _AT_MOST = (
     (32, "moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size"),
     (32, "moe_shared_expert_intermediate_size expert_ffn_hidden_size"),
     (16, "q_lora_rank kv_lora_rank o_lora_rank gated_norm_rank hc_lowrank laurel_rank hidden_size_per_layer_input"),
-    (16, "state_size mamba_d_state ssm_state_size"),
+    (16, "state_size mamba_d_state ssm_state_size linear_head_dim linear_key_head_dim linear_value_head_dim"),
+    (4, "linear_num_value_heads"),
+    (2, "linear_num_heads linear_num_key_heads"),
     (4, "num_experts n_routed_experts num_local_experts moe_num_experts zero_expert_num"),
     (2, "num_experts_per_tok num_experts_per_token moe_topk moe_k"),
     (1, "n_group topk_group num_expert_group"),
@@ -45,7 +47,47 @@ _AT_MOST = (
     (8, "index_topk keep_window_size rel_extent index_block_size"),
     (POSITIONS, "original_max_position_embeddings"),
 )
+_INDEXER = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 256,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+}
+# What the default configs of some families leave open.
+_LEFT_OPEN: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "hunyuan_v1_dense": {"head_dim": 64},
+    "hunyuan_v1_moe": {"head_dim": 64},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "ministral": {"head_dim": 64},
+    "nemotron": {"num_key_value_heads": 8},
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},
+    "qwen4_exp": {"text_config": _INDEXER},
+    "qwen4_exp_text": _INDEXER,
+}
+# Sizes that only one family has, or has rules of its own for.
+_OWN_SIZES: dict[str, dict[str, Any]] = {
+    "bamba": {"num_hidden_layers": 3, "attn_layer_indices": [1]},
+    "dots3_note_text": {"head_dim": 16, "per_layer_config": {}, "index_n_heads": 2, "index_head_dim": 16},
+    "nemotron_h": {"n_groups": 2, "mamba_num_heads": 4, "mamba_head_dim": 16},
+    "rwkv": {"attention_hidden_size": 64},
+    "xlstm": {"hidden_size": 256, "embedding_dim": 256, "mode": "train_with_padding", "return_last_states": False},
+    "zamba2": {"adapter_rank": 8},
+}
 AT_MOST = {name: most for most, names in _AT_MOST for name in names.split()}
+
+
+def family_config(family: str) -> Any:
+    """The default config of a transformers model type, with what it leaves open filled in."""
+    from transformers import CONFIG_MAPPING
+
+    config_class = CONFIG_MAPPING[family]
+    return config_class(**_LEFT_OPEN.get(family, {}))
 
 
 def tiny_config(config: Any, *, head_dim: int | None = None, changes: Mapping[str, Any] | None = None) -> Any:
@@ -56,22 +98,7 @@ def tiny_config(config: Any, *, head_dim: int | None = None, changes: Mapping[st
         head_dim: replaces the config's head width, which is kept if None.
         changes: fields to set in the end.
     """
-    fields = copy.deepcopy(config.to_dict())
-    nested = [name for name in getattr(config, "sub_configs", {}) if getattr(config, name, None) is not None]
-    for name in nested:
-        fields[name] = tiny_config(getattr(config, name), head_dim=head_dim).to_dict()
-    _keep_one_layer_of_each_kind(fields)
-    _shrink_widths(fields, head_dim)
-    for name, most in AT_MOST.items():
-        if isinstance(fields.get(name), int) and not isinstance(fields[name], bool):
-            fields[name] = min(fields[name], most)
-    for name in fields:
-        if ("drop" in name) and isinstance(fields[name], float):
-            fields[name] = 0.0
-        if name.endswith("_token_id") and isinstance(fields[name], int):
-            fields[name] = min(fields[name], 3)
-    fields.update(changes or {})
-    return type(config).from_dict(fields)
+    return type(config).from_dict(_tiny_fields(config, head_dim) | dict(changes or {}))
 
 
 def tiny_model(config: Any, model_class: Any = None, *, seed: int = 0) -> Any:
@@ -95,38 +122,112 @@ def tiny_model(config: Any, model_class: Any = None, *, seed: int = 0) -> Any:
     return model.float()
 
 
+def _tiny_fields(config: Any, head_dim: int | None) -> dict[str, Any]:
+    fields: dict[str, Any] = copy.deepcopy(config.to_dict())
+    for name in getattr(config, "sub_configs", {}):
+        inner = getattr(config, name, None)
+        if inner is not None and any(hasattr(inner, layers) for layers in LAYERS):
+            fields[name] = _tiny_fields(inner, head_dim)
+    _keep_one_layer_of_each_kind(fields)
+    _shrink_widths(fields, head_dim)
+    for name, value in fields.items():
+        if isinstance(value, int) and not isinstance(value, bool):
+            fields[name] = min(value, 3 if name.endswith("_token_id") else AT_MOST.get(name, value))
+        elif isinstance(value, float) and ("drop" in name or "jitter" in name):
+            fields[name] = 0.0
+    _shrink_positions(fields)
+    _keep_consistent(fields)
+    return fields
+
+
 def _keep_one_layer_of_each_kind(fields: dict[str, Any]) -> None:
     counts = {name: fields[name] for name in LAYERS if isinstance(fields.get(name), int)}
     if not counts:
         return
     total = max(counts.values())
     per_layer = [name for name, value in fields.items() if isinstance(value, list | tuple) and len(value) == total > 0]
+    of_some: dict[int, Any] = {int(k): v for k, v in (fields.get("per_layer_config") or {}).items()}
     kinds: dict[tuple[str, ...], int] = {}
     for layer in range(total):
-        kinds.setdefault(tuple(repr(fields[name][layer]) for name in per_layer), layer)
+        kind = tuple(repr(fields[name][layer]) for name in per_layer)
+        kinds.setdefault((*kind, repr(of_some.get(layer))), layer)
     kept = sorted(kinds.values())
     kept = (kept * 2)[:2] if len(kept) == 1 else kept[:6]
     for name in per_layer:
         fields[name] = [fields[name][layer] for layer in kept]
     for name in counts:
         fields[name] = len(kept)
+    if of_some:
+        fields["per_layer_config"] = {str(i): of_some[layer] for i, layer in enumerate(kept) if layer in of_some}
 
 
 def _shrink_widths(fields: dict[str, Any], head_dim: int | None) -> None:
     heads = next((fields[name] for name in HEADS if isinstance(fields.get(name), int)), None)
     hidden = next((fields[name] for name in HIDDEN if isinstance(fields.get(name), int)), None)
-    if heads is None or hidden is None:
+    if hidden is None:
+        return
+    if heads is None:
+        fields.update({name: 64 for name in HIDDEN if isinstance(fields.get(name), int)})
         return
     width = head_dim or fields.get("head_dim") or hidden // heads
-    for name in KV_HEADS:
-        if isinstance(fields.get(name), int):
-            kv = fields[name]
-            fields[name] = N_HEADS if kv == heads else 1 if kv == 1 else 2
-    for name in HEADS:
-        if isinstance(fields.get(name), int):
+    separate = bool(fields.get("head_dim")) or "qk_rope_head_dim" in fields
+    for name, value in fields.items():
+        if isinstance(value, int) and name in KV_HEADS:
+            fields[name] = N_HEADS if value == heads else 1 if value == 1 else 2
+        elif isinstance(value, int) and name in HEADS:
             fields[name] = N_HEADS
-    for name in HIDDEN:
-        if isinstance(fields.get(name), int):
-            fields[name] = N_HEADS * width if not fields.get("head_dim") else max(64, width)
-    if fields.get("head_dim"):
-        fields["head_dim"] = width
+        elif isinstance(value, int) and name in HIDDEN:
+            fields[name] = max(64, width) if separate else N_HEADS * width
+        elif name in ("head_dim", "swa_head_dim", "d_head") and value:
+            fields[name] = width
+    if isinstance(fields.get("rotary_dim"), int):
+        fields["rotary_dim"] = min(fields["rotary_dim"], width // 2)
+
+
+def _shrink_positions(fields: dict[str, Any]) -> None:
+    """Rotary frequencies that change beyond an original length change within the audit's documents."""
+    rope = fields.get("rope_parameters") or {}
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
+    for kind in kinds:
+        if "original_max_position_embeddings" in kind:
+            kind["original_max_position_embeddings"] = POSITIONS
+        if kind.get("rope_type") == "dynamic":
+            fields["max_position_embeddings"] = POSITIONS
+
+
+def _keep_consistent(fields: dict[str, Any]) -> None:
+    """Sizes that follow from others in the families that state both."""
+    hidden = next((fields[name] for name in HIDDEN if isinstance(fields.get(name), int)), 0)
+    layers: dict[str, dict[str, Any]] = fields.get("per_layer_config") or {}
+    if "qk_rope_head_dim" in fields:  # multi-head latent attention
+        fields |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "head_dim": 8}
+        fields.pop("qk_head_dim", None)
+    elif fields.get("head_dim"):
+        for layer in layers.values():
+            layer |= {"head_dim": 2 * fields["head_dim"]} if "head_dim" in layer else {}
+    if "mamba_n_heads" in fields:
+        inner = hidden if "mamba_d_ssm" in fields else 2 * hidden
+        fields |= {"mamba_expand": 2, "mamba_n_heads": 4, "mamba_d_head": inner // 4}
+        fields |= {"mamba_d_ssm": inner} if "mamba_d_ssm" in fields else {}
+    if "expand" in fields:
+        fields |= {"intermediate_size": fields["expand"] * hidden, "time_step_rank": 4}
+    if "n_mamba_heads" in fields:
+        fields |= {"n_mamba_heads": 2, "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2}
+        for name in ("attention_hidden_size", "attention_head_dim", "mamba_headdim", "kv_channels", "hybrid_layer_ids"):
+            fields.pop(name, None)
+    elif "attn_layer_period" in fields:
+        fields |= {"attn_layer_period": 2, "attn_layer_offset": 1, "num_hidden_layers": 4}
+    if "block_types" in fields:
+        fields |= {"num_hidden_layers": len(fields["block_types"]), "lru_width": hidden}
+    if "H_cycles" in fields:
+        fields |= {"num_layers_per_stack": 1, "num_hidden_layers": fields["H_cycles"] * (fields["L_cycles"] + 1)}
+    if fields.get("num_kv_shared_layers"):
+        kinds = list(dict.fromkeys(fields["layer_types"]))
+        fields |= {"num_hidden_layers": 2 * len(kinds), "layer_types": kinds * 2, "num_kv_shared_layers": len(kinds)}
+        for name, each in (("intermediate_size", 32), ("activation_sparsity_pattern", 0.5)):
+            if isinstance(fields.get(name), list):
+                fields[name] = [each] * 2 * len(kinds)
+    family = fields.get("model_type", "")
+    if family == "mamba2":
+        fields |= {"n_groups": 2, "head_dim": 2 * hidden // N_HEADS}
+    fields |= _OWN_SIZES.get(family, {})
