@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from packing_core.cli.progress import counted
 from packing_core.cli.records import Records, open_records
@@ -48,13 +48,13 @@ VOCABULARY = 2048  # entries of the byte-level BPE that is trained when no token
 OUT = Console()
 
 
-def claim_folder(folder: Path, marker: str, *, overwrite: bool, ways: str = "--overwrite") -> None:
-    """Make sure that ``folder`` may be written: it is empty, or a run of ours that ``overwrite`` allows to replace.
+def check_folder(folder: Path, marker: str, *, overwrite: bool, ways: str = "--overwrite") -> None:
+    """Raise unless ``folder`` may be written: it is empty, or holds a run of ours that ``overwrite`` lets us replace.
 
     Args:
         folder: where a command is about to write.
         marker: the file that every run of this command leaves in its folder.
-        overwrite: remove the run that the folder holds.
+        overwrite: whether the user gave that option.
         ways: the options that the error offers.
 
     Raises:
@@ -67,7 +67,6 @@ def claim_folder(folder: Path, marker: str, *, overwrite: bool, ways: str = "--o
         raise PackingError(f"--output {folder} is not empty: pass {ways} or another folder")
     if marker not in held:
         raise PackingError(f"--overwrite: {folder} has no {marker}, so it holds something else: remove it yourself")
-    shutil.rmtree(folder)
 
 
 @dataclass(frozen=True)
@@ -77,6 +76,14 @@ class Source:
     records: Records
     encoder: Encoder
     tokenizer: str
+
+    def describe(self) -> str:
+        """What is read and how, in rich markup; says what was left out once the records were read."""
+        lines = [f"[bold]{escape(self.records.name)}[/], tokenizer: {escape(self.tokenizer)}"]
+        lines.append(escape(self.encoder.describe()))
+        if self.encoder.left_out:
+            lines.append(f"{self.encoder.left_out:,} records have nothing to train on and are left out")
+        return "\n".join(lines)
 
     @staticmethod
     def open(

@@ -22,7 +22,7 @@ import typer
 
 from packing_core.batch import PackedBatch
 from packing_core.cli import options
-from packing_core.cli.options import OUT, Source, claim_folder
+from packing_core.cli.options import OUT, Source, check_folder
 from packing_core.cli.progress import counted
 from packing_core.cli.text import Policy
 from packing_core.extras import require
@@ -51,7 +51,7 @@ def pack(
 ) -> None:
     """Write a data set packed, for trainers that read packed rows."""
     require("pyarrow", extra="hf")
-    claim_folder(output, MANIFEST, overwrite=overwrite)
+    check_folder(output, MANIFEST, overwrite=overwrite)
     source = Source.open(data, split, tokenizer, Policy(loss, bos, eos), trust_remote_code=trust_remote_code)
     encoder = source.encoder
 

@@ -45,10 +45,7 @@ def report(
         raise PackingError("no document has a token to train on: check --data, its columns and --loss")
     documents = np.array(lengths, np.int64)
     packed = make_plan(documents, capacity, overflow=overflow, seed=seed)
-    OUT.print(f"[bold]{source.records.name}[/], tokenizer: {source.tokenizer}", highlight=False)
-    OUT.print(source.encoder.describe(), highlight=False)
-    if source.encoder.left_out:
-        OUT.print(f"{source.encoder.left_out:,} records have nothing to train on and are left out")
+    OUT.print(source.describe(), highlight=False)
     OUT.print(lengths_table(documents, trained=trained))
     for what, ids in (("truncated", packed.truncated), ("dropped", packed.dropped)):
         if len(ids):

@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from rich.markup import escape
 
 from packing_core.cli import options
 from packing_core.cli.figures import compare_figure
-from packing_core.cli.job import Options, TrainJob, TrainResult, trainer
-from packing_core.cli.options import OUT, Source, claim_folder
+from packing_core.cli.job import Options, TrainJob, trainer
+from packing_core.cli.options import OUT, Source, check_folder
 from packing_core.cli.progress import TrainProgress, counted
 from packing_core.cli.schedule import Corpus, Schedule
 from packing_core.cli.tables import comparison_table, lengths_table, padding, rate, steps_table
 from packing_core.cli.text import Policy
-from packing_core.errors import PackingError
+from packing_core.errors import ContaminationError, PackingError
 from packing_core.extras import require
 from packing_core.plan import plan as make_plan
 
@@ -107,16 +109,15 @@ def train(
         corpus, plans, rows_per_step, padded_batch, seed=seed, limit=steps, pad_id=0 if pad is None else pad
     )
     name = model or "a small Llama, random weights"
-    OUT.print(f"[bold]{name}[/] on [bold]{source.records.name}[/], tokenizer: {source.tokenizer}", highlight=False)
-    OUT.print(encoder.describe(), highlight=False)
-    if encoder.left_out:
-        OUT.print(f"{encoder.left_out:,} records have nothing to train on and are left out")
+    OUT.print(f"[bold]{escape(name)}[/] on {source.describe()}", highlight=False)
     OUT.print(lengths_table(lengths, trained=corpus.n_trained))
     OUT.print(steps_table(schedule))
 
     if lr is None:
         lr = 2e-5 if isinstance(model_source, str) else 3e-3
     if output is not None and not resume:
+        if output.exists():
+            shutil.rmtree(output)
         _write_run({}, output)  # says whose folder it is, should the run be interrupted
     with TrainProgress(OUT, len(schedule)) as progress:
         result = run(
@@ -137,9 +138,18 @@ def train(
                 on_phase=progress.phase,
             )
         )
-    _show(
-        result, schedule, compare=compare, picture=(output or Path("runs")) / PICTURE, title=f"{name}, {result.device}"
-    )
+    OUT.print(f"attention: {result.attention} on {result.device}", highlight=False)
+    if compare:
+        OUT.print(comparison_table(result))
+        picture = (output or Path("runs")) / PICTURE
+        compare_figure(result, schedule, picture, title=f"{name}, {result.device}")
+        OUT.print(f"picture: {picture}", highlight=False)
+    else:
+        records = result.records["packed"]
+        OUT.print(
+            f"{len(records):,} steps, {rate(records):,.0f} real tokens/s, {padding(records):.1%} padding, "
+            f"loss {records[0].loss:.4f} to {records[-1].loss:.4f}"
+        )
     if output is not None:
         encoder.tokenizer.save_pretrained(output)
         history = {run: [asdict(record) for record in records] for run, records in result.records.items()}
@@ -148,6 +158,9 @@ def train(
         OUT.print(f"model: {output}", highlight=False)
     elif not compare:
         OUT.print("nothing is kept: pass --output to keep the model")
+    if not result.audit.exact:
+        raise ContaminationError(f"audit: documents that are packed together see each other: {result.audit.line}")
+    OUT.print(f"audit: [green]exact[/], {result.audit.line}", highlight=False)
 
 
 def _check_output(output: Path | None, *, compare: bool, overwrite: bool, resume: bool, save_every: int) -> None:
@@ -161,7 +174,7 @@ def _check_output(output: Path | None, *, compare: bool, overwrite: bool, resume
             raise PackingError("--resume and --save-every need --output, the folder of the run")
         return
     if not resume:
-        claim_folder(output, RUN_FILE, overwrite=overwrite, ways="--resume, --overwrite")
+        check_folder(output, RUN_FILE, overwrite=overwrite, ways="--resume, --overwrite")
 
 
 def _model(model: str | None) -> tuple[str | dict[str, Any], str | None]:
@@ -183,22 +196,6 @@ def _special_tokens(tokenizer: Any) -> dict[str, Any]:
     """What a config says of its tokenizer."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {"vocab_size": len(tokenizer), **{name: getattr(tokenizer, name) for name in names}}
-
-
-def _show(result: TrainResult, schedule: Schedule, *, compare: bool, picture: Path, title: str) -> None:
-    records = result.records["packed"]
-    if compare:
-        OUT.print(comparison_table(result))
-        compare_figure(result, schedule, picture, title=title)
-        OUT.print(f"picture: {picture}", highlight=False)
-    else:
-        OUT.print(
-            f"{len(records):,} steps, {rate(records):,.0f} real tokens/s, {padding(records):.1%} padding, "
-            f"loss {records[0].loss:.4f} to {records[-1].loss:.4f}"
-        )
-    OUT.print(f"attention: {result.attention} on {result.device}", highlight=False)
-    verdict = "[green]exact[/]" if result.audit.exact else "[red]CONTAMINATED[/]"
-    OUT.print(f"audit: {verdict}, {result.audit.line}", highlight=False)
 
 
 def _write_run(content: dict[str, Any], output: Path) -> None:

@@ -195,6 +195,24 @@ def test_overwrite_replaces_an_earlier_run(small, tmp_path):
     assert len(losses(out)) == 1
 
 
+def test_a_mistake_in_the_other_options_does_not_cost_the_earlier_run(small, tmp_path):
+    out = tmp_path / "out"
+    assert run(*small, "--output", out, "--steps", 1).exit_code == 0
+    one_line(run(*small, "--output", out, "--overwrite", "--data", "absent.jsonl"))
+    assert (out / "model.safetensors").exists()
+
+
+def test_a_contaminated_model_ends_with_an_error(small, monkeypatch):
+    from packing_core.cli import job, train
+
+    def contaminated(wanted):
+        records = [wanted.record("packed", step, 1.0, 0.1) for step in range(len(wanted.schedule))]
+        return job.TrainResult({"packed": records}, job.Audit(False, "logits 3e-01"), "abacus", "beads")
+
+    monkeypatch.setattr(train, "trainer", lambda backend: contaminated)
+    assert "audit: documents that are packed together see each other: logits 3e-01" in one_line(run(*small))
+
+
 def test_a_run_that_never_began_can_be_begun_again(small, tmp_path):
     out = tmp_path / "out"
     one_line(run(*small, "--output", out, "--attention", "abacus"))
