@@ -43,12 +43,12 @@ def softmax_loss(
                 zeros = tl.zeros([BLOCK], tl.float32).to(logits.dtype.element_ty)
                 tl.store(logits + first + column, zeros, first + column < columns)
     else:
-        at_target, _ = scaled(tl.load(logits + target), scale, softcap, SOFTCAP)
+        at_target = scaled(tl.load(logits + target), scale, softcap, SOFTCAP)[0]
         highest = tl.full([BLOCK], -1.0e30, tl.float32)
         total = tl.zeros([BLOCK], tl.float32)
         for first in range(0, columns, BLOCK):
             inside = first + column < columns
-            x, _ = scaled(tl.load(logits + first + column, inside, other=0.0), scale, softcap, SOFTCAP)
+            x = scaled(tl.load(logits + first + column, inside, other=0.0), scale, softcap, SOFTCAP)[0]
             x = tl.where(inside, x, -1.0e30)
             smaller = tl.exp(-tl.abs(x - highest))
             total = tl.where(x > highest, total * smaller + 1, total + smaller)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from packing_core.errors import LayoutError, UnsupportedModelError
+from torch_backend import rotary
 from torch_backend.attention import AttentionRequest, candidates, needs_host_lengths, select
 from torch_backend.carry import CarriedMask, is_packed, take_metadata
 from torch_backend.families import SEE_PADDING, route_of
@@ -126,6 +127,9 @@ class Patched:
         for name, mixer in self.mixers.items():
             mask = partial(causal_mask, mixer) if name in self.attention else lambda rows: None
             wrap(mixer, mask=mask, pad=self.root.config.model_type not in SEE_PADDING)
+        for name, layer in self.attention.items():
+            if name not in self.mixers:
+                rotary.wrap(layer)
         self.handles = [
             self.root.register_forward_pre_hook(self._receive, with_kwargs=True),
             self.root.register_forward_hook(self._check_taken),
@@ -144,6 +148,8 @@ class Patched:
             handle.remove()
         for mixer in self.mixers.values():
             unwrap(mixer)
+        for layer in self.attention.values():
+            rotary.unwrap(layer)
         for config, name in self.before:
             config._attn_implementation_internal = name
         del self.root.__dict__[_STATE]

@@ -152,10 +152,13 @@ def choose_tiles(request: AttentionRequest) -> Tiles:
 
 
 _LARGE = {
-    width: Tiles(Tile(128, 64, 8, 2, 128), Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)) for width in (16, 32, 64, 128)
-} | {256: Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 8, 2), Tile(32, 32, 4, 2))}
-_SMALL = {width: Tiles(Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)) for width in (16, 32, 64, 128)} | {
-    256: Tiles(Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1))
+    **dict.fromkeys((16, 32, 64), Tiles(Tile(64, 64, 4, 3), Tile(64, 32, 4, 2), Tile(128, 64, 4, 2))),
+    128: Tiles(Tile(128, 32, 8, 3, 128), Tile(128, 32, 8, 3, 128), Tile(32, 64, 4, 3)),
+    256: Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 3), Tile(64, 32, 4, 2)),
+}
+_SMALL = {
+    **dict.fromkeys((16, 32, 64, 128), Tiles(Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2))),
+    256: Tiles(Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
 }
 
 

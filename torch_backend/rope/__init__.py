@@ -17,9 +17,9 @@ from packing_core.errors import LayoutError
 from torch_backend.operators import operator, runs_triton
 from torch_backend.rope import reference
 
-# Elements of one half-tile [tokens, heads, R/2] and warps that work on it: 16 bytes a thread for each half, measured on
-# an H200 (benchmarks/RESULTS.md).
-_TILE, _WARPS, _HEADS = 2048, 4, 8
+# Elements of one half-tile [tokens, heads, R/2], warps that work on it (16 bytes of each half a thread), and its heads
+# at most: measured on an H200 (benchmarks/RESULTS.md).
+_TILE, _WARPS, _HEADS = 1024, 4, 8
 _PROGRAMS = 264  # of the norm's backward, each keeps one partial weight gradient: two per multiprocessor of an H200
 
 

@@ -1,0 +1,121 @@
+"""The Triton rotary embedding inside patched attention layers, in packed forwards alone.
+
+Most modeling files of transformers rotate through one function, ``apply_rotary_pos_emb(q, k, cos, sin)``. Rebinding it
+would change every model of the family, so a layer gets its own forward instead: the same code over a copy of the
+module's namespace in which the name means :func:`_turned`. It runs where a CarriedMask comes in; every other call takes
+the forward that was there before. Which rotation a modeling file means is found by calling its function.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from functools import cache, partial
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_backend.carry import CarriedMask
+from torch_backend.operators import runs_triton
+from torch_backend.rope import apply_rope
+from torch_backend.rope.reference import rotate
+
+NAME = "apply_rotary_pos_emb"
+_BEFORE = "_crosspack_rotary_before"
+Rotation = Callable[..., tuple[Tensor, Tensor]]
+
+
+def wrap(layer: nn.Module) -> bool:
+    """Give an attention layer a packed forward with the Triton rotation; False if its rotation has another form."""
+    forward = inspect.unwrap(type(layer).forward)
+    if forward is not type(layer).forward or NAME not in forward.__code__.co_names or forward.__closure__:
+        return False
+    packed_forward = _packed_forward(forward)
+    if packed_forward is None:
+        return False
+    layer.__dict__[_BEFORE] = layer.__dict__.get("forward")
+    layer.forward = partial(_forward, layer, packed_forward)
+    return True
+
+
+def unwrap(layer: nn.Module) -> None:
+    """Take back what :func:`wrap` did; without effect on a layer that it left alone."""
+    if _BEFORE not in layer.__dict__:
+        return
+    before = layer.__dict__.pop(_BEFORE)
+    if before is None:
+        del layer.__dict__["forward"]
+    else:
+        layer.__dict__["forward"] = before
+
+
+def _forward(layer: nn.Module, packed_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    before = layer.__dict__[_BEFORE]
+    packed = any(isinstance(value, CarriedMask) for value in (*args, *kwargs.values()))
+    if packed and before is None:
+        return packed_forward(layer, *args, **kwargs)
+    return (before or partial(type(layer).forward, layer))(*args, **kwargs)
+
+
+@cache
+def _packed_forward(forward: FunctionType) -> Callable[..., Any] | None:
+    """``forward`` over a namespace of its own, or None if it does not rotate as :func:`apply_rope` can."""
+    original: Rotation | None = forward.__globals__.get(NAME)
+    if original is None or (interleaved := interleaving(original)) is None:
+        return None
+    # A module that can be imported by its name, because that is how torch.compile guards the globals of a function.
+    module = ModuleType(f"{__name__}.{forward.__module__}")
+    module.__dict__.update(forward.__globals__, __name__=module.__name__)
+    module.__dict__[NAME] = partial(_turned, original, interleaved)
+    sys.modules[module.__name__] = module
+    copy = FunctionType(forward.__code__, module.__dict__, forward.__name__, forward.__defaults__)
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return copy
+
+
+def _turned(
+    original: Rotation, interleaved: bool, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any
+) -> tuple[Tensor, Tensor]:
+    """What stands for ``apply_rotary_pos_emb``: q, k [B, H, S, D] and full-width angles [B, S, R]."""
+    if rest or named or not runs_triton(q) or not (q.ndim == k.ndim == 4 and cos.ndim == 3):
+        return original(q, k, cos, sin, *rest, **named)
+    half = cos.shape[-1] // 2
+    q, k = apply_rope(
+        q.transpose(1, 2), k.transpose(1, 2), cos[..., :half], sin[..., :half], interleaved=interleaved
+    )  # fmt: skip
+    return q.transpose(1, 2), k.transpose(1, 2)
+
+
+@cache
+def interleaving(original: Rotation) -> bool | None:
+    """Whether a modeling file's rotation pairs neighbouring channels (True) or halves (False); None: it does neither.
+
+    It is called with angles as the standard rotary modules make them, the R/2 angles of a token twice in a row, and
+    heads wider than R.
+    """
+    try:
+        parameters = list(inspect.signature(original).parameters)
+        if parameters[:4] != ["q", "k", "cos", "sin"] or not set(parameters[4:]) <= {"position_ids", "unsqueeze_dim"}:
+            return None
+        for partly in (True, False):
+            generator = torch.Generator().manual_seed(0)
+            q, k = (torch.randn(2, h, 5, 12 if partly else 8, dtype=torch.float64, generator=generator) for h in (2, 1))
+            angle = torch.randn(2, 5, 4, dtype=torch.float64, generator=generator)
+            cos, sin = (torch.cat((x, x), -1) for x in (angle.cos(), angle.sin()))
+            try:
+                found = original(q, k, cos, sin)
+            except RuntimeError:
+                continue  # it cannot turn a part of a head; no such model has one
+            for interleaved in (False, True):
+                right = [
+                    rotate(x.transpose(1, 2), angle.cos(), angle.sin(), interleaved=interleaved).transpose(1, 2)
+                    for x in (q, k)
+                ]
+                if all(x.shape == y.shape and torch.allclose(x, y) for x, y in zip(found, right, strict=True)):
+                    return interleaved
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+        return None
+    return None
