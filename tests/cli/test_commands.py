@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -217,6 +219,26 @@ def test_a_run_that_never_began_can_be_begun_again(small, tmp_path):
     out = tmp_path / "out"
     one_line(run(*small, "--output", out, "--attention", "abacus"))
     assert run(*small, "--output", out, "--steps", 1).exit_code == 0
+
+
+def test_a_hub_name_is_found_in_the_hub_cache(small, data, tmp_path):
+    out, cache = tmp_path / "out", tmp_path / "cache"
+    assert run(*small, "--output", out, "--steps", 1).exit_code == 0
+    snapshot = cache / "models--owner--name" / "snapshots" / "0123"
+    shutil.copytree(out, snapshot)
+    (cache / "models--owner--name" / "refs").mkdir()
+    (cache / "models--owner--name" / "refs" / "main").write_text("0123")
+    command = ["train", "--model", "owner/name", "--data", str(data), "--capacity", "64", "--steps", "1"]
+    result = subprocess.run(
+        [sys.executable, "-m", "packing_core.cli", *command, "--device", "cpu", "--output", str(tmp_path / "again")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"},
+    )
+    assert result.returncode == 0, result.stderr
+    assert "owner/name on" in result.stdout
+    assert losses(tmp_path / "again")[0] < losses(out)[0] - 0.2  # it starts from what was trained
 
 
 def test_it_refuses_to_run_once_per_rank(small, monkeypatch):
