@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from packing_core import reference
-from packing_core.protocol import Array, Decoder, DecoderConfig, Document, Gradients
+from packing_core.protocol import ADAMW_EPSILON, Array, Decoder, DecoderConfig, Document, Gradients
 from packing_core.reference.arithmetic import WorkingDtype, operands, plain
 
 Backward = Callable[[Array], Gradients]
@@ -133,7 +133,7 @@ def updated(
             mean, square = state.get(name, (0.0 * w, 0.0 * w))
             mean, square = 0.9 * mean + 0.1 * g, 0.999 * square + 0.001 * (g * g)
             state[name] = mean, square
-            g = (mean / (1 - 0.9**step)) / (np.sqrt(square / (1 - 0.999**step)) + 1e-8)
+            g = (mean / (1 - 0.9**step)) / (np.sqrt(square / (1 - 0.999**step)) + ADAMW_EPSILON)
         weights[name] = plain(w - learning_rate * g)
     return replace(decoder, weights=weights)
 

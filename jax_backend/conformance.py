@@ -90,11 +90,7 @@ class AttentionStack(Backend):
         options["implementation"] = self.implementation
         if self.implementation == "cudnn":
             options["max_segments"] = 1 << int(np.max(segment_ids)).bit_length()
-
-        def attend(operands: dict[str, Any], segment_ids: jax.Array) -> jax.Array:
-            return segment_attention(**operands, segment_ids=segment_ids, **options)
-
-        return _out_and_gradients(attend, operands, dout, np.asarray(segment_ids, np.int32), dtype=dtype)
+        return _out_and_gradients(_attend, operands, dout, np.asarray(segment_ids, np.int32), dtype=dtype, **options)
 
     def forward(self, decoder: protocol.Decoder, batch: Batch, *, dtype: str) -> Array:
         graph, params, rest = self._model(decoder, dtype)
@@ -160,10 +156,8 @@ class Stack(AttentionStack):
         interleaved: bool = False,
         dout: Array | None = None,
     ) -> tuple[Array, Gradients]:
-        def turn(operands: dict[str, jax.Array], position_ids: jax.Array, inv_freq: jax.Array) -> jax.Array:
-            return apply_rope(operands["x"], position_ids, inv_freq, interleaved=interleaved)
-
-        return _out_and_gradients(turn, {"x": x}, dout, np.asarray(position_ids, np.int32), inv_freq, dtype=dtype)
+        where = np.asarray(position_ids, np.int32), inv_freq
+        return _out_and_gradients(_turn, {"x": x}, dout, *where, dtype=dtype, interleaved=interleaved)
 
     def scan(
         self,
@@ -177,11 +171,8 @@ class Stack(AttentionStack):
         dtype: str,
         dout: Array | None = None,
     ) -> tuple[Array, Gradients]:
-        def run(operands: dict[str, jax.Array], segment_ids: jax.Array) -> jax.Array:
-            return selective_scan(**operands, segment_ids=segment_ids)
-
         operands = {"x": x, "dt": dt, "A": A, "B": B, "C": C}
-        return _out_and_gradients(run, operands, dout, np.asarray(segment_ids, np.int32), dtype=dtype)
+        return _out_and_gradients(_scan, operands, dout, np.asarray(segment_ids, np.int32), dtype=dtype)
 
     def loss(
         self,
@@ -218,7 +209,7 @@ class Stack(AttentionStack):
             raise UnsupportedError("a step takes its microbatches one after the other: ranks must be 1")
         rules: dict[str, Callable[[float], optax.GradientTransformation]] = {
             "sgd": optax.sgd,
-            "adamw": partial(optax.adamw, weight_decay=0.0),
+            "adamw": partial(optax.adamw, eps=protocol.ADAMW_EPSILON, weight_decay=0.0),
         }
         train_step = make_train_step(self._decoder(decoder, dtype), rules[optimizer](learning_rate))
         state, losses = train_step.init(), []
@@ -236,21 +227,41 @@ def _pack(documents: Sequence[Document], capacity: int) -> Any:
     return pack([d.input_ids for d in documents], capacity, labels=[d.labels for d in documents])
 
 
+def _attend(operands: dict[str, Any], segment_ids: jax.Array, **options: Any) -> jax.Array:
+    return segment_attention(**operands, segment_ids=segment_ids, **options)
+
+
+def _turn(operands: dict[str, Any], position_ids: jax.Array, inv_freq: jax.Array, *, interleaved: bool) -> jax.Array:
+    return apply_rope(operands["x"], position_ids, inv_freq, interleaved=interleaved)
+
+
+def _scan(operands: dict[str, Any], segment_ids: jax.Array) -> jax.Array:
+    return selective_scan(**operands, segment_ids=segment_ids)
+
+
 def _out_and_gradients(
-    function: Callable[..., jax.Array], operands: dict[str, Array], dout: Array | None, *data: Array, dtype: str
+    function: Callable[..., jax.Array],
+    operands: dict[str, Array],
+    dout: Array | None,
+    *data: Array,
+    dtype: str,
+    **options: Any,
 ) -> tuple[Array, Gradients]:
-    """The output of ``function(operands, *data)`` and, with ``dout``, the operands' gradients, under one jit."""
-
-    @jax.jit
-    def run(operands: Any, dout: Any, *data: Any) -> Any:
-        if dout is None:
-            return function(operands, *data), {}
-        out, pullback = jax.vjp(lambda operands: function(operands, *data), operands)
-        return out, pullback(dout)[0]
-
+    """The output of ``function(operands, *data, **options)`` and, with ``dout``, the operands' gradients."""
     in_dtype = {name: jnp.asarray(x, dtype) for name, x in operands.items()}
-    found = run(in_dtype, None if dout is None else jnp.asarray(dout, dtype), *map(jnp.asarray, data))
+    cotangent = None if dout is None else jnp.asarray(dout, dtype)
+    found = _compiled(function, tuple(sorted(options.items())), in_dtype, cotangent, *map(jnp.asarray, data))
     return jax.tree.map(lambda x: np.asarray(x, np.float32), found)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _compiled(function: Callable[..., jax.Array], options: Any, operands: Any, dout: Any, *data: Any) -> Any:
+    """One compilation serves every call of the same shapes and options, whatever its segments."""
+    call = partial(function, **dict(options))
+    if dout is None:
+        return call(operands, *data), {}
+    out, pullback = jax.vjp(lambda operands: call(operands, *data), operands)
+    return out, pullback(dout)[0]
 
 
 def _model_inputs(batch: Batch) -> tuple[jax.Array, ...]:

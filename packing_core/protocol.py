@@ -39,6 +39,9 @@ Gradients = dict[str, Array]
 
 DTYPES = ("float32", "bfloat16", "float16")
 
+# Far above the usual 1e-8, under which AdamW turns gradients of the size of a rounding error into whole steps.
+ADAMW_EPSILON = 1e-3
+
 # level -> the methods by which a backend takes part in it
 LEVELS: dict[str, tuple[str, ...]] = {
     "collator": ("plan", "collate"),
@@ -363,7 +366,8 @@ class Backend:
         Args:
             steps: ``steps[i][j]`` are the documents of microbatch j of optimizer step i.
             capacity: tokens a row can hold.
-            optimizer: "sgd" (plain, no momentum) or as declared "adamw" (betas 0.9 and 0.999, epsilon 1e-8, no decay).
+            optimizer: "sgd" (plain, no momentum) or as declared "adamw" (betas 0.9 and 0.999, `ADAMW_EPSILON`, no
+                decay).
             ranks: over how many data-parallel ranks microbatch j goes to rank ``j % ranks`` (option "ranks" above 1).
 
         Returns:

@@ -338,7 +338,9 @@ class Stack(AttentionStack):
         if optimizer == "sgd":
             updates = torch.optim.SGD(model.parameters(), lr=learning_rate)
         else:
-            updates = torch.optim.AdamW(model.parameters(), lr=learning_rate, eps=1e-8, weight_decay=0.0)
+            updates = torch.optim.AdamW(
+                model.parameters(), lr=learning_rate, eps=protocol.ADAMW_EPSILON, weight_decay=0.0
+            )
         losses = []
         for microbatches in steps:
             sums = torch.zeros(2, device=self.device)

@@ -19,7 +19,17 @@ from torch.utils.data import SequentialSampler
 from transformers import TrainingArguments
 
 from packing_core.errors import UnsupportedError
-from packing_core.protocol import Array, Backend, Batch, Capabilities, Decoder, Document, Gradients, require_declared
+from packing_core.protocol import (
+    ADAMW_EPSILON,
+    Array,
+    Backend,
+    Batch,
+    Capabilities,
+    Decoder,
+    Document,
+    Gradients,
+    require_declared,
+)
 from torch_backend.data import with_boundaries
 
 
@@ -105,6 +115,7 @@ class HuggingFaceStack(Backend):
                 lr_scheduler_type="constant",
                 optim={"sgd": "sgd", "adamw": "adamw_torch"}[optimizer],
                 weight_decay=0.0,
+                adam_epsilon=ADAMW_EPSILON,
                 max_grad_norm=0.0,
                 remove_unused_columns=False,
                 save_strategy="no",

@@ -7,7 +7,7 @@ import pytest
 
 from conformance import decoder as numpy_decoder
 from conformance.draws import DecoderCase, documents
-from packing_core.protocol import DecoderConfig
+from packing_core.protocol import ADAMW_EPSILON, DecoderConfig
 
 CONFIGS = {
     "plain": DecoderConfig(vocab_size=11, hidden_size=6, intermediate_size=8, head_dim=4, num_attention_heads=2),
@@ -60,13 +60,13 @@ def test_frequencies_change_only_beyond_the_original_context():
     assert (numpy_decoder.inv_freq(config, 17)[1:] < numpy_decoder.inv_freq(config, 16)[1:]).all()
 
 
-def test_adamw_takes_the_first_step_along_the_sign():
+def test_adamw_takes_the_first_step_along_the_sign_of_large_gradients():
     decoder = DecoderCase().decoder()
     _, gradients = numpy_decoder.mean_gradients(decoder, documents(9))
     after = numpy_decoder.updated(decoder, gradients, {}, step=1, learning_rate=0.01, optimizer="adamw")
     name = "model.layers.0.mlp.up_proj.weight"
     moved = after.weights[name] - decoder.weights[name]
-    np.testing.assert_allclose(moved, -0.01 * gradients[name] / (np.abs(gradients[name]) + 1e-8), rtol=1e-9)
+    np.testing.assert_allclose(moved, -0.01 * gradients[name] / (np.abs(gradients[name]) + ADAMW_EPSILON), rtol=1e-9)
 
 
 def test_documents_without_targets_have_no_loss_and_no_gradient():
