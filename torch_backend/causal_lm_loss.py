@@ -1,8 +1,8 @@
 """The loss of a transformers causal language model on a batch, without its logits.
 
-batch -> the model's decoder -> hidden states -> :func:`torch_backend.cross_entropy.linear_cross_entropy` with its output
-layer's weight. What a model does to its logits (scale, softcap) is read from its config; that nothing else happens
-to them is checked once per model, on a few tokens.
+batch -> the model's decoder -> hidden states -> :func:`torch_backend.cross_entropy.linear_cross_entropy` with the
+weight of its output layer. What a model does to its logits (scale, softcap) is read from its config; that nothing else
+happens to them is checked once per model, on a few tokens.
 """
 
 from __future__ import annotations
