@@ -1,4 +1,4 @@
-"""What the README and docs/steps.md show is executed: their Python blocks, and their console commands on a tiny model."""
+"""What the README and docs/steps.md show is executed: Python blocks, and console commands on a tiny model."""
 
 from __future__ import annotations
 
