@@ -71,7 +71,10 @@ def test_off_the_gpu_the_models_own_rotation_runs(turns):
 
 @pytest.mark.parametrize("where", FLOAT32, indirect=True)
 def test_a_patched_layer_compiles_into_one_graph(where):
-    model, docs = tiny("qwen2", num_hidden_layers=1, layer_types=["full_attention"]).to(where.device), documents((5, 9, 3))
+    model, docs = (
+        tiny("qwen2", num_hidden_layers=1, layer_types=["full_attention"]).to(where.device),
+        documents((5, 9, 3)),
+    )
     torch_backend.patch(model, implementation="sdpa", verify=False)
     batch = {k: v.to(where.device) if torch.is_tensor(v) else v for k, v in collate(docs, capacity=None).items()}
     batch.pop("labels")
