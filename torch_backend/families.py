@@ -35,29 +35,33 @@ OWN_ATTENTION = "its attention is its own and not transformers' interface"
 # Of these, the ones in which even tokens after a document's end would change it: they run without any padding.
 SEE_PADDING = ("doge", "dots3_note", "dots3_note_text")
 
+# Causal decoders that cannot be trained packed.
 REFUSED = {
     "blt": "it forms patches of bytes along the row",
-    "cpmant": "it sees tokens on both sides and puts a prompt in front of every row",
     "gemma4_assistant": "it drafts for another model and reads that one's states",
     "gemma4_unified_assistant": "it drafts for another model and reads that one's states",
     "git": "its loss skips as many tokens of a row as an image would take",
-    "whisper": "it is the decoder of an encoder-decoder, and its loss is not shifted",
-    "xlm": "it is an encoder",
     "xlstm": "transformers' own code for it updates states in place, and no gradient can be taken",
-    "xlnet": "it is trained on permutations and sees tokens on both sides",
+}
+# Families that are no causal decoders; most are known by their config, see refusal().
+NO_DECODERS = {
+    "cpmant": "it sees tokens on both sides",
+    "whisper": "it is the decoder of an encoder-decoder",
+    "xlm": "it is an encoder",
+    "xlnet": "it sees tokens on both sides",
 }
 # Families whose config can make them the decoder half of something, and that are pure decoders all the same.
 PURE_DECODERS = ("gpt_neox", "gpt_neox_japanese")
 
 
 def refusal(family: str, config: Any) -> str | None:
-    """Why a family cannot be trained packed, None if it can; a family that is refused by name needs no config."""
-    if family in REFUSED:
-        return f"{family} cannot be trained packed: {REFUSED[family]}"
-    has_switch = "is_decoder" in config.to_dict() and family not in PURE_DECODERS
-    if has_switch or getattr(config, "is_encoder_decoder", False):
-        return f"{family} cannot be trained packed: it is an encoder, or the decoder of an encoder-decoder"
-    return None
+    """Why a family cannot be trained packed, None if it can; ``config`` is not looked at where the name says enough."""
+    reason = REFUSED.get(family) or NO_DECODERS.get(family)
+    if reason is None:
+        has_switch = "is_decoder" in config.to_dict() and family not in PURE_DECODERS
+        if has_switch or getattr(config, "is_encoder_decoder", False):
+            reason = "it is an encoder, or the decoder of an encoder-decoder"
+    return None if reason is None else f"{family} cannot be trained packed: {reason}"
 
 
 def route_of(config: Any, *, uses_interface: bool) -> tuple[Route, str]:

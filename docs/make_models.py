@@ -1,0 +1,71 @@
+"""Writes docs/models.md from an audit of every family: ``python docs/make_models.py``."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from importlib.metadata import version
+from pathlib import Path
+from textwrap import fill
+
+from torch_backend.families import REFUSED
+from torch_backend.sweep import FamilyReport, audit_families
+
+PAGE = Path(__file__).with_name("models.md")
+INTRODUCTION = """# Model families
+
+What `torch_backend.patch` does with every family that `AutoModelForCausalLM` of transformers {transformers} knows,
+measured by `torch_backend.audit` on a tiny random model of each: float32, CPU, torch {torch}, train mode, default
+`use_cache`, two packed rows with padding. **Exact**: logits, loss and every gradient agree with those of each document
+alone to 1e-4 of the largest value, and replacing every token of one document moves no other one. This page is made by
+`python docs/make_models.py`.
+
+**{exact} of {built} causal decoders are exact ({share:.1%}), {refused} are refused with a reason, {wrong} are wrong.**
+{not_built} more could not be built tiny. The other {halves} families are encoders or halves of encoder-decoders and are
+refused as such.
+
+Route `attention`: segments reach every attention layer; layers that carry state along the row (state-space, linear
+attention, convolutions) run on batches of documents of similar length. Route `documents`: attention cannot be told of
+segments from outside, and the whole decoder runs on such batches.
+
+| family | route | logits | gradients |
+|---|---|---|---|
+"""
+
+
+def page(reports: list[FamilyReport]) -> str:
+    """The page's text."""
+    exact = [r for r in reports if r.verdict == "exact"]
+    refused = [r for r in reports if r.verdict == "refused" and r.family in REFUSED]
+    halves = [r for r in reports if r.verdict == "refused" and r.family not in REFUSED]
+    wrong = [r for r in reports if r.verdict == "contaminated"]
+    not_built = [r for r in reports if r.verdict == "not built"]
+    built = len(exact) + len(refused) + len(wrong)
+    text = INTRODUCTION.format(
+        transformers=version("transformers"),
+        torch=version("torch").partition("+")[0],
+        exact=len(exact),
+        built=built,
+        share=len(exact) / built,
+        refused=len(refused),
+        wrong=len(wrong) or "none",
+        halves=len(halves),
+        not_built=len(not_built),
+    )
+    for r in exact + wrong:
+        assert r.report is not None
+        text += f"| {r.family} | {r.report.route} | {r.report.logits:.0e} | {r.report.gradients:.0e} |\n"
+    text += "\n## Refused\n\n| family | reason |\n|---|---|\n"
+    text += "".join(f"| {r.family} | {REFUSED[r.family]} |\n" for r in refused)
+    names = fill(", ".join(r.family for r in halves), 120, break_on_hyphens=False)
+    text += f"\n## Encoders and halves of encoder-decoders\n\n{names}.\n"
+    text += "\n## Not built tiny\n\nThese are not counted above; the patch does not refuse them.\n\n"
+    text += "| family | what transformers says |\n|---|---|\n"
+    text += "".join(f"| {r.family} | {' '.join(r.not_built.split())} |\n" for r in not_built)
+    return text
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    PAGE.write_text(page(list(audit_families())))

@@ -1,0 +1,80 @@
+"""Every family of AutoModelForCausalLM: exact, or refused for a reason, and as docs/models.md says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+import torch_backend
+from packing_core.errors import UnsupportedModelError
+from tests.torch_backend.models import tiny
+from torch_backend.families import REFUSED, refusal
+from torch_backend.patch import state_of
+from torch_backend.sweep import all_families, audit_family
+from torch_backend.tiny import family_config, tiny_config, tiny_model
+
+PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+EXACT = dict(re.findall(r"^\| (\S+) \| (attention|documents) \|", PAGE, re.MULTILINE))
+NOT_BUILT = re.findall(r"^\| (\S+) \|", PAGE.partition("## Not built tiny")[2], re.MULTILINE)[1:]
+
+
+@pytest.mark.parametrize("family", all_families())
+def test_no_family_is_silently_wrong(family: str) -> None:
+    found = audit_family(family)
+    assert found.verdict != "contaminated", str(found.report)
+    if family in EXACT:
+        assert found.report is not None
+        assert found.verdict == "exact" and found.report.route == EXACT[family], found
+    elif family in NOT_BUILT:
+        assert found.verdict == "not built" and found.not_built
+    else:
+        assert found.verdict == "refused", found
+
+
+def test_at_least_95_of_100_decoders_are_exact() -> None:
+    decoders = len(EXACT) + len(REFUSED)
+    assert len(EXACT) / decoders >= 0.95
+    assert f"**{len(EXACT)} of {decoders} causal decoders are exact" in PAGE
+    assert f"{len(REFUSED)} are refused with a reason, none are wrong.**" in PAGE
+
+
+@pytest.mark.parametrize("family", ["bert", "bart", "bert-generation", "musicgen", "prophetnet"])
+def test_encoders_and_halves_of_encoder_decoders_are_refused_by_one_rule(family: str) -> None:
+    assert "it is an encoder, or the decoder of an encoder-decoder" in (refusal(family, CONFIG_MAPPING[family]()) or "")
+
+
+def test_a_refused_model_is_left_as_it_was() -> None:
+    model = tiny("xlnet", d_head=16)
+    with pytest.raises(UnsupportedModelError, match="xlnet cannot be trained packed: it sees tokens on both sides"):
+        torch_backend.patch(model)
+    assert state_of(model) is None and not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("family", "kinds"),
+    [
+        ("gemma2", {"sliding_attention", "full_attention"}),
+        ("llama4_text", {"chunked_attention", "full_attention"}),
+        ("qwen3_next", {"linear_attention", "full_attention"}),
+        ("lfm3", {"conv", "sliding_attention", "full_attention"}),
+    ],
+)
+def test_the_tiny_config_keeps_every_layer_kind(family: str, kinds: set[str]) -> None:
+    assert set(tiny_config(family_config(family)).layer_types) == kinds <= set(family_config(family).layer_types)
+
+
+def test_the_tiny_config_keeps_the_head_width_and_the_grouping() -> None:
+    config = tiny_config(CONFIG_MAPPING["llama"](num_attention_heads=32, num_key_value_heads=8, hidden_size=4096))
+    assert (config.head_dim, config.num_attention_heads, config.num_key_value_heads) == (128, 4, 2)
+    layers = tiny_model(tiny_config(family_config("gemma4_text"))).model.layers
+    assert [layer.self_attn.head_dim for layer in layers] == [256, 512]
+
+
+def test_half_precision_in_a_family_of_each_route() -> None:
+    for family in ("qwen3_next", "bloom"):
+        report = torch_backend.audit(tiny(family).to(torch.bfloat16))
+        assert report.verdict == "exact", str(report)
