@@ -10,7 +10,7 @@ demo: .venv/.demo
 
 test: .venv/.dev
 	$(BIN)/python -m pytest tests --numprocesses 2 --dist loadscope
-	$(BIN)/python -m pytest conformance --numprocesses 2
+	$(BIN)/python -m pytest conformance --numprocesses 2 --backend reference --backend torch:sdpa
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
