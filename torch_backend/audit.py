@@ -129,7 +129,7 @@ def audit(
         packed = _packed(clone, documents)
         with torch.no_grad():
             again = _packed(clone, documents)
-            probe = _packed(clone, [_replaced(d) if i == CHANGED else d for i, d in enumerate(documents)])
+            probe = _packed(clone, [_replaced(clone, d) if i == CHANGED else d for i, d in enumerate(documents)])
     except UnsupportedModelError as refusal:
         return AuditReport(**about, refused=str(refusal))
     logits, loss, gradients, worst = _compare(packed, exact)
@@ -195,14 +195,21 @@ def _clone(root: Any) -> Any:
         ) from error
 
 
+def _tokens(model: Any) -> tuple[int, int]:
+    """The first token that documents use, and the one after the last."""
+    vocabulary = model.get_input_embeddings().num_embeddings
+    return min(FIRST_TOKEN, vocabulary // 2), min(LAST_TOKEN, vocabulary)
+
+
 def _documents(model: Any) -> list[Tensor]:
     generator = torch.Generator().manual_seed(7)
-    documents = [torch.randint(FIRST_TOKEN, LAST_TOKEN, (length,), generator=generator) for length in LENGTHS]
+    documents = [torch.randint(*_tokens(model), (length,), generator=generator) for length in LENGTHS]
     return [document.to(model.get_input_embeddings().weight.device) for document in documents]
 
 
-def _replaced(document: Tensor) -> Tensor:
-    return (document - FIRST_TOKEN + 41) % (LAST_TOKEN - FIRST_TOKEN) + FIRST_TOKEN
+def _replaced(model: Any, document: Tensor) -> Tensor:
+    first, end = _tokens(model)
+    return (document - first + (end - first) // 2) % (end - first) + first
 
 
 def _alone(model: Any, documents: list[Tensor]) -> _Run:
