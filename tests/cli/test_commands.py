@@ -29,7 +29,7 @@ LLAMA = {
 
 
 def run(*arguments: object):
-    return CliRunner(env={"COLUMNS": "130", "NO_COLOR": "1"}).invoke(app, [str(argument) for argument in arguments])
+    return CliRunner(env={"NO_COLOR": "1"}).invoke(app, [str(argument) for argument in arguments])
 
 
 def words(result) -> str:

@@ -17,7 +17,7 @@ from packing_core.cli.text import Encoder, Policy, load_tokenizer
 
 
 def pack(*arguments: object):
-    return CliRunner(env={"COLUMNS": "130", "NO_COLOR": "1"}).invoke(app, ["pack", *map(str, arguments)])
+    return CliRunner(env={"NO_COLOR": "1"}).invoke(app, ["pack", *map(str, arguments)])
 
 
 @pytest.fixture
