@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from packing_core._pieces import choice, positive
 from packing_core.errors import CapacityError, LayoutError
-from packing_core.runs import Array, Int64, copy_runs, gaps, indexes, ramps, spread
+from packing_core.runs import Array, Int64, chosen, copy_runs, gaps, indexes, ramps, spread
 
 if TYPE_CHECKING:
     from packing_core.views import KernelView
@@ -239,22 +239,20 @@ class PackedBatch:
 
     def __getitem__(self, rows: int | slice | Int64 | list[int]) -> PackedBatch:
         """The batch of some of the rows, in the order asked for: an int gives one row, a slice copies no tokens."""
-        if isinstance(rows, (int, np.integer)):
-            row = range(len(self))[int(rows)]
-            rows = slice(row, row + 1)
-        chosen = np.arange(len(self))[rows]
-        bounds = np.searchsorted(self.rows, np.stack([chosen, chosen + 1]))
+        numbers = chosen(rows, len(self))
+        bounds = np.searchsorted(self.rows, np.stack([numbers, numbers + 1]))
         counts = bounds[1] - bounds[0]
         picked = indexes(bounds[0], counts)
+        tokens = rows if isinstance(rows, slice) else numbers
         return PackedBatch(
-            input_ids=self.input_ids[rows],
+            input_ids=self.input_ids[tokens],
             cu_seqlens=np.concatenate([np.zeros(1, np.int64), np.cumsum(self.lengths[picked])]),
-            rows=np.repeat(np.arange(len(chosen)), counts),
+            rows=np.repeat(np.arange(len(numbers)), counts),
             sources=self.sources[picked],
             starts=self.starts[picked],
-            labels=None if self.labels is None else self.labels[rows],
-            loss_mask=None if self.loss_mask is None else self.loss_mask[rows],
-            columns={name: array[rows] for name, array in self.columns.items()},
+            labels=None if self.labels is None else self.labels[tokens],
+            loss_mask=None if self.loss_mask is None else self.loss_mask[tokens],
+            columns={name: array[tokens] for name, array in self.columns.items()},
             alignment=self.alignment,
             pad_id=self.pad_id,
             weighting=self.weighting,

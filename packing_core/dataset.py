@@ -17,7 +17,7 @@ from packing_core.batch import IGNORE_INDEX, WEIGHTINGS, PackedBatch, Weighting,
 from packing_core.errors import LayoutError, PackingError
 from packing_core.plan import PackPlan, plan
 from packing_core.ragged import Ragged
-from packing_core.runs import Array, Int64, gaps, indexes, spread
+from packing_core.runs import Array, Int64, chosen, gaps, indexes, spread
 
 RESERVED = frozenset(
     ["input_ids", "labels", "loss_mask", "targets", "loss_weights", "segment_ids", "position_ids", "seq_idx"]
@@ -143,19 +143,19 @@ class PackedDataset:
         Raises:
             IndexError: a row is out of range.
         """
-        if isinstance(rows, (int, np.integer)):
-            return self.__getitems__([range(len(self))[int(rows)]])
-        return self.__getitems__(np.arange(len(self))[rows])
+        return self._materialise(chosen(rows, len(self)))
 
     def __getitems__(self, rows: list[int] | Int64) -> PackedBatch:
         """PackedBatch of the rows listed; what torch's DataLoader calls when it is there."""
-        chosen = np.arange(len(self))[np.asarray(rows, np.int64)]
-        first = self.plan.row_offsets[chosen]
-        counts = self.plan.row_offsets[chosen + 1] - first
+        return self._materialise(chosen(rows, len(self)))
+
+    def _materialise(self, rows: Int64) -> PackedBatch:
+        first = self.plan.row_offsets[rows]
+        counts = self.plan.row_offsets[rows + 1] - first
         pieces = indexes(first, counts)
-        row = np.repeat(np.arange(len(chosen)), counts)
+        row = np.repeat(np.arange(len(rows)), counts)
         source, start, length = self.plan.source[pieces], self.plan.start[pieces], self.plan.length[pieces]
-        shape = (len(chosen), self.plan.capacity)
+        shape = (len(rows), self.plan.capacity)
         at = row * self.plan.capacity + segment_starts(row, length, self.plan.alignment)
         padding = indexes(*gaps(at, length, shape[0] * shape[1]))
 

@@ -11,13 +11,37 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 Int64 = NDArray[np.int64]
 Array = NDArray[Any]
 
 BLOCK_TOKENS = 1 << 18  # tokens handled at a time: the indexes and temporaries of a block stay in the L2 cache
 WINDOWS = (64, 8, 1)  # elements copied per index, the widest that fits a run first
+
+
+def chosen(index: int | slice | ArrayLike, count: int) -> Int64:
+    """int64: which of ``count`` things an index chooses, in its order; an int chooses one.
+
+    >>> chosen(-1, 5), chosen(slice(1, 4), 5), chosen([3, -5], 5)
+    (array([4]), array([1, 2, 3]), array([3, 0]))
+
+    Raises:
+        IndexError: the index is out of range, or is not of integers (or of ``count`` bools).
+    """
+    if isinstance(index, slice):
+        return np.arange(*index.indices(count))
+    numbers = np.atleast_1d(np.asarray(index, None if np.size(index) else np.int64))
+    if numbers.dtype == np.bool_ and numbers.shape == (count,):
+        return np.flatnonzero(numbers)
+    if numbers.dtype.kind not in "iu" or numbers.ndim != 1:
+        raise IndexError(
+            f"rows are chosen by integers, a slice, or {count:,} bools; got {numbers.dtype} {numbers.shape}"
+        )
+    outside = (numbers < -count) | (numbers >= count)
+    if outside.any():
+        raise IndexError(f"row {numbers[outside][0]} of {count:,}: rows are numbered 0 to {count - 1:,}")
+    return np.where(numbers < 0, numbers + count, numbers).astype(np.int64, copy=False)
 
 
 def ranges(lengths: Int64) -> Int64:

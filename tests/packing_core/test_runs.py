@@ -1,6 +1,7 @@
 """Runs: one number per token from a few numbers per run, as a loop over the tokens would write it."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -67,3 +68,37 @@ def test_ramps_cross_the_block_size():
         np.testing.assert_array_equal(out[first : first + count], np.arange(count))
     assert not out[:5].any()
     assert not out[500_010:].any()
+
+
+@given(st.integers(0, 8), st.data())
+def test_chosen_is_what_numpy_would_index(count, data):
+    few, inside = 5 if count else 0, st.integers(-count, max(0, count - 1))
+    index = data.draw(
+        st.one_of(
+            st.slices(count),
+            st.lists(inside, max_size=few),
+            st.lists(inside, max_size=few).map(lambda rows: np.array(rows, np.int8)),
+            st.lists(st.booleans(), min_size=count, max_size=count).map(lambda rows: np.array(rows, bool)),
+        )
+    )
+    as_array = np.array(index, np.int64) if isinstance(index, list) else index
+    numbers = runs.chosen(index, count)
+    np.testing.assert_array_equal(numbers, np.arange(count)[as_array])
+    assert numbers.dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (5, "row 5 of 5: rows are numbered 0 to 4"),
+        ([0, -6], "row -6 of 5"),
+        (np.array([7], np.uint8), "row 7 of 5"),
+        ([0.5], "chosen by integers, a slice, or 5 bools; got float64"),
+        ([True], r"got bool \(1,\)"),
+        ([[1]], r"got int64 \(1, 1\)"),
+        ("a", "got <U1"),
+    ],
+)
+def test_what_cannot_be_chosen_is_named(index, message):
+    with pytest.raises(IndexError, match=message):
+        runs.chosen(index, 5)
