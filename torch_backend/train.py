@@ -113,6 +113,7 @@ def _run(job: TrainJob, run: Run, device: torch.device) -> _Finished:
     job.on_phase(f"building the model ({run})")
     model = build_model(job).to(device)
     job.check_vocabulary(model.get_input_embeddings().num_embeddings)
+    job.check_positions(getattr(model.config.get_text_config(), "max_position_embeddings", None))
     if run == "packed":
         job.on_phase("patching and auditing it")
         report = verify(model, job.attention)

@@ -124,6 +124,19 @@ class TrainJob:
                 f"the data has token {largest:,} and the model {size:,} embeddings: pass the model's own --tokenizer"
             )
 
+    def check_positions(self, size: int | None) -> None:
+        """Raise unless the model has a position for every token of a segment; None: it has no limit.
+
+        Raises:
+            PackingError: a segment is longer than the model allows.
+        """
+        longest = max(int(plan.length.max()) for plan in self.schedule.plans)
+        if size is not None and longest > size:
+            raise PackingError(
+                f"a document has {longest:,} tokens and the model {size:,} positions: pass --capacity {size} and "
+                f"--overflow split, truncate or drop"
+            )
+
     def learning_rate(self, step: int) -> float:
         """The learning rate of 0-based ``step``."""
         return self.options.learning_rate(step, len(self.schedule))

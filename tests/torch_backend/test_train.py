@@ -187,6 +187,10 @@ def test_a_kernel_that_a_config_names_is_not_fetched(job, folder):
         ({"model": "./nowhere"}, r"--model ./nowhere: no such folder or file, and not a hub name"),
         ({"model": {"model_type": "no_such_family"}}, r"--model .*no_such_family"),
         ({"model": {**LLAMA, "vocab_size": 9}}, r"the data has token 63 and the model 9 embeddings"),
+        (
+            {"model": {**NOISY, "n_positions": 20}},
+            r"a document has 28 tokens and the model 20 positions: pass --capacity",
+        ),
         ({"device": "abacus"}, r"--device abacus: "),
         ({"attention": "abacus"}, r"abacus"),
         ({"resume": True}, r"--resume needs --output"),
