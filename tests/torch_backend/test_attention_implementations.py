@@ -20,10 +20,11 @@ from torch.nn.attention.flex_attention import create_block_mask
 from packing_core import reference
 from packing_core.errors import UnsupportedError
 from tests.torch_backend import flash_stand_ins
-from torch_backend.attention import IMPLEMENTATIONS, ORDER, AttentionRequest, _describe, attention
+from torch_backend.attention import IMPLEMENTATIONS, AttentionRequest, _describe, attention
 from torch_backend.attention.flash import FLASH2, FLASH3, FLASH4
 from torch_backend.attention.flash_family import assert_longest, backward_overflows, window_size
 from torch_backend.attention.flex import FLEX, block_mask
+from torch_backend.attention.order import CUDA
 from torch_backend.attention.probe import Probed
 from torch_backend.attention.reference import REFERENCE
 from torch_backend.attention.varlen import VARLEN
@@ -72,7 +73,7 @@ OPTIONS = {
 def test_every_implementation_is_in_the_table_and_serves_the_common_case(name):
     module, _, attribute = IMPLEMENTATIONS[name].partition(":")
     assert getattr(importlib.import_module(module), attribute) is OURS[name]
-    assert name in ORDER["cuda"]
+    assert name in CUDA
     assert OURS[name].refuses(REQUEST) is None
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from packing_core.errors import LayoutError, UnsupportedError
+from torch_backend.attention.order import CPU, CUDA, order
 from torch_backend.metadata import PackedMetadata
 
 logger = logging.getLogger(__name__)
@@ -34,11 +35,6 @@ IMPLEMENTATIONS = {
     "xformers": "torch_backend.attention.xformers:XFORMERS",
     "sdpa": "torch_backend.attention.sdpa:SDPA",
     "reference": "torch_backend.attention.reference:REFERENCE",
-}
-# What "auto" asks, fastest measured first; a device that is not listed takes the CPU's order.
-ORDER = {
-    "cpu": ("sdpa", "reference"),
-    "cuda": ("flash4", "flash3", "triton", "varlen", "flash2", "flex", "xformers", "sdpa", "reference"),
 }
 
 
@@ -156,7 +152,7 @@ def attention(
 def select(request: AttentionRequest, implementation: str | Sequence[str] = "auto") -> str:
     """The name of the first implementation that serves ``request``; for a named one nothing stands in."""
     reasons: dict[str, str] = {}
-    for name in candidates(request.device, implementation):
+    for name in _asked(request, implementation):
         reason = _load(name).supports(request)
         if reason is None:
             if implementation == "auto" and not request.compiling:
@@ -172,7 +168,7 @@ def select(request: AttentionRequest, implementation: str | Sequence[str] = "aut
 
 def rejections(request: AttentionRequest, implementation: str | Sequence[str] = "auto") -> dict[str, str | None]:
     """Every candidate in the order it is asked, with the reason it cannot serve ``request``, or None where it can."""
-    return {name: _load(name).supports(request) for name in candidates(request.device, implementation)}
+    return {name: _load(name).supports(request) for name in _asked(request, implementation)}
 
 
 def describe(request: AttentionRequest) -> str:
@@ -197,14 +193,18 @@ def needs_host_lengths(implementation: str) -> bool:
 
 
 def candidates(device: torch.device, implementation: str | Sequence[str]) -> tuple[str, ...]:
-    """The names that are asked, in order."""
+    """The names that may be asked; of "auto", the order follows from the request too (:mod:`.order`)."""
     if implementation == "auto":
-        return ORDER.get(device.type, ORDER["cpu"])
+        return CUDA if device.type == "cuda" else CPU
     names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
     for name in names:
         if name not in IMPLEMENTATIONS:
             raise UnsupportedError(f"no attention implementation {name!r}; there are {', '.join(IMPLEMENTATIONS)}")
     return names
+
+
+def _asked(request: AttentionRequest, implementation: str | Sequence[str]) -> tuple[str, ...]:
+    return order(request, _load) if implementation == "auto" else candidates(request.device, implementation)
 
 
 def _load(name: str) -> Implementation:
