@@ -7,7 +7,6 @@ the first packed forward only the layers and their routes are known.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 
@@ -22,7 +21,7 @@ class LayerExplanation:
 
     Attributes:
         layer: its name in the model.
-        route: how the segments reach it.
+        route: ``attention`` (segments reach its attention) or ``per document`` (it runs on batches of documents).
         serves: the implementation that runs it, None before the first packed forward.
         request: what it asks for, in words.
         rejected: implementations that were asked before, each with its reason.
@@ -60,16 +59,23 @@ def explain(model: nn.Module) -> Explanation:
     state = state_of(causal_lm(model))
     if state is None:
         raise UnsupportedError(f"{type(model).__name__} is not patched: call torch_backend.patch(model) first")
-    layers = [_explain(name, state.served.get(layer), state.implementation) for layer, name in state.layers.items()]
+    layers = [
+        LayerExplanation(name, "per document", "its own forward on batches of documents")
+        if name in state.mixers
+        else _explain(name, state.served.get(id(layer)), state.implementation)
+        for name, layer in state.layers.items()
+    ]
     return Explanation(layers, state.notes())
 
 
-def _explain(name: str, asked: Any, implementation: str | tuple[str, ...]) -> LayerExplanation:
-    if not isinstance(asked, AttentionRequest):
+def _explain(name: str, asked: AttentionRequest | None, implementation: str | tuple[str, ...]) -> LayerExplanation:
+    if asked is None:
         return LayerExplanation(name, "attention")
     answers = rejections(asked, implementation)
     serves = next(candidate for candidate, reason in answers.items() if reason is None)
-    asked_before = list(answers)[: list(answers).index(serves)]
-    return LayerExplanation(
-        name, "attention", serves, describe(asked), {other: str(answers[other]) for other in asked_before}
-    )
+    rejected = {}
+    for other, reason in answers.items():
+        if reason is None:
+            break
+        rejected[other] = reason
+    return LayerExplanation(name, "attention", serves, describe(asked), rejected)

@@ -24,6 +24,12 @@ BY_NAME: dict[str, Callable[[Any], bool]] = {
     "JambaMambaDecoderLayer": lambda layer: True,  # does not tell its mixer of segments
     "Llama4TextAttention": lambda layer: layer.attn_temperature_tuning and not layer.use_rope,  # counts along the row
 }
+
+
+def no_mask(rows: Tensor) -> None:
+    """The mask of a batch [n, L, ...] for a layer that needs none."""
+
+
 _BEFORE = "_crosspack_forward"
 
 
@@ -42,7 +48,7 @@ def find_mixers(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
     return found
 
 
-def wrap(layer: nn.Module, *, mask: Callable[[Tensor], Any] = lambda rows: None, pad: bool = True) -> None:
+def wrap(layer: nn.Module, *, mask: Callable[[Tensor], Any] = no_mask, pad: bool = True) -> None:
     """Make ``layer`` run document by document where it is given segments: as ``packed``, or as a CarriedMask anywhere.
 
     Args:
@@ -79,7 +85,7 @@ def per_document(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    mask: Callable[[Tensor], Any] = lambda rows: None,
+    mask: Callable[[Tensor], Any] = no_mask,
     pad: bool = True,
 ) -> Any:
     """``layer(*args, **kwargs)`` as if every document were in a batch of its own.

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from packing_core.errors import LayoutError, UnsupportedModelError
-from torch_backend import rotary
+from torch_backend import frequencies, rotary
 from torch_backend.attention import AttentionRequest, candidates, needs_host_lengths, select
 from torch_backend.carry import CarriedMask, is_packed, take_metadata
 from torch_backend.families import SEE_PADDING, route_of
 from torch_backend.hf import PreTrainedModel, causal_mask, register, unregistered
 from torch_backend.metadata import PackedMetadata
-from torch_backend.mixers import find_mixers, unwrap, wrap
+from torch_backend.mixers import find_mixers, no_mask, unwrap, wrap
 
 Model = TypeVar("Model", bound=nn.Module)
 _STATE = "_crosspack"
@@ -92,12 +92,15 @@ def state_of(root: nn.Module) -> Patched | None:
 
 
 class Patched:
-    """One patched model: what was changed, and the three hooks.
+    """One patched model: what was found in it, what was changed, and the hooks.
 
     Attributes:
         root: the causal language model, decoder: the model inside it that makes the attention masks.
         implementation: what the user asked for.
-        layers: the names of all attention layers by id; served: what they asked in the last packed forward.
+        route, why: of its family, see :mod:`torch_backend.families`.
+        attention: the layers served by packed attention, mixers: what runs per document, each by name.
+        rotaries: rotary modules whose frequencies depend on the batch.
+        served: what each layer asked in the last packed forward, by id.
     """
 
     def __init__(self, root: Any, implementation: str | Sequence[str]) -> None:
@@ -105,19 +108,27 @@ class Patched:
         self.decoder = _decoder(root)
         self.implementation = implementation if isinstance(implementation, str) else tuple(implementation)
         own = dict(_own_modules(self.decoder))
-        attention = {name: m for name, m in own.items() if _is_attention(m)}
-        mixers = {name: m for name, m in find_mixers(self.decoder).items() if name in own}
-        self.route, self.why = route_of(root.config, uses_interface=bool(attention or mixers))
+        self.attention = {name: m for name, m in own.items() if _is_attention(m)}
+        self.mixers = {name: m for name, m in find_mixers(self.decoder).items() if name in own}
+        self.rotaries = frequencies.find(self.decoder)
+        self.route, self.why = route_of(root.config, uses_interface=bool(self.attention or self.mixers))
+        self.pad = root.config.model_type not in SEE_PADDING
         if self.route == "documents":
-            attention, mixers = {}, {"the decoder": self.decoder}
-        self.attention, self.mixers = attention, mixers
-        self.layers = {id(m): name for name, m in {**attention, **mixers}.items()}
+            self.attention, self.mixers = {}, {"the decoder": self.decoder}
+            self.pad = self.pad and not self.rotaries
+            self.rotaries = {}
+        candidates(next(root.parameters()).device, self.implementation)  # an unknown name raises here
         self.handles: list[Any] = []
         self.before: list[tuple[Any, str]] = []
         self.received: PackedMetadata | None = None  # between the model's hook and its decoder's
         self.running: PackedMetadata | None = None  # while the decoder runs
-        self.reached: set[int] = set()
+        self.reached: set[str] = set()
         self.served: dict[int, Any] = {}
+
+    @property
+    def layers(self) -> dict[str, nn.Module]:
+        """Everything that must be handed the segments, by name."""
+        return {**self.attention, **self.mixers}
 
     def install(self) -> None:
         served = (self.decoder, *self.attention.values()) if self.route == "attention" else ()
@@ -125,8 +136,9 @@ class Patched:
             self.before.append((config, config._attn_implementation))
             config._attn_implementation_internal = register(unregistered(config._attn_implementation))
         for name, mixer in self.mixers.items():
-            mask = partial(causal_mask, mixer) if name in self.attention else lambda rows: None
-            wrap(mixer, mask=mask, pad=self.root.config.model_type not in SEE_PADDING)
+            wrap(mixer, mask=partial(causal_mask, mixer) if name in self.attention else no_mask, pad=self.pad)
+        for module in self.rotaries.values():
+            frequencies.wrap(module, self._running)
         for name, layer in self.attention.items():
             if name not in self.mixers:
                 rotary.wrap(layer)
@@ -135,11 +147,7 @@ class Patched:
             self.root.register_forward_hook(self._check_taken),
             self.decoder.register_forward_pre_hook(self._hand_over, with_kwargs=True),
             self.decoder.register_forward_hook(self._check_served),
-            *(
-                layer.register_forward_pre_hook(self._reach)
-                for layer in {**self.attention, **self.mixers}.values()
-                if layer is not self.decoder
-            ),
+            *(layer.register_forward_pre_hook(partial(self._reach, name)) for name, layer in self.layers.items()),
         ]
         self.root.__dict__[_STATE] = self
 
@@ -150,28 +158,33 @@ class Patched:
             unwrap(mixer)
         for layer in self.attention.values():
             rotary.unwrap(layer)
+        for module in self.rotaries.values():
+            frequencies.unwrap(module)
         for config, name in self.before:
             config._attn_implementation_internal = name
         del self.root.__dict__[_STATE]
 
     @property
     def host_lengths(self) -> bool:
-        """Whether an implementation that serves a layer needs them; before the first packed forward, that may."""
-        if self.served:
-            names = {select(r, self.implementation) for r in self.served.values() if isinstance(r, AttentionRequest)}
-        else:
-            device = next(self.root.parameters()).device
-            names = set(candidates(device, self.implementation))
+        """Whether something that serves a layer needs them; before the first packed forward, whether it may."""
+        if self.mixers or self.rotaries or getattr(self.decoder.config, "attention_chunk_size", None):
+            return True
+        requests = [asked for asked in self.served.values() if isinstance(asked, AttentionRequest)]
+        names = {select(request, self.implementation) for request in requests}
+        names = names or set(candidates(next(self.root.parameters()).device, self.implementation))
         return any(needs_host_lengths(name) for name in names)
 
     def notes(self) -> list[str]:
         """What a user should know about the whole model."""
-        if not self.host_lengths:
-            return []
-        return [
-            "segment lengths are needed on the host: batches without packed_lengths (another collator's) have them "
-            "read from cu_seq_lens_q once per forward"
-        ]
+        notes = [f"route {self.route}: {self.why}"]
+        if self.rotaries:
+            notes.append("rotary frequencies depend on the longest position and are chosen per document")
+        if self.host_lengths:
+            notes.append(
+                "segment lengths are needed on the host: PackedCollator carries them, and for another collator's "
+                "batches they are read from cu_seq_lens_q once per forward"
+            )
+        return notes
 
     def _receive(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take the metadata out of the model's arguments, or check that a batch without it is not packed."""
@@ -198,6 +211,7 @@ class Patched:
                 "a packed batch came with past_key_values: prefix tuning and caches cannot be packed, "
                 "because every document would need the prefix"
             )
+        self._refuse_router_loss(kwargs)
         kwargs["use_cache"] = False  # a cache of several documents in a row is of no use to anybody
         if self.route == "documents":
             kwargs |= {"packed": packed, "attention_mask": None, "position_ids": None}
@@ -220,9 +234,22 @@ class Patched:
             kwargs["position_ids"] = packed.position_ids.view(rows, row_length)
         return packed
 
-    def _reach(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
-        if self.running is not None:
-            self.reached.add(id(layer))
+    def _running(self) -> PackedMetadata | None:
+        return self.running
+
+    def _refuse_router_loss(self, kwargs: dict[str, Any]) -> None:
+        """A layer that is run per document has routed padding too by the time that a router's loss is taken."""
+        wanted = kwargs.get("output_router_logits")
+        wanted = getattr(self.decoder.config, "output_router_logits", False) if wanted is None else wanted
+        if wanted and any(hasattr(m, "experts") for mixer in self.mixers.values() for m in mixer.modules()):
+            raise UnsupportedModelError(
+                f"{type(self.root).__name__} routes inside layers that run per document, so its router loss would "
+                "count padding: set output_router_logits=False"
+            )
+
+    def _reach(self, name: str, layer: nn.Module, args: tuple[Any, ...]) -> None:
+        if self.running is not None and not torch.compiler.is_compiling():
+            self.reached.add(name)
 
     def _check_taken(self, root: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """The decoder must have run, and taken what the model's hook had for it."""
@@ -239,7 +266,8 @@ class Patched:
         if packed is None or torch.compiler.is_compiling():
             return
         self.served = packed.served
-        lost = sorted(self.layers[layer] for layer in self.reached - packed.served.keys())
+        layers = self.layers
+        lost = sorted(name for name in self.reached if id(layers[name]) not in packed.served)
         if lost or not packed.served:
             which = ", ".join(lost[:3]) + ("..." if len(lost) > 3 else "") if lost else "every layer"
             raise UnsupportedModelError(

@@ -216,7 +216,7 @@ def _keep_consistent(fields: dict[str, Any]) -> None:
         for name in ("attention_hidden_size", "attention_head_dim", "mamba_headdim", "kv_channels", "hybrid_layer_ids"):
             fields.pop(name, None)
     elif "attn_layer_period" in fields:
-        fields |= {"attn_layer_period": 2, "attn_layer_offset": 1, "num_hidden_layers": 4}
+        fields |= {"attn_layer_period": 4, "attn_layer_offset": 2, "num_hidden_layers": 4}
     if "block_types" in fields:
         fields |= {"num_hidden_layers": len(fields["block_types"]), "lru_width": hidden}
     if "H_cycles" in fields:
