@@ -115,14 +115,14 @@ class _NormalizeRotate(torch.autograd.Function):
 
 
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inplace: bool, norm: QKNorm | None) -> None:
-    shapes = f"q {list(q.shape)}, k {list(k.shape)}, cos {list(cos.shape)}, sin {list(sin.shape)}"
     if q.ndim not in (3, 4) or k.ndim != q.ndim or q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1]:
         raise LayoutError(
-            f"apply_rope takes q [T, H, D] and k [T, K, D], with or without one batch dimension: {shapes}"
+            "apply_rope takes q [T, H, D] and k [T, K, D], with or without one batch dimension: "
+            + _shapes(q, k, cos, sin)
         )
     rows = q.shape[:-2]
     if cos.shape != sin.shape or cos.shape[:-1] not in (rows, (1, *rows[1:])):
-        raise LayoutError(f"cos and sin must be [T, R/2], one row of angles per token: {shapes}")
+        raise LayoutError(f"cos and sin must be [T, R/2], one row of angles per token: {_shapes(q, k, cos, sin)}")
     if 2 * cos.shape[-1] > q.shape[-1]:
         raise LayoutError(
             f"cos holds {cos.shape[-1]} angles and a head of {q.shape[-1]} channels has {q.shape[-1] // 2} pairs: "
@@ -142,6 +142,10 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inplace: bool, norm: 
                     f"{name} is a {'leaf' if x.is_leaf else 'view of another tensor'} that records a gradient, "
                     "so it cannot be overwritten: pass inplace=False"
                 )
+
+
+def _shapes(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> str:
+    return f"q {list(q.shape)}, k {list(k.shape)}, cos {list(cos.shape)}, sin {list(sin.shape)}"
 
 
 def _apply_reference(
@@ -167,8 +171,10 @@ def _batches(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
     if tensors[0].ndim == 3:
         return [tensors]
     size = tensors[0].shape[0]
+    if size == 1:
+        return [tuple(x[0] for x in tensors)]
     tensors = tuple(x.expand(size, *x.shape[1:]) for x in tensors)
-    if all(size == 1 or x.stride(0) == x.shape[1] * x.stride(1) for x in tensors):
+    if all(x.stride(0) == x.shape[1] * x.stride(1) for x in tensors):
         return [tuple(x.flatten(0, 1) for x in tensors)]
     return list(zip(*(x.unbind(0) for x in tensors), strict=True))
 
