@@ -117,7 +117,7 @@ class DecoderConfig:
     num_hidden_layers: int = 2
     num_attention_heads: int = 4
     num_key_value_heads: int = 2
-    head_dim: int = 16
+    head_dim: int = 32  # a width that every kernel has
     max_position_embeddings: int = 512
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0

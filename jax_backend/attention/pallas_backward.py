@@ -26,6 +26,7 @@ from jax_backend.attention.pallas_tiles import (
     dot,
     load_interval,
     load_rows,
+    load_scalars,
     load_span,
     pack_rows,
     padded,
@@ -50,20 +51,25 @@ def grad_queries(
     *,
     interpret: bool,
 ) -> jax.Array:
-    """dq [B, S, N, D] in q's dtype; ``keys`` are the keys that each query sees, lse and delta float32 [B, S, N]."""
+    """dq [B, S, N, D] in q's dtype.
+
+    Args:
+        lse, delta: float32 [B, S, N].
+        keys: the keys that each query sees, int32 [B, S] and [B, S].
+    """
     rows, queries, _, width = q.shape
     d, e = padded(width), padded(v.shape[-1])
-    per_query = pl.BlockSpec((None, queries), lambda i, h, b: (b, 0))
-    per_head = pl.BlockSpec((None, queries, request.group), lambda i, h, b: (b, 0, h))
-    q_spec = pl.BlockSpec((None, queries, request.group, d), lambda i, h, b: (b, 0, h, 0))
+    per_query = pl.BlockSpec((None, queries), lambda h, i, b: (b, 0))
+    per_head = pl.BlockSpec((None, queries, request.group), lambda h, i, b: (b, 0, h))
+    q_spec = pl.BlockSpec((None, queries, request.group, d), lambda h, i, b: (b, 0, h, 0))
     return pl.pallas_call(
         partial(_dq_kernel, request=request, tiles=tiles),
-        grid=(pl.cdiv(queries, tiles.tokens(request.group)), request.kv_heads, rows),
+        grid=(request.kv_heads, pl.cdiv(queries, tiles.tokens(request.group)), rows),
         in_specs=[
             q_spec,
-            pl.BlockSpec((None, request.keys, None, d), lambda i, h, b: (b, 0, h, 0)),
-            pl.BlockSpec((None, request.keys, None, e), lambda i, h, b: (b, 0, h, 0)),
-            pl.BlockSpec((None, queries, request.group, e), lambda i, h, b: (b, 0, h, 0)),
+            pl.BlockSpec((None, request.keys, None, d), lambda h, i, b: (b, 0, h, 0)),
+            pl.BlockSpec((None, request.keys, None, e), lambda h, i, b: (b, 0, h, 0)),
+            pl.BlockSpec((None, queries, request.group, e), lambda h, i, b: (b, 0, h, 0)),
             per_head,
             per_head,
             per_query,
@@ -90,21 +96,26 @@ def grad_keys(
     *,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """dk [B, T, K, D] and dv [B, T, K, E] in k's dtype; ``queries`` are the queries that see each key."""
+    """dk [B, T, K, D] and dv [B, T, K, E] in k's dtype.
+
+    Args:
+        lse, delta: float32 [B, S, N].
+        queries: the queries that see each key, int32 [B, T] and [B, T].
+    """
     rows, tokens, _, width = q.shape
     d, e = padded(width), padded(v.shape[-1])
-    per_key = pl.BlockSpec((None, request.keys), lambda j, h, b: (b, 0))
-    per_head = pl.BlockSpec((None, tokens, request.group), lambda j, h, b: (b, 0, h))
-    k_spec = pl.BlockSpec((None, request.keys, None, d), lambda j, h, b: (b, 0, h, 0))
-    v_spec = pl.BlockSpec((None, request.keys, None, e), lambda j, h, b: (b, 0, h, 0))
+    per_key = pl.BlockSpec((None, request.keys), lambda h, j, b: (b, 0))
+    per_head = pl.BlockSpec((None, tokens, request.group), lambda h, j, b: (b, 0, h))
+    k_spec = pl.BlockSpec((None, request.keys, None, d), lambda h, j, b: (b, 0, h, 0))
+    v_spec = pl.BlockSpec((None, request.keys, None, e), lambda h, j, b: (b, 0, h, 0))
     return pl.pallas_call(
         partial(_dkv_kernel, request=request, tiles=tiles),
-        grid=(pl.cdiv(request.keys, tiles.keys), request.kv_heads, rows),
+        grid=(request.kv_heads, pl.cdiv(request.keys, tiles.keys), rows),
         in_specs=[
-            pl.BlockSpec((None, tokens, request.group, d), lambda j, h, b: (b, 0, h, 0)),
+            pl.BlockSpec((None, tokens, request.group, d), lambda h, j, b: (b, 0, h, 0)),
             k_spec,
             v_spec,
-            pl.BlockSpec((None, tokens, request.group, e), lambda j, h, b: (b, 0, h, 0)),
+            pl.BlockSpec((None, tokens, request.group, e), lambda h, j, b: (b, 0, h, 0)),
             per_head,
             per_head,
             per_key,
@@ -134,13 +145,13 @@ def _dq_kernel(
 ) -> None:
     group, tokens = request.group, tiles.tokens(request.group)
     rows = tiles.packed_rows(group)
-    token, member, inside = pack_rows(pl.program_id(0) * tokens, tokens, group, rows, request.queries)
+    token, member, inside = pack_rows(pl.program_id(1) * tokens, tokens, group, rows, request.queries)
     interval = load_interval(begin_ref, end_ref, token, inside)
     walk = plan_walk(interval, inside, tiles.keys, upward=True, window=request.window is not None)
     q = load_rows(q_ref, token, member, inside, request.head_dim)
     dout = load_rows(dout_ref, token, member, inside, request.value_dim)
-    lse = plgpu.load(lse_ref.at[token, member], mask=inside, other=0.0) * LOG2E
-    delta = plgpu.load(delta_ref.at[token, member], mask=inside, other=0.0)
+    lse = load_scalars(lse_ref, token, member, inside) * LOG2E
+    delta = load_scalars(delta_ref, token, member, inside)
 
     def step(index: jax.Array, dq: jax.Array, *, masked: bool) -> jax.Array:
         first = walk.first + index * tiles.keys
@@ -179,7 +190,7 @@ def _dkv_kernel(
 ) -> None:
     group, tokens = request.group, tiles.tokens(request.group)
     rows = tiles.packed_rows(group)
-    first_key = pl.program_id(0) * tiles.keys
+    first_key = pl.program_id(1) * tiles.keys
     key = first_key + jnp.arange(tiles.keys, dtype=jnp.int32)
     inside = key < request.keys
     interval = load_interval(begin_ref, end_ref, key, inside)
@@ -191,13 +202,15 @@ def _dkv_kernel(
         dk, dv = carry
         first = walk.last - (index + 1) * tokens
         token, member, used = pack_rows(first, tokens, group, rows, request.queries)
-        q = load_rows(q_ref, token, member, used, request.head_dim)
-        dout = load_rows(dout_ref, token, member, used, request.value_dim)
-        lse = plgpu.load(lse_ref.at[token, member], mask=used, other=0.0) * LOG2E
-        delta = plgpu.load(delta_ref.at[token, member], mask=used, other=0.0)
+        # An unused row is loaded as zeros and adds nothing; where all rows are used, nothing needs a mask.
+        there = used if masked or rows != tokens * group else None
+        q = load_rows(q_ref, token, member, there, request.head_dim)
+        dout = load_rows(dout_ref, token, member, there, request.value_dim)
+        lse = load_scalars(lse_ref, token, member, there) * LOG2E
+        delta = load_scalars(delta_ref, token, member, there)
         raw, factor = base2_logits(dot(k, q, contract=(1, 1)), request)
         p = jnp.exp2(raw * factor - lse[None, :])
-        if masked or rows != tokens * group:
+        if masked:
             visible = (
                 (interval.begin[:, None] <= token[None, :]) & (token[None, :] < interval.end[:, None]) & used[None, :]
             )

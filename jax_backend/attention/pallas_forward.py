@@ -43,20 +43,20 @@ def forward(
     rows, queries, heads, width = q.shape
     group, tokens = request.group, tiles.tokens(request.group)
     d, e = padded(width), padded(v.shape[-1])
-    per_query = pl.BlockSpec((None, queries), lambda i, h, b: (b, 0))
+    per_query = pl.BlockSpec((None, queries), lambda h, i, b: (b, 0))
     return pl.pallas_call(
         partial(_kernel, request=request, tiles=tiles),
-        grid=(pl.cdiv(queries, tokens), request.kv_heads, rows),
+        grid=(request.kv_heads, pl.cdiv(queries, tokens), rows),
         in_specs=[
-            pl.BlockSpec((None, queries, group, d), lambda i, h, b: (b, 0, h, 0)),
-            pl.BlockSpec((None, request.keys, None, d), lambda i, h, b: (b, 0, h, 0)),
-            pl.BlockSpec((None, request.keys, None, e), lambda i, h, b: (b, 0, h, 0)),
+            pl.BlockSpec((None, queries, group, d), lambda h, i, b: (b, 0, h, 0)),
+            pl.BlockSpec((None, request.keys, None, d), lambda h, i, b: (b, 0, h, 0)),
+            pl.BlockSpec((None, request.keys, None, e), lambda h, i, b: (b, 0, h, 0)),
             per_query,
             per_query,
         ],
         out_specs=[
-            pl.BlockSpec((None, queries, group, e), lambda i, h, b: (b, 0, h, 0)),
-            pl.BlockSpec((None, queries, group), lambda i, h, b: (b, 0, h)),
+            pl.BlockSpec((None, queries, group, e), lambda h, i, b: (b, 0, h, 0)),
+            pl.BlockSpec((None, queries, group), lambda h, i, b: (b, 0, h)),
         ],
         out_shape=[
             jax.ShapeDtypeStruct((rows, queries, heads, v.shape[-1]), q.dtype),
@@ -82,7 +82,7 @@ def _kernel(
 ) -> None:
     group, tokens = request.group, tiles.tokens(request.group)
     rows = tiles.packed_rows(group)
-    token, member, inside = pack_rows(pl.program_id(0) * tokens, tokens, group, rows, request.queries)
+    token, member, inside = pack_rows(pl.program_id(1) * tokens, tokens, group, rows, request.queries)
     interval = load_interval(begin_ref, end_ref, token, inside)
     walk = plan_walk(interval, inside, tiles.keys, upward=True, window=request.window is not None)
     q = load_rows(q_ref, token, member, inside, request.head_dim)
