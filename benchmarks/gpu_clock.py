@@ -1,0 +1,164 @@
+"""How the GPU benchmarks measure: CUDA graphs, a flushed cache, the card's own ceilings, no figure for what is wrong.
+
+GPU time is that of kernels in a CUDA graph, so launch gaps do not count; the second-level cache is flushed before each
+repetition, by reading, and the time of flushing alone is taken off. Wall time is that of eager calls, gaps included.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TOY = not torch.cuda.is_available()  # without a GPU everything runs tiny, to see that it runs; its times mean nothing
+QUICK = bool(os.environ.get("CROSSPACK_BENCH_QUICK"))  # one small case of everything, to see that all of it runs
+DEVICE = torch.device("cpu" if TOY else "cuda")
+
+
+@dataclass
+class Result:
+    """One measured figure, or the reason there is none.
+
+    Attributes:
+        section, case, contender: what was measured; what ran.
+        value, unit: the figure; None if the contender failed or was wrong.
+        note: error against the reference, or what went wrong.
+    """
+
+    section: str
+    case: str
+    contender: str
+    value: float | None
+    unit: str
+    note: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def gated(
+    check: Callable[[], float], limit: float, measure: Callable[[], dict[str, float]]
+) -> tuple[dict[str, float], str]:
+    """The figures of ``measure`` if ``check``, an error, is within ``limit``; no figure and the reason otherwise."""
+    try:
+        error = check()
+        if not error <= limit:
+            return {}, f"WRONG: error {error:.1e}"
+        return measure(), f"error {error:.1e}"
+    except Exception as failure:  # a contender that fails is a line in the table
+        return {}, f"{type(failure).__name__}: {str(failure).strip().splitlines()[0][:90] if str(failure) else ''}"
+
+
+def relative_error(found: Tensor, right: Tensor) -> float:
+    """Norm of the difference over the norm of what is right; infinite if anything is not finite."""
+    if not found.isfinite().all():
+        return float("inf")
+    return float((found.detach().double() - right.double()).norm() / right.double().norm())
+
+
+def synchronize() -> None:
+    if not TOY:
+        torch.cuda.synchronize()
+
+
+def wall_ms(run: Callable[[], object], repeat: int = 20) -> float:
+    """Milliseconds of an eager call, the median of ``repeat`` that follow each other without waiting in between."""
+    run()
+    times = []
+    for _ in range(3):
+        synchronize()
+        begin = time.perf_counter()
+        for _ in range(repeat):
+            run()
+        synchronize()
+        times.append((time.perf_counter() - begin) / repeat * 1e3)
+    return statistics.median(times)
+
+
+def gpu_ms(run: Callable[[], object], repeat: int = 10) -> float:
+    """Milliseconds on the GPU between events, launches queued ahead; for what is too long for gaps to matter."""
+    if TOY:
+        return wall_ms(run, 1)
+    run()
+    times = []
+    for _ in range(3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(repeat):
+            run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / repeat)
+    return statistics.median(times)
+
+
+def graph_ms(run: Callable[[], object], repeat: int = 20) -> float:
+    """Milliseconds of the kernels of ``run`` in a CUDA graph, each time with a flushed cache."""
+    if TOY:
+        return wall_ms(run, 1)
+
+    def flushed() -> None:
+        _flush()
+        run()
+
+    return _replay_ms(flushed, repeat) - _flush_ms(repeat)
+
+
+@cache
+def copy_bandwidth() -> float:
+    """Bytes per second, read and written, of a device-to-device copy of 2 GiB."""
+    size = 2**16 if TOY else 2**30
+    source = torch.randn(size, device=DEVICE, dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / gpu_ms(lambda: target.copy_(source)) * 1e3
+
+
+@cache
+def matrix_rate() -> float:
+    """Operations per second of a bfloat16 product of 8192 x 8192 random matrices."""
+    size = 64 if TOY else 8192
+    a, b = (torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / gpu_ms(lambda: a @ b) * 1e3
+
+
+@cache
+def _flush_buffer() -> Tensor:
+    return torch.ones(2**26, device=DEVICE)  # 256 MiB, four times the largest second-level cache
+
+
+def _flush() -> None:
+    _flush_buffer().sum()
+
+
+@cache
+def _flush_ms(repeat: int) -> float:
+    return _replay_ms(_flush, repeat)
+
+
+def _replay_ms(run: Callable[[], object], repeat: int) -> float:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeat):
+            run()
+    graph.replay()
+    times = []
+    for _ in range(5):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / repeat)
+    return statistics.median(times)

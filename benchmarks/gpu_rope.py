@@ -1,0 +1,194 @@
+"""Rotary embedding: q and k forward and backward beside the copy floor, transformers, Liger and Unsloth, and the sweep.
+
+The floor is the time to read and write every byte once at the measured copy bandwidth. Liger's kernel and Unsloth's are
+those of their PyPI packages; of Unsloth only the kernel's own file is loaded, because importing the package patches
+transformers. Liger's kernel and Unsloth's (on contiguous inputs) write in place, so a copy stands before every call in
+their correctness check and none in the measurement.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import cache
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_clock import DEVICE, QUICK, TOY, Result, copy_bandwidth, gated, graph_ms, relative_error, wall_ms
+from torch_backend.rope import apply_rope
+
+HEADS, KV_HEADS, WIDTH = (4, 2, 16) if TOY else (32, 8, 128)
+TABLE = (64,) if TOY else (8_192,) if QUICK else (2_048, 8_192, 32_768)
+SWEEP = (32,) if TOY else (1_024,) if QUICK else (256, 512, 1_024, 2_048, 4_096, 8_192)
+# q, k [B, H, S, D] over memory [B, S, H, D], full-width cos and sin [B, S, D], as transformers holds them
+Rotation = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def run() -> Iterator[Result]:
+    for tokens in TABLE:
+        inputs = _inputs(tokens, packed=True)
+        floor = _floor_ms(inputs)
+        yield Result("rope", f"{tokens:,} tokens", "copy floor", floor * 1e3, "us")
+        yield from _table(tokens, inputs, floor)
+    for tokens in SWEEP:
+        for packed in (False, True):
+            yield from _sweep(tokens, packed)
+
+
+def ours(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    half = cos.shape[-1] // 2
+    out = apply_rope(q.transpose(1, 2), k.transpose(1, 2), cos[..., :half], sin[..., :half])
+    return out[0].transpose(1, 2), out[1].transpose(1, 2)
+
+
+def transformers_eager(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    return apply_rotary_pos_emb(q, k, cos, sin)
+
+
+def liger(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    from liger_kernel.ops.rope import LigerRopeFunction
+
+    return LigerRopeFunction.apply(q, k, cos, sin)
+
+
+def unsloth(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return _unsloth().Fast_RoPE_Embedding_QK.apply(q, k, cos[0], sin[0], None)
+
+
+CONTENDERS: dict[str, Rotation] = {
+    "transformers eager": transformers_eager,
+    "transformers, torch.compile": torch.compile(transformers_eager),
+    "liger": liger,
+    "unsloth": unsloth,
+    "ours": ours,
+}
+
+
+def _table(tokens: int, inputs: tuple[Tensor, ...], floor: float) -> Iterator[Result]:
+    q, k, cos, sin = inputs
+    case = f"{tokens:,} tokens"
+    for name, rotation in CONTENDERS.items():
+        if TOY and name != "ours" and not name.startswith("transformers e"):
+            continue
+
+        leaves = [x.detach().clone().requires_grad_() for x in (q, k)]
+        gradients = [torch.randn_like(x) for x in (q, k)]
+
+        def both(
+            rotation: Rotation = rotation, leaves: list[Tensor] = leaves, gradients: list[Tensor] = gradients
+        ) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(rotation(*leaves, cos, sin), leaves, gradients)
+
+        def measure(rotation: Rotation = rotation, both: Callable[[], object] = both) -> dict[str, float]:
+            scratch = q.clone(), k.clone()
+            forward = graph_ms(lambda: rotation(*scratch, cos, sin))
+            wall = wall_ms(lambda: rotation(*scratch, cos, sin))
+            return {"forward": forward, "backward": graph_ms(both) - forward, "wall": wall}
+
+        figures, note = gated(lambda rotation=rotation: _error(rotation, inputs), 1e-2, measure)
+        if not figures:
+            yield Result("rope", case, name, None, "of the floor", note)
+        for kind, ms in figures.items():
+            unit = "us, eager wall time" if kind == "wall" else f"of the floor, {kind}"
+            yield Result("rope", case, name, ms * 1e3 if kind == "wall" else ms / floor, unit, note)
+
+
+def _sweep(tokens: int, packed: bool) -> Iterator[Result]:
+    inputs = _inputs(tokens, packed)
+    case = f"{tokens:,} tokens, {'packed' if packed else 'one document'}"
+    exact = _rotated_exactly(inputs)
+    for name in ("transformers eager", "unsloth", "liger", "ours"):
+        if TOY and name in ("unsloth", "liger"):
+            continue
+        rotation = CONTENDERS[name]
+        scratch = [x.clone() for x in inputs[:2]]
+        figures, note = gated(
+            lambda rotation=rotation: _error(rotation, inputs),
+            1e-2,
+            lambda rotation=rotation, scratch=scratch: {"us": graph_ms(lambda: rotation(*scratch, *inputs[2:])) * 1e3},
+        )
+        if figures:
+            found = rotation(*(x.clone() for x in inputs[:2]), *inputs[2:])
+            off = torch.cat([(x.double() - y).abs().flatten() for x, y in zip(found, exact, strict=True)])
+            note = f"difference max {float(off.max()):.1e}, mean {float(off.mean()):.1e}"
+        yield Result("rope sweep", case, name, figures.get("us"), "us", note)
+
+
+def _inputs(tokens: int, packed: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator(device=DEVICE).manual_seed(0)
+
+    def drawn(heads: int) -> Tensor:
+        x = torch.randn(1, tokens, heads, WIDTH, device=DEVICE, generator=generator)
+        return x.to(torch.float32 if TOY else torch.bfloat16).transpose(1, 2)
+
+    positions = torch.arange(tokens, device=DEVICE) % (min(tokens, 260) if packed else tokens)
+    frequencies = 10_000 ** (-torch.arange(0, WIDTH, 2, device=DEVICE) / WIDTH)
+    angles = torch.cat([positions[:, None] * frequencies] * 2, -1)[None]
+    q, k = drawn(HEADS), drawn(KV_HEADS)
+    return q, k, angles.cos().to(q.dtype), angles.sin().to(q.dtype)
+
+
+def _floor_ms(inputs: tuple[Tensor, ...]) -> float:
+    q, k, cos, sin = inputs
+    # cos and sin repeat each angle: half of their bytes are all there is to read
+    return (2 * (q.nbytes + k.nbytes) + (cos.nbytes + sin.nbytes) / 2) / copy_bandwidth() * 1e3
+
+
+def _rotated_exactly(inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    return transformers_eager(*(x.double() for x in inputs))
+
+
+def _error(rotation: Rotation, inputs: tuple[Tensor, ...]) -> float:
+    """Of the output and of the gradients, which turn the other way."""
+    q, k, cos, sin = inputs
+    right = (*_rotated_exactly(inputs), *_rotated_exactly((q, k, cos, -sin)))
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k)]
+    out = rotation(leaves[0] * 1, leaves[1] * 1, cos, sin)
+    found = [x.detach().clone() for x in out]
+    # what works in place overwrites the gradients that it is given
+    gradients = torch.autograd.grad(out, leaves, [q.clone(), k.clone()])
+    return max(relative_error(x, y) for x, y in zip((*found, *gradients), right, strict=True))
+
+
+@cache
+def _unsloth() -> ModuleType:
+    """Unsloth's kernel file, without its package: what the file takes from its neighbours is stood in for."""
+    spec = find_spec("unsloth")
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError("unsloth is not installed")
+    folder = Path(next(iter(spec.submodule_search_locations))) / "kernels"
+    import triton
+
+    def stand_in(name: str, **names: Any) -> None:
+        module = ModuleType(f"unsloth_alone{name}")
+        module.__dict__.update(names, __path__=[])
+        sys.modules[module.__name__] = module
+
+    stand_in("")
+    stand_in(".kernels")
+    stand_in(".device_type", DEVICE_COUNT=1, DEVICE_TYPE_TORCH="cuda")
+    indexing = _load("unsloth_alone.kernels.indexing", folder / "indexing.py")
+    helpers = {"torch_gpu_device": lambda device: nullcontext(), "torch_device_stream": torch.cuda.current_stream}
+    helpers |= {"long_indexing": indexing.long_indexing, "next_power_of_2": triton.next_power_of_2}
+    stand_in(".kernels.utils", **helpers)
+    names = {"_BF16_TRACEABLE": False, "_TRACEABLE": False, "_eager_kernel": lambda kernel: kernel}
+    names |= {"_tag_compile_cache": lambda path: None, "_traced_kernel": lambda kernel: kernel}
+    stand_in(".kernels.rms_layernorm", **names)
+    return _load("unsloth_alone.kernels.rope_embedding", folder / "rope_embedding.py")
+
+
+def _load(name: str, path: Path) -> ModuleType:
+    spec = spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
