@@ -1,23 +1,28 @@
-"""Packed causal attention in JAX on one NVIDIA GPU, ours beside what else a JAX user can call, in under ten minutes.
+"""Packed causal attention and the training step in JAX on NVIDIA GPUs, ours beside what else a JAX user can call.
 
-    python -m benchmarks.jax_gpu                       # everything
-    python -m benchmarks.jax_gpu --only "ours" --sets "8k lognormal"
-    python -m benchmarks.jax_gpu --toy                 # tiny shapes, to see that it runs; on a CPU the figures mean
-    nothing
+    python -m benchmarks.jax_gpu                          # everything, on one GPU, in under three minutes
+    python -m benchmarks.jax_gpu --only ours --sets "8k lognormal" --output results
+    python -m benchmarks.jax_gpu --devices 2              # the training step alone, over the meshes of two GPUs
+    python -m benchmarks.jax_gpu --toy                    # tiny shapes, to see that it runs; the figures mean nothing
 
 bfloat16, 32 query heads, 8 key/value heads, width 128, one row. Every contender first shows its output and gradients on
-documents of the set against the float64 reference; one that fails is shown as WRONG, one that cannot run as NOT RUN.
-Milliseconds are the fastest of several rounds of back-to-back calls; TFLOP/s count the operations that documents need
-(2 per multiply-add, keys not after the query; the backward 2.5 times the forward), not those that a contender spends on
-masked blocks. Memory is what the compiled forward and backward allocate beyond inputs and results.
+documents of the set against the float64 reference; one that fails or cannot run has no figure, and the reason below the
+table. Milliseconds are the fastest of several rounds of back-to-back calls. What a contender wants to know about the
+documents (segments, offsets, first keys) is an argument, computed before, once for all layers; only the dense mask is
+made inside, since nobody keeps it. TFLOP/s count the operations that documents need (2 per multiply-add, keys not after
+the query; the backward 2.5 times the forward), not those that a contender spends on masked blocks. Memory is what the
+compiled forward and backward allocate beyond arguments and results.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -27,124 +32,78 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import jax_step
 from benchmarks._report import machine, table, versions
-from jax_backend import segment_attention
-from jax_backend.attention.pallas_tiles import tiles_for
-from jax_backend.attention.request import Request
-from packing_core import reference
+from benchmarks.jax_rows import GATE, SETS, TOY, Row, gate, make_row, visited_area, wanted
+from jax_backend import find_segments, segment_attention
 
-HEADS, KV_HEADS, WIDTH = 32, 8, 128
-GATE = 0.02  # relative error; bfloat16 kernels that are right lie near 0.003, ones that leak above 0.1
+NAN = float("nan")
 
 
-def lognormal(total: int, seed: int, median: float = 400.0, sigma: float = 1.2) -> list[int]:
-    """Document lengths that add up to ``total``."""
-    rng, lengths, left = np.random.default_rng(seed), [], total
-    while left:
-        length = min(left, max(1, int(rng.lognormal(np.log(median), sigma))))
-        lengths.append(length)
-        left -= length
-    return lengths
+# -- contenders: of a row, the function of (q, k, v, *extras) and the extras; what one raises is why it has no figure
+
+Call = tuple[Callable[..., jax.Array], tuple[Any, ...]]
 
 
-SETS: dict[str, list[int]] = {
-    "8k, one": [8192],
-    "8k, 8 x 1,024": [1024] * 8,
-    "8k lognormal": lognormal(8192, 94),
-    "32k lognormal": lognormal(32768, 337),
-}
-TOY = {"toy": [40, 3, 60, 25]}
+def ours(row: Row, implementation: str) -> Call:
+    cap = len(row.lengths) if implementation == "cudnn" else None
+    options: dict[str, Any] = {"implementation": implementation, "max_segments": cap}
+    return lambda q, k, v, segments: segment_attention(q, k, v, segments, **options), (find_segments(row.ids),)
 
 
-@dataclass(frozen=True)
-class Row:
-    """One packed row and the operands of one attention call over it."""
-
-    lengths: list[int]
-    ids: jax.Array
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    dout: jax.Array
-
-    @property
-    def flops(self) -> int:
-        """Of the forward, over the keys that causal documents see."""
-        return sum(4 * self.q.shape[2] * self.q.shape[3] * n * (n + 1) // 2 for n in self.lengths)
-
-    @property
-    def starts(self) -> np.ndarray:
-        return np.cumsum([0, *self.lengths])[:-1]
-
-    def visible(self) -> jax.Array:
-        """The document mask, bool [1, 1, S, S], made on the device."""
-        size = self.ids.shape[1]
-        return ((self.ids[:, :, None] == self.ids[:, None, :]) & jnp.tril(jnp.ones((size, size), bool)))[:, None]
-
-
-def make_row(lengths: list[int], heads: int, kv_heads: int, width: int) -> Row:
-    total = sum(lengths)
-    keys = jax.random.split(jax.random.key(0), 4)
-    shapes = [(1, total, n, width) for n in (heads, kv_heads, kv_heads, heads)]
-    operands = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
-    ids = np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)
-    return Row(lengths, jnp.asarray(ids[None]), *operands)
-
-
-# -- contenders: a row in, the function of (q, k, v) out; whatever one raises is why it is not run --------------------
-
-
-def ours(row: Row, implementation: str, **options: Any) -> Callable[..., jax.Array]:
-    return partial(segment_attention, segment_ids=row.ids, implementation=implementation, **options)
-
-
-def ours_cudnn(row: Row) -> Callable[..., jax.Array]:
-    return ours(row, "cudnn", max_segments=len(row.lengths))
-
-
-def jax_nn_cudnn_mask(row: Row) -> Callable[..., jax.Array]:
-    return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, mask=row.visible(), implementation="cudnn")
-
-
-def private_cudnn_packed(row: Row) -> Callable[..., jax.Array]:
+def cudnn_packed(row: Row) -> Call:
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 
-    lengths = jnp.asarray([row.lengths], jnp.int32)
-    offsets = jnp.asarray([[*row.starts, sum(row.lengths)]], jnp.int32)
-    options = {"scale": row.q.shape[3] ** -0.5, "mask_type": MaskType.PADDING_CAUSAL}
-    return lambda q, k, v: dot_product_attention(q, k, v, None, None, lengths, lengths, offsets, offsets, **options)
+    options: dict[str, Any] = {"scale": row.q.shape[3] ** -0.5, "mask_type": MaskType.PADDING_CAUSAL}
+    # One document would select the call without offsets; an empty second one keeps it this one.
+    lengths = [*row.lengths, -1][: max(2, len(row.lengths))]
+    offsets = [*row.starts, sum(row.lengths), -1][: len(lengths) + 1]
+    extras = jnp.asarray([lengths], jnp.int32), jnp.asarray([offsets], jnp.int32)
+    return lambda q, k, v, n, first: dot_product_attention(q, k, v, None, None, n, n, first, first, **options), extras
 
 
-def pallas_ops_mha(row: Row) -> Callable[..., jax.Array]:
+def cudnn_mask(row: Row) -> Call:
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
+        size = ids.shape[1]
+        visible = (ids[:, :, None] == ids[:, None, :]) & jnp.tril(jnp.ones((size, size), bool))
+        return jax.nn.dot_product_attention(q, k, v, mask=visible[:, None], implementation="cudnn")
+
+    return attend, (row.ids,)
+
+
+def pallas_ops_mha(row: Row) -> Call:
     """Expands keys and values, because with fewer of them it is silently wrong."""
     from jax.experimental.pallas.ops.gpu.attention import mha
 
     group, scale = row.q.shape[2] // row.k.shape[2], row.q.shape[3] ** -0.5
+    interpret = jax.default_backend() == "cpu"
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
         k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
-        return mha(q, k, v, row.ids, scale, True)
+        return mha(q, k, v, ids, scale, True, interpret=interpret)
 
-    return attend
+    return attend, (row.ids,)
 
 
-def tokamax(row: Row, implementation: str) -> Callable[..., jax.Array]:
+def tokamax(row: Row, implementation: str) -> Call:
     """With the start of each query's document, which its public function does not take; its best way."""
     from tokamax._src.ops.attention import api, base
 
-    first = jnp.asarray(np.repeat(row.starts, row.lengths).astype(np.int32)[None, None])
-    mask = base.Mask(k_start=first, is_causal=True)
-    return lambda q, k, v: api.IMPLEMENTATIONS[implementation](q, k, v, mask=mask)
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array) -> jax.Array:
+        return api.IMPLEMENTATIONS[implementation](q, k, v, mask=base.Mask(k_start=first, is_causal=True))
+
+    return attend, (jnp.asarray(np.repeat(row.starts, row.lengths).astype(np.int32)[None, None]),)
 
 
-CONTENDERS: dict[str, Callable[[Row], Callable[..., jax.Array]]] = {
-    "ours, pallas": lambda row: ours(row, "pallas"),
-    "ours, cudnn": ours_cudnn,
-    "cuDNN packed offsets (private)": private_cudnn_packed,
-    "jax.nn cudnn, bool mask": jax_nn_cudnn_mask,
+CONTENDERS: dict[str, Callable[[Row], Call]] = {
+    "ours, pallas": partial(ours, implementation="pallas"),
+    "ours, cudnn": partial(ours, implementation="cudnn"),
+    "cuDNN packed offsets (private)": cudnn_packed,
+    "tokamax mosaic, k_start (private)": partial(tokamax, implementation="mosaic_gpu"),
+    "tokamax triton, k_start (private)": partial(tokamax, implementation="triton"),
     "pallas.ops.gpu mha, segment ids": pallas_ops_mha,
-    "tokamax mosaic, k_start (private)": lambda row: tokamax(row, "mosaic_gpu"),
-    "tokamax triton, k_start (private)": lambda row: tokamax(row, "triton"),
+    "jax.nn cudnn, bool mask": cudnn_mask,
+    "ours, chunked": partial(ours, implementation="chunked"),
 }
 
 
@@ -158,67 +117,87 @@ class Result:
     set: str
     contender: str
     status: str = "ok"
-    error: float = float("nan")
-    forward_ms: float = float("nan")
-    both_ms: float = float("nan")
-    memory_mib: float = float("nan")
+    error: float = NAN
+    forward_ms: float = NAN
+    both_ms: float = NAN
+    forward_tflops: float = NAN
+    both_tflops: float = NAN
+    memory_mib: float = NAN
 
 
-def measure(name: str, set_name: str, row: Row, rounds: int) -> Result:
-    result = Result(set_name, name)
+@dataclass(frozen=True)
+class Compiled:
+    """Both compiled functions of a contender on a row, and what they take after q, k, v (and dout)."""
+
+    forward: Any
+    both: Any
+    extras: tuple[Any, ...]
+
+
+class Compilers:
+    """Compiles contenders beside each other, each pair of shapes once, so that the GPU waits for few of them."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(min(16, os.cpu_count() or 1))
+        self._pairs: dict[Any, Future[tuple[Any, Any]]] = {}
+
+    def start(self, name: str, row: Row) -> Callable[[float], Compiled]:
+        """Start compiling; the result takes the seconds to wait and gives the compiled pair, or raises."""
+        try:
+            attend, extras = CONTENDERS[name](row)
+        except Exception as error:
+            return partial(_raise, error)
+        shapes = jax.tree.map(lambda x: (x.shape, x.dtype), (row.operands, extras))
+        key = name, jax.tree.structure(extras), str(shapes)
+        if key not in self._pairs:
+            self._pairs[key] = self._pool.submit(_compile, attend, row, extras)
+        future = self._pairs[key]
+        return lambda seconds: Compiled(*future.result(max(seconds, 0.01)), extras)
+
+
+def _raise(error: Exception, seconds: float) -> Compiled:
+    raise error
+
+
+def _compile(attend: Callable[..., jax.Array], row: Row, extras: tuple[Any, ...]) -> tuple[Any, Any]:
+    def both(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array, *extras: Any) -> tuple[jax.Array, ...]:
+        out, pullback = jax.vjp(lambda q, k, v: attend(q, k, v, *extras), q, k, v)
+        return out, *pullback(dout)
+
+    forward = jax.jit(attend).lower(row.q, row.k, row.v, *extras).compile()
+    return forward, jax.jit(both).lower(*row.operands, *extras).compile()
+
+
+def measure(result: Result, row: Row, compiled: Callable[[float], Compiled], rounds: int, seconds: float) -> None:
+    """Fill in ``result``; ``seconds`` is how long it may wait for the compiler."""
     try:
-        attend = CONTENDERS[name](row)
-        forward = jax.jit(attend).lower(row.q, row.k, row.v).compile()
-        both = jax.jit(lambda q, k, v, dout: _out_and_gradients(attend, q, k, v, dout))
-        both = both.lower(row.q, row.k, row.v, row.dout).compile()
-        result.error = gate(row, both(row.q, row.k, row.v, row.dout))
+        found = compiled(seconds)
+        result.error = gate(row, found.both(*row.operands, *found.extras))
         if not result.error <= GATE:
             result.status = f"WRONG: relative error {result.error:.2g}"
-            return result
-        result.memory_mib = both.memory_analysis().temp_size_in_bytes / 2**20
-        result.forward_ms = fastest(partial(forward, row.q, row.k, row.v), rounds)
-        result.both_ms = fastest(partial(both, row.q, row.k, row.v, row.dout), rounds)
+            return
+        result.memory_mib = found.both.memory_analysis().temp_size_in_bytes / 2**20
+        result.forward_ms = fastest(partial(found.forward, row.q, row.k, row.v, *found.extras), rounds)
+        result.both_ms = fastest(partial(found.both, *row.operands, *found.extras), rounds)
+        result.forward_tflops = row.flops / result.forward_ms / 1e9
+        result.both_tflops = 3.5 * row.flops / result.both_ms / 1e9
+    except TimeoutError:
+        result.status = f"NOT RUN: not compiled after {seconds:.0f} s more"
     except Exception as error:  # a peer may fail in any way; the table says how
-        result.status = f"NOT RUN: {type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
-    return result
-
-
-def _out_and_gradients(attend: Callable[..., jax.Array], *operands: jax.Array) -> tuple[jax.Array, ...]:
-    *qkv, dout = operands
-    out, pullback = jax.vjp(attend, *qkv)
-    return out, *pullback(dout)
-
-
-def gate(row: Row, found: tuple[jax.Array, ...], longest: int = 1500) -> float:
-    """Largest relative error of out, dq, dk, dv over a few documents of the row and one key/value head's group.
-
-    A set of one longer document is judged by its first tokens: causally they are a document of their own for the output
-    and dq.
-    """
-    group, worst = row.q.shape[2] // row.k.shape[2], 0.0
-    documents = [(start, n) for start, n in zip(row.starts, row.lengths, strict=True) if n <= longest]
-    whole = bool(documents)
-    documents = documents[:1] + documents[len(documents) // 2 :][:1] + documents[-1:] if whole else [(0, longest)]
-    for start, size in documents:
-        here = slice(start, start + size)
-        q, dout = (np.asarray(x[0, here, :group], np.float64) for x in (row.q, row.dout))
-        k, v = (np.asarray(x[0, here, :1], np.float64) for x in (row.k, row.v))
-        bounds = [0, size]
-        wanted = [reference.attention(q, k, v, bounds), *reference.attention_vjp(q, k, v, bounds, dout).values()]
-        for x, y in zip(found if whole else found[:2], wanted, strict=False):
-            x = np.asarray(x[0, here, : y.shape[1]], np.float64)
-            worst = max(worst, float(np.linalg.norm(x - y) / np.linalg.norm(y)))
-    return worst
+        reason = str(error).strip().splitlines()[:1]
+        result.status = f"NOT RUN: {type(error).__name__}: {''.join(reason)[:120]}"
 
 
 def fastest(run: Callable[[], Any], rounds: int, seconds: float = 0.05) -> float:
-    """Milliseconds of a call, the best of ``rounds`` rounds of about ``seconds`` of back-to-back calls."""
+    """Milliseconds of a call, the best of ``rounds`` rounds of about ``seconds`` of back-to-back calls; one that takes
+    longer than that is called once a round, two rounds."""
     jax.block_until_ready(run())
     begin = time.perf_counter()
     jax.block_until_ready(run())
-    calls = max(3, min(200, int(seconds / (time.perf_counter() - begin))))
-    best = float("inf")
-    for _ in range(rounds):
+    first = time.perf_counter() - begin
+    calls = max(1, min(200, int(seconds / first)))
+    best = first
+    for _ in range(rounds if first < seconds else 2):
         begin = time.perf_counter()
         for _ in range(calls):
             last = run()
@@ -227,108 +206,92 @@ def fastest(run: Callable[[], Any], rounds: int, seconds: float = 0.05) -> float
     return best * 1e3
 
 
-def visited_area(lengths: list[int], group: int, request: Request) -> float:
-    """Multiply-adds per channel and head of all tiles that our three kernels visit, masked parts included."""
-    tiles, total = tiles_for(request), sum(lengths)
-    first = np.repeat(np.cumsum([0, *lengths])[:-1], lengths)
-    last = np.repeat(np.cumsum(lengths), lengths)
-    at = np.arange(total)
-    area = 0.0
-    for tile, weight, span in ((tiles.forward, 2, None), (tiles.dq, 3, None), (tiles.dkv, 4, tiles.dkv.tokens(group))):
-        tokens, step = (tile.tokens(group), tile.keys) if span is None else (tile.keys, span)
-        low, high = (first, at + 1) if span is None else (at, last)
-        for start in range(0, total, tokens):
-            here = slice(start, start + tokens)
-            area += weight * tokens * step * -(-(high[here].max() - low[here].min()) // step)
-    return area
-
-
 # -- the report -------------------------------------------------------------------------------------------------------
 
 
-def report(results: list[Result], rows: dict[str, Row]) -> str:
-    lines = []
-    for r in results:
-        flops = rows[r.set].flops
-        if r.status != "ok":
-            lines.append([r.set, r.contender, r.status, "", "", "", "", ""])
-            continue
-        lines.append(
-            [
-                r.set,
-                r.contender,
-                f"{r.forward_ms:.3f}",
-                f"{flops / r.forward_ms / 1e9:.0f}",
-                f"{r.both_ms:.3f}",
-                f"{3.5 * flops / r.both_ms / 1e9:.0f}",
-                f"{r.memory_mib:,.0f}",
-                f"{r.error:.1e}",
-            ]
-        )
+def line(r: Result) -> list[str]:
+    if r.status != "ok":
+        return [r.set, r.contender, *["-"] * 6]
+    figures = [f"{r.forward_ms:.3f}", f"{r.forward_tflops:.0f}", f"{r.both_ms:.3f}", f"{r.both_tflops:.0f}"]
+    return [r.set, r.contender, *figures, f"{r.memory_mib:,.0f}", f"{r.error:.1e}"]
+
+
+def report(results: list[Result]) -> str:
     header = ["set", "contender", "forward ms", "TFLOP/s", "fwd + bwd ms", "TFLOP/s", "memory MiB", "error"]
-    return table(header, lines)
+    reasons = [f"{r.set}, {r.contender}: {r.status}" for r in results if r.status != "ok"]
+    return "\n".join([table(header, [line(r) for r in results]), *reasons])
 
 
-def proportion(results: list[Result], rows: dict[str, Row]) -> str:
-    """Time of our kernels per visited tile area, relative to the cheapest set."""
-    cost = {}
-    for r in results:
-        if r.contender == "ours, pallas" and r.status == "ok":
-            row = rows[r.set]
-            request = Request(
-                queries=row.q.shape[1],
-                keys=row.q.shape[1],
-                heads=row.q.shape[2],
-                kv_heads=row.k.shape[2],
-                head_dim=row.q.shape[3],
-                value_dim=row.q.shape[3],
-                dtype=row.q.dtype,
-                causal=True,
-                scale=1.0,
-                window=None,
-                softcap=None,
-                needs_lse=False,
-                own_keys=True,
-                max_segments=None,
-                platform="gpu",
-            )
-            cost[r.set] = r.both_ms / visited_area(row.lengths, request.group, request)
-    if not cost:
-        return ""
-    least = min(cost.values())
-    figures = ", ".join(f"{name} {value / least:.2f}" for name, value in cost.items())
-    return f"time of ours, pallas (forward + backward) per visited tile area, against the cheapest set: {figures}"
+def proportion(results: list[Result], rows: dict[str, Row]) -> dict[str, float]:
+    """Time of our kernels, forward and backward, per visited tile area, relative to the cheapest set."""
+    mine = [r for r in results if r.contender == "ours, pallas" and r.status == "ok"]
+    cost = {r.set: r.both_ms / visited_area(rows[r.set]) for r in mine}
+    return {name: value / min(cost.values()) for name, value in cost.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="contenders whose name contains this")
-    parser.add_argument("--sets", nargs="*", choices=list(SETS), help="these sets only")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write the figures there too")
-    parser.add_argument("--toy", action="store_true", help="tiny shapes; only to see that everything runs")
-    arguments = parser.parse_args()
-    sets = TOY if arguments.toy else {name: SETS[name] for name in arguments.sets or SETS}
-    shape = (4, 2, 16) if arguments.toy else (HEADS, KV_HEADS, WIDTH)
-
-    begin = time.perf_counter()
-    print(f"{machine()}; {jax.devices()[0].device_kind}")
-    print(versions("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "tokamax"), flush=True)
+def attention(sets: dict[str, list[int]], only: str, shape: tuple[int, int, int], rounds: int, deadline: float) -> Any:
+    """Yield what is to be written after each measurement; print rows as they come and the table at the end."""
     rows = {name: make_row(lengths, *shape) for name, lengths in sets.items()}
     for name, row in rows.items():
         print(f"{name}: {len(row.lengths)} documents, longest {max(row.lengths)}, {row.flops / 1e9:.1f} GFLOP forward")
-    results = []
-    for set_name, row in rows.items():
-        for name in CONTENDERS:
-            if arguments.only in name:
-                results.append(measure(name, set_name, row, arguments.rounds))
-                print(results[-1], flush=True)
-    print(report(results, rows))
-    print(proportion(results, rows))
-    print(f"{time.perf_counter() - begin:.0f} s in all")
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(r) for r in results], indent=1))
+    compilers = Compilers()
+    results = [Result(set_name, name) for set_name in rows for name in CONTENDERS if only in name]
+    pending = [compilers.start(r.contender, rows[r.set]) for r in results]
+    for row in rows.values():
+        wanted(row)
+    for r, compiled in zip(results, pending, strict=True):
+        # All are being compiled at once; the first waits longest.
+        measure(r, rows[r.set], compiled, rounds, min(60.0, deadline - time.perf_counter()))
+        print(" | ".join(line(r)), "" if r.status == "ok" else r.status, flush=True)
+        yield {"attention": [asdict(x) for x in results[: results.index(r) + 1]]}
+    find = jax.jit(find_segments)
+    finding = {name: fastest(partial(find, row.ids), rounds) for name, row in rows.items()}
+    visited = proportion(results, rows)
+    print(report(results))
+    print("find_segments, once per batch, ms:", ", ".join(f"{name} {value:.3f}" for name, value in finding.items()))
+    print("time of ours, pallas (forward + backward) per visited tile area, against the cheapest set:", end=" ")
+    print(", ".join(f"{name} {value:.2f}" for name, value in visited.items()), flush=True)
+    yield {"find_segments_ms": finding, "time_per_visited_area": visited}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    begin = time.perf_counter()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="contenders whose name contains this, and no training step")
+    parser.add_argument("--sets", nargs="*", choices=list(SETS), help="these sets only")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=140.0, help="stop measuring after this long")
+    parser.add_argument("--devices", type=int, default=1, help="above 1: the training step alone, over so many devices")
+    parser.add_argument("--output", type=Path, help="folder for jax_gpu.json, rewritten after each measurement")
+    parser.add_argument("--toy", action="store_true", help="tiny shapes; only to see that everything runs")
+    options = parser.parse_args(arguments)
+    sets = TOY if options.toy else {name: SETS[name] for name in options.sets or SETS}
+    shape = (4, 2, 16) if options.toy else (32, 8, 128)
+    deadline = begin + options.seconds
+
+    header = [
+        f"{machine()}; {len(jax.devices())} x {jax.devices()[0].device_kind}",
+        versions("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "tokamax", "flax", "optax"),
+    ]
+    print("\n".join(header), flush=True)
+    found: dict[str, Any] = {"header": header}
+
+    def keep(more: dict[str, Any]) -> None:
+        found.update(more, seconds=time.perf_counter() - begin)
+        if options.output:
+            options.output.mkdir(parents=True, exist_ok=True)
+            (options.output / "jax_gpu.json").write_text(json.dumps(found, indent=1))
+
+    if options.devices == 1:
+        for part in attention(sets, options.only, shape, options.rounds, deadline):
+            keep(part)
+    if not options.only:
+        for part in jax_step.run(options.devices, toy=options.toy, deadline=deadline):
+            keep(part)
+    print(f"{time.perf_counter() - begin:.0f} s in all", flush=True)
 
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(0)  # a compiler that outlived its limit would hold the process
