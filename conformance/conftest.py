@@ -77,6 +77,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 dropped |= heavy
     config.hook.pytest_deselected(items=[item for item in items if item in dropped])
     items[:] = [item for item in items if item not in dropped]
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in ours:  # for --dist loadgroup: what a backend compiles for one test, others of the method need too
+            item.add_marker(pytest.mark.xdist_group(f"{_judged(item)} {requirements()[_id(item)].method}"))
 
 
 def _id(item: Any) -> str:

@@ -8,7 +8,7 @@ float32.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from jax_backend.loss import packed_cross_entropy, shift_labels
 from jax_backend.model import Decoder, DecoderConfig
 from jax_backend.rope import apply_rope
 from jax_backend.scan import selective_scan
-from jax_backend.train_step import make_train_step
+from jax_backend.train_step import TrainStep, make_train_step
 from packing_core import pack, plan, protocol
 from packing_core.errors import UnsupportedError
 from packing_core.protocol import Array, Backend, BackendFactory, Batch, Capabilities, Document, Gradients
@@ -103,11 +103,18 @@ class AttentionStack(Backend):
         return float(loss), {name: np.asarray(x, np.float32) for name, x in weights.export(found).items()}
 
     def _model(self, decoder: protocol.Decoder, dtype: str) -> tuple[Any, Any, Any]:
-        graph, params, *rest = nnx.split(self._decoder(decoder, dtype), nnx.Param, ...)
+        """The suite's decoder, in the parts that a traced function takes; in ``dtype`` from float32 weights."""
+        model = _decoder(self._config(decoder, dtype), dtype, self.implementation)
+        graph, params, *rest = nnx.split(model, nnx.Param, ...)
+        weights.assign(params, decoder.weights)
         return graph, params, rest[0]
 
-    def _decoder(self, decoder: protocol.Decoder, dtype: str) -> Decoder:
-        """The suite's decoder with its own weights; computing in ``dtype`` from float32 weights."""
+    def _config(self, decoder: protocol.Decoder, dtype: str) -> DecoderConfig:
+        """The suite's config under this backend's names.
+
+        Raises:
+            UnsupportedError: it asks for what is not declared.
+        """
         theirs = decoder.config
         protocol.require_declared(
             self,
@@ -116,7 +123,7 @@ class AttentionStack(Backend):
             + ["dynamic_rope"] * (theirs.dynamic_rope_factor is not None),
             head_dim=theirs.head_dim,
         )
-        config = DecoderConfig(
+        return DecoderConfig(
             model_type="llama",
             vocab_size=theirs.vocab_size,
             hidden_size=theirs.hidden_size,
@@ -130,9 +137,6 @@ class AttentionStack(Backend):
             rms_norm_eps=theirs.rms_norm_eps,
             tie_word_embeddings=theirs.tie_word_embeddings,
         )
-        model = Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.dtype(dtype), implementation=self.implementation)
-        weights.assign(nnx.state(model, nnx.Param), decoder.weights)
-        return model
 
 
 class Stack(AttentionStack):
@@ -188,10 +192,7 @@ class Stack(AttentionStack):
         # The weight of a label travels with it to the token before, which predicts it.
         moved = None if token_weights is None else jnp.roll(jnp.asarray(token_weights), -1, axis=1)
 
-        def loss_sum(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return packed_cross_entropy(logits, targets, weights=moved)
-
-        (loss, weight), gradient = jax.value_and_grad(loss_sum, has_aux=True)(jnp.asarray(logits, dtype))
+        (loss, weight), gradient = _loss_sum_and_gradient(jnp.asarray(logits, dtype), targets, moved)
         return float(loss), float(weight), np.asarray(gradient, np.float32)
 
     def train(
@@ -207,12 +208,9 @@ class Stack(AttentionStack):
     ) -> tuple[list[float], dict[str, Array]]:
         if ranks != 1:
             raise UnsupportedError("a step takes its microbatches one after the other: ranks must be 1")
-        rules: dict[str, Callable[[float], optax.GradientTransformation]] = {
-            "sgd": optax.sgd,
-            "adamw": partial(optax.adamw, eps=protocol.ADAMW_EPSILON, weight_decay=0.0),
-        }
-        train_step = make_train_step(self._decoder(decoder, dtype), rules[optimizer](learning_rate))
+        train_step = _train_step(self._config(decoder, dtype), dtype, optimizer, learning_rate)
         state, losses = train_step.init(), []
+        weights.assign(state.params, decoder.weights)
         for microbatches in steps:
             sums = None
             for documents in microbatches:
@@ -221,6 +219,20 @@ class Stack(AttentionStack):
             state, metrics = train_step.update(state, sums)
             losses.append(float(metrics["loss"]))
         return losses, {name: np.asarray(x, np.float32) for name, x in weights.export(state.params).items()}
+
+
+def _decoder(config: DecoderConfig, dtype: str, implementation: str) -> Decoder:
+    return Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.dtype(dtype), implementation=implementation)
+
+
+@lru_cache(maxsize=8)
+def _train_step(config: DecoderConfig, dtype: str, optimizer: str, learning_rate: float) -> TrainStep:
+    """One step serves every run of a shape, so that it is compiled once; the weights come with each run."""
+    rules: dict[str, Callable[[float], optax.GradientTransformation]] = {
+        "sgd": optax.sgd,
+        "adamw": partial(optax.adamw, eps=protocol.ADAMW_EPSILON, weight_decay=0.0),
+    }
+    return make_train_step(_decoder(config, dtype, "xla"), rules[optimizer](learning_rate))
 
 
 def _pack(documents: Sequence[Document], capacity: int) -> Any:
@@ -262,6 +274,16 @@ def _compiled(function: Callable[..., jax.Array], options: Any, operands: Any, d
         return call(operands, *data), {}
     out, pullback = jax.vjp(lambda operands: call(operands, *data), operands)
     return out, pullback(dout)[0]
+
+
+@jax.jit
+def _loss_sum_and_gradient(
+    logits: jax.Array, targets: jax.Array, token_weights: jax.Array | None
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    def loss_sum(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return packed_cross_entropy(logits, targets, weights=token_weights)
+
+    return jax.value_and_grad(loss_sum, has_aux=True)(logits)
 
 
 def _model_inputs(batch: Batch) -> tuple[jax.Array, ...]:

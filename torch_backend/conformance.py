@@ -59,7 +59,8 @@ def _make(name: str) -> Backend:
     plain = _request(device, declared.dtypes[0] if declared.dtypes else "float32")
     reason = rejections(plain, name)[name]
     if reason is not None:
-        raise UnsupportedError(reason)
+        hint = "; TRITON_INTERPRET=1 runs its kernels on the CPU" if declared.interpreted else ""
+        raise UnsupportedError(reason + hint)
     return (Stack if name == "sdpa" else AttentionStack)(name, device, declared)
 
 
@@ -71,7 +72,10 @@ def capabilities(name: str, device: torch.device) -> Capabilities:
     def takes(**change: Any) -> bool:
         return refuses(replace(request, **change)) is None
 
+    interpreted = name == "triton" and device.type == "cpu"
     dtypes = tuple(dtype for dtype in protocol.DTYPES if refuses(_request(device, dtype)) is None)
+    if interpreted:  # Triton's interpreter multiplies bfloat16 matrices wrongly, and the probe refuses it
+        dtypes = tuple(dtype for dtype in dtypes if dtype != "bfloat16")
     request = _request(device, dtypes[0] if dtypes else "float32")
     options = {option for option, change in _ASKS.items() if takes(**change)}
     options |= protocol.ALL_OPTIONS - set(protocol.OPTIONS["attention"]) - {"dynamic_rope"}
@@ -81,7 +85,7 @@ def capabilities(name: str, device: torch.device) -> Capabilities:
         dtypes=dtypes,
         options=frozenset(options),
         head_dims={width for width in range(1, 513) if takes(head_dim=width, value_dim=width)},
-        interpreted=name == "triton" and device.type == "cpu",
+        interpreted=interpreted,
         atomic_backward=name in _ATOMIC and device.type == "cuda",
     )
 

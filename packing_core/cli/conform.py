@@ -62,7 +62,7 @@ def command_line(
     options += [f"--report={report}"] if report is not None else []
     options += ["--thorough"] if thorough else []
     options += ["--mutants"] if mutants else []
-    options += ["-p", "xdist.plugin", "-n", workers] if workers is not None else []
+    options += ["-p", "xdist.plugin", "-n", workers, "--dist", "loadgroup"] if workers is not None else []
     own = ["-c", str(folder / "pytest.ini"), "--rootdir", str(folder), "--confcutdir", str(folder)]
     return [sys.executable, "-m", "pytest", str(folder), *own, "-p", "no:cacheprovider", "-q", *options]
 

@@ -121,7 +121,7 @@ def test_an_interpreted_backend_runs_a_reduced_selection_and_says_so(tmp_path):
 
 def test_workers_hand_over_the_same_report(tmp_path):
     options = ["--backend=reference", f"--backend={HERE}:Interpreted", *only("ISO-01", "MASK-02", "SHAPE-05", "LAY-05")]
-    alone, shared = run(tmp_path, *options), run(tmp_path, *options, "-n", "2")
+    alone, shared = run(tmp_path, *options), run(tmp_path, *options, "-n", "2", "--dist", "loadgroup")
     assert alone.code == shared.code == 0
     assert alone.report == shared.report
     line = "interpreted, reduced selection of"

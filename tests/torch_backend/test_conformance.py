@@ -9,6 +9,7 @@ import torch
 
 from packing_core.errors import UnsupportedError
 from packing_core.protocol import LEVELS, DecoderConfig, Document
+from torch_backend import operators
 from torch_backend.attention import IMPLEMENTATIONS
 from torch_backend.conformance import backends, capabilities
 from torch_backend.data import with_boundaries
@@ -26,6 +27,21 @@ def test_every_implementation_is_offered():
 def test_what_cannot_run_here_says_why(name):
     with pytest.raises(UnsupportedError, match="runs on CUDA, not on cpu|no backward on the CPU"):
         backends()[name]()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_how_triton_runs_without_a_gpu_is_said(monkeypatch):
+    monkeypatch.setattr(operators, "INTERPRETED", False)
+    with pytest.raises(
+        UnsupportedError, match="needs Triton and a GPU.*TRITON_INTERPRET=1 runs its kernels on the CPU"
+    ):
+        backends()["triton"]()
+
+
+def test_interpreted_triton_declares_no_bfloat16(monkeypatch):
+    monkeypatch.setattr(operators, "INTERPRETED", True)
+    declared = capabilities("triton", CPU)
+    assert declared.interpreted and declared.dtypes == ("float32", "float16")
 
 
 def test_sdpa_takes_part_at_every_level_and_the_others_where_attention_matters():

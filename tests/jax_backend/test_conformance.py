@@ -1,0 +1,79 @@
+"""What the JAX conformance adapter offers, declares and refuses; that it is right is for the suite to say."""
+
+import jax
+import numpy as np
+import pytest
+
+from conformance.draws import DecoderCase, documents
+from jax_backend.attention import IMPLEMENTATIONS
+from jax_backend.conformance import backends, capabilities
+from packing_core.errors import UnsupportedError
+from packing_core.protocol import ALL_OPTIONS, LEVELS, DecoderConfig
+
+
+def offered_methods(name):
+    backend = backends()[name]()
+    return {method for methods in LEVELS.values() for method in methods if backend.provides(method)}
+
+
+def test_every_implementation_is_offered():
+    assert backends().keys() == IMPLEMENTATIONS.keys()
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="about machines without an accelerator")
+def test_what_cannot_run_here_says_why():
+    with pytest.raises(UnsupportedError, match="cuDNN needs an NVIDIA GPU, and JAX runs on cpu here"):
+        backends()["cudnn"]()
+
+
+def test_xla_takes_part_at_every_level_and_the_others_where_attention_matters():
+    assert offered_methods("xla") == {method for methods in LEVELS.values() for method in methods}
+    assert offered_methods("chunked") == {"attention", "forward", "gradients"}
+
+
+@pytest.mark.parametrize(
+    ("name", "lacks"),
+    [
+        ("xla", {"alibi"}),
+        ("chunked", {"alibi"}),
+        ("pallas", {"alibi"}),
+        ("tpu", {"alibi", "sinks"}),
+        ("cudnn", {"alibi", "sinks", "window", "softcap", "narrow_values", "sliding_window"}),
+    ],
+)
+def test_what_is_declared(name, lacks):
+    declared = capabilities(name, "gpu")
+    assert ALL_OPTIONS - declared.options == lacks | {"dynamic_rope", "ranks"}
+    assert ("float32" in declared.dtypes) == (name != "cudnn")
+    assert declared.atomic_backward == (name == "cudnn")
+
+
+def test_kernels_run_interpreted_on_the_cpu_alone():
+    assert {name for name in IMPLEMENTATIONS if capabilities(name, "cpu").interpreted} == {"pallas", "tpu"}
+    assert not any(capabilities(name, "gpu").interpreted for name in IMPLEMENTATIONS)
+
+
+def test_what_is_not_declared_is_refused():
+    stack = backends()["xla"]()
+    q, ids = np.zeros((1, 4, 2, 16), np.float32), np.ones((1, 4), np.int64)
+    with pytest.raises(UnsupportedError, match="no ALiBi"):
+        stack.attention(q, q, q, ids, dtype="float32", alibi_slopes=np.ones(2, np.float32))
+    decoder = DecoderCase(DecoderConfig(dynamic_rope_factor=2.0)).decoder()
+    with pytest.raises(UnsupportedError, match="dynamic_rope not declared"):
+        stack.forward(decoder, None, dtype="float32")
+    with pytest.raises(UnsupportedError, match="ranks must be 1"):
+        stack.train(DecoderCase().decoder(), [], capacity=8, learning_rate=0.1, dtype="float32", ranks=2)
+
+
+def test_every_run_of_a_shared_step_starts_from_its_own_weights():
+    stack, steps = backends()["xla"](), [[documents(9, 5)], [documents(12)]]
+
+    def train(seed):
+        decoder = DecoderCase(seed=seed).decoder()
+        return stack.train(decoder, steps, capacity=16, learning_rate=0.1, dtype="float32")
+
+    first, other, again = train(0), train(1), train(0)
+    assert first[0] == again[0] != other[0]
+    name = "model.layers.0.mlp.up_proj.weight"
+    np.testing.assert_array_equal(first[1][name], again[1][name])
+    assert (first[1][name] != other[1][name]).any()
