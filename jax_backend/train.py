@@ -25,7 +25,7 @@ from jax_backend.audit import audit
 from jax_backend.checkpoint import restore_state, save_state
 from jax_backend.data import to_batch
 from jax_backend.model import Decoder, DecoderConfig
-from jax_backend.train_step import TrainState, make_train_step
+from jax_backend.train_step import TrainState, TrainStep, make_train_step
 from packing_core.batch import IGNORE_INDEX
 from packing_core.cli.checkpoints import newest_checkpoint, save_checkpoint
 from packing_core.cli.job import Audit, StepRecord, TrainJob, TrainResult
@@ -47,9 +47,8 @@ def train(job: TrainJob) -> TrainResult:
     with jax.default_device(device):
         model = build_model(job)
         job.check_vocabulary(model.config.vocab_size)
-        records: dict[Run, list[StepRecord]] = {}
-        for run in job.runs:
-            records[run] = _Loop(job, run, model).run()
+        train_step = make_train_step(model, _optimizer(job))  # one for all runs, which then share what is compiled
+        records = {run: _Loop(job, run, train_step).run() for run in job.runs}
         job.on_phase("auditing the packed model")
         verdict = audit(model)
         return TrainResult(
@@ -87,10 +86,10 @@ def build_model(job: TrainJob) -> Decoder:
 class _Loop:
     """One run from the first step, or from the newest checkpoint, to the last."""
 
-    def __init__(self, job: TrainJob, run: Run, model: Decoder) -> None:
+    def __init__(self, job: TrainJob, run: Run, train_step: TrainStep) -> None:
         self.job = job
         self.run_name = run
-        self.step = make_train_step(model, _optimizer(job))
+        self.step = train_step
 
     def run(self) -> list[StepRecord]:
         job = self.job
