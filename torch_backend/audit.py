@@ -8,7 +8,8 @@ window kind of the model, and the documents cross its windows, chunks and origin
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -119,19 +120,20 @@ def audit(
         about["route"] = Patched(root, implementation).route
     except UnsupportedModelError as refusal:
         return AuditReport(**about, refused=str(refusal))
-    clone = _clone(root).to(device).train()
-    documents = _documents(clone)
-    exact = _alone(clone, documents)
-    clone.to(dtype)
-    alone = exact if dtype == torch.float32 else _alone(clone, documents)
-    try:
-        patch(clone, implementation=implementation, verify=False)
-        packed = _packed(clone, documents)
-        with torch.no_grad():
-            again = _packed(clone, documents)
-            probe = _packed(clone, [_replaced(clone, d) if i == CHANGED else d for i, d in enumerate(documents)])
-    except UnsupportedModelError as refusal:
-        return AuditReport(**about, refused=str(refusal))
+    with full_float32():
+        clone = _clone(root).to(device).train()
+        documents = _documents(clone)
+        exact = _alone(clone, documents)
+        clone.to(dtype)
+        alone = exact if dtype == torch.float32 else _alone(clone, documents)
+        try:
+            patch(clone, implementation=implementation, verify=False)
+            packed = _packed(clone, documents)
+            with torch.no_grad():
+                again = _packed(clone, documents)
+                probe = _packed(clone, [_replaced(clone, d) if i == CHANGED else d for i, d in enumerate(documents)])
+        except UnsupportedModelError as refusal:
+            return AuditReport(**about, refused=str(refusal))
     logits, loss, gradients, worst = _compare(packed, exact)
     moves = [_error(p, b) for p, b in zip(probe.logits, packed.logits, strict=True)]
     return AuditReport(
@@ -165,6 +167,21 @@ def verify(model: nn.Module, implementation: str | Sequence[str]) -> AuditReport
     if report.verdict != "exact":
         raise ContaminationError(f"packed documents see each other: {report}")
     return report
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Inside, float32 products on a GPU are not rounded to TensorFloat-32, whatever the process has allowed."""
+    backends: Any = torch.backends
+    products = (backends.cuda.matmul, backends.cudnn.conv)
+    before = [product.fp32_precision for product in products]
+    try:
+        for product in products:
+            product.fp32_precision = "ieee"
+        yield
+    finally:
+        for product, precision in zip(products, before, strict=True):
+            product.fp32_precision = precision
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,10 @@ require("transformers", extra="hf")
 
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel  # noqa: E402
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # noqa: E402
+from transformers.modeling_layers import GradientCheckpointingLayer as DecoderLayer  # noqa: E402
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
-__all__ = ["PREFIX", "PreTrainedModel", "packed_attention", "register", "unregistered"]
+__all__ = ["PREFIX", "DecoderLayer", "PreTrainedModel", "packed_attention", "register", "unregistered"]
 
 PREFIX = "crosspack_"
 # What an attention layer may pass along without meaning anything for the packed result.
@@ -86,6 +87,11 @@ def packed_attention(
     """
     if not isinstance(attention_mask, CarriedMask):
         return _function_before(before, module)(module, query, key, value, attention_mask, *args, **kwargs)
+    if before == "sdpa" and kwargs.get("softcap"):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has a softcap, which transformers' sdpa leaves out, so packed and unpacked "
+            'batches would differ: load the model with attn_implementation="eager"'
+        )
     return _packed(module, query, key, value, attention_mask, *args, **kwargs)
 
 
@@ -121,17 +127,20 @@ def _packed(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    where = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
     unknown = sorted(k for k, v in others.items() if v is not None and v is not False and k not in _WITHOUT_EFFECT)
     if unknown:
-        raise UnsupportedModelError(f"{where} passes {', '.join(unknown)} to attention, which packing cannot honour")
+        raise UnsupportedModelError(
+            f"{_where(module)} passes {', '.join(unknown)} to attention, which packing cannot honour"
+        )
     if others.get("output_attentions"):
-        raise UnsupportedModelError(f"{where}: packed attention has no attention weights to return")
+        raise UnsupportedModelError(f"{_where(module)}: packed attention has no attention weights to return")
     if is_causal is False or getattr(module, "is_causal", True) is False:
-        raise UnsupportedModelError(f"{where} is not causal; only causal language models can be trained packed")
+        raise UnsupportedModelError(
+            f"{_where(module)} is not causal; only causal language models can be trained packed"
+        )
     if key.shape[2] != query.shape[2]:
         raise UnsupportedModelError(
-            f"{where} has {key.shape[2]} keys for {query.shape[2]} queries: "
+            f"{_where(module)} has {key.shape[2]} keys for {query.shape[2]} queries: "
             "a packed forward takes no cache and no prefix"
         )
     packed = mask.packed if (chunk := _chunk(module)) is None else refined(mask.packed, chunk)
@@ -150,13 +159,20 @@ def _packed(
         scale=scaling,
         implementation=mask.implementation,
     )
-    mask.packed.served[id(module)] = packed.last_request
+    if not torch.compiler.is_compiling():  # a compiled layer would be guarded on its own id, one graph per layer
+        mask.packed.served[id(module)] = packed.last_request
     return out.view(rows, length, heads, -1), None
+
+
+def _where(module: nn.Module) -> str:
+    return f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
 
 
 def _chunk(module: nn.Module) -> int | None:
     """The chunk inside which an attention layer of Llama 4 sees; its layers carry no argument for it, only a mask."""
     config: Any = module.config
+    if getattr(config, "attention_chunk_size", None) is None:
+        return None
     kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     if kinds and layer is not None and kinds[layer] == "chunked_attention":
         return int(config.attention_chunk_size)

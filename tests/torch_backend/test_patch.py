@@ -268,3 +268,15 @@ def test_explain_names_what_serves_each_layer_and_why_not_another() -> None:
     assert "window 12" in second.request
     with pytest.raises(UnsupportedError, match=r"is not patched: call torch_backend\.patch"):
         torch_backend.explain(tiny("llama"))
+
+
+def test_a_softcap_that_the_unpacked_model_leaves_out_is_refused() -> None:
+    model = tiny("gemma2")
+    model.config._attn_implementation = "sdpa"
+    with pytest.raises(
+        UnsupportedModelError, match='has a softcap, .* load the model with attn_implementation="eager"'
+    ):
+        torch_backend.patch(model, verify=False)(**collate(documents()))
+    torch_backend.unpatch(model)
+    model.config._attn_implementation = "eager"
+    assert torch_backend.audit(model).verdict == "exact"

@@ -1,0 +1,90 @@
+"""Patched models on a GPU: exact on every route, and nothing is read back from the device while they train.
+
+Tiny models, a few seconds each. What a model itself reads back (which experts were hit) is no addition of the patch, so
+the families of the last test are those that read nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import torch_backend
+from packing_core.errors import LayoutError
+from tests.torch_backend.models import alone, assert_same, collate, documents, packed, tiny
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+DEVICE = "cuda"
+# attention; a mixer per document with attention beside it; mixers alone; the whole decoder per document
+ROUTES = ["qwen3", "qwen3_5_text", "mamba2", "bloom"]
+READ_NOTHING = ["qwen3", "qwen3_5_text", "mamba2", "lfm2"]
+
+
+def on_device(batch: dict) -> dict:
+    return {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in batch.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ROUTES)
+def test_every_route_is_exact(family: str, dtype: torch.dtype) -> None:
+    report = torch_backend.audit(tiny(family).to(DEVICE, dtype))
+    assert report.verdict == "exact", str(report)
+    assert report.device == DEVICE
+
+
+def test_windows_and_sinks_are_exact() -> None:
+    model, docs = tiny("gpt_oss").to(DEVICE), [document.to(DEVICE) for document in documents()]
+    model.set_experts_implementation("eager")
+    truth = alone(model, docs)
+    torch_backend.patch(model, verify=False)
+    assert_same(packed(model, docs, on_device(collate([document.cpu() for document in docs]))), truth, 1e-4)
+    assert "window 12" in str(torch_backend.explain(model)) and "sinks" in str(torch_backend.explain(model))
+
+
+@pytest.fixture
+def tensorfloat32() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    yield
+    torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.mark.usefixtures("tensorfloat32")
+def test_the_verdict_does_not_depend_on_tensorfloat32() -> None:
+    report = torch_backend.audit(tiny("qwen3").to(DEVICE))
+    assert report.verdict == "exact" and report.tolerance == 1e-4, str(report)
+    assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+@pytest.fixture
+def no_reading() -> Iterator[None]:
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.usefixtures("no_reading")
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("family", READ_NOTHING)
+def test_nothing_is_read_back_in_a_packed_step(family: str, checkpointing: bool) -> None:
+    model = torch_backend.patch(tiny(family).to(DEVICE, torch.bfloat16), verify=False)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    batches = [on_device(collate(documents(seed=seed))) for seed in (1, 2, 3)]
+    for batch in batches[:2]:  # choosing implementations and compiling kernels may wait for the device
+        model(**batch).loss.backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    loss = model(**batches[2]).loss
+    loss.backward()
+    torch.cuda.set_sync_debug_mode("default")
+    assert loss.isfinite()
+
+
+def test_a_training_batch_without_marks_is_refused_without_reading_it() -> None:
+    model = torch_backend.patch(tiny("qwen3").to(DEVICE), verify=False)
+    batch = on_device(collate(documents()))
+    with pytest.raises(LayoutError, match="a training batch on cuda came with position_ids and without seg"):
+        model(input_ids=batch["input_ids"], position_ids=batch["position_ids"])
