@@ -76,10 +76,10 @@ def _by_patterns(sizes: Int64, counts: Int64, capacity: int, max_segments: int) 
     order = np.concatenate([np.flatnonzero(taken), np.flatnonzero(~taken)])
     counts = counts - np.diff(np.concatenate([[0], np.cumsum(taken)])[np.concatenate([[0], ends])])
     there = counts > 0
-    made = [number for block in flat for number in block[1:]]
+    made = bytearray().join(_bins.block_bytes(*block) for _, *block in flat)
     if not there.any():
         return _bins.Blocks.of(made, n_rows), order
-    rest = _bins.best_fit(sizes[there], counts[there], capacity, max_segments, ranges, n_rows)
+    rest = _bins.fill(sizes[there], counts[there], capacity, max_segments, ranges, n_rows)
     return _bins.Blocks.of(made, n_rows).followed_by(rest), order
 
 

@@ -50,11 +50,7 @@ def ranges(lengths: Int64) -> Int64:
     >>> ranges(np.array([3, 1, 2]))
     array([0, 1, 2, 0, 0, 1])
     """
-    ends = np.cumsum(lengths)
-    total = int(ends[-1]) if len(ends) else 0
-    counted: Int64 = np.arange(total, dtype=np.int64)
-    counted -= np.repeat(ends - lengths, lengths)
-    return counted
+    return indexes(np.zeros(1, np.int64), lengths)
 
 
 def gaps(at: Int64, lengths: Int64, size: int) -> tuple[Int64, Int64]:
@@ -76,7 +72,11 @@ def spread(values: Array, at: Int64, lengths: Int64, size: int, fill: Array | in
 
 def indexes(begin: Int64, lengths: Int64) -> Int64:
     """[sum(lengths)] int64: the flat index of every token of the runs, in order."""
-    return np.repeat(begin, lengths) + ranges(lengths)
+    away = begin - np.cumsum(lengths)
+    away += lengths
+    flat: Int64 = np.repeat(away, lengths)
+    flat += np.arange(len(flat))
+    return flat
 
 
 def ramps(at: Int64, lengths: Int64, size: int) -> NDArray[np.int32]:
