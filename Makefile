@@ -1,6 +1,10 @@
 # Two commands from nothing: `make demo` and `make test`. Each creates .venv itself and installs with constraints.txt.
 PYTHON ?= python3
 BIN := .venv/bin
+# JAX compiles once for every shape that the suite tries, and runs each but a few times.
+QUICK_JAX := JAX_DISABLE_MOST_OPTIMIZATIONS=1
+# Triton's kernels run on the CPU too. Only for this one: the other backends would take them up and be slow.
+INTERPRETED := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: demo test lint types clean
@@ -10,7 +14,8 @@ demo: .venv/.demo
 
 test: .venv/.dev
 	$(BIN)/python -m pytest tests --numprocesses 2 --dist loadscope
-	$(BIN)/python -m pytest conformance --numprocesses 2 --backend reference --backend torch:sdpa
+	$(QUICK_JAX) $(BIN)/python -m pytest conformance --numprocesses 2 --dist loadgroup
+	$(INTERPRETED) $(BIN)/python -m pytest conformance --numprocesses 2 --dist loadgroup --backend torch:triton
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

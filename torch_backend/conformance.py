@@ -78,7 +78,7 @@ def capabilities(name: str, device: torch.device) -> Capabilities:
         dtypes = tuple(dtype for dtype in dtypes if dtype != "bfloat16")
     request = _request(device, dtypes[0] if dtypes else "float32")
     options = {option for option, change in _ASKS.items() if takes(**change)}
-    options |= protocol.ALL_OPTIONS - set(protocol.OPTIONS["attention"]) - {"dynamic_rope"}
+    options |= protocol.ALL_OPTIONS - set(protocol.OPTIONS["attention"])
     if "window" not in options:
         options -= {"sliding_window"}
     return Capabilities(

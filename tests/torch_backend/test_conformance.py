@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from packing_core.errors import UnsupportedError
-from packing_core.protocol import LEVELS, DecoderConfig, Document
+from packing_core.protocol import LEVELS, Document
 from torch_backend import operators
 from torch_backend.attention import IMPLEMENTATIONS
 from torch_backend.conformance import backends, capabilities
@@ -83,9 +83,6 @@ def test_what_is_not_declared_is_refused():
         sdpa.attention(q, q, q, ids, dtype="float32", causal=False)
     with pytest.raises(UnsupportedError, match="float8"):
         sdpa.attention(q, q, q, ids, dtype="float8")
-    decoder = type("Decoder", (), {"config": DecoderConfig(dynamic_rope_factor=2.0), "weights": {}})
-    with pytest.raises(UnsupportedError, match="dynamic_rope not declared"):
-        sdpa.forward(decoder, None, dtype="float32")
 
 
 def test_collated_padding_is_padding_and_no_segment():
