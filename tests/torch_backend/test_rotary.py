@@ -42,7 +42,8 @@ def test_packed_forwards_rotate_in_the_kernel_and_equal_each_document_alone(wher
     model, docs = tiny(family).to(where.device), [x.to(where.device) for x in documents((5, 9, 3))]
     truth = alone(model, docs)
     torch_backend.patch(model, implementation="sdpa", verify=False)
-    batch = {k: v.to(where.device) if torch.is_tensor(v) else v for k, v in collate(docs, capacity=None).items()}
+    batch = collate([document.cpu() for document in docs], capacity=None)
+    batch = {k: v.to(where.device) if torch.is_tensor(v) else v for k, v in batch.items()}
     assert_same(packed(model, docs, batch), truth)
     assert turns == [interleaved] * model.config.num_hidden_layers
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import datasets
 import numpy as np
 import pytest
 import torch
 import transformers
-import trl
-from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
 
 import torch_backend
 from packing_core import PackedDataset
 from packing_core.errors import CapacityError, LayoutError, PackingError
 from torch_backend.trainer import enable_packing, pack_dataset
+
+datasets = pytest.importorskip("datasets", reason="trainers take their data as datasets")
+trl = pytest.importorskip("trl", reason="half of these tests are about its SFTTrainer")
+peft = pytest.importorskip("peft", reason="SFTTrainer applies adapters")
 
 TINY = {
     "vocab_size": 64,
@@ -186,7 +187,7 @@ def test_sft_trainer_with_our_rows_trains_as_each_document_alone(tmp_path) -> No
 
 def test_sft_trainer_that_builds_the_model_from_a_name_and_applies_peft(tmp_path) -> None:
     llama().save_pretrained(tmp_path / "model")
-    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
     trainer = sft(
         str(tmp_path / "model"),
         tmp_path / "run",
@@ -198,7 +199,7 @@ def test_sft_trainer_that_builds_the_model_from_a_name_and_applies_peft(tmp_path
         peft_config=adapter,
         model_init_kwargs={"dtype": "float32"},
     )
-    alone = get_peft_model(llama(), adapter)
+    alone = peft.get_peft_model(llama(), adapter)
     alone.load_state_dict(trainer.model.state_dict())
     enable_packing(trainer, verify=False)
     losses, batches = train_recorded(trainer)
