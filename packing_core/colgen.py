@@ -19,8 +19,9 @@ Float64 = NDArray[np.float64]
 GROUPS = 128  # sizes that the program tells apart; a pivot costs the square of it
 MOST = 4  # long pieces in a row: patterns are a pair and a pair
 WORTH = 0.005  # rows over the lower bound, relative, from which the program is tried
-TOLERANCE = 5e-4  # distance from the program's optimum at which it stops
-ROUNDS = 200  # pricing rounds at most, so that every machine stops at the same plan
+TOLERANCE = 5e-4  # distance from the program's optimum, relative, at which it stops
+ROUNDS = 400  # pricing rounds at most, so that every machine stops at the same plan
+COLUMNS = 4  # a round brings a new pattern for at most every so-many-th group: prices are stale after a few pivots
 
 
 def fewest(sizes: Int64, counts: Int64, capacity: int, max_segments: int) -> tuple[_bins.Blocks, Int64 | None]:
@@ -87,7 +88,9 @@ def _program(size: Int64, demand: Float64, capacity: int, most: int) -> tuple[li
     """Patterns, each the groups of at most ``most`` items that fit ``capacity``, and how many rows of each.
 
     Minimises the number of rows subject to every group's demand by the revised simplex method. Columns are priced by
-    the best pair that fits what is left beside an item or another pair.
+    the best pair that fits what is left beside an item or another pair. Prices under which no pattern is worth more
+    than ``best`` bound the program from below by the demand's price over ``best`` (Farley 1990), which says how far
+    the rows are from the optimum.
     """
     pairs = _Pairs(size, capacity)
     copies = np.minimum(capacity // size, most)
@@ -95,13 +98,15 @@ def _program(size: Int64, demand: Float64, capacity: int, most: int) -> tuple[li
     inverse = np.diag(1.0 / copies)
     rows = demand / copies
     price = 1.0 / copies  # what a row can at most pay for an item of each group
+    bound = 0.0
     for _ in range(ROUNDS):
-        improved = False
-        best = 1.0
-        for pattern in pairs.columns(price, most):
+        best, found = pairs.columns(price, most)
+        bound = max(bound, float(demand @ price) / best)
+        if rows.sum() <= (1 + TOLERANCE) * bound:
+            break
+        for pattern in found:
             value = float(price[pattern].sum())
-            best = max(best, value)
-            if value <= 1 + TOLERANCE / 2:
+            if value <= 1 + TOLERANCE / 2:  # no longer worth a pivot, after those before it
                 continue
             column = inverse[:, pattern].sum(axis=1)
             with np.errstate(divide="ignore", invalid="ignore"):
@@ -116,9 +121,6 @@ def _program(size: Int64, demand: Float64, capacity: int, most: int) -> tuple[li
             inverse[out] = pivot
             price += (1 - value) * pivot
             basis[out] = pattern
-            improved = True
-        if not improved or best <= 1 + TOLERANCE:
-            break
     return basis, np.floor(rows + 1e-6)
 
 
@@ -136,24 +138,23 @@ class _Pairs:
         self.beside_one = np.searchsorted(self.total, capacity - size, side="right") - 1
         self.beside_two = np.searchsorted(self.total, capacity - self.total, side="right") - 1
 
-    def columns(self, price: Float64, most: int) -> list[Int64]:
-        """The most valuable patterns, at most two for each group, the best first."""
+    def columns(self, price: Float64, most: int) -> tuple[float, list[Int64]]:
+        """What the most valuable pattern is worth, at least 1, and the patterns worth more than 1, the best first."""
+        if most == 1:
+            return 1.0, []
         priced = np.append(price, 0.0)
         value = priced[self.i] + priced[self.j]
-        if most == 1:
-            return []
         if most == 2:
-            chosen = np.argsort(-value, kind="stable")[: 2 * self.n]
-            members = np.stack([self.i[chosen], self.j[chosen]], axis=1)
-            return [row[row < self.n] for row in members]
-        reach = np.maximum.accumulate(value)
-        index = np.maximum.accumulate(np.where(value >= reach, np.arange(len(value)), 0))
-        if most == 3:
-            total, beside = price + reach[self.beside_one], index[self.beside_one]
-            chosen = np.argsort(-total, kind="stable")
-            members = np.stack([chosen, self.i[beside[chosen]], self.j[beside[chosen]]], axis=1)
+            total, columns = value, [self.i, self.j]
         else:
-            total, beside = value + reach[self.beside_two], index[self.beside_two]
-            chosen = np.argsort(-total, kind="stable")[: 2 * self.n]
-            members = np.stack([self.i[chosen], self.j[chosen], self.i[beside[chosen]], self.j[beside[chosen]]], axis=1)
-        return [row[row < self.n] for row in members]
+            reach = np.maximum.accumulate(value)
+            pair = np.maximum.accumulate(np.where(value >= reach, np.arange(len(value)), 0))
+            fits = self.beside_one if most == 3 else self.beside_two
+            beside = pair[fits]
+            first = [np.arange(self.n)] if most == 3 else [self.i, self.j]
+            total = (price if most == 3 else value) + reach[fits]
+            columns = [*first, self.i[beside], self.j[beside]]
+        better = np.flatnonzero(total > 1)
+        better = better[np.argsort(-total[better], kind="stable")[: max(1, self.n // COLUMNS)]]
+        members = np.stack([column[better] for column in columns], axis=1)
+        return max(1.0, float(total.max())), [row[row < self.n] for row in members]
