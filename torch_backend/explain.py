@@ -12,6 +12,7 @@ from torch import nn
 
 from packing_core.errors import UnsupportedError
 from torch_backend.attention import AttentionRequest, describe, rejections
+from torch_backend.convolution import describe as describe_convolution
 from torch_backend.patch import causal_lm, state_of
 
 
@@ -23,7 +24,7 @@ class LayerExplanation:
         layer: its name in the model.
         route: ``attention`` (segments reach its attention) or ``per document`` (it runs on batches of documents).
         serves: the implementation that runs it, None before the first packed forward.
-        request: what it asks for, in words.
+        request: what it asks for, in words; of a mixer, what convolves.
         rejected: implementations that were asked before, each with its reason.
     """
 
@@ -60,7 +61,7 @@ def explain(model: nn.Module) -> Explanation:
     if state is None:
         raise UnsupportedError(f"{type(model).__name__} is not patched: call torch_backend.patch(model) first")
     layers = [
-        LayerExplanation(name, "per document", "its own forward on batches of documents")
+        LayerExplanation(name, "per document", "its own forward on batches of documents", describe_convolution(layer))
         if name in state.mixers
         else _explain(name, state.served.get(id(layer)), state.implementation)
         for name, layer in state.layers.items()

@@ -33,7 +33,7 @@ __all__ = ["PREFIX", "DecoderLayer", "PreTrainedModel", "packed_attention", "reg
 PREFIX = "crosspack_"
 # What an attention layer may pass along without meaning anything for the packed result.
 _WITHOUT_EFFECT = (
-    *("position_ids", "position_embeddings", "cache_position", "layer_idx", "use_cache", "packed"),
+    *("position_ids", "position_embeddings", "cache_position", "layer_idx", "use_cache", "packed", "seq_idx"),
     *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
     *("num_items_in_batch", "logits_to_keep", "labels"),
 )

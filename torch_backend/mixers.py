@@ -2,8 +2,9 @@
 
 A state-space, linear-attention or convolution layer carries its state along the row. In a packed forward such a layer
 (projections, convolution, scan) runs on padded batches of documents of similar length (:mod:`torch_backend.documents`),
-so whatever it does inside, in plain torch or in a fused kernel, it does inside one document. Without segments its own
-``forward`` runs untouched. A whole decoder can be wrapped in the same way.
+so whatever it does inside, in plain torch or in a fused kernel, it does inside one document; what convolves there is
+chosen by :mod:`torch_backend.convolution`. Without segments its own ``forward`` runs untouched. A whole decoder can be
+wrapped in the same way.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torch_backend.carry import CarriedMask
+from torch_backend.convolution import packed_forward
 from torch_backend.documents import from_batches, to_batches
 from torch_backend.metadata import PackedMetadata
 
@@ -49,7 +51,7 @@ def find_mixers(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
 
 
 def wrap(layer: nn.Module, *, mask: Callable[[Tensor], Any] = no_mask, pad: bool = True) -> None:
-    """Make ``layer`` run document by document where it is given segments: as ``packed``, or as a CarriedMask anywhere.
+    """Make ``layer`` run document by document where it is given segments, by themselves or as a CarriedMask.
 
     Args:
         layer: a module whose first tensor argument is [B, S, ...] and whose forward is causal along S.
@@ -70,12 +72,14 @@ def unwrap(layer: nn.Module) -> None:
 
 
 def _forward(layer: nn.Module, mask: Callable[[Tensor], Any], pad: bool, *args: Any, **kwargs: Any) -> Any:
-    before = layer.__dict__[_BEFORE] or partial(type(layer).forward, layer)
-    carried = [value for value in (*args, *kwargs.values()) if isinstance(value, CarriedMask)]
-    packed: PackedMetadata | None = kwargs.pop("packed", carried[0].packed if carried else None)
-    if packed is None:
-        return before(*args, **kwargs)
+    before = layer.__dict__[_BEFORE]
+    told = [value for value in (*args, *kwargs.values()) if isinstance(value, CarriedMask | PackedMetadata)]
+    if not told:
+        return (before or partial(type(layer).forward, layer))(*args, **kwargs)
+    packed = told[0].packed if isinstance(told[0], CarriedMask) else told[0]
+    kwargs = {name: value for name, value in kwargs.items() if not isinstance(value, PackedMetadata)}
     packed.served[id(layer)] = "per document"
+    before = before or partial(packed_forward(type(layer).forward), layer)
     return per_document(packed, before, args, kwargs, mask=mask, pad=pad)
 
 

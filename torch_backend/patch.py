@@ -218,8 +218,8 @@ class Patched:
             return args, kwargs
         rows, row_length = _tokens(args, kwargs).shape[:2]
         kwargs["attention_mask"] = CarriedMask(packed, (rows, row_length), self.implementation)
-        if self.mixers:
-            kwargs["packed"] = packed
+        if self.mixers:  # some layers hand on what they do not know, some only the argument of fused kernels
+            kwargs |= {"packed": packed, "seq_idx": packed}
         return args, kwargs
 
     def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedMetadata | None:

@@ -9,19 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import CONFIG_MAPPING
 
 from torch_backend import PackedCollator
-from torch_backend.tiny import tiny_config, tiny_model
+from torch_backend.tiny import family_config, tiny_config, tiny_model
 
 # Row 1: | 5 | 19 | 33 | 7 |   row 2: | 40 | 1 | 2 | 18 | 3 of padding |
 LENGTHS = (5, 19, 33, 7, 40, 1, 2, 18)
 CAPACITY = 64
 
 
-@cache
-def _config(family: str) -> Any:
-    return CONFIG_MAPPING[family]()
+_config = cache(family_config)
 
 
 def tiny(family: str, seed: int = 0, **changes: Any) -> Any:
