@@ -51,9 +51,9 @@ class Cost:
 
         Per token and layer the projections take ``2 h d (2 n + 2 k)`` and a gated feed-forward block ``6 h f`` per
         expert that a token visits; the head takes ``2 h v``. Causal attention takes ``2 n d`` per layer and squared
-        length: half of all pairs, a multiplication and an addition for the score and for the value. (h hidden size, d
-            head width, n and k
-        query and key heads, f feed-forward width, v vocabulary.) The backward is a multiple of both.
+        length: half of all pairs, a multiplication and an addition for the score and for the value. (h hidden size,
+        d head width, n and k query and key heads, f feed-forward width, v vocabulary.) The backward is a multiple of
+        both.
 
         Args:
             config: a Hugging Face config object, or its ``config.json`` as a mapping.

@@ -267,10 +267,10 @@ def _numeric(array: Any, what: str, kinds: str = "iufb") -> Array:
 
 def _arrays(sequences: Sequence[Any], name: str) -> list[Array]:
     """The sequences as flat arrays, those that are arrays as they are."""
-    if set(map(type, sequences)) == {np.ndarray} and all(
-        array.ndim == 1 and array.dtype.kind in "iufb" and array.flags.c_contiguous for array in sequences
-    ):
-        return list(sequences)  # there may be millions
+    if set(map(type, sequences)) == {np.ndarray}:  # there may be millions
+        layouts = {(array.dtype, array.ndim) for array in sequences}
+        if all(dtype.kind in "iufb" and ndim == 1 for dtype, ndim in layouts):
+            return list(map(np.ascontiguousarray, sequences))
     return [np.ascontiguousarray(_sequence(sequence, i, name)) for i, sequence in enumerate(sequences)]
 
 
