@@ -43,6 +43,19 @@ def positive(name: str, value: int) -> int:
     return number
 
 
+def check_seed(seed: int | None) -> int | None:
+    """``seed`` as an int, or None.
+
+    Raises:
+        PackingError: it is neither None nor an integer of at least 0.
+    """
+    if seed is None:
+        return None
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
+        raise PackingError(f"seed must be an integer of at least 0, or None for no shuffling; got {seed!r}")
+    return int(seed)
+
+
 def choice(name: str, value: str, allowed: Collection[str]) -> None:
     """Raises:
     PackingError: ``value`` is none of ``allowed``.

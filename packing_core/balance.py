@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from packing_core._pieces import check_seed, positive
 from packing_core.errors import LayoutError, PackingError
 from packing_core.plan import PackPlan
 
@@ -160,13 +161,12 @@ def balance(
         seed: shuffles the steps, and which rank carries what in each; None keeps them by falling cost.
 
     Raises:
-        PackingError: ``world_size`` or ``rows_per_step`` is below 1, or there are fewer rows than ranks, so that a rank
-            would have nothing to do in the whole run.
+        PackingError: ``world_size`` or ``rows_per_step`` is not an integer of at least 1, ``seed`` is not one of at
+            least 0, or there are fewer rows than ranks, so that a rank would have nothing to do in the whole run.
     """
     cost = Cost() if cost is None else cost
-    for name, value in (("world_size", world_size), ("rows_per_step", rows_per_step)):
-        if value < 1:
-            raise PackingError(f"{name} is {value}: pass 1 or more")
+    world_size, rows_per_step = positive("world_size", world_size), positive("rows_per_step", rows_per_step)
+    seed = check_seed(seed)
     if plan.n_rows < world_size:
         raise PackingError(
             f"the plan has {plan.n_rows:,} rows and there are {world_size:,} ranks: "

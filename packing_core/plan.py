@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from packing_core import _rows
-from packing_core._pieces import Overflow, check_alignment, check_lengths, choice, cut, positive
+from packing_core._pieces import Overflow, check_alignment, check_lengths, check_seed, choice, cut, positive
 from packing_core.errors import PackingError
 from packing_core.packplan import PackPlan
 
@@ -74,7 +74,7 @@ def plan(
     if effort == "max" and strategy != "best_fit":
         raise PackingError(f'effort="max" improves on strategy="best_fit" and cannot be combined with {strategy!r}')
     limit = None if max_segments is None else positive("max_segments", max_segments)
-    shuffle = None if seed is None else np.random.PCG64(_seed(seed))
+    shuffle = None if (seed := check_seed(seed)) is None else np.random.PCG64(seed)
     lengths = check_lengths(lengths)
     pieces = cut(lengths, capacity, overflow)
     sizes = pieces.length if alignment == 1 else -(-pieces.length // alignment)
@@ -115,9 +115,3 @@ _STRATEGIES: dict[str, Callable[[Int64, int, int, _rows.Shuffle], _rows.Rows]] =
     "first_fit": _rows.first_fit,
     "sequential": _rows.sequential,
 }
-
-
-def _seed(seed: int) -> int:
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
-        raise PackingError(f"seed must be an integer of at least 0, or None for no shuffling; got {seed!r}")
-    return int(seed)

@@ -8,52 +8,26 @@ where it stopped, also with another number of shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice, pairwise
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from packing_core._pieces import choice, positive
+from packing_core._pending import Pending, lengths_of, part
+from packing_core._pieces import Overflow, check_seed, choice, positive
 from packing_core.batch import IGNORE_INDEX, PackedBatch, Weighting
 from packing_core.dataset import pack
 from packing_core.errors import CapacityError, LayoutError, PackingError
 from packing_core.plan import PackPlan, plan
 
 Int64 = NDArray[np.int64]
-Overflow = Literal["error", "truncate", "split", "drop"]
 Open = Callable[[int], Iterable[Any]]
 
 WASTE = 5e-4  # of the slots of the rows that leave a round; the rest waits for documents that fill it
 _OPTIONS = ("capacity", "buffer", "max_age", "seed", "overflow", "alignment", "max_segments")
-
-
-class _Pending(NamedTuple):
-    """Pieces that no row has taken yet: document number, first token, length and content of each."""
-
-    ids: Int64
-    starts: Int64
-    lengths: Int64
-    contents: list[Any]
-
-    @classmethod
-    def of(cls, pieces: Sequence[tuple[int, int, int, Any]]) -> _Pending:
-        ids, starts, lengths, contents = zip(*pieces, strict=True) if pieces else ((), (), (), ())
-        return cls(np.array(ids, np.int64), np.array(starts, np.int64), np.array(lengths, np.int64), list(contents))
-
-    def and_then(self, other: _Pending) -> _Pending:
-        return _Pending(
-            np.concatenate([self.ids, other.ids]),
-            np.concatenate([self.starts, other.starts]),
-            np.concatenate([self.lengths, other.lengths]),
-            self.contents + other.contents,
-        )
-
-    def keep(self, places: Int64) -> _Pending:
-        contents = [self.contents[i] for i in places.tolist()]
-        return _Pending(self.ids[places], self.starts[places], self.lengths[places], contents)
 
 
 def stream(
@@ -142,10 +116,10 @@ class PackStream:
         self.max_age = 16 * self.buffer if max_age is None else positive("max_age", max_age)
         if self.max_age < self.buffer:
             raise PackingError(f"max_age is {max_age:,} and buffer {buffer:,}: pass an age of at least one buffer")
-        self.seed = seed
-        self.index, self.shards = shard
-        if not 0 <= self.index < self.shards:
+        self.seed = check_seed(seed)
+        if not (len(shard) == 2 and all(isinstance(n, int) for n in shard) and 0 <= shard[0] < shard[1]):
             raise PackingError(f"shard is {shard}: pass (index, count) with 0 <= index < count")
+        self.index, self.shards = shard
         choice("overflow", overflow, get_args(Overflow))
         self.overflow = overflow
         self.alignment = positive("alignment", alignment)
@@ -196,8 +170,11 @@ class PackStream:
         """Go on where ``state`` was taken: the remaining rows are the same ones.
 
         Raises:
-            PackingError: the state is of a stream with other options, or the source has fewer documents than it had.
+            PackingError: the state is not one, or of a stream with other options, or the source has fewer documents
+                than it had.
         """
+        if missing := [name for name in self.state_dict() if name not in state]:
+            raise PackingError(f"the state has no {missing[0]!r}: pass what state_dict() of a stream returned")
         for name in _OPTIONS:
             if state[name] != getattr(self, name):
                 raise PackingError(
@@ -215,7 +192,7 @@ class PackStream:
             piece[:2]: piece for number, document in again if number in wanted for piece in self._cut(number, document)
         }
         try:
-            self._pending = _Pending.of([found[number, start] for number, start in state["pending"]])
+            self._pending = Pending.of([found[number, start] for number, start in state["pending"]])
         except KeyError as lost:
             raise PackingError(
                 f"document {lost.args[0][0]} was pending and the source ends before it: give the source that it had"
@@ -230,7 +207,7 @@ class PackStream:
         self._base = self._taken = 0  # rows of all shards that earlier runs took; this shard's since
         self._reader = None
         self._exhausted = self._done = False
-        self._pending = _Pending.of([])
+        self._pending = Pending.of([])
         self._ready, self._no_rows = (), None
         self._place = 0
         self._names: tuple[str, ...] | None = None
@@ -279,19 +256,19 @@ class PackStream:
         while (room := self.buffer - len(self._pending.ids)) > 0 and not self._exhausted:
             documents = list(islice(self._reader, room))
             self._exhausted = len(documents) < room
-            lengths = _lengths(documents)
+            lengths = lengths_of(documents)
             ids = np.arange(self._cursor, self._cursor + len(documents))
             if len(documents) and lengths.min() > 0 and lengths.max() <= self.capacity:
-                new = _Pending(ids, np.zeros_like(ids), lengths, documents)
+                new = Pending(ids, np.zeros_like(ids), lengths, documents)
             else:
                 pairs = zip(ids.tolist(), documents, strict=True)
-                new = _Pending.of([piece for number, document in pairs for piece in self._cut(number, document)])
+                new = Pending.of([piece for number, document in pairs for piece in self._cut(number, document)])
             self._pending = self._pending.and_then(new)
             self._cursor += len(documents)
 
     def _cut(self, number: int, document: Any) -> list[tuple[int, int, int, Any]]:
         """The pieces of a document under ``overflow``: number, first token, length, content."""
-        length = int(_lengths([document])[0])
+        length = int(lengths_of([document])[0])
         if 0 < length <= self.capacity:
             return [(number, 0, length, document)]
         if length == 0:
@@ -306,9 +283,9 @@ class PackStream:
             return []
         if self.overflow == "truncate":
             self.truncated.append(number)
-            return [(number, 0, self.capacity, _part(document, 0, self.capacity))]
+            return [(number, 0, self.capacity, part(document, 0, self.capacity))]
         bounds = [*range(0, length, self.capacity), length]
-        return [(number, a, b - a, _part(document, a, b)) for a, b in pairwise(bounds)]
+        return [(number, a, b - a, part(document, a, b)) for a, b in pairwise(bounds)]
 
     def _plan_round(self) -> PackPlan | None:
         if not len(self._pending.ids):
@@ -400,23 +377,6 @@ class PackStream:
         numbers = self._rows_before + np.arange(missing)
         if (numbers % self.shards == self.index).any():
             self._ready = _with_empty_row(self._ready or self._no_rows)
-
-
-def _lengths(documents: Sequence[Any]) -> Int64:
-    """int64: tokens of each document."""
-    if any(issubclass(kind, Mapping) for kind in set(map(type, documents))):  # asking each document takes far longer
-        documents = [document["input_ids"] if isinstance(document, Mapping) else document for document in documents]
-    return np.fromiter(map(len, documents), np.int64, len(documents))
-
-
-def _part(document: Any, start: int, stop: int) -> Any:
-    """Tokens ``start`` to ``stop`` of a document and of all its columns."""
-    if not isinstance(document, Mapping):
-        return document[start:stop]
-    parts = {name: column[start:stop] for name, column in document.items() if name != "prompt_length"}
-    if "prompt_length" in document:
-        parts["prompt_length"] = min(max(document["prompt_length"] - start, 0), stop - start)
-    return {name: parts[name] for name in document}
 
 
 def _with_empty_row(batch: PackedBatch) -> PackedBatch:

@@ -97,8 +97,10 @@ def test_a_mixture_costs_the_experts_that_a_token_visits() -> None:
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda p: balance(p, 0), "world_size is 0: pass 1 or more"),
-        (lambda p: balance(p, 2, rows_per_step=0), "rows_per_step is 0: pass 1 or more"),
+        (lambda p: balance(p, 0), "world_size must be an integer of at least 1, got 0"),
+        (lambda p: balance(p, 2.0), "world_size must be an integer of at least 1, got 2.0"),
+        (lambda p: balance(p, 2, rows_per_step=0), "rows_per_step must be an integer of at least 1, got 0"),
+        (lambda p: balance(p, 2, seed=-1), "seed must be an integer of at least 0, or None for no shuffling; got -1"),
         (lambda p: balance(p, 4), "the plan has 2 rows and there are 4 ranks: lower the capacity"),
         (lambda p: balance(p, 2).rank(2), "rank is 2 and the plan is for ranks 0 to 1"),
         (lambda p: Cost(-1, 0), "cost has tokens=-1 and squares=0: pass factors of 0 or more, not both 0"),
