@@ -60,6 +60,19 @@ def test_rows_of_a_step_are_dealt_largest_first_to_the_rank_that_carries_least()
     assert sharded.loads.tolist() == [[7.0, 7.0, 7.0]]
 
 
+def test_what_a_rank_took_in_every_round_before_counts() -> None:
+    # Costs 9 8 | 7 3 | 2 1 over two ranks: 9 and 8, then 9 + 3 and 8 + 7, then 9 + 3 + 2 and 8 + 7 + 1.
+    rows = plan([9, 8, 7, 3, 2, 1], 9, max_segments=1, seed=None)
+    sharded = balance(rows, 2, cost=Cost(1, 0), rows_per_step=3, seed=None)
+    assert sharded.loads.tolist() == [[14.0, 16.0]]
+
+
+def test_no_rank_always_carries_the_most() -> None:
+    sharded = balance(heavy_tail(2_000), 4, cost=Cost(1, 1))
+    most = np.bincount(sharded.loads.argmax(axis=1), minlength=4)
+    assert most.max() < len(sharded) / 2
+
+
 def test_what_does_not_divide_is_the_cheapest_step() -> None:
     rows = plan([6, 5, 4, 3, 2], 6, max_segments=1, seed=None)
     sharded = balance(rows, 2, cost=Cost(1, 0), seed=None)
@@ -87,6 +100,21 @@ def test_the_ratio_of_a_config_is_that_of_its_operations() -> None:
     assert Cost.from_config(LLAMA_8B).squares == pytest.approx(wanted)
     assert Cost.from_config(SimpleNamespace(**LLAMA_8B)) == Cost.from_config(LLAMA_8B)
     assert Cost().squares == pytest.approx(wanted, rel=0.05)
+
+
+def test_a_config_that_leaves_the_widths_out_means_the_usual_ones() -> None:
+    gpt2 = {"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
+    spelt_out = {
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+        "head_dim": 64,
+        "intermediate_size": 4 * 768,
+        "vocab_size": 50257,
+    }
+    assert Cost.from_config(gpt2) == Cost.from_config(spelt_out) == Cost.from_config(gpt2 | {"n_inner": 3072})
+    assert Cost.from_config(gpt2) != Cost.from_config(spelt_out | {"num_key_value_heads": 1})
 
 
 def test_a_mixture_costs_the_experts_that_a_token_visits() -> None:

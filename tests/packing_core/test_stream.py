@@ -212,6 +212,22 @@ def test_documents_longer_than_a_row(overflow, wanted) -> None:
     assert packed.dropped == ([0] if overflow == "drop" else [])
 
 
+@pytest.mark.parametrize("overflow", ["split", "truncate"])
+def test_columns_and_prompts_are_cut_with_their_document(overflow) -> None:
+    lengths, prompts = [10, 3, 5], [6, 1, 5]
+    source = [
+        {"input_ids": d, "labels": d + 1, "prompt_length": p} for d, p in zip(documents(lengths), prompts, strict=True)
+    ]
+    kept: dict[int, list[tuple[int, int, bool]]] = {0: [], 1: [], 2: []}
+    for row in stream(source, 4, overflow=overflow):
+        pieces = (row.unpack(name) for name in ("input_ids", "labels", "loss_mask"))
+        for document, *columns in zip(row.unpack(), *(piece.values() for piece in pieces), strict=True):
+            kept[document] += zip(*(column.tolist() for column in columns), strict=True)
+    for document, (length, prompt) in enumerate(zip(lengths, prompts, strict=True)):
+        whole = [(1000 * document + t, 1000 * document + t + 1, t >= prompt) for t in range(length)]
+        assert sorted(kept[document]) == (whole if overflow == "split" else whole[:4])
+
+
 def test_a_stop_between_the_pieces_of_a_split_document_resumes_exactly() -> None:
     source = documents([3, 50, 2, 9, 41, 1, 7, 7, 30])
     options = {"buffer": 3, "overflow": "split", "seed": 1}
