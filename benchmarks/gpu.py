@@ -1,11 +1,14 @@
-"""Everything about speed on one GPU in one call of under ten minutes: attention, rotary embedding, the training step.
+"""Everything about speed on one GPU in one call of under ten minutes: the training step, rotary embedding, attention.
 
-    python -m benchmarks.gpu                                # all of it
-    python -m benchmarks.gpu --only attention rope          # some sections
+    python -m benchmarks.gpu                                # all of it, the most important first
+    python -m benchmarks.gpu --only step rope               # some sections
     python -m benchmarks.gpu --output results               # where gpu.json and the charts go
+    python -m benchmarks.gpu --budget 240                   # seconds after which nothing new is begun
+    python -m benchmarks.gpu --only step --match captured   # some contenders
     CROSSPACK_BENCH_QUICK=1 python -m benchmarks.gpu        # one small case of everything, to see that all of it runs
 
-Nothing that fails its correctness check in the same run has a figure. Without a GPU it runs tiny, to see that it runs.
+Each contender's figures are printed and written as it ends, the tables at the end. Nothing that fails its correctness
+check in the same run has a figure. Without a GPU it runs tiny, to see that it runs.
 """
 
 from __future__ import annotations
@@ -13,35 +16,55 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from importlib import import_module
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks._report import machine, table, versions
-from benchmarks.gpu_clock import TOY, Result, copy_bandwidth, matrix_rate
+from benchmarks.gpu_clock import TOY, Result, copy_bandwidth, matrix_rate, set_budget, set_match
 
-SECTIONS = {"attention": "benchmarks.gpu_attention", "rope": "benchmarks.gpu_rope", "step": "benchmarks.gpu_step"}
+# name -> the generator of its results; in the order of importance
+SECTIONS = {
+    "step": "benchmarks.gpu_step:run",
+    "rope": "benchmarks.gpu_rope:run",
+    "attention": "benchmarks.gpu_attention:run",
+    "others": "benchmarks.gpu_step:run_others",
+    "scaling": "benchmarks.gpu_attention:run_scaling",
+    "sweep": "benchmarks.gpu_rope:run_sweep",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     options.add_argument("--output", type=Path, help="folder for gpu.json and the charts")
+    options.add_argument("--budget", type=float, metavar="SECONDS", help="begin nothing new after that")
+    options.add_argument("--match", default="", metavar="PATTERN", help="only contenders whose name it matches")
     chosen = options.parse_args(arguments)
+    set_match(chosen.match)
     begin = time.perf_counter()
-    print(header(), flush=True)
+    if chosen.budget:
+        set_budget(chosen.budget)
+    about = header()
+    print(about, flush=True)
     results: list[Result] = []
     for name in chosen.only:
-        section: Callable[[], Iterator[Result]] = import_module(SECTIONS[name]).run
-        found = list(section())
-        results += found
-        for title in dict.fromkeys(r.section for r in found):
-            print(f"\n{title}\n\n{as_table([r for r in found if r.section == title])}", flush=True)
-        print(f"\n[{time.perf_counter() - begin:.0f} s]", flush=True)
-        if chosen.output:
-            write(chosen.output, results)
+        module, _, function = SECTIONS[name].partition(":")
+        found = getattr(import_module(module), function)()
+        for (case, contender), group in groupby(found, lambda r: (f"{r.section}, {r.case}", r.contender)):
+            ended = list(group)
+            results += ended
+            print(f"[{time.perf_counter() - begin:3.0f} s] {case}, {contender}: {in_one_line(ended)}", flush=True)
+            if chosen.output:
+                write(chosen.output, about, results)
+    for title in dict.fromkeys(r.section for r in results):
+        print(f"\n{title}\n\n{as_table([r for r in results if r.section == title])}", flush=True)
+    if chosen.output:
+        draw(chosen.output, results)
     return results
 
 
@@ -52,69 +75,82 @@ def header() -> str:
     return f"{device}; {machine()}\n{packages}\nmeasured ceilings: {ceilings}"
 
 
+def in_one_line(results: list[Result]) -> str:
+    figures = [f"{figure(r.value)} {r.unit}" for r in results if r.value is not None]
+    return ", ".join([*figures, *dict.fromkeys(r.note for r in results if r.note)])
+
+
+def figure(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.3g}" if value < 100 else f"{value:,.0f}"
+
+
 def as_table(results: list[Result]) -> str:
-    """Contenders as columns, cases and units as rows; below, the reasons of what has no figure."""
-    contenders = list(dict.fromkeys(r.contender for r in results))
-    rows = list(dict.fromkeys((r.case, r.unit) for r in results if r.value is not None))
-    cells = {(r.case, r.unit, r.contender): r for r in results}
-
-    def cell(case: str, unit: str, contender: str) -> str:
-        found = cells.get((case, unit, contender))
-        return (
-            "-"
-            if found is None or found.value is None
-            else f"{found.value:,.3g}"
-            if found.value < 100
-            else f"{found.value:,.0f}"
+    """Contenders as lines, units as columns, where each has several; else cases as lines and contenders as columns."""
+    with_figure = [r for r in results if r.value is not None]
+    units = list(dict.fromkeys(r.unit for r in with_figure))
+    cells = {(r.case, r.contender, r.unit): figure(r.value) for r in with_figure}
+    if len(units) > 3:
+        lines = list(dict.fromkeys((r.case, r.contender) for r in with_figure))
+        content = table(
+            ["", "", *units],
+            [[case, name, *(cells.get((case, name, unit), "-") for unit in units)] for case, name in lines],
         )
-
-    lines = [[f"{case}, {unit}", *(cell(case, unit, c) for c in contenders)] for case, unit in rows]
-    notes = [f"{r.case}, {r.contender}: {r.note}" for r in results if r.value is None]
-    differences = [f"{r.case}, {r.contender}: {r.note}" for r in results if r.note.startswith("difference")]
-    return "\n".join(
-        [
-            table(["", *contenders], lines),
-            *(["", *notes] if notes else []),
-            *(["", *differences] if differences else []),
-        ]
+    else:
+        names = list(dict.fromkeys(r.contender for r in with_figure))
+        rows = list(dict.fromkeys((r.case, r.unit) for r in with_figure))
+        content = table(
+            ["", *names],
+            [[f"{case}, {unit}", *(cells.get((case, name, unit), "-") for name in names)] for case, unit in rows],
+        )
+    notes = dict.fromkeys(
+        f"{r.case}, {r.contender}: {r.note}" for r in results if r.value is None or r.note.startswith("difference")
     )
+    return "\n".join([content, *(["", *notes] if notes else [])])
 
 
-def write(folder: Path, results: list[Result]) -> None:
-    """``gpu.json``, and one chart per section if matplotlib is there."""
+def write(folder: Path, about: str, results: list[Result]) -> None:
+    """``gpu.json``, whole at every moment."""
     folder.mkdir(parents=True, exist_ok=True)
-    content = {"header": header().splitlines(), "results": [r.as_dict() for r in results]}
-    (folder / "gpu.json").write_text(json.dumps(content, indent=1))
+    content = {"header": about.splitlines(), "results": [r.as_dict() for r in results]}
+    written = folder / "gpu.json.new"
+    written.write_text(json.dumps(content, indent=1))
+    written.replace(folder / "gpu.json")
+
+
+def draw(folder: Path, results: list[Result]) -> None:
+    """One chart of the sections' first units, ``gpu.png``."""
     try:
         from matplotlib import pyplot
     except ImportError:
-        print("no charts: matplotlib is not installed")
+        print("no chart: matplotlib is not installed")
         return
-    for title in dict.fromkeys(r.section for r in results):
-        chart(pyplot, [r for r in results if r.section == title and r.value is not None], title, folder)
-
-
-def chart(pyplot: object, results: list[Result], title: str, folder: Path) -> None:
-    """Grouped bars, one panel per unit."""
-    units = list(dict.fromkeys(r.unit for r in results))
-    if not units:
+    shown = [r for r in results if r.value is not None]
+    titles = list(dict.fromkeys(r.section for r in shown))
+    if not titles:
         return
-    figure, panels = pyplot.subplots(1, len(units), figsize=(7 * len(units), 4.5), squeeze=False)
-    for unit, panel in zip(units, panels[0], strict=True):
-        shown = [r for r in results if r.unit == unit]
-        cases, contenders = (list(dict.fromkeys(x)) for x in ([r.case for r in shown], [r.contender for r in shown]))
-        width = 0.8 / len(contenders)
-        for i, contender in enumerate(contenders):
-            values = {r.case: r.value for r in shown if r.contender == contender}
-            panel.bar(
-                [j + i * width for j in range(len(cases))], [values.get(c) or 0 for c in cases], width, label=contender
-            )
-        panel.set_xticks([j + 0.4 - width / 2 for j in range(len(cases))], cases, rotation=20, ha="right", fontsize=7)
-        panel.set_title(f"{title}: {unit}", fontsize=9)
-    panels[0][0].legend(fontsize=7)
+    figure, panels = pyplot.subplots(-(-len(titles) // 2), 2, figsize=(16, 4.5 * -(-len(titles) // 2)), squeeze=False)
+    for title, panel in zip(titles, panels.flat):
+        bars(panel, [r for r in shown if r.section == title], title)
     figure.tight_layout()
-    figure.savefig(folder / f"gpu_{title.replace(', ', '_').replace(' ', '_')}.png", dpi=110)
+    figure.savefig(folder / "gpu.png", dpi=110)
     pyplot.close(figure)
+
+
+def bars(panel: Any, results: list[Result], title: str) -> None:
+    """Grouped bars of the first unit: cases along the axis, one colour per contender."""
+    unit = results[0].unit
+    shown = [r for r in results if r.unit == unit]
+    cases, contenders = (list(dict.fromkeys(x)) for x in ([r.case for r in shown], [r.contender for r in shown]))
+    width = 0.8 / len(contenders)
+    for i, contender in enumerate(contenders):
+        values = {r.case: r.value for r in shown if r.contender == contender}
+        places = [j + i * width for j in range(len(cases))]
+        panel.bar(places, [values.get(case) or 0 for case in cases], width, label=contender)
+    panel.set_xticks([j + 0.4 - width / 2 for j in range(len(cases))], cases, rotation=20, ha="right", fontsize=7)
+    panel.set_title(f"{title}: {unit}", fontsize=9)
+    panel.legend(fontsize=6)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_clock import DEVICE, QUICK, TOY, Result, gated, gpu_ms, relative_error
+from benchmarks.gpu_clock import DEVICE, QUICK, TOY, Result, device_ms, gated, relative_error, wanted
 from torch_backend.attention import attention
 from torch_backend.metadata import PackedMetadata
 
@@ -21,7 +21,8 @@ LIMIT = 1.5e-2  # of bfloat16 results, in norm
 Shape = tuple[int, int, int]
 LLAMA: Shape = (4, 2, 32) if TOY else (32, 8, 128)
 QWEN: Shape = (4, 2, 16) if TOY else (14, 2, 64)
-IMPLEMENTATIONS = ("sdpa",) if TOY else ("sdpa", "flex", "xformers", "varlen", "flash4", "triton")
+# what takes long to compile comes last
+IMPLEMENTATIONS = ("sdpa",) if TOY else ("triton", "varlen", "flash4", "xformers", "sdpa", "flex")
 
 
 def lengths(total: int, mean: float, longest: int) -> list[int]:
@@ -55,7 +56,6 @@ def run() -> Iterator[Result]:
     for name in ("16k short", "64k short"):
         if name in sets():
             yield from compare("attention, 14 heads of 64 over 2", name, QWEN, sets()[name])
-    yield from _scaling()
 
 
 def compare(
@@ -63,7 +63,7 @@ def compare(
 ) -> Iterator[Result]:
     inputs, cotangent = _inputs(shape, documents)
     right = _right(inputs, cotangent, documents)
-    for name in names:
+    for name in filter(wanted, names):
         packed = PackedMetadata.from_lengths(documents, device=DEVICE)
 
         def forward(name: str = name, packed: PackedMetadata = packed) -> Tensor:
@@ -75,8 +75,8 @@ def compare(
 
         def measure() -> dict[str, float]:
             with torch.no_grad():
-                ahead = gpu_ms(forward)
-            return {"forward": ahead, "forward + backward": gpu_ms(both)}
+                ahead = device_ms(forward)
+            return {"forward": ahead, "forward + backward": device_ms(both)}
 
         figures, note = gated(lambda: max(map(relative_error, both(), right)), LIMIT, measure)
         if not figures:
@@ -86,7 +86,7 @@ def compare(
             yield Result(section, case, name, operations / ms / 1e9, f"TFLOP/s, {kind}", note)
 
 
-def _scaling() -> Iterator[Result]:
+def run_scaling() -> Iterator[Result]:
     """Milliseconds, forward and backward, against capacity at fixed documents and against documents at fixed tokens."""
     capacities = (64, 128) if TOY else (4_096,) if QUICK else (4_096, 16_384, 65_536, 131_072)
     each = 16 if TOY else 512
@@ -99,13 +99,13 @@ def _scaling() -> Iterator[Result]:
 
 def _milliseconds(what: str, case: str, documents: list[int]) -> Iterator[Result]:
     inputs, cotangent = _inputs(LLAMA, documents)
-    for name in ("sdpa",) if TOY else ("varlen", "flash4", "triton"):
+    for name in filter(wanted, ("sdpa",) if TOY else ("varlen", "flash4", "triton")):
         packed = PackedMetadata.from_lengths(documents, device=DEVICE)
 
         def both(name: str = name, packed: PackedMetadata = packed) -> tuple[Tensor, ...]:
             return torch.autograd.grad(attention(*inputs, packed, implementation=name), inputs, cotangent)
 
-        figures, note = gated(lambda: 0.0, 0.0, lambda: {"ms": gpu_ms(both)})
+        figures, note = gated(lambda: 0.0, 0.0, lambda: {"ms": device_ms(both)})
         value = figures.get("ms")
         yield Result(f"scaling, {what}", case, name, value, "ms", note if value is None else "")
 

@@ -2,11 +2,13 @@
 
 GPU time is that of kernels in a CUDA graph, so launch gaps do not count; the second-level cache is flushed before each
 repetition, by reading, and the time of flushing alone is taken off. Wall time is that of eager calls, gaps included.
+After the deadline nothing is measured any more, and every figure that is missing says so.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -20,6 +22,28 @@ from torch import Tensor
 TOY = not torch.cuda.is_available()  # without a GPU everything runs tiny, to see that it runs; its times mean nothing
 QUICK = bool(os.environ.get("CROSSPACK_BENCH_QUICK"))  # one small case of everything, to see that all of it runs
 DEVICE = torch.device("cpu" if TOY else "cuda")
+_deadline = float("inf")
+_match = re.compile("")
+
+
+def set_match(pattern: str) -> None:
+    """From now on, only contenders whose name the pattern matches somewhere."""
+    global _match
+    _match = re.compile(pattern)
+
+
+def wanted(contender: str) -> bool:
+    return _match.search(contender) is not None
+
+
+def set_budget(seconds: float) -> None:
+    """From now on, contenders whose turn comes after ``seconds`` have no figure."""
+    global _deadline
+    _deadline = time.perf_counter() + seconds
+
+
+def seconds_left() -> float:
+    return _deadline - time.perf_counter()
 
 
 @dataclass
@@ -47,10 +71,12 @@ def gated(
     check: Callable[[], float], limit: float, measure: Callable[[], dict[str, float]]
 ) -> tuple[dict[str, float], str]:
     """The figures of ``measure`` if ``check``, an error, is within ``limit``; no figure and the reason otherwise."""
+    if seconds_left() < 0:
+        return {}, "not run: out of time"
     try:
         error = check()
         if not error <= limit:
-            return {}, f"WRONG: error {error:.1e}"
+            return {}, f"WRONG: error {error:.1e}, where {limit:.1e} is allowed"
         return measure(), f"error {error:.1e}"
     except Exception as failure:  # a contender that fails is a line in the table
         return {}, f"{type(failure).__name__}: {str(failure).strip().splitlines()[0][:90] if str(failure) else ''}"
@@ -100,15 +126,28 @@ def gpu_ms(run: Callable[[], object], repeat: int = 10) -> float:
 
 
 def graph_ms(run: Callable[[], object], repeat: int = 20) -> float:
-    """Milliseconds of the kernels of ``run`` in a CUDA graph, each time with a flushed cache."""
+    """Milliseconds of the kernels of ``run`` in a CUDA graph, each time with a flushed cache.
+
+    What takes long is repeated less often.
+    """
     if TOY:
         return wall_ms(run, 1)
+    run()  # compiles
+    repeat = max(3, min(repeat, int(40 / gpu_ms(run, 1))))
 
     def flushed() -> None:
         _flush()
         run()
 
     return _replay_ms(flushed, repeat) - _flush_ms(repeat)
+
+
+def device_ms(run: Callable[[], object]) -> float:
+    """As :func:`graph_ms`; where ``run`` cannot be captured, as :func:`gpu_ms`, launch gaps included."""
+    try:
+        return graph_ms(run)
+    except RuntimeError:
+        return gpu_ms(run)
 
 
 @cache

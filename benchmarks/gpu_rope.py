@@ -20,7 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_clock import DEVICE, QUICK, TOY, Result, copy_bandwidth, gated, graph_ms, relative_error, wall_ms
+from benchmarks.gpu_clock import (
+    DEVICE,
+    QUICK,
+    TOY,
+    Result,
+    copy_bandwidth,
+    gated,
+    graph_ms,
+    relative_error,
+    wall_ms,
+    wanted,
+)
 from torch_backend.rope import apply_rope
 
 HEADS, KV_HEADS, WIDTH = (4, 2, 16) if TOY else (32, 8, 128)
@@ -31,11 +42,12 @@ Rotation = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def run() -> Iterator[Result]:
-    for tokens in TABLE:
-        inputs = _inputs(tokens, packed=True)
-        floor = _floor_ms(inputs)
-        yield Result("rope", f"{tokens:,} tokens", "copy floor", floor * 1e3, "us")
-        yield from _table(tokens, inputs, floor)
+    for name in CONTENDERS:
+        for tokens in TABLE:
+            yield from _table(tokens, name)
+
+
+def run_sweep() -> Iterator[Result]:
     for tokens in SWEEP:
         for packed in (False, True):
             yield from _sweep(tokens, packed)
@@ -63,58 +75,70 @@ def unsloth(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
     return _unsloth().Fast_RoPE_Embedding_QK.apply(q, k, cos[0], sin[0], None)
 
 
+def copy(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """What moves as many bytes of q and k and turns nothing: how near the floor a copy of this size comes."""
+    return q.clone(), k.clone()
+
+
+# what takes long to compile comes last
 CONTENDERS: dict[str, Rotation] = {
-    "transformers eager": transformers_eager,
-    "transformers, torch.compile": torch.compile(transformers_eager),
+    "ours": ours,
+    "plain copy": copy,
     "liger": liger,
     "unsloth": unsloth,
-    "ours": ours,
+    "transformers eager": transformers_eager,
+    "transformers, torch.compile": torch.compile(transformers_eager),
 }
+IN_TOY = ("ours", "plain copy", "transformers eager")
 
 
-def _table(tokens: int, inputs: tuple[Tensor, ...], floor: float) -> Iterator[Result]:
+def _table(tokens: int, name: str) -> Iterator[Result]:
+    if (TOY and name not in IN_TOY) or not wanted(name):
+        return
+    case, rotation = f"{tokens:,} tokens", CONTENDERS[name]
+    inputs = _inputs(tokens, packed=True)
+    floor = _floor_ms(inputs)
     q, k, cos, sin = inputs
-    case = f"{tokens:,} tokens"
-    for name, rotation in CONTENDERS.items():
-        if TOY and name != "ours" and not name.startswith("transformers e"):
-            continue
 
-        leaves = [x.detach().clone().requires_grad_() for x in (q, k)]
+    def both(leaves: list[Tensor], gradients: list[Tensor]) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(rotation(*leaves, cos, sin), leaves, gradients)
+
+    def measure() -> dict[str, float]:
+        scratch = q.clone(), k.clone()
+        leaves = [x.clone().requires_grad_() for x in (q, k)]
         gradients = [torch.randn_like(x) for x in (q, k)]
+        forward = graph_ms(lambda: rotation(*scratch, cos, sin))
+        wall = wall_ms(lambda: rotation(*scratch, cos, sin))
+        return {"forward": forward, "backward": graph_ms(lambda: both(leaves, gradients)) - forward, "wall": wall}
 
-        def both(
-            rotation: Rotation = rotation, leaves: list[Tensor] = leaves, gradients: list[Tensor] = gradients
-        ) -> tuple[Tensor, ...]:
-            return torch.autograd.grad(rotation(*leaves, cos, sin), leaves, gradients)
+    def check() -> float:
+        return 0.0 if rotation is copy else _error(rotation, tokens)
 
-        def measure(rotation: Rotation = rotation, both: Callable[[], object] = both) -> dict[str, float]:
-            scratch = q.clone(), k.clone()
-            forward = graph_ms(lambda: rotation(*scratch, cos, sin))
-            wall = wall_ms(lambda: rotation(*scratch, cos, sin))
-            return {"forward": forward, "backward": graph_ms(both) - forward, "wall": wall}
-
-        figures, note = gated(lambda rotation=rotation: _error(rotation, inputs), 1e-2, measure)
-        if not figures:
-            yield Result("rope", case, name, None, "of the floor", note)
-        for kind, ms in figures.items():
-            unit = "us, eager wall time" if kind == "wall" else f"of the floor, {kind}"
-            yield Result("rope", case, name, ms * 1e3 if kind == "wall" else ms / floor, unit, note)
+    figures, note = gated(check, 1e-2, measure)
+    if name == "plain copy":
+        figures.pop("backward", None)
+        note = f"the floor is {floor * 1e3:.1f} us"
+    if not figures:
+        yield Result("rope", case, name, None, "of the floor, forward", note)
+    for kind, ms in figures.items():
+        unit = "us, eager wall time" if kind == "wall" else f"of the floor, {kind}"
+        yield Result("rope", case, name, ms * 1e3 if kind == "wall" else ms / floor, unit, note)
 
 
 def _sweep(tokens: int, packed: bool) -> Iterator[Result]:
-    inputs = _inputs(tokens, packed)
     case = f"{tokens:,} tokens, {'packed' if packed else 'one document'}"
-    exact = _rotated_exactly(inputs)
     for name in ("transformers eager", "unsloth", "liger", "ours"):
-        if TOY and name in ("unsloth", "liger"):
+        if (TOY and name not in IN_TOY) or not wanted(name):
             continue
         rotation = CONTENDERS[name]
-        scratch = [x.clone() for x in inputs[:2]]
-        figures, note = gated(
-            lambda rotation=rotation: _error(rotation, inputs),
-            1e-2,
-            lambda rotation=rotation, scratch=scratch: {"us": graph_ms(lambda: rotation(*scratch, *inputs[2:])) * 1e3},
-        )
+        inputs = _inputs(tokens, packed)
+        exact = _rotated_exactly(inputs)
+
+        def measure(rotation: Rotation = rotation, inputs: tuple[Tensor, ...] = inputs) -> dict[str, float]:
+            scratch = [x.clone() for x in inputs[:2]]
+            return {"us": graph_ms(lambda: rotation(*scratch, *inputs[2:])) * 1e3}
+
+        figures, note = gated(lambda rotation=rotation: _error(rotation, tokens, packed), 1e-2, measure)
         if figures:
             found = rotation(*(x.clone() for x in inputs[:2]), *inputs[2:])
             off = torch.cat([(x.double() - y).abs().flatten() for x, y in zip(found, exact, strict=True)])
@@ -146,8 +170,9 @@ def _rotated_exactly(inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     return transformers_eager(*(x.double() for x in inputs))
 
 
-def _error(rotation: Rotation, inputs: tuple[Tensor, ...]) -> float:
+def _error(rotation: Rotation, tokens: int, packed: bool = True) -> float:
     """Of the output and of the gradients, which turn the other way."""
+    inputs = _inputs(tokens, packed)
     q, k, cos, sin = inputs
     right = (*_rotated_exactly(inputs), *_rotated_exactly((q, k, cos, -sin)))
     leaves = [x.detach().clone().requires_grad_() for x in (q, k)]

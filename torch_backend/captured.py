@@ -1,5 +1,6 @@
 """A training step of fixed shapes as one CUDA graph: no launch gaps, nothing left for the host to do.
 
+    compile_layers(model)                                  # optional: fewer passes over memory, fewer activations kept
     step = CapturedStep(lambda batch: ..., warm_up=3)      # forward, backward, optimizer; returns tensors
     for batch in loader:
         loss = step(batch)
@@ -13,15 +14,56 @@ learning rate a tensor if it is scheduled.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from packing_core.errors import LayoutError
+from torch_backend.hf import DecoderLayer
+from torch_backend.patch import causal_lm, state_of
 
 # Host values that follow a batch around; inside a graph they would stay those of the batch that was recorded.
 _HOST_ONLY = ("packed_lengths",)
+DEVICE = "cuda"
+
+
+def compile_layers(model: nn.Module, *, backend: str | Callable[..., Any] = "inductor") -> None:
+    """Compile each decoder layer and the last norm of a patched model, in place.
+
+    Layers of one kind share a graph, so this takes seconds where compiling the model as a whole takes minutes. What a
+    layer's backward can make again from what it reads anyway (a normalised input, the product inside a gated MLP) is
+    not kept between the passes. Run a packed batch before: it asks the attention implementations, which may not be
+    asked inside a compiled layer.
+
+    Args:
+        model: a transformers causal language model, or anything that wraps one.
+        backend: of ``torch.compile``.
+
+    Raises:
+        LayoutError: the model is not patched, or has not seen a packed batch.
+    """
+    root = causal_lm(model)
+    state = state_of(root)
+    if state is None or not state.requests:
+        raise LayoutError("compile_layers takes a patched model that has run a packed batch: call patch(model) and it")
+    state.compiled = {replace(request, requires_grad=True) for request in state.requests}
+    decoder = root.get_decoder()
+    layers = [module for module in decoder.modules() if isinstance(module, DecoderLayer)]
+    chosen = _recompute_cheap if backend == "inductor" else backend
+    for module in (*layers, getattr(decoder, "norm", None)):
+        if module is not None:
+            module.compile(backend=chosen, dynamic=False)
+
+
+def _recompute_cheap(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+    """Inductor, allowed to recompute in the backward what a matrix product reads there."""
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
+
+    with config.patch(ban_recompute_materialized_backward=False):
+        return compile_fx(graph, inputs)
 
 
 class CapturedStep:
@@ -41,6 +83,7 @@ class CapturedStep:
         self.calls = 0
         self.batch: dict[str, Any] = {}
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.stream: torch.cuda.Stream | None = None
         self.result: Any = None
 
     def __call__(self, batch: Mapping[str, Any]) -> Any:
@@ -68,7 +111,7 @@ class CapturedStep:
         given = {name: value for name, value in batch.items() if name not in _HOST_ONLY}
         if not self.batch:
             self.batch = {
-                name: value.to("cuda", copy=True) if isinstance(value, Tensor) else value
+                name: value.to(DEVICE, copy=True) if isinstance(value, Tensor) else value
                 for name, value in given.items()
             }
             return
@@ -83,17 +126,17 @@ class CapturedStep:
                 self.batch[name].copy_(value, non_blocking=True)
 
     def _aside(self) -> Any:
-        """One step as usual, on a stream of its own, as graphs ask of what runs before them."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        """One step as usual, on the stream of the recording, as graphs ask of what runs before them."""
+        self.stream = self.stream or torch.cuda.Stream()  # one for all calls: memory is kept per stream
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
             result = self.step(self.batch)
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self.stream)
         return result
 
     def _record(self) -> None:
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with torch.cuda.graph(self.graph, stream=self.stream):
             self.result = self.step(self.batch)
 
 

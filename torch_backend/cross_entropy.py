@@ -19,6 +19,8 @@ from packing_core.errors import LayoutError
 from torch_backend.operators import operator, runs_triton
 
 _CHUNK_BYTES = 2**29
+# Of the kernel: columns that a program reads at once, and its warps; measured on an H200 (benchmarks/RESULTS.md).
+_BLOCK, _WARPS = 8192, 16
 
 
 def linear_cross_entropy(
@@ -86,13 +88,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wanted = list(ctx.needs_input_grad[:3])
         loss, *gradients = _linear_cross_entropy(hidden, weight, bias, targets, weights, *options, wanted)
         ctx.save_for_backward(*gradients)
+        ctx.dtype = hidden.dtype
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         wanted = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
-        return *(x * dloss.to(x.dtype) if wants else None for x, wants in wanted), None, None, None
+        return *(_times(x, dloss, ctx.dtype) if wants else None for x, wants in wanted), None, None, None
+
+
+def _times(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x * factor`` rounded once to ``dtype``, without a wider copy of a gradient that is wide already."""
+    x = x.to(factor.dtype)
+    if torch.compiler.is_compiling():
+        return (x * factor).to(dtype)
+    return torch.mul(x, factor, out=torch.empty(x.shape, dtype=dtype, device=x.device))
 
 
 def _launch(
@@ -107,12 +118,15 @@ def _launch(
     rows: int,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The loss and the gradients of hidden, weight and bias, each empty where it is not wanted."""
+    """The loss and the gradients of hidden, weight and bias, each empty where it is not wanted.
+
+    Those of weight and bias are sums over chunks and stay in float32 (at least) until they get their factor.
+    """
     exact = torch.promote_types(hidden.dtype, torch.float32)
     losses = hidden.new_empty(hidden.shape[0], dtype=exact)
     dhidden = torch.empty_like(hidden) if wanted[0] else hidden.new_empty(0)
-    dweight = weight.new_zeros(weight.shape, dtype=exact) if wanted[1] else weight.new_empty(0)
-    dbias = weight.new_zeros(weight.shape[:1], dtype=exact) if wanted[2] else weight.new_empty(0)
+    dweight = weight.new_zeros(weight.shape if wanted[1] else 0, dtype=exact)
+    dbias = weight.new_zeros(weight.shape[:1] if wanted[2] else 0, dtype=exact)
     per_row = losses if weights is None else weights
     chunks = zip(*(x.split(rows) for x in (hidden, targets, per_row, losses)), strict=True)
     for i, (chunk, chunk_targets, chunk_weights, chunk_losses) in enumerate(chunks):
@@ -127,7 +141,7 @@ def _launch(
             _accumulate(dweight, logits.t(), chunk)
         if wanted[2]:
             dbias += logits.sum(0, dtype=exact)
-    return losses.sum(), dhidden, dweight.to(weight.dtype), dbias.to(weight.dtype)
+    return losses.sum(), dhidden, dweight, dbias
 
 
 def _softmax_loss(
@@ -144,10 +158,10 @@ def _softmax_loss(
     if runs_triton(logits):
         from torch_backend import cross_entropy_kernels as kernels
 
-        block = min(8192, 1 << (logits.shape[1] - 1).bit_length())
+        block = min(_BLOCK, 1 << (logits.shape[1] - 1).bit_length())
         kernels.softmax_loss[logits.shape[0],](
             logits, targets, weights, losses, logits.shape[1], logits.stride(0), ignore_index, scale, softcap,
-            weights is not None, softcap > 0, gradient, block, num_warps=8,
+            weights is not None, softcap > 0, gradient, block, num_warps=min(_WARPS, max(1, block // 32)),
         )  # fmt: skip
         return
     x = logits.to(losses.dtype) * scale
@@ -189,9 +203,9 @@ def _fake(
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     loss = hidden.new_empty((), dtype=torch.promote_types(hidden.dtype, torch.float32))
-    shapes = hidden.shape, weight.shape, weight.shape[:1]
-    sizes = [shape if wants else (0,) for shape, wants in zip(shapes, wanted, strict=True)]
-    return loss, hidden.new_empty(sizes[0]), weight.new_empty(sizes[1]), weight.new_empty(sizes[2])
+    dhidden = hidden.new_empty(hidden.shape if wanted[0] else 0)
+    dweight = loss.new_empty(weight.shape if wanted[1] else 0)
+    return loss, dhidden, dweight, loss.new_empty(weight.shape[:1] if wanted[2] else 0)
 
 
 _linear_cross_entropy = operator(

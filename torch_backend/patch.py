@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from packing_core.errors import LayoutError, UnsupportedModelError
 from torch_backend import frequencies, rotary
-from torch_backend.attention import AttentionRequest, candidates, needs_host_lengths, select
+from torch_backend.attention import AttentionRequest, candidates, needs_host_lengths, prepare, select
 from torch_backend.carry import CarriedMask, is_packed, take_metadata
 from torch_backend.families import SEE_PADDING, route_of
 from torch_backend.hf import PreTrainedModel, causal_mask, register, unregistered
@@ -101,6 +101,7 @@ class Patched:
         attention: the layers served by packed attention, mixers: what runs per document, each by name.
         rotaries: rotary modules whose frequencies depend on the batch.
         served: what each layer asked in the last packed forward, by id.
+        compiled: what they asked before they were compiled, each kind once; see ``captured.compile_layers``.
     """
 
     def __init__(self, root: Any, implementation: str | Sequence[str]) -> None:
@@ -124,6 +125,7 @@ class Patched:
         self.running: PackedMetadata | None = None  # while the decoder runs
         self.reached: set[str] = set()
         self.served: dict[int, Any] = {}
+        self.compiled: set[AttentionRequest] = set()
 
     @property
     def layers(self) -> dict[str, nn.Module]:
@@ -169,10 +171,14 @@ class Patched:
         """Whether something that serves a layer needs them; before the first packed forward, whether it may."""
         if self.mixers or self.rotaries or getattr(self.decoder.config, "attention_chunk_size", None):
             return True
-        requests = [asked for asked in self.served.values() if isinstance(asked, AttentionRequest)]
-        names = {select(request, self.implementation) for request in requests}
+        names = {select(request, self.implementation) for request in self.requests}
         names = names or set(candidates(next(self.root.parameters()).device, self.implementation))
         return any(needs_host_lengths(name) for name in names)
+
+    @property
+    def requests(self) -> list[AttentionRequest]:
+        """What the layers asked of attention in the last packed forward that left a trace."""
+        return [asked for asked in self.served.values() if isinstance(asked, AttentionRequest)]
 
     def notes(self) -> list[str]:
         """What a user should know about the whole model."""
@@ -216,6 +222,10 @@ class Patched:
         if self.route == "documents":
             kwargs |= {"packed": packed, "attention_mask": None, "position_ids": None}
             return args, kwargs
+        if self.compiled and not self.host_lengths:
+            packed.lengths = None  # values on the host would be compiled in, one graph per batch
+        for request in self.compiled:
+            prepare(packed, request, self.implementation)
         rows, row_length = _tokens(args, kwargs).shape[:2]
         kwargs["attention_mask"] = CarriedMask(packed, (rows, row_length), self.implementation)
         if self.mixers:  # some layers hand on what they do not know, some only the argument of fused kernels
@@ -265,6 +275,8 @@ class Patched:
         packed, self.running = self.running, None
         if packed is None or torch.compiler.is_compiling():
             return
+        if not packed.served and _has_compiled_layers(decoder):
+            return  # they leave no trace
         self.served = packed.served
         layers = self.layers
         lost = sorted(name for name in self.reached if id(layers[name]) not in packed.served)
@@ -290,6 +302,11 @@ def _own_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.M
         if not isinstance(module, PreTrainedModel):
             yield prefix + name, module
             yield from _own_modules(module, f"{prefix}{name}.")
+
+
+def _has_compiled_layers(decoder: nn.Module) -> bool:
+    """Whether modules inside were compiled on their own, ``layer.compile()``."""
+    return any(module._compiled_call_impl is not None for module in decoder.modules())
 
 
 def _is_attention(module: nn.Module) -> bool:

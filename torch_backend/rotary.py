@@ -12,7 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from functools import cache, partial
-from types import FunctionType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch_backend.rope import apply_rope
 from torch_backend.rope.reference import rotate
 
 NAME = "apply_rotary_pos_emb"
-_BEFORE = "_crosspack_rotary_before"
+_BEFORE, _PACKED = "_crosspack_rotary_before", "_crosspack_rotary_packed"
 Rotation = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -37,7 +37,9 @@ def wrap(layer: nn.Module) -> bool:
     if packed_forward is None:
         return False
     layer.__dict__[_BEFORE] = layer.__dict__.get("forward")
-    layer.forward = partial(_forward, layer, packed_forward)
+    layer.__dict__[_PACKED] = packed_forward
+    # a method and no partial: torch.compile guards a method by its function, so equal layers share one graph
+    layer.forward = MethodType(_forward, layer)
     return True
 
 
@@ -46,17 +48,18 @@ def unwrap(layer: nn.Module) -> None:
     if _BEFORE not in layer.__dict__:
         return
     before = layer.__dict__.pop(_BEFORE)
+    del layer.__dict__[_PACKED]
     if before is None:
         del layer.__dict__["forward"]
     else:
         layer.__dict__["forward"] = before
 
 
-def _forward(layer: nn.Module, packed_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     before = layer.__dict__[_BEFORE]
     packed = any(isinstance(value, CarriedMask) for value in (*args, *kwargs.values()))
     if packed and before is None:
-        return packed_forward(layer, *args, **kwargs)
+        return layer.__dict__[_PACKED](layer, *args, **kwargs)
     return (before or partial(type(layer).forward, layer))(*args, **kwargs)
 
 

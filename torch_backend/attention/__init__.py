@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from typing import Protocol
@@ -80,6 +80,9 @@ class Implementation(Protocol):
     Attributes:
         host_lengths: it needs ``packed.lengths``; the collator then carries them.
         fixed_shapes: one compiled graph serves every segmentation that has the same T, N and ``max_seqlen``.
+
+    One that derives something from the segments may have ``prepare(packed, request)``, which does so ahead of layers
+    that are compiled.
     """
 
     host_lengths: bool
@@ -164,6 +167,26 @@ def select(request: AttentionRequest, implementation: str | Sequence[str] = "aut
         f"no packed attention for {describe(request)}: {refused}. "
         f'Pass implementation="auto" or another of {", ".join(IMPLEMENTATIONS)}'
     )
+
+
+def prepare(packed: PackedMetadata, request: AttentionRequest, implementation: str | Sequence[str] = "auto") -> None:
+    """Derive from the segments what layers that ask like ``request`` share, before they run.
+
+    A compiled layer that found nothing derived would have a graph of its own in which it is. The request may be one
+    of an earlier batch.
+    """
+    segments = packed.cu_seqlens.shape[0] - 1
+    request = replace(
+        request,
+        tokens=packed.tokens,
+        segments=segments,
+        max_seqlen=packed.max_seqlen,
+        host_lengths=packed.lengths is not None,
+        compiling=True,
+    )
+    make = getattr(_load(select(request, implementation)), "prepare", None)
+    if make is not None:
+        make(packed, request)
 
 
 def rejections(request: AttentionRequest, implementation: str | Sequence[str] = "auto") -> dict[str, str | None]:

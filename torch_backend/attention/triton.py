@@ -76,6 +76,10 @@ class Triton(Probed):
         tiles = choose_tiles(request)
         return packed_attention(q, k, v, packed, request, tiles, sinks=sinks, alibi_slopes=alibi_slopes)
 
+    def prepare(self, packed: PackedMetadata, request: AttentionRequest) -> None:
+        """Make the work lists, in a shape that does not depend on the segments."""
+        _work_lists(packed, request, choose_tiles(request), fixed_shape=True)
+
 
 TRITON = Triton()
 
@@ -92,16 +96,25 @@ def packed_attention(
     alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """Attention with given tile shapes; see :func:`torch_backend.attention.attention` for the rest."""
-    group = request.heads // request.kv_heads
-    causal, window = request.causal, request.window
-    work = query_tiles(packed, tiles.forward.rows // group, causal=causal, window=window)
-    work_q = work_k = work
-    if request.requires_grad:
-        work_q = query_tiles(packed, tiles.queries.rows // group, causal=causal, window=window)
-        work_k = key_tiles(packed, tiles.keys.keys, causal=causal, window=window)
+    work, work_q, work_k = _work_lists(packed, request, tiles)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    options = causal, window or 0, request.softcap or 0.0, request.scale
+    options = request.causal, request.window or 0, request.softcap or 0.0, request.scale
     return _Attention.apply(q, k, v, sinks, alibi_slopes, work, work_q, work_k, tiles, options)
+
+
+def _work_lists(
+    packed: PackedMetadata, request: AttentionRequest, tiles: Tiles, *, fixed_shape: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Of the forward, of the gradient of q (None: the forward's) and of those of k and v (None without a backward)."""
+    group = request.heads // request.kv_heads
+    options: Any = {"causal": request.causal, "window": request.window, "fixed_shape": fixed_shape}
+    work = query_tiles(packed, tiles.forward.rows // group, **options)
+    if not request.requires_grad:
+        return work, None, None
+    # one list is not passed twice: torch.compile breaks its graph at a tensor that is
+    same = tiles.queries.rows == tiles.forward.rows
+    work_q = None if same else query_tiles(packed, tiles.queries.rows // group, **options)
+    return work, work_q, key_tiles(packed, tiles.keys.keys, **options)
 
 
 class _Attention(torch.autograd.Function):
@@ -114,13 +127,13 @@ class _Attention(torch.autograd.Function):
         sinks: Tensor | None,
         slopes: Tensor | None,
         work: Tensor,
-        work_q: Tensor,
-        work_k: Tensor,
+        work_q: Tensor | None,
+        work_k: Tensor | None,
         tiles: Tiles,
         options: tuple[bool, int, float, float],
     ) -> Tensor:
         out, lse = _forward(q, k, v, sinks, slopes, work, list(tiles.forward), *options)
-        ctx.save_for_backward(q, k, v, sinks, slopes, out, lse, work_q, work_k)
+        ctx.save_for_backward(q, k, v, sinks, slopes, out, lse, work if work_q is None else work_q, work_k)
         ctx.tiles, ctx.options = tiles, options
         return out
 

@@ -14,19 +14,28 @@ from torch import Tensor
 from torch_backend.metadata import PackedMetadata, to_device
 
 
-def query_tiles(packed: PackedMetadata, tokens: int, *, causal: bool, window: int | None) -> Tensor:
-    """Items of tiles of ``tokens`` queries, int32 [items, 3]; a tile costs the keys that it sees."""
-    return _work(packed, tokens, causal, window, of_keys=False)
+def query_tiles(
+    packed: PackedMetadata, tokens: int, *, causal: bool, window: int | None, fixed_shape: bool = False
+) -> Tensor:
+    """Items of tiles of ``tokens`` queries, int32 [items, 3]; a tile costs the keys that it sees.
+
+    With ``fixed_shape`` their number follows from shapes alone, as it does where the lengths are not on the host.
+    """
+    return _work(packed, tokens, causal, window, False, fixed_shape)
 
 
-def key_tiles(packed: PackedMetadata, tokens: int, *, causal: bool, window: int | None) -> Tensor:
+def key_tiles(
+    packed: PackedMetadata, tokens: int, *, causal: bool, window: int | None, fixed_shape: bool = False
+) -> Tensor:
     """Items of blocks of ``tokens`` keys, int32 [items, 3]; a block costs the queries that see it."""
-    return _work(packed, tokens, causal, window, of_keys=True)
+    return _work(packed, tokens, causal, window, True, fixed_shape)
 
 
-def _work(packed: PackedMetadata, tokens: int, causal: bool, window: int | None, of_keys: bool) -> Tensor:
+def _work(
+    packed: PackedMetadata, tokens: int, causal: bool, window: int | None, of_keys: bool, fixed_shape: bool
+) -> Tensor:
     def make(packed: PackedMetadata) -> Tensor:
-        if packed.lengths is None or torch.compiler.is_compiling():
+        if packed.lengths is None or fixed_shape or torch.compiler.is_compiling():
             boundaries = packed.cu_seqlens
             # each segment wastes at most tokens - 1 places of its last tile
             items = (packed.tokens + (boundaries.shape[0] - 1) * (tokens - 1)) // tokens

@@ -1,0 +1,161 @@
+"""A captured step is the step itself, to the bit, whatever the boundaries; compiled layers share one graph."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from packing_core.errors import LayoutError
+from tests.torch_backend.models import collate, documents, tiny
+from torch_backend import captured, operators, patch
+from torch_backend.captured import CapturedStep, compile_layers
+from torch_backend.causal_lm_loss import causal_lm_loss
+
+# lengths of the documents of a row of 128, a different packing each
+ROWS = ((5, 19, 33, 7, 40), (60, 60), (1, 2, 3, 90), (128,), (64, 64), (17, 30, 30, 30))
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """CUDA graphs on the CPU: what is recorded is run again by ``replay``. Counts recordings."""
+    seen = SimpleNamespace(recorded=0)
+
+    class Graph:
+        def replay(self):
+            step = seen.step
+            step.result.copy_(step.step(step.batch))
+
+    @contextmanager
+    def recording(graph, stream):
+        seen.recorded += 1
+        yield
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(captured, "DEVICE", "cpu")
+    return seen
+
+
+def row(value: int, width: int = 4) -> dict:
+    return {"input_ids": torch.full((1, width), value), "max_length_q": 8, "packed_lengths": (value,)}
+
+
+def test_it_warms_up_records_once_and_replays_on_the_batch_of_each_call(stand_in):
+    step = stand_in.step = CapturedStep(lambda batch: batch["input_ids"].sum(), warm_up=2)
+    found = [int(step(row(value))) for value in (1, 2, 3, 4, 5)]
+    assert found == [4, 8, 12, 16, 20]
+    assert stand_in.recorded == 1
+
+
+def test_results_are_the_callers_own(stand_in):
+    step = stand_in.step = CapturedStep(lambda batch: batch["input_ids"].sum(), warm_up=0)
+    first = step(row(1))
+    step(row(2))
+    assert int(first) == 4
+
+
+def test_values_that_would_be_frozen_do_not_reach_the_step(stand_in):
+    step = stand_in.step = CapturedStep(lambda batch: torch.tensor("packed_lengths" in batch), warm_up=1)
+    assert not step(row(1)) and not step(row(2))
+
+
+@pytest.mark.parametrize(
+    ("other", "changed"),
+    [(row(1, width=5), "input_ids"), (row(1) | {"max_length_q": 9}, "max_length_q"), (row(1) | {"new": 1}, "new")],
+)
+def test_a_batch_of_another_form_is_refused_by_what_changed(stand_in, other, changed):
+    step = stand_in.step = CapturedStep(lambda batch: batch["input_ids"].sum())
+    step(row(1))
+    with pytest.raises(LayoutError, match=rf"batches of one form, and {changed} changed: give PackedCollator"):
+        step(other)
+
+
+def test_disabled_it_hands_the_batch_through():
+    batch = row(1)
+    assert CapturedStep(lambda given: given, enabled=False)(batch) is batch
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("the kernels are compiled in this process")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(operators, "INTERPRETED", True)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def fixed(lengths: tuple[int, ...]) -> dict:
+    """A row of 128 in a shape that does not depend on the documents, boundaries on the device alone."""
+    batch = collate(documents(lengths), capacity=128, max_seqlen=128, bucket=16)
+    return {name: value for name, value in batch.items() if name != "packed_lengths"}
+
+
+def mean_loss(model, batch) -> torch.Tensor:
+    total, weight = causal_lm_loss(model, batch)
+    return total / weight
+
+
+def test_compiled_layers_share_a_graph_over_layers_and_segmentations(interpreted):
+    model = patch(tiny("qwen2"), implementation="triton", verify=False)
+    plain = []
+    for lengths in ROWS[:3]:
+        mean_loss(model, fixed(lengths)).backward()
+        plain.append([p.grad.clone() for p in model.parameters()])
+        model.zero_grad()
+    counter = CompileCounterWithBackend("aot_eager")
+    compile_layers(model, backend=counter)
+    for right in (*plain, plain[0]):
+        lengths = ROWS[next(i for i, x in enumerate(plain) if x is right)]
+        mean_loss(model, fixed(lengths)).backward()
+        for parameter, expected in zip(model.parameters(), right, strict=True):
+            torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-6)
+        model.zero_grad()
+    assert counter.frame_count == 2  # of the layers, of the norm
+
+
+def test_compiling_needs_a_packed_batch_before():
+    model = tiny("qwen2")
+    with pytest.raises(LayoutError, match=r"a patched model that has run a packed batch: call patch\(model\)"):
+        compile_layers(model)
+    with pytest.raises(LayoutError, match="has run a packed batch"):
+        compile_layers(patch(model, verify=False))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_captured_steps_are_the_steps_to_the_bit(compiled):
+    def trained(capture: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        model = patch(tiny("qwen2").cuda().bfloat16(), implementation="triton", verify=False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=True)
+        with torch.no_grad():
+            mean_loss(model, {n: x.cuda() if hasattr(x, "cuda") else x for n, x in fixed(ROWS[0]).items()})
+        if compiled:
+            compile_layers(model)
+
+        def one(batch) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = mean_loss(model, batch)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        step = CapturedStep(one, warm_up=2, enabled=capture)
+        batches = ({n: x.cuda() if hasattr(x, "cuda") else x for n, x in fixed(lengths).items()} for lengths in ROWS)
+        losses = [step(batch) for batch in batches]
+        assert (step.graph is not None) == capture
+        return losses, [p.detach() for p in model.parameters()]
+
+    for found, right in zip(trained(True), trained(False), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(found, right, strict=True))
