@@ -73,7 +73,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if backend.capabilities.interpreted:
                 mine = [item for item in ours if _judged(item) == name and item not in dropped]
                 heavy = {item for item in mine if item.get_closest_marker("heavy")}
-                config.stash[REDUCED][name] = (len(mine) - len(heavy), len(mine))
+                if heavy:
+                    config.stash[REDUCED][name] = (len(mine) - len(heavy), len(mine))
                 dropped |= heavy
     config.hook.pytest_deselected(items=[item for item in items if item in dropped])
     items[:] = [item for item in items if item not in dropped]

@@ -74,7 +74,6 @@ def test_a_segment_moves_no_other_gradient(judge: Judge) -> None:
 
 
 @requirement("ISO-03")
-@pytest.mark.heavy
 def test_isolation_beyond_64_segments(judge: Judge) -> None:
     case = AttentionCase(PAST_64)
     check_forward(judge, case, where=(0, 68, 70, 71))
