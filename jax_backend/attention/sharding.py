@@ -37,7 +37,7 @@ def spread(
     """
     sharding = mesh if isinstance(mesh, NamedSharding) else NamedSharding(mesh, P(mesh.axis_names))
     by_row, by_token, by_head, by_channel = (tuple(sharding.spec) + (None,) * 4)[:4]
-    if by_token is not None or by_channel is not None:
+    if _shards(sharding.mesh, by_token) > 1 or _shards(sharding.mesh, by_channel) > 1:
         raise LayoutError(
             f"mesh splits q as {sharding.spec}, and segment_attention splits rows and heads: for split tokens gather "
             "the keys inside your own shard_map and pass kv_segment_ids and q_offset"

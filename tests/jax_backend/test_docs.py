@@ -1,0 +1,225 @@
+"""docs/jax.md is executed, its tables are made from the code, and its change to MaxText's operator is tested."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import types
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jax_backend import find_segments
+from jax_backend.attention import IMPLEMENTATIONS, ORDER, choose, cudnn
+from jax_backend.attention.request import Request
+from packing_core.errors import LayoutError, UnsupportedError
+from tests.conformance.stacks import run
+from tests.jax_backend.maxtext import AttentionOp, AttentionType, logical_rules
+
+PAGE = (Path(__file__).parents[2] / "docs" / "jax.md").read_text()
+
+
+def module(name: str) -> types.ModuleType:
+    """The Python block under ``<!-- file: name -->``, executed."""
+    (code,) = re.findall(rf"<!-- file: {re.escape(name)} -->\n```python\n(.*?)```", PAGE, re.DOTALL)
+    made = types.ModuleType(name.removesuffix(".py"))
+    exec(compile(code, name, "exec"), made.__dict__)
+    return made
+
+
+def table(name: str) -> str:
+    (found,) = re.findall(rf"<!-- table: {name} -->\n((?:\|.*\n)+)", PAGE)
+    return found
+
+
+def ids(*rows: str) -> jax.Array:
+    return jnp.asarray([[int(digit) for digit in row] for row in rows], jnp.int32)
+
+
+# -- an existing flax model -------------------------------------------------------------------------------------------
+
+
+def test_the_flax_model_gives_what_its_dense_mask_gave() -> None:
+    page = module("packed_flax.py")
+    segment_ids = ids("1111222220003333", "1222222222222233")
+    same = segment_ids[:, :, None] == segment_ids[:, None, :]
+    dense = (same & jnp.tril(jnp.ones((16, 16), bool)))[:, None]
+    x = jax.random.normal(jax.random.key(0), (2, 16, 32))
+    before = page.Block(32, 4, attention_fn=nnx.dot_product_attention, rngs=nnx.Rngs(0))(x, dense)
+    model = page.Block(32, 4, rngs=nnx.Rngs(0))
+    for given in (segment_ids, find_segments(segment_ids)):
+        after = nnx.jit(lambda model, x, given: model(x, given))(model, x, given)
+        np.testing.assert_allclose(*(np.asarray(y)[segment_ids > 0] for y in (after, before)), atol=2e-6)
+
+
+def test_the_flax_function_refuses_dropout() -> None:
+    with pytest.raises(ValueError, match="no dropout"):
+        module("packed_flax.py").packed(None, None, None, mask=None, dropout_rate=0.1)
+
+
+# -- the tables -------------------------------------------------------------------------------------------------------
+
+PLAIN = Request(
+    queries=64,
+    keys=64,
+    heads=4,
+    kv_heads=4,
+    head_dim=64,
+    value_dim=64,
+    dtype=jnp.dtype("bfloat16"),
+    causal=True,
+    scale=0.125,
+    window=None,
+    softcap=None,
+    needs_lse=False,
+    own_keys=True,
+    max_segments=None,
+    platform="cpu",
+)
+CAPPED = {"max_segments": 8}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "grouped heads": {"kv_heads": 2},
+    "not causal": {"causal": False},
+    "window": {"window": 8},
+    "softcap": {"softcap": 5.0},
+    "sinks, return_lse": {"needs_lse": True},
+    "kv_segment_ids": {"own_keys": False},
+    "narrow values": {"value_dim": 32},
+    "width 256": {"head_dim": 256, "value_dim": 256},
+    "width 512": {"head_dim": 512, "value_dim": 512},
+    "float32": {"dtype": jnp.dtype("float32")},
+    "float16": {"dtype": jnp.dtype("float16")},
+    "no cap on segments": {"max_segments": None},
+}
+
+
+def serves(name: str, **changes: Any) -> bool:
+    try:
+        choose(dataclasses.replace(PLAIN, **(CAPPED | changes)), name)
+    except UnsupportedError:
+        return False
+    return True
+
+
+@pytest.fixture
+def trusted(monkeypatch) -> None:
+    """cuDNN's call is taken to run and be right: what this machine lacks is not what the table is about."""
+    monkeypatch.setattr(cudnn, "_probe", lambda *shape: None)
+
+
+def test_the_support_table_is_what_the_implementations_say(trusted) -> None:
+    columns = list(IMPLEMENTATIONS)
+    platforms = {name: [p for p in ("cpu", "gpu", "tpu") if serves(name, platform=p)] for name in columns}
+    lines = [["", *columns], ["---"] * (len(columns) + 1), ["runs on", *(", ".join(platforms[n]) for n in columns)]]
+    for option, change in OPTIONS.items():
+        home = {name: "gpu" if name == "cudnn" else "cpu" for name in columns}
+        lines.append([option, *("yes" if serves(n, platform=home[n], **change) else "-" for n in columns)])
+    assert table("support") == "".join(f"| {' | '.join(line)} |\n".replace("|  |", "| |") for line in lines)
+
+
+def test_the_order_table_is_the_order() -> None:
+    lines = [f"| {platform} | {', '.join(order)} |\n" for platform, order in ORDER.items()]
+    assert table("order") == "| platform | order |\n|---|---|\n" + "".join(lines)
+
+
+# -- the conformance suite --------------------------------------------------------------------------------------------
+
+
+def test_the_suite_finds_the_leak_of_the_page_and_passes_its_cure(tmp_path) -> None:
+    (code,) = re.findall(r"<!-- file: mygate.py -->\n```python\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "mygate.py").write_text(code)
+    chosen = [f"--requirement={name}" for name in ("ISO-01", "GRAD-01")]
+    outcome = run(tmp_path, "--backend=mygate:Present", "--backend=mygate:Cured", *chosen)
+    statuses = {
+        name: {i: v["status"] for i, v in backend["requirements"].items() if i in ("ISO-01", "GRAD-01")}
+        for name, backend in outcome.report["backends"].items()
+    }
+    assert set(statuses["mygate:Cured"].values()) == {"pass"}, outcome.output
+    assert statuses["mygate:Present"]["ISO-01"] == "fail", json.dumps(statuses)
+
+
+# -- MaxText's operator -----------------------------------------------------------------------------------------------
+
+
+def cured(change: types.ModuleType) -> type[AttentionOp]:
+    """The operator with the page's change in its training branch."""
+
+    class Changed(AttentionOp):
+        def cudnn_jax_flash_attention(self, query, key, value, decoder_segment_ids, model_mode="train"):
+            scale = query.shape[-1] ** -0.5
+            return change.packed_attention(self, query, key, value, decoder_segment_ids, scale=scale)
+
+    return Changed
+
+
+def maxtext_mesh(**sizes: int) -> Mesh:
+    sizes = {"data": 2, "fsdp": 1, "context": 1, "tensor": 2} | sizes
+    count = int(np.prod(list(sizes.values())))
+    return Mesh(np.array(jax.devices()[:count]).reshape(*sizes.values()), tuple(sizes))
+
+
+def operands() -> tuple[jax.Array, ...]:
+    keys = jax.random.split(jax.random.key(1), 4)
+    q, k, v, dout = (jax.random.normal(key, (2, 32, n, 16)) for key, n in zip(keys, (4, 2, 2, 4), strict=True))
+    segment_ids = ids("1" * 9 + "2" * 14 + "0" * 2 + "3" * 7, "1" * 16 + "2" * 16)
+    return q, k, v, dout * (segment_ids > 0)[..., None, None], segment_ids
+
+
+def trained(op: AttentionOp) -> list[np.ndarray]:
+    """Output at real tokens and gradients of one jitted call on inputs sharded as MaxText shards them."""
+    q, k, v, dout, segment_ids = operands()
+
+    def both(q: Any, k: Any, v: Any) -> Any:
+        attend = lambda q, k, v: op.apply_attention(q, k, v, segment_ids, None, "train")[0]  # noqa: E731
+        out, pullback = jax.vjp(attend, q, k, v)
+        return out * (segment_ids > 0)[..., None, None], *pullback(dout)
+
+    spread = jax.sharding.NamedSharding(op.mesh, P(("data", "fsdp"), None, "tensor"))
+    with logical_rules():
+        found = jax.jit(both)(*(jax.device_put(x, spread) for x in (q, k, v)))
+    return [np.asarray(x) for x in found]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"attention_type": AttentionType.LOCAL_SLIDING, "sliding_window_size": 5, "attn_logits_soft_cap": 3.0}],
+    ids=["global", "local, softcap"],
+)
+def test_maxtexts_changed_operator_gives_what_its_dense_mask_gives(options: dict[str, Any]) -> None:
+    mesh = maxtext_mesh()
+    wanted = trained(AttentionOp(mesh, "dot_product", **options))
+    found = trained(cured(module("packed_maxtext.py"))(mesh, "cudnn_flash_jax", **options))
+    for x, y in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(x, y, atol=5e-6)
+    leaking = trained(AttentionOp(mesh, "cudnn_flash_jax", **options))
+    assert np.abs(leaking[0] - wanted[0]).max() > 0.1
+
+
+def test_maxtexts_changed_operator_refuses_what_it_would_get_wrong() -> None:
+    q, k, v, _, segment_ids = operands()
+    change = module("packed_maxtext.py")
+    with logical_rules():
+        op = AttentionOp(maxtext_mesh(), "cudnn_flash_jax", attention_type=AttentionType.CHUNK)
+        with pytest.raises(NotImplementedError, match="CHUNK"):
+            change.packed_attention(op, q, k, v, segment_ids, scale=1.0)
+        op = AttentionOp(maxtext_mesh(data=1, context=2), "cudnn_flash_jax")
+        with pytest.raises(LayoutError, match="splits q as .* and segment_attention splits rows and heads"):
+            change.packed_attention(op, q, k, v, segment_ids, scale=1.0)
+
+
+def test_without_segment_ids_maxtexts_rows_are_one_document_each() -> None:
+    q, k, v, *_ = operands()
+    op = AttentionOp(maxtext_mesh(), "cudnn_flash_jax")
+    with logical_rules():
+        found, lse = module("packed_maxtext.py").packed_attention(op, q, k, v, None, scale=16**-0.5)
+    wanted, _, _ = op.apply_attention(q, k, v, None, None, "train")
+    np.testing.assert_allclose(found, wanted, atol=2e-6)
+    assert lse.shape == (2, 4, 32)
