@@ -10,6 +10,7 @@ from packing_core.extras import require
 if TYPE_CHECKING:
     from torch_backend.attention import attention
     from torch_backend.audit import AuditReport, audit
+    from torch_backend.audit_trainer import TrainerReport
     from torch_backend.data import PackedCollator, with_boundaries
     from torch_backend.explain import explain
     from torch_backend.loss import next_token_targets, normalise, packed_cross_entropy
@@ -22,6 +23,7 @@ _HOME: dict[str, str] = {
     "AuditReport": "torch_backend.audit",
     "PackedCollator": "torch_backend.data",
     "PackedMetadata": "torch_backend.metadata",
+    "TrainerReport": "torch_backend.audit_trainer",
     "attention": "torch_backend.attention",
     "audit": "torch_backend.audit",
     "enable_packing": "torch_backend.trainer",
@@ -38,6 +40,7 @@ __all__ = [
     "AuditReport",
     "PackedCollator",
     "PackedMetadata",
+    "TrainerReport",
     "attention",
     "audit",
     "enable_packing",

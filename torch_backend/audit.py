@@ -1,5 +1,7 @@
 """``audit(model)``: packed against every document alone, and one document changed while the others are watched.
 
+A trainer is audited on its own batches, see :mod:`torch_backend.audit_trainer`.
+
 A model -> a tiny random clone of the same kind on the same device, in the same dtype, with the same implementation ->
 the same documents run packed and one by one -> an :class:`AuditReport`. The clone has every layer kind, head width and
 window kind of the model, and the documents cross its windows, chunks and original positions.
@@ -11,7 +13,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +24,9 @@ from torch_backend.hf import unregistered
 from torch_backend.loss import next_token_targets, packed_cross_entropy
 from torch_backend.patch import Patched, causal_lm, patch, state_of
 from torch_backend.tiny import tiny_config, tiny_model
+
+if TYPE_CHECKING:
+    from torch_backend.audit_trainer import TrainerReport
 
 # Two rows of at most 64 tokens; the second is padded. Some are beyond every limit of the tiny config.
 LENGTHS = (5, 19, 33, 7, 40, 1, 2, 18)
@@ -34,6 +39,12 @@ MOVED = 0.1
 
 
 _verdicts: dict[tuple[Any, ...], AuditReport] = {}
+
+
+class HasComputeLoss(Protocol):
+    """What makes an object a trainer here; ``transformers.Trainer`` and its subclasses have it."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -90,20 +101,36 @@ class AuditReport:
         )
 
 
+@overload
 def audit(
     model: nn.Module, *, implementation: str | Sequence[str] | None = None, tolerance: float | None = None
-) -> AuditReport:
+) -> AuditReport: ...
+
+
+@overload
+def audit(model: HasComputeLoss) -> TrainerReport: ...
+
+
+def audit(
+    model: Any, *, implementation: str | Sequence[str] | None = None, tolerance: float | None = None
+) -> AuditReport | TrainerReport:
     """Measure whether documents that are packed together see each other.
 
     Args:
         model: a transformers causal language model or a wrapper of one; it is not touched. If it is patched, the clone
-            is patched with the same implementation.
+            is patched with the same implementation. Or a trainer, judged as it is on its own batches; it need not be
+            patched, and the other arguments do not apply (see :mod:`torch_backend.audit_trainer`).
         implementation: of attention; that of ``model``'s patch if None, or "auto".
         tolerance: what errors may be, relative to the largest reference value.
 
     Raises:
         UnsupportedModelError: no tiny clone can be made of the model.
+        PackingError: the trainer's batches cannot be judged.
     """
+    if not isinstance(model, nn.Module):
+        from torch_backend.audit_trainer import audit_trainer
+
+        return audit_trainer(model)
     root = causal_lm(model)
     state = state_of(root)
     if implementation is None:
@@ -135,7 +162,7 @@ def audit(
         except UnsupportedModelError as refusal:
             return AuditReport(**about, refused=str(refusal))
     logits, loss, gradients, worst = _compare(packed, exact)
-    moves = [_error(p, b) for p, b in zip(probe.logits, packed.logits, strict=True)]
+    moves = [relative_error(p, b) for p, b in zip(probe.logits, packed.logits, strict=True)]
     return AuditReport(
         **about,
         logits=logits,
@@ -144,7 +171,7 @@ def audit(
         worst_parameter=worst,
         leak=max(move for i, move in enumerate(moves) if i != CHANGED),
         moved=moves[CHANGED],
-        noise=max(_error(b, a) for b, a in zip(again.logits, packed.logits, strict=True)),
+        noise=max(relative_error(b, a) for b, a in zip(again.logits, packed.logits, strict=True)),
         tolerance=max(TOLERANCE, 2 * max(_compare(alone, exact)[:3])) if tolerance is None else tolerance,
     )
 
@@ -194,10 +221,10 @@ class _Run:
 def _compare(got: _Run, want: _Run) -> tuple[float, float, float, str]:
     """Errors of logits, loss and gradients, and the parameter with the worst gradient."""
     scale = max(float(g.abs().max()) for g in want.gradients.values())
-    errors = {name: _error(got.gradients.get(name), value, scale) for name, value in want.gradients.items()}
+    errors = {name: relative_error(got.gradients.get(name), value, scale) for name, value in want.gradients.items()}
     worst = max(errors, key=lambda name: errors[name])
-    logits = max(_error(g, w) for g, w in zip(got.logits, want.logits, strict=True))
-    return logits, _error(got.loss, want.loss), errors[worst], worst
+    logits = max(relative_error(g, w) for g, w in zip(got.logits, want.logits, strict=True))
+    return logits, relative_error(got.loss, want.loss), errors[worst], worst
 
 
 def _clone(root: Any) -> Any:
@@ -252,7 +279,7 @@ def _run(model: nn.Module, logits: list[Tensor], loss: Tensor) -> _Run:
     return _Run([x.detach().float() for x in logits], loss.detach(), gradients)
 
 
-def _error(got: Tensor | None, want: Tensor, scale: float = 0.0) -> float:
+def relative_error(got: Tensor | None, want: Tensor, scale: float = 0.0) -> float:
     """max |got - want| / max |want|; a parameter with next to no gradient is measured against the others' scale."""
     if got is None or not bool(torch.isfinite(got).all()):
         return float("inf")

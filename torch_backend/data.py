@@ -79,7 +79,7 @@ class PackedCollator:
         return _to_torch(view, rows=1 if self.padding_free else len(batch))
 
     def _pack(self, features: Sequence[Mapping[str, Any]]) -> PackedBatch:
-        documents = [document for feature in features for document in _documents(feature)]
+        documents = [document for feature in features for document in documents_of(feature)]
         columns: dict[str, Any] = {name: [d[name] for d in documents] for name in documents[0]}
         capacity = self.capacity or sum(len(ids) for ids in columns["input_ids"])
         options = self.plan_options if self.capacity else {"strategy": "sequential", "seed": None}
@@ -220,7 +220,7 @@ def _segment_starts(batch: Batch, ids: Tensor) -> tuple[NDArray[np.bool_], NDArr
     return starts, numbers == 0
 
 
-def _documents(feature: Mapping[str, Any]) -> list[dict[str, Any]]:
+def documents_of(feature: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The documents of a feature: itself, or the pieces that its ``seq_lengths`` cut."""
     columns = {name: np.asarray(value) for name, value in feature.items() if name != "attention_mask"}
     if "input_ids" not in columns:
