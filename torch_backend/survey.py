@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from torch import Tensor, nn
 
 from packing_core.errors import PackingError, UnsupportedModelError
 from packing_core.extras import require
+from torch_backend.audit_trainer import TrainerReport
 from torch_backend.data import PackedCollator
 from torch_backend.loss import next_token_targets, packed_cross_entropy
 from torch_backend.patch import patch
+from torch_backend.survey_trainer import audits, trainer_paths
 from torch_backend.tiny import family_config, tiny_config, tiny_model
 
 LENGTHS = (21, 9, 30)  # one row without padding; the first two fit into tiny windows, the last does not
@@ -55,8 +58,9 @@ class PathResult:
     """One path of one model; the differences are max error / max |each document alone|.
 
     Attributes:
-        path: one of ``PATHS``.
-        logits, gradients: the worst document's, the worst parameter's; NaN where the path raises.
+        path: one of :func:`paths`.
+        logits, gradients: the worst document's, the worst parameter's; NaN where the path raises, and the logits of a
+            trainer, whose loss need not make any.
         raises: the first line of what it raised, or None.
     """
 
@@ -70,11 +74,25 @@ class PathResult:
         """``exact``, ``contaminated`` or ``refused``."""
         if self.raises is not None:
             return "refused"
-        return "exact" if max(self.logits, self.gradients) <= LIMIT else "contaminated"
+        measured = [figure for figure in (self.logits, self.gradients) if not isnan(figure)]
+        return "exact" if measured and max(measured) <= LIMIT else "contaminated"
 
 
-def survey(config: Any) -> list[PathResult]:
+def paths(trainer: str | None = None) -> tuple[str, ...]:
+    """The paths of a survey, in order.
+
+    Raises:
+        PackingError: there is no trainer of that name.
+    """
+    return PATHS if trainer is None else (*STOCK, *trainer_paths(trainer), PATCHED)
+
+
+def survey(config: Any, trainer: str | None = None) -> list[PathResult]:
     """Run every path on a tiny random clone of a config's model: CPU, float32, SDPA where the model has it.
+
+    Args:
+        config: of a transformers model.
+        trainer: also audit this trainer, as people build it and after ``enable_packing``.
 
     Raises:
         UnsupportedModelError: no tiny clone can be built, or it does not train a single document.
@@ -87,6 +105,9 @@ def survey(config: Any) -> list[PathResult]:
         raise UnsupportedModelError(f"no tiny clone: {type(error).__name__}: {_first_line(error)}") from error
     batch = PackedCollator()([{"input_ids": document} for document in documents])
     results = [_measure(path, model, choose(batch), documents, wanted) for path, choose in STOCK.items()]
+    if trainer is not None:
+        lists = [document.tolist() for document in documents]
+        results += [_measure_trainer(path, audit) for path, audit in audits(trainer, config, lists)]
     try:
         patch(model, verify=False)
     except UnsupportedModelError as error:
@@ -139,6 +160,14 @@ def _measure(path: str, model: nn.Module, inputs: Batch, documents: list[Tensor]
     scale = max(float(gradient.abs().max()) for gradient in wanted.gradients.values())
     gradients = [_error(found.gradients.get(name), g, scale) for name, g in wanted.gradients.items()]
     return PathResult(path, max(differences), max(gradients))
+
+
+def _measure_trainer(path: str, audit: Callable[[], TrainerReport]) -> PathResult:
+    try:
+        report = audit()
+    except Exception as error:  # as above
+        return PathResult(path, raises=f"{type(error).__name__}: {_first_line(error)}")
+    return PathResult(path, gradients=max(report.gradients, report.loss, report.leak))
 
 
 @dataclass(frozen=True)

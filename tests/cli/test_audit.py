@@ -46,10 +46,36 @@ def test_the_exit_status_and_the_json_tell_contamination(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("family", "verdicts"),
+    [
+        ("llama", ["exact", "exact"]),
+        ("gpt_oss", ["contaminated", "exact"]),
+        ("lfm2", ["refused", "exact"]),  # TRL raises without causal_conv1d
+    ],
+)
+def test_trl_is_judged_as_people_build_it(tmp_path, family, verdicts) -> None:
+    pytest.importorskip("trl", reason="it is what is audited")
+    figures = tmp_path / "audit.json"
+    enabled = "SFTTrainer(packing=True), enable_packing"
+    result = run(family, "--trainer", "trl", "--json", str(figures), "--path", enabled)
+    assert result.exit_code == 0, result.output
+    rows = {row["path"]: row for row in json.loads(figures.read_text())["families"][family]}
+    assert [rows[path]["verdict"] for path in ("SFTTrainer(packing=True)", enabled)] == verdicts
+    assert rows[enabled]["logits"] is None and rows[enabled]["gradients"] < 1e-4
+    assert "SFTTrainer(packing=True), enable_packing" in result.output
+
+
+def test_contamination_by_the_trainer_alone_is_exit_status_1() -> None:
+    pytest.importorskip("trl", reason="it is what is audited")
+    assert run("gpt_oss", "--trainer", "trl", "--path", "SFTTrainer(packing=True)").exit_code == 1
+
+
+@pytest.mark.parametrize(
     ("arguments", "text"),
     [
         ((), "crosspack audit takes a model, or --all-families"),
         (("llama", "--path", "nowhere"), "--path nowhere: there is position_ids,"),
+        (("llama", "--trainer", "nobody"), "--trainer nobody: there is trl"),
         (("llama", "--backend", "nothing"), "--backend nothing: the installed ones are"),
         (("no_such_model",), "no_such_model is neither a folder nor a model type of transformers"),
     ],
