@@ -40,7 +40,7 @@ def train(job: TrainJob) -> TrainResult:
     Raises:
         PackingError: the model cannot be loaded, cannot be packed without contamination, or does not fit the data.
     """
-    device = _device(job.device)
+    device = device_of(job.device)
     if job.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -130,7 +130,7 @@ def _run(job: TrainJob, run: Run, device: torch.device) -> _Finished:
     model.train()
     for step in range(len(records), len(job.schedule)):
         begin = time.perf_counter()
-        loss = _step(job, step, model, optimizer, _batches(job, step, run, device))
+        loss = _step(job, step, model, optimizer, batches(job, step, run, device))
         records.append(job.record(run, step, loss, time.perf_counter() - begin))
         if job.save_every and (step + 1) % job.save_every == 0:
             save_checkpoint(job, records, lambda folder: _save(folder, model, optimizer))
@@ -173,7 +173,7 @@ def _step(job: TrainJob, step: int, model: Any, optimizer: torch.optim.Optimizer
     return total.item()
 
 
-def _batches(job: TrainJob, step: int, run: Run, device: torch.device) -> Iterator[Batch]:
+def batches(job: TrainJob, step: int, run: Run, device: torch.device) -> Iterator[Batch]:
     """The model's arguments and ``labels`` int64 [B, S], unshifted, -100 where nothing is trained."""
     if run == "packed":
         collate = PackedCollator()
@@ -227,7 +227,8 @@ def _load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> N
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """The device that ``--device`` names; auto is the GPU if there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -21,6 +21,7 @@ COMMANDS = {
     "train": "packing_core.cli.train:train",
     "pack": "packing_core.cli.pack:pack",
     "report": "packing_core.cli.report:report",
+    "bench": "packing_core.cli.bench:bench",
     "audit": "packing_core.cli.audit:audit",
     "conform": "packing_core.cli.conform:conform",
 }

@@ -94,13 +94,13 @@ def train(
         require("matplotlib.figure", extra="plot")
     _check_output(output, compare=compare, overwrite=overwrite, resume=resume, save_every=save_every)
 
-    model_source, model_folder = _model(model)
+    built_from, model_folder = model_source(model)
     source = Source.open(
         data, split, tokenizer or model_folder, Policy(loss, bos, eos), trust_remote_code=trust_remote_code
     )
     encoder = source.encoder
     if model is None:
-        model_source = SMALL_LLAMA | _special_tokens(encoder.tokenizer)
+        built_from = SMALL_LLAMA | special_tokens(encoder.tokenizer)
     corpus = Corpus.collect(counted(OUT, "documents read", encoder(source.records)))
     lengths = corpus.documents.lengths
     plans = tuple(make_plan(lengths, capacity, overflow=overflow, seed=seed + epoch) for epoch in range(epochs))
@@ -114,7 +114,7 @@ def train(
     OUT.print(steps_table(schedule))
 
     if lr is None:
-        lr = 2e-5 if isinstance(model_source, str) else 3e-3
+        lr = 2e-5 if isinstance(built_from, str) else 3e-3
     if output is not None and not resume:
         if output.exists():
             shutil.rmtree(output)
@@ -122,7 +122,7 @@ def train(
     with TrainProgress(OUT, len(schedule)) as progress:
         result = run(
             TrainJob(
-                model=model_source,
+                model=built_from,
                 schedule=schedule,
                 options=Options(lr, decay, warmup, weight_decay, clip, precision, seed),
                 runs=("padded", "grouped", "packed") if compare else ("packed",),
@@ -177,7 +177,7 @@ def _check_output(output: Path | None, *, compare: bool, overwrite: bool, resume
         check_folder(output, RUN_FILE, overwrite=overwrite, ways="--resume, --overwrite")
 
 
-def _model(model: str | None) -> tuple[str | dict[str, Any], str | None]:
+def model_source(model: str | None) -> tuple[str | dict[str, Any], str | None]:
     """What the trainer builds the model from, and the folder or hub name whose tokenizer belongs to it."""
     if model is None:
         return SMALL_LLAMA, None  # the tokenizer is not known yet
@@ -192,7 +192,7 @@ def _model(model: str | None) -> tuple[str | dict[str, Any], str | None]:
     return config, str(path.parent) if (path.parent / "tokenizer_config.json").is_file() else None
 
 
-def _special_tokens(tokenizer: Any) -> dict[str, Any]:
+def special_tokens(tokenizer: Any) -> dict[str, Any]:
     """What a config says of its tokenizer."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {"vocab_size": len(tokenizer), **{name: getattr(tokenizer, name) for name in names}}
