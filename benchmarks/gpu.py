@@ -16,10 +16,11 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
+from traceback import print_exc
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     results: list[Result] = []
     for name in chosen.only:
         module, _, function = SECTIONS[name].partition(":")
-        found = getattr(import_module(module), function)()
+        found = survived(name, getattr(import_module(module), function)())
         for (case, contender), group in groupby(found, lambda r: (f"{r.section}, {r.case}", r.contender)):
             ended = list(group)
             results += ended
@@ -66,6 +67,15 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     if chosen.output:
         draw(chosen.output, results)
     return results
+
+
+def survived(name: str, results: Iterator[Result]) -> Iterator[Result]:
+    """The results up to what ended the section, which is a result too: the others still have their turn."""
+    try:
+        yield from results
+    except Exception as failure:
+        print_exc()
+        yield Result(name, "the rest", "everything", None, "", f"{type(failure).__name__}: {failure}"[:160])
 
 
 def header() -> str:

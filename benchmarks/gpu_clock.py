@@ -68,12 +68,13 @@ class Result:
 
 
 def gated(
-    check: Callable[[], float], limit: float, measure: Callable[[], dict[str, float]]
+    check: Callable[[], float], limit: float | Callable[[], float], measure: Callable[[], dict[str, float]]
 ) -> tuple[dict[str, float], str]:
     """The figures of ``measure`` if ``check``, an error, is within ``limit``; no figure and the reason otherwise."""
     if seconds_left() < 0:
         return {}, "not run: out of time"
     try:
+        limit = limit() if callable(limit) else limit
         error = check()
         if not error <= limit:
             return {}, f"WRONG: error {error:.1e}, where {limit:.1e} is allowed"

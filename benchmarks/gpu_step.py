@@ -111,7 +111,7 @@ def race(shape: Shape, contenders: Sequence[Contender]) -> Iterator[Result]:
             with _left_as_it_was(shape):
                 figures, note = gated(
                     lambda contender=contender, capacity=capacity: error(shape, contender, capacity),
-                    allowed(shape),
+                    lambda: allowed(shape),
                     lambda contender=contender, capacity=capacity: _train(shape, contender, capacity),
                 )
             _clear()
