@@ -1,0 +1,66 @@
+"""The GPU benchmark has no figure for what is wrong, late or broken, and writes what it has after every contender."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import gpu, gpu_clock, gpu_step
+from benchmarks.gpu_clock import Result, gated
+from benchmarks.gpu_step import Contender, Shape
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its toy sizes are for machines without a GPU")
+
+
+@pytest.fixture(autouse=True)
+def _no_deadline(monkeypatch):
+    monkeypatch.setattr(gpu_clock, "_deadline", float("inf"))
+
+
+def leaking(model):
+    """A row as one long document."""
+
+    def loss(batch):
+        ids, labels = batch["input_ids"], batch["labels"]
+        return model(input_ids=ids, labels=labels, use_cache=False).loss
+
+    return loss
+
+
+def test_a_contender_whose_documents_see_each_other_has_no_figure():
+    shape = Shape("toy", gpu_step._qwen2, (256,))
+    right, wrong = Contender("stock", gpu_step.stock, "stock"), Contender("leaking", leaking, "stock")
+    results = list(gpu_step.race(shape, [right, wrong]))
+    figures = {r.contender: r for r in results if r.unit == "real tokens/s"}
+    assert figures["stock"].value > 0
+    assert figures["leaking"].value is None and figures["leaking"].note.startswith("WRONG: error")
+
+
+def test_after_the_budget_nothing_is_begun():
+    gpu_clock.set_budget(-1)
+    assert gated(pytest.fail, 1.0, pytest.fail) == ({}, "not run: out of time")
+
+
+def test_what_fails_says_why_and_what_is_near_enough_is_measured():
+    def broken() -> float:
+        raise RuntimeError("no kernel\nlong trace")
+
+    assert gated(broken, 1.0, pytest.fail) == ({}, "RuntimeError: no kernel")
+    assert gated(lambda: float("nan"), 1.0, pytest.fail)[0] == {}
+    assert gated(lambda: 0.1, lambda: 0.2, lambda: {"ms": 3.0}) == ({"ms": 3.0}, "error 1.0e-01")
+
+
+def test_a_section_that_breaks_off_leaves_the_others_their_turn_and_its_results(monkeypatch, tmp_path, capsys):
+    def broken():
+        yield Result("one", "case", "ours", 1.5, "ms")
+        raise ValueError("out of something")
+
+    monkeypatch.setattr(gpu_step, "run", broken)
+    monkeypatch.setattr(gpu_step, "run_others", lambda: iter([Result("two", "case", "ours", 2.0, "ms")]))
+    gpu.main(["--only", "step", "others", "--output", str(tmp_path)])
+    written = json.loads((tmp_path / "gpu.json").read_text())["results"]
+    assert [r["value"] for r in written] == [1.5, None, 2.0]
+    assert written[1]["note"] == "ValueError: out of something"
+    assert "| case, ms |" in capsys.readouterr().out
