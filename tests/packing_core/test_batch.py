@@ -162,6 +162,15 @@ def test_document_weighting_counts_every_document_once():
     assert batch.loss_weights.tolist() == [[0, 0, 0, 0.5, 0.5, 0, 1, 0]]
 
 
+def test_a_batch_weighs_on_in_its_parts():
+    batch = pack([[1, 2, 3, 4, 5], [6, 7], [8, 9, 10]], 8, weighting="document", seed=None)
+    assert [part.weighting for part in (batch[:1], batch[[1]])] == ["document"] * 2
+    # The targets of documents 0, 1 and 2: 4 of weight 1/4, 1, 2 of weight 1/2.
+    assert sorted(batch.padding_free().loss_weights[batch.padding_free().loss_weights > 0].tolist()) == (
+        [0.25] * 4 + [0.5] * 2 + [1.0]
+    )
+
+
 def test_rows_without_segments_are_all_padding():
     batch = PackedBatch(np.zeros((3, 4), int), np.array([0, 2]), np.array([1]), np.array([0]), np.array([0]))
     assert batch.segment_ids.tolist() == [[0] * 4, [1, 1, 0, 0], [0] * 4]

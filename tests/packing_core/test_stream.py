@@ -152,6 +152,25 @@ def test_rows_of_a_stream_are_full(tail) -> None:
     assert sum(c.n_tokens for c in chunks) == lengths.sum()
 
 
+def test_a_round_lets_half_a_buffer_go_so_that_planning_stays_cheap() -> None:
+    lengths = np.random.default_rng(1).integers(7, 11, 500)  # no row is ever full
+    packed = stream(documents(lengths), 13, buffer=20)
+    list(packed)
+    assert packed.state_dict()["round"] <= 500 / 10 + 1
+
+
+def test_rows_keep_to_alignment_and_max_segments() -> None:
+    for row in stream(documents(LENGTHS), 32, alignment=8, max_segments=2, **OPTIONS):
+        assert (row.segment_starts % 8 == 0).all() and row.n_segments <= 2
+
+
+def test_the_pieces_of_a_split_document_say_where_they_start() -> None:
+    found = {}
+    for row in stream(documents([10, 3]), 4, overflow="split"):
+        found |= {(d, s): n for d, s, n in zip(*(a.tolist() for a in (row.sources, row.starts, row.lengths)))}
+    assert found == {(0, 0): 4, (0, 4): 4, (0, 8): 2, (1, 0): 3}
+
+
 def test_chunks_are_the_rows() -> None:
     source = documents(LENGTHS)
     rows = contents(stream(source, 20, **OPTIONS))
