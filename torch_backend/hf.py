@@ -31,6 +31,38 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 __all__ = ["PREFIX", "DecoderLayer", "PreTrainedModel", "packed_attention", "register", "unregistered"]
 
 PREFIX = "crosspack_"
+# Every name of transformers that this package touches, as "module:name" or "module:class.attribute"; a test finds them
+# all in the installed version, and finds no other import of transformers here.
+TOUCHED = (
+    "transformers:AttentionInterface",
+    "transformers:AttentionMaskInterface",
+    "transformers:AutoConfig",
+    "transformers:AutoModelForCausalLM",
+    "transformers:AutoTokenizer",
+    "transformers:CONFIG_MAPPING",
+    "transformers:LlamaConfig",
+    "transformers:LlamaForCausalLM",
+    "transformers:MistralConfig",
+    "transformers:MistralForCausalLM",
+    "transformers:PreTrainedModel",
+    "transformers:PreTrainedTokenizerFast",
+    "transformers.masking_utils:ALL_MASK_ATTENTION_FUNCTIONS",
+    "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS",
+    "transformers:TrainingArguments",
+    "transformers.modeling_layers:GradientCheckpointingLayer",
+    "transformers.models.auto.modeling_auto:MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    # attributes: where a config keeps the name of its attention, and what the trainers' glue reads
+    "transformers:PretrainedConfig._attn_implementation",
+    "transformers.models.llama.modeling_llama:eager_attention_forward",
+    "transformers.models.llama.modeling_llama:apply_rotary_pos_emb",
+    "transformers.models.mamba.modeling_mamba:causal_conv1d_fn",
+    "transformers:Trainer._prepare_inputs",
+    "transformers:Trainer._set_signature_columns_if_needed",
+    "transformers:Trainer.compute_loss",
+    "transformers:Trainer.compute_loss_context_manager",
+    "transformers:Trainer.get_batch_samples",
+    "transformers:Trainer.get_train_dataloader",
+)
 # What an attention layer may pass along without meaning anything for the packed result.
 _WITHOUT_EFFECT = (
     *("position_ids", "position_embeddings", "cache_position", "layer_idx", "use_cache", "packed", "seq_idx"),

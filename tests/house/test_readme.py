@@ -1,4 +1,4 @@
-"""What the README and docs/steps.md show is executed: Python blocks, and console commands on a tiny model."""
+"""What the README and the guides show is executed: Python blocks, and console commands on a tiny model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from packing_core.cli.corpus import standard_library_records
 from packing_core.cli.text import train_tokenizer
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/steps.md")
+PAGES = ("README.md", "docs/steps.md", "docs/torch.md")
 
 
 def blocks(page: str, language: str) -> list[str]:

@@ -12,6 +12,7 @@ import transformers
 import torch_backend
 from packing_core import PackedDataset
 from packing_core.errors import LayoutError, PackingError
+from tests.torch_backend.models import tiny
 from tests.torch_backend.test_trainer import CAPACITY, arguments, documents, gpt_oss, llama, peft, sft
 from torch_backend.trainer import enable_packing
 
@@ -59,6 +60,18 @@ def test_adapters_alone_are_compared(tmp_path) -> None:
     exact = torch_backend.audit(sft(llama(), tmp_path, data, adapter, **options))
     assert exact.verdict == "exact" and "lora" in exact.worst_parameter, str(exact)
     assert torch_backend.audit(sft(gpt_oss(), tmp_path, data, adapter, **options)).verdict == "contaminated"
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "lfm2"])
+def test_hybrids_that_trl_refuses_without_causal_conv1d_train_exactly_with_lora(tmp_path, family) -> None:
+    adapter = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    data = documents().remove_columns("comment")
+    trainer = sft(tiny(family), tmp_path, data, adapter, packing=True, max_length=CAPACITY, bf16=False)
+    with pytest.raises(ValueError, match="can't keep packed sequences apart without `causal_conv1d`"):
+        torch_backend.audit(trainer)
+    report = torch_backend.audit(enable_packing(trainer, verify=False))
+    assert report.verdict == "exact", str(report)
+    trainer.train()
 
 
 @pytest.mark.parametrize("rows", ["documents", "packed"])

@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_backend
 from packing_core.errors import UnsupportedModelError
 from tests.torch_backend.models import Run, alone, assert_same, collate, documents, error, packed, tiny
+from torch_backend import operators
 from torch_backend.hf import PREFIX
 from torch_backend.patch import state_of
 
@@ -141,13 +143,15 @@ def test_queries_left_in_float32(family: str) -> None:
     output.loss.backward()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
+@pytest.mark.parametrize("family", ROUTES)
 def test_dropout(family: str) -> None:
     """It drops, the same seed drops the same, and one document's draw is not another's business."""
-    model = tiny(family, attention_dropout=0.5)
-    model.config.attention_dropout = 0.5
-    for layer in model.model.layers:
-        layer.self_attn.attention_dropout = 0.5
+    model = model_of(family)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.5
+        elif isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.5
     torch_backend.patch(model, verify=False)
     docs = documents()
 
@@ -161,6 +165,35 @@ def test_dropout(family: str) -> None:
     assert max(error(b, a) for i, (a, b) in enumerate(zip(first, changed, strict=True)) if i != 2) < 1e-5
     dry = packed(model.eval(), docs).logits
     assert error(first[2], dry[2]) > 1e-2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled in this process")
+@pytest.mark.parametrize("family", ["qwen3"])
+def test_compiled_once_for_eight_segmentations(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The route whose implementations have fixed shapes; a mixer's and a decoder's batches of documents have not."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(operators, "INTERPRETED", True)
+    rows = []
+    for seed in range(8):
+        cuts = torch.randperm(15, generator=torch.Generator().manual_seed(seed))[:2].sort().values.tolist()
+        lengths = tuple(end + 1 - start for start, end in zip([0, *(c + 1 for c in cuts)], [*cuts, 15], strict=True))
+        rows.append(collate(documents(lengths, seed), capacity=16, max_seqlen=16, bucket=4))
+    model, sibling = (torch_backend.patch(model_of(family), implementation="triton", verify=False) for _ in range(2))
+    eager = [sibling(**row).loss for row in rows]
+    for row in rows:
+        del row["packed_lengths"]  # numbers on the host would be compiled in
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=False)
+    graphs = []
+    for row, want in zip(rows, eager, strict=True):
+        loss = compiled(**row).loss
+        graphs.append(counter.frame_count)
+        assert error(loss.detach(), want.detach()) < 1e-5
+    loss.backward()
+    assert len(set(graphs)) == 1
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("family", ROUTES)
