@@ -7,7 +7,9 @@ float32.
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import lru_cache, partial
 from typing import Any
 
@@ -29,7 +31,7 @@ from packing_core import pack, plan, protocol
 from packing_core.errors import UnsupportedError
 from packing_core.protocol import Array, Backend, BackendFactory, Batch, Capabilities, Document, Gradients
 
-_ALL = protocol.ALL_OPTIONS - {"alibi", "dynamic_rope", "ranks"}
+_ALL = protocol.ALL_OPTIONS - {"alibi", "dynamic_rope"}
 _PLAIN = _ALL - {"sinks"}  # without a differentiable log-sum-exp there are no sinks
 
 
@@ -49,7 +51,8 @@ def capabilities(implementation: str, platform: str) -> Capabilities:
             return Capabilities(("bfloat16", "float16"), options, range(8, 129, 8), atomic_backward=True)
         case "tpu":
             return Capabilities(("float32", "bfloat16"), _PLAIN, interpreted=interpreted)
-    return Capabilities(options=_ALL)
+    # Ranks are devices, of which a CPU has as many as a process asks for.
+    return Capabilities(options=_ALL if platform == "cpu" else _ALL - {"ranks"})
 
 
 def _make(implementation: str) -> Backend:
@@ -206,33 +209,65 @@ class Stack(AttentionStack):
         optimizer: str = "sgd",
         ranks: int = 1,
     ) -> tuple[list[float], dict[str, Array]]:
-        if ranks != 1:
-            raise UnsupportedError("a step takes its microbatches one after the other: ranks must be 1")
-        train_step = _train_step(self._config(decoder, dtype), dtype, optimizer, learning_rate)
-        state, losses = train_step.init(), []
-        weights.assign(state.params, decoder.weights)
-        for microbatches in steps:
-            sums = None
-            for documents in microbatches:
-                sums = train_step.accumulate(state, sums, to_batch(_pack(documents, capacity)))
-            assert sums is not None
-            state, metrics = train_step.update(state, sums)
-            losses.append(float(metrics["loss"]))
-        return losses, {name: np.asarray(x, np.float32) for name, x in weights.export(state.params).items()}
+        how = (self._config(decoder, dtype), dtype, optimizer, learning_rate, ranks)
+        if ranks == 1:
+            return _train(how, decoder.weights, steps, capacity)
+        protocol.require_declared(self, options=["ranks"])
+        # A process settles how many devices it has when JAX starts, so this one may have too few.
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=spawn, initializer=_have_devices, initargs=(ranks,)) as elsewhere:
+            return elsewhere.submit(_train, how, dict(decoder.weights), steps, capacity).result()
 
 
 def _decoder(config: DecoderConfig, dtype: str, implementation: str) -> Decoder:
     return Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.dtype(dtype), implementation=implementation)
 
 
+def _have_devices(count: int) -> None:
+    jax.config.update("jax_num_cpu_devices", count)
+
+
+def _train(
+    how: tuple[DecoderConfig, str, str, float, int],
+    start: Mapping[str, Array],
+    steps: Sequence[Sequence[Sequence[Document]]],
+    capacity: int,
+) -> tuple[list[float], dict[str, Array]]:
+    """Train from the weights ``start``; ``how`` are the arguments of `_train_step`."""
+    train_step, ranks = _train_step(*how), how[-1]
+    state, losses = train_step.init(), []
+    weights.assign(state.params, start)
+    for microbatches in steps:
+        sums = None
+        batches = [to_batch(_pack(documents, capacity)) for documents in microbatches]
+        for first in range(0, len(batches), ranks):
+            sums = train_step.accumulate(state, sums, _side_by_side(batches[first : first + ranks], ranks))
+        assert sums is not None
+        state, metrics = train_step.update(state, sums)
+        losses.append(float(metrics["loss"]))
+    return losses, {name: np.asarray(x, np.float32) for name, x in weights.export(state.params).items()}
+
+
+def _side_by_side(batches: Sequence[Mapping[str, Array]], ranks: int) -> dict[str, Array]:
+    """One batch of which every rank's device gets the rows of one microbatch, filled up with rows of padding."""
+    joined = {}
+    for key, like in batches[0].items():
+        rows = np.zeros((ranks, max(len(batch[key]) for batch in batches), like.shape[1]), like.dtype)
+        for rank, batch in enumerate(batches):
+            rows[rank, : len(batch[key])] = batch[key]
+        joined[key] = rows.reshape(-1, like.shape[1])
+    return joined
+
+
 @lru_cache(maxsize=8)
-def _train_step(config: DecoderConfig, dtype: str, optimizer: str, learning_rate: float) -> TrainStep:
+def _train_step(config: DecoderConfig, dtype: str, optimizer: str, learning_rate: float, ranks: int) -> TrainStep:
     """One step serves every run of a shape, so that it is compiled once; the weights come with each run."""
     rules: dict[str, Callable[[float], optax.GradientTransformation]] = {
         "sgd": optax.sgd,
         "adamw": partial(optax.adamw, eps=protocol.ADAMW_EPSILON, weight_decay=0.0),
     }
-    return make_train_step(_decoder(config, dtype, "xla"), rules[optimizer](learning_rate))
+    mesh = None if ranks == 1 else jax.make_mesh((ranks,), ("data",))
+    return make_train_step(_decoder(config, dtype, "xla"), rules[optimizer](learning_rate), mesh)
 
 
 def _pack(documents: Sequence[Document], capacity: int) -> Any:

@@ -6,7 +6,8 @@ import pytest
 
 from conformance.draws import DecoderCase, documents
 from jax_backend.attention import IMPLEMENTATIONS
-from jax_backend.conformance import backends, capabilities
+from jax_backend.conformance import Stack, _train, backends, capabilities
+from jax_backend.train_step import TrainStep
 from packing_core.errors import UnsupportedError
 from packing_core.protocol import ALL_OPTIONS, LEVELS, DecoderConfig
 
@@ -43,9 +44,14 @@ def test_xla_takes_part_at_every_level_and_the_others_where_attention_matters():
 )
 def test_what_is_declared(name, lacks):
     declared = capabilities(name, "gpu")
-    assert ALL_OPTIONS - declared.options == lacks | {"dynamic_rope", "ranks"}
+    assert ALL_OPTIONS - declared.options - {"ranks"} == lacks | {"dynamic_rope"}
     assert ("float32" in declared.dtypes) == (name != "cudnn")
     assert declared.atomic_backward == (name == "cudnn")
+
+
+def test_a_cpu_has_as_many_ranks_as_are_asked_for():
+    assert "ranks" in capabilities("xla", "cpu").options
+    assert "ranks" not in capabilities("xla", "gpu").options
 
 
 def test_kernels_run_interpreted_on_the_cpu_alone():
@@ -61,8 +67,26 @@ def test_what_is_not_declared_is_refused():
     decoder = DecoderCase(DecoderConfig(dynamic_rope_factor=2.0)).decoder()
     with pytest.raises(UnsupportedError, match="dynamic_rope not declared"):
         stack.forward(decoder, None, dtype="float32")
-    with pytest.raises(UnsupportedError, match="ranks must be 1"):
-        stack.train(DecoderCase().decoder(), [], capacity=8, learning_rate=0.1, dtype="float32", ranks=2)
+    with pytest.raises(UnsupportedError, match="ranks not declared"):
+        Stack("xla", "gpu").train(DecoderCase().decoder(), [], capacity=8, learning_rate=0.1, dtype="float32", ranks=2)
+
+
+def test_ranks_are_devices_and_each_has_its_own_microbatch(monkeypatch):
+    seen = []
+    accumulate = TrainStep.accumulate
+
+    def record(step, state, sums, batch):
+        placed = step.place(batch)["segment_ids"]
+        seen.append(
+            {shard.device.id: np.asarray(shard.data)[0].max(axis=0).tolist() for shard in placed.addressable_shards}
+        )
+        return accumulate(step, state, sums, batch)
+
+    monkeypatch.setattr(TrainStep, "accumulate", record)
+    step = [documents(3), documents(2, 2), documents(4)]
+    how = (backends()["xla"]()._config(DecoderCase().decoder(), "float32"), "float32", "sgd", 0.1, 2)
+    _train(how, DecoderCase().decoder().weights, [step], 4)
+    assert seen == [{0: [1, 1, 1, 0], 1: [1, 1, 2, 2]}, {0: [1, 1, 1, 1], 1: [0, 0, 0, 0]}]
 
 
 def test_every_run_of_a_shared_step_starts_from_its_own_weights():
