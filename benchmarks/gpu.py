@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from itertools import groupby
@@ -33,9 +34,9 @@ SECTIONS = {
     "step": "benchmarks.gpu_step:run",
     "rope": "benchmarks.gpu_rope:run",
     "attention": "benchmarks.gpu_attention:run",
-    "others": "benchmarks.gpu_step:run_others",
     "scaling": "benchmarks.gpu_attention:run_scaling",
     "sweep": "benchmarks.gpu_rope:run_sweep",
+    "others": "benchmarks.gpu_step:run_others",
 }
 
 
@@ -99,6 +100,8 @@ def figure(value: float | None) -> str:
 def as_table(results: list[Result]) -> str:
     """Contenders as lines, units as columns, where each has several; else cases as lines and contenders as columns."""
     with_figure = [r for r in results if r.value is not None]
+    if not with_figure:
+        return "\n".join(f"{note}: {count} cases" for note, count in Counter(r.note for r in results).items())
     units = list(dict.fromkeys(r.unit for r in with_figure))
     cells = {(r.case, r.contender, r.unit): figure(r.value) for r in with_figure}
     if len(units) > 3:
