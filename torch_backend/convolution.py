@@ -98,7 +98,7 @@ def _convolve(
     """
     fails = _library_fails(original, x.device, x.dtype)
     known = activation in (None, "silu", "swish") and not any(others.get(name) is not None for name in _STATES)
-    if fails is None or not known or (find_spec(LIBRARY) is None and not runs_triton(x)):
+    if fails is None or not known or (not runs_triton(x) and find_spec(LIBRARY) is None):
         return original(x, weight, bias, activation=activation, **others)
     n, channels, length = x.shape
     rows = PackedMetadata(
