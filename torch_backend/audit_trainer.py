@@ -97,13 +97,14 @@ def audit_trainer(trainer: Any, *, batches: int = 1) -> TrainerReport:
     Raises:
         LayoutError: a document that the collator was given is not in its rows as it was.
         PackingError: a batch holds one document only, or nothing is trained in it.
-        UnsupportedError: the trainer shards its model.
+        UnsupportedError: the trainer runs on several devices.
     """
-    for kind in ("is_deepspeed_enabled", "is_fsdp_enabled"):
-        if getattr(trainer, kind, False):
-            raise UnsupportedError(
-                f"{type(trainer).__name__} shards its model: audit it in one process without sharding"
-            )
+    shards = any(getattr(trainer, kind, False) for kind in ("is_deepspeed_enabled", "is_fsdp_enabled"))
+    if shards or trainer.args.world_size > 1 or trainer.args.n_gpu > 1:
+        raise UnsupportedError(
+            f"{type(trainer).__name__} spreads its model or its batches over devices: "
+            "audit it in one process that sees one"
+        )
     with torch.random.fork_rng(), _as_before(trainer):
         reports = [_Step(trainer, batch, features).report() for batch, features in _batches(trainer, batches)]
     return max(reports, key=lambda r: (r.verdict != "exact", r.loss, r.leak))

@@ -11,7 +11,7 @@ import transformers
 
 import torch_backend
 from packing_core import PackedDataset
-from packing_core.errors import LayoutError, PackingError
+from packing_core.errors import LayoutError, PackingError, UnsupportedError
 from tests.torch_backend.models import tiny
 from tests.torch_backend.test_trainer import CAPACITY, arguments, documents, gpt_oss, llama, peft, sft
 from torch_backend.trainer import enable_packing
@@ -182,4 +182,9 @@ def test_what_cannot_be_judged_says_why(tmp_path) -> None:
     data = documents(4)
     trainer.train_dataset = data.map(lambda row: {"labels": [-100] * len(row["labels"])})
     with pytest.raises(PackingError, match="nothing is trained in the trainer's first batch"):
+        torch_backend.audit(trainer)
+    trainer.args._n_gpu = 2
+    with pytest.raises(
+        UnsupportedError, match="Trainer spreads its model or its batches over devices: audit it in one"
+    ):
         torch_backend.audit(trainer)
