@@ -3,7 +3,7 @@
 Data flows segments -> lengths and offsets [B, M] of at most ``max_segments`` segments -> cuDNN. What it writes for
 padding is undefined, so outputs and gradients of padding are set to 0 here. JAX promises nothing about the call (up to
 0.10 it is silently wrong when query heads share key/value heads), so its numbers, gradients included, are compared with
-``xla`` once per process and class of shapes before it is ever traced.
+``chunked`` once per process and shape before it is ever traced.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_backend.attention import xla
+from jax_backend.attention import chunked
 from jax_backend.attention.request import Request
 from jax_backend.segments import Segments, find_segments, packed_offsets
 
@@ -44,7 +44,9 @@ def supports(request: Request) -> str | None:
     for refused, reason in refusals:
         if refused:
             return reason
-    return _probe(request.dtype.name, request.heads, request.kv_heads, request.head_dim, request.causal)
+    assert request.max_segments is not None
+    shape = request.queries, request.max_segments, request.heads, request.kv_heads, request.head_dim
+    return _probe(request.dtype.name, *shape, request.causal)
 
 
 def attend(
@@ -86,15 +88,32 @@ _zero_padding_gradient.defvjp(_keep_real, _drop_padding)
 
 
 @cache
-def _probe(dtype: str, heads: int, kv_heads: int, head_dim: int, causal: bool) -> str | None:
-    """Run two small packed rows forward and backward, and say why the result cannot be trusted, or None."""
-    ids = np.zeros((2, 256), np.int32)
+def _probe(
+    dtype: str, tokens: int, max_segments: int, heads: int, kv_heads: int, head_dim: int, causal: bool
+) -> str | None:
+    """Run two small packed rows and a full one forward and backward, and say why the result cannot be trusted, or None.
+
+    Small rows alone would not do: on an H200 (cuDNN 9.19) they are right where rows of many segments are wrong.
+    """
+    small = np.zeros((2, 256), np.int32)
     for row, bounds in enumerate(((0, 70, 71, 200), (16, 144, 256))):  # padding after, between rows, before
         for number, (start, stop) in enumerate(pairwise(bounds), start=1):
-            ids[row, start:stop] = number
+            small[row, start:stop] = number
+    segments = min(tokens, max_segments)
+    full = (np.arange(tokens, dtype=np.int32) * segments // tokens + 1)[None]
+    for ids, cap in ((small, 4), (full, max_segments)):
+        reason = _distrust(ids, cap, dtype, heads, kv_heads, head_dim, causal)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _distrust(
+    ids: np.ndarray, max_segments: int, dtype: str, heads: int, kv_heads: int, head_dim: int, causal: bool
+) -> str | None:
     request = Request(
-        queries=256,
-        keys=256,
+        queries=ids.shape[1],
+        keys=ids.shape[1],
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -106,7 +125,7 @@ def _probe(dtype: str, heads: int, kv_heads: int, head_dim: int, causal: bool) -
         softcap=None,
         needs_lse=False,
         own_keys=True,
-        max_segments=4,
+        max_segments=max_segments,
         platform="gpu",
     )
     try:
@@ -116,20 +135,21 @@ def _probe(dtype: str, heads: int, kv_heads: int, head_dim: int, causal: bool) -
         return f"cuDNN's packed call does not run here: {type(error).__name__}: {error}"
     if not worst <= TOLERANCE:
         return (
-            f"cuDNN's packed call is wrong here (relative error {worst:.2g} on {heads} query and {kv_heads} key heads)"
+            f"cuDNN's packed call is wrong here (relative error {worst:.2g} on {heads} query and {kv_heads} key heads, "
+            f"rows of {ids.shape[1]} tokens and {ids.max()} segments)"
         )
     return None
 
 
 def _largest_error(request: Request, ids: np.ndarray) -> float:
-    """Relative error of cuDNN's output and gradients against ``xla`` in float32."""
+    """Relative error of cuDNN's output and gradients against ``chunked`` in float32."""
     rng = np.random.default_rng(0)
     shapes = [(*ids.shape, n, request.head_dim) for n in (request.heads, request.kv_heads, request.kv_heads)]
     narrow = [jnp.asarray(rng.standard_normal(shape), request.dtype) for shape in shapes]
     dout = jnp.asarray(rng.standard_normal(shapes[0]), request.dtype)
     wide = [x.astype(jnp.float32) for x in narrow]
     found = _out_and_gradients(attend, narrow, dout, jnp.asarray(ids), request)
-    wanted = _out_and_gradients(xla.attend, wide, dout, jnp.asarray(ids), request)
+    wanted = _out_and_gradients(chunked.attend, wide, dout, jnp.asarray(ids), request)
     return max(_distance(x, y) for x, y in zip(found, wanted, strict=True))
 
 
