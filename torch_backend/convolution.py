@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch_backend.conv import reference, short_convolution
 from torch_backend.metadata import PackedMetadata
 from torch_backend.operators import runs_triton
+from torch_backend.trial import apart, on
 
 NAME = "causal_conv1d_fn"
 LIBRARY = "causal_conv1d"
@@ -125,6 +126,7 @@ def _library_fails(original: Convolution, device: torch.device, dtype: torch.dty
     return None if error <= _TOLERANCE else f"its trial run was wrong by {error:.2g} of the largest value"
 
 
+@apart
 def _error(convolution: Convolution, device: torch.device, dtype: torch.dtype) -> float:
     generator = torch.Generator().manual_seed(0)
     x, dy = (torch.randn(2, 8, 16, generator=generator).to(device, dtype) for _ in range(2))
@@ -132,8 +134,7 @@ def _error(convolution: Convolution, device: torch.device, dtype: torch.dtype) -
 
     def run(function: Convolution) -> list[Tensor]:
         inputs = [value.clone().requires_grad_() for value in (x, weight)]
-        with torch.enable_grad():
-            y = function(*inputs)
+        y = function(*inputs)
         return [y, *torch.autograd.grad(y, inputs, dy)]
 
     def plain(x: Tensor, weight: Tensor) -> Tensor:
@@ -142,5 +143,6 @@ def _error(convolution: Convolution, device: torch.device, dtype: torch.dtype) -
         y = reference.short_convolution(flat, weight.float(), None, positions, True)
         return y.view(x.shape[0], x.shape[2], -1).transpose(1, 2).to(dtype)
 
-    pairs = zip(run(lambda x, weight: convolution(x, weight, None, activation="silu")), run(plain), strict=True)
-    return max(float(((a - b).abs().max() / b.abs().max()).detach()) for a, b in pairs)
+    with on(device):
+        pairs = zip(run(lambda x, weight: convolution(x, weight, None, activation="silu")), run(plain), strict=True)
+        return max(float(((a - b).abs().max() / b.abs().max()).detach()) for a, b in pairs)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils.checkpoint import checkpoint
 
 from packing_core import reference
 from packing_core.errors import UnsupportedError
@@ -228,6 +229,18 @@ def test_a_trial_leaves_random_numbers_grad_mode_and_fake_tensors_alone():
         assert trial.supports(CPU_REQUEST) is None
         assert not torch.is_grad_enabled()
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_trial_inside_a_checkpointed_layer_is_no_part_of_the_layer():
+    trial = Trial()
+
+    def layer(x):
+        assert trial.supports(CPU_REQUEST) is None  # runs in the forward, and not again when it is recomputed
+        return x.exp()
+
+    x = torch.zeros(3, requires_grad=True)
+    checkpoint(layer, x, use_reentrant=False).sum().backward()
+    assert torch.equal(x.grad, torch.ones(3)) and len(trial.runs) == 1
 
 
 def test_torch_compile_imports_and_asks_while_tracing_and_keeps_one_graph(tmp_path, monkeypatch):

@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_backend.metadata import PackedMetadata
+from torch_backend.trial import apart, on
 
 if TYPE_CHECKING:
     from torch_backend.attention import AttentionRequest, Implementation
@@ -70,15 +70,11 @@ def _rank(trial: AttentionRequest, load: Callable[[str], Implementation]) -> tup
     return ranked + tuple(name for name in CUDA if name not in times)
 
 
+@apart
 def milliseconds(implementation: Implementation, trial: AttentionRequest, repeat: int = 3) -> float:
     """GPU time of one forward, and backward if the request has one, on random data of the trial's shape."""
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("default")  # a trial may wait for the device, whatever its caller may
-    try:
-        with _disable_current_modes(), torch.inference_mode(False), torch.set_grad_enabled(trial.requires_grad):
-            return _milliseconds(implementation, trial, repeat)
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
+    with on(trial.device), torch.set_grad_enabled(trial.requires_grad):
+        return _milliseconds(implementation, trial, repeat)
 
 
 def _milliseconds(implementation: Implementation, trial: AttentionRequest, repeat: int) -> float:

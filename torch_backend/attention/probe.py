@@ -8,18 +8,17 @@ accepted and ignored. So what an implementation can do is what a run on the devi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_backend.attention import AttentionRequest
 from torch_backend.attention.reference import scores_attention
 from torch_backend.metadata import PackedMetadata
+from torch_backend.trial import apart, on
 
 # Shorter than, equal to and longer than a tile of 64, with a boundary inside a tile; two zero-length segments follow,
 # and the longest is rounded up.
@@ -118,10 +117,7 @@ def _outcome(
         compiling=False,
     )
     try:
-        # A probe is no part of the step that asked for it: neither its fake tensors, its autocast nor its ban on
-        # synchronisation apply.
-        with _disable_current_modes(), torch.inference_mode(False), torch.autocast(device.type, enabled=False):
-            error = _error(implementation, request)
+        error = _error(implementation, request)
     except ImportError as failure:
         return f"cannot be imported: {failure}"
     except Exception as failure:  # whatever it raises is the reason why it cannot be used here
@@ -132,6 +128,7 @@ def _outcome(
     return None
 
 
+@apart
 def _error(implementation: Probed, request: AttentionRequest) -> float:
     """The largest error of the output and of each gradient, as a share of its largest value."""
     packed = PackedMetadata.from_lengths(_LENGTHS, device=request.device, entries=_SEGMENTS, max_seqlen=_MAX_SEQLEN)
@@ -144,7 +141,7 @@ def _error(implementation: Probed, request: AttentionRequest) -> float:
         outputs = [scores_attention(*each, request=request, sinks=sinks, alibi_slopes=slopes) for each in documents]
         return torch.cat(outputs).to(request.dtype)
 
-    with _synchronising(request.device):
+    with on(request.device):
         pairs = zip(_output_and_gradients(given, request), _output_and_gradients(plain, request), strict=True)
         return max(float((found - right).abs().max() / right.abs().max()) for found, right in pairs)
 
@@ -168,17 +165,3 @@ def _output_and_gradients(function: Callable[..., Tensor], request: AttentionReq
     with torch.enable_grad():
         out = function(q, k, v, sinks, slopes)
     return [x.detach().float() for x in (out, *torch.autograd.grad(out, inputs, dout))]
-
-
-@contextmanager
-def _synchronising(device: torch.device) -> Iterator[None]:
-    """Reading results back is allowed inside, even where ``torch.cuda.set_sync_debug_mode`` forbids it."""
-    if device.type != "cuda":
-        yield
-        return
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("default")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
