@@ -59,6 +59,7 @@ def test_a_recorded_device_takes_the_order_of_its_documents_lengths(monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert order(SHORT, IMPLEMENTATIONS.__getitem__) == RECORDED[9, 0][0]
     assert order(LONG, IMPLEMENTATIONS.__getitem__) == RECORDED[9, 0][1]
+    assert order(replace(LONG, segments=1), IMPLEMENTATIONS.__getitem__) == RECORDED[9, 0][2]
 
 
 def test_an_unknown_device_is_timed_once_per_shape_and_says_so(unknown_gpu, caplog):

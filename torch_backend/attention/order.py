@@ -1,4 +1,4 @@
-"""In which order "auto" asks the implementations: measured, per device and by whether documents are short.
+"""In which order "auto" asks the implementations: measured, per device and by how long documents are.
 
 A request -> the recorded order of its device (benchmarks/RESULTS.md) or, on a device without one, the order in which
 batches of the request's shape ran, forward and backward; that is timed once per process, kept and logged.
@@ -24,13 +24,16 @@ logger = logging.getLogger(__name__)
 CPU = ("sdpa", "reference")
 # Everything that may serve on CUDA; the order where nothing was recorded and nothing may be timed.
 CUDA = ("flash4", "flash3", "triton", "varlen", "flash2", "flex", "xformers", "sdpa", "reference")
-# Segments of fewer tokens on average are short: below, tiles of few tokens win, above, the fastest pipeline does.
-SHORT = 768
-# compute capability -> order for short documents, order for long ones
+# Kinds of documents by mean tokens of a segment: (fewer than, what stands for the kind when it is timed). Among short
+# ones tiles of few tokens win, among others the fastest pipeline; of very long ones torch's own attention, called once
+# for each length, is among these.
+KINDS = ((768, 256), (8_192, 2_048), (float("inf"), 16_384))
+# compute capability -> the order for each kind
 RECORDED = {
     (9, 0): (
         ("triton", "flash4", "flash3", "varlen", "flash2", "flex", "xformers", "sdpa", "reference"),
         ("flash4", "flash3", "triton", "varlen", "flash2", "flex", "xformers", "sdpa", "reference"),
+        ("flash4", "flash3", "sdpa", "triton", "flex", "varlen", "flash2", "xformers", "reference"),
     ),
 }
 _TOKENS = 16_384
@@ -46,10 +49,11 @@ def order(request: AttentionRequest, load: Callable[[str], Implementation]) -> t
     """
     if request.device.type != "cuda":
         return CPU
-    length = 256 if request.tokens < SHORT * request.segments else 2_048
+    kind = next(i for i, (bound, _) in enumerate(KINDS) if request.tokens < bound * request.segments)
+    length = KINDS[kind][1]
     capability = torch.cuda.get_device_capability(request.device)
     if capability in RECORDED:
-        return RECORDED[capability][length > SHORT]
+        return RECORDED[capability][kind]
     if request.compiling or torch.are_deterministic_algorithms_enabled():
         return CUDA  # a trace cannot time, and two runs may not differ in what they time
     trial = replace(request, tokens=_TOKENS, segments=_TOKENS // length, max_seqlen=length, host_lengths=True)
