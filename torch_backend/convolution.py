@@ -1,8 +1,8 @@
 """The Triton short convolution inside mixers, in packed forwards alone.
 
 Modeling files of transformers convolve through one function, ``causal_conv1d_fn(x, weight, bias, activation)``: the
-kernel of ``causal_conv1d`` where that library is installed, plain torch elsewhere. A mixer's packed forward is its own
-forward over a copy of the module's namespace in which the name means :func:`_convolve`:
+kernel of ``causal_conv1d`` where that library is installed, plain torch elsewhere. In a mixer's packed forward the name
+means :func:`_convolve` (:mod:`torch_backend.rebinding`):
 
     x [n, C, L] of n documents --library, if it is installed and passes a trial--> [n, C, L]
                                --else, where Triton runs, torch_backend.conv--> [n, C, L]
@@ -10,12 +10,9 @@ forward over a copy of the module's namespace in which the name means :func:`_co
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Callable
 from functools import cache, partial
 from importlib.util import find_spec
-from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -24,6 +21,7 @@ from torch import Tensor, nn
 from torch_backend.conv import reference, short_convolution
 from torch_backend.metadata import PackedMetadata
 from torch_backend.operators import runs_triton
+from torch_backend.rebinding import called, rebound
 from torch_backend.trial import apart, on
 
 NAME = "causal_conv1d_fn"
@@ -37,21 +35,15 @@ Convolution = Callable[..., Tensor]
 @cache
 def packed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A layer class's ``forward`` with the convolution chosen here; as it is, if it convolves in another way."""
-    innermost = inspect.unwrap(forward)
-    original = _original(innermost)
+    original = called(forward, NAME)
     if original is None:
         return forward
-    # A module that can be imported by its name, because that is how torch.compile guards the globals of a function.
-    module = ModuleType(f"{__name__}.{innermost.__module__}")
-    module.__dict__.update(innermost.__globals__, __name__=module.__name__)
-    module.__dict__[NAME] = partial(_convolve, original)
-    sys.modules[module.__name__] = module
-    return _copied(forward, innermost, module.__dict__) or forward
+    return rebound(forward, NAME, partial(_convolve, original)) or forward
 
 
 def describe(layer: nn.Module) -> str:
     """What convolves in a packed forward of a mixer, and why the library does not; empty for other convolutions."""
-    original = _original(inspect.unwrap(type(layer).forward))
+    original = called(type(layer).forward, NAME)
     convolutions = [m for m in layer.children() if isinstance(m, nn.Conv1d)]
     if original is None or not convolutions:
         return ""
@@ -61,28 +53,6 @@ def describe(layer: nn.Module) -> str:
         return f"convolution by {LIBRARY}"
     own = "crosspack's Triton kernel" if runs_triton(weight) else "plain torch"
     return f"convolution by {own} (not {LIBRARY}: {refused})"
-
-
-def _original(innermost: Any) -> Convolution | None:
-    """The function that ``innermost`` calls by the name, None if it calls none."""
-    called = NAME in getattr(getattr(innermost, "__code__", None), "co_names", ())
-    found: Convolution | None = innermost.__globals__.get(NAME) if called else None
-    return found
-
-
-def _copied(function: Any, innermost: Any, namespace: dict[str, Any]) -> Callable[..., Any] | None:
-    """``function`` and what decorates it, with its innermost function over ``namespace``."""
-    inner, cells = getattr(function, "__wrapped__", None), function.__closure__ or ()
-    if function is innermost:
-        copy = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, cells)
-    else:
-        replaced = _copied(inner, innermost, namespace)
-        if replaced is None or not any(cell.cell_contents is inner for cell in cells):
-            return None
-        cells = tuple(CellType(replaced) if cell.cell_contents is inner else cell for cell in cells)
-        copy = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
 
 
 def _convolve(

@@ -1,18 +1,17 @@
 """The Triton rotary embedding inside patched attention layers, in packed forwards alone.
 
-Most modeling files of transformers rotate through one function, ``apply_rotary_pos_emb(q, k, cos, sin)``. Rebinding it
-would change every model of the family, so a layer gets its own forward instead: the same code over a copy of the
-module's namespace in which the name means :func:`_turned`. It runs where a CarriedMask comes in; every other call takes
-the forward that was there before. Which rotation a modeling file means is found by calling its function.
+Most modeling files of transformers rotate through one function, ``apply_rotary_pos_emb(q, k, cos, sin)``. In a layer's
+packed forward that name means :func:`_turned` (:mod:`torch_backend.rebinding`): it runs where a CarriedMask comes in,
+and every other call takes the forward that was there before. Which rotation a modeling file means is found by calling
+its function.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
 from functools import cache, partial
-from types import FunctionType, MethodType, ModuleType
+from types import MethodType
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from torch_backend.carry import CarriedMask
 from torch_backend.operators import runs_triton
+from torch_backend.rebinding import called, rebound
 from torch_backend.rope import apply_rope
 from torch_backend.rope.reference import rotate
 
@@ -30,10 +30,7 @@ Rotation = Callable[..., tuple[Tensor, Tensor]]
 
 def wrap(layer: nn.Module) -> bool:
     """Give an attention layer a packed forward with the Triton rotation; False if its rotation has another form."""
-    forward = inspect.unwrap(type(layer).forward)
-    if forward is not type(layer).forward or NAME not in forward.__code__.co_names or forward.__closure__:
-        return False
-    packed_forward = _packed_forward(forward)
+    packed_forward = _packed_forward(type(layer).forward)
     if packed_forward is None:
         return False
     layer.__dict__[_BEFORE] = layer.__dict__.get("forward")
@@ -64,19 +61,12 @@ def _forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 @cache
-def _packed_forward(forward: FunctionType) -> Callable[..., Any] | None:
-    """``forward`` over a namespace of its own, or None if it does not rotate as :func:`apply_rope` can."""
-    original: Rotation | None = forward.__globals__.get(NAME)
+def _packed_forward(forward: Callable[..., Any]) -> Callable[..., Any] | None:
+    """``forward`` with the Triton rotation, or None if it does not rotate as :func:`apply_rope` can."""
+    original: Rotation | None = called(forward, NAME)
     if original is None or (interleaved := interleaving(original)) is None:
         return None
-    # A module that can be imported by its name, because that is how torch.compile guards the globals of a function.
-    module = ModuleType(f"{__name__}.{forward.__module__}")
-    module.__dict__.update(forward.__globals__, __name__=module.__name__)
-    module.__dict__[NAME] = partial(_turned, original, interleaved)
-    sys.modules[module.__name__] = module
-    copy = FunctionType(forward.__code__, module.__dict__, forward.__name__, forward.__defaults__)
-    copy.__kwdefaults__ = forward.__kwdefaults__
-    return copy
+    return rebound(forward, NAME, partial(_turned, original, interleaved))
 
 
 def _turned(
