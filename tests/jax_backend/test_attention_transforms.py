@@ -39,6 +39,8 @@ def gradients(function: Any, *arguments: Any) -> Any:
 
 @pytest.mark.parametrize("implementation", ["chunked", "pallas"])
 def test_new_segmentations_are_traced_once(implementation: str) -> None:
+    # the first kernel that jax 0.11 interprets in a process imports modules that enter the key of every trace
+    segment_attention(*operands(rows=1), implementation=implementation)
     traces = []
 
     @jax.jit
