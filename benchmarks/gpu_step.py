@@ -25,38 +25,26 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_clock import DEVICE, QUICK, TOY, Result, gated, matrix_rate, relative_error, synchronize, wanted
-from packing_core import PackPlan, pack, plan
-from torch_backend import PackedCollator, patch
+from benchmarks.gpu_workload import (
+    DTYPE,
+    LONGEST,
+    Batch,
+    Shape,
+    batches,
+    documents,
+    llama3,
+    make_model,
+    qwen2,
+    qwen35,
+)
+from torch_backend import patch
 from torch_backend.captured import CapturedStep, compile_layers
 from torch_backend.causal_lm_loss import causal_lm_loss
 from torch_backend.metadata import PackedMetadata
 
 NOISE = 2.0  # times the error of bfloat16 itself; contamination is tens of times
-LONGEST = 64 if TOY else 2_048
-DTYPE = torch.float32 if TOY else torch.bfloat16
 WARM_UP = 5  # steps of every contender, of which a captured one runs three as usual
-Batch = dict[str, Any]
 Loss = Callable[[Mapping[str, Any]], Tensor]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A model's shape and how it is trained.
-
-    Attributes:
-        make: few layers or all of them -> config.
-        capacities: of rows.
-        lora: train adapters of rank 16 alone.
-        padded: documents in a padded batch.
-        steps: to time, at most.
-    """
-
-    name: str
-    make: Callable[[bool], Any]
-    capacities: Sequence[int]
-    lora: bool = False
-    padded: int = 8
-    steps: int = 16
 
 
 @dataclass(frozen=True)
@@ -84,20 +72,20 @@ class Contender:
 def run() -> Iterator[Result]:
     """The shape that the targets are about."""
     if TOY:
-        yield from race(Shape("toy", _qwen2, (256,)), [c for c in CONTENDERS if c.name in TOY_RUNS])
+        yield from race(Shape("toy", qwen2, (256,)), [c for c in CONTENDERS if c.name in TOY_RUNS])
     else:
-        yield from race(Shape("Qwen2-0.5B", _qwen2, (16_384, 65_536)), CONTENDERS)
+        yield from race(Shape("Qwen2-0.5B", qwen2, (16_384, 65_536)), CONTENDERS)
 
 
 def run_others() -> Iterator[Result]:
     """Larger and other shapes."""
     if TOY:
-        yield from race(Shape("toy, LoRA", _qwen2, (256,), lora=True), [c for c in CONTENDERS if c.name in TOY_RUNS])
+        yield from race(Shape("toy, LoRA", qwen2, (256,), lora=True), [c for c in CONTENDERS if c.name in TOY_RUNS])
         return
     few = [c for c in CONTENDERS if c.name in LORA_RUNS]
-    yield from race(Shape("Llama-3-8B, LoRA", _llama3, (8_192,), lora=True, steps=6), few)
+    yield from race(Shape("Llama-3-8B, LoRA", llama3, (8_192,), lora=True, steps=6), few)
     few = [c for c in CONTENDERS if c.name in HYBRID_RUNS]
-    yield from race(Shape("Qwen3.5 hybrid, 8 layers", _qwen35, (16_384,), steps=2), few)
+    yield from race(Shape("Qwen3.5 hybrid, 8 layers", qwen35, (16_384,), steps=2), few)
 
 
 def race(shape: Shape, contenders: Sequence[Contender]) -> Iterator[Result]:
@@ -205,103 +193,6 @@ def _liger(model: Any, **options: bool) -> None:
     apply(model=model, cross_entropy=False, rms_norm=True, swiglu=True, **options)
 
 
-# -- what is trained ---------------------------------------------------------------------------------------------------
-
-
-def _qwen2(few: bool) -> Any:
-    from transformers import Qwen2Config
-
-    size = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    if not TOY:
-        size = {"hidden_size": 896, "intermediate_size": 4_864, "num_attention_heads": 14, "num_key_value_heads": 2}
-    layers = 2 if few or TOY else 24
-    return Qwen2Config(
-        **size, num_hidden_layers=layers, vocab_size=199 if TOY else 151_936, tie_word_embeddings=True,
-        layer_types=["full_attention"] * layers, max_position_embeddings=32_768,
-    )  # fmt: skip
-
-
-def _llama3(few: bool) -> Any:
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        hidden_size=4_096, intermediate_size=14_336, num_attention_heads=32, num_key_value_heads=8,
-        num_hidden_layers=2 if few else 32, vocab_size=128_256, tie_word_embeddings=False,
-        max_position_embeddings=8_192,
-    )  # fmt: skip
-
-
-def _qwen35(few: bool) -> Any:
-    from transformers import Qwen3_5TextConfig
-
-    layers = 4 if few else 8
-    return Qwen3_5TextConfig(
-        hidden_size=1_024, intermediate_size=3_584, num_attention_heads=8, num_key_value_heads=2, head_dim=256,
-        num_hidden_layers=layers, linear_num_key_heads=16, linear_num_value_heads=16, vocab_size=248_320,
-        layer_types=(["linear_attention"] * 3 + ["full_attention"]) * (layers // 4), tie_word_embeddings=True,
-    )  # fmt: skip
-
-
-def documents() -> list[np.ndarray]:
-    """480 documents of mean 243 and at most 2,048 tokens."""
-    generator = np.random.default_rng(0)
-    lengths = np.clip(generator.lognormal(np.log(243) - 0.28, 0.75, 24 if TOY else 480), 16, LONGEST).astype(int)
-    return [generator.integers(1, 199 if TOY else 100_000, n) for n in lengths]
-
-
-def batches(rows: str, docs: list[np.ndarray], capacity: int, padded: int = 8) -> list[Batch]:
-    """Batches on the device; ``rows`` as in :class:`Contender`."""
-    if rows == "padded":
-        groups = [docs[i : i + padded] for i in range(0, len(docs), padded)]
-        return [_padded(group) for group in groups]
-    planned = pack(docs, tight(docs, capacity))
-    fixed = {"max_seqlen": LONGEST, "bucket": -(-capacity // 64)} if rows == "fixed" else {}
-    collate = PackedCollator(**fixed)
-    found = []
-    for row in range(len(planned)):
-        batch = collate(planned[row : row + 1])
-        if rows == "stock":
-            batch = {name: x for name, x in batch.items() if name not in ("packed_lengths", "seq_idx")}
-        found.append({name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in batch.items()})
-    return found
-
-
-def tight(docs: list[np.ndarray], capacity: int) -> PackPlan:
-    """The plan of the least capacity that needs no more rows: full rows, as a whole corpus would give."""
-    lengths = [len(d) for d in docs]
-    found = plan(lengths, capacity, seed=0)
-    for smaller in range(-(-sum(lengths) // found.n_rows // 64) * 64, capacity, 64):
-        if smaller >= max(lengths) and (shorter := plan(lengths, smaller, seed=0)).n_rows == found.n_rows:
-            return shorter
-    return found
-
-
-def _padded(group: list[np.ndarray]) -> Batch:
-    longest = max(map(len, group))
-    ids = torch.zeros(len(group), longest, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for i, document in enumerate(group):
-        ids[i, : len(document)], mask[i, : len(document)] = torch.from_numpy(document), 1
-    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-    return {name: x.to(DEVICE) for name, x in batch.items()}
-
-
-def _model(shape: Shape, attention: str, few: bool, dtype: torch.dtype = DTYPE) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    with torch.device(DEVICE):
-        model = AutoModelForCausalLM.from_config(shape.make(few), attn_implementation=attention, dtype=DTYPE)
-    model = model.to(dtype)
-    if not shape.lora:
-        return model
-    from peft import LoraConfig, get_peft_model
-
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    adapted = get_peft_model(model, LoraConfig(r=16, target_modules=targets, init_lora_weights=False))
-    return adapted.to(dtype).base_model.model
-
-
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
@@ -313,7 +204,7 @@ def right_gradients(shape: Shape) -> tuple[Tensor, float]:
 
 
 def _gradients_alone(shape: Shape, dtype: torch.dtype) -> Tensor:
-    model = _model(shape, "sdpa", few=True, dtype=dtype)
+    model = make_model(shape, "sdpa", few=True, dtype=dtype)
     docs = checked_documents()
     total = sum(len(d) - 1 for d in docs)
     gradients: list[Tensor] = []
@@ -336,7 +227,7 @@ def checked_documents() -> list[np.ndarray]:
 def error(shape: Shape, contender: Contender, capacity: int) -> float:
     """Of the gradients of one row, or of one padded batch, of all checked documents, on a model of few layers."""
     docs = checked_documents()
-    model = _model(shape, contender.attention, few=True)
+    model = make_model(shape, contender.attention, few=True)
     loss = contender.loss(model)
     trained = _trained(model)
 
@@ -363,7 +254,7 @@ def _train(shape: Shape, contender: Contender, capacity: int) -> dict[str, float
     if not TOY:
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
-    model = _model(shape, contender.attention, few=QUICK)
+    model = make_model(shape, contender.attention, few=QUICK)
     loss = contender.loss(model)
     optimizer = torch.optim.AdamW(_trained(model), lr=1e-5, fused=True, capturable=not TOY)
 

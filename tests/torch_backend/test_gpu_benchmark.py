@@ -30,7 +30,7 @@ def leaking(model):
 
 
 def test_a_contender_whose_documents_see_each_other_has_no_figure():
-    shape = Shape("toy", gpu_step._qwen2, (256,))
+    shape = Shape("toy", gpu_step.qwen2, (256,))
     right, wrong = Contender("stock", gpu_step.stock, "stock"), Contender("leaking", leaking, "stock")
     results = list(gpu_step.race(shape, [right, wrong]))
     figures = {r.contender: r for r in results if r.unit == "real tokens/s"}
