@@ -30,7 +30,8 @@ def chosen(index: int | slice | ArrayLike, count: int) -> Int64:
         IndexError: the index is out of range, or is not of integers (or of ``count`` bools).
     """
     if isinstance(index, slice):
-        return np.arange(*index.indices(count))
+        picked = range(count)[index]
+        return np.arange(len(picked)) * (picked.step if len(picked) > 1 else 1) + picked.start
     numbers = np.atleast_1d(np.asarray(index, None if np.size(index) else np.int64))
     if numbers.dtype == np.bool_ and numbers.shape == (count,):
         return np.flatnonzero(numbers)

@@ -70,6 +70,12 @@ def test_ramps_cross_the_block_size():
     assert not out[500_010:].any()
 
 
+@pytest.mark.parametrize("count", [0, 3])
+def test_a_step_past_every_integer_chooses_the_first(count):
+    numbers = runs.chosen(slice(None, None, 2**63), count)
+    assert numbers.dtype == np.int64 and numbers.tolist() == [0][:count]
+
+
 @given(st.integers(0, 8), st.data())
 def test_chosen_is_what_numpy_would_index(count, data):
     few, inside = 5 if count else 0, st.integers(-count, max(0, count - 1))
