@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,39 +17,18 @@ import torch_backend.train
 from jax_backend.train import train
 from packing_core.cli import app
 from packing_core.cli.corpus import standard_library_records
-from packing_core.cli.job import Options, TrainJob
-from packing_core.cli.schedule import Corpus, Schedule
-from packing_core.cli.text import Document, train_tokenizer
+from packing_core.cli.job import TrainJob
+from packing_core.cli.text import train_tokenizer
 from packing_core.errors import PackingError, UnsupportedError, UnsupportedModelError
-from packing_core.plan import plan
+from tests import training_jobs
+from tests.training_jobs import losses, small_job
 
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "tie_word_embeddings": True,
-}
+LLAMA = {**training_jobs.LLAMA, "num_hidden_layers": 1}
 
 
 @pytest.fixture
 def job() -> TrainJob:
-    rng = np.random.default_rng(3)
-    documents = []
-    for length in rng.integers(2, 30, 40):
-        trained = np.arange(length) >= length // 3  # a prompt, as far as there is one
-        documents.append(Document(rng.integers(0, 64, length).astype(np.int32), trained))
-    corpus = Corpus.collect(iter(documents))
-    plans = tuple(plan(corpus.documents.lengths, 32, seed=epoch) for epoch in range(2))
-    schedule = Schedule(corpus, plans, rows_per_step=4, padded_batch=4, limit=6)
-    return TrainJob(model=LLAMA, schedule=schedule, options=Options(lr=1e-2, warmup=0.2), device="cpu")
-
-
-def losses(result: Any, run: str = "packed") -> list[float]:
-    return [record.loss for record in result.records[run]]
+    return small_job(LLAMA, device="cpu")
 
 
 def test_each_run_has_the_losses_of_torchs_packed_run(job, tmp_path) -> None:

@@ -5,47 +5,22 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from packing_core.cli.job import Options, TrainJob
-from packing_core.cli.schedule import Corpus, Schedule
-from packing_core.cli.text import Document
+from packing_core.cli.job import TrainJob
 from packing_core.errors import PackingError
-from packing_core.plan import plan
+from tests.training_jobs import LLAMA, losses, small_job
 from torch_backend.train import build_model, train
 
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "tie_word_embeddings": True,
-}
 NOISY = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.3}
 
 
 @pytest.fixture
 def job() -> TrainJob:
-    rng = np.random.default_rng(3)
-    documents = []
-    for length in rng.integers(2, 30, 40):
-        trained = np.arange(length) >= length // 3  # a prompt, as far as there is one
-        documents.append(Document(rng.integers(0, 64, length).astype(np.int32), trained))
-    corpus = Corpus.collect(iter(documents))
-    plans = tuple(plan(corpus.documents.lengths, 32, seed=epoch) for epoch in range(2))
-    schedule = Schedule(corpus, plans, rows_per_step=4, padded_batch=4, limit=6)
-    return TrainJob(model=LLAMA, schedule=schedule, options=Options(lr=1e-2, warmup=0.2))
-
-
-def losses(result: Any, run: str = "packed") -> list[float]:
-    return [record.loss for record in result.records[run]]
+    return small_job(LLAMA)
 
 
 def test_padded_and_packed_runs_have_the_same_losses(job):

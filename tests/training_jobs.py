@@ -1,0 +1,40 @@
+"""A small training job for the trainers of every backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from packing_core.cli.job import Options, TrainJob
+from packing_core.cli.schedule import Corpus, Schedule
+from packing_core.cli.text import Document
+from packing_core.plan import plan
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "tie_word_embeddings": True,
+}
+
+
+def small_job(model: Any, **options: Any) -> TrainJob:
+    """Six steps of four rows of 32 tokens, over an epoch's end; the first third of each document is not trained."""
+    rng = np.random.default_rng(3)
+    documents = []
+    for length in rng.integers(2, 30, 40):
+        trained = np.arange(length) >= length // 3  # a prompt, as far as there is one
+        documents.append(Document(rng.integers(0, 64, length).astype(np.int32), trained))
+    corpus = Corpus.collect(iter(documents))
+    plans = tuple(plan(corpus.documents.lengths, 32, seed=epoch) for epoch in range(2))
+    schedule = Schedule(corpus, plans, rows_per_step=4, padded_batch=4, limit=6)
+    return TrainJob(model=model, schedule=schedule, options=Options(lr=1e-2, warmup=0.2), **options)
+
+
+def losses(result: Any, run: str = "packed") -> list[float]:
+    return [record.loss for record in result.records[run]]
