@@ -12,6 +12,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 demo: .venv/.demo
 	$(BIN)/crosspack train --compare --steps 24 --output runs/demo --overwrite
 
+# Two workers on two cores: with a thread for every core each, torch's threads would wait for one another.
+test: export OMP_NUM_THREADS = 1
 test: .venv/.dev
 	$(BIN)/python -m pytest tests --numprocesses 2 --dist loadscope
 	$(QUICK_JAX) $(BIN)/python -m pytest conformance --numprocesses 2 --dist loadgroup
