@@ -187,9 +187,8 @@ def items(work: torch.Tensor) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("make", [query_tiles, key_tiles])
-@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 6), (False, None)])
-def test_work_lists_hold_every_tile_once_and_none_is_empty(make, causal, window):
-    work = items(make(PackedMetadata.from_lengths(LENGTHS), 8, causal=causal, window=window))
+def test_work_lists_hold_every_tile_once_and_none_is_empty(make):
+    work = items(make(PackedMetadata.from_lengths(LENGTHS), 8))
     starts = np.cumsum([0, *LENGTHS])
     expected = [
         (start, length, first)
@@ -199,12 +198,13 @@ def test_work_lists_hold_every_tile_once_and_none_is_empty(make, causal, window)
     assert sorted(work) == sorted(expected)
 
 
-def test_work_lists_begin_with_the_most_expensive_tiles():
-    # segments of 5 and 20 tokens in tiles of 8: a tile of queries sees the keys before it, a block of keys is seen
+def test_work_lists_go_segment_by_segment_from_the_longest_and_begin_each_with_its_most_expensive_tile():
+    # segments of 5, 20 and 5 tokens in tiles of 8: a tile of queries sees the keys before it, a block of keys is seen
     # by the queries after it
-    packed = PackedMetadata.from_lengths((5, 20))
-    assert items(query_tiles(packed, 8, causal=True, window=None)) == [(5, 20, 16), (5, 20, 8), (5, 20, 0), (0, 5, 0)]
-    assert items(key_tiles(packed, 8, causal=True, window=None)) == [(5, 20, 0), (5, 20, 8), (0, 5, 0), (5, 20, 16)]
+    packed = PackedMetadata.from_lengths((5, 20, 5))
+    short = [(0, 5, 0), (25, 5, 0)]
+    assert items(query_tiles(packed, 8)) == [(5, 20, 16), (5, 20, 8), (5, 20, 0), *short]
+    assert items(key_tiles(packed, 8)) == [(5, 20, 0), (5, 20, 8), (5, 20, 16), *short]
 
 
 def test_work_lists_made_on_the_device_have_one_length_for_all_segmentations():
@@ -213,19 +213,19 @@ def test_work_lists_made_on_the_device_have_one_length_for_all_segmentations():
     ]
     unknown = [PackedMetadata(packed.cu_seqlens, TOKENS, TOKENS) for packed in known]
     for tokens in (4, 8, 64):
-        made = [query_tiles(packed, tokens, causal=True, window=None) for packed in unknown]
+        made = [query_tiles(packed, tokens) for packed in unknown]
         assert len({work.shape for work in made}) == 1
         for work, packed in zip(made, known, strict=True):
-            right = query_tiles(packed, tokens, causal=True, window=None)
+            right = query_tiles(packed, tokens)
             assert torch.equal(work[: len(right)], right)
             assert not work[len(right) :, 1].any()
 
 
 def test_work_lists_are_made_once_per_batch():
     packed = PackedMetadata.from_lengths(LENGTHS)
-    first = query_tiles(packed, 8, causal=True, window=None)
-    assert query_tiles(packed, 8, causal=True, window=None) is first
-    assert query_tiles(packed, 8, causal=True, window=5) is not first
+    first = query_tiles(packed, 8)
+    assert query_tiles(packed, 8) is first
+    assert query_tiles(packed, 4) is not first and key_tiles(packed, 8) is not first
 
 
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)

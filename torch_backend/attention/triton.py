@@ -21,6 +21,8 @@ from torch_backend.attention.triton_work import key_tiles, query_tiles
 from torch_backend.metadata import PackedMetadata
 from torch_backend.operators import operator, runs_triton
 
+LOG2E = 1.4426950408889634
+
 
 class Tile(NamedTuple):
     """Shape of one kernel's programs.
@@ -107,14 +109,13 @@ def _work_lists(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Of the forward, of the gradient of q (None: the forward's) and of those of k and v (None without a backward)."""
     group = request.heads // request.kv_heads
-    options: Any = {"causal": request.causal, "window": request.window, "fixed_shape": fixed_shape}
-    work = query_tiles(packed, tiles.forward.rows // group, **options)
+    work = query_tiles(packed, tiles.forward.rows // group, fixed_shape=fixed_shape)
     if not request.requires_grad:
         return work, None, None
     # one list is not passed twice: torch.compile breaks its graph at a tensor that is
     same = tiles.queries.rows == tiles.forward.rows
-    work_q = None if same else query_tiles(packed, tiles.queries.rows // group, **options)
-    return work, work_q, key_tiles(packed, tiles.keys.keys, **options)
+    work_q = None if same else query_tiles(packed, tiles.queries.rows // group, fixed_shape=fixed_shape)
+    return work, work_q, key_tiles(packed, tiles.keys.keys, fixed_shape=fixed_shape)
 
 
 class _Attention(torch.autograd.Function):
@@ -143,12 +144,12 @@ class _Attention(torch.autograd.Function):
         q, k, v, sinks, slopes, out, lse, work_q, work_k = ctx.saved_tensors
         tiles = list(ctx.tiles.queries), list(ctx.tiles.keys)
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-        dq, dk, dv, delta = _backward(dout, q, k, v, slopes, out, lse, work_q, work_k, *tiles, *ctx.options)
+        dq, dk, dv, stats = _backward(dout, q, k, v, slopes, out, lse, work_q, work_k, *tiles, *ctx.options)
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
-            # the sink's weight is exp(sink - lse), and its value is a zero vector
-            weights = (sinks.float().view(k.shape[1], 1, -1) - lse).exp()
-            dsinks = -(weights * delta).sum(1).flatten().to(sinks.dtype)
+            # the sink's weight is exp(sink) over the denominator, and its value is a zero vector
+            weights = (sinks.float().view(k.shape[1], 1, -1) * LOG2E - lse).exp2()
+            dsinks = -(weights * stats[..., 1]).sum(1).flatten().to(sinks.dtype)
         return dq, dk, dv, dsinks, None, None, None, None, None, None
 
 
@@ -165,8 +166,8 @@ def choose_tiles(request: AttentionRequest) -> Tiles:
 
 
 _LARGE = {
-    **dict.fromkeys((16, 32, 64), Tiles(Tile(64, 64, 4, 3), Tile(64, 32, 4, 2), Tile(128, 64, 4, 2))),
-    128: Tiles(Tile(128, 32, 8, 3, 128), Tile(128, 32, 8, 3, 128), Tile(32, 64, 4, 3)),
+    **dict.fromkeys((16, 32, 64), Tiles(Tile(64, 64, 4, 3), Tile(64, 32, 4, 3), Tile(64, 64, 4, 3))),
+    128: Tiles(Tile(128, 64, 8, 2, 128), Tile(128, 32, 8, 3, 128), Tile(32, 64, 4, 3)),
     256: Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 3), Tile(64, 32, 4, 2)),
 }
 _SMALL = {
@@ -234,18 +235,18 @@ def _launch_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from torch_backend.attention import triton_kernels as kernels
 
-    dq, dk, dv, delta = _backward_outputs(dout, q, k, v)
+    dq, dk, dv, stats = _backward_outputs(dout, q, k, v)
     strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *dout.stride()[:2]
     options = causal, window > 0, softcap > 0, slopes is not None
     kernels.backward_queries[work_q.shape[0] * k.shape[1],](
-        q, k, v, out, dout, lse, slopes, dq, delta, work_q, q.shape[0], scale, softcap, window,
+        q, k, v, out, dout, lse, slopes, dq, stats, work_q, q.shape[0], scale, softcap, window,
         *strides, *_shape(q, k, v), *options, **_blocks(q, v, tile_q),
     )  # fmt: skip
     kernels.backward_keys[work_k.shape[0] * k.shape[1],](
-        q, k, v, dout, lse, delta, slopes, dk, dv, work_k, q.shape[0], scale, softcap, window,
+        q, k, v, dout, stats, slopes, dk, dv, work_k, q.shape[0], scale, softcap, min(window, q.shape[0]),
         *strides, *_shape(q, k, v), *options, **_blocks(q, v, tile_k),
     )  # fmt: skip
-    return dq, dk, dv, delta
+    return dq, dk, dv, stats
 
 
 def _shape(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int]:
@@ -270,8 +271,8 @@ def _forward_outputs(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, 
 
 
 def _backward_outputs(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    delta = _forward_outputs(q, k, v)[1]
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), delta
+    lse = _forward_outputs(q, k, v)[1]
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), lse.new_empty(*lse.shape, 2)
 
 
 _OPTIONS = "bool causal, int window, float softcap, float scale"

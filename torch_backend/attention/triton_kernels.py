@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LOWEST: tl.constexpr = tl.constexpr(-1.0e30)  # finite, so that a row that has seen no key yet makes no NaN
 
 
@@ -52,15 +51,19 @@ def exponent(scale, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr):
 
 
 @triton.jit
-def visible(i, j, length, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Which keys a query sees inside its segment."""
-    seen = j < length
+def visible(i, j, length, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.constexpr = 1):
+    """Which keys a query of the segment sees, all counted from anywhere in units of 1 / UNIT.
+
+    A query stands at any of the UNIT places of its token, a key at the first.
+    """
     if CAUSAL:
-        seen = seen & (j <= i)
+        seen = i >= j
+    else:
+        seen = j < length
     if WINDOW:
-        seen = seen & (i - j < window)
+        seen = seen & (i < j + window)
         if not CAUSAL:
-            seen = seen & (j - i < window)
+            seen = seen & (i >= j - window + UNIT)
     return seen
 
 
@@ -115,7 +118,7 @@ def forward(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries: out [T, H, Dv] and the denominator's natural log, lse [K, T, H / K]. Grid: (items * K,)."""
+    """One tile of queries: out [T, H, Dv] and the denominator's base-2 log, lse [K, T, H / K]. Grid: (items * K,)."""
     KV_HEADS: tl.constexpr = HEADS // GROUP
     item = work + tl.program_id(0) // KV_HEADS * 3
     group = tl.program_id(0) % KV_HEADS
@@ -166,23 +169,26 @@ def forward(
 
     row = (token * HEADS + head)[:, None]
     total = tl.where(present, total, 1.0)  # the rows past the segment may have seen no key
-    acc = (acc / total[:, None]).to(out.dtype.element_ty)
+    acc = (acc * (1 / total)[:, None]).to(out.dtype.element_ty)
     out += ((start + first_i) * HEADS + group * GROUP) * VALUE_DIM
     tl.store(out + row * VALUE_DIM + e, acc, present[:, None] & (e < VALUE_DIM))
     lse += (group * tokens + start + first_i) * GROUP
-    tl.store(lse + r, (m + tl.log2(total)) * LN2, present)
+    tl.store(lse + r, m + tl.log2(total), present)
 
 
 @triton.jit
 def backward_queries(
-    q, k, v, out, dout, lse, slopes, dq, delta, work, tokens, scale, softcap, window,
+    q, k, v, out, dout, lse, slopes, dq, stats, work, tokens, scale, softcap, window,
     Q_T: tl.constexpr, Q_H: tl.constexpr, K_T: tl.constexpr, K_H: tl.constexpr, V_T: tl.constexpr, V_H: tl.constexpr,
     DO_T: tl.constexpr, DO_H: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries: dq [T, H, D], and delta [K, T, H / K], the sums of out * dout. Grid: (items * K,)."""
+    """One tile of queries: dq [T, H, D], and for backward_keys stats [K, T, H / K, 2]. Grid: (items * K,).
+
+    The two are lse and delta, the sum of out * dout.
+    """
     KV_HEADS: tl.constexpr = HEADS // GROUP
     item = work + tl.program_id(0) // KV_HEADS * 3
     group = tl.program_id(0) % KV_HEADS
@@ -198,16 +204,17 @@ def backward_queries(
     row = (token * HEADS + head)[:, None]
     first = (start + first_i) * HEADS + group * GROUP
     lse += (group * tokens + start + first_i) * GROUP
-    delta += (group * tokens + start + first_i) * GROUP
+    stats += (group * tokens + start + first_i) * (2 * GROUP)
     has_e = present[:, None] & (e < VALUE_DIM)
     do_tile = dout + (start + first_i) * DO_T + group * (GROUP * DO_H)
     do_rows = tl.load(do_tile + (token * DO_T + head * DO_H)[:, None] + e, has_e, other=0.0)
     out_rows = tl.load(out + first * VALUE_DIM + row * VALUE_DIM + e, has_e, other=0.0)
     delta_rows = tl.sum(out_rows.to(tl.float32) * do_rows.to(tl.float32), 1)
-    tl.store(delta + r, delta_rows, present)
     q_tile = q + (start + first_i) * Q_T + group * (GROUP * Q_H)
     q_rows = tl.load(q_tile + (token * Q_T + head * Q_H)[:, None] + d, present[:, None] & (d < HEAD_DIM), other=0.0)
-    lse_rows = tl.load(lse + r, present, other=float("inf")) * LOG2E
+    lse_rows = tl.load(lse + r, present, other=0.0)
+    tl.store(stats + 2 * r, lse_rows, present)
+    tl.store(stats + 2 * r + 1, delta_rows, present)
     slope = 0.0
     if ALIBI:
         slope = tl.load(slopes + group * GROUP + head).to(tl.float32)[:, None]
@@ -238,7 +245,7 @@ def backward_queries(
 
 @triton.jit
 def backward_keys(
-    q, k, v, dout, lse, delta, slopes, dk, dv, work, tokens, scale, softcap, window,
+    q, k, v, dout, stats, slopes, dk, dv, work, tokens, scale, softcap, window,
     Q_T: tl.constexpr, Q_H: tl.constexpr, K_T: tl.constexpr, K_H: tl.constexpr, V_T: tl.constexpr, V_H: tl.constexpr,
     DO_T: tl.constexpr, DO_H: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -254,7 +261,7 @@ def backward_keys(
     if length == 0:
         return
     d, e, n = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_N)
-    r = tl.arange(0, BLOCK_M)
+    r, both = tl.arange(0, BLOCK_M), tl.arange(0, 2 * BLOCK_M)
     j = first_j + n
     last_j = tl.minimum(first_j + BLOCK_N, length) - 1
     has_d, has_e = (j < length)[:, None] & (d < HEAD_DIM), (j < length)[:, None] & (e < VALUE_DIM)
@@ -267,34 +274,38 @@ def backward_keys(
     low, high, all_low, all_high = queries_of(first_j, last_j, length, window, CAUSAL, WINDOW)
     q_tile = q + (start + low) * Q_T + group * (GROUP * Q_H)
     do_tile = dout + (start + low) * DO_T + group * (GROUP * DO_H)
-    lse_tile = lse + (group * tokens + start + low) * GROUP
-    delta_tile = delta + (group * tokens + start + low) * GROUP
+    stats_tile = stats + (group * tokens + start + low) * (2 * GROUP)
     for first_i in tl.range(low, high, TOKENS):
         token, head, rows = rows_of(first_i, length, GROUP, BLOCK_M)
         i, present = first_i + token, r < rows
+        # rows past the segment are zeros, which add nothing
         place = (token * Q_T + head * Q_H)[:, None] + d
         q_rows = tl.load(q_tile + place, present[:, None] & (d < HEAD_DIM), other=0.0)
+        place = (token * DO_T + head * DO_H)[:, None] + e
+        do_rows = tl.load(do_tile + place, present[:, None] & (e < VALUE_DIM), other=0.0)
+        # loaded as one, or each thread would copy every number that it needs by itself
+        lse_rows, delta_rows = tl.split(tl.load(stats_tile + both, both < 2 * rows, other=0.0).reshape(BLOCK_M, 2))
         s = tl.dot(keys, tl.trans(q_rows), input_precision="ieee")
+        dp = tl.dot(values, tl.trans(do_rows), input_precision="ieee")  # runs while p is computed
         slope = 0.0
         if ALIBI:
             slope = tl.load(slopes + group * GROUP + head).to(tl.float32)[None, :]
         s, steep = logits(s, i[None, :], j[:, None], slope, scale, softcap, SOFTCAP, ALIBI)
-        # rows past the segment get the weight 0
-        lse_rows = tl.load(lse_tile + r, present, other=float("inf")) * LOG2E
         p = tl.exp2(s * base2 - lse_rows[None, :])
-        if (first_i < all_low) | (first_i + TOKENS > all_high):
-            p = tl.where(visible(i[None, :], j[:, None], length, window, CAUSAL, WINDOW), p, 0.0)
-        place = (token * DO_T + head * DO_H)[:, None] + e
-        do_rows = tl.load(do_tile + place, present[:, None] & (e < VALUE_DIM), other=0.0)
+        masked = first_i < all_low
+        if WINDOW:
+            masked = masked | (first_i + TOKENS > all_high)
+        if masked:
+            # rows are compared, not their tokens: constants, where tokens would take a register each
+            ahead = (j[:, None] - first_i) * GROUP
+            seen = visible(r[None, :], ahead, length * GROUP, window * GROUP, CAUSAL, WINDOW, GROUP)
+            p = tl.where(seen, p, 0.0)
         dv_acc = tl.dot(p.to(do_rows.dtype), do_rows, dv_acc, input_precision="ieee")
-        dp = tl.dot(values, tl.trans(do_rows), input_precision="ieee")
-        delta_rows = tl.load(delta_tile + r, present, other=0.0)
         ds = p * (dp - delta_rows[None, :]) * steep
         dk_acc = tl.dot(ds.to(q_rows.dtype), q_rows, dk_acc, input_precision="ieee")
         q_tile += TOKENS * Q_T
         do_tile += TOKENS * DO_T
-        lse_tile += TOKENS * GROUP
-        delta_tile += TOKENS * GROUP
+        stats_tile += TOKENS * (2 * GROUP)
 
     first = (start + first_j) * KV_HEADS + group
     row = (n * KV_HEADS)[:, None]
