@@ -55,8 +55,7 @@ def run_sweep() -> Iterator[Result]:
 
 def ours(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     half = cos.shape[-1] // 2
-    out = apply_rope(q.transpose(1, 2), k.transpose(1, 2), cos[..., :half], sin[..., :half])
-    return out[0].transpose(1, 2), out[1].transpose(1, 2)
+    return apply_rope(q, k, cos[..., :half], sin[..., :half], heads_first=True)
 
 
 def transformers_eager(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -63,10 +63,10 @@ def _forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 @cache
 def _packed_forward(forward: Callable[..., Any]) -> Callable[..., Any] | None:
     """``forward`` with the Triton rotation, or None if it does not rotate as :func:`apply_rope` can."""
-    original: Rotation | None = called(forward, NAME)
+    original: Rotation | None = called(forward).get(NAME)
     if original is None or (interleaved := interleaving(original)) is None:
         return None
-    return rebound(forward, NAME, partial(_turned, original, interleaved))
+    return rebound(forward, {NAME: partial(_turned, original, interleaved)})
 
 
 def _turned(
@@ -76,10 +76,7 @@ def _turned(
     if rest or named or not runs_triton(q) or not (q.ndim == k.ndim == 4 and cos.ndim == 3):
         return original(q, k, cos, sin, *rest, **named)
     half = cos.shape[-1] // 2
-    q, k = apply_rope(
-        q.transpose(1, 2), k.transpose(1, 2), cos[..., :half], sin[..., :half], interleaved=interleaved
-    )  # fmt: skip
-    return q.transpose(1, 2), k.transpose(1, 2)
+    return apply_rope(q, k, cos[..., :half], sin[..., :half], heads_first=True, interleaved=interleaved)
 
 
 @cache

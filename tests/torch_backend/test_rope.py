@@ -84,6 +84,40 @@ def test_a_batch_is_its_rows(where, batched_angles):
 
 
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
+@pytest.mark.parametrize("normed", [False, True], ids=["", "norm"])
+@pytest.mark.parametrize("batch", [(), (1,), (3,)], ids=["tokens", "one row", "three rows"])
+def test_heads_first_is_the_same_rotation_of_transposed_tensors(where, batch, normed):
+    cos, sin = (x.expand(*batch, -1, -1) for x in angles(where, 8))
+    q, k, dq, dk = (where.draw(*batch, TOKENS, h, 16, seed=i) for i, h in enumerate((4, 2, 4, 2)))
+    norm = QKNorm(where.draw(16), where.draw(16)) if normed else None
+
+    def both(heads_first):
+        given = [(x.transpose(-3, -2) if heads_first else x) for x in (q, k, dq, dk)]
+        leaves = [x.detach().clone().requires_grad_() for x in given[:2]]
+        out = apply_rope(*leaves, cos, sin, heads_first=heads_first, norm=norm)
+        found = (*out, *torch.autograd.grad(out, leaves, given[2:]))
+        return [x.transpose(-3, -2) if heads_first else x for x in found]
+
+    for found, right in zip(both(True), both(False), strict=True):
+        assert torch.equal(found, right)
+        assert found.is_contiguous()
+
+
+@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
+def test_heads_first_in_place_and_in_plain_torch(where):
+    cos, sin = angles(where, 8)
+    q, k = where.draw(TOKENS, 4, 16), where.draw(TOKENS, 2, 16)
+    expected = [x.transpose(0, 1) for x in apply_rope(q, k, cos, sin)]
+    own = [x.transpose(0, 1).contiguous() for x in (q, k)]
+    out = apply_rope(*own, cos, sin, heads_first=True, inplace=True)
+    assert all(a is b and torch.equal(a, c) for a, b, c in zip(out, own, expected, strict=True))
+    wide = [x.double() for x in (q.transpose(0, 1), k.transpose(0, 1), cos, sin)]
+    plain = apply_rope(*wide, heads_first=True)
+    right = apply_rope(*(x.double() for x in (q, k, cos, sin)))
+    assert all(torch.equal(a.transpose(0, 1), b) for a, b in zip(plain, right, strict=True))
+
+
+@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
 @pytest.mark.parametrize("turned", [16, 6])
 def test_in_place_overwrites_and_differentiates(where, turned):
     cos, sin = angles(where, turned // 2)
@@ -172,6 +206,8 @@ Q, K, COS = torch.zeros(6, 4, 16), torch.zeros(6, 2, 16), torch.zeros(6, 8)
     [
         ({"q": Q[0]}, r"q \[T, H, D\] and k \[T, K, D\].*q \[4, 16\]"),
         ({"k": K[:, :, :8]}, r"k \[6, 2, 8\]"),
+        ({"heads_first": True}, r"\[H, T, D\] and \[K, T, D\] with heads_first=True.*k \[6, 2, 16\]"),
+        ({"heads_first": True, "k": Q}, r"one row of angles per token"),
         ({"cos": COS[:5]}, r"one row of angles per token"),
         ({"cos": torch.zeros(6, 16), "sin": torch.zeros(6, 16)}, r"16 angles and a head of 16 channels has 8 pairs"),
         ({"norm": QKNorm(torch.zeros(16), torch.zeros(8))}, r"norm.k_weight must be \[16\], got \[8\]"),

@@ -113,7 +113,7 @@ def rotate_tile(
 
 @triton.jit
 def rotate(
-    q, k, q_out, k_out, q_weight, k_weight, cos, sin, tokens,
+    q, k, q_out, k_out, cos, sin, q_weight, k_weight, tokens,
     q_t, q_h, q_c, k_t, k_h, k_c, qo_t, qo_h, qo_c, ko_t, ko_h, ko_c, cos_t, cos_c, sin_t, sin_c, eps,
     H_Q: tl.constexpr, H_K: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
     REST: tl.constexpr, INTERLEAVED: tl.constexpr, CONJUGATE: tl.constexpr, NORM: tl.constexpr,
@@ -147,7 +147,7 @@ def rotate(
 
 @triton.jit
 def normalize_backward(
-    x, dout, dx, weight, dweight, cos, sin, tokens,
+    x, dout, dx, cos, sin, weight, dweight, tokens,
     x_t, x_h, x_c, do_t, do_h, do_c, dx_t, dx_h, dx_c, cos_t, cos_c, sin_t, sin_c, eps,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
     INTERLEAVED: tl.constexpr, OVER_HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
