@@ -7,6 +7,7 @@ documents alone in float32 as the documents alone are in the precision that is t
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -43,27 +44,21 @@ def race(job: TrainJob, seconds: float) -> Iterator[Measured]:
     """
     device = device_of(job.device)
     for way in ("padded", "stock packed", "crosspack"):
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device)
         model = build_model(job).to(device).train()
         job.check_vocabulary(model.get_input_embeddings().num_embeddings)
         job.check_positions(getattr(model.config.get_text_config(), "max_position_embeddings", None))
         try:
-            yield _measure(model, job, way, device, seconds)
+            measured = _measure(model, job, way, device, seconds)
         except (ImportError, PackingError, RuntimeError, ValueError) as reason:  # too little memory, say, for one way
-            yield Measured(way, failure=" ".join(str(reason).split())[:160])
+            measured = Measured(way, failure=" ".join(str(reason).split())[:160])
+        del model  # or the next way would be charged with its memory
+        yield measured
 
 
 def _measure(model: Any, job: TrainJob, way: str, device: torch.device, seconds: float) -> Measured:
     computing = _precision(job, device)
-    alone, allowed = _alone(model, job, device, computing)
-    if way == "crosspack":
-        patch(model, implementation=job.attention)
-    with torch.no_grad(), computing():
-        found = _logits(model, next(_inputs(job, way, 0, device)), way)
-    order = job.schedule.batches(0, "padded")[0].tolist() if way == "padded" else range(len(alone))
-    difference = _difference(found, [alone[document] for document in order])
+    difference, allowed = _exactness(model, job, way, device, computing)
+    _release(device)
     loss = _patched_loss(model) if way == "crosspack" else _stock_loss(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=job.options.lr, fused=True)
     tokens, begin = 0, 0.0
@@ -88,6 +83,27 @@ def _measure(model: Any, job: TrainJob, way: str, device: torch.device, seconds:
         difference=difference,
         allowed=allowed,
     )
+
+
+def _exactness(
+    model: Any, job: TrainJob, way: str, device: torch.device, computing: Callable[[], AbstractContextManager[Any]]
+) -> tuple[float, float]:
+    """How far the first batch's logits are from those of its documents alone, and may be; leaves the model patched."""
+    alone, allowed = _alone(model, job, device, computing)
+    if way == "crosspack":
+        patch(model, implementation=job.attention)
+    with torch.no_grad(), computing():
+        found = _logits(model, next(_inputs(job, way, 0, device)), way)
+    order = job.schedule.batches(0, "padded")[0].tolist() if way == "padded" else range(len(alone))
+    return _difference(found, [alone[document] for document in order]), allowed
+
+
+def _release(device: torch.device) -> None:
+    """Begin to count memory anew, without what is no longer used: patched models hold themselves in cycles."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def _precision(job: TrainJob, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
