@@ -40,15 +40,24 @@ from jax_backend import find_segments, segment_attention
 NAN = float("nan")
 
 
-# -- contenders: of a row, the function of (q, k, v, *extras) and the extras; what one raises is why it has no figure
+# -- contenders: each makes a call of a row; what it raises is why it has no figure
 
-Call = tuple[Callable[..., jax.Array], tuple[Any, ...]]
+
+@dataclass(frozen=True)
+class Call:
+    """``attend`` of (q, k, v, *extras). ``cap`` is what ``attend`` itself knows of the row: most documents of one."""
+
+    attend: Callable[..., jax.Array]
+    extras: tuple[Any, ...]
+    cap: int | None = None
 
 
 def ours(row: Row, implementation: str) -> Call:
     cap = len(row.lengths) if implementation == "cudnn" else None
     options: dict[str, Any] = {"implementation": implementation, "max_segments": cap}
-    return lambda q, k, v, segments: segment_attention(q, k, v, segments, **options), (find_segments(row.ids),)
+    return Call(
+        lambda q, k, v, segments: segment_attention(q, k, v, segments, **options), (find_segments(row.ids),), cap
+    )
 
 
 def cudnn_packed(row: Row) -> Call:
@@ -59,7 +68,9 @@ def cudnn_packed(row: Row) -> Call:
     lengths = [*row.lengths, -1][: max(2, len(row.lengths))]
     offsets = [*row.starts, sum(row.lengths), -1][: len(lengths) + 1]
     extras = jnp.asarray([lengths], jnp.int32), jnp.asarray([offsets], jnp.int32)
-    return lambda q, k, v, n, first: dot_product_attention(q, k, v, None, None, n, n, first, first, **options), extras
+    return Call(
+        lambda q, k, v, n, first: dot_product_attention(q, k, v, None, None, n, n, first, first, **options), extras
+    )
 
 
 def cudnn_mask(row: Row) -> Call:
@@ -68,7 +79,7 @@ def cudnn_mask(row: Row) -> Call:
         visible = (ids[:, :, None] == ids[:, None, :]) & jnp.tril(jnp.ones((size, size), bool))
         return jax.nn.dot_product_attention(q, k, v, mask=visible[:, None], implementation="cudnn")
 
-    return attend, (row.ids,)
+    return Call(attend, (row.ids,))
 
 
 def pallas_ops_mha(row: Row) -> Call:
@@ -82,7 +93,7 @@ def pallas_ops_mha(row: Row) -> Call:
         k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
         return mha(q, k, v, ids, scale, True, interpret=interpret)
 
-    return attend, (row.ids,)
+    return Call(attend, (row.ids,))
 
 
 def tokamax(row: Row, implementation: str) -> Call:
@@ -92,7 +103,7 @@ def tokamax(row: Row, implementation: str) -> Call:
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array) -> jax.Array:
         return api.IMPLEMENTATIONS[implementation](q, k, v, mask=base.Mask(k_start=first, is_causal=True))
 
-    return attend, (jnp.asarray(np.repeat(row.starts, row.lengths).astype(np.int32)[None, None]),)
+    return Call(attend, (jnp.asarray(np.repeat(row.starts, row.lengths).astype(np.int32)[None, None]),))
 
 
 CONTENDERS: dict[str, Callable[[Row], Call]] = {
@@ -135,7 +146,7 @@ class Compiled:
 
 
 class Compilers:
-    """Compiles contenders beside each other, each pair of shapes once, so that the GPU waits for few of them."""
+    """Compiles contenders beside each other, each set of shapes and cap once, so that the GPU waits for few."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(min(16, os.cpu_count() or 1))
@@ -144,28 +155,28 @@ class Compilers:
     def start(self, name: str, row: Row) -> Callable[[float], Compiled]:
         """Start compiling; the result takes the seconds to wait and gives the compiled pair, or raises."""
         try:
-            attend, extras = CONTENDERS[name](row)
+            call = CONTENDERS[name](row)
         except Exception as error:
             return partial(_raise, error)
-        shapes = jax.tree.map(lambda x: (x.shape, x.dtype), (row.operands, extras))
-        key = name, jax.tree.structure(extras), str(shapes)
+        shapes = jax.tree.map(lambda x: (x.shape, x.dtype), (row.operands, call.extras))
+        key = name, call.cap, jax.tree.structure(call.extras), str(shapes)
         if key not in self._pairs:
-            self._pairs[key] = self._pool.submit(_compile, attend, row, extras)
+            self._pairs[key] = self._pool.submit(_compile, row, call)
         future = self._pairs[key]
-        return lambda seconds: Compiled(*future.result(max(seconds, 0.01)), extras)
+        return lambda seconds: Compiled(*future.result(max(seconds, 0.01)), call.extras)
 
 
 def _raise(error: Exception, seconds: float) -> Compiled:
     raise error
 
 
-def _compile(attend: Callable[..., jax.Array], row: Row, extras: tuple[Any, ...]) -> tuple[Any, Any]:
+def _compile(row: Row, call: Call) -> tuple[Any, Any]:
     def both(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array, *extras: Any) -> tuple[jax.Array, ...]:
-        out, pullback = jax.vjp(lambda q, k, v: attend(q, k, v, *extras), q, k, v)
+        out, pullback = jax.vjp(lambda q, k, v: call.attend(q, k, v, *extras), q, k, v)
         return out, *pullback(dout)
 
-    forward = jax.jit(attend).lower(row.q, row.k, row.v, *extras).compile()
-    return forward, jax.jit(both).lower(*row.operands, *extras).compile()
+    forward = jax.jit(call.attend).lower(row.q, row.k, row.v, *call.extras).compile()
+    return forward, jax.jit(both).lower(*row.operands, *call.extras).compile()
 
 
 def measure(result: Result, row: Row, compiled: Callable[[float], Compiled], rounds: int, seconds: float) -> None:

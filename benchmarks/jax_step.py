@@ -60,7 +60,7 @@ def run(devices: int, *, toy: bool, deadline: float) -> Iterator[dict[str, Any]]
             future = pool.submit(measure, config, batches, axes)
             result = {"case": case, **future.result(max(deadline - time.perf_counter(), 0.01))}
             alone = alone or result["losses"]
-            result["difference"] = max(abs(a / b - 1) for a, b in zip(result["losses"], alone, strict=True))
+            result["difference"] = float(np.max(np.abs(np.divide(result["losses"], alone) - 1)))
             result["status"] = "ok" if result["difference"] <= SAME_LOSS else "WRONG: another loss than one device's"
         except TimeoutError:
             result = {"case": case, "status": "NOT RUN: out of time"}
