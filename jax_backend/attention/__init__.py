@@ -102,6 +102,7 @@ def segment_attention(
     check_options(heads=q.shape[2], scale=scale, window=window, softcap=softcap, sinks=sinks, max_segments=max_segments)
     segments = _segments(q, k, segment_ids, kv_segment_ids, q_offset, max_segments)
     request = Request(
+        rows=q.shape[0],
         queries=q.shape[1],
         keys=k.shape[1],
         heads=q.shape[2],
@@ -123,7 +124,7 @@ def segment_attention(
         refuse_sharded(q=q, k=k, v=v)
         attend: Callable[..., Any] = partial(choose(request, implementation).attend, request=request)
     else:
-        attend = spread(mesh, request, rows=q.shape[0], run=lambda local: choose(local, implementation).attend)
+        attend = spread(mesh, request, run=lambda local: choose(local, implementation).attend)
     out, lse = attend(q, k, v, segments, offset)
     if sinks is not None:
         # exp(lse) / (exp(lse) + exp(sink)) is what the sink leaves of every weight.

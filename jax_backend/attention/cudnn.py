@@ -3,7 +3,8 @@
 Data flows segments -> lengths and offsets [B, M] of at most ``max_segments`` segments -> cuDNN. What it writes for
 padding is undefined, so outputs and gradients of padding are set to 0 here. JAX promises nothing about the call (up to
 0.10 it is silently wrong when query heads share key/value heads), so its numbers, gradients included, are compared with
-``chunked`` once per process and shape before it is ever traced.
+``xla`` once per process and class of shapes before it is ever traced, and what it is known to get wrong is refused by
+size: see ``LIMIT``.
 """
 
 from __future__ import annotations
@@ -14,16 +15,23 @@ from itertools import pairwise
 from typing import Any
 
 import jax
+import jax.custom_batching
 import jax.numpy as jnp
 import numpy as np
 
-from jax_backend.attention import chunked
+from jax_backend.attention import xla
 from jax_backend.attention.request import Request
 from jax_backend.segments import Segments, find_segments, packed_offsets
+from packing_core.errors import UnsupportedError
 
 TOLERANCE = (
     0.02  # |difference| / |reference| of a half-precision kernel that is right; a wrong one is off by 0.1 and more
 )
+
+# rows x max_segments x tokens x query heads stay below this. cuDNN sums dq in an array of that many vectors of at most
+# 128 floats, and on an H200 (cuDNN 9.19) dq is wrong from element 2**32 of it on, where out, dk and dv are right. Below
+# it JAX's offsets, rows x tokens x query heads x width, stay inside int32 too.
+LIMIT = 2**32 // 128
 
 
 def supports(request: Request) -> str | None:
@@ -44,19 +52,19 @@ def supports(request: Request) -> str | None:
     for refused, reason in refusals:
         if refused:
             return reason
-    assert request.max_segments is not None
-    shape = request.queries, request.max_segments, request.heads, request.kv_heads, request.head_dim
-    return _probe(request.dtype.name, *shape, request.causal)
+    return _excess(request, request.rows) or _probe(
+        request.dtype.name, request.heads, request.kv_heads, request.head_dim, request.causal
+    )
 
 
 def attend(
     q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, q_offset: jax.Array, request: Request
 ) -> tuple[jax.Array, None]:
     """Attention [B, S, N, D] in q's dtype; no log-sum-exp."""
-    assert request.max_segments is not None
     real = segments.key_end > 0
-    # One segment would select cuDNN's unpacked call, which reads lengths [B].
-    lengths, first = packed_offsets(segments, max(2, request.max_segments))
+    lengths, first = packed_offsets(segments, _laid_out(request))
+    no_tokens = (jax.lax.stop_gradient(x[:, :0]) for x in (q, k, v))  # vmap may map any of them
+    lengths, *_ = _bounded((lengths, *no_tokens), request, request.rows)
     q, k, v = (_zero_padding_gradient(x, real) for x in (q, k, v))
     return jnp.where(real[..., None, None], _call(q, k, v, lengths, first, request), 0), None
 
@@ -69,6 +77,40 @@ def _call(
     mask_type = MaskType.PADDING_CAUSAL if request.causal else MaskType.PADDING
     scale = request.scale
     return dot_product_attention(q, k, v, None, None, lengths, lengths, first, first, scale=scale, mask_type=mask_type)
+
+
+def _laid_out(request: Request) -> int:
+    """Segments that the call is laid out for; 1 would select cuDNN's unpacked call, which reads lengths [B]."""
+    assert request.max_segments is not None
+    return max(2, request.max_segments)
+
+
+def _excess(request: Request, rows: int) -> str | None:
+    """Why so many rows are more than the call gets right, or None."""
+    size = rows * _laid_out(request) * request.queries * request.heads
+    if size < LIMIT:
+        return None
+    return (
+        f"its query gradient is wrong from {LIMIT:,} rows x max_segments x tokens x query heads on, and this is "
+        f"{size:,}: lower max_segments or give fewer rows at a time"
+    )
+
+
+def _bounded(x: Any, request: Request, rows: int) -> Any:
+    """``x`` itself. ``vmap``, whose axis the call takes as more rows, meets the bound on rows here."""
+
+    @jax.custom_batching.custom_vmap
+    def same(x: Any) -> Any:
+        return x
+
+    @same.def_vmap
+    def _(size: int, batched: list[Any], x: Any) -> tuple[Any, Any]:
+        reason = _excess(request, rows * size)
+        if reason is not None:
+            raise UnsupportedError(f"cudnn cannot serve under vmap: {reason}")
+        return _bounded(x, request, rows * size), batched[0]
+
+    return same(x)
 
 
 @jax.custom_vjp
@@ -88,32 +130,17 @@ _zero_padding_gradient.defvjp(_keep_real, _drop_padding)
 
 
 @cache
-def _probe(
-    dtype: str, tokens: int, max_segments: int, heads: int, kv_heads: int, head_dim: int, causal: bool
-) -> str | None:
-    """Run two small packed rows and a full one forward and backward, and say why the result cannot be trusted, or None.
-
-    Small rows alone would not do: on an H200 (cuDNN 9.19) they are right where rows of many segments are wrong.
-    """
-    small = np.zeros((2, 256), np.int32)
-    for row, bounds in enumerate(((0, 70, 71, 200), (16, 144, 256))):  # padding after, between rows, before
+def _probe(dtype: str, heads: int, kv_heads: int, head_dim: int, causal: bool) -> str | None:
+    """Run small packed rows forward and backward, and say why the result cannot be trusted, or None."""
+    ids = np.zeros((3, 256), np.int32)
+    # Padding after, between and before segments, and a row that fills the cap.
+    for row, bounds in enumerate(((0, 70, 71, 200), (16, 144, 256), (0, 1, 100, 230, 256))):
         for number, (start, stop) in enumerate(pairwise(bounds), start=1):
-            small[row, start:stop] = number
-    segments = min(tokens, max_segments)
-    full = (np.arange(tokens, dtype=np.int32) * segments // tokens + 1)[None]
-    for ids, cap in ((small, 4), (full, max_segments)):
-        reason = _distrust(ids, cap, dtype, heads, kv_heads, head_dim, causal)
-        if reason is not None:
-            return reason
-    return None
-
-
-def _distrust(
-    ids: np.ndarray, max_segments: int, dtype: str, heads: int, kv_heads: int, head_dim: int, causal: bool
-) -> str | None:
+            ids[row, start:stop] = number
     request = Request(
-        queries=ids.shape[1],
-        keys=ids.shape[1],
+        rows=3,
+        queries=256,
+        keys=256,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -125,7 +152,7 @@ def _distrust(
         softcap=None,
         needs_lse=False,
         own_keys=True,
-        max_segments=max_segments,
+        max_segments=4,
         platform="gpu",
     )
     try:
@@ -135,22 +162,21 @@ def _distrust(
         return f"cuDNN's packed call does not run here: {type(error).__name__}: {error}"
     if not worst <= TOLERANCE:
         return (
-            f"cuDNN's packed call is wrong here (relative error {worst:.2g} on {heads} query and {kv_heads} key heads, "
-            f"rows of {ids.shape[1]} tokens and {ids.max()} segments)"
+            f"cuDNN's packed call is wrong here (relative error {worst:.2g} on {heads} query and {kv_heads} key heads)"
         )
     return None
 
 
 def _largest_error(request: Request, ids: np.ndarray) -> float:
-    """Relative error of cuDNN's output and gradients against ``chunked`` in float32."""
+    """Relative error of cuDNN's output and gradients against ``xla`` in float32."""
     rng = np.random.default_rng(0)
     shapes = [(*ids.shape, n, request.head_dim) for n in (request.heads, request.kv_heads, request.kv_heads)]
     narrow = [jnp.asarray(rng.standard_normal(shape), request.dtype) for shape in shapes]
     dout = jnp.asarray(rng.standard_normal(shapes[0]), request.dtype)
     wide = [x.astype(jnp.float32) for x in narrow]
     found = _out_and_gradients(attend, narrow, dout, jnp.asarray(ids), request)
-    wanted = _out_and_gradients(chunked.attend, wide, dout, jnp.asarray(ids), request)
-    return max(_distance(x, y) for x, y in zip(found, wanted, strict=True))
+    wanted = _out_and_gradients(xla.attend, wide, dout, jnp.asarray(ids), request)
+    return float(np.max([_distance(x, y) for x, y in zip(found, wanted, strict=True)]))  # NaN if one is
 
 
 @partial(jax.jit, static_argnums=(0, 4))

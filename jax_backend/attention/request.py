@@ -23,6 +23,7 @@ class Request:
     """The static part of one call; ``scale`` is resolved, ``own_keys`` says that queries and keys are the same
     tokens."""
 
+    rows: int
     queries: int
     keys: int
     heads: int

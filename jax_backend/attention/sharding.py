@@ -22,14 +22,13 @@ from packing_core.errors import LayoutError, UnsupportedError
 
 
 def spread(
-    mesh: Mesh | NamedSharding, request: Request, *, rows: int, run: Callable[[Request], Callable[..., Any]]
+    mesh: Mesh | NamedSharding, request: Request, *, run: Callable[[Request], Callable[..., Any]]
 ) -> Callable[..., Any]:
     """The function of (q, k, v, segments, q_offset) in which each device of ``mesh`` computes its own rows and heads.
 
     Args:
         mesh: a mesh whose axes all split the rows, or the sharding of q, which may split rows and heads.
         request: the whole call's.
-        rows: B.
         run: gives the local function for the local request.
 
     Raises:
@@ -44,7 +43,7 @@ def spread(
         )
     row_shards, head_shards = _shards(sharding.mesh, by_row), _shards(sharding.mesh, by_head)
     for what, size, shards in (
-        ("rows", rows, row_shards),
+        ("rows", request.rows, row_shards),
         ("query heads", request.heads, head_shards),
         ("key/value heads", request.kv_heads, head_shards),
     ):
@@ -52,7 +51,12 @@ def spread(
             raise LayoutError(
                 f"{size} {what} do not divide over {shards} shards of the mesh: {dict(sharding.mesh.shape)}"
             )
-    local = replace(request, heads=request.heads // head_shards, kv_heads=request.kv_heads // head_shards)
+    local = replace(
+        request,
+        rows=request.rows // row_shards,
+        heads=request.heads // head_shards,
+        kv_heads=request.kv_heads // head_shards,
+    )
     per_head = P(by_row, None, by_head)
     return jax.shard_map(
         partial(run(local), request=local),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jax_backend import find_segments, segment_attention
-from jax_backend.attention import IMPLEMENTATIONS, ORDER, choose
+from jax_backend.attention import IMPLEMENTATIONS, ORDER, choose, cudnn
 from jax_backend.attention.request import Request
 from packing_core.errors import CapacityError, LayoutError, PackingError, UnsupportedError
 from tests.jax_backend.oracle import Case
@@ -105,6 +105,7 @@ def test_every_implementation_has_a_test_here_or_needs_another_device() -> None:
 
 def request(**changes: Any) -> Request:
     fields: dict[str, Any] = {
+        "rows": 1,
         "queries": 96,
         "keys": 96,
         "heads": 4,
@@ -156,6 +157,12 @@ def test_every_order_ends_with_one_that_serves_anything() -> None:
         ("cudnn", {"platform": "gpu", "max_segments": 8, "own_keys": False}, "queries and keys of the same tokens"),
         ("cudnn", {"platform": "gpu", "dtype": jnp.dtype("float32")}, "bfloat16 or float16, and q is float32"),
         ("cudnn", {"platform": "gpu", "max_segments": 8}, "cuDNN's packed call does not run here: "),
+        (
+            "cudnn",
+            {"platform": "gpu", "rows": 4, "max_segments": 2**15, "queries": 64},
+            "its query gradient is wrong from 33,554,432 rows x max_segments x tokens x query heads on, and this is "
+            "33,554,432: lower max_segments or give fewer rows",
+        ),
         ("tpu", {"platform": "gpu"}, "tpu cannot serve: it is a TPU kernel, and this runs on gpu"),
         ("tpu", {"own_keys": False}, "its causal mask is static"),
         ("tpu", {"dtype": jnp.dtype("float16")}, "TPUs have no float16"),
@@ -166,6 +173,21 @@ def test_a_named_implementation_that_cannot_serve_says_why(
 ) -> None:
     with pytest.raises(UnsupportedError, match=reason):
         choose(request(**changes), implementation)
+
+
+def test_cudnn_counts_the_rows_that_vmap_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cudnn, "_call", lambda q, k, v, lengths, first, request: q * k.sum() * lengths.sum())
+    small = request(queries=8, heads=1, kv_heads=1, max_segments=2**17)  # 2**20 of 2**25
+    segments = find_segments(jnp.ones((1, 8), int))
+
+    def attend(x: jax.Array) -> jax.Array:
+        return cudnn.attend(jnp.ones((1, 8, 1, 64)), x, x, segments, jnp.int32(0), small)[0].sum()
+
+    jax.jit(jax.vmap(jax.grad(attend)))(jnp.ones((31, 1, 8, 1, 64)))
+    with pytest.raises(UnsupportedError, match="cudnn cannot serve under vmap: .* and this is 33,554,432: lower"):
+        jax.vmap(jax.grad(attend))(jnp.ones((32, 1, 8, 1, 64)))
+    with pytest.raises(UnsupportedError, match="and this is 67,108,864"):
+        jax.vmap(jax.vmap(attend))(jnp.ones((16, 4, 1, 8, 1, 64)))
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:

@@ -68,6 +68,7 @@ def test_the_flax_function_refuses_dropout() -> None:
 # -- the tables -------------------------------------------------------------------------------------------------------
 
 PLAIN = Request(
+    rows=1,
     queries=64,
     keys=64,
     heads=4,
