@@ -24,6 +24,7 @@ from jax_backend.attention.pallas_tiles import (
     Tiles,
     base2_logits,
     dot,
+    heaviest_first,
     load_interval,
     load_rows,
     load_scalars,
@@ -102,20 +103,22 @@ def grad_keys(
         lse, delta: float32 [B, S, N].
         queries: the queries that see each key, int32 [B, T] and [B, T].
     """
-    rows, tokens, _, width = q.shape
+    tokens, width = q.shape[1], q.shape[3]
     d, e = padded(width), padded(v.shape[-1])
-    per_key = pl.BlockSpec((None, request.keys), lambda h, j, b: (b, 0))
-    per_head = pl.BlockSpec((None, tokens, request.group), lambda h, j, b: (b, 0, h))
-    k_spec = pl.BlockSpec((None, request.keys, None, d), lambda h, j, b: (b, 0, h, 0))
-    v_spec = pl.BlockSpec((None, request.keys, None, e), lambda h, j, b: (b, 0, h, 0))
+    order = heaviest_first(queries, tiles.keys)
+    per_key = pl.BlockSpec((None, request.keys), lambda h, b, j: (b, 0))
+    per_head = pl.BlockSpec((None, tokens, request.group), lambda h, b, j: (b, 0, h))
+    k_spec = pl.BlockSpec((None, request.keys, None, d), lambda h, b, j: (b, 0, h, 0))
+    v_spec = pl.BlockSpec((None, request.keys, None, e), lambda h, b, j: (b, 0, h, 0))
     return pl.pallas_call(
         partial(_dkv_kernel, request=request, tiles=tiles),
-        grid=(request.kv_heads, pl.cdiv(request.keys, tiles.keys), rows),
+        grid=(request.kv_heads, *order.shape),
         in_specs=[
-            pl.BlockSpec((None, tokens, request.group, d), lambda h, j, b: (b, 0, h, 0)),
+            pl.BlockSpec((None, order.shape[1]), lambda h, b, j: (b, 0)),
+            pl.BlockSpec((None, tokens, request.group, d), lambda h, b, j: (b, 0, h, 0)),
             k_spec,
             v_spec,
-            pl.BlockSpec((None, tokens, request.group, e), lambda h, j, b: (b, 0, h, 0)),
+            pl.BlockSpec((None, tokens, request.group, e), lambda h, b, j: (b, 0, h, 0)),
             per_head,
             per_head,
             per_key,
@@ -126,7 +129,7 @@ def grad_keys(
         compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
         name="segment_attention_dkv",
-    )(q, k, v, dout, lse, delta, *queries)
+    )(order, q, k, v, dout, lse, delta, *queries)
 
 
 def _dq_kernel(
@@ -174,6 +177,7 @@ def _dq_kernel(
 
 
 def _dkv_kernel(
+    order_ref: Any,
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
@@ -190,7 +194,7 @@ def _dkv_kernel(
 ) -> None:
     group, tokens = request.group, tiles.tokens(request.group)
     rows = tiles.packed_rows(group)
-    first_key = pl.program_id(1) * tiles.keys
+    first_key = order_ref[pl.program_id(2)] * tiles.keys
     key = first_key + jnp.arange(tiles.keys, dtype=jnp.int32)
     inside = key < request.keys
     interval = load_interval(begin_ref, end_ref, key, inside)

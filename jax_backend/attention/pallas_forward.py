@@ -1,4 +1,4 @@
-"""The forward kernel: one program per (tile of queries, key/value head, row), online softmax over the keys it can see.
+"""The forward kernel: one program per (key/value head, tile of queries, row), online softmax over the keys it can see.
 
 The recurrence is Dao 2023 (arXiv:2307.08691), algorithm 1, in base 2: the running maximum m and sum l of each row
 rescale the accumulated output whenever the maximum grows.
@@ -82,7 +82,9 @@ def _kernel(
 ) -> None:
     group, tokens = request.group, tiles.tokens(request.group)
     rows = tiles.packed_rows(group)
-    token, member, inside = pack_rows(pl.program_id(1) * tokens, tokens, group, rows, request.queries)
+    # From the row's end: of one long segment, the tiles that see most start first.
+    tile = pl.num_programs(1) - 1 - pl.program_id(1)
+    token, member, inside = pack_rows(tile * tokens, tokens, group, rows, request.queries)
     interval = load_interval(begin_ref, end_ref, token, inside)
     walk = plan_walk(interval, inside, tiles.keys, upward=True, window=request.window is not None)
     q = load_rows(q_ref, token, member, inside, request.head_dim)
