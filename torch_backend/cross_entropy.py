@@ -4,6 +4,10 @@ hidden [N, D], the output layer's weight [V, D], targets [N] -> chunks of logits
 place and multiplied back -> (loss sum, weight sum). The gradients are made in the forward, because a chunk's logits are
 there then and nothing but their factor is still unknown: three matrix products in all, as without chunks. The logits of
 a row of 16,384 tokens and 152,000 entries are 4.6 GiB in bfloat16 and more than twice that in a plain backward.
+
+Where the card is a Hopper and the dtype bfloat16, not even a chunk's logits exist: the product writes their powers over
+the target's logit, which are the gradient but for one factor per row. Elsewhere a kernel turns logits into it, or plain
+torch where there are no kernels.
 """
 
 from __future__ import annotations
@@ -16,11 +20,14 @@ from torch.autograd.function import once_differentiable
 
 from packing_core.batch import IGNORE_INDEX
 from packing_core.errors import LayoutError
+from torch_backend import operators
 from torch_backend.operators import operator, runs_triton
 
-_CHUNK_BYTES = 2**29
-# Of the kernel: columns that a program reads at once, and its warps; measured on an H200 (benchmarks/RESULTS.md).
-_BLOCK, _WARPS = 8192, 16
+_CHUNK_BYTES = 2**30
+# Of the kernel that reads logits: columns that a program takes at once, and its warps; of the one that makes powers:
+# rows, columns, depth, warps, stages. Measured on an H200 (benchmarks/RESULTS.md).
+_BLOCK, _WARPS = 16_384, 32
+_TILE = (128, 256, 64, 8, 3)
 
 
 def linear_cross_entropy(
@@ -63,6 +70,8 @@ def linear_cross_entropy(
         raise LayoutError(f"weights must have the shape of the targets, {list(targets.shape)}: {list(weights.shape)}")
     if weight.dtype != hidden.dtype:
         raise LayoutError(f"hidden and weight must share a dtype, got {hidden.dtype} and {weight.dtype}")
+    if not targets.numel():
+        raise LayoutError(f"linear_cross_entropy needs at least one row, got {given}")
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
     counted = (targets != ignore_index).to(torch.promote_types(hidden.dtype, torch.float32))
     if weights is not None:
@@ -99,11 +108,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _times(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x * factor`` rounded once to ``dtype``, without a wider copy of a gradient that is wide already."""
-    x = x.to(factor.dtype)
-    if torch.compiler.is_compiling():
-        return (x * factor).to(dtype)
-    return torch.mul(x, factor, out=torch.empty(x.shape, dtype=dtype, device=x.device))
+    """``x * factor`` rounded once to ``dtype``."""
+    if torch.compiler.is_compiling() or x.ndim != 2 or not runs_triton(x):
+        return (x.to(factor.dtype) * factor).to(dtype)
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    _scale_rows(x, factor, out)
+    return out
+
+
+def _scale_rows(x: Tensor, factors: Tensor, out: Tensor) -> None:
+    from torch_backend import cross_entropy_kernels as kernels
+
+    rows, width = x.shape
+    block = min(4096, 1 << (width - 1).bit_length())
+    kernels.scale_rows[rows,](x, factors, out, width, min(factors.ndim, 1), block)
 
 
 def _launch(
@@ -124,24 +142,104 @@ def _launch(
     """
     exact = torch.promote_types(hidden.dtype, torch.float32)
     losses = hidden.new_empty(hidden.shape[0], dtype=exact)
-    dhidden = torch.empty_like(hidden) if wanted[0] else hidden.new_empty(0)
-    dweight = weight.new_zeros(weight.shape if wanted[1] else 0, dtype=exact)
+    dhidden = hidden.new_empty(hidden.shape if wanted[0] else 0)
+    dweight = weight.new_empty(weight.shape if wanted[1] else 0, dtype=exact)
     dbias = weight.new_zeros(weight.shape[:1] if wanted[2] else 0, dtype=exact)
-    per_row = losses if weights is None else weights
-    chunks = zip(*(x.split(rows) for x in (hidden, targets, per_row, losses)), strict=True)
-    for i, (chunk, chunk_targets, chunk_weights, chunk_losses) in enumerate(chunks):
-        logits = torch.nn.functional.linear(chunk, weight, bias)
-        _softmax_loss(
-            logits, chunk_targets, None if weights is None else chunk_weights, chunk_losses,
-            ignore_index, scale, softcap, any(wanted),
-        )  # fmt: skip
+    bases = factors = None
+    if _takes_powers(hidden, weight, bias):
+        bases = _target_logits(hidden, weight, targets, ignore_index, scale, softcap)
+        factors = torch.empty_like(bases)
+    for first in range(0, len(hidden), rows):
+        part = slice(first, first + rows)
+        chunk = hidden[part]
+        per_row = targets[part], None if weights is None else weights[part], losses[part]
+        if bases is None or factors is None:
+            logits = torch.nn.functional.linear(chunk, weight, bias)
+            _softmax_loss(logits, *per_row, ignore_index, scale, softcap, any(wanted))
+        else:
+            logits, chunk = _powers(
+                chunk, weight, bases[part], factors[part], *per_row, ignore_index, scale, softcap, any(wanted)
+            )
         if wanted[0]:
-            torch.mm(logits, weight, out=dhidden[i * rows : i * rows + len(chunk)])
+            torch.mm(logits, weight, out=dhidden[part])
         if wanted[1]:
-            _accumulate(dweight, logits.t(), chunk)
+            _accumulate(dweight, logits.t(), chunk, anew=first == 0)
         if wanted[2]:
             dbias += logits.sum(0, dtype=exact)
+        del logits  # before the next chunk's are made
+    if wanted[0] and factors is not None:
+        _scale_rows(dhidden, factors, dhidden)
     return losses.sum(), dhidden, dweight, dbias
+
+
+def _takes_powers(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the product can write powers at once: it needs a dtype of their range and what the copy engine takes."""
+    if operators.INTERPRETED:
+        served = hidden.dtype == torch.float32
+    else:
+        served = hidden.dtype == torch.bfloat16 and hidden.is_cuda
+        served = served and torch.cuda.get_device_capability(hidden.device) == (9, 0)
+    aligned = all(
+        x.stride(-1) == 1 and x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0 for x in (hidden, weight)
+    )
+    return operators.TRITON and served and aligned and bias is None and len(weight) * weight.itemsize % 16 == 0
+
+
+def _target_logits(
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, scale: float, softcap: float
+) -> Tensor:
+    from torch_backend import cross_entropy_kernels as kernels
+
+    bases = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
+    kernels.target_logits[hidden.shape[0],](
+        hidden, weight, targets, bases, hidden.shape[1], hidden.stride(0), weight.stride(0), ignore_index, scale,
+        softcap, softcap > 0, 1024,
+    )  # fmt: skip
+    return bases
+
+
+def _powers(
+    hidden: Tensor,
+    weight: Tensor,
+    bases: Tensor,
+    factors: Tensor,
+    targets: Tensor,
+    weights: Tensor | None,
+    losses: Tensor,
+    ignore_index: int,
+    scale: float,
+    softcap: float,
+    gradient: bool,
+) -> tuple[Tensor, Tensor]:
+    """Each row's weighted loss, its gradient of the logits but for a factor per row, and ``hidden`` times that."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from torch_backend import cross_entropy_kernels as kernels
+
+    (rows, width), columns = hidden.shape, weight.shape[0]
+    m, n, k, warps, stages = _TILE
+    tiles = -(-columns // n)
+    out = hidden.new_empty(rows, columns)
+    divided = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+    sums = losses.new_empty(rows, tiles)
+    described = (
+        TensorDescriptor.from_tensor(x, block) for x, block in ((hidden, [m, k]), (weight, [n, k]), (out, [m, n // 2]))
+    )
+    kernels.powers[min(_programs(hidden), -(-rows // m) * tiles),](
+        *described, targets, bases, sums, rows, columns, scale, softcap, width, softcap > 0, gradient, m, n, k,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    kernels.finish[rows,](
+        hidden, weight, out, targets, weights, bases, sums, losses, factors, divided, width, hidden.stride(0),
+        weight.stride(0), columns, tiles, ignore_index, scale, softcap, weights is not None, softcap > 0, gradient,
+        1024, 32, 256,
+    )  # fmt: skip
+    return out, divided
+
+
+def _programs(x: Tensor) -> int:
+    """As many as run at the same time, one on each multiprocessor."""
+    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
 
 
 def _softmax_loss(
@@ -159,8 +257,8 @@ def _softmax_loss(
         from torch_backend import cross_entropy_kernels as kernels
 
         block = min(_BLOCK, 1 << (logits.shape[1] - 1).bit_length())
-        kernels.softmax_loss[logits.shape[0],](
-            logits, targets, weights, losses, logits.shape[1], logits.stride(0), ignore_index, scale, softcap,
+        kernels.softmax_loss[min(_programs(logits), logits.shape[0]),](
+            logits, targets, weights, losses, *logits.shape, logits.stride(0), ignore_index, scale, softcap,
             weights is not None, softcap > 0, gradient, block, num_warps=min(_WARPS, max(1, block // 32)),
         )  # fmt: skip
         return
@@ -180,14 +278,13 @@ def _softmax_loss(
         logits.copy_(dx * slope * counted[:, None])
 
 
-def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add ``a @ b`` to a total that is wider than the factors."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    elif total.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+def _accumulate(total: Tensor, a: Tensor, b: Tensor, *, anew: bool) -> None:
+    """Add ``a @ b`` to a total that is wider than the factors, or with ``anew`` write it over whatever is there."""
+    beta = 0 if anew else 1
+    if total.is_cuda and total.dtype != a.dtype:
+        torch.addmm(total, a, b, beta=beta, out_dtype=total.dtype, out=total)
     else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+        total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=beta)
 
 
 def _fake(

@@ -9,9 +9,10 @@ import torch
 from packing_core import reference
 from packing_core.errors import LayoutError
 from tests.torch_backend.kernels import FLOAT32, ONE_DTYPE, Where, assert_within_budget, numpy
+from torch_backend import cross_entropy
 from torch_backend.cross_entropy import linear_cross_entropy
 
-ROWS, WIDTH, ENTRIES = 21, 16, 100
+ROWS, WIDTH, ENTRIES = 21, 16, 104
 CHUNK = 8  # rows: the last chunk is smaller
 
 
@@ -61,6 +62,42 @@ def test_loss_and_gradients_are_the_oracle(where, biased, weighted, scale, softc
     assert_within_budget(found, oracle(*arguments, None), oracle(*arguments, where.dtype), where.dtype)
     counted = targets != -100
     assert total.item() == pytest.approx((counted if weights is None else weights * counted).sum().item())
+
+
+def check(hidden, weight, targets, *, softcap: float | None = None, **options) -> float:
+    """Loss and gradients are the oracle's, by the budget of the working dtype. Returns the loss."""
+    loss, _ = linear_cross_entropy(hidden, weight, targets, softcap=softcap, **options)
+    found = {"loss": loss, **dict(zip(("hidden", "weight"), torch.autograd.grad(loss, (hidden, weight)), strict=True))}
+    arguments = hidden, weight, None, targets, None, 1.0, softcap
+    assert_within_budget(found, oracle(*arguments, None), oracle(*arguments, hidden.dtype), hidden.dtype)
+    return loss.item()
+
+
+@pytest.mark.parametrize(
+    ("rows", "entries"), [(140, 600), (21, 101)], ids=["several tiles", "rows that the copy engine cannot take"]
+)
+def test_any_size(where, rows, entries):
+    hidden = where.draw(rows, WIDTH).requires_grad_()
+    weight = where.draw(entries, WIDTH, seed=1).requires_grad_()
+    check(hidden, weight, torch.arange(rows, device=where.device).mul(37).remainder(entries))
+
+
+@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
+def test_logits_and_powers_give_the_same(where, monkeypatch):
+    hidden, weight, _, targets = inputs(where, False)
+    assert cross_entropy._takes_powers(hidden, weight, None) or where.device.type == "cuda"
+    check(hidden, weight, targets, softcap=3.0)
+    monkeypatch.setattr(cross_entropy, "_takes_powers", lambda *given: False)
+    check(hidden, weight, targets, softcap=3.0)
+
+
+def test_targets_that_the_model_rules_out_have_their_loss(where):
+    """Powers of other logits over the target's overflow: those rows are made from their logits."""
+    hidden, weight, _, targets = inputs(where, False)
+    with torch.no_grad():
+        hidden[3:7] *= 25
+        targets[3:7] = (hidden[3:7] @ weight.t()).argmin(1)
+    assert check(hidden, weight, targets) > 4 * 100
 
 
 @pytest.mark.parametrize("where", FLOAT32, indirect=True)
@@ -123,6 +160,7 @@ H, W, T = torch.zeros(4, 8), torch.zeros(10, 8), torch.zeros(4, dtype=torch.long
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"hidden": H[:0], "targets": T[:0]}, r"needs at least one row, got hidden \[0, 8\]"),
         ({"targets": T[:3]}, r"hidden \[4, 8\], weight \[10, 8\], targets \[3\]"),
         ({"weight": W[:, :4]}, r"weight \[10, 4\]"),
         ({"bias": torch.zeros(8)}, r"bias must be \[10\], one per logit, got \[8\]"),
