@@ -11,6 +11,7 @@ alone in bfloat16.
 from __future__ import annotations
 
 import gc
+import inspect
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -84,8 +85,7 @@ def run_others() -> Iterator[Result]:
         return
     few = [c for c in CONTENDERS if c.name in LORA_RUNS]
     yield from race(Shape("Llama-3-8B, LoRA", llama3, (8_192,), lora=True, steps=6), few)
-    few = [c for c in CONTENDERS if c.name in HYBRID_RUNS]
-    yield from race(Shape("Qwen3.5 hybrid, 8 layers", qwen35, (16_384,), steps=2), few)
+    yield from race(Shape("Qwen3.5 hybrid, 8 layers", qwen35, (16_384,), steps=2), HYBRIDS)
 
 
 def race(shape: Shape, contenders: Sequence[Contender]) -> Iterator[Result]:
@@ -167,6 +167,19 @@ def ours_rebuilt(model: Any) -> Loss:
     return forgetful
 
 
+def without_fla(loss: Callable[[Any], Loss]) -> Callable[[Any], Loss]:
+    """As ``loss``, with the scan in plain torch, as transformers runs it where fla is not installed."""
+
+    def plain(model: Any) -> Loss:
+        modeling = import_module(type(model).__module__)
+        if hasattr(modeling, SCAN):
+            setattr(modeling, SCAN, inspect.unwrap(getattr(modeling, SCAN)))
+        return loss(model)
+
+    return plain
+
+
+SCAN = "torch_chunk_gated_delta_rule"
 BEST_STOCK = "best stock: flash-attn-4, metadata, Liger"
 CONTENDERS = [
     Contender("ours, compiled and captured", ours_compiled, "fixed", captured=True),
@@ -182,7 +195,15 @@ CONTENDERS = [
     Contender("ours, work lists rebuilt in every layer", ours_rebuilt, capacities=(16_384, 256)),
 ]
 LORA_RUNS = {BEST_STOCK, "ours, compiled and captured", "ours with Liger's norms and MLP, captured"}
-HYBRID_RUNS = {"padded, SDPA", "ours, torch alone"}
+HYBRIDS = [
+    Contender("padded, SDPA", without_fla(stock), "padded"),
+    Contender("padded, SDPA, fla", stock, "padded"),
+    Contender("stock packed: SDPA, metadata, fla", stock, "stock"),
+    Contender("ours, torch alone", without_fla(ours_alone)),
+    Contender("ours, fla", ours_alone),
+    Contender("ours, fla, captured", ours_alone, "fixed", captured=True),
+    Contender("ours, fla, compiled and captured", ours_compiled, "fixed", captured=True),
+]
 TOY_RUNS = {c.name for c in CONTENDERS if "Liger" not in c.name}
 
 
@@ -199,12 +220,14 @@ def _liger(model: Any, **options: bool) -> None:
 @cache
 def right_gradients(shape: Shape) -> tuple[Tensor, float]:
     """Gradients of the checked documents, each alone, in float32, and how far bfloat16 is off them."""
-    exact = _gradients_alone(shape, torch.float32)
-    return exact.cpu(), relative_error(_gradients_alone(shape, DTYPE), exact)
+    with _left_as_it_was(shape):
+        exact = _gradients_alone(shape, torch.float32)
+        return exact.cpu(), relative_error(_gradients_alone(shape, DTYPE), exact)
 
 
 def _gradients_alone(shape: Shape, dtype: torch.dtype) -> Tensor:
     model = make_model(shape, "sdpa", few=True, dtype=dtype)
+    without_fla(stock)(model)
     docs = checked_documents()
     total = sum(len(d) - 1 for d in docs)
     gradients: list[Tensor] = []

@@ -24,9 +24,10 @@ alone to 1e-4 of the largest value, and replacing every token of one document mo
 {not_built} more could not be built tiny. The other {halves} families are encoders or halves of encoder-decoders and are
 refused as such.
 
-Route `attention`: segments reach every attention layer; layers that carry state along the row (state-space, linear
-attention, convolutions) run on batches of documents of similar length. Route `documents`: attention cannot be told of
-segments from outside, and the whole decoder runs on such batches.
+Route `attention`: segments reach every attention layer, and the convolution and scan of layers that carry state along
+the row (state-space, linear attention, convolutions) or, where they cannot, such a layer runs on batches of documents
+of similar length. Route `documents`: attention cannot be told of segments from outside, and the whole decoder runs on
+such batches.
 
 | family | route | logits | gradients |
 |---|---|---|---|

@@ -28,9 +28,9 @@ from packing_core.protocol import Array, Backend, BackendFactory, Batch, Capabil
 from torch_backend.attention import IMPLEMENTATIONS, AttentionRequest, _load, attention, rejections
 from torch_backend.attention.probe import Probed
 from torch_backend.data import PackedCollator, with_boundaries
+from torch_backend.documents import per_document
 from torch_backend.loss import next_token_targets, normalise, packed_cross_entropy
 from torch_backend.metadata import PackedMetadata
-from torch_backend.mixers import per_document
 from torch_backend.patch import patch
 from torch_backend.rope import apply_rope
 

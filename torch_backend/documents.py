@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from torch_backend.carry import CarriedMask
 from torch_backend.metadata import PackedMetadata, host_lengths, to_device
 
 
@@ -80,6 +81,61 @@ def to_batches(packed: PackedMetadata, x: Tensor, *, pad: bool = True) -> list[T
 def from_batches(packed: PackedMetadata, batches: Sequence[Tensor], *, pad: bool = True) -> Tensor:
     """The inverse of :func:`to_batches`: what stands at padding is left out."""
     return _unpad(torch.cat([rows.flatten(0, 1) for rows in batches]), buckets(packed, pad=pad))
+
+
+def no_mask(rows: Tensor) -> None:
+    """The mask of a batch [n, L, ...] for a layer that needs none."""
+
+
+def per_document(
+    packed: PackedMetadata,
+    layer: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    mask: Callable[[Tensor], Any] = no_mask,
+    pad: bool = True,
+) -> Any:
+    """``layer(*args, **kwargs)`` as if every document were in a batch of its own.
+
+    Args:
+        packed: the segments of [B, S] tokens.
+        layer: causal along its second axis.
+        args, kwargs: its arguments; every tensor [B, S, ...] among them, in tuples too, is split into documents.
+        mask: what the layer takes in the place of a CarriedMask, for a batch of documents [n, L, ...].
+        pad: batch documents of similar length with padding at their end; else only those of the same length.
+
+    Returns:
+        What the layer returns, every tensor [B, S, ...] put together again and tensors of other shapes (states) None.
+    """
+    values = [*args, *kwargs.values()]
+    first = next(x for x in values if isinstance(x, Tensor))
+    rows, length = first.shape[:2]
+    batches = to_batches(packed, first.flatten(0, 1), pad=pad)
+
+    def split(value: Any) -> list[Any]:
+        if isinstance(value, CarriedMask):
+            return [mask(batch) for batch in batches]
+        if isinstance(value, Tensor) and value.shape[:2] == (rows, length):
+            return to_batches(packed, value.flatten(0, 1), pad=pad)
+        if isinstance(value, tuple):
+            return list(zip(*map(split, value), strict=True))
+        return [value] * len(batches)
+
+    def join(parts: tuple[Any, ...]) -> Any:
+        if isinstance(parts[0], tuple):
+            return tuple(join(part) for part in zip(*parts, strict=True))
+        if hasattr(parts[0], "to_tuple"):  # a ModelOutput of transformers
+            return type(parts[0])(**{name: join(tuple(part[name] for part in parts)) for name in parts[0]})
+        if all(isinstance(p, Tensor) and p.shape[:2] == b.shape[:2] for p, b in zip(parts, batches, strict=True)):
+            return from_batches(packed, parts, pad=pad).reshape(rows, length, *parts[0].shape[2:])
+        return None
+
+    results = []
+    for call in zip(*map(split, values), strict=True):
+        named = dict(zip(kwargs, call[len(args) :], strict=True))
+        results.append(layer(*call[: len(args)], **named))
+    return join(tuple(results))
 
 
 class _Pad(torch.autograd.Function):

@@ -12,7 +12,7 @@ from torch import nn
 
 from packing_core.errors import UnsupportedError
 from torch_backend.attention import AttentionRequest, describe, rejections
-from torch_backend.convolution import describe as describe_convolution
+from torch_backend.mixers import PER_DOCUMENT, Row, row_forward
 from torch_backend.patch import causal_lm, state_of
 
 
@@ -22,9 +22,10 @@ class LayerExplanation:
 
     Attributes:
         layer: its name in the model.
-        route: ``attention`` (segments reach its attention) or ``per document`` (it runs on batches of documents).
+        route: ``attention`` (segments reach its attention), ``row`` (segments reach the convolution and scan inside it)
+            or ``per document`` (it runs on batches of documents).
         serves: the implementation that runs it, None before the first packed forward.
-        request: what it asks for, in words; of a mixer, what convolves.
+        request: what it asks for, in words; of a mixer, what convolves and scans.
         rejected: implementations that were asked before, each with its reason.
     """
 
@@ -61,12 +62,20 @@ def explain(model: nn.Module) -> Explanation:
     if state is None:
         raise UnsupportedError(f"{type(model).__name__} is not patched: call torch_backend.patch(model) first")
     layers = [
-        LayerExplanation(name, "per document", "its own forward on batches of documents", describe_convolution(layer))
+        _explain_mixer(name, layer, state.served.get(id(layer)))
         if name in state.mixers
         else _explain(name, state.served.get(id(layer)), state.implementation)
         for name, layer in state.layers.items()
     ]
     return Explanation(layers, state.notes())
+
+
+def _explain_mixer(name: str, layer: nn.Module, served: Row | str | None) -> LayerExplanation:
+    if isinstance(served, Row):
+        return LayerExplanation(name, "row", "its own forward on the row", str(served))
+    if served is None and row_forward(type(layer)) is not None:
+        return LayerExplanation(name, "row")
+    return LayerExplanation(name, PER_DOCUMENT, "its own forward on batches of documents")
 
 
 def _explain(name: str, asked: AttentionRequest | None, implementation: str | tuple[str, ...]) -> LayerExplanation:

@@ -1,8 +1,8 @@
 """Which route a model family takes, and which families are refused: the one table of them.
 
-``attention`` (the rule): the segments reach every attention layer and are served there; layers that carry state along
-the row run document by document. ``documents`` (the exceptions below): attention cannot be told of segments from
-outside, so the whole decoder runs on padded batches of documents of similar length.
+``attention`` (the rule): the segments reach every attention layer and are served there; what happens to layers that
+carry state along the row says :mod:`torch_backend.mixers`. ``documents`` (the exceptions below): attention cannot be
+told of segments from outside, so the whole decoder runs on padded batches of documents of similar length.
 """
 
 from __future__ import annotations

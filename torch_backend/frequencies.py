@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from packing_core.errors import UnsupportedModelError
+from torch_backend.documents import per_document
 from torch_backend.metadata import PackedMetadata
-from torch_backend.mixers import per_document
 
 _BEFORE = "_crosspack_frequencies_before"
 

@@ -1,24 +1,32 @@
-"""Layers that carry something along the row, run document by document.
+"""Layers that carry something along the row: state-space, linear-attention and convolution layers in packed forwards.
 
-A state-space, linear-attention or convolution layer carries its state along the row. In a packed forward such a layer
-(projections, convolution, scan) runs on padded batches of documents of similar length (:mod:`torch_backend.documents`),
-so whatever it does inside, in plain torch or in a fused kernel, it does inside one document; what convolves there is
-chosen by :mod:`torch_backend.convolution`. Without segments its own ``forward`` runs untouched. A whole decoder can be
+A layer whose forward mixes tokens only through functions that are known by name (transformers' short convolution and
+scans) runs once on the whole row, projections, norms and gates as they are, and these functions are told of the
+segments (:mod:`torch_backend.rebinding`, :mod:`torch_backend.convolution`, :mod:`torch_backend.scan`). Any other layer
+runs as a whole on padded batches of documents of similar length (:mod:`torch_backend.documents`), so whatever it does
+inside, it does inside one document. Without segments a layer's own ``forward`` runs untouched. A whole decoder can be
 wrapped in the same way.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
+from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from torch_backend import convolution
 from torch_backend.carry import CarriedMask
-from torch_backend.convolution import packed_forward
-from torch_backend.documents import from_batches, to_batches
+from torch_backend.documents import no_mask, per_document
 from torch_backend.metadata import PackedMetadata
+from torch_backend.operators import runs_triton
+from torch_backend.rebinding import called, names, rebound, segments
+from torch_backend.scan import LIBRARIES, ScanRequest, scan
 
 # Layers that carry something along the row and have no convolution to know them by.
 BY_NAME: dict[str, Callable[[Any], bool]] = {
@@ -26,13 +34,45 @@ BY_NAME: dict[str, Callable[[Any], bool]] = {
     "JambaMambaDecoderLayer": lambda layer: True,  # does not tell its mixer of segments
     "Llama4TextAttention": lambda layer: layer.attn_temperature_tuning and not layer.use_rope,  # counts along the row
 }
+# Global names of functions in modeling files: those without effect across tokens, those that only a cache leads to, and
+# those that do several steps at once and may return None, upon which the layer takes the steps one by one.
+_WITHIN_TOKENS = ("apply_mask_to_padding_states",)
+_WITH_A_CACHE = (
+    "causal_conv1d_update",
+    "mamba2_selective_state_update",
+    "recurrent_kimi_delta_attention",
+    "torch_recurrent_gated_delta_rule",
+)
+_AT_ONCE = ("mamba2_split_conv1d_scan_combined",)
+# Likewise methods of a layer.
+_METHODS = ("fix_query_key_value_ordering",)
+
+_BEFORE, _ON_ROW, _DIVIDED = "_crosspack_forward", "_crosspack_forward_on_row", "_crosspack_forward_divided"
 
 
-def no_mask(rows: Tensor) -> None:
-    """The mask of a batch [n, L, ...] for a layer that needs none."""
+@dataclass(frozen=True)
+class Row:
+    """How a layer ran: on the whole row.
+
+    Attributes:
+        kernel: whether its convolution is a kernel's; else it runs on batches of documents.
+        scan: what it asked of a scan, None if it has none.
+    """
+
+    kernel: bool
+    scan: ScanRequest | None
+
+    @property
+    def needs_lengths(self) -> bool:
+        """Whether something in it needs the segments' lengths on the host."""
+        return not self.kernel or (self.scan is not None and self.scan.refused is not None)
+
+    def __str__(self) -> str:
+        convolution = f"convolution by {'Triton' if self.kernel else 'plain torch on batches of documents'}"
+        return convolution if self.scan is None else f"{convolution}, {self.scan}"
 
 
-_BEFORE = "_crosspack_forward"
+PER_DOCUMENT = "per document"
 
 
 def find_mixers(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
@@ -51,83 +91,82 @@ def find_mixers(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
 
 
 def wrap(layer: nn.Module, *, mask: Callable[[Tensor], Any] = no_mask, pad: bool = True) -> None:
-    """Make ``layer`` run document by document where it is given segments, by themselves or as a CarriedMask.
+    """Keep documents apart in ``layer`` where it is given segments, by themselves or as a CarriedMask.
 
     Args:
         layer: a module whose first tensor argument is [B, S, ...] and whose forward is causal along S.
-        mask: what the layer takes in the place of the CarriedMask, for a batch of documents [n, L, ...].
+        mask: what a layer that runs on batches of documents takes in the place of the CarriedMask, for [n, L, ...].
         pad: batch documents of similar length with padding at their end; else only those of the same length.
     """
     layer.__dict__[_BEFORE] = layer.__dict__.get("forward")  # accelerate, for one, wraps forward like this too
-    layer.forward = partial(_forward, layer, mask, pad)
+    layer.__dict__[_DIVIDED] = {"mask": mask, "pad": pad}
+    layer.__dict__[_ON_ROW] = row_forward(type(layer))
+    # a method and no partial: torch.compile guards a method by its function, so equal layers share one graph
+    layer.forward = MethodType(_forward, layer)
 
 
 def unwrap(layer: nn.Module) -> None:
     """Take back what :func:`wrap` did."""
     before = layer.__dict__.pop(_BEFORE)
+    del layer.__dict__[_DIVIDED], layer.__dict__[_ON_ROW]
     if before is None:
         del layer.__dict__["forward"]
     else:
         layer.__dict__["forward"] = before
 
 
-def _forward(layer: nn.Module, mask: Callable[[Tensor], Any], pad: bool, *args: Any, **kwargs: Any) -> Any:
+def row_forward(layer_class: type[nn.Module]) -> Callable[..., Any] | None:
+    """A layer class's forward for whole rows, which is told of the segments by a keyword; None if it has to be divided.
+
+    It convolves by name, and every other function and method that it names is known.
+    """
+    functions, known = called(layer_class.forward), {*_WITHIN_TOKENS, *_WITH_A_CACHE, *_AT_ONCE, *LIBRARIES}
+    if convolution.NAME not in functions or functions.keys() - known - {convolution.NAME}:
+        return None
+    if any(_is_method(layer_class, name) for name in names(layer_class.forward) if name not in _METHODS):
+        return None
+    return _told_of_segments(layer_class.forward, tuple(sorted(functions.items())))
+
+
+@cache
+def _told_of_segments(forward: Callable[..., Any], functions: tuple[tuple[str, Any], ...]) -> Callable[..., Any] | None:
+    """``forward`` over stand-ins for those of its functions that mix tokens."""
+    stand_ins: dict[str, Any] = {}
+    for name, function in functions:
+        if name == convolution.NAME:
+            stand_ins[name] = partial(convolution.convolve, function)
+        elif name in LIBRARIES:
+            stand_ins[name] = partial(scan, function, LIBRARIES[name])
+        elif name in _AT_ONCE:
+            stand_ins[name] = _step_by_step
+    return rebound(forward, stand_ins)
+
+
+def _is_method(layer_class: type[nn.Module], name: str) -> bool:
+    return inspect.isfunction(getattr(layer_class, name, None)) and not hasattr(nn.Module, name)
+
+
+def _step_by_step(*args: Any, **kwargs: Any) -> None:
+    """Stands for a function of convolution and scan at once."""
+
+
+def _forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     before = layer.__dict__[_BEFORE]
     told = [value for value in (*args, *kwargs.values()) if isinstance(value, CarriedMask | PackedMetadata)]
     if not told:
         return (before or partial(type(layer).forward, layer))(*args, **kwargs)
     packed = told[0].packed if isinstance(told[0], CarriedMask) else told[0]
+    whole = layer.__dict__[_ON_ROW]
+    if whole is not None and before is None and segments(kwargs.values()) is not None:
+        packed.last_request = None
+        args = tuple(None if isinstance(value, CarriedMask) else value for value in args)
+        kwargs = {name: None if isinstance(value, CarriedMask) else value for name, value in kwargs.items()}
+        result = whole(layer, *args, **kwargs)
+        if not torch.compiler.is_compiling():  # a compiled layer would be guarded on its own id, one graph per layer
+            hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+            packed.served[id(layer)] = Row(runs_triton(hidden), packed.last_request)
+        return result
+    packed.served[id(layer)] = PER_DOCUMENT
     kwargs = {name: value for name, value in kwargs.items() if not isinstance(value, PackedMetadata)}
-    packed.served[id(layer)] = "per document"
-    before = before or partial(packed_forward(type(layer).forward), layer)
-    return per_document(packed, before, args, kwargs, mask=mask, pad=pad)
-
-
-def per_document(
-    packed: PackedMetadata,
-    layer: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    mask: Callable[[Tensor], Any] = no_mask,
-    pad: bool = True,
-) -> Any:
-    """``layer(*args, **kwargs)`` as if every document were in a batch of its own.
-
-    Args:
-        packed: the segments of [B, S] tokens.
-        layer: causal along its second axis.
-        args, kwargs: its arguments; every tensor [B, S, ...] among them, in tuples too, is split into documents.
-        mask, pad: as for :func:`wrap`.
-
-    Returns:
-        What the layer returns, every tensor [B, S, ...] put together again and tensors of other shapes (states) None.
-    """
-    values = [*args, *kwargs.values()]
-    first = next(x for x in values if isinstance(x, Tensor))
-    rows, length = first.shape[:2]
-    batches = to_batches(packed, first.flatten(0, 1), pad=pad)
-
-    def split(value: Any) -> list[Any]:
-        if isinstance(value, CarriedMask):
-            return [mask(batch) for batch in batches]
-        if isinstance(value, Tensor) and value.shape[:2] == (rows, length):
-            return to_batches(packed, value.flatten(0, 1), pad=pad)
-        if isinstance(value, tuple):
-            return list(zip(*map(split, value), strict=True))
-        return [value] * len(batches)
-
-    def join(parts: tuple[Any, ...]) -> Any:
-        if isinstance(parts[0], tuple):
-            return tuple(join(part) for part in zip(*parts, strict=True))
-        if hasattr(parts[0], "to_tuple"):  # a ModelOutput of transformers
-            return type(parts[0])(**{name: join(tuple(part[name] for part in parts)) for name in parts[0]})
-        if all(isinstance(p, Tensor) and p.shape[:2] == b.shape[:2] for p, b in zip(parts, batches, strict=True)):
-            return from_batches(packed, parts, pad=pad).reshape(rows, length, *parts[0].shape[2:])
-        return None
-
-    results = []
-    for call in zip(*map(split, values), strict=True):
-        named = dict(zip(kwargs, call[len(args) :], strict=True))
-        results.append(layer(*call[: len(args)], **named))
-    return join(tuple(results))
+    before = before or partial(type(layer).forward, layer)
+    return per_document(packed, before, args, kwargs, **layer.__dict__[_DIVIDED])

@@ -19,10 +19,11 @@ from packing_core.errors import LayoutError, UnsupportedModelError
 from torch_backend import frequencies, rotary
 from torch_backend.attention import AttentionRequest, candidates, needs_host_lengths, prepare, select
 from torch_backend.carry import CarriedMask, is_packed, take_metadata
+from torch_backend.documents import no_mask
 from torch_backend.families import SEE_PADDING, route_of
 from torch_backend.hf import PreTrainedModel, causal_mask, register, unregistered
 from torch_backend.metadata import PackedMetadata
-from torch_backend.mixers import find_mixers, no_mask, unwrap, wrap
+from torch_backend.mixers import Row, find_mixers, unwrap, wrap
 
 Model = TypeVar("Model", bound=nn.Module)
 _STATE = "_crosspack"
@@ -169,8 +170,13 @@ class Patched:
     @property
     def host_lengths(self) -> bool:
         """Whether something that serves a layer needs them; before the first packed forward, whether it may."""
-        if self.mixers or self.rotaries or getattr(self.decoder.config, "attention_chunk_size", None):
+        if self.rotaries or getattr(self.decoder.config, "attention_chunk_size", None):
             return True
+        mixers = [self.served.get(id(mixer)) for mixer in self.mixers.values()]
+        if not all(isinstance(ran, Row) and not ran.needs_lengths for ran in mixers):
+            return True
+        if self.mixers and not self.attention:
+            return False
         names = {select(request, self.implementation) for request in self.requests}
         names = names or set(candidates(next(self.root.parameters()).device, self.implementation))
         return any(needs_host_lengths(name) for name in names)

@@ -30,6 +30,18 @@ def apart(trial: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+def refusal(error: Callable[[], float], tolerance: float) -> str | None:
+    """Why what ``error()`` tries out cannot be used: it raises, or is wrong by more than ``tolerance``; else None."""
+    try:
+        found = error()
+    except ImportError as failure:
+        return f"cannot be imported: {failure}"
+    except Exception as failure:  # whatever it raises is the reason why it cannot be used here
+        text = str(failure).strip() or "no message"
+        return f"its trial run raised {type(failure).__name__}: {text.splitlines()[0]}"
+    return None if found <= tolerance else f"its trial run was wrong by {found:.2g} of what is right"
+
+
 @contextmanager
 def on(device: torch.device) -> Iterator[None]:
     """``device`` is the current one, and reading results back from it is allowed whatever the process forbids."""

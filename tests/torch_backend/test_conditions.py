@@ -1,7 +1,7 @@
 """What surrounds a model in training, on a family of every route: none of it may let documents see each other.
 
-Families: qwen3 (segments reach attention), gpt_oss (sinks and windows), qwen3_next (a mixer per document), phi3 with
-longrope (rotary frequencies per document), bloom (the whole decoder per document).
+Families: qwen3 (segments reach attention), gpt_oss (sinks and windows), qwen3_next (segments reach the convolution and
+scan of a mixer), phi3 with longrope (rotary frequencies per document), bloom (the whole decoder per document).
 """
 
 from __future__ import annotations
@@ -353,7 +353,7 @@ def test_explain_speaks_of_every_route() -> None:
         model(**collate(documents()))
         texts[family] = str(torch_backend.explain(model))
     assert "layers.0.self_attn: attention -> sdpa  4 heads" in texts["qwen3"]
-    assert "linear_attn: per document -> its own forward on batches of documents" in texts["qwen3_next"]
+    assert "linear_attn: row -> its own forward on the row  convolution by plain torch on" in texts["qwen3_next"]
     assert "rotary frequencies depend on the longest position and are chosen per document" in texts["phi3"]
     assert "route documents: its attention is its own and not transformers' interface" in texts["bloom"]
     assert "sinks" in texts["gpt_oss"]

@@ -9,7 +9,7 @@ accepted and ignored. So what an implementation can do is what a run on the devi
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch_backend.attention import AttentionRequest
 from torch_backend.attention.reference import scores_attention
 from torch_backend.metadata import PackedMetadata
-from torch_backend.trial import apart, on
+from torch_backend.trial import apart, on, refusal
 
 # Shorter than, equal to and longer than a tile of 64, with a boundary inside a tile; two zero-length segments follow,
 # and the longest is rounded up.
@@ -116,16 +116,7 @@ def _outcome(
         scale=head_dim**-0.5,
         compiling=False,
     )
-    try:
-        error = _error(implementation, request)
-    except ImportError as failure:
-        return f"cannot be imported: {failure}"
-    except Exception as failure:  # whatever it raises is the reason why it cannot be used here
-        text = str(failure).strip() or "no message"
-        return f"its trial run raised {type(failure).__name__}: {text.splitlines()[0]}"
-    if not error <= _TOLERANCE:
-        return f"its trial run was wrong by {error:.2g} of the largest value"
-    return None
+    return refusal(partial(_error, implementation, request), _TOLERANCE)
 
 
 @apart

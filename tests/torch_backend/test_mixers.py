@@ -1,0 +1,240 @@
+"""Layers that carry state along the row: which run on whole rows, what convolves and scans there, what not."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torch_backend
+from packing_core.errors import UnsupportedModelError
+from tests.torch_backend.models import alone, assert_same, collate, documents, packed, tiny
+from torch_backend import conv, mixers, operators, scan
+from torch_backend.convolution import NAME, convolve
+from torch_backend.metadata import PackedMetadata
+
+SHORT = (5, 11, 3)
+# of the tiny model: layers that convolve
+ON_THE_ROW = {
+    "qwen3_next": 1,
+    "qwen3_5_text": 1,
+    "mamba2": 2,
+    "lfm2": 1,
+    "falcon_h1": 2,
+    "nemotron_h": 1,
+    "kimi_linear": 2,
+}
+
+
+@pytest.fixture
+def convolved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Triton kernels run on the CPU; the tokens that the convolution's forward kernel was given are listed."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("the kernels are compiled in this process: test_patch_on_gpu runs them")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(operators, "INTERPRETED", True)
+    calls: list[int] = []
+    launch = conv._forward
+
+    def counted(x: Tensor, *rest: Any) -> Any:
+        calls.append(len(x))
+        return launch(x, *rest)
+
+    monkeypatch.setattr(conv, "_forward", counted)
+    return calls
+
+
+@pytest.mark.parametrize("family", ON_THE_ROW)
+def test_a_layer_of_known_functions_runs_once_on_the_row(family: str, convolved: list[int]) -> None:
+    model, docs = tiny(family), documents(SHORT)
+    truth = alone(model, docs)
+    torch_backend.patch(model, implementation="sdpa", verify=False)
+    batch = collate(docs, capacity=16, strategy="sequential")
+    assert batch["input_ids"].shape == (2, 16)
+    assert_same(packed(model, docs, batch), truth, 2e-5)
+    assert convolved == [32] * ON_THE_ROW[family]
+    assert torch.equal(model(input_ids=docs[0][None]).logits[0], truth.logits[0])
+    assert len(convolved) == ON_THE_ROW[family]  # unpacked batches take the path that they took before
+    assert "row -> its own forward on the row  convolution by Triton" in str(torch_backend.explain(model))
+
+
+@pytest.mark.parametrize("family", ["mamba", "recurrent_gemma"])
+def test_any_other_layer_is_divided(family: str) -> None:
+    model = torch_backend.patch(tiny(family), verify=False)
+    assert "per document -> its own forward on batches of documents" in str(torch_backend.explain(model))
+
+
+def unknown_scan(x: Tensor) -> Tensor:
+    return x.cumsum(1)
+
+
+def causal_conv1d_fn(x: Tensor) -> Tensor:
+    return x
+
+
+class Known(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return causal_conv1d_fn(x)
+
+
+class UnknownFunction(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return max((unknown_scan(y) for y in (causal_conv1d_fn(x),)), key=len)
+
+
+class UnknownMethod(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(causal_conv1d_fn(x))
+
+    def mix(self, x: Tensor) -> Tensor:
+        return x.cumsum(1)
+
+
+class NoConvolution(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cumsum(1)
+
+
+def test_what_a_forward_names_decides() -> None:
+    assert mixers.row_forward(Known) is not None
+    for layer in (UnknownFunction, UnknownMethod, NoConvolution):
+        assert mixers.row_forward(layer) is None
+
+
+# -- libraries, played by plain torch ----------------------------------------------------------------------------------
+
+
+def with_library(monkeypatch: pytest.MonkeyPatch, family: str, kernel: Callable[..., Any]) -> None:
+    """As if the library of the family's scan were installed and transformers had bound ``kernel(plain)`` of it."""
+    module = import_module(type(tiny(family)).__module__)
+    (name,) = scan.LIBRARIES.keys() & vars(module).keys()
+    plain = inspect.unwrap(getattr(module, name))
+    monkeypatch.setattr(module, name, wraps(plain)(kernel(plain)))
+    monkeypatch.setattr(scan, "find_spec", lambda name: object())
+
+
+def told(calls: list[tuple[int, ...]]) -> Callable[[Any], Any]:
+    """A kernel that scans each document by itself, from fla's ``cu_seqlens`` or mamba_ssm's ``seq_idx``."""
+
+    def kernel(plain: Any) -> Any:
+        def run(x: Tensor, *args: Any, cu_seqlens: Any = None, seq_idx: Any = None, **kwargs: Any) -> Any:
+            if cu_seqlens is None and seq_idx is None:
+                return plain(x, *args, **kwargs)
+            calls.append(tuple(x.shape[:2]))
+            rows, length = x.shape[:2]
+            if seq_idx is not None:
+                assert seq_idx.dtype == torch.int32 and seq_idx.shape == (rows, length)
+                starts = [0, *(1 + seq_idx.flatten().diff().nonzero().flatten()).tolist(), rows * length]
+            else:
+                assert rows == 1 and cu_seqlens.dtype == torch.int32
+                starts = cu_seqlens.unique().tolist()
+            outputs = []
+            for start, end in pairwise(starts):
+                cut = [
+                    value.flatten(0, 1)[None, start:end]
+                    if isinstance(value, Tensor) and value.shape[:2] == (rows, length)
+                    else value
+                    for value in (x, *args, *kwargs.values())
+                ]
+                outputs.append(plain(*cut[: 1 + len(args)], **dict(zip(kwargs, cut[1 + len(args) :], strict=True))))
+            if isinstance(outputs[0], tuple):
+                return torch.cat([out for out, _ in outputs], 1), None
+            return torch.cat(outputs, 1).view(rows, length, *outputs[0].shape[2:])
+
+        return run
+
+    return kernel
+
+
+@pytest.mark.parametrize(
+    ("family", "library"), [("qwen3_next", "fla"), ("kimi_linear", "fla"), ("mamba2", "mamba_ssm")]
+)
+def test_a_library_that_passes_its_trial_scans_the_row(
+    family: str, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[int, ...]] = []
+    with_library(monkeypatch, family, told(calls))
+    model, docs = tiny(family), documents(SHORT)
+    truth = alone(model, docs)
+    torch_backend.patch(model, verify=False)
+    batch = collate(docs, capacity=16, strategy="sequential")
+    assert_same(packed(model, docs, batch), truth, 2e-5)
+    shape = (1, 32) if library == "fla" else (2, 16)
+    assert calls[0] == (1, 99) and calls[1:] == [shape] * ON_THE_ROW[family]  # a trial, then each layer once
+    assert f"scan by {library}" in str(torch_backend.explain(model))
+
+
+def raises(plain: Any) -> Any:
+    def run(*args: Any, cu_seqlens: Any = None, **kwargs: Any) -> Any:
+        if cu_seqlens is not None:
+            raise RuntimeError("no kernel image")
+        return plain(*args, **kwargs)
+
+    return run
+
+
+def leaks(plain: Any) -> Any:
+    return lambda *args, **kwargs: plain(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "reason"),
+    [(raises, "its trial run raised RuntimeError: no kernel image"), (leaks, "its trial run was wrong by 0.")],
+)
+def test_a_library_that_fails_its_trial_is_passed_over(
+    kernel: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_library(monkeypatch, "qwen3_next", kernel)
+    model, docs = tiny("qwen3_next"), documents(SHORT)
+    truth = alone(model, docs)
+    torch_backend.patch(model, verify=False)
+    assert_same(packed(model, docs, collate(docs, capacity=None)), truth, 2e-5)
+    assert f"scan on batches of documents (not fla: {reason}" in str(torch_backend.explain(model))
+
+
+@pytest.mark.parametrize("lengths", [(70, 29), (64, 1, 128, 65), (3,)])
+def test_chunks_are_listed_without_reading_the_boundaries(lengths: tuple[int, ...]) -> None:
+    right = [[i, chunk] for i, length in enumerate(lengths) for chunk in range(math.ceil(length / 64))]
+    for entries in (len(lengths), len(lengths) + 3):
+        known = PackedMetadata.from_lengths(lengths, entries=entries)
+        boundaries, chunks = scan._chunks(known)
+        assert boundaries.tolist() == [*known.cu_seqlens.tolist(), sum(lengths)] and chunks.tolist() == right
+        known.lengths = None
+        _, chunks = scan._chunks(known)
+        assert chunks.dtype == torch.int32 and chunks.tolist()[: len(right)] == right
+        assert all(rest == [entries, 0] for rest in chunks.tolist()[len(right) :])  # the empty segment
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_states_and_missing_segments_are_refused() -> None:
+    packed, x = PackedMetadata.from_lengths((4,)), torch.zeros(1, 3, 4)
+    with pytest.raises(UnsupportedModelError, match=f"a layer called {NAME} without its segments"):
+        convolve(causal_conv1d_fn, x, torch.zeros(3, 2))
+    with pytest.raises(UnsupportedModelError, match=f"a layer called {NAME} with a state"):
+        convolve(causal_conv1d_fn, x, torch.zeros(3, 2), seq_idx=packed, initial_states=x)
+    with pytest.raises(UnsupportedModelError, match="a layer scans without its segments"):
+        scan.scan(unknown_scan, "fla", x)
+    for state in ({"initial_state": x}, {"output_final_state": True}):
+        with pytest.raises(UnsupportedModelError, match="a layer scans with a state"):
+            scan.scan(unknown_scan, "fla", x, packed=packed, **state)
+
+
+def test_what_the_kernel_does_not_know_is_left_to_the_model(convolved: list[int]) -> None:
+    def gelu(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+        assert activation == "gelu" and x.shape == (2, 3, 8)
+        return x + 1
+
+    packed, x, weight = PackedMetadata.from_lengths((4, 3)), torch.zeros(1, 3, 7), torch.zeros(3, 2)
+    assert convolve(gelu, x, weight, activation="gelu", packed=packed).eq(1).all() and not convolved
+    assert convolve(gelu, x, weight, activation="silu", packed=packed).eq(0).all() and convolved == [7]
