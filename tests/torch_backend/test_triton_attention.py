@@ -272,5 +272,26 @@ def test_tiles_hold_at_least_one_token_of_every_group(dtype, width):
         assert min(tile.rows for tile in choose_tiles(request)) >= heads
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_the_small_tiles_fit_the_shared_memory_of_consumer_cards(monkeypatch, no_trial, width):
+    monkeypatch.setattr(implementation, "_shared_memory", lambda device: 99 * 1024)
+    kernels = import_module("torch_backend.attention.triton_kernels")
+    launched = []
+
+    def remembering(run):
+        def launch(*arguments, **options):
+            launched.append(run(*arguments, **options))
+            return launched[-1]
+
+        return launch
+
+    for kernel in (kernels.forward, kernels.backward_queries, kernels.backward_keys):
+        monkeypatch.setattr(kernel, "run", remembering(kernel.run))
+    assert_is_the_oracle(Where(torch.device("cuda"), torch.bfloat16), (14, 2, width, width), {}, (5, 150, 64, 1))
+    assert len(launched) == 3 and max(kernel.metadata.shared for kernel in launched) <= 99 * 1024
+
+
 def test_is_in_the_table():
     assert IMPLEMENTATIONS["triton"] == "torch_backend.attention.triton:TRITON" and TRITON.fixed_shapes

@@ -298,7 +298,7 @@ def backward_keys(
         if masked:
             # rows are compared, not their tokens: constants, where tokens would take a register each
             ahead = (j[:, None] - first_i) * GROUP
-            seen = visible(r[None, :], ahead, length * GROUP, window * GROUP, CAUSAL, WINDOW, GROUP)
+            seen = visible(r[None, :], ahead, (length - first_i) * GROUP, window * GROUP, CAUSAL, WINDOW, GROUP)
             p = tl.where(seen, p, 0.0)
         dv_acc = tl.dot(p.to(do_rows.dtype), do_rows, dv_acc, input_precision="ieee")
         ds = p * (dp - delta_rows[None, :]) * steep
