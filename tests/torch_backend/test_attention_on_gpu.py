@@ -133,9 +133,10 @@ def test_nothing_is_read_back_from_the_device(name):
     q, k, v, dout = (x.requires_grad_() for x in drawn(torch.bfloat16))
     torch.cuda.synchronize()
     mode = torch.cuda.get_sync_debug_mode()
-    for _ in range(2):  # the first call runs the trial, which may synchronise without anybody's leave
+    for compiles in (name == "flex", False):  # inductor reads tensors of its own back while it compiles
         packed = PackedMetadata.from_lengths(LENGTHS, device="cuda")
-        torch.cuda.set_sync_debug_mode("error")
+        # the first call runs the trial, which may synchronise without anybody's leave
+        torch.cuda.set_sync_debug_mode("default" if compiles else "error")
         try:
             attention(q, k, v, packed, implementation=name).backward(dout.detach())
         finally:
