@@ -1,8 +1,9 @@
 """Our own Pallas kernels, joined into one differentiable function.
 
 Data flows segments -> intervals (what each query sees, what sees each key) -> forward, and on the way back delta -> dq,
-dk and dv. Cost follows the tiles that lie inside segments. On a CPU the kernels run in Pallas's interpret mode: right,
-and slow.
+dk and dv. Cost follows the tiles that lie inside segments. The kernels are written for Pallas's Triton lowering; on a
+Hopper GPU the forward takes one on that chip's own instructions where ``mosaic_tiles`` says that it serves. On a CPU
+the kernels run in Pallas's interpret mode: right, and slow.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_backend.attention import mosaic_forward, mosaic_tiles
 from jax_backend.attention.pallas_backward import grad_keys, grad_queries
 from jax_backend.attention.pallas_forward import forward
 from jax_backend.attention.pallas_tiles import tiles_for
@@ -42,6 +44,8 @@ def attend(
 def _attend(
     request: Request, q: jax.Array, k: jax.Array, v: jax.Array, keys: Interval, queries: Interval
 ) -> tuple[jax.Array, jax.Array]:
+    if mosaic_tiles.serves(request):
+        return mosaic_forward.forward(q, k, v, keys, request)
     return forward(q, k, v, keys, request, tiles_for(request).forward, interpret=request.platform == "cpu")
 
 

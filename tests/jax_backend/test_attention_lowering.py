@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from jax_backend import segment_attention
 
 H200 = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", num_cores=132, platform="cuda"))
 SHARED_MEMORY = 232_448  # bytes that a block may ask for on compute capability 9.0
+MOSAIC_NAME = re.compile(rb"segment_attention_[a-z]+(?=_mosaic_gpu)")
 KERNELS = ("segment_attention_forward", "segment_attention_dq", "segment_attention_dkv")
 
 
@@ -44,9 +46,13 @@ def kernels(module: Any) -> dict[str, Any]:
         for region in operation.regions:
             for block in region:
                 for inner in block:
-                    if "call_target_name" in inner.attributes and "triton" in str(inner.attributes["call_target_name"]):
+                    target = str(inner.attributes["call_target_name"]) if "call_target_name" in inner.attributes else ""
+                    if "triton" in target:
                         config = inner.attributes["mhlo.backend_config"]
                         found[config["name"].value] = config
+                    if "mosaic_gpu" in target:
+                        config = inner.attributes["mhlo.backend_config"]
+                        found[MOSAIC_NAME.search(config["module"].value_bytes)[0].decode()] = config
                     visit(inner.operation)
 
     visit(module.operation)
@@ -69,7 +75,10 @@ def test_none_picks_pallas_for_a_gpu_and_its_three_kernels_lower(
 
 
 def test_the_compiled_kernels_fit_into_shared_memory(tmp_path: Path) -> None:
-    for name, config in kernels(lowered(32, 8, 128, "bfloat16").compiler_ir()).items():
+    configs = kernels(lowered(32, 8, 128, "bfloat16").compiler_ir())
+    compiled_here = {name: config for name, config in configs.items() if "ir" in config}  # Mosaic refuses to lower more
+    assert compiled_here
+    for name, config in compiled_here.items():
         source = tmp_path / f"{name}.ttir"
         source.write_text(_text(config["ir"].value_bytes))
         options = {"num_warps": config["num_warps"].value, "num_stages": config["num_stages"].value}

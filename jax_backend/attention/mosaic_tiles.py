@@ -1,0 +1,113 @@
+"""What the kernels for Hopper's own instructions share: whom they serve, how tokens become rows, which keys are walked.
+
+They are written for Pallas' Mosaic GPU lowering: one warpgroup copies tiles ahead (TMA), two others multiply them
+(wgmma). Data flows intervals per token --plan_keys--> bounds per row and a walk per tile, on XLA, once per call -> a
+kernel.
+
+A warpgroup's 64 rows are P query heads of one key/value head for 64 / P tokens, member by member: row r is member
+``r // (64 / P)``, token ``r % (64 / P)``. So every key that is read serves P heads, a tile spans few tokens and seldom
+two segments, and each member's tokens are one copy.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_backend.attention.request import Request
+from jax_backend.segments import Interval
+
+ROWS = 64  # of a warpgroup: what one wgmma multiplies
+GROUPS = 2  # warpgroups that compute
+TILE = GROUPS * ROWS
+COPIED = 8  # tokens are copied eight at a time: the rows of a swizzled block of shared memory
+WIDTHS = (64, 128)  # whole blocks of 64 channels; wider ones do not fit into shared memory
+_HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
+_FAR = 2**30  # past every index
+
+
+def serves(request: Request) -> bool:
+    """Whether these kernels can serve: a Hopper GPU, half precision and shapes that whole copies cover."""
+    return (
+        request.platform == "gpu"
+        and request.dtype != jnp.float32
+        and request.head_dim == request.value_dim
+        and request.head_dim in WIDTHS
+        and request.queries % COPIED == 0
+        and request.keys % COPIED == 0
+        and request.softcap is None
+        and _HOPPER.search(_device_kind()) is not None
+        and not _miscompiled()
+    )
+
+
+def packed_heads(request: Request) -> int:
+    """P, the query heads whose rows share a tile: the most that divide the group and leave whole copies of tokens."""
+    return math.gcd(request.group, ROWS // COPIED)
+
+
+class Plan(NamedTuple):
+    """What a kernel's tiles visit.
+
+    Attributes:
+        begin, end: int32 [B, tiles, TILE], the keys that each row sees.
+        walk: int32 [B, tiles, 4]: the first key that is walked, a multiple of 8, and of the steps from there on, how
+            many at first need a mask, up to which none does, and how many there are.
+    """
+
+    begin: jax.Array
+    end: jax.Array
+    walk: jax.Array
+
+
+def plan_keys(keys: Interval, heads: int, step: int) -> Plan:
+    """Plan the walks of query tiles of ``heads`` packed heads over ``step`` keys at a time.
+
+    Args:
+        keys: the keys that each query sees, int32 [B, S] and [B, S].
+    """
+    begin, end = (by_tile(x, heads) for x in keys)
+    used = by_tile(jnp.ones(keys.begin.shape, bool), heads)
+    some = used & (begin < end)
+    first = jnp.min(jnp.where(some, begin, _FAR), axis=-1) // COPIED * COPIED
+    last = jnp.max(jnp.where(some, end, 0), axis=-1)
+    latest_begin = jnp.max(jnp.where(used, begin, 0), axis=-1)
+    earliest_end = jnp.min(jnp.where(used, jnp.where(some, end, 0), _FAR), axis=-1)
+    total = -(-jnp.maximum(last - first, 0) // step)
+    lead = jnp.minimum(-(-(latest_begin - first) // step), total)
+    full = jnp.maximum((earliest_end - first) // step, lead)  # none is free of masks where a row sees nothing
+    return Plan(begin, end, jnp.stack([first, lead, full, total], axis=-1).astype(jnp.int32))
+
+
+def by_tile(x: jax.Array, heads: int) -> jax.Array:
+    """Numbers per token [B, S] as numbers per row [B, tiles, TILE]; 0 or False past the last token."""
+    rows, size = x.shape
+    tokens = ROWS // heads
+    tiles = -(-size // (GROUPS * tokens))
+    x = jnp.pad(x, ((0, 0), (0, tiles * GROUPS * tokens - size)))
+    x = x.reshape(rows, tiles, GROUPS, 1, tokens)
+    return jnp.broadcast_to(x, (rows, tiles, GROUPS, heads, tokens)).reshape(rows, tiles, TILE)
+
+
+def by_token(x: jax.Array, heads: int, size: int) -> jax.Array:
+    """Numbers per row [B, N / P, tiles, TILE] as numbers per token [B, S, N]."""
+    rows, parts, tiles, _ = x.shape
+    x = x.reshape(rows, parts, tiles * GROUPS, heads, ROWS // heads).transpose(0, 2, 4, 1, 3)
+    return x.reshape(rows, -1, parts * heads)[:, :size]
+
+
+def _device_kind() -> str:
+    """The name of the GPU that is compiled for."""
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.devices("gpu")[0].device_kind if abstract is None else abstract.device_kind
+
+
+def _miscompiled() -> bool:
+    """Whether this is CUDA 12.8 to 12.9.0, whose assembler is known to break such kernels when they mask."""
+    from jax._src.lib import cuda_versions  # the only place where JAX tells; None without CUDA
+
+    return cuda_versions is not None and 12080 <= cuda_versions.cuda_runtime_get_version() < 12091
