@@ -38,21 +38,31 @@ class Buckets:
     real: Tensor
 
 
-def padded_lengths(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Each length rounded up to one of eight per octave, so that under an eighth is padding (or to a multiple of 8)."""
+# Padded lengths per octave: none, so that only documents of one length share a batch; little padding; few batches, for
+# what launches so many small operations on each that their number counts more than their size.
+OWN, FINE, COARSE = 0, 8, 2
+
+
+def padded_lengths(lengths: NDArray[np.int64], sizes: int = FINE) -> NDArray[np.int64]:
+    """Each length rounded up to one of ``sizes`` per octave, so that less than one part in ``sizes`` is padding.
+
+    Lengths up to 64 are rounded like those just above.
+    """
+    if sizes == OWN:
+        return lengths
     octave = np.ceil(np.log2(lengths)).astype(np.int64)
-    step = 1 << np.maximum(octave - 4, 3)
+    step = (1 << np.maximum(octave - 1, 6)) // sizes
     rounded: NDArray[np.int64] = -(-lengths // step) * step
     return rounded
 
 
-def buckets(packed: PackedMetadata, *, pad: bool = True) -> Buckets:
-    """The batch's documents by padded length, or by their own, built on first use and shared by every layer.
+def buckets(packed: PackedMetadata, *, sizes: int = FINE) -> Buckets:
+    """The batch's documents by padded length, built on first use and shared by every layer.
 
     Raises:
         UnsupportedError: the lengths are not known on the host.
     """
-    return packed.derived(("buckets", pad), lambda _: _build(packed, pad))
+    return packed.derived(("buckets", sizes), lambda _: _build(packed, sizes))
 
 
 def map_documents(packed: PackedMetadata, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
@@ -71,16 +81,16 @@ def map_documents(packed: PackedMetadata, function: Callable[..., Tensor], *tens
     return from_batches(packed, [function(*rows) for rows in batches])
 
 
-def to_batches(packed: PackedMetadata, x: Tensor, *, pad: bool = True) -> list[Tensor]:
-    """[T, ...] -> one [n, L, ...] per padded length, or per length if not ``pad``."""
-    laid = buckets(packed, pad=pad)
+def to_batches(packed: PackedMetadata, x: Tensor, *, sizes: int = FINE) -> list[Tensor]:
+    """[T, ...] -> one [n, L, ...] per padded length."""
+    laid = buckets(packed, sizes=sizes)
     batches = torch.split(_pad(x, laid), [n * length for n, length in laid.shapes])
     return [rows.view(*shape, *x.shape[1:]) for rows, shape in zip(batches, laid.shapes, strict=True)]
 
 
-def from_batches(packed: PackedMetadata, batches: Sequence[Tensor], *, pad: bool = True) -> Tensor:
+def from_batches(packed: PackedMetadata, batches: Sequence[Tensor], *, sizes: int = FINE) -> Tensor:
     """The inverse of :func:`to_batches`: what stands at padding is left out."""
-    return _unpad(torch.cat([rows.flatten(0, 1) for rows in batches]), buckets(packed, pad=pad))
+    return _unpad(torch.cat([rows.flatten(0, 1) for rows in batches]), buckets(packed, sizes=sizes))
 
 
 def no_mask(rows: Tensor) -> None:
@@ -94,7 +104,7 @@ def per_document(
     kwargs: dict[str, Any],
     *,
     mask: Callable[[Tensor], Any] = no_mask,
-    pad: bool = True,
+    sizes: int = FINE,
 ) -> Any:
     """``layer(*args, **kwargs)`` as if every document were in a batch of its own.
 
@@ -103,7 +113,7 @@ def per_document(
         layer: causal along its second axis.
         args, kwargs: its arguments; every tensor [B, S, ...] among them, in tuples too, is split into documents.
         mask: what the layer takes in the place of a CarriedMask, for a batch of documents [n, L, ...].
-        pad: batch documents of similar length with padding at their end; else only those of the same length.
+        sizes: padded lengths per octave, see :func:`padded_lengths`.
 
     Returns:
         What the layer returns, every tensor [B, S, ...] put together again and tensors of other shapes (states) None.
@@ -111,13 +121,13 @@ def per_document(
     values = [*args, *kwargs.values()]
     first = next(x for x in values if isinstance(x, Tensor))
     rows, length = first.shape[:2]
-    batches = to_batches(packed, first.flatten(0, 1), pad=pad)
+    batches = to_batches(packed, first.flatten(0, 1), sizes=sizes)
 
     def split(value: Any) -> list[Any]:
         if isinstance(value, CarriedMask):
             return [mask(batch) for batch in batches]
         if isinstance(value, Tensor) and value.shape[:2] == (rows, length):
-            return to_batches(packed, value.flatten(0, 1), pad=pad)
+            return to_batches(packed, value.flatten(0, 1), sizes=sizes)
         if isinstance(value, tuple):
             return list(zip(*map(split, value), strict=True))
         return [value] * len(batches)
@@ -128,7 +138,7 @@ def per_document(
         if hasattr(parts[0], "to_tuple"):  # a ModelOutput of transformers
             return type(parts[0])(**{name: join(tuple(part[name] for part in parts)) for name in parts[0]})
         if all(isinstance(p, Tensor) and p.shape[:2] == b.shape[:2] for p, b in zip(parts, batches, strict=True)):
-            return from_batches(packed, parts, pad=pad).reshape(rows, length, *parts[0].shape[2:])
+            return from_batches(packed, parts, sizes=sizes).reshape(rows, length, *parts[0].shape[2:])
         return None
 
     results = []
@@ -170,12 +180,12 @@ _pad: Callable[[Tensor, Buckets], Tensor] = _Pad.apply
 _unpad: Callable[[Tensor, Buckets], Tensor] = _Unpad.apply
 
 
-def _build(packed: PackedMetadata, pad: bool) -> Buckets:
+def _build(packed: PackedMetadata, sizes: int) -> Buckets:
     lengths = np.asarray(host_lengths(packed), np.int64)
     starts = np.cumsum(lengths) - lengths
-    padded = padded_lengths(lengths) if pad else lengths
+    padded = padded_lengths(lengths, sizes)
     order = np.argsort(padded, kind="stable")
-    sizes, counts = np.unique(padded, return_counts=True)
+    widths, counts = np.unique(padded, return_counts=True)
     # Place p belongs to the document `owner[p]`, at `offset[p]` of its row.
     owner = np.repeat(order, padded[order])
     row_starts = np.cumsum(padded[order]) - padded[order]
@@ -187,5 +197,5 @@ def _build(packed: PackedMetadata, pad: bool) -> Buckets:
     table = to_device(torch.from_numpy(np.concatenate([gather, real, scatter])), packed.device)
     gather_, real_, scatter_ = torch.split(table, [len(gather), len(gather), packed.tokens])
     return Buckets(
-        tuple((int(n), int(size)) for n, size in zip(counts, sizes, strict=True)), gather_, scatter_, real_.bool()
+        tuple((int(n), int(size)) for n, size in zip(counts, widths, strict=True)), gather_, scatter_, real_.bool()
     )

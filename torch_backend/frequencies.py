@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from packing_core.errors import UnsupportedModelError
-from torch_backend.documents import per_document
+from torch_backend.documents import OWN, per_document
 from torch_backend.metadata import PackedMetadata
 
 _BEFORE = "_crosspack_frequencies_before"
@@ -63,7 +63,7 @@ def _forward(rotary: nn.Module, running: Callable[[], PackedMetadata | None], *a
     packed = running()
     if packed is None:
         return before(*args, **kwargs)
-    return per_document(packed, partial(_anew, rotary, before), args, kwargs, pad=False)
+    return per_document(packed, partial(_anew, rotary, before), args, kwargs, sizes=OWN)
 
 
 def _anew(rotary: nn.Module, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

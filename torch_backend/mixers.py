@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from torch_backend import convolution
 from torch_backend.carry import CarriedMask
-from torch_backend.documents import no_mask, per_document
+from torch_backend.documents import FINE, OWN, no_mask, per_document
 from torch_backend.metadata import PackedMetadata
 from torch_backend.operators import runs_triton
 from torch_backend.rebinding import called, names, rebound, segments
@@ -99,7 +99,7 @@ def wrap(layer: nn.Module, *, mask: Callable[[Tensor], Any] = no_mask, pad: bool
         pad: batch documents of similar length with padding at their end; else only those of the same length.
     """
     layer.__dict__[_BEFORE] = layer.__dict__.get("forward")  # accelerate, for one, wraps forward like this too
-    layer.__dict__[_DIVIDED] = {"mask": mask, "pad": pad}
+    layer.__dict__[_DIVIDED] = {"mask": mask, "sizes": FINE if pad else OWN}
     layer.__dict__[_ON_ROW] = row_forward(type(layer))
     # a method and no partial: torch.compile guards a method by its function, so equal layers share one graph
     layer.forward = MethodType(_forward, layer)

@@ -6,6 +6,7 @@ library is installed, plain torch elsewhere. In a mixer's packed forward the nam
 
     tensors [B, S, ...] and segments --library, if it passes a trial--> its kernel, told of the boundaries
                                      --else--> the function itself, on batches of documents of similar length
+                                     --if the library fails there too--> the plain torch beneath it, likewise
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from packing_core.errors import UnsupportedModelError
-from torch_backend.documents import per_document
+from torch_backend.documents import COARSE, FINE, per_document
 from torch_backend.metadata import PackedMetadata
 from torch_backend.rebinding import segments
 from torch_backend.trial import apart, on, refusal
@@ -40,6 +41,7 @@ _CHUNK = 64  # tokens of a document that fla's kernels take at once
 _LENGTHS = (70, 29)  # of the trial's documents: one is longer than a chunk, and a boundary lies inside one
 # By norm. A state that leaks shows at a tenth or more, half-precision rounding at about one hundredth.
 _TOLERANCE = 0.05
+_ABSENT = "it is not installed"
 
 
 @dataclass(frozen=True)
@@ -63,13 +65,21 @@ class ScanRequest:
 
     @property
     def refused(self) -> str | None:
-        """Why the library does not serve it, None if it does."""
-        return _refused(self)
+        """Why the library's kernel does not scan the row, None if it does."""
+        return _refused(self, KERNELS[self.library])
+
+    @property
+    def divided(self) -> Scan:
+        """What scans batches of documents: the function, or the plain torch beneath it where the library fails."""
+        fails = _refused(self, per_document) not in (None, _ABSENT)
+        return inspect.unwrap(self.function) if fails else self.function
 
     def __str__(self) -> str:
         if self.refused is None:
             return f"scan by {self.library}"
-        return f"scan on batches of documents (not {self.library}: {self.refused})"
+        if _refused(self, per_document) is None:
+            return f"scan by {self.library} on batches of documents (not on the row: {self.refused})"
+        return f"scan by plain torch on batches of documents (not {self.library}: {self.refused})"
 
 
 @torch.compiler.disable  # the kernels' own functions are: nothing is lost by one break instead of several
@@ -94,9 +104,10 @@ def scan(function: Scan, library: str, *args: Any, **kwargs: Any) -> Any:
         raise UnsupportedModelError("a layer scans with a state, and packed documents start from none")
     kwargs = {k: v for k, v in kwargs.items() if k not in _BOUNDARIES and not isinstance(v, PackedMetadata)}
     packed.last_request = request = _request(function, library, args, kwargs)
-    if request.refused is not None:
-        return per_document(packed, function, args, kwargs)
-    return KERNELS[library](packed, function, args, kwargs)
+    if request.refused is None:
+        return KERNELS[library](packed, function, args, kwargs)
+    # where launches are what takes the time there are few batches
+    return per_document(packed, request.divided, args, kwargs, sizes=COARSE if args[0].is_cuda else FINE)
 
 
 def _fla(packed: PackedMetadata, function: Scan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -165,15 +176,15 @@ def _names(function: Scan) -> tuple[str, ...]:
 
 
 @cache
-def _refused(request: ScanRequest) -> str | None:
+def _refused(request: ScanRequest, way: Callable[..., Any]) -> str | None:
     if find_spec(request.library) is None:
-        return "it is not installed"
-    return refusal(partial(_error, request), _TOLERANCE)
+        return _ABSENT
+    return refusal(partial(_error, request, way), _TOLERANCE)
 
 
 @apart
-def _error(request: ScanRequest) -> float:
-    """Of the library's kernel on two documents in a row against plain torch on each: the output and every gradient."""
+def _error(request: ScanRequest, way: Callable[..., Any]) -> float:
+    """Of the function run in a ``way`` on two documents against plain torch on each: the output and every gradient."""
     packed = PackedMetadata.from_lengths(_LENGTHS, device=request.device)
     generator = torch.Generator().manual_seed(0)
     values = [_made(*argument, request.device, generator) for argument in request.arguments]
@@ -187,7 +198,7 @@ def _error(request: ScanRequest) -> float:
         return out
 
     def together() -> Tensor:
-        return call(lambda *args, **kwargs: KERNELS[request.library](packed, request.function, args, kwargs), values)
+        return call(lambda *args, **kwargs: way(packed, request.function, args, kwargs), values)
 
     def alone() -> Tensor:
         tokens = [kind == "tokens" for _, kind, _ in request.arguments]

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from packing_core import reference as oracle
 from packing_core.errors import LayoutError, UnsupportedError
 from torch_backend.attention import attention
-from torch_backend.documents import buckets, map_documents, padded_lengths
+from torch_backend.documents import COARSE, FINE, buckets, map_documents, padded_lengths
 from torch_backend.metadata import PackedMetadata
 
 LENGTHS = (1, 3, 17, 64, 65, 100, 7, 2, 33)
@@ -195,12 +195,13 @@ def test_a_window_costs_length_times_window() -> None:
     assert seen.largest < 4096 * 4096 / 100
 
 
-def test_padding_of_documents_stays_under_an_eighth() -> None:
+@pytest.mark.parametrize("sizes", [FINE, COARSE])
+def test_padding_of_documents_stays_under_one_part_in_the_sizes_of_an_octave(sizes: int) -> None:
     lengths = np.arange(1, 70000)
-    padded = padded_lengths(lengths)
+    padded = padded_lengths(lengths, sizes)
     assert (padded >= lengths).all() and (np.diff(padded) >= 0).all()
-    assert ((padded - lengths)[lengths > 64] <= lengths[lengths > 64] / 8).all()
-    assert len(np.unique(padded)) < 100
+    assert ((padded - lengths)[lengths > 64] <= lengths[lengths > 64] / sizes).all()
+    assert len(np.unique(padded)) < 12 * sizes + 4
 
 
 def test_every_token_has_one_place() -> None:
