@@ -84,6 +84,47 @@ def test_a_batch_is_its_rows(where, batched_angles):
 
 
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize("normed", [False, True], ids=["", "norm"])
+def test_q_and_k_may_differ_in_dtype(where, normed, heads_first):
+    cos, sin = angles(where, 8)
+    q, k = where.draw(TOKENS, 5, 16), where.draw(TOKENS, 2, 16).half()
+    q_weight, k_weight = where.draw(16, seed=3), where.draw(16, seed=4)
+
+    def turned(q, k):
+        given = [x.transpose(0, 1) for x in (q, k)] if heads_first else (q, k)
+        norm = QKNorm(q_weight, k_weight) if normed else None
+        return apply_rope(*given, cos, sin, heads_first=heads_first, norm=norm)
+
+    q_out, k_out = turned(q, k)
+    assert (q_out.dtype, k_out.dtype) == (q.dtype, k.dtype)
+    assert torch.equal(q_out, turned(q, k.to(q.dtype))[0])
+    assert torch.equal(k_out, turned(q.to(k.dtype), k)[1])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="maps a file into the CPU's memory")
+@pytest.mark.parametrize("axis", [0, 1, 2], ids=["tokens", "heads", "channels"])
+def test_offsets_beyond_32_bits(where, tmp_path, axis):
+    """One step along one axis passes over 2^31 elements; nothing of the file is written but what the tensor holds."""
+    shape, half = ((3, 2, 16), (3, 3, 16), (3, 2, 4))[axis], (8, 8, 2)[axis]
+    x = where.draw(*shape)
+    step = 2**31 // (shape[axis] - 1) + 16
+    dense = torch.empty(shape).stride()
+    strides = [step if i == axis else n for i, n in enumerate(dense)]
+    size = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    spread = torch.from_file(str(tmp_path / "sparse"), shared=True, size=size, dtype=where.dtype)
+    spread = spread.as_strided(shape, strides).copy_(x)
+    cos, sin = (angle[:3] for angle in angles(where, half))
+    assert torch.equal(apply_rope(spread, x, cos, sin)[0], apply_rope(x, x, cos, sin)[0])
+    norm = QKNorm(where.draw(shape[2]).requires_grad_(), where.draw(shape[2]))
+    gradients = []
+    for given in (spread, x):
+        out, _ = apply_rope(given, x, cos, sin, norm=norm)
+        gradients.append(torch.autograd.grad((out * out).sum(), norm.q_weight)[0])
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
 @pytest.mark.parametrize("normed", [False, True], ids=["", "norm"])
 @pytest.mark.parametrize("batch", [(), (1,), (3,)], ids=["tokens", "one row", "three rows"])
 def test_heads_first_is_the_same_rotation_of_transposed_tensors(where, batch, normed):

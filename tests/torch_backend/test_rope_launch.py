@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.torch_backend.kernels import ONE_DTYPE
 from torch_backend.rope import launch
 from torch_backend.rope.launch import Launch
 
@@ -26,7 +27,7 @@ class Kernel:
 
 def test_the_second_call_starts_what_the_first_one_found():
     kernel = Kernel()
-    started = Launch(kernel, (5, 1, 1), 7, 0.5)
+    started = Launch(kernel, (5, 1, 1), 4, 7, 0.5)
     x, y = torch.zeros(8), torch.ones(8)
     started(x, y)
     started(y, x)
@@ -38,12 +39,13 @@ def test_the_second_call_starts_what_the_first_one_found():
 def test_odd_addresses_never_meet_a_kernel_that_was_found_for_even_ones():
     kernel, memory = Kernel(), torch.zeros(64)
     even, odd = memory[4:8], memory[1:5]
-    started = Launch(kernel, (1, 1, 1))
+    started = Launch(kernel, (1, 1, 1), 4)
     for x in (odd, odd, even, even, odd):
         started(x)
     assert [looked_for for looked_for, *_ in kernel.started] == [True, True, True, False, True]
 
 
+@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)  # settles how kernels are defined before they are
 @pytest.mark.parametrize(
     "change",
     [
@@ -54,8 +56,8 @@ def test_odd_addresses_never_meet_a_kernel_that_was_found_for_even_ones():
     ],
     ids=["dtype", "strides", "tokens", "device"],
 )
-def test_another_layout_is_another_plan(change):
-    x, angle = torch.zeros(4, 4, 8), torch.zeros(4, 4)
+def test_another_layout_is_another_plan(where, change):
+    x, angle = where.draw(4, 4, 8), where.draw(4, 4)
 
     def plan(x):
         layouts = [launch._layout(each) for each in (x, x, x, x, angle, angle)]

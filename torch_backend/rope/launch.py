@@ -18,9 +18,10 @@ from torch import Tensor
 
 from torch_backend.operators import operator
 
-# Elements of one half-tile [tokens, heads, R/2], warps that work on it (16 bytes of each half a thread), and its heads
-# at most: measured on an H200 (benchmarks/RESULTS.md).
-_TILE, _WARPS, _HEADS = 1024, 4, 8
+# Warps that work on a tile [tokens, heads, R/2] and its heads at most, measured on an H200 (benchmarks/RESULTS.md); the
+# norm's backward keeps sums per tile. A warp takes as many pairs as leave each thread one wide load of either channel.
+_WARPS, _HEADS, _PAIRS_OF_A_WARP = 2, 4, 256
+_BACKWARD_WARPS, _BACKWARD_HEADS = 4, 8
 _PROGRAMS = 264  # of the norm's backward, each keeps one partial weight gradient: two per multiprocessor of an H200
 _PLANS = 1024  # that are kept; each new number of tokens makes one
 
@@ -36,8 +37,8 @@ class Launch:
     and on whether tensors begin at multiples of 16 bytes, so a Launch that sees one layout asks once.
     """
 
-    def __init__(self, kernel: Any, grid: tuple[int, ...], *scalars: float) -> None:
-        self._kernel, self._grid, self._scalars = kernel, grid, scalars
+    def __init__(self, kernel: Any, grid: tuple[int, ...], warps: int, *scalars: float) -> None:
+        self._kernel, self._grid, self._warps, self._scalars = kernel, grid, warps, scalars
         self._compiled: Any = None
 
     def __call__(self, *tensors: Tensor) -> None:
@@ -46,7 +47,7 @@ class Launch:
         if aligned and self._compiled is not None:
             self._compiled[self._grid](*addresses, *self._scalars)
             return
-        compiled = self._kernel[self._grid](*tensors, *self._scalars, num_warps=_WARPS)
+        compiled = self._kernel[self._grid](*tensors, *self._scalars, num_warps=self._warps)
         if aligned:
             self._compiled = compiled  # None where kernels are interpreted
 
@@ -69,11 +70,13 @@ def _rotation(
     tokens, split = _tokens(layouts)
     *_, h_q, head_dim = layouts[0][0]
     h_k, half = layouts[1][0][-2], layouts[4][0][-1]
-    pairs, rest, block_t, block_h = _tile(half, head_dim if copies else 2 * half, max(h_q, h_k), over_heads)
+    pairs, rest = _power_of_two(half), _power_of_two(head_dim - 2 * half) if copies else 0
+    block_t, block_h, warps = _tile(pairs, max(h_q, h_k), over_heads, _WARPS, _HEADS)
     tiles = -(-h_q // block_h) + -(-h_k // block_h)
     launch = Launch(
-        kernels.rotate, (-(-tokens // block_t) * tiles, 1, 1), tokens, *_strides(layouts, 4), eps,
-        h_q, h_k, head_dim, half, pairs, rest, interleaved, conjugate, bool(weights), over_heads, block_t, block_h,
+        kernels.rotate, (-(-tokens // block_t) * tiles, 1, 1), warps, tokens, *_strides(layouts, 4), eps,
+        h_q, h_k, head_dim, half, pairs, rest, interleaved, conjugate, bool(weights), over_heads,
+        _wide(layouts, 4, tokens), block_t, block_h,
     )  # fmt: skip
     return launch, split
 
@@ -94,11 +97,12 @@ def _norm_backward(
     tokens, split = _tokens(layouts)
     *_, heads, head_dim = layouts[0][0]
     half = layouts[3][0][-1]
-    pairs, rest, block_t, block_h = _tile(half, head_dim, heads, over_heads)
+    pairs, rest = _power_of_two(half), _power_of_two(head_dim - 2 * half)
+    block_t, block_h, warps = _tile(pairs, heads, over_heads, _BACKWARD_WARPS, _BACKWARD_HEADS)
     programs = max(1, min(_PROGRAMS, -(-tokens // block_t)))
     launch = Launch(
-        kernels.normalize_backward, (programs, -(-heads // block_h), 1), tokens, *_strides(layouts, 3), eps,
-        heads, head_dim, half, pairs, rest, interleaved, over_heads, block_t, block_h,
+        kernels.normalize_backward, (programs, -(-heads // block_h), 1), warps, tokens, *_strides(layouts, 3), eps,
+        heads, head_dim, half, pairs, rest, interleaved, over_heads, _wide(layouts, 3, tokens), block_t, block_h,
     )  # fmt: skip
     return launch, split, programs
 
@@ -130,16 +134,26 @@ def _tokens(layouts: tuple[Layout, ...]) -> tuple[int, bool]:
     return tokens, True
 
 
-def _tile(half: int, channels: int, heads: int, over_heads: bool) -> tuple[int, int, int, int]:
-    """PAIRS, REST, BLOCK_T and BLOCK_H of a kernel that touches so many channels of a head."""
-    pairs = _power_of_two(half)
-    rest = _power_of_two(channels - 2 * half) if channels > 2 * half else 0
-    block_h = _power_of_two(heads) if over_heads else min(_power_of_two(heads), _HEADS)
-    return pairs, rest, max(1, _TILE // (block_h * pairs)), block_h
+def _tile(pairs: int, heads: int, over_heads: bool, warps: int, most_heads: int) -> tuple[int, int, int]:
+    """BLOCK_T, BLOCK_H and the warps of a tile: more of them where a norm needs all heads of a token in one."""
+    block_h = _power_of_two(heads) if over_heads else min(_power_of_two(heads), most_heads)
+    block_t = max(1, warps * _PAIRS_OF_A_WARP // (block_h * pairs))
+    return block_t, block_h, max(warps, min(16, block_t * block_h * pairs // _PAIRS_OF_A_WARP))
 
 
 def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
+    """The smallest that is not below n; 0 for 0."""
+    return 1 << (n - 1).bit_length() if n else 0
+
+
+def _wide(layouts: tuple[Layout, ...], states: int, tokens: int) -> bool:
+    """Whether something lies 2^31 elements or more behind the first one."""
+    sizes = [(tokens, *shape[-2 if i < states else -1 :]) for i, (shape, *_) in enumerate(layouts)]
+    strides = [stride[-len(size) :] for size, (_, stride, *_) in zip(sizes, layouts, strict=True)]
+    return any(
+        sum((n - 1) * step for n, step in zip(size, steps, strict=True)) >= 2**31
+        for size, steps in zip(sizes, strides, strict=True)
+    )
 
 
 def _strides(layouts: tuple[Layout, ...], states: int) -> list[int]:
@@ -173,6 +187,15 @@ def _rotate(
     over_heads: bool = False,
     eps: float = 0.0,
 ) -> None:
+    q, k, q_out, k_out, *angles = tensors
+    if q.dtype != k.dtype:  # one launch has one dtype: each beside no heads of its own
+        for x, out, weight in ((q, q_out, weights[:1]), (k, k_out, weights[1:])):
+            none, none_out = (each.narrow(-3 if heads_first else -2, 0, 0) for each in (x, out))
+            _rotate(
+                (x, none, out, none_out, *angles), heads_first, interleaved,
+                conjugate=conjugate, copies=copies, weights=weight * 2, over_heads=over_heads, eps=eps,
+            )  # fmt: skip
+        return
     layouts, weight_layouts = tuple(map(_layout, tensors)), tuple(map(_layout, weights))
     launch, split = _rotation(
         layouts, weight_layouts, heads_first, interleaved, conjugate, copies, over_heads, eps

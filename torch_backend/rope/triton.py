@@ -13,14 +13,22 @@ import triton.language as tl
 
 
 @triton.jit
+def index(n, WIDE: tl.constexpr):
+    """Indices of tokens or heads; WIDE where an offset in elements does not fit in 32 bits."""
+    if WIDE:
+        n = n.to(tl.int64)
+    return n
+
+
+@triton.jit
 def load_pairs(x, rows, x_c, inside, HALF: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
     """The first and second channel of each pair, float32 [tokens, heads, PAIRS], zero where ``inside`` is false."""
     if INTERLEAVED:
-        c = tl.arange(0, 2 * PAIRS)[None, None, :]
+        c = tl.arange(0, 2 * PAIRS).to(rows.dtype)[None, None, :]
         both = tl.load(x + rows + c * x_c, inside & (c < 2 * HALF), other=0.0)
         a, b = tl.split(tl.reshape(both, [both.shape[0], both.shape[1], PAIRS, 2]))
     else:
-        c = tl.arange(0, PAIRS)[None, None, :]
+        c = tl.arange(0, PAIRS).to(rows.dtype)[None, None, :]
         a = tl.load(x + rows + c * x_c, inside & (c < HALF), other=0.0)
         b = tl.load(x + rows + (c + HALF) * x_c, inside & (c < HALF), other=0.0)
     return a.to(tl.float32), b.to(tl.float32)
@@ -31,11 +39,11 @@ def store_pairs(x, rows, x_c, inside, a, b, HALF: tl.constexpr, PAIRS: tl.conste
     """Write what :func:`load_pairs` reads."""
     a, b = a.to(x.dtype.element_ty), b.to(x.dtype.element_ty)
     if INTERLEAVED:
-        c = tl.arange(0, 2 * PAIRS)[None, None, :]
+        c = tl.arange(0, 2 * PAIRS).to(rows.dtype)[None, None, :]
         both = tl.reshape(tl.join(a, b), [a.shape[0], a.shape[1], 2 * PAIRS])
         tl.store(x + rows + c * x_c, both, inside & (c < 2 * HALF))
     else:
-        c = tl.arange(0, PAIRS)[None, None, :]
+        c = tl.arange(0, PAIRS).to(rows.dtype)[None, None, :]
         tl.store(x + rows + c * x_c, a, inside & (c < HALF))
         tl.store(x + rows + (c + HALF) * x_c, b, inside & (c < HALF))
 
@@ -43,13 +51,13 @@ def store_pairs(x, rows, x_c, inside, a, b, HALF: tl.constexpr, PAIRS: tl.conste
 @triton.jit
 def load_rest(x, rows, x_c, inside, FROM: tl.constexpr, HEAD_DIM: tl.constexpr, REST: tl.constexpr):
     """The channels that are not rotated, in their own dtype [tokens, heads, REST]."""
-    c = FROM + tl.arange(0, REST)[None, None, :]
+    c = FROM + tl.arange(0, REST).to(rows.dtype)[None, None, :]
     return tl.load(x + rows + c * x_c, inside & (c < HEAD_DIM), other=0.0)
 
 
 @triton.jit
 def store_rest(x, rows, x_c, inside, rest, FROM: tl.constexpr, HEAD_DIM: tl.constexpr, REST: tl.constexpr):
-    c = FROM + tl.arange(0, REST)[None, None, :]
+    c = FROM + tl.arange(0, REST).to(rows.dtype)[None, None, :]
     tl.store(x + rows + c * x_c, rest.to(x.dtype.element_ty), inside & (c < HEAD_DIM))
 
 
@@ -62,7 +70,7 @@ def load_angles(
     Every head's thread loads its own copy, from the first-level cache: spreading one copy over the heads would go
     through shared memory and its barriers, which costs more.
     """
-    c = tl.arange(0, PAIRS)[None, None, :]
+    c = tl.arange(0, PAIRS).to(t.dtype)[None, None, :]
     shape: tl.constexpr = [t.shape[0], BLOCK_H, PAIRS]
     valid = tl.broadcast_to(present & (c < HALF), shape)
     cosines = tl.load(tl.broadcast_to(cos + t * cos_t + c * cos_c, shape), valid, other=0.0)
@@ -79,27 +87,47 @@ def sum_products(a, b, OVER_HEADS: tl.constexpr):
     return total
 
 
-@triton.jit
-def rotate_tile(
-    x, out, weight, cosines, sines, t, h, tokens, x_t, x_h, x_c, out_t, out_h, out_c, eps,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
-    INTERLEAVED: tl.constexpr, NORM: tl.constexpr, OVER_HEADS: tl.constexpr,
+@triton.jit(do_not_specialize=["tokens"])
+def rotate(
+    q, k, q_out, k_out, cos, sin, q_weight, k_weight, tokens,
+    q_t, q_h, q_c, k_t, k_h, k_c, qo_t, qo_h, qo_c, ko_t, ko_h, ko_c, cos_t, cos_c, sin_t, sin_c, eps,
+    H_Q: tl.constexpr, H_K: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
+    REST: tl.constexpr, INTERLEAVED: tl.constexpr, CONJUGATE: tl.constexpr, NORM: tl.constexpr,
+    OVER_HEADS: tl.constexpr, WIDE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Normalise (if NORM) and rotate one tile of q or of k."""
-    inside = (t < tokens) & (h < HEADS)
+    """Normalise (if NORM) and rotate q and k, which have one dtype; CONJUGATE turns back: the backward without NORM.
+
+    Grid: (token tiles * (head tiles of q + of k),), the heads of a token side by side, as they lie in memory. A program
+    chooses its tensor first, so that there is one body: half the instructions to fetch where nothing is cached.
+    """
+    q_tiles: tl.constexpr = (H_Q + BLOCK_H - 1) // BLOCK_H
+    tiles: tl.constexpr = q_tiles + (H_K + BLOCK_H - 1) // BLOCK_H
+    tile = tl.program_id(0) % tiles
+    of_q = tile < q_tiles
+    x, out, weight = tl.where(of_q, q, k), tl.where(of_q, q_out, k_out), tl.where(of_q, q_weight, k_weight)
+    x_t, x_h, x_c = tl.where(of_q, q_t, k_t), tl.where(of_q, q_h, k_h), tl.where(of_q, q_c, k_c)
+    out_t, out_h, out_c = tl.where(of_q, qo_t, ko_t), tl.where(of_q, qo_h, ko_h), tl.where(of_q, qo_c, ko_c)
+    heads = tl.where(of_q, H_Q, H_K)
+    first = tl.where(of_q, tile, tile - q_tiles) * BLOCK_H
+    t = index((tl.program_id(0) // tiles) * BLOCK_T + tl.arange(0, BLOCK_T), WIDE)[:, None, None]
+    h = index(first + tl.arange(0, BLOCK_H), WIDE)[None, :, None]
+    cosines, sines = load_angles(cos, sin, t, t < tokens, cos_t, cos_c, sin_t, sin_c, HALF, PAIRS, BLOCK_H)
+    if CONJUGATE:
+        sines = -sines
+    inside = (t < tokens) & (h < heads)
     rows, out_rows = t * x_t + h * x_h, t * out_t + h * out_h
     a, b = load_pairs(x, rows, x_c, inside, HALF, PAIRS, INTERLEAVED)
     if REST > 0:
         rest = load_rest(x, rows, x_c, inside, 2 * HALF, HEAD_DIM, REST)
     if NORM:
         squares = sum_products(a, a, OVER_HEADS) + sum_products(b, b, OVER_HEADS)
-        width: tl.constexpr = HEAD_DIM * HEADS if OVER_HEADS else HEAD_DIM
+        width = HEAD_DIM * heads if OVER_HEADS else HEAD_DIM
         weight_rows = h * (HEAD_DIM if OVER_HEADS else 0)
-        weight_a, weight_b = load_pairs(weight, weight_rows, 1, h < HEADS, HALF, PAIRS, INTERLEAVED)
+        weight_a, weight_b = load_pairs(weight, weight_rows, 1, h < heads, HALF, PAIRS, INTERLEAVED)
         if REST > 0:
             rest = rest.to(tl.float32)
             squares += sum_products(rest, rest, OVER_HEADS)
-            rest *= load_rest(weight, weight_rows, 1, h < HEADS, 2 * HALF, HEAD_DIM, REST).to(tl.float32)
+            rest *= load_rest(weight, weight_rows, 1, h < heads, 2 * HALF, HEAD_DIM, REST).to(tl.float32)
         inverse = tl.rsqrt(squares / width + eps)
         a, b = a * inverse * weight_a, b * inverse * weight_b
         if REST > 0:
@@ -111,46 +139,13 @@ def rotate_tile(
         store_rest(out, out_rows, out_c, inside, rest, 2 * HALF, HEAD_DIM, REST)
 
 
-@triton.jit
-def rotate(
-    q, k, q_out, k_out, cos, sin, q_weight, k_weight, tokens,
-    q_t, q_h, q_c, k_t, k_h, k_c, qo_t, qo_h, qo_c, ko_t, ko_h, ko_c, cos_t, cos_c, sin_t, sin_c, eps,
-    H_Q: tl.constexpr, H_K: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
-    REST: tl.constexpr, INTERLEAVED: tl.constexpr, CONJUGATE: tl.constexpr, NORM: tl.constexpr,
-    OVER_HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """CONJUGATE turns back, which is the backward without NORM.
-
-    Grid: (token tiles * (head tiles of q + of k),), the heads of a token side by side, as they lie in memory.
-    """
-    q_tiles: tl.constexpr = (H_Q + BLOCK_H - 1) // BLOCK_H
-    tiles: tl.constexpr = q_tiles + (H_K + BLOCK_H - 1) // BLOCK_H
-    tile = tl.program_id(0) % tiles
-    # 64 bits: tokens times stride passes 2^31 in long batches
-    t = ((tl.program_id(0) // tiles).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None, None]
-    cosines, sines = load_angles(cos, sin, t, t < tokens, cos_t, cos_c, sin_t, sin_c, HALF, PAIRS, BLOCK_H)
-    if CONJUGATE:
-        sines = -sines
-    if tile < q_tiles:
-        h = (tile * BLOCK_H + tl.arange(0, BLOCK_H))[None, :, None]
-        rotate_tile(
-            q, q_out, q_weight, cosines, sines, t, h, tokens, q_t, q_h, q_c, qo_t, qo_h, qo_c, eps,
-            H_Q, HEAD_DIM, HALF, PAIRS, REST, INTERLEAVED, NORM, OVER_HEADS,
-        )  # fmt: skip
-    else:
-        h = ((tile - q_tiles) * BLOCK_H + tl.arange(0, BLOCK_H))[None, :, None]
-        rotate_tile(
-            k, k_out, k_weight, cosines, sines, t, h, tokens, k_t, k_h, k_c, ko_t, ko_h, ko_c, eps,
-            H_K, HEAD_DIM, HALF, PAIRS, REST, INTERLEAVED, NORM, OVER_HEADS,
-        )  # fmt: skip
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def normalize_backward(
     x, dout, dx, cos, sin, weight, dweight, tokens,
     x_t, x_h, x_c, do_t, do_h, do_c, dx_t, dx_h, dx_c, cos_t, cos_c, sin_t, sin_c, eps,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
-    INTERLEAVED: tl.constexpr, OVER_HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
+    INTERLEAVED: tl.constexpr, OVER_HEADS: tl.constexpr, WIDE: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Gradients of ``rotate`` with NORM for q or for k.
 
@@ -158,7 +153,7 @@ def normalize_backward(
     A program walks over token tiles and keeps the sum over its tokens; ``dweight`` is float32 [programs, H, D].
     Grid: (programs, head tiles).
     """
-    h = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[None, :, None]
+    h = index(tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), WIDE)[None, :, None]
     width: tl.constexpr = HEAD_DIM * HEADS if OVER_HEADS else HEAD_DIM
     weight_rows = h * (HEAD_DIM if OVER_HEADS else 0)
     weight_a, weight_b = load_pairs(weight, weight_rows, 1, h < HEADS, HALF, PAIRS, INTERLEAVED)
@@ -168,7 +163,7 @@ def normalize_backward(
         weight_r = load_rest(weight, weight_rows, 1, h < HEADS, 2 * HALF, HEAD_DIM, REST).to(tl.float32)
         dweight_r = tl.zeros([BLOCK_H, REST], tl.float32)
     for first in range(tl.program_id(0) * BLOCK_T, tokens, tl.num_programs(0) * BLOCK_T):
-        t = (first + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None, None]
+        t = index(first + tl.arange(0, BLOCK_T), WIDE)[:, None, None]
         inside = (t < tokens) & (h < HEADS)
         cosines, sines = load_angles(cos, sin, t, t < tokens, cos_t, cos_c, sin_t, sin_c, HALF, PAIRS, BLOCK_H)
         a, b = load_pairs(x, t * x_t + h * x_h, x_c, inside, HALF, PAIRS, INTERLEAVED)
