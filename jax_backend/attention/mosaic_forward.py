@@ -16,14 +16,28 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_backend.attention.mosaic_tiles import COPIED, GROUPS, ROWS, TILE, by_token, packed_heads, plan_keys
+from jax_backend.attention.mosaic_tiles import (
+    BLOCKS,
+    GROUPS,
+    KEYS,
+    PARAMS,
+    PER_ROW,
+    ROWS,
+    STAGES,
+    TILE,
+    Stream,
+    along_rows,
+    by_token,
+    column_numbers,
+    load_rows,
+    packed_heads,
+    plan_keys,
+    store_rows,
+    stream_keys,
+)
 from jax_backend.attention.pallas_tiles import LOG2E
 from jax_backend.attention.request import Request
 from jax_backend.segments import Interval
-
-KEYS = 128  # keys of a step
-STAGES = 2  # steps in shared memory
-_PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
 def forward(q: jax.Array, k: jax.Array, v: jax.Array, keys: Interval, request: Request) -> tuple[jax.Array, jax.Array]:
@@ -34,10 +48,9 @@ def forward(q: jax.Array, k: jax.Array, v: jax.Array, keys: Interval, request: R
         keys: the keys that each query sees, int32 [B, S] and [B, S].
     """
     heads = packed_heads(request)
-    plan = plan_keys(keys, heads, KEYS)
+    plan = plan_keys(keys, heads)
     rows, tiles = plan.walk.shape[:2]
-    blocks = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # what wgmma reads
-    stages = plgpu.SMEM((STAGES, KEYS, request.head_dim), q.dtype, transforms=blocks)
+    stages = plgpu.SMEM((STAGES, KEYS, request.head_dim), q.dtype, transforms=BLOCKS)
     filled, freed = plgpu.Barrier(num_barriers=STAGES), plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES)
 
     out, lse = plgpu.kernel(
@@ -52,7 +65,7 @@ def forward(q: jax.Array, k: jax.Array, v: jax.Array, keys: Interval, request: R
         thread_name="warpgroup",
         kernel_name="segment_attention_forward",
         scratch_types={
-            "q_smem": plgpu.SMEM((GROUPS, ROWS, request.head_dim), q.dtype, transforms=blocks),
+            "q_smem": plgpu.SMEM((GROUPS, ROWS, request.head_dim), q.dtype, transforms=BLOCKS),
             "k_smem": stages,
             "v_smem": stages,
             "bounds_smem": plgpu.SMEM((2, GROUPS, ROWS), jnp.int32),
@@ -64,7 +77,7 @@ def forward(q: jax.Array, k: jax.Array, v: jax.Array, keys: Interval, request: R
             "v_freed": freed,
             "turn": plgpu.Barrier(num_arrivals=GROUPS),
         },
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=PARAMS,
     )(q, k, v, *plan)
     return out, by_token(lse, heads, request.queries)
 
@@ -105,31 +118,19 @@ def _kernel(
     @pl.when(group == GROUPS)
     def copy() -> None:
         plgpu.set_max_registers(40, action="decrease")
-        kv_head = lax.div(part * heads, jnp.int32(request.group))
-
-        def step(index: jax.Array, _: None) -> None:
-            slot = slot_of(index)
-            span = pl.ds(pl.multiple_of(first + index * KEYS, COPIED), KEYS)
-            for ref, smem, filled, freed in ((k_ref, k_smem, k_filled, k_freed), (v_ref, v_smem, v_filled, v_freed)):
-                pl.when(index >= STAGES)(partial(plgpu.barrier_wait, freed.at[slot]))
-                plgpu.copy_gmem_to_smem(ref.at[row, span, kv_head], smem.at[slot], filled.at[slot])
-
-        lax.fori_loop(0, total, step, None)
+        streams = Stream(k_ref, k_smem, k_filled, k_freed), Stream(v_ref, v_smem, v_filled, v_freed)
+        stream_keys(streams, row, first, total, lax.div(part * heads, jnp.int32(request.group)))
 
     @pl.when(group < GROUPS)
     def compute() -> None:
         plgpu.set_max_registers(232, action="increase")
-        tokens = ROWS // heads
         q, lse, ready = q_smem.at[group], lse_smem.at[group], q_filled.at[group]
-        span, mine = pl.ds((tile * GROUPS + group) * tokens, tokens), pl.ds(group * ROWS, ROWS)
-        for member in range(heads):
-            plgpu.copy_gmem_to_smem(
-                q_ref.at[row, span, part * heads + member], q.at[pl.ds(member * tokens, tokens)], ready
-            )
+        token, mine = (tile * GROUPS + group) * (ROWS // heads), pl.ds(group * ROWS, ROWS)
+        load_rows(q_ref, q, ready, row, token, part, heads)
         for side, ref in enumerate((begin_ref, end_ref)):
             plgpu.copy_gmem_to_smem(ref.at[row, tile, mine], bounds_smem.at[side, group], ready)
         plgpu.barrier_wait(ready)
-        begin, end = (plgpu.layout_cast(bounds_smem[side, group], _PER_ROW) for side in range(2))
+        begin, end = (plgpu.layout_cast(bounds_smem[side, group], PER_ROW) for side in range(2))
 
         def swap_turns() -> None:
             plgpu.barrier_arrive(turn)
@@ -151,18 +152,18 @@ def _kernel(
             plgpu.barrier_arrive(k_freed.at[slot])
 
             def mask() -> jax.Array:
-                key = plgpu.broadcasted_iota(jnp.int32, (ROWS, KEYS), 1, layout=plgpu.Layout.WGMMA)
-                key += first + index * KEYS
-                return jnp.where((across(begin, KEYS) <= key) & (key < across(end, KEYS)), z, -jnp.inf)
+                key = column_numbers(KEYS) + (first + index * KEYS)
+                visible = (along_rows(begin, KEYS) <= key) & (key < along_rows(end, KEYS))
+                return jnp.where(visible, z, -jnp.inf)
 
             z = lax.cond((index < lead) | (index >= full), mask, lambda: z)
             factor = request.scale * LOG2E
             m_new = jnp.maximum(m, z.max(axis=1) * factor)
             pivot = jnp.where(m_new == -jnp.inf, 0.0, m_new)  # a row may have seen nothing yet
-            p = jnp.exp2(z * factor - across(pivot, KEYS))
+            p = jnp.exp2(z * factor - along_rows(pivot, KEYS))
             alpha = jnp.exp2(m - pivot)
             summed = summed * alpha + p.sum(axis=1)
-            acc *= across(alpha, request.value_dim)
+            acc *= along_rows(alpha, request.value_dim)
             narrow = p.astype(q_ref.dtype)
             acc, m, summed, narrow = lax.optimization_barrier((acc, m_new, summed, narrow))
             plgpu.barrier_arrive(turn)
@@ -179,8 +180,8 @@ def _kernel(
 
         start = (
             plgpu.layout_cast(jnp.zeros((ROWS, request.value_dim), jnp.float32), plgpu.Layout.WGMMA),
-            plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), _PER_ROW),
-            plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), _PER_ROW),
+            plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), PER_ROW),
+            plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), PER_ROW),
         )
         await_keys(0)
         pl.when(group == 1)(swap_turns)  # the second warpgroup is half a step behind
@@ -188,15 +189,9 @@ def _kernel(
         pl.when(group == 0)(swap_turns)
         saw = summed > 0
         divisor = jnp.where(saw, summed, 1.0)
-        q[...] = (acc * across(1.0 / divisor, request.value_dim)).astype(q_ref.dtype)  # q is not read any more
+        q[...] = (acc * along_rows(1.0 / divisor, request.value_dim)).astype(q_ref.dtype)  # q is not read any more
         lse[...] = jnp.where(saw, (m + jnp.log2(divisor)) / LOG2E, -jnp.inf)
         plgpu.commit_smem()
-        for member in range(heads):
-            plgpu.copy_smem_to_gmem(q.at[pl.ds(member * tokens, tokens)], o_ref.at[row, span, part * heads + member])
+        store_rows(q, o_ref, row, token, part, heads)
         plgpu.copy_smem_to_gmem(lse, lse_ref.at[row, part, tile, mine])
         plgpu.wait_smem_to_gmem(0)
-
-
-def across(x: jax.Array, columns: int) -> jax.Array:
-    """One number per row [ROWS], repeated to [ROWS, columns]."""
-    return lax.broadcast_in_dim(x, (ROWS, columns), [0])

@@ -1,8 +1,8 @@
-"""What the kernels for Hopper's own instructions share: whom they serve, how tokens become rows, which keys are walked.
+"""What the kernels for Hopper's own instructions share: whom they serve, how tokens become rows, what is walked and how
+it is copied.
 
 They are written for Pallas' Mosaic GPU lowering: one warpgroup copies tiles ahead (TMA), two others multiply them
-(wgmma). Data flows intervals per token --plan_keys--> bounds per row and a walk per tile, on XLA, once per call -> a
-kernel.
+(wgmma). Data flows intervals per token --plan_keys--> bounds per row and a walk per tile -> a kernel.
 
 A warpgroup's 64 rows are P query heads of one key/value head for 64 / P tokens, member by member: row r is member
 ``r // (64 / P)``, token ``r % (64 / P)``. So every key that is read serves P heads, a tile spans few tokens and seldom
@@ -13,10 +13,15 @@ from __future__ import annotations
 
 import math
 import re
-from typing import NamedTuple
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_backend.attention.request import Request
 from jax_backend.segments import Interval
@@ -25,7 +30,12 @@ ROWS = 64  # of a warpgroup: what one wgmma multiplies
 GROUPS = 2  # warpgroups that compute
 TILE = GROUPS * ROWS
 COPIED = 8  # tokens are copied eight at a time: the rows of a swizzled block of shared memory
+KEYS = 128  # keys of a step
+STAGES = 2  # steps in shared memory
 WIDTHS = (64, 128)  # whole blocks of 64 channels; wider ones do not fit into shared memory
+PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
+BLOCKS = (plgpu.TilingTransform((COPIED, 64)), plgpu.SwizzleTransform(128))  # how wgmma wants its operands to lie
+PER_ROW = plgpu.Layout.WGMMA.reduce(1)  # how one number per row lies beside them in registers
 _HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
 _FAR = 2**30  # past every index
 
@@ -50,6 +60,9 @@ def packed_heads(request: Request) -> int:
     return math.gcd(request.group, ROWS // COPIED)
 
 
+# -- what is walked ----------------------------------------------------------------------------------------------------
+
+
 class Plan(NamedTuple):
     """What a kernel's tiles visit.
 
@@ -64,7 +77,7 @@ class Plan(NamedTuple):
     walk: jax.Array
 
 
-def plan_keys(keys: Interval, heads: int, step: int) -> Plan:
+def plan_keys(keys: Interval, heads: int, step: int = KEYS) -> Plan:
     """Plan the walks of query tiles of ``heads`` packed heads over ``step`` keys at a time.
 
     Args:
@@ -98,6 +111,70 @@ def by_token(x: jax.Array, heads: int, size: int) -> jax.Array:
     rows, parts, tiles, _ = x.shape
     x = x.reshape(rows, parts, tiles * GROUPS, heads, ROWS // heads).transpose(0, 2, 4, 1, 3)
     return x.reshape(rows, -1, parts * heads)[:, :size]
+
+
+def by_part(x: jax.Array, heads: int) -> jax.Array:
+    """Numbers per token [B, S, N] as numbers per row [B, N / P, tiles * GROUPS, ROWS]; 0 past the last token."""
+    rows, size, every = x.shape
+    tokens = ROWS // heads
+    x = jnp.pad(x, ((0, 0), (0, -size % (GROUPS * tokens)), (0, 0)))
+    x = x.reshape(rows, -1, tokens, every // heads, heads).transpose(0, 3, 1, 4, 2)
+    return x.reshape(rows, every // heads, -1, ROWS)
+
+
+# -- inside a kernel ---------------------------------------------------------------------------------------------------
+
+
+def load_rows(ref: Any, smem: Any, barrier: Any, row: Any, token: Any, part: Any, heads: int) -> None:
+    """Start copying the rows of a warpgroup's tokens from ``token`` on, one copy per packed head."""
+    tokens = ROWS // heads
+    for member in range(heads):
+        source = ref.at[row, pl.ds(token, tokens), part * heads + member]
+        plgpu.copy_gmem_to_smem(source, smem.at[pl.ds(member * tokens, tokens)], barrier)
+
+
+def store_rows(smem: Any, ref: Any, row: Any, token: Any, part: Any, heads: int) -> None:
+    """Start writing a warpgroup's rows back to its tokens; those past the last are left out."""
+    tokens = ROWS // heads
+    for member in range(heads):
+        target = ref.at[row, pl.ds(token, tokens), part * heads + member]
+        plgpu.copy_smem_to_gmem(smem.at[pl.ds(member * tokens, tokens)], target)
+
+
+class Stream(NamedTuple):
+    """Tiles on their way: source, the slots [STAGES, KEYS, width] in shared memory, and what says which are filled or
+    free."""
+
+    ref: Any
+    smem: Any
+    filled: Any
+    freed: Any
+
+
+def stream_keys(streams: Sequence[Stream], row: Any, first: Any, total: Any, kv_head: Any) -> None:
+    """Copy the keys and values of ``total`` steps into their slots as these become free."""
+
+    def step(index: jax.Array, _: None) -> None:
+        slot = lax.rem(index, jnp.int32(STAGES))
+        span = pl.ds(pl.multiple_of(first + index * KEYS, COPIED), KEYS)
+        for ref, smem, filled, freed in streams:
+            pl.when(index >= STAGES)(partial(plgpu.barrier_wait, freed.at[slot]))
+            plgpu.copy_gmem_to_smem(ref.at[row, span, kv_head], smem.at[slot], filled.at[slot])
+
+    lax.fori_loop(0, total, step, None)
+
+
+def along_rows(x: jax.Array, columns: int) -> jax.Array:
+    """One number per row [ROWS], repeated to [ROWS, columns]."""
+    return lax.broadcast_in_dim(x, (ROWS, columns), [0])
+
+
+def column_numbers(columns: int) -> jax.Array:
+    """The number of each element's column, int32 [ROWS, columns]."""
+    return plgpu.broadcasted_iota(jnp.int32, (ROWS, columns), 1, layout=plgpu.Layout.WGMMA)
+
+
+# -- whom they serve ---------------------------------------------------------------------------------------------------
 
 
 def _device_kind() -> str:

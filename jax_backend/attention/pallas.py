@@ -2,8 +2,8 @@
 
 Data flows segments -> intervals (what each query sees, what sees each key) -> forward, and on the way back delta -> dq,
 dk and dv. Cost follows the tiles that lie inside segments. The kernels are written for Pallas's Triton lowering; on a
-Hopper GPU the forward takes one on that chip's own instructions where ``mosaic_tiles`` says that it serves. On a CPU
-the kernels run in Pallas's interpret mode: right, and slow.
+Hopper GPU the forward and dq take ones on that chip's own instructions where ``mosaic_tiles`` says that it serves. On a
+CPU the kernels run in Pallas's interpret mode: right, and slow.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_backend.attention import mosaic_forward, mosaic_tiles
+from jax_backend.attention import mosaic_backward, mosaic_forward, mosaic_tiles
 from jax_backend.attention.pallas_backward import grad_keys, grad_queries
 from jax_backend.attention.pallas_forward import forward
 from jax_backend.attention.pallas_tiles import tiles_for
@@ -61,7 +61,10 @@ def _attend_bwd(request: Request, saved: Any, cotangents: tuple[jax.Array, jax.A
     dout, dlse = cotangents
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - dlse
     tiles, interpret = tiles_for(request), request.platform == "cpu"
-    dq = grad_queries(q, k, v, dout, lse, delta, keys, request, tiles.dq, interpret=interpret)
+    if mosaic_tiles.serves(request):
+        dq = mosaic_backward.grad_queries(q, k, v, dout, lse, delta, keys, request)
+    else:
+        dq = grad_queries(q, k, v, dout, lse, delta, keys, request, tiles.dq, interpret=interpret)
     dk, dv = grad_keys(q, k, v, dout, lse, delta, queries, request, tiles.dkv, interpret=interpret)
     return dq, dk, dv, None, None
 
