@@ -1,8 +1,9 @@
 """What ``crosspack bench`` measures with torch: a model on its data, padded, packed by stock transformers, and patched.
 
 A TrainJob -> the model, once per way -> the first row's logits against each document alone -> optimizer steps for a
-given time -> :class:`packing_core.cli.bench.Measured`. A way is exact if its logits are as near to those of the
-documents alone in float32 as the documents alone are in the precision that is timed, rounding counted twice.
+given time -> :class:`packing_core.cli.bench.Measured`, with the rate of the median step. A way is exact if its logits
+are as near to those of the documents alone in float32 as the documents alone are in the precision that is timed,
+rounding counted twice.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from itertools import cycle
+from statistics import median
 from typing import Any
 
 import torch
@@ -61,8 +63,10 @@ def _measure(model: Any, job: TrainJob, way: str, device: torch.device, seconds:
     _release(device)
     loss = _patched_loss(model) if way == "crosspack" else _stock_loss(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=job.options.lr, fused=True)
-    tokens, begin = 0, 0.0
+    rates: list[float] = []
+    begin = time.perf_counter()
     for count, step in enumerate(cycle(range(len(job.schedule)))):
+        step_begin = time.perf_counter()
         for batch in _inputs(job, way, step, device):
             with computing():
                 value = loss(batch)
@@ -70,15 +74,16 @@ def _measure(model: Any, job: TrainJob, way: str, device: torch.device, seconds:
             optimizer.step()
             optimizer.zero_grad()
         _wait(device)
+        now = time.perf_counter()
         if count == 0:
-            begin = time.perf_counter()  # the first step warms up
+            begin = now  # the first step warms up
             continue
-        tokens += int(job.schedule.steps[step].length.sum())
-        if time.perf_counter() - begin > seconds:
+        rates.append(int(job.schedule.steps[step].length.sum()) / (now - step_begin))
+        if now - begin > seconds:
             break
     return Measured(
         way,
-        tokens_per_second=tokens / (time.perf_counter() - begin),
+        tokens_per_second=median(rates),  # what is compiled or allocated once, for a new length, does not come again
         peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         difference=difference,
         allowed=allowed,

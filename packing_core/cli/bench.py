@@ -37,7 +37,7 @@ class Measured:
 
     Attributes:
         way: its name in the table.
-        tokens_per_second: real tokens of whole optimizer steps.
+        tokens_per_second: real tokens of a whole optimizer step over its time, the median of all steps.
         peak_bytes: device memory at most; None where the device does not count it.
         difference: of the first batch's logits from those of each document alone in float32, by the largest logit.
         allowed: the difference that rounding explains.

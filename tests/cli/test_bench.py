@@ -13,6 +13,7 @@ from packing_core.cli import app
 from packing_core.cli import bench as command
 from packing_core.cli.bench import Measured
 from packing_core.errors import ContaminationError, PackingError
+from torch_backend import bench as torch_bench
 from torch_backend.tiny import tiny_config
 
 WAYS = ["padded", "stock packed", "crosspack"]
@@ -47,6 +48,17 @@ def test_every_way_has_a_rate_and_a_verdict(tmp_path, records, family, verdicts)
     assert [each["verdict"] for each in measured] == verdicts
     assert all(each["tokens_per_second"] > 0 and each["failure"] == "" for each in measured)
     assert "1.00x" in result.output and "real tokens/s" in result.output
+
+
+def test_what_one_step_waits_for_does_not_count(tmp_path, monkeypatch, records):
+    """The rate is the median step's: here of 10 s, 1 s, 1 s, 600 s, 1 s the first warms up and the fourth compiles."""
+    clock, durations = [0.0], iter([10.0, 1.0, 1.0, 600.0, 1.0] * len(WAYS))
+    monkeypatch.setattr(torch_bench.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(torch_bench, "_wait", lambda device: clock.__setitem__(0, clock[0] + next(durations)))
+    figures = tmp_path / "figures.json"
+    result = run("--data", records, "--seconds", "602.5", "--json", str(figures))
+    assert result.exit_code == 0, result.output
+    assert all(30 <= each["tokens_per_second"] <= 96 for each in json.loads(figures.read_text()))  # a row in 1 s
 
 
 def told(monkeypatch, *measured: Measured) -> None:
