@@ -18,15 +18,17 @@ from triton.backends.compiler import GPUTarget
 
 from jax_backend import segment_attention
 
-H200 = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", num_cores=132, platform="cuda"))
 SHARED_MEMORY = 232_448  # bytes that a block may ask for on compute capability 9.0
 MOSAIC_NAME = re.compile(rb"segment_attention_[a-z]+(?=_mosaic_gpu)")
 KERNELS = ("segment_attention_forward", "segment_attention_dq", "segment_attention_dkv")
 
 
 @cache
-def lowered(heads: int, kv_heads: int, width: int, dtype: str, window: int | None = None) -> Any:
-    """The gradient of one call over a row of 1,024 tokens, lowered for the H200."""
+def lowered(
+    heads: int, kv_heads: int, width: int, dtype: str, window: int | None = None, device: str = "NVIDIA H200"
+) -> Any:
+    """The gradient of one call over a row of 1,024 tokens, lowered for a device."""
+    mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(device, num_cores=132, platform="cuda"))
 
     def loss(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
         return segment_attention(q, k, v, ids, window=window).astype(jnp.float32).sum()
@@ -34,7 +36,7 @@ def lowered(heads: int, kv_heads: int, width: int, dtype: str, window: int | Non
     shapes = [(1, 1024, n, width) for n in (heads, kv_heads, kv_heads)]
     arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
     arguments.append(jax.ShapeDtypeStruct((1, 1024), jnp.int32))
-    with jax.sharding.use_abstract_mesh(H200):
+    with jax.sharding.use_abstract_mesh(mesh):
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(*arguments).lower(lowering_platforms=("cuda",))
 
 
@@ -75,10 +77,8 @@ def test_none_picks_pallas_for_a_gpu_and_its_three_kernels_lower(
 
 
 def test_the_compiled_kernels_fit_into_shared_memory(tmp_path: Path) -> None:
-    configs = kernels(lowered(32, 8, 128, "bfloat16").compiler_ir())
-    compiled_here = {name: config for name, config in configs.items() if "ir" in config}  # Mosaic refuses to lower more
-    assert compiled_here
-    for name, config in compiled_here.items():
+    # For a GPU that takes all three from here; on a Hopper, Mosaic GPU's lowering itself refuses what does not fit.
+    for name, config in kernels(lowered(32, 8, 128, "bfloat16", device="NVIDIA B200").compiler_ir()).items():
         source = tmp_path / f"{name}.ttir"
         source.write_text(_text(config["ir"].value_bytes))
         options = {"num_warps": config["num_warps"].value, "num_stages": config["num_stages"].value}
