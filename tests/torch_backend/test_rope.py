@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from packing_core import reference
 from packing_core.errors import LayoutError
 from tests.torch_backend.kernels import ONE_DTYPE, Where, assert_within_budget, numpy
-from torch_backend.rope import QKNorm, apply_rope
+from torch_backend.rope import QKNorm, apply_rope, launch
 from torch_backend.rope.reference import normalize, rotate
 
 LENGTHS = (5, 9, 1, 6)
@@ -219,16 +220,37 @@ def test_a_batch_rotates_under_the_norm_too(where):
 
 
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
-def test_compiles_into_one_graph(where):
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_compiles_into_one_graph(where, heads_first):
     cos, sin = angles(where, 8)
     q, k = where.draw(TOKENS, 4, 16).requires_grad_(), where.draw(TOKENS, 2, 16).requires_grad_()
 
     def step(q, k):
-        return sum(x.float().square().sum() for x in apply_rope(q * 2, k * 2, cos, sin))
+        given = [(x * 2).transpose(0, 1) if heads_first else x * 2 for x in (q, k)]
+        return sum(x.float().square().sum() for x in apply_rope(*given, cos, sin, heads_first=heads_first))
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     found, right = (torch.autograd.grad(f(q, k), (q, k)) for f in (compiled, step))
     assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+
+
+@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_the_compiler_is_told_the_strides_that_come(where, heads_first):
+    cos, sin = angles(where, 8)
+    q, k = where.draw(2, 6, TOKENS, 16)[:, :4], where.draw(2, 2, TOKENS, 32)[..., ::2]
+    if not heads_first:
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    weight = where.draw(16)
+    for operator, arguments in (
+        (launch.rope, (q, k, cos[None], sin[None], heads_first, False, False)),
+        (launch.rope_norm, (q, k, weight, weight, cos[None], sin[None], heads_first, False, False, 1e-6)),
+        (launch.rope_norm_backward, (q, q, weight, cos[None], sin[None], heads_first, False, False, 1e-6)),
+    ):
+        with FakeTensorMode() as mode:
+            fake = operator(*(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in arguments))
+        for real, told in zip(operator(*arguments), fake, strict=True):
+            assert (real.shape, real.stride(), real.dtype) == (told.shape, told.stride(), told.dtype)
 
 
 def test_plain_torch_runs_where_triton_does_not():
