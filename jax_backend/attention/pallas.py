@@ -41,6 +41,7 @@ def attend(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.jit, static_argnums=0)
 def _attend(
     request: Request, q: jax.Array, k: jax.Array, v: jax.Array, keys: Interval, queries: Interval
 ) -> tuple[jax.Array, jax.Array]:
@@ -69,4 +70,5 @@ def _attend_bwd(request: Request, saved: Any, cotangents: tuple[jax.Array, jax.A
     return dq, dk, dv, None, None
 
 
-_attend.defvjp(_attend_fwd, _attend_bwd)
+# Under a jit of their own the layers of a model, which ask for the same, share one compiled kernel.
+_attend.defvjp(jax.jit(_attend_fwd, static_argnums=0), jax.jit(_attend_bwd, static_argnums=0))

@@ -25,13 +25,21 @@ KERNELS = ("segment_attention_forward", "segment_attention_dq", "segment_attenti
 
 @cache
 def lowered(
-    heads: int, kv_heads: int, width: int, dtype: str, window: int | None = None, device: str = "NVIDIA H200"
+    heads: int,
+    kv_heads: int,
+    width: int,
+    dtype: str,
+    window: int | None = None,
+    device: str = "NVIDIA H200",
+    layers: int = 1,
 ) -> Any:
-    """The gradient of one call over a row of 1,024 tokens, lowered for a device."""
+    """The gradient of so many calls after each other over a row of 1,024 tokens, lowered for a device."""
     mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(device, num_cores=132, platform="cuda"))
 
     def loss(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
-        return segment_attention(q, k, v, ids, window=window).astype(jnp.float32).sum()
+        for _ in range(layers):
+            q = segment_attention(q, k, v, ids, window=window)
+        return q.astype(jnp.float32).sum()
 
     shapes = [(1, 1024, n, width) for n in (heads, kv_heads, kv_heads)]
     arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
@@ -74,6 +82,15 @@ def test_none_picks_pallas_for_a_gpu_and_its_three_kernels_lower(
     heads: int, kv_heads: int, width: int, dtype: str, window: int | None
 ) -> None:
     assert set(kernels(lowered(heads, kv_heads, width, dtype, window).compiler_ir())) == set(KERNELS)
+
+
+@pytest.mark.parametrize("device", ["NVIDIA H200", "NVIDIA B200"])
+def test_layers_share_the_compiled_kernels(device: str) -> None:
+    def count(layers: int) -> int:
+        text = lowered(32, 8, 128, "bfloat16", device=device, layers=layers).as_text()
+        return len(re.findall(r"custom_call @(?:mosaic_gpu|__gpu\$xla\.gpu\.triton)", text))
+
+    assert count(5) == count(2) <= 2 * len(KERNELS)
 
 
 def test_the_compiled_kernels_fit_into_shared_memory(tmp_path: Path) -> None:
