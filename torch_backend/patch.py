@@ -215,7 +215,7 @@ class Patched:
         if packed is None:  # not packed, or a loss that calls the decoder itself
             packed = self._take(args, kwargs)
         self.running = packed
-        self.reached.clear()
+        self.reached = set()
         if packed is None:
             return args, kwargs
         if kwargs.get("past_key_values") is not None:
