@@ -35,7 +35,7 @@ LIBRARIES = {
     "chunk_kimi_delta_attention": "fla",
     "mamba2_chunk_scan": "mamba_ssm",
 }
-_BOUNDARIES = ("cu_seqlens", "seq_idx")  # what the library's kernels call them; the layers pass them on unset
+_BOUNDARIES = ("cu_seqlens", "seq_idx")  # what the kernels call them; layers pass on what stands for them here
 _STATES = ("initial_state", "initial_states", "output_final_state", "return_final_states")
 _CHUNK = 64  # tokens of a document that fla's kernels take at once
 _LENGTHS = (70, 29)  # of the trial's documents: one is longer than a chunk, and a boundary lies inside one
@@ -102,7 +102,7 @@ def scan(function: Scan, library: str, *args: Any, **kwargs: Any) -> Any:
         raise UnsupportedModelError("a layer scans without its segments: its documents would see each other")
     if any(kwargs.get(name) is not None and kwargs[name] is not False for name in _STATES):
         raise UnsupportedModelError("a layer scans with a state, and packed documents start from none")
-    kwargs = {k: v for k, v in kwargs.items() if k not in _BOUNDARIES and not isinstance(v, PackedMetadata)}
+    kwargs = {name: kwargs[name] for name in _names(function) if name in kwargs and name not in _BOUNDARIES}
     packed.last_request = request = _request(function, library, args, kwargs)
     if request.refused is None:
         return KERNELS[library](packed, function, args, kwargs)

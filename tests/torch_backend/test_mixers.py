@@ -255,3 +255,15 @@ def test_what_the_kernel_does_not_know_is_left_to_the_model(convolved: list[int]
     packed, x, weight = PackedMetadata.from_lengths((4, 3)), torch.zeros(1, 3, 7), torch.zeros(3, 2)
     assert convolve(gelu, x, weight, activation="gelu", packed=packed).eq(1).all() and not convolved
     assert convolve(gelu, x, weight, activation="silu", packed=packed).eq(0).all() and convolved == [7]
+
+
+def test_a_scan_is_given_what_it_takes_and_nothing_else_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scan, "find_spec", lambda name: None)
+
+    def double(x: Tensor, *, scale: float = 1.0, **others: Any) -> Tensor:
+        assert not others
+        return x * scale
+
+    packed, x = PackedMetadata.from_lengths((4, 3)), torch.randn(1, 7, 2)
+    options = {"scale": 2.0, "packed": packed, "position_ids": torch.arange(7)[None], "cu_seqlens": None}
+    assert torch.equal(scan.scan(double, "fla", x, **options), x * 2)

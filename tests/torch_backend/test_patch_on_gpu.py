@@ -18,7 +18,7 @@ from tests.torch_backend.models import alone, assert_same, collate, documents, p
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICE = "cuda"
-# attention; a mixer per document with attention beside it; mixers alone; the whole decoder per document
+# attention; mixers on the row with attention beside them; mixers alone; the whole decoder per document
 ROUTES = ["qwen3", "qwen3_5_text", "mamba2", "bloom"]
 READ_NOTHING = ["qwen3", "qwen3_5_text", "mamba2", "lfm2"]
 
