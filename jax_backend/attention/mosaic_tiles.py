@@ -30,9 +30,10 @@ ROWS = 64  # of a warpgroup: what one wgmma multiplies
 GROUPS = 2  # warpgroups that compute
 TILE = GROUPS * ROWS
 COPIED = 8  # tokens are copied eight at a time: the rows of a swizzled block of shared memory
+MOST_PACKED = ROWS // COPIED  # query heads whose rows share a warpgroup's tile
 KEYS = 128  # keys of a step
 STAGES = 2  # steps in shared memory
-WIDTHS = (64, 128)  # whole blocks of 64 channels; wider ones do not fit into shared memory
+WIDTH = 128  # of a head: where they were measured to win; whole blocks of 64 channels would do, wider ones do not fit
 PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
 BLOCKS = (plgpu.TilingTransform((COPIED, 64)), plgpu.SwizzleTransform(128))  # how wgmma wants its operands to lie
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)  # how one number per row lies beside them in registers
@@ -41,12 +42,17 @@ _FAR = 2**30  # past every index
 
 
 def serves(request: Request) -> bool:
-    """Whether these kernels can serve: a Hopper GPU, half precision and shapes that whole copies cover."""
+    """Whether these kernels are taken: where they can serve and were measured to win.
+
+    They need a Hopper GPU, half precision and shapes that whole copies cover. Heads that cannot share tiles (7 to a
+    key/value head, say) would walk more keys than the other kernels do.
+    """
     return (
         request.platform == "gpu"
         and request.dtype != jnp.float32
         and request.head_dim == request.value_dim
-        and request.head_dim in WIDTHS
+        and request.head_dim == WIDTH
+        and packed_heads(request) == min(request.group, MOST_PACKED)
         and request.queries % COPIED == 0
         and request.keys % COPIED == 0
         and request.softcap is None
@@ -57,7 +63,7 @@ def serves(request: Request) -> bool:
 
 def packed_heads(request: Request) -> int:
     """P, the query heads whose rows share a tile: the most that divide the group and leave whole copies of tokens."""
-    return math.gcd(request.group, ROWS // COPIED)
+    return math.gcd(request.group, MOST_PACKED)
 
 
 # -- what is walked ----------------------------------------------------------------------------------------------------
