@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import wraps
 from importlib.util import find_spec
 from typing import Any
 
@@ -32,10 +33,26 @@ def operator(schema: str, launch: Callable[..., Any], fake: Callable[..., Any]) 
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
-    for key in ("CPU", "CUDA"):
-        _LIBRARY.impl(name, launch, key)
+    _LIBRARY.impl(name, launch, "CPU")
+    _LIBRARY.impl(name, on_its_device(launch), "CUDA")
     torch.library.register_fake(f"crosspack::{name}", fake)
     return getattr(torch.ops.crosspack, name).default
+
+
+def on_its_device(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """``launch`` with its first argument's device as the current one: Triton starts kernels on the current device.
+
+    Started on another, a kernel would run beside what makes its inputs and not after it.
+    """
+
+    @wraps(launch)
+    def run(first: torch.Tensor, *others: Any) -> Any:
+        if first.device.index == torch.cuda.current_device():
+            return launch(first, *others)
+        with torch.cuda.device(first.device):
+            return launch(first, *others)
+
+    return run
 
 
 def runs_triton(x: torch.Tensor) -> bool:

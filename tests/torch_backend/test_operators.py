@@ -1,0 +1,43 @@
+"""Operators: kernels are started on the device of their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from torch_backend.operators import on_its_device
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_kernel_is_started_on_the_device_of_its_tensors(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    current = [0]
+
+    @contextmanager
+    def switched(device: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], device.index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", switched)
+    launch = on_its_device(lambda x, factor: (x.device.index, current[0], factor))
+    assert launch(SimpleNamespace(device=torch.device("cuda", index)), 3) == (index, index, 3)
+    assert current == [0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_rotation_on_the_second_device_is_that_of_the_first() -> None:
+    from torch_backend.rope import apply_rope
+
+    q, k = torch.randn(64, 4, 32, device="cuda:0"), torch.randn(64, 2, 32, device="cuda:0")
+    angles = torch.randn(64, 16, device="cuda:0")
+    inputs = q, k, angles.cos(), angles.sin()
+    with torch.cuda.device(0):
+        found = apply_rope(*(x.to("cuda:1") for x in inputs))
+    for x, y in zip(found, apply_rope(*inputs), strict=True):
+        assert x.device.index == 1 and torch.equal(x.to("cuda:0"), y)
