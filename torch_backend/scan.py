@@ -12,6 +12,7 @@ library is installed, plain torch elsewhere. In a mixer's packed forward the nam
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -27,6 +28,8 @@ from torch_backend.documents import COARSE, FINE, per_document
 from torch_backend.metadata import PackedMetadata
 from torch_backend.rebinding import segments
 from torch_backend.trial import apart, on, refusal
+
+logger = logging.getLogger(__name__)
 
 Scan = Callable[..., Any]
 # The global names of scans, and the library whose kernel transformers puts behind each.
@@ -179,7 +182,13 @@ def _names(function: Scan) -> tuple[str, ...]:
 def _refused(request: ScanRequest, way: Callable[..., Any]) -> str | None:
     if find_spec(request.library) is None:
         return _ABSENT
-    return refusal(partial(_error, request, way), _TOLERANCE)
+    reason = refusal(partial(_error, request, way), _TOLERANCE)
+    if reason is not None:
+        place = "batches of documents" if way is per_document else "the row"
+        logger.warning(
+            "%s is installed and does not scan %s here, which costs speed: %s", request.library, place, reason
+        )
+    return reason
 
 
 @apart

@@ -209,13 +209,16 @@ def no_gradient(grad: Tensor) -> None:
         (fails, "plain torch on batches of documents (not fla: its trial run raised RuntimeError: incorrect results"),
     ],
 )
-def test_a_library_that_fails_its_trial_is_passed_over(kernel: Any, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_fails_its_trial_is_passed_over_with_a_warning(
+    kernel: Any, what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     model, docs = tiny("qwen3_next"), documents(SHORT)
     truth = alone(model, docs)
     with_library(monkeypatch, "qwen3_next", kernel)
     torch_backend.patch(model, verify=False)
     assert_same(packed(model, docs, collate(docs, capacity=None)), truth, 2e-5)
     assert f"scan by {what}" in str(torch_backend.explain(model))
+    assert "fla is installed and does not scan the row here, which costs speed: its trial run " in caplog.text
 
 
 @pytest.mark.parametrize("lengths", [(70, 29), (64, 1, 128, 65), (3,)])
