@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_clock import DEVICE, QUICK, TOY, Result, device_ms, gated, relative_error, wanted
-from torch_backend.attention import attention
-from torch_backend.metadata import PackedMetadata
+from torch_backend.ops.attention import attention
+from torch_backend.segments import PackedMetadata
 
 LIMIT = 1.5e-2  # of bfloat16 results, in norm
 Shape = tuple[int, int, int]

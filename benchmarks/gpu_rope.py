@@ -32,7 +32,7 @@ from benchmarks.gpu_clock import (
     wall_ms,
     wanted,
 )
-from torch_backend.rope import apply_rope
+from torch_backend.ops.rope import apply_rope
 
 HEADS, KV_HEADS, WIDTH = (4, 2, 16) if TOY else (32, 8, 128)
 TABLE = (64,) if TOY else (8_192,) if QUICK else (2_048, 8_192, 32_768)

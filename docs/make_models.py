@@ -8,8 +8,8 @@ from importlib.metadata import version
 from pathlib import Path
 from textwrap import fill
 
-from torch_backend.families import REFUSED
-from torch_backend.sweep import FamilyReport, audit_families
+from torch_backend.auditing.families import FamilyReport, audit_families
+from torch_backend.hf.families import REFUSED
 
 PAGE = Path(__file__).with_name("models.md")
 INTRODUCTION = """# Model families

@@ -1,9 +1,22 @@
 """Public names of jax_backend, imported on first use so that ``import jax_backend`` loads no framework."""
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from packing_core.extras import require
+
+if TYPE_CHECKING:
+    from jax_backend.attention import merge_attention, segment_attention
+    from jax_backend.audit import audit
+    from jax_backend.checkpoint import restore_state, save_state
+    from jax_backend.data import GrainSource, GrainStream, to_batch
+    from jax_backend.loss import packed_cross_entropy, shift_labels
+    from jax_backend.model import Decoder, DecoderConfig
+    from jax_backend.rope import apply_rope
+    from jax_backend.scan import selective_scan
+    from jax_backend.segments import Segments, find_segments, segment_positions
+    from jax_backend.train_step import TrainState, make_train_step
+    from jax_backend.weights import load, save
 
 # name -> module that defines it
 _HOME: dict[str, str] = {
@@ -29,7 +42,29 @@ _HOME: dict[str, str] = {
     "Segments": "jax_backend.segments",
     "TrainState": "jax_backend.train_step",
 }
-__all__ = list(_HOME)
+__all__ = [
+    "Decoder",
+    "DecoderConfig",
+    "GrainSource",
+    "GrainStream",
+    "Segments",
+    "TrainState",
+    "apply_rope",
+    "audit",
+    "find_segments",
+    "load",
+    "make_train_step",
+    "merge_attention",
+    "packed_cross_entropy",
+    "restore_state",
+    "save",
+    "save_state",
+    "segment_attention",
+    "segment_positions",
+    "selective_scan",
+    "shift_labels",
+    "to_batch",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -27,18 +27,18 @@ from jax_backend.data import to_batch
 from jax_backend.model import Decoder, DecoderConfig
 from jax_backend.train_step import TrainState, TrainStep, make_train_step
 from packing_core.batch import IGNORE_INDEX
-from packing_core.cli.checkpoints import newest_checkpoint, save_checkpoint
-from packing_core.cli.job import Audit, StepRecord, TrainJob, TrainResult
-from packing_core.cli.schedule import PaddedBatch, Run
 from packing_core.errors import PackingError, UnsupportedError
 from packing_core.extras import require
+from packing_core.training.checkpoints import newest_checkpoint, save_checkpoint
+from packing_core.training.job import Audit, StepRecord, TrainJob, TrainResult
+from packing_core.training.schedule import PaddedBatch, Run
 
 STATE = "orbax"
 LENGTH_STEP = 32  # padded batches are lengthened to a multiple of this, so that few shapes are compiled
 
 
 def train(job: TrainJob) -> TrainResult:
-    """Run the job; see ``packing_core.cli.job``.
+    """Run the job; see ``packing_core.training.job``.
 
     Raises:
         PackingError: the model cannot be loaded, the flax decoder does not compute it, or it does not fit the data.

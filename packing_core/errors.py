@@ -31,3 +31,8 @@ class ContaminationError(PackingError):
 
 class MissingExtraError(PackingError, ImportError):
     """An optional library is absent or too old; the message is one line that says what to install."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of another library's message, for one-line errors."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

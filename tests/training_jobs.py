@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from packing_core.cli.job import Options, TrainJob
-from packing_core.cli.schedule import Corpus, Schedule
-from packing_core.cli.text import Document
+from crosspack.cli.text import Document
 from packing_core.plan import plan
+from packing_core.training.job import Options, TrainJob
+from packing_core.training.schedule import Corpus, Schedule
 
 LLAMA = {
     "model_type": "llama",

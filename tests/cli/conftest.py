@@ -20,14 +20,14 @@ SENTENCES = [
 @pytest.fixture(autouse=True)
 def width(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables as wide as on a wide terminal, wherever the tests run: a narrow one folds the names in them."""
-    from packing_core.cli.options import OUT
+    from crosspack.cli.options import OUT
 
     monkeypatch.setattr(OUT, "_width", 130)
 
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
-    from packing_core.cli.text import train_tokenizer
+    from crosspack.cli.text import train_tokenizer
 
     return train_tokenizer(SENTENCES * 4, 320)
 

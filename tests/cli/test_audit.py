@@ -8,9 +8,9 @@ import pytest
 import transformers
 from typer.testing import CliRunner
 
-from packing_core.cli import app
+from crosspack.cli import app
 from packing_core.errors import PackingError
-from torch_backend.survey import PATHS, config_of, survey
+from torch_backend.auditing.survey import PATHS, config_of, survey
 
 
 def run(*arguments: str):

@@ -9,12 +9,12 @@ import pytest
 from transformers import CONFIG_MAPPING
 from typer.testing import CliRunner
 
-from packing_core.cli import app
-from packing_core.cli import bench as command
-from packing_core.cli.bench import Measured
+from crosspack.cli import app
+from crosspack.cli import bench as command
+from crosspack.cli.bench import Measured
 from packing_core.errors import ContaminationError, PackingError
-from torch_backend import bench as torch_bench
-from torch_backend.tiny import tiny_config
+from torch_backend.auditing.tiny import tiny_config
+from torch_backend.training import bench as torch_bench
 
 WAYS = ["padded", "stock packed", "crosspack"]
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from packing_core.cli import COMMANDS, app
+from crosspack.cli import COMMANDS, app
 
 PNG = b"\x89PNG"
 LLAMA = {
@@ -205,7 +205,8 @@ def test_a_mistake_in_the_other_options_does_not_cost_the_earlier_run(small, tmp
 
 
 def test_a_contaminated_model_ends_with_an_error(small, monkeypatch):
-    from packing_core.cli import job, train
+    from crosspack.cli import train
+    from packing_core.training import job
 
     def contaminated(wanted):
         records = [wanted.record("packed", step, 1.0, 0.1) for step in range(len(wanted.schedule))]
@@ -230,7 +231,7 @@ def test_a_hub_name_is_found_in_the_hub_cache(small, data, tmp_path):
     (cache / "models--owner--name" / "refs" / "main").write_text("0123")
     command = ["train", "--model", "owner/name", "--data", str(data), "--capacity", "64", "--steps", "1"]
     result = subprocess.run(
-        [sys.executable, "-m", "packing_core.cli", *command, "--device", "cpu", "--output", str(tmp_path / "again")],
+        [sys.executable, "-m", "crosspack", *command, "--device", "cpu", "--output", str(tmp_path / "again")],
         capture_output=True,
         text=True,
         timeout=300,
@@ -247,7 +248,7 @@ def test_it_refuses_to_run_once_per_rank(small, monkeypatch):
 
 
 def test_the_installed_command_fails_with_one_line_too(tmp_path):
-    command = [sys.executable, "-m", "packing_core.cli", "report", "--data", str(tmp_path / "absent.jsonl")]
+    command = [sys.executable, "-m", "crosspack", "report", "--data", str(tmp_path / "absent.jsonl")]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 2
     assert result.stderr.startswith("crosspack: --data ")

@@ -9,13 +9,13 @@ import re
 import numpy as np
 import pytest
 
-from packing_core.cli.checkpoints import newest_checkpoint, save_checkpoint
-from packing_core.cli.job import Options, TrainJob, trainer
-from packing_core.cli.schedule import Corpus, Schedule
-from packing_core.cli.tables import loss_difference, padded_slots, padding, rate
-from packing_core.cli.text import Document
+from crosspack.cli.tables import loss_difference, padded_slots, padding, rate
+from crosspack.cli.text import Document
 from packing_core.errors import PackingError
 from packing_core.plan import plan
+from packing_core.training.checkpoints import newest_checkpoint, save_checkpoint
+from packing_core.training.job import Options, TrainJob, trainer
+from packing_core.training.schedule import Corpus, Schedule
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from packing_core.cli import app
-from packing_core.cli.pack import _Files
-from packing_core.cli.records import open_records
-from packing_core.cli.text import Encoder, Policy, load_tokenizer
+from crosspack.cli import app
+from crosspack.cli.pack import _Files
+from crosspack.cli.records import open_records
+from crosspack.cli.text import Encoder, Policy, load_tokenizer
 
 
 def pack(*arguments: object):

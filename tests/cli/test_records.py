@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from packing_core.cli.corpus import standard_library_records
-from packing_core.cli.records import open_records
+from crosspack.cli.corpus import standard_library_records
+from crosspack.cli.records import open_records
 from packing_core.errors import PackingError
 
 TEXTS = [{"text": "one"}, {"text": "two"}, {"text": "three"}]

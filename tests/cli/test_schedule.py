@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from packing_core.cli.schedule import Corpus, Schedule
-from packing_core.cli.text import Document
+from crosspack.cli.text import Document
 from packing_core.errors import PackingError
 from packing_core.plan import plan
+from packing_core.training.schedule import Corpus, Schedule
 
 
 def corpus(*documents: tuple[list[int], list[int]]) -> Corpus:

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from packing_core.cli.text import Encoder, Policy, load_tokenizer, plain_texts, train_tokenizer
+from crosspack.cli.text import Encoder, Policy, load_tokenizer, plain_texts, train_tokenizer
 from packing_core.errors import PackingError
 
 CHAT = [

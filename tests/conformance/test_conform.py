@@ -11,7 +11,7 @@ import pytest
 
 from tests.conformance.stacks import ROOT
 
-RUN = "import typer; from packing_core.cli.conform import conform; app = typer.Typer(); app.command()(conform); app()"
+RUN = "import typer; from crosspack.cli.conform import conform; app = typer.Typer(); app.command()(conform); app()"
 
 
 def conform(folder, *options, **environment):
@@ -58,9 +58,9 @@ def test_its_exit_status_is_the_suites(tmp_path):
 def test_it_runs_from_an_installed_wheel(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
-    for name in ("packing_core", "torch_backend", "jax_backend", "conformance"):
+    for name in ("crosspack", "packing_core", "torch_backend", "jax_backend", "conformance"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "crosspack.py", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*build, "--wheel-dir", str(tmp_path), str(source)], check=True, capture_output=True)

@@ -58,7 +58,7 @@ def test_a_hugging_face_stack_is_judged_as_the_page_says(tmp_path):
 
 
 def test_commands_and_statuses_of_the_page_exist():
-    from packing_core.cli.conform import conform
+    from crosspack.cli.conform import conform
 
     options = {"--" + name for name in conform.__annotations__} | {"--n"}
     assert set(re.findall(r"crosspack conform (--[a-z]+)", PAGE)) <= options

@@ -63,7 +63,7 @@ def test_the_core_works_where_no_framework_is_installed() -> None:
 def test_the_console_command_shows_its_help_without_a_framework() -> None:
     code = (
         "import sys; sys.argv = ['crosspack', '--help']\n"
-        "from packing_core.cli import main\n"
+        "from crosspack.cli import main\n"
         "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
     )
     result = run_python(code + REPORT.format(names=FRAMEWORKS))
@@ -91,7 +91,7 @@ def test_a_missing_extra_is_one_line_that_says_what_to_install(code: str, extra:
 def test_the_console_command_says_a_missing_extra_in_one_line(tmp_path) -> None:
     argv = ["crosspack", "train", "--output", str(tmp_path)]
     code = BLOCK.format(names=["torch", "transformers"]) + (
-        f"import sys; sys.argv = {argv!r}\nfrom packing_core.cli import main\nmain()"
+        f"import sys; sys.argv = {argv!r}\nfrom crosspack.cli import main\nmain()"
     )
     result = run_python(code)
     assert result.returncode == 2

@@ -10,9 +10,9 @@ import pytest
 import transformers
 from typer.testing import CliRunner
 
-from packing_core.cli import app
-from packing_core.cli.corpus import standard_library_records
-from packing_core.cli.text import train_tokenizer
+from crosspack.cli import app
+from crosspack.cli.corpus import standard_library_records
+from crosspack.cli.text import train_tokenizer
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/steps.md", "docs/torch.md")

@@ -13,13 +13,13 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
-import torch_backend.train
+import torch_backend.training.job
+from crosspack.cli import app
+from crosspack.cli.corpus import standard_library_records
+from crosspack.cli.text import train_tokenizer
 from jax_backend.train import train
-from packing_core.cli import app
-from packing_core.cli.corpus import standard_library_records
-from packing_core.cli.job import TrainJob
-from packing_core.cli.text import train_tokenizer
 from packing_core.errors import PackingError, UnsupportedError, UnsupportedModelError
+from packing_core.training.job import TrainJob
 from tests import training_jobs
 from tests.training_jobs import losses, small_job
 
@@ -35,7 +35,7 @@ def test_each_run_has_the_losses_of_torchs_packed_run(job, tmp_path) -> None:
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).save_pretrained(tmp_path / "start")
     job = dataclasses.replace(job, model=str(tmp_path / "start"))
-    wanted = losses(torch_backend.train.train(job))
+    wanted = losses(torch_backend.training.job.train(job))
     assert wanted[0] - wanted[-1] > 0.05  # it learns, or equal losses would mean little
     result = train(dataclasses.replace(job, runs=("padded", "grouped", "packed"), output=tmp_path / "out"))
     for run in ("padded", "grouped", "packed"):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from packing_core import reference
-from torch_backend.attention import varlen as varlen_implementation
+from torch_backend.ops.attention import varlen as varlen_implementation
 
 
 def install(monkeypatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from conformance.numerics import largest, over_budget
-from torch_backend import operators
+from torch_backend.ops import operators
 
 
 class Where(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torch_backend import PackedCollator
-from torch_backend.tiny import family_config, tiny_config, tiny_model
+from torch_backend.auditing.tiny import family_config, tiny_config, tiny_model
 
 # Row 1: | 5 | 19 | 33 | 7 |   row 2: | 40 | 1 | 2 | 18 | 3 of padding |
 LENGTHS = (5, 19, 33, 7, 40, 1, 2, 18)

@@ -21,16 +21,16 @@ from torch.utils.checkpoint import checkpoint
 from packing_core import reference
 from packing_core.errors import UnsupportedError
 from tests.torch_backend import flash_stand_ins
-from torch_backend.attention import IMPLEMENTATIONS, AttentionRequest, _describe, attention
-from torch_backend.attention.flash import FLASH2, FLASH3, FLASH4
-from torch_backend.attention.flash_family import assert_longest, backward_overflows, window_size
-from torch_backend.attention.flex import FLEX, block_mask
-from torch_backend.attention.order import CUDA
-from torch_backend.attention.probe import Probed
-from torch_backend.attention.reference import REFERENCE
-from torch_backend.attention.varlen import VARLEN
-from torch_backend.attention.xformers import XFORMERS, _no_half_of_flash_attn
-from torch_backend.metadata import PackedMetadata
+from torch_backend.ops.attention import IMPLEMENTATIONS, AttentionRequest, _describe, attention
+from torch_backend.ops.attention.flash import FLASH2, FLASH3, FLASH4
+from torch_backend.ops.attention.flash_family import assert_longest, backward_overflows, window_size
+from torch_backend.ops.attention.flex import FLEX, block_mask
+from torch_backend.ops.attention.order import CUDA
+from torch_backend.ops.attention.probe import Probed
+from torch_backend.ops.attention.reference import REFERENCE
+from torch_backend.ops.attention.varlen import VARLEN
+from torch_backend.ops.attention.xformers import XFORMERS, _no_half_of_flash_attn
+from torch_backend.segments import PackedMetadata
 
 OURS = {"flash2": FLASH2, "flash3": FLASH3, "flash4": FLASH4, "varlen": VARLEN, "flex": FLEX, "xformers": XFORMERS}
 REQUEST = AttentionRequest(

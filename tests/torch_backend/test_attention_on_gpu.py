@@ -14,8 +14,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from conformance.numerics import largest, over_budget
 from packing_core import reference
 from packing_core.errors import UnsupportedError
-from torch_backend.attention import attention
-from torch_backend.metadata import PackedMetadata
+from torch_backend.ops.attention import attention
+from torch_backend.segments import PackedMetadata
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tests.torch_backend.test_attention_implementations import REQUEST
-from torch_backend.attention import IMPLEMENTATIONS
-from torch_backend.attention.order import CPU, CUDA, RECORDED, order
+from torch_backend.ops.attention import IMPLEMENTATIONS
+from torch_backend.ops.attention.order import CPU, CUDA, RECORDED, order
 
-module = import_module("torch_backend.attention.order")
+module = import_module("torch_backend.ops.attention.order")
 SHORT = replace(REQUEST, tokens=16_000, segments=64)
 LONG = replace(REQUEST, tokens=16_000, segments=4)
 
@@ -91,6 +91,6 @@ def test_a_trial_runs(monkeypatch):
     monkeypatch.setattr(module, "RECORDED", {})
     monkeypatch.setattr(module, "_timed", {})
     request = replace(REQUEST, tokens=16_384, segments=64)
-    load = import_module("torch_backend.attention")._load
+    load = import_module("torch_backend.ops.attention")._load
     ranked = order(request, load)
     assert sorted(ranked) == sorted(CUDA) and load(ranked[0]).supports(request) is None

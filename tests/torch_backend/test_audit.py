@@ -13,8 +13,8 @@ import torch
 import torch_backend
 from packing_core.errors import UnsupportedModelError
 from tests.torch_backend.models import tiny
-from torch_backend.attention import sdpa
-from torch_backend.metadata import PackedMetadata
+from torch_backend.ops.attention import sdpa
+from torch_backend.segments import PackedMetadata
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
@@ -47,7 +47,7 @@ def test_a_leak_is_seen(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> 
 
 
 def test_a_wrong_gradient_alone_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    documents = import_module("torch_backend.documents")
+    documents = import_module("torch_backend.ops.documents")
     monkeypatch.setattr(
         documents._Unpad, "backward", staticmethod(lambda ctx, g: (g.index_select(0, ctx.laid.gather) * 0.9, None))
     )
@@ -76,13 +76,13 @@ def test_the_report_reads_as_text_and_json() -> None:
 
 
 def test_a_model_that_cannot_be_cloned_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("torch_backend.audit"), "tiny_config", lambda config: config.nonsense)
+    monkeypatch.setattr(import_module("torch_backend.auditing.model"), "tiny_config", lambda config: config.nonsense)
     with pytest.raises(UnsupportedModelError, match="no tiny clone of LlamaForCausalLM can be made .* verify=False"):
         torch_backend.audit(tiny("llama"))
 
 
 def test_verified_patching_is_quick_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("torch_backend.audit"), "_verdicts", {})
+    monkeypatch.setattr(import_module("torch_backend.auditing.model"), "_verdicts", {})
     start = time.process_time()
     torch_backend.patch(tiny("llama"))
     first = time.process_time() - start

@@ -9,8 +9,8 @@ from torch import nn
 import torch_backend
 from packing_core.errors import UnsupportedModelError
 from tests.torch_backend.models import collate, documents, tiny
-from torch_backend.causal_lm_loss import causal_lm_loss
-from torch_backend.loss import next_token_targets, packed_cross_entropy
+from torch_backend.losses.causal_lm import causal_lm_loss
+from torch_backend.losses.cross_entropy import next_token_targets, packed_cross_entropy
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "granite", "cohere", "falcon_h1", "gpt2", "phi"])

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from packing_core import PackedDataset
 from packing_core.errors import CapacityError, LayoutError
 from torch_backend import PackedCollator, with_boundaries
-from torch_backend.data import concatenate
+from torch_backend.collate import concatenate
 
 DOCUMENTS = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}, {"input_ids": [6]}]
 

@@ -20,9 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import torch_backend
 from packing_core.errors import UnsupportedModelError
 from tests.torch_backend.models import Run, alone, assert_same, collate, documents, error, packed, tiny
-from torch_backend import operators
-from torch_backend.hf import PREFIX
-from torch_backend.patch import state_of
+from torch_backend.hf.attention import PREFIX
+from torch_backend.hf.patch import state_of
+from torch_backend.ops import operators
 
 LONGROPE = {
     "rope_parameters": {

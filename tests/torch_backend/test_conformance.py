@@ -9,10 +9,10 @@ import torch
 
 from packing_core.errors import UnsupportedError
 from packing_core.protocol import LEVELS, Document
-from torch_backend import operators
-from torch_backend.attention import IMPLEMENTATIONS
+from torch_backend.collate import with_boundaries
 from torch_backend.conformance import backends, capabilities
-from torch_backend.data import with_boundaries
+from torch_backend.ops import operators
+from torch_backend.ops.attention import IMPLEMENTATIONS
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LIBRARIES = ["flash2", "flash3", "flash4", "varlen", "xformers"]

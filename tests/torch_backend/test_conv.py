@@ -9,8 +9,8 @@ import torch
 from packing_core import reference
 from packing_core.errors import LayoutError
 from tests.torch_backend.kernels import ONE_DTYPE, Where, assert_within_budget, numpy
-from torch_backend.conv import short_convolution
-from torch_backend.metadata import PackedMetadata
+from torch_backend.ops.conv import short_convolution
+from torch_backend.segments import PackedMetadata
 
 # shorter than the kernel is wide, one token, longer than a tile of tokens
 LENGTHS = (5, 1, 40, 2, 20)

@@ -9,8 +9,8 @@ import torch
 from packing_core import reference
 from packing_core.errors import LayoutError
 from tests.torch_backend.kernels import FLOAT32, ONE_DTYPE, Where, assert_within_budget, numpy
-from torch_backend import cross_entropy
-from torch_backend.cross_entropy import linear_cross_entropy
+from torch_backend.ops import linear_cross_entropy as cross_entropy
+from torch_backend.ops.linear_cross_entropy import linear_cross_entropy
 
 ROWS, WIDTH, ENTRIES = 21, 16, 104
 CHUNK = 8  # rows: the last chunk is smaller

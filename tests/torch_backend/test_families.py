@@ -12,10 +12,10 @@ from transformers import CONFIG_MAPPING
 import torch_backend
 from packing_core.errors import UnsupportedModelError
 from tests.torch_backend.models import tiny
-from torch_backend.families import REFUSED, refusal
-from torch_backend.patch import state_of
-from torch_backend.sweep import all_families, audit_family
-from torch_backend.tiny import family_config, tiny_config, tiny_model
+from torch_backend.auditing.families import all_families, audit_family
+from torch_backend.auditing.tiny import family_config, tiny_config, tiny_model
+from torch_backend.hf.families import REFUSED, refusal
+from torch_backend.hf.patch import state_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 EXACT = dict(re.findall(r"^\| (\S+) \| (attention|documents) \|", PAGE, re.MULTILINE))

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 import torch_backend
 from packing_core.errors import UnsupportedModelError
 from tests.torch_backend.models import alone, assert_same, collate, documents, packed, tiny
-from torch_backend import conv, mixers, operators, scan
-from torch_backend.convolution import NAME, convolve
-from torch_backend.metadata import PackedMetadata
+from torch_backend.hf import mixers
+from torch_backend.hf.convolution import NAME, convolve
+from torch_backend.ops import conv, operators, scan
+from torch_backend.segments import PackedMetadata
 
 SHORT = (5, 11, 3)
 # of the tiny model: layers that convolve

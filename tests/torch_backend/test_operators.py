@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torch_backend.operators import on_its_device
+from torch_backend.ops.operators import on_its_device
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -32,7 +32,7 @@ def test_a_kernel_is_started_on_the_device_of_its_tensors(index: int, monkeypatc
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_a_rotation_on_the_second_device_is_that_of_the_first() -> None:
-    from torch_backend.rope import apply_rope
+    from torch_backend.ops.rope import apply_rope
 
     q, k = torch.randn(64, 4, 32, device="cuda:0"), torch.randn(64, 2, 32, device="cuda:0")
     angles = torch.randn(64, 16, device="cuda:0")

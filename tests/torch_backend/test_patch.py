@@ -14,7 +14,7 @@ from torch import nn
 import torch_backend
 from packing_core.errors import ContaminationError, LayoutError, UnsupportedError, UnsupportedModelError
 from tests.torch_backend.models import Run, alone, assert_same, collate, documents, packed, tiny
-from torch_backend.patch import state_of
+from torch_backend.hf.patch import state_of
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral"]
 
@@ -211,7 +211,7 @@ def test_a_model_that_loses_the_segments_on_the_way_raises() -> None:
 
 
 def test_verify_raises_and_leaves_the_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    audit_module = import_module("torch_backend.audit")
+    audit_module = import_module("torch_backend.auditing.model")
     monkeypatch.setattr(audit_module, "_verdicts", {})
     monkeypatch.setattr(audit_module, "TOLERANCE", 1e-12)
     model = tiny("llama")

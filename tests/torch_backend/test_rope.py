@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from packing_core import reference
 from packing_core.errors import LayoutError
 from tests.torch_backend.kernels import ONE_DTYPE, Where, assert_within_budget, numpy
-from torch_backend.rope import QKNorm, apply_rope, launch
-from torch_backend.rope.reference import normalize, rotate
+from torch_backend.ops.rope import QKNorm, apply_rope, launch
+from torch_backend.ops.rope.reference import normalize, rotate
 
 LENGTHS = (5, 9, 1, 6)
 TOKENS = sum(LENGTHS)

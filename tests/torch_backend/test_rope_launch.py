@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.torch_backend.kernels import ONE_DTYPE
-from torch_backend.rope import launch
-from torch_backend.rope.launch import Launch
+from torch_backend.ops.rope import launch
+from torch_backend.ops.rope.launch import Launch
 
 
 class Kernel:

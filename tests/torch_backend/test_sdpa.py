@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from packing_core import reference as oracle
 from packing_core.errors import LayoutError, UnsupportedError
-from torch_backend.attention import attention
-from torch_backend.documents import COARSE, FINE, buckets, map_documents, padded_lengths
-from torch_backend.metadata import PackedMetadata
+from torch_backend.ops.attention import attention
+from torch_backend.ops.documents import COARSE, FINE, buckets, map_documents, padded_lengths
+from torch_backend.segments import PackedMetadata
 
 LENGTHS = (1, 3, 17, 64, 65, 100, 7, 2, 33)
 T = sum(LENGTHS)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from packing_core.cli.job import TrainJob
 from packing_core.errors import PackingError
+from packing_core.training.job import TrainJob
 from tests.training_jobs import LLAMA, losses, small_job
-from torch_backend.train import build_model, train
+from torch_backend.training.job import build_model, train
 
 NOISY = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.3}
 

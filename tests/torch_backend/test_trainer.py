@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import torch_backend
 from packing_core import PackedDataset
 from packing_core.errors import CapacityError, LayoutError, PackingError
-from torch_backend.trainer import enable_packing, pack_dataset
+from torch_backend.training.trainer import enable_packing, pack_dataset
 
 datasets = pytest.importorskip("datasets", reason="trainers take their data as datasets")
 trl = pytest.importorskip("trl", reason="half of these tests are about its SFTTrainer")

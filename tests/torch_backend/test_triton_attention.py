@@ -11,12 +11,12 @@ import torch
 from packing_core import reference
 from packing_core.errors import UnsupportedError
 from tests.torch_backend.kernels import ONE_DTYPE, Where, assert_within_budget, numpy
-from torch_backend.attention import IMPLEMENTATIONS, AttentionRequest, attention
-from torch_backend.attention.triton import TRITON, Tile, Tiles, choose_tiles
-from torch_backend.attention.triton_work import key_tiles, query_tiles
-from torch_backend.metadata import PackedMetadata
+from torch_backend.ops.attention import IMPLEMENTATIONS, AttentionRequest, attention
+from torch_backend.ops.attention.triton import TRITON, Tile, Tiles, choose_tiles
+from torch_backend.ops.attention.triton_work import key_tiles, query_tiles
+from torch_backend.segments import PackedMetadata
 
-implementation = import_module("torch_backend.attention.triton")
+implementation = import_module("torch_backend.ops.attention.triton")
 # one token, shorter and longer than a tile, exactly one
 LENGTHS = (5, 19, 1, 8)
 TOKENS = sum(LENGTHS)
@@ -277,7 +277,7 @@ def test_tiles_hold_at_least_one_token_of_every_group(dtype, width):
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_the_small_tiles_fit_the_shared_memory_of_consumer_cards(monkeypatch, no_trial, width):
     monkeypatch.setattr(implementation, "_shared_memory", lambda device: 99 * 1024)
-    kernels = import_module("torch_backend.attention.triton_kernels")
+    kernels = import_module("torch_backend.ops.attention.triton_kernels")
     launched = []
 
     def remembering(run):
@@ -294,4 +294,4 @@ def test_the_small_tiles_fit_the_shared_memory_of_consumer_cards(monkeypatch, no
 
 
 def test_is_in_the_table():
-    assert IMPLEMENTATIONS["triton"] == "torch_backend.attention.triton:TRITON" and TRITON.fixed_shapes
+    assert IMPLEMENTATIONS["triton"] == "torch_backend.ops.attention.triton:TRITON" and TRITON.fixed_shapes

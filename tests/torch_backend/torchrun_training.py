@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from tests.torch_backend.test_trainer import arguments, documents, gpt_oss
-from torch_backend.trainer import enable_packing
+from torch_backend.training.trainer import enable_packing
 
 
 class Counting(transformers.Trainer):

@@ -1,0 +1,190 @@
+"""Everything that a user of Crosspack needs, under one import.
+
+Names are looked up on first use, so ``import crosspack`` loads no framework: ``crosspack.pack`` needs numpy only and
+``crosspack.patch`` imports torch when it is first used. The imports below are for type checkers, which then see the
+types of every name.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jax_backend import (
+        Decoder as Decoder,
+    )
+    from jax_backend import (
+        DecoderConfig as DecoderConfig,
+    )
+    from jax_backend import (
+        GrainSource as GrainSource,
+    )
+    from jax_backend import (
+        GrainStream as GrainStream,
+    )
+    from jax_backend import (
+        Segments as Segments,
+    )
+    from jax_backend import (
+        TrainState as TrainState,
+    )
+    from jax_backend import (
+        find_segments as find_segments,
+    )
+    from jax_backend import (
+        load as load,
+    )
+    from jax_backend import (
+        make_train_step as make_train_step,
+    )
+    from jax_backend import (
+        merge_attention as merge_attention,
+    )
+    from jax_backend import (
+        restore_state as restore_state,
+    )
+    from jax_backend import (
+        save as save,
+    )
+    from jax_backend import (
+        save_state as save_state,
+    )
+    from jax_backend import (
+        segment_attention as segment_attention,
+    )
+    from jax_backend import (
+        segment_positions as segment_positions,
+    )
+    from jax_backend import (
+        selective_scan as selective_scan,
+    )
+    from jax_backend import (
+        shift_labels as shift_labels,
+    )
+    from jax_backend import (
+        to_batch as to_batch,
+    )
+    from packing_core import (
+        CapacityError as CapacityError,
+    )
+    from packing_core import (
+        ContaminationError as ContaminationError,
+    )
+    from packing_core import (
+        Cost as Cost,
+    )
+    from packing_core import (
+        LayoutError as LayoutError,
+    )
+    from packing_core import (
+        MissingExtraError as MissingExtraError,
+    )
+    from packing_core import (
+        PackedBatch as PackedBatch,
+    )
+    from packing_core import (
+        PackedDataset as PackedDataset,
+    )
+    from packing_core import (
+        PackingError as PackingError,
+    )
+    from packing_core import (
+        PackPlan as PackPlan,
+    )
+    from packing_core import (
+        PackStream as PackStream,
+    )
+    from packing_core import (
+        Ragged as Ragged,
+    )
+    from packing_core import (
+        ShardedPlan as ShardedPlan,
+    )
+    from packing_core import (
+        UnsupportedError as UnsupportedError,
+    )
+    from packing_core import (
+        UnsupportedModelError as UnsupportedModelError,
+    )
+    from packing_core import (
+        balance as balance,
+    )
+    from packing_core import (
+        pack as pack,
+    )
+    from packing_core import (
+        plan as plan,
+    )
+    from packing_core import (
+        stream as stream,
+    )
+    from torch_backend import (
+        AuditReport as AuditReport,
+    )
+    from torch_backend import (
+        PackedCollator as PackedCollator,
+    )
+    from torch_backend import (
+        PackedMetadata as PackedMetadata,
+    )
+    from torch_backend import (
+        TrainerReport as TrainerReport,
+    )
+    from torch_backend import (
+        attention as attention,
+    )
+    from torch_backend import (
+        audit as audit,
+    )
+    from torch_backend import (
+        enable_packing as enable_packing,
+    )
+    from torch_backend import (
+        explain as explain,
+    )
+    from torch_backend import (
+        next_token_targets as next_token_targets,
+    )
+    from torch_backend import (
+        normalise as normalise,
+    )
+    from torch_backend import (
+        pack_dataset as pack_dataset,
+    )
+    from torch_backend import (
+        packed_cross_entropy as packed_cross_entropy,
+    )
+    from torch_backend import (
+        patch as patch,
+    )
+    from torch_backend import (
+        unpatch as unpatch,
+    )
+    from torch_backend import (
+        with_boundaries as with_boundaries,
+    )
+
+    __version__: str
+
+# The first package that exports a name answers for it; the second one's counterpart stays under its package's name.
+_PACKAGES = ("packing_core", "torch_backend", "jax_backend")
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        try:
+            return version("crosspack")
+        except PackageNotFoundError:
+            return "unknown"
+    if not name.startswith("_"):
+        for package in _PACKAGES:
+            module = import_module(package)
+            if name in module.__all__:
+                return getattr(module, name)
+    raise AttributeError(f"module 'crosspack' has no attribute {name!r}; its names are: {', '.join(__dir__())}")
+
+
+def __dir__() -> list[str]:
+    return sorted({name for package in _PACKAGES for name in import_module(package).__all__})

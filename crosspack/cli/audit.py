@@ -1,0 +1,94 @@
+"""``crosspack audit``: what packing does to a model on each path people take, in stock transformers and patched.
+
+The backend measures (the entry point group ``crosspack.audits``); here are the table, the JSON and the exit status.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from importlib.metadata import entry_points
+from math import isnan
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import track
+from rich.table import Table
+
+from crosspack.cli.options import OUT
+from packing_core.errors import MissingExtraError, PackingError, UnsupportedModelError
+
+GROUP = "crosspack.audits"
+
+
+def audit(
+    model: Annotated[str | None, typer.Argument(help="A folder, a config.json or a model type such as qwen3.")] = None,
+    all_families: Annotated[bool, typer.Option("--all-families", help="Every decoder family of transformers.")] = False,
+    trainer: Annotated[str | None, typer.Option(help="Audit this trainer as well, stock and enabled: trl.")] = None,
+    path: Annotated[list[str] | None, typer.Option(help="Only this path decides the exit status; repeatable.")] = None,
+    output: Annotated[Path | None, typer.Option("--json", help="Write all figures there.")] = None,
+    backend: Annotated[str, typer.Option(help="Which installed backend measures.")] = "torch",
+) -> None:
+    """Measure contamination of a model, stock and patched; exit status 1 if a path is contaminated."""
+    module = _auditor(backend)
+    if (model is None) != all_families:
+        raise PackingError("crosspack audit takes a model, or --all-families")
+    paths = module.paths(trainer)
+    unknown = sorted(set(path or []) - set(paths))
+    if unknown:
+        raise PackingError(f"--path {unknown[0]}: there is {', '.join(paths)}")
+    results: dict[str, list[Any]] = {}
+    unbuilt: dict[str, str] = {}
+    names = list(module.families()) if all_families else [str(model)]
+    for name in track(names, "auditing", console=OUT) if all_families else names:
+        try:
+            results[name] = module.survey(module.config_of(name), trainer)
+        except UnsupportedModelError as reason:
+            if not all_families:
+                raise
+            unbuilt[name] = str(reason)
+    OUT.print(_families_table(results, paths) if all_families else _model_table(results[names[0]]))
+    if unbuilt:
+        OUT.print(f"{len(unbuilt)} families have no tiny clone and are not counted", highlight=False)
+    if output is not None:
+        figures = {name: [_figures(row) for row in rows] for name, rows in results.items()}
+        output.write_text(json.dumps({"families": figures, "not built": unbuilt}, indent=1))
+    judged = [r for rows in results.values() for r in rows if not path or r.path in path]
+    if any(r.verdict == "contaminated" for r in judged):
+        raise typer.Exit(1)
+
+
+def _auditor(backend: str) -> Any:
+    registered = {entry.name: entry for entry in entry_points(group=GROUP)}
+    if backend not in registered:
+        raise PackingError(f"--backend {backend}: the installed ones are {', '.join(sorted(registered)) or 'none'}")
+    try:
+        return registered[backend].load()
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(f"{error.name} is not installed: pip install 'crosspack[hf]'") from None
+
+
+def _figures(row: Any) -> dict[str, Any]:
+    """A row of the table for JSON, which has no NaN: what was not measured is null."""
+    measured = {name: None if isinstance(x, float) and isnan(x) else x for name, x in asdict(row).items()}
+    return {**measured, "verdict": row.verdict}
+
+
+def _model_table(rows: Iterable[Any]) -> Table:
+    table = Table("path", "logits", "worst gradient", "verdict", header_style="bold")
+    for row in rows:
+        figures = ("-" if isnan(x) else f"{x:.1e}" for x in (row.logits, row.gradients))
+        colour = {"exact": "green", "contaminated": "red"}.get(row.verdict, "yellow")
+        table.add_row(row.path, *figures, f"[{colour}]{row.verdict}[/]" + (f": {row.raises}" if row.raises else ""))
+    return table
+
+
+def _families_table(results: dict[str, list[Any]], paths: Iterable[str]) -> Table:
+    table = Table("path", "exact", "contaminated", "refused", "families", header_style="bold")
+    for place, path in enumerate(paths):
+        verdicts = [rows[place].verdict for rows in results.values()]
+        counts = (str(verdicts.count(verdict)) for verdict in ("exact", "contaminated", "refused"))
+        table.add_row(path, *counts, str(len(verdicts)))
+    return table

@@ -1,0 +1,129 @@
+"""The tables of the console commands: plans, lengths and records in, rich tables out. Nothing is printed here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.table import Table
+
+from crosspack.cli.progress import LABELS
+from packing_core.plan import PackPlan
+from packing_core.training.job import StepRecord, TrainResult
+from packing_core.training.schedule import Run, Schedule
+
+Int64 = NDArray[np.int64]
+
+
+def lengths_table(lengths: Int64, *, trained: int | None = None) -> Table:
+    """How many documents there are and how long they are; ``trained`` counts the tokens that carry loss."""
+    table = _table("documents", "tokens", "trained", "mean", "median", "p99", "longest")
+    median, p99 = np.percentile(lengths, [50, 99])
+    table.add_row(
+        f"{len(lengths):,}",
+        f"{lengths.sum():,}",
+        "-" if trained is None else f"{trained:,}",
+        *(f"{number:,.0f}" for number in (lengths.mean(), median, p99, lengths.max())),
+    )
+    return table
+
+
+def steps_table(schedule: Schedule) -> Table:
+    """What an optimizer step is when packed, beside training that takes as many documents as a step has rows."""
+    rows, steps, plan = schedule.rows_per_step, len(schedule), schedule.plans[0]
+    documents = schedule.corpus.documents
+    packed_documents = np.mean([len(step.source) for step in schedule.steps])
+    packed_trained = np.mean(schedule.trained_tokens)
+    table = _table("", "unpacked", "packed")
+    table.add_row("sequences per optimizer step", f"{rows} documents", f"{rows} rows of {plan.capacity:,}")
+    table.add_row("sequences per epoch", f"{len(documents):,}", f"{plan.n_rows:,} (efficiency {plan.efficiency:.1%})")
+    table.add_row("optimizer steps per epoch", f"{-(-len(documents) // rows):,}", f"{-(-plan.n_rows // rows):,}")
+    table.add_row("documents per step", f"{rows}", f"{packed_documents:,.1f}")
+    table.add_row(
+        "trained tokens per step", f"{rows * packed_trained / packed_documents:,.0f}", f"{packed_trained:,.0f}"
+    )
+    table.add_row("optimizer steps of this run", "-", f"{steps:,}")
+    return table
+
+
+def savings_table(plan: PackPlan, *, batches: Sequence[int], seed: int) -> Table:
+    """Tokens that a model computes for one epoch: padded in random and in sorted batches, and packed.
+
+    Args:
+        plan: the packed rows; their pieces are what would be padded.
+        batches: sizes of padded batches to show.
+        seed: of the random order.
+    """
+    table = _table("", "sequences", "computed tokens", "padding", "packed computes")
+    packed = plan.n_rows * plan.capacity
+    real, lengths = plan.n_tokens, plan.length
+    shuffled = np.random.default_rng(seed).permutation(lengths)
+    for size in batches:
+        for name, order in (("random", shuffled), ("sorted by length", -np.sort(-lengths))):
+            slots = padded_slots(order, size)
+            table.add_row(
+                f"batches of {size}, {name}",
+                f"{len(lengths):,}",
+                f"{slots:,}",
+                f"{1 - real / slots:.1%}",
+                f"{packed / slots:.1%} of it",
+            )
+    table.add_row(
+        f"rows of {plan.capacity:,}, packed", f"{plan.n_rows:,}", f"{packed:,}", f"{1 - real / packed:.1%}", ""
+    )
+    return table
+
+
+def comparison_table(result: TrainResult) -> Table:
+    """The runs of ``--compare`` side by side."""
+    runs = list(result.records)
+    table = _table("", *(LABELS[run] for run in runs))
+    packed = result.records["packed"]
+    slowest = rate(result.records[runs[0]])
+
+    def add(name: str, cells: dict[Run, str]) -> None:
+        table.add_row(name, *(cells[run] for run in runs))
+
+    add("real tokens/s", {run: f"{rate(result.records[run]):,.0f}" for run in runs})
+    add("speed", {run: f"{rate(result.records[run]) / slowest:.2f}x" for run in runs})
+    add("padding", {run: f"{padding(result.records[run]):.1%}" for run in runs})
+    add("seconds", {run: f"{sum(record.seconds for record in result.records[run]):.1f}" for run in runs})
+    add("last loss", {run: f"{result.records[run][-1].loss:.4f}" for run in runs})
+    add(
+        "largest loss difference from packed",
+        {run: "" if run == "packed" else f"{loss_difference(result.records[run], packed):.1e}" for run in runs},
+    )
+    if result.peak_bytes:
+        add("peak memory", {run: f"{result.peak_bytes[run] / 2**30:.1f} GiB" for run in runs})
+    return table
+
+
+def padded_slots(lengths: Int64, size: int) -> int:
+    """Tokens of all documents padded to the longest of their batch, ``size`` in a batch, in the order given."""
+    starts = np.arange(0, len(lengths), size)
+    counts = np.diff(np.append(starts, len(lengths)))
+    return int((np.maximum.reduceat(lengths, starts) * counts).sum())
+
+
+def rate(records: Sequence[StepRecord]) -> float:
+    """Real tokens per second; the first step warms up and is left out where there are others."""
+    timed = records[1:] or records
+    return sum(record.tokens for record in timed) / sum(record.seconds for record in timed)
+
+
+def padding(records: Sequence[StepRecord]) -> float:
+    """The share of the computed tokens that is padding."""
+    return 1 - sum(record.tokens for record in records) / sum(record.slots for record in records)
+
+
+def loss_difference(records: Sequence[StepRecord], others: Sequence[StepRecord]) -> float:
+    """Largest difference between the losses of two runs over the same steps."""
+    return max(abs(a.loss - b.loss) for a, b in zip(records, others, strict=True))
+
+
+def _table(*columns: str) -> Table:
+    table = Table(header_style="bold")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number or column else "left")
+    return table

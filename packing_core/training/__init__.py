@@ -1,0 +1,1 @@
+"""The contract between ``crosspack train`` and the trainers of the backends: jobs, schedules, checkpoints."""

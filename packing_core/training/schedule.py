@@ -1,0 +1,181 @@
+"""Which documents each optimizer step trains on, packed and padded: documents and plans in, batches of a step out.
+
+The packed rows decide the steps. A padded run trains on the same documents in the same steps, so the two losses must
+agree; only the arrangement differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packing_core.batch import IGNORE_INDEX, PackedBatch
+from packing_core.dataset import PackedDataset
+from packing_core.errors import PackingError
+from packing_core.plan import PackPlan
+from packing_core.ragged import Ragged
+
+Int64 = NDArray[np.int64]
+
+# packed rows; documents padded to the longest of a batch, in random order or sorted by length within the step
+Run = Literal["packed", "padded", "grouped"]
+
+
+class Document(NamedTuple):
+    """One document: int32 token ids [n] and bool [n], False at tokens that are never targets (prompts)."""
+
+    ids: NDArray[np.int32]
+    trained: NDArray[np.bool_]
+
+    @property
+    def has_target(self) -> bool:
+        """Whether anything of it is trained; the first token of a segment is never a target."""
+        return bool(self.trained[1:].any())
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """All documents in memory: token ids (int32) and which of them are trained (bool)."""
+
+    documents: Ragged
+    trained: Ragged
+
+    @cached_property
+    def n_trained(self) -> int:
+        """Targets of all documents: trained tokens that are not the first of their document."""
+        return int(
+            np.count_nonzero(self.trained.values) - np.count_nonzero(self.trained.values[self.trained.offsets[:-1]])
+        )
+
+    @staticmethod
+    def collect(documents: Iterator[Document]) -> Corpus:
+        """Read all documents.
+
+        Raises:
+            PackingError: there are none.
+        """
+        kept = list(documents)
+        if not kept:
+            raise PackingError("no document has a token to train on: check --data, its columns and --loss")
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum([len(document.ids) for document in kept])])
+        return Corpus(
+            Ragged(np.concatenate([document.ids for document in kept]), offsets),
+            Ragged(np.concatenate([document.trained for document in kept]), offsets, name="loss_mask"),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class PaddedBatch:
+    """B documents padded at their ends to the longest of them.
+
+    Attributes:
+        input_ids: int32 [B, L].
+        attention_mask: bool [B, L], True at real tokens.
+        targets: int32 [B, L], unshifted, -100 at first tokens, prompts and padding.
+    """
+
+    input_ids: NDArray[np.int32]
+    attention_mask: NDArray[np.bool_]
+    targets: NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """The steps of a training run.
+
+    Attributes:
+        corpus: the documents.
+        plans: one plan per epoch.
+        rows_per_step: packed rows in an optimizer step; the last step of an epoch may have fewer.
+        padded_batch: documents in a batch of a padded run; a step has as many batches as it takes.
+        seed: shuffles the documents of a step in ``padded`` runs.
+        limit: stop after this many steps; None runs all epochs.
+        pad_id: the token that fills padding.
+    """
+
+    corpus: Corpus
+    plans: tuple[PackPlan, ...]
+    rows_per_step: int = 4
+    padded_batch: int = 8
+    seed: int = 0
+    limit: int | None = None
+    pad_id: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("rows_per_step", "padded_batch"):
+            if getattr(self, name) < 1:
+                raise PackingError(f"--{name.replace('_', '-')} is {getattr(self, name)}: pass 1 or more")
+
+    @cached_property
+    def steps(self) -> list[PackPlan]:
+        """The rows of each optimizer step; rows without anything to train on (of a split prompt) make no step."""
+        steps = (
+            plan.select(slice(first, first + self.rows_per_step))
+            for plan in self.plans
+            for first in range(0, plan.n_rows, self.rows_per_step)
+        )
+        return list(islice((step for step in steps if self._trained_tokens(step)), self.limit))
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @cached_property
+    def trained_tokens(self) -> list[int]:
+        """Targets of each step: trained tokens that are not the first of their segment."""
+        return [self._trained_tokens(step) for step in self.steps]
+
+    def _trained_tokens(self, step: PackPlan) -> int:
+        trained = self.corpus.trained
+        first = trained.offsets[step.source] + step.start
+        return sum(
+            int(np.count_nonzero(trained.values[begin + 1 : begin + length]))
+            for begin, length in zip(first.tolist(), step.length.tolist(), strict=True)
+        )
+
+    def slots(self, step: int, run: Run) -> int:
+        """Tokens that the model computes in the step, padding included."""
+        plan = self.steps[step]
+        if run == "packed":
+            return plan.n_rows * plan.capacity
+        return sum(len(pieces) * int(plan.length[pieces].max()) for pieces in self.batches(step, run))
+
+    def packed(self, step: int) -> Iterator[PackedBatch]:
+        """The step's rows, one at a time."""
+        plan = self.steps[step]
+        dataset = PackedDataset(self.corpus.documents, plan, loss_mask=self.corpus.trained, pad_id=self.pad_id)
+        return (dataset[row] for row in range(plan.n_rows))
+
+    def padded(self, step: int, run: Run) -> Iterator[PaddedBatch]:
+        """The same documents in padded batches, ``padded`` or ``grouped``."""
+        return (self._pad(step, pieces) for pieces in self.batches(step, run))
+
+    def batches(self, step: int, run: Run) -> list[Int64]:
+        """The pieces of the step's plan in each padded batch."""
+        lengths = self.steps[step].length
+        if run == "grouped":
+            order = np.argsort(-lengths, kind="stable")  # longest first, as transformers' group_by_length
+        else:
+            order = np.random.default_rng([self.seed, step]).permutation(len(lengths))
+        return [order[i : i + self.padded_batch] for i in range(0, len(order), self.padded_batch)]
+
+    def _pad(self, step: int, pieces: Int64) -> PaddedBatch:
+        plan = self.steps[step]
+        source, start, length = plan.source[pieces], plan.start[pieces], plan.length[pieces]
+        shape = (len(pieces), int(length.max()))
+        at = np.arange(len(pieces)) * shape[1]
+        input_ids = np.full(shape, self.pad_id, self.corpus.documents.dtype)
+        trained = np.zeros(shape, np.bool_)
+        self.corpus.documents.copy_to(input_ids.reshape(-1), at, source, start, length)
+        self.corpus.trained.copy_to(trained.reshape(-1), at, source, start, length)
+        trained[:, 0] = False
+        return PaddedBatch(
+            input_ids=input_ids,
+            attention_mask=np.arange(shape[1]) < length[:, None],
+            targets=np.where(trained, input_ids, IGNORE_INDEX),
+        )

@@ -1,0 +1,197 @@
+"""What each way of running packed documents does to a model: stock transformers as people call it, and the patch.
+
+A model (a folder's config, or a family's) -> a tiny random clone of every layer kind -> the same documents packed on
+every path and alone -> one :class:`PathResult` a path, which ``crosspack audit`` prints. Nothing has to be patched.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import isnan
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packing_core.errors import PackingError, UnsupportedModelError
+from packing_core.extras import require
+from torch_backend.auditing.stacks import audits, trainer_paths
+from torch_backend.auditing.tiny import family_config, tiny_config, tiny_model
+from torch_backend.auditing.trainer import TrainerReport
+from torch_backend.collate import PackedCollator
+from torch_backend.losses.cross_entropy import next_token_targets, packed_cross_entropy
+from torch_backend.patching import patch
+
+LENGTHS = (21, 9, 30)  # one row without padding; the first two fit into tiny windows, the last does not
+LIMIT = 1e-3  # of the largest reference value; what float32 rounding costs lies below 1e-5
+
+Batch = dict[str, Any]
+
+
+def _plain(batch: Batch) -> Batch:
+    return {name: batch[name] for name in ("input_ids", "position_ids")}
+
+
+# What people pass to an unpatched model, by the name that the table shows.
+STOCK: dict[str, Callable[[Batch], Batch]] = {
+    "position_ids": _plain,
+    "position_ids, all-ones mask": lambda batch: {
+        **_plain(batch),
+        "attention_mask": torch.ones_like(batch["input_ids"]),
+    },
+    "position_ids, use_cache=False": lambda batch: {**_plain(batch), "use_cache": False},
+    "TRL's keys": lambda batch: {
+        **_plain(batch),
+        **{name: batch[name] for name in batch if name.startswith(("cu_seq", "max_length", "seq_idx"))},
+        "use_cache": False,
+    },
+}
+PATCHED = "patched"
+PATHS = (*STOCK, PATCHED)
+
+
+@dataclass(frozen=True)
+class PathResult:
+    """One path of one model; the differences are max error / max |each document alone|.
+
+    Attributes:
+        path: one of :func:`paths`.
+        logits, gradients: the worst document's, the worst parameter's; NaN where the path raises, and the logits of a
+            trainer, whose loss need not make any.
+        raises: the first line of what it raised, or None.
+    """
+
+    path: str
+    logits: float = float("nan")
+    gradients: float = float("nan")
+    raises: str | None = None
+
+    @property
+    def verdict(self) -> str:
+        """``exact``, ``contaminated`` or ``refused``."""
+        if self.raises is not None:
+            return "refused"
+        measured = [figure for figure in (self.logits, self.gradients) if not isnan(figure)]
+        return "exact" if measured and max(measured) <= LIMIT else "contaminated"
+
+
+def paths(trainer: str | None = None) -> tuple[str, ...]:
+    """The paths of a survey, in order.
+
+    Raises:
+        PackingError: there is no trainer of that name.
+    """
+    return PATHS if trainer is None else (*STOCK, *trainer_paths(trainer), PATCHED)
+
+
+def survey(config: Any, trainer: str | None = None) -> list[PathResult]:
+    """Run every path on a tiny random clone of a config's model: CPU, float32, SDPA where the model has it.
+
+    Args:
+        config: of a transformers model.
+        trainer: also audit this trainer, as people build it and after ``enable_packing``.
+
+    Raises:
+        UnsupportedModelError: no tiny clone can be built, or it does not train a single document.
+    """
+    try:
+        model = tiny_model(tiny_config(config)).train()
+        documents = _documents(model)
+        wanted = _gradients(model, documents, [model(input_ids=document[None]).logits[0] for document in documents])
+    except Exception as error:
+        raise UnsupportedModelError(f"no tiny clone: {type(error).__name__}: {_first_line(error)}") from error
+    batch = PackedCollator()([{"input_ids": document} for document in documents])
+    results = [_measure(path, model, choose(batch), documents, wanted) for path, choose in STOCK.items()]
+    if trainer is not None:
+        lists = [document.tolist() for document in documents]
+        results += [_measure_trainer(path, audit) for path, audit in audits(trainer, config, lists)]
+    try:
+        patch(model, verify=False)
+    except UnsupportedModelError as error:
+        return [*results, PathResult(PATCHED, raises=_first_line(error))]
+    return [*results, _measure(PATCHED, model, batch, documents, wanted)]
+
+
+def config_of(model: str) -> Any:
+    """The config of a local folder, a ``config.json`` or a model type that transformers knows.
+
+    Raises:
+        PackingError: it is none of them.
+    """
+    transformers = require("transformers", extra="hf")
+    path = Path(model)
+    if path.exists():
+        fields = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+        return transformers.AutoConfig.for_model(**fields)
+    try:
+        return family_config(model)
+    except KeyError:
+        raise PackingError(
+            f"{model} is neither a folder nor a model type of transformers {transformers.__version__}: "
+            "give a folder that save_pretrained wrote, or a type such as llama"
+        ) from None
+
+
+def families() -> Iterator[str]:
+    """Every model type that ``AutoModelForCausalLM`` builds and that is a decoder by its own config."""
+    require("transformers", extra="hf")
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    yield from sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def _documents(model: Any) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    vocabulary = min(model.get_input_embeddings().num_embeddings, 90)
+    return [torch.randint(4, vocabulary, (length,), generator=generator) for length in LENGTHS]
+
+
+def _measure(path: str, model: nn.Module, inputs: Batch, documents: list[Tensor], wanted: _Run) -> PathResult:
+    try:
+        logits = model(**inputs).logits[0].split(LENGTHS)
+        found = _gradients(model, documents, list(logits))
+    except Exception as error:  # a stock path may raise anything; what it said is the result
+        model.zero_grad()
+        return PathResult(path, raises=f"{type(error).__name__}: {_first_line(error)}")
+    differences = [_error(a, b) for a, b in zip(found.logits, wanted.logits, strict=True)]
+    scale = max(float(gradient.abs().max()) for gradient in wanted.gradients.values())
+    gradients = [_error(found.gradients.get(name), g, scale) for name, g in wanted.gradients.items()]
+    return PathResult(path, max(differences), max(gradients))
+
+
+def _measure_trainer(path: str, audit: Callable[[], TrainerReport]) -> PathResult:
+    try:
+        report = audit()
+    except Exception as error:  # as above
+        return PathResult(path, raises=f"{type(error).__name__}: {_first_line(error)}")
+    return PathResult(path, gradients=max(report.gradients, report.loss, report.leak))
+
+
+@dataclass(frozen=True)
+class _Run:
+    logits: list[Tensor]
+    gradients: dict[str, Tensor]
+
+
+def _gradients(model: nn.Module, documents: list[Tensor], logits: list[Tensor]) -> _Run:
+    """Logits and gradients under the mean loss over all targets of all documents: the loss is never at fault."""
+    pairs = [packed_cross_entropy(x[None], next_token_targets(d[None])) for x, d in zip(logits, documents, strict=True)]
+    sum_of = [torch.stack(column).sum() for column in zip(*pairs, strict=True)]
+    (sum_of[0] / sum_of[1]).backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return _Run([x.detach() for x in logits], gradients)
+
+
+def _error(found: Tensor | None, wanted: Tensor, scale: float | None = None) -> float:
+    scale = float(wanted.abs().max()) if scale is None else scale
+    found = torch.zeros_like(wanted) if found is None else found
+    error = float((found - wanted).abs().max()) / max(scale, 1e-30)
+    return error if error == error else float("inf")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

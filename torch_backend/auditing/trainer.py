@@ -1,0 +1,367 @@
+"""``audit(trainer)``: what a trainer trains on packed rows against each of its documents alone, by its own loss.
+
+A built trainer -> the first batches of its own dataloader and collator -> the documents that the collator was given,
+found again in its rows -> ``compute_loss`` and backward on the batch and on every document alone, with the trainer's
+adapters and precision -> a :class:`TrainerReport`. Nothing has to be patched, and nothing is changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from packing_core import PackedBatch
+from packing_core.batch import IGNORE_INDEX
+from packing_core.errors import LayoutError, PackingError, UnsupportedError
+from torch_backend.auditing.model import MOVED, relative_error
+from torch_backend.collate import Batch, documents_of
+from torch_backend.hf.patch import causal_lm
+
+FLOAT32, HALF = 1e-4, 2e-2  # what figures may be in float32, and where anything is computed in fewer bits
+# Keys that say which tokens belong together, of which a document alone has no need.
+_MARKS = ("position_ids", "attention_mask", "seq_idx", "segment_ids", "packed_lengths")
+
+
+@dataclass(frozen=True)
+class TrainerReport:
+    """What was measured on the trainer's own batches; differences are relative to the documents alone.
+
+    Attributes:
+        trainer, model, device, dtype: what was audited; the dtype is that of the computation.
+        documents: how many the batches held, in how many ``rows``.
+        targets: trained tokens of the documents alone; counted: what the trainer divides by, None if by nothing.
+        loss: packed against the documents alone.
+        cosine: of the two gradients; gradients: the worst parameter's max error / max, worst_parameter: its name.
+        leak: how far the gradient of the other documents' loss moves when every token of one document is replaced.
+        moved: how far the gradient of that document's own loss moves; the probe is void unless it does.
+        noise: how far the packed gradient moves when it is simply taken again.
+        tolerance: what loss, 1 - cosine and leak may be, and in float32 gradients too: 1e-4, below float32 2e-2.
+    """
+
+    trainer: str
+    model: str
+    device: str
+    dtype: str
+    documents: int
+    rows: int
+    targets: int
+    counted: int | None
+    loss: float
+    cosine: float
+    gradients: float
+    worst_parameter: str
+    leak: float
+    moved: float
+    noise: float
+    tolerance: float
+
+    @property
+    def verdict(self) -> str:
+        """``exact`` or ``contaminated``."""
+        judged = [self.loss, 1 - self.cosine, self.leak]
+        if self.tolerance == FLOAT32:
+            judged.append(self.gradients)
+        return "exact" if all(x <= self.tolerance for x in judged) and self.moved > MOVED else "contaminated"
+
+    def to_json(self) -> str:
+        return json.dumps({"verdict": self.verdict, **asdict(self)})
+
+    def __str__(self) -> str:
+        where = f"{self.dtype} on {self.device}, {self.documents} documents in {self.rows} rows"
+        return (
+            f"{self.trainer} on {self.model} ({where}): {self.verdict}; loss {self.loss:.1e}, "
+            f"gradient cosine {self.cosine:.6f}, worst {self.gradients:.1e} ({self.worst_parameter}), "
+            f"leak {self.leak:.1e}, noise {self.noise:.1e}, tolerance {self.tolerance:.0e}"
+        )
+
+
+def audit_trainer(trainer: Any, *, batches: int = 1) -> TrainerReport:
+    """Compare what a trainer computes on its own first batches with each of their documents alone.
+
+    Dropout is off and a router's auxiliary loss is left out, because both are defined over the whole batch. Parameters,
+    gradients, logged metrics and the random state are as before when it returns.
+
+    Args:
+        trainer: a ``transformers.Trainer`` or a subclass, before ``train()``; patched or not.
+        batches: how many are compared, each by itself; the report has the worst.
+
+    Raises:
+        LayoutError: a document that the collator was given is not in its rows as it was.
+        PackingError: a batch holds one document only, or nothing is trained in it.
+        UnsupportedError: the trainer runs on several devices.
+    """
+    shards = any(getattr(trainer, kind, False) for kind in ("is_deepspeed_enabled", "is_fsdp_enabled"))
+    if shards or trainer.args.world_size > 1 or trainer.args.n_gpu > 1:
+        raise UnsupportedError(
+            f"{type(trainer).__name__} spreads its model or its batches over devices: "
+            "audit it in one process that sees one"
+        )
+    with torch.random.fork_rng(), _as_before(trainer):
+        reports = [_Step(trainer, batch, features).report() for batch, features in _batches(trainer, batches)]
+    return max(reports, key=lambda r: (r.verdict != "exact", r.loss, r.leak))
+
+
+class _Step:
+    """One batch of a trainer, and where its documents lie in it."""
+
+    def __init__(self, trainer: Any, batch: Batch, features: list[Any]) -> None:
+        self.trainer = trainer
+        self.batch = batch
+        self.places = _find([p for f in features for p in _pieces(f)], batch["input_ids"].cpu().numpy())
+        if len(self.places) < 2:
+            raise PackingError("the trainer's first batch holds one document: raise its batch size to audit packing")
+        self.alone = [self._alone(place) for place in self.places]
+        self.targets = [_targets(inputs) for inputs in self.alone]
+        if sum(self.targets) == 0:
+            raise PackingError("nothing is trained in the trainer's first batch: all labels are -100")
+        _, counted = trainer.get_batch_samples(iter([batch]), 1, trainer.args.device)
+        self.counted = None if counted is None else int(counted)
+
+    def report(self) -> TrainerReport:
+        truth_loss, truth = self._truth()
+        loss, packed = self._run(self.batch, self.counted)
+        _, again = self._run(self.batch, self.counted)
+        changed = self._changed()
+        others, one = self._only(lambda place: place != changed), self._only(lambda place: place == changed)
+        _, before = self._run(others, self.counted)
+        _, after = self._run({**others, "input_ids": self._replaced(changed)}, self.counted)
+        _, own = self._run(one, self.counted)
+        _, own_after = self._run({**one, "input_ids": self._replaced(changed)}, self.counted)
+        gradients, worst = _worst(packed, truth)
+        model, half = self.trainer.model, self._half()
+        return TrainerReport(
+            trainer=type(self.trainer).__name__,
+            model=type(causal_lm(model)).__name__,
+            device=self.trainer.args.device.type,
+            dtype=half or "float32",
+            documents=len(self.places),
+            rows=len(self.batch["input_ids"]),
+            targets=sum(self.targets),
+            counted=self.counted,
+            loss=abs(loss - truth_loss) / abs(truth_loss),
+            cosine=_cosine(packed, truth),
+            gradients=gradients,
+            worst_parameter=worst,
+            leak=_worst(after, before)[0],
+            moved=_worst(own_after, own)[0],
+            noise=_worst(again, packed)[0],
+            tolerance=HALF if half else FLOAT32,
+        )
+
+    def _truth(self) -> tuple[float, dict[str, Tensor]]:
+        """Loss and gradients of the documents one by one, divided by all their targets once."""
+        total, divides = sum(self.targets), self._divides()
+        loss = 0.0
+        gradients: dict[str, Tensor] = {}
+        for inputs, targets in zip(self.alone, self.targets, strict=True):
+            if targets:
+                weight = 1.0 if divides else targets / total
+                part, found = self._run(inputs, total, weight)
+                loss += part
+                gradients = {name: gradients[name] + g if name in gradients else g for name, g in found.items()}
+        return loss, gradients
+
+    def _divides(self) -> bool:
+        """Whether the trainer's loss is a sum over the number of targets that it is told, or a mean of its own."""
+        inputs = self.alone[int(np.argmax(self.targets))]
+        with torch.no_grad():
+            once, half = (float(self._loss(inputs, n)) for n in (sum(self.targets), 2 * sum(self.targets)))
+        return abs(once - 2 * half) < abs(once - half)
+
+    def _run(self, inputs: Batch, count: int | None, weight: float = 1.0) -> tuple[float, dict[str, Tensor]]:
+        model: nn.Module = self.trainer.model
+        model.zero_grad(set_to_none=True)
+        loss = self._loss(inputs, count) * weight
+        loss.backward()
+        gradients = {
+            name: p.grad.detach().float().clone() for name, p in model.named_parameters() if p.grad is not None
+        }
+        model.zero_grad(set_to_none=True)
+        return float(loss.detach()), gradients
+
+    def _loss(self, inputs: Batch, count: int | None) -> Tensor:
+        trainer = self.trainer
+        counted = None if self.counted is None or count is None else torch.tensor(count, device=trainer.args.device)
+        with trainer.compute_loss_context_manager(), trainer.accelerator.autocast():
+            loss: Tensor = trainer.compute_loss(trainer.model, dict(inputs), num_items_in_batch=counted)
+        return loss
+
+    def _alone(self, place: tuple[int, slice]) -> Batch:
+        """The document as a batch of its own: every tensor per token, none of the marks."""
+        row, tokens = place
+        shape = self.batch["input_ids"].shape
+        inputs: Batch = {
+            name: x[row : row + 1, tokens].clone()
+            for name, x in self.batch.items()
+            if isinstance(x, Tensor) and x.shape[:2] == shape and name not in _MARKS
+        }
+        if "shift_labels" in inputs:
+            inputs["shift_labels"][:, -1] = IGNORE_INDEX
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        return inputs
+
+    def _changed(self) -> tuple[int, slice]:
+        """A document that others follow in its row: what leaks, leaks forward."""
+        rows = [row for row, _ in self.places]
+        shared = [place for place in self.places if rows.count(place[0]) > 1] or self.places
+        return min(shared, key=lambda place: (place[1].start, place[0]))
+
+    def _only(self, trained: Any) -> Batch:
+        """The batch with the labels of the documents that are not ``trained`` taken out."""
+        batch = dict(self.batch)
+        for name in ("labels", "shift_labels"):
+            if isinstance(batch.get(name), Tensor):
+                batch[name] = batch[name].clone()
+                for row, tokens in self.places:
+                    if not trained((row, tokens)):
+                        batch[name][row, tokens] = IGNORE_INDEX
+        return batch
+
+    def _replaced(self, place: tuple[int, slice]) -> Tensor:
+        """The rows with every token of a document exchanged for another one of the batch."""
+        ids: Tensor = self.batch["input_ids"].clone()
+        known = torch.unique(ids)
+        where = torch.searchsorted(known, ids[place[0], place[1]])
+        ids[place[0], place[1]] = known[(where + max(len(known) // 2, 1)) % len(known)]
+        return ids
+
+    def _half(self) -> str:
+        """The name of the narrower dtype that something is computed in, "" if there is none."""
+        mixed = str(getattr(self.trainer.accelerator, "mixed_precision", "no"))
+        if mixed != "no":
+            return {"bf16": "bfloat16", "fp16": "float16"}.get(mixed, mixed)
+        dtypes = {p.dtype for p in self.trainer.model.parameters()} - {torch.float32, torch.float64}
+        return str(min(dtypes, key=str)).removeprefix("torch.") if dtypes else ""
+
+
+def _batches(trainer: Any, count: int) -> Iterator[tuple[Batch, list[Any]]]:
+    """The first batches of the trainer's own dataloader, on its device, each with what its collator was given."""
+    collator, seen = trainer.data_collator, []
+
+    def recorded(features: Any) -> Any:
+        seen.append(list(features))
+        return collator(features)
+
+    trainer.data_collator = recorded
+    workers, trainer.args.dataloader_num_workers = trainer.args.dataloader_num_workers, 0
+    factor, trainer.args.dataloader_prefetch_factor = trainer.args.dataloader_prefetch_factor, None
+    try:
+        loader = iter(trainer.get_train_dataloader())
+        found = [batch for _, batch in zip(range(count), loader, strict=False)]
+    finally:
+        trainer.data_collator = collator
+        trainer.args.dataloader_num_workers, trainer.args.dataloader_prefetch_factor = workers, factor
+    for batch, features in zip(found, seen, strict=False):
+        yield dict(trainer._prepare_inputs(dict(batch))), features
+
+
+@contextmanager
+def _as_before(trainer: Any) -> Iterator[None]:
+    """Training mode without dropout and auxiliary losses inside; afterwards model and trainer are as they were."""
+    model: nn.Module = trainer.model
+    attributes, metrics = dict(trainer.__dict__), copy.deepcopy(getattr(trainer, "_metrics", None))
+    loaders = len(trainer.accelerator._dataloaders)
+    modes = {module: module.training for module in model.modules()}
+    gradients = {parameter: parameter.grad for parameter in model.parameters()}
+    dropped = [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, float) and ("dropout" in name or (name == "p" and "Dropout" in type(module).__name__))
+    ]
+    config = getattr(model, "config", None)
+    routers = getattr(config, "output_router_logits", None)
+    try:
+        model.train()
+        for module, name, _ in dropped:
+            setattr(module, name, 0.0)
+        if routers:
+            config.output_router_logits = False  # type: ignore[union-attr]
+        if hasattr(trainer, "aux_loss_enabled"):
+            trainer.aux_loss_enabled = False
+        yield
+    finally:
+        for module, name, value in dropped:
+            setattr(module, name, value)
+        if routers:
+            config.output_router_logits = routers  # type: ignore[union-attr]
+        for module, mode in modes.items():
+            module.training = mode
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+        trainer.__dict__.clear()
+        trainer.__dict__.update(attributes)
+        del trainer.accelerator._dataloaders[loaders:]
+        if metrics is not None:
+            trainer._metrics = metrics
+
+
+def _pieces(feature: Any) -> list[NDArray[np.int64]]:
+    """The documents of a feature: what it says of its own boundaries, else the whole of it."""
+    if isinstance(feature, PackedBatch):
+        flat, starts = feature.input_ids.reshape(-1), feature.flat_starts
+        return [np.asarray(flat[a : a + n], np.int64) for a, n in zip(starts, feature.lengths, strict=True)]
+    if not isinstance(feature, Mapping) or "input_ids" not in feature:
+        raise LayoutError("the trainer's collator is given features without input_ids, which cannot be audited")
+    documents = documents_of(feature)
+    if len(documents) == 1 and "position_ids" in documents[0]:
+        cuts = np.flatnonzero(np.diff(documents[0]["position_ids"]) != 1) + 1
+        return [np.asarray(ids, np.int64) for ids in np.split(documents[0]["input_ids"], cuts)]
+    return [np.asarray(document["input_ids"], np.int64) for document in documents]
+
+
+def _find(documents: list[NDArray[np.int64]], rows: NDArray[np.int64]) -> list[tuple[int, slice]]:
+    """Row and tokens of every document; two equal documents get a place each."""
+    rows = np.ascontiguousarray(rows, np.int64)
+    text, free = [row.tobytes() for row in rows], np.ones(rows.shape, np.bool_)
+    places = []
+    for number, document in enumerate(documents):
+        wanted = document.tobytes()
+        place = next(_free_places(text, wanted, free), None)
+        if place is None:
+            raise LayoutError(
+                f"document {number} of the batch, {len(document):,} tokens, is not in the collator's rows as it was "
+                "given: the audit compares whole documents, so let the dataset hold what is trained"
+            )
+        free[place] = False
+        places.append(place)
+    return places
+
+
+def _free_places(text: list[bytes], wanted: bytes, free: NDArray[np.bool_]) -> Iterator[tuple[int, slice]]:
+    for row, tokens in enumerate(text):
+        at = tokens.find(wanted)
+        while at >= 0:
+            place = slice(at // 8, (at + len(wanted)) // 8)
+            if at % 8 == 0 and free[row, place].all():
+                yield row, place
+            at = tokens.find(wanted, at + 1)
+
+
+def _targets(inputs: Batch) -> int:
+    shifted = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][:, 1:]
+    return int((shifted != IGNORE_INDEX).sum())
+
+
+def _worst(got: dict[str, Tensor], want: dict[str, Tensor]) -> tuple[float, str]:
+    """The largest relative error of a parameter's gradient, and its name."""
+    scale = max(float(g.abs().max()) for g in want.values())
+    errors = {name: relative_error(got.get(name), g, scale) for name, g in want.items()}
+    worst = max(errors, key=lambda name: errors[name])
+    return errors[worst], worst
+
+
+def _cosine(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
+    def product(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+        return sum(float((a[name].double() * b[name].double()).sum()) for name in a.keys() & b.keys())
+
+    return product(got, want) / max(product(got, got) * product(want, want), 1e-60) ** 0.5

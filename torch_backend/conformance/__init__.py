@@ -1,0 +1,406 @@
+"""The conformance adapter: torch_backend seen through ``packing_core.protocol``, on the GPU where there is one.
+
+``torch:sdpa`` takes part at all four levels; the other names differ in nothing but the attention, so they take part
+with the operation and the model that depend on it. Data flows numpy float32 -> the named dtype -> torch_backend ->
+numpy float32; segment ids become boundaries as a collator makes them, padding in segments of its own.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import start_processes
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from packing_core import plan, protocol
+from packing_core.errors import UnsupportedError
+from packing_core.protocol import Array, Backend, BackendFactory, Batch, Capabilities, Document, Gradients
+from torch_backend.collate import PackedCollator, with_boundaries
+from torch_backend.losses.cross_entropy import next_token_targets, normalise, packed_cross_entropy
+from torch_backend.ops.attention import IMPLEMENTATIONS, AttentionRequest, _load, attention, rejections
+from torch_backend.ops.attention.probe import Probed
+from torch_backend.ops.documents import per_document
+from torch_backend.ops.rope import apply_rope
+from torch_backend.patching import patch
+from torch_backend.segments import PackedMetadata
+
+# What each option of attention asks of an implementation.
+_ASKS: dict[str, dict[str, Any]] = {
+    "bidirectional": {"causal": False},
+    "window": {"window": 4},
+    "softcap": {"softcap": 1.0},
+    "sinks": {"sinks": True},
+    "alibi": {"alibi": True},
+    "gqa": {"kv_heads": 2},
+    "narrow_values": {"value_dim": 32},
+}
+# Implementations that are known to add gradients up in no certain order on a GPU.
+_ATOMIC = {"flash4", "flash3", "flash2", "varlen", "xformers", "sdpa"}
+
+
+def backends() -> Mapping[str, BackendFactory]:
+    """What the entry point ``torch`` offers, one backend per attention implementation."""
+    return {name: partial(_make, name) for name in IMPLEMENTATIONS}
+
+
+def _make(name: str) -> Backend:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    declared = capabilities(name, device)
+    plain = _request(device, declared.dtypes[0] if declared.dtypes else "float32")
+    reason = rejections(plain, name)[name]
+    if reason is not None:
+        hint = "; TRITON_INTERPRET=1 runs its kernels on the CPU" if declared.interpreted else ""
+        raise UnsupportedError(reason + hint)
+    return (Stack if name == "sdpa" else AttentionStack)(name, device, declared)
+
+
+def capabilities(name: str, device: torch.device) -> Capabilities:
+    """What one implementation declares, as far as it says so without being run: whether it keeps to it is the test."""
+    served = _load(name)
+    refuses = served.refuses if isinstance(served, Probed) else served.supports
+
+    def takes(**change: Any) -> bool:
+        return refuses(replace(request, **change)) is None
+
+    interpreted = name == "triton" and device.type == "cpu"
+    dtypes = tuple(dtype for dtype in protocol.DTYPES if refuses(_request(device, dtype)) is None)
+    if interpreted:  # Triton's interpreter multiplies bfloat16 matrices wrongly, and the probe refuses it
+        dtypes = tuple(dtype for dtype in dtypes if dtype != "bfloat16")
+    request = _request(device, dtypes[0] if dtypes else "float32")
+    options = {option for option, change in _ASKS.items() if takes(**change)}
+    options |= protocol.ALL_OPTIONS - set(protocol.OPTIONS["attention"])
+    if "window" not in options:
+        options -= {"sliding_window"}
+    return Capabilities(
+        dtypes=dtypes,
+        options=frozenset(options),
+        head_dims={width for width in range(1, 513) if takes(head_dim=width, value_dim=width)},
+        interpreted=interpreted,
+        atomic_backward=name in _ATOMIC and device.type == "cuda",
+    )
+
+
+def _request(device: torch.device, dtype: str) -> AttentionRequest:
+    return AttentionRequest(
+        tokens=64,
+        heads=4,
+        kv_heads=4,
+        head_dim=64,
+        value_dim=64,
+        dtype=getattr(torch, dtype),
+        device=device,
+        segments=4,
+        max_seqlen=32,
+        host_lengths=True,
+        requires_grad=True,
+        causal=True,
+        window=None,
+        softcap=None,
+        sinks=False,
+        alibi=False,
+        dropout=0.0,
+        scale=0.125,
+        compiling=False,
+    )
+
+
+class AttentionStack(Backend):
+    """The levels that depend on the attention implementation: attention itself and a model's forward and backward."""
+
+    def __init__(self, name: str, device: torch.device, declared: Capabilities) -> None:
+        self.name = name
+        self.device = device
+        self.capabilities = declared
+        kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        self.description = f"torch {torch.__version__} on {kind}" + (", interpreted" if declared.interpreted else "")
+
+    def attention(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        segment_ids: Array,
+        *,
+        dtype: str,
+        sinks: Array | None = None,
+        alibi_slopes: Array | None = None,
+        dout: Array | None = None,
+        **options: Any,
+    ) -> tuple[Array, Gradients]:
+        if v.shape[-1] < q.shape[-1]:  # some serve one such pair of widths, which is not what declaring it means
+            protocol.require_declared(self, options=["narrow_values"])
+        operands = self._operands({"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks}), dtype)
+        slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, device=self.device)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+            q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+            chosen = {"sinks": sinks, "alibi_slopes": slopes, "implementation": self.name, **options}
+            return attention(q, k, v, self._packed(segment_ids), **chosen).unflatten(0, segment_ids.shape)
+
+        return self._out_and_gradients(attend, operands, dout)
+
+    def forward(self, decoder: protocol.Decoder, batch: Batch, *, dtype: str) -> Array:
+        with torch.no_grad():
+            return _numpy(self._model(decoder, dtype)(**self._inputs(batch)).logits)
+
+    def gradients(self, decoder: protocol.Decoder, batch: Batch, *, dtype: str) -> tuple[float, Gradients]:
+        model = self._model(decoder, dtype)
+        loss = model(**self._inputs(batch)).loss
+        loss.backward()
+        return loss.item(), {name: _numpy(x.grad) for name, x in model.named_parameters()}
+
+    # -- from the protocol's words to torch's --------------------------------------------------------------------
+
+    def _operands(self, arrays: Mapping[str, Array], dtype: str) -> dict[str, Tensor]:
+        protocol.require_declared(self, dtype=dtype)
+        working = getattr(torch, dtype)
+        return {name: torch.tensor(x, device=self.device).to(working).requires_grad_() for name, x in arrays.items()}
+
+    def _packed(self, segment_ids: Array) -> PackedMetadata:
+        return PackedMetadata.from_lengths(np.diff(protocol.cu_seqlens(segment_ids)).tolist(), device=self.device)
+
+    def _out_and_gradients(
+        self, function: Callable[..., Tensor], operands: dict[str, Tensor], dout: Array | None
+    ) -> tuple[Array, Gradients]:
+        with torch.set_grad_enabled(dout is not None):
+            out = function(**operands)
+        if dout is None:
+            return _numpy(out), {}
+        cotangent = torch.tensor(dout, device=self.device).to(out.dtype)
+        found = torch.autograd.grad(out, list(operands.values()), cotangent)
+        return _numpy(out), {name: _numpy(x) for name, x in zip(operands, found, strict=True)}
+
+    def _inputs(self, batch: Batch) -> dict[str, Any]:
+        """The batch as its collator made it, or a drawn one with the boundaries that any collator can be given."""
+        native = batch.native
+        if native is None:
+            arrays = {name: getattr(batch, name) for name in ("input_ids", "labels", "segment_ids")}
+            native = with_boundaries(lambda arrays: {name: torch.tensor(x) for name, x in arrays.items()})(arrays)
+        return self._on_device(native)
+
+    def _on_device(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in batch.items()}
+
+    def _model(self, decoder: protocol.Decoder, dtype: str) -> nn.Module:
+        """A patched transformers model of the suite's decoder, its gradients cleared."""
+        config = decoder.config
+        taken = {"sliding_window": config.sliding_window, "dynamic_rope": config.dynamic_rope_factor}
+        options = [name for name, value in taken.items() if value is not None]
+        protocol.require_declared(self, dtype=dtype, options=options, head_dim=config.head_dim)
+        model = _patched(config, self.name, dtype, self.device)
+        weights = {name: torch.tensor(x) for name, x in decoder.weights.items()}
+        missing = model.load_state_dict(weights, strict=False).missing_keys
+        assert set(missing) <= {"lm_head.weight"}, missing  # tied to the embedding
+        model.zero_grad()
+        return model
+
+
+@lru_cache(maxsize=8)
+def _patched(config: protocol.DecoderConfig, name: str, dtype: str, device: torch.device) -> nn.Module:
+    shape = {
+        field: getattr(config, field)
+        for field in protocol.DecoderConfig.__dataclass_fields__
+        if field not in {"rope_theta", "sliding_window", "dynamic_rope_factor"}
+    }
+    rope = {"rope_theta": config.rope_theta, "rope_type": "default"}
+    if config.dynamic_rope_factor is not None:
+        rope |= {"rope_type": "dynamic", "factor": config.dynamic_rope_factor}
+    # Llama with a window is Mistral, down to the names of its weights.
+    model: nn.Module
+    if config.sliding_window is None:
+        model = LlamaForCausalLM(LlamaConfig(**shape, rope_parameters=rope))
+    else:
+        model = MistralForCausalLM(MistralConfig(**shape, rope_parameters=rope, sliding_window=config.sliding_window))
+    model.train().to(device, getattr(torch, dtype))
+    return patch(model, implementation=name, verify=False)
+
+
+class Stack(AttentionStack):
+    """Everything: the attention's levels, and the operations, collator and trainer that do not depend on it."""
+
+    def plan(self, lengths: Sequence[int], capacity: int, *, strategy: str) -> list[list[int]]:
+        return plan(lengths, capacity, strategy=strategy, seed=None).to_lists()  # type: ignore[arg-type]
+
+    def collate(self, documents: Sequence[Document], capacity: int) -> Batch:
+        # A column of the user's own is zero at padding, which tells it from a segment.
+        features = [_feature(d) | {"real": np.ones(len(d.input_ids), np.int64)} for d in documents]
+        native = PackedCollator(capacity=capacity)(features)
+        real = _integers(native.pop("real"))
+        positions = _integers(native["position_ids"])
+        segment_ids = ((positions == 0) & (real == 1)).cumsum(axis=1) * real
+        return Batch(_integers(native["input_ids"]), segment_ids, positions, _integers(native["labels"]), native)
+
+    def rope(
+        self,
+        x: Array,
+        position_ids: Array,
+        inv_freq: Array,
+        *,
+        dtype: str,
+        interleaved: bool = False,
+        dout: Array | None = None,
+    ) -> tuple[Array, Gradients]:
+        angles = torch.tensor(position_ids[..., None] * inv_freq.astype(np.float64), device=self.device)
+        cos, sin = angles.cos().float(), angles.sin().float()
+
+        def turn(x: Tensor) -> Tensor:
+            key = x[:, :, :1].detach()  # a model turns queries and keys together; the queries are looked at
+            return apply_rope(x, key, cos, sin, interleaved=interleaved)[0]
+
+        return self._out_and_gradients(turn, self._operands({"x": x}, dtype), dout)
+
+    def scan(
+        self,
+        x: Array,
+        dt: Array,
+        A: Array,
+        B: Array,
+        C: Array,
+        segment_ids: Array,
+        *,
+        dtype: str,
+        dout: Array | None = None,
+    ) -> tuple[Array, Gradients]:
+        operands = self._operands({"x": x, "dt": dt, "A": A, "B": B, "C": C}, dtype)
+
+        def run(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
+            layer = partial(_scan, A)
+            out: Tensor = per_document(self._packed(segment_ids), layer, (x, dt, B, C), {})
+            return out
+
+        return self._out_and_gradients(run, operands, dout)
+
+    def loss(
+        self,
+        logits: Array,
+        labels: Array,
+        segment_ids: Array,
+        *,
+        dtype: str,
+        token_weights: Array | None = None,
+    ) -> tuple[float, float, Array]:
+        given = {name: torch.tensor(x) for name, x in (("input_ids", labels), ("segment_ids", segment_ids))}
+        marked = with_boundaries(lambda batch: batch)(given | {"labels": torch.tensor(labels)})["labels"]
+        targets = next_token_targets(marked).to(self.device)
+        # The weight of a label travels with it to the token before, which predicts it.
+        weights = (
+            None if token_weights is None else torch.tensor(np.roll(token_weights, -1, axis=1), device=self.device)
+        )
+        operands = self._operands({"logits": logits}, dtype)
+        loss, weight = packed_cross_entropy(operands["logits"], targets, weights=weights)
+        (gradient,) = torch.autograd.grad(loss, operands["logits"])
+        return loss.item(), weight.item(), _numpy(gradient)
+
+    def train(
+        self,
+        decoder: protocol.Decoder,
+        steps: Sequence[Sequence[Sequence[Document]]],
+        *,
+        capacity: int,
+        learning_rate: float,
+        dtype: str,
+        optimizer: str = "sgd",
+        ranks: int = 1,
+    ) -> tuple[list[float], dict[str, Array]]:
+        options: dict[str, Any] = {"capacity": capacity, "learning_rate": learning_rate, "dtype": dtype}
+        options["optimizer"] = optimizer
+        if ranks == 1:
+            return self._train(decoder, steps, **options)
+        with tempfile.TemporaryDirectory() as folder:
+            shares = [[step[rank::ranks] for step in steps] for rank in range(ranks)]
+            # A server that has imported this module once forks the ranks: importing it in each costs seconds. But a
+            # process that was forked after that cannot use CUDA.
+            multiprocessing.set_forkserver_preload([__name__])
+            how = "spawn" if self.device.type == "cuda" else "forkserver"
+            start_processes(_train_on_rank, (self, decoder, shares, options, folder), nprocs=ranks, start_method=how)
+            found: tuple[list[float], dict[str, Array]] = torch.load(Path(folder) / "found", weights_only=False)
+        return found
+
+    def _train(
+        self,
+        decoder: protocol.Decoder,
+        steps: Sequence[Sequence[Sequence[Document]]],
+        *,
+        capacity: int,
+        learning_rate: float,
+        dtype: str,
+        optimizer: str,
+    ) -> tuple[list[float], dict[str, Array]]:
+        model = self._model(decoder, dtype)
+        collate = PackedCollator(model, capacity=capacity)
+        updates: torch.optim.Optimizer
+        if optimizer == "sgd":
+            updates = torch.optim.SGD(model.parameters(), lr=learning_rate)
+        else:
+            updates = torch.optim.AdamW(
+                model.parameters(), lr=learning_rate, eps=protocol.ADAMW_EPSILON, weight_decay=0.0
+            )
+        losses = []
+        for microbatches in steps:
+            sums = torch.zeros(2, device=self.device)
+            for documents in microbatches:
+                batch = collate([_feature(d) for d in documents])
+                inputs = self._on_device(batch)
+                targets = next_token_targets(inputs.pop("labels"))
+                sums = sums + torch.stack(packed_cross_entropy(model(**inputs).logits, targets))
+            loss = normalise(*sums)
+            updates.zero_grad()
+            loss.backward()
+            losses.append(_mean_over_ranks(loss, model))
+            updates.step()
+        return losses, {name: _numpy(x) for name, x in model.named_parameters()}
+
+
+def _feature(document: Document) -> dict[str, Array]:
+    return {"input_ids": document.input_ids, "labels": document.labels}
+
+
+def _scan(A: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> Tensor:
+    """The recurrence as a model's plain path writes it, over whole rows [n, L, M] and without a word of segments."""
+    decay = torch.exp(dt[..., None] * A)
+    inflow = (dt * x)[..., None] * B[:, :, None]
+    state, outputs = torch.zeros_like(inflow[:, 0]), []
+    for t in range(x.shape[1]):
+        state = decay[:, t] * state + inflow[:, t]
+        outputs.append((state * C[:, t, None]).sum(-1))
+    return torch.stack(outputs, 1)
+
+
+def _mean_over_ranks(loss: Tensor, model: nn.Module) -> float:
+    """Average the gradients over the ranks, as DistributedDataParallel does, and return the average loss."""
+    mean = loss.detach().clone()
+    if dist.is_initialized():
+        for x in (mean, *(p.grad for p in model.parameters() if p.grad is not None)):
+            dist.all_reduce(x)
+            x /= dist.get_world_size()
+    return mean.item()
+
+
+def _train_on_rank(
+    rank: int, stack: Stack, decoder: protocol.Decoder, shares: list[Any], options: dict[str, Any], folder: str
+) -> None:
+    store = dist.FileStore(f"{folder}/store", len(shares))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=len(shares))
+    found = stack._train(decoder, shares[rank], **options)
+    if rank == 0:
+        torch.save(found, Path(folder) / "found")
+    dist.destroy_process_group()
+
+
+def _numpy(x: Tensor | None) -> Array:
+    assert x is not None
+    return x.detach().float().cpu().numpy()
+
+
+def _integers(x: Tensor) -> Array:
+    return x.numpy().astype(np.int64)

@@ -1,0 +1,218 @@
+"""Everything of transformers that the patch touches, in one place, and the two functions registered there.
+
+An attention layer looks up ``config._attn_implementation`` among the registered functions; the patch sets it to
+``crosspack_`` followed by the name it had. Under that name stand :func:`packed_attention`, which serves a
+:class:`CarriedMask` and hands everything else to the function of the old name, and a mask function that is the old one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packing_core.errors import UnsupportedModelError
+from packing_core.extras import require
+from torch_backend.hf.carry import CarriedMask
+from torch_backend.ops.attention import attention
+from torch_backend.segments import refined
+
+require("transformers", extra="hf")
+
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel  # noqa: E402
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # noqa: E402
+from transformers.modeling_layers import GradientCheckpointingLayer as DecoderLayer  # noqa: E402
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
+
+__all__ = ["PREFIX", "DecoderLayer", "PreTrainedModel", "packed_attention", "register", "unregistered"]
+
+PREFIX = "crosspack_"
+# Every name of transformers that this package touches, as "module:name" or "module:class.attribute"; a test finds them
+# all in the installed version, and finds no other import of transformers here.
+TOUCHED = (
+    "transformers:AttentionInterface",
+    "transformers:AttentionMaskInterface",
+    "transformers:AutoConfig",
+    "transformers:AutoModelForCausalLM",
+    "transformers:AutoTokenizer",
+    "transformers:CONFIG_MAPPING",
+    "transformers:LlamaConfig",
+    "transformers:LlamaForCausalLM",
+    "transformers:MistralConfig",
+    "transformers:MistralForCausalLM",
+    "transformers:PreTrainedModel",
+    "transformers:PreTrainedTokenizerFast",
+    "transformers.masking_utils:ALL_MASK_ATTENTION_FUNCTIONS",
+    "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS",
+    "transformers:TrainingArguments",
+    "transformers.modeling_layers:GradientCheckpointingLayer",
+    "transformers.models.auto.modeling_auto:MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    # attributes: where a config keeps the name of its attention, and what the trainers' glue reads
+    "transformers:PretrainedConfig._attn_implementation",
+    "transformers.models.llama.modeling_llama:eager_attention_forward",
+    "transformers.models.llama.modeling_llama:apply_rotary_pos_emb",
+    "transformers.models.mamba.modeling_mamba:causal_conv1d_fn",
+    "transformers:Trainer._prepare_inputs",
+    "transformers:Trainer._set_signature_columns_if_needed",
+    "transformers:Trainer.compute_loss",
+    "transformers:Trainer.compute_loss_context_manager",
+    "transformers:Trainer.get_batch_samples",
+    "transformers:Trainer.get_train_dataloader",
+)
+# What an attention layer may pass along without meaning anything for the packed result.
+_WITHOUT_EFFECT = (
+    *("position_ids", "position_embeddings", "cache_position", "layer_idx", "use_cache", "packed", "seq_idx"),
+    *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+    *("num_items_in_batch", "logits_to_keep", "labels"),
+)
+
+
+def register(name: str) -> str:
+    """Register the packed functions over the attention implementation ``name`` and return their own name."""
+    packed_name = PREFIX + name
+    if packed_name not in ALL_ATTENTION_FUNCTIONS:
+        AttentionInterface.register(packed_name, partial(packed_attention, before=name))
+        AttentionMaskInterface.register(packed_name, partial(_mask_before, before=name))
+    return packed_name
+
+
+def unregistered(name: str) -> str:
+    """The name that a packed name stands over."""
+    return name.removeprefix(PREFIX)
+
+
+def _mask_before(*args: Any, before: str, **kwargs: Any) -> Any:
+    """The mask of a batch that is not packed; transformers gives implementations without a mask function none."""
+    if before not in ALL_MASK_ATTENTION_FUNCTIONS:
+        return None
+    return ALL_MASK_ATTENTION_FUNCTIONS[before](*args, **kwargs)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *args: Any,
+    before: str,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The attention function of every patched layer.
+
+    Args:
+        module: the attention layer.
+        query, key, value: [B, H, S, D], [B, K, S, D], [B, K, S, Dv].
+        attention_mask: a CarriedMask in a packed forward; whatever ``before`` understands otherwise.
+        before: the implementation that was in force, called with all arguments unchanged when nothing is packed.
+        args, kwargs: as transformers passes them.
+
+    Returns:
+        [B, S, H, Dv], and None for the attention weights.
+
+    Raises:
+        UnsupportedModelError: a packed forward asks for something that would not be exact.
+    """
+    if not isinstance(attention_mask, CarriedMask):
+        return _function_before(before, module)(module, query, key, value, attention_mask, *args, **kwargs)
+    if before == "sdpa" and kwargs.get("softcap"):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has a softcap, which transformers' sdpa leaves out, so packed and unpacked "
+            'batches would differ: load the model with attn_implementation="eager"'
+        )
+    return _packed(module, query, key, value, attention_mask, *args, **kwargs)
+
+
+def causal_mask(module: Any, rows: Tensor) -> Tensor | None:
+    """The mask that an attention layer takes for a batch [n, L, ...] without padding before its end.
+
+    Only the eager functions need one: [1, 1, L, L], 0 where a key is visible and the least finite number elsewhere.
+    """
+    if unregistered(module.config._attn_implementation) != "eager":
+        return None
+    mask = rows.new_full((1, 1, rows.shape[1], rows.shape[1]), torch.finfo(rows.dtype).min)
+    return mask.triu(1)
+
+
+def _function_before(name: str, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    # "eager" is no registered name: each modeling file has a function of its own.
+    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    function: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+    return function
+
+
+def _packed(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: CarriedMask,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    unknown = sorted(k for k, v in others.items() if v is not None and v is not False and k not in _WITHOUT_EFFECT)
+    if unknown:
+        raise UnsupportedModelError(
+            f"{_where(module)} passes {', '.join(unknown)} to attention, which packing cannot honour"
+        )
+    if others.get("output_attentions"):
+        raise UnsupportedModelError(f"{_where(module)}: packed attention has no attention weights to return")
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        raise UnsupportedModelError(
+            f"{_where(module)} is not causal; only causal language models can be trained packed"
+        )
+    if key.shape[2] != query.shape[2]:
+        raise UnsupportedModelError(
+            f"{_where(module)} has {key.shape[2]} keys for {query.shape[2]} queries: "
+            "a packed forward takes no cache and no prefix"
+        )
+    packed = mask.packed if (chunk := _chunk(module)) is None else refined(mask.packed, chunk)
+    rows, heads, length, _ = query.shape
+    query, key, value = _same_dtype(query, key, value)
+    q, k, v = (x.transpose(1, 2).reshape(rows * length, x.shape[1], x.shape[3]) for x in (query, key, value))
+    out = attention(
+        q,
+        k,
+        v,
+        packed,
+        window=sliding_window,
+        softcap=softcap or None,
+        sinks=s_aux,
+        dropout=dropout,
+        scale=scaling,
+        implementation=mask.implementation,
+    )
+    if not torch.compiler.is_compiling():  # a compiled layer would be guarded on its own id, one graph per layer
+        mask.packed.served[id(module)] = packed.last_request
+    return out.view(rows, length, heads, -1), None
+
+
+def _where(module: nn.Module) -> str:
+    return f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
+
+
+def _chunk(module: nn.Module) -> int | None:
+    """The chunk inside which an attention layer of Llama 4 sees; its layers carry no argument for it, only a mask."""
+    config: Any = module.config
+    if getattr(config, "attention_chunk_size", None) is None:
+        return None
+    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    if kinds and layer is not None and kinds[layer] == "chunked_attention":
+        return int(config.attention_chunk_size)
+    return None
+
+
+def _same_dtype(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    """The dtype that torch's attention would take: autocast's, else the value's where q or k were left in float32."""
+    device = query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+    return [x if x.dtype == dtype else x.to(dtype) for x in (query, key, value)]

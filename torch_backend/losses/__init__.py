@@ -1,0 +1,1 @@
+"""Losses over packed rows, as sums and weights that are divided once per step."""

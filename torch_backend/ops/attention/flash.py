@@ -1,0 +1,259 @@
+"""Packed attention by the flash-attention packages: 4 (``flash_attn.cute``), 3 (``flash_attn_interface``) and 2.
+
+The second and third are called through their public functions. The fourth's cannot be traced by ``torch.compile``, so
+its two passes become operators of ours under one autograd function:
+
+    q, k, v, boundaries -> _Flash4 -> crosspack::flash4_forward, crosspack::flash4_backward -> flash_attn.cute
+
+The libraries are imported where they are called, because that a name imports decides nothing: flash-attention 4 alone
+makes a ``flash_attn`` package without flash-attention 2 in it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from torch_backend.ops.attention import AttentionRequest
+from torch_backend.ops.attention.flash_family import (
+    assert_longest,
+    backward_overflows,
+    not_on_cuda,
+    odd_heads,
+    window_size,
+)
+from torch_backend.ops.attention.probe import Probed
+from torch_backend.ops.operators import operator
+from torch_backend.segments import PackedMetadata
+
+
+class Flash2(Probed):
+    def refuses(self, request: AttentionRequest) -> str | None:
+        if request.sinks:
+            return "no sinks"
+        return not_on_cuda(request) or odd_heads(request) or backward_overflows(request)
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        packed: PackedMetadata,
+        request: AttentionRequest,
+        *,
+        sinks: Tensor | None,
+        alibi_slopes: Tensor | None,
+    ) -> Tensor:
+        from flash_attn.flash_attn_interface import flash_attn_varlen_func
+
+        assert_longest(packed)
+        out: Tensor = flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            packed.cu_seqlens,
+            packed.cu_seqlens,
+            packed.max_seqlen,
+            packed.max_seqlen,
+            dropout_p=request.dropout,
+            softmax_scale=request.scale,
+            causal=request.causal,
+            window_size=window_size(request),
+            softcap=request.softcap or 0.0,
+            alibi_slopes=None if alibi_slopes is None else alibi_slopes.float(),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        return out
+
+
+class Flash3(Probed):
+    def refuses(self, request: AttentionRequest) -> str | None:
+        if request.sinks:
+            return "no sinks"
+        if request.alibi:
+            return "no ALiBi"
+        if request.dropout:
+            return "no dropout"
+        if request.compiling:
+            return "not every build of it can be traced by torch.compile"
+        return not_on_cuda(request) or odd_heads(request, narrow_values=True)
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        packed: PackedMetadata,
+        request: AttentionRequest,
+        *,
+        sinks: Tensor | None,
+        alibi_slopes: Tensor | None,
+    ) -> Tensor:
+        from flash_attn_interface import flash_attn_varlen_func
+
+        assert_longest(packed)
+        out: Tensor = flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            packed.cu_seqlens,
+            packed.cu_seqlens,
+            packed.max_seqlen,
+            packed.max_seqlen,
+            softmax_scale=request.scale,
+            causal=request.causal,
+            window_size=window_size(request),
+            softcap=request.softcap or 0.0,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        return out
+
+
+class Flash4(Probed):
+    def refuses(self, request: AttentionRequest) -> str | None:
+        if request.alibi:
+            return "no ALiBi"
+        if request.dropout:
+            return "no dropout"
+        if request.requires_grad and request.head_dim % 32:
+            # Version 4.0.0b36 rounds widths up to 32 where it reads its gradients and to 16 where Hopper writes them.
+            return f"its backward takes heads whose width is a multiple of 32, not {request.head_dim}"
+        widths = request.head_dim, request.value_dim
+        if request.value_dim != request.head_dim and (widths != (192, 128) or request.heads != request.kv_heads):
+            return "takes values narrower than keys at widths 192 and 128 only, and without grouped heads"
+        return not_on_cuda(request) or odd_heads(request, narrow_values=True)
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        packed: PackedMetadata,
+        request: AttentionRequest,
+        *,
+        sinks: Tensor | None,
+        alibi_slopes: Tensor | None,
+    ) -> Tensor:
+        assert_longest(packed)
+        options = packed.max_seqlen, request.causal, *window_size(request), request.softcap or 0.0, request.scale
+        return _Flash4.apply(q, k, v, sinks, packed.cu_seqlens, options)
+
+
+FLASH2, FLASH3, FLASH4 = Flash2(), Flash3(), Flash4()
+
+# max_seqlen, causal, keys visible to the left and to the right (-1 for all), softcap (0 for none), scale
+_Options = tuple[int, bool, int, int, float, float]
+_OPTIONS = "SymInt max_seqlen, bool causal, SymInt left, SymInt right, float softcap, float scale"
+
+
+class _Flash4(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor, options: _Options
+    ) -> Tensor:
+        out, lse = _forward(q, k, v, sinks, cu_seqlens, *options)
+        ctx.save_for_backward(q, k, v, sinks, cu_seqlens, out, lse)
+        ctx.options = options
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, cu_seqlens, out, lse = ctx.saved_tensors
+        dq, dk, dv, dsinks = _backward(dout, q, k, v, sinks, cu_seqlens, out, lse, *ctx.options)
+        return dq, dk, dv, None if sinks is None else dsinks, None, None
+
+
+def _shared_arguments(
+    cu_seqlens: Tensor, max_seqlen: int, causal: bool, left: int, right: int, softcap: float, scale: float
+) -> dict[str, Any]:
+    return {
+        "cu_seqlens_q": cu_seqlens,
+        "cu_seqlens_k": cu_seqlens,
+        "max_seqlen_q": max_seqlen,
+        "max_seqlen_k": max_seqlen,
+        "softmax_scale": scale,
+        "causal": causal,
+        "window_size_left": None if left < 0 else left,
+        "window_size_right": None if right < 0 else right,
+        "softcap": softcap,
+    }
+
+
+def _launch_forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor, *options: Any
+) -> tuple[Tensor, Tensor]:
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    arguments = _shared_arguments(cu_seqlens, *options)
+    out, lse, *_ = _flash_attn_fwd(q, k, v, learnable_sink=sinks, return_lse=True, **arguments)
+    return out, lse
+
+
+def _fake_forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor, *options: Any
+) -> tuple[Tensor, Tensor]:
+    tokens, heads, _ = q.shape
+    return q.new_empty(tokens, heads, v.shape[-1]), q.new_empty(heads, tokens, dtype=torch.float32)
+
+
+def _launch_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    cu_seqlens: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    dq, dk, dv, dsinks = _fake_backward(dout, q, k, v, sinks, cu_seqlens, out, lse, *options)
+    _, _, _, *rest = _flash_attn_bwd(
+        q,
+        k,
+        v,
+        out,
+        dout,
+        lse,
+        dq=dq,
+        dk=dk,
+        dv=dv,
+        learnable_sink=sinks,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        **_shared_arguments(cu_seqlens, *options),
+    )
+    return dq, dk, dv, rest[0] if rest else dsinks
+
+
+def _fake_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    cu_seqlens: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
+
+
+_forward = operator(
+    f"flash4_forward(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor cu_seqlens, {_OPTIONS}) -> (Tensor, Tensor)",
+    _launch_forward,
+    _fake_forward,
+)
+_backward = operator(
+    "flash4_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor cu_seqlens, Tensor out, "
+    f"Tensor lse, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _launch_backward,
+    _fake_backward,
+)

@@ -1,0 +1,158 @@
+"""Whether an implementation works here: a tiny case run forward and backward, once per configuration and process.
+
+That a library imports says little: its wheel may hold no kernel for this GPU or this torch, and an option may be
+accepted and ignored. So what an implementation can do is what a run on the device shows:
+
+    request --same options, small shapes--> the implementation --compare--> plain attention --> None or the reason
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_backend.ops.attention import AttentionRequest
+from torch_backend.ops.attention.reference import scores_attention
+from torch_backend.ops.trial import apart, on, refusal
+from torch_backend.segments import PackedMetadata
+
+# Shorter than, equal to and longer than a tile of 64, with a boundary inside a tile; two zero-length segments follow,
+# and the longest is rounded up.
+_LENGTHS = (5, 64, 1, 70, 12)
+_SEGMENTS = len(_LENGTHS) + 2
+_MAX_SEQLEN = 96
+_WINDOW = 7
+# A mask, an option or a gradient that is wrong shows at order one; half-precision rounding at about one hundredth.
+_TOLERANCE = 0.05
+
+
+class Probed:
+    """Base of the implementations that are asked by running them.
+
+    Subclasses say in ``refuses`` what they know without a run, and define ``__call__``.
+    """
+
+    host_lengths = False
+    fixed_shapes = True
+
+    def refuses(self, request: AttentionRequest) -> str | None:
+        """Why the request cannot be served, as far as its numbers tell; None if they do not speak against it."""
+        raise NotImplementedError
+
+    def supports(self, request: AttentionRequest) -> str | None:
+        return self.refuses(request) or self._fails(
+            request.dtype,
+            request.device,
+            request.heads // request.kv_heads,
+            min(request.kv_heads, 2),
+            request.head_dim,
+            request.value_dim,
+            request.requires_grad,
+            request.causal,
+            request.window is not None,
+            request.softcap,
+            request.sinks,
+            request.alibi,
+            torch.are_deterministic_algorithms_enabled(),
+        )
+
+    @torch.compiler.assume_constant_result  # torch.compile runs it while tracing and keeps the answer, without a break
+    def _fails(self, *configuration: Any) -> str | None:
+        return _outcome(self, *configuration)
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        packed: PackedMetadata,
+        request: AttentionRequest,
+        *,
+        sinks: Tensor | None,
+        alibi_slopes: Tensor | None,
+    ) -> Tensor:
+        raise NotImplementedError
+
+
+@cache
+def _outcome(
+    implementation: Probed,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: int,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    requires_grad: bool,
+    causal: bool,
+    windowed: bool,
+    softcap: float | None,
+    sinks: bool,
+    alibi: bool,
+    deterministic: bool,
+) -> str | None:
+    request = AttentionRequest(
+        tokens=sum(_LENGTHS),
+        heads=group * kv_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        dtype=dtype,
+        device=device,
+        segments=_SEGMENTS,
+        max_seqlen=_MAX_SEQLEN,
+        host_lengths=True,
+        requires_grad=requires_grad,
+        causal=causal,
+        window=_WINDOW if windowed else None,
+        softcap=softcap,
+        sinks=sinks,
+        alibi=alibi,
+        dropout=0.0,
+        scale=head_dim**-0.5,
+        compiling=False,
+    )
+    return refusal(partial(_error, implementation, request), _TOLERANCE)
+
+
+@apart
+def _error(implementation: Probed, request: AttentionRequest) -> float:
+    """The largest error of the output and of each gradient, as a share of its largest value."""
+    packed = PackedMetadata.from_lengths(_LENGTHS, device=request.device, entries=_SEGMENTS, max_seqlen=_MAX_SEQLEN)
+
+    def given(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None) -> Tensor:
+        return implementation(q, k, v, packed, request, sinks=sinks, alibi_slopes=slopes)
+
+    def plain(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None) -> Tensor:
+        documents = zip(*(torch.split(x.float(), list(_LENGTHS)) for x in (q, k, v)), strict=True)
+        outputs = [scores_attention(*each, request=request, sinks=sinks, alibi_slopes=slopes) for each in documents]
+        return torch.cat(outputs).to(request.dtype)
+
+    with on(request.device):
+        pairs = zip(_output_and_gradients(given, request), _output_and_gradients(plain, request), strict=True)
+        return max(float((found - right).abs().max() / right.abs().max()) for found, right in pairs)
+
+
+def _output_and_gradients(function: Callable[..., Tensor], request: AttentionRequest) -> list[Tensor]:
+    """In float32, of inputs that are the same in every call."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(request.device, request.dtype)
+
+    q, k = (normal(request.tokens, heads, request.head_dim) for heads in (request.heads, request.kv_heads))
+    v = normal(request.tokens, request.kv_heads, request.value_dim)
+    dout = normal(request.tokens, request.heads, request.value_dim)
+    sinks = normal(request.heads) if request.sinks else None
+    slopes = torch.linspace(0.1, 0.5, request.heads, device=request.device) if request.alibi else None
+    if not request.requires_grad:
+        with torch.no_grad():
+            return [function(q, k, v, sinks, slopes).float()]
+    inputs = [x.requires_grad_() for x in (q, k, v, sinks) if x is not None]
+    with torch.enable_grad():
+        out = function(q, k, v, sinks, slopes)
+    return [x.detach().float() for x in (out, *torch.autograd.grad(out, inputs, dout))]

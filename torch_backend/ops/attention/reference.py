@@ -1,0 +1,84 @@
+"""Packed attention in a few plain operations, one document at a time: what the others are read against.
+
+It serves every option on every device, at the cost of a Python loop over documents and of their full score matrices.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_backend.ops.attention import AttentionRequest
+from torch_backend.segments import PackedMetadata
+
+
+def scores_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    request: AttentionRequest,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> Tensor:
+    """Attention of whole documents over their score matrices, softmax in float32 at least.
+
+    Args:
+        q, k, v: [..., L, H, D], [..., L, K, D], [..., L, K, Dv].
+        request: causal, window, softcap, dropout and scale are read.
+        sinks, alibi_slopes: [H].
+
+    Returns:
+        [..., L, H, Dv], dtype of q.
+    """
+    groups = request.heads // request.kv_heads
+    q, k, v = q.transpose(-3, -2), k.transpose(-3, -2), v.transpose(-3, -2)
+    k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
+    working = torch.promote_types(q.dtype, torch.float32)
+    scores = (q @ k.transpose(-1, -2)).to(working) * request.scale
+    if request.softcap is not None:
+        scores = request.softcap * torch.tanh(scores / request.softcap)
+    places = torch.arange(q.shape[-2], device=q.device)
+    distance = places[:, None] - places
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes.to(working)[:, None, None] * distance.abs()
+    hidden = (distance < 0) if request.causal else torch.zeros_like(distance, dtype=torch.bool)
+    if request.window is not None:
+        hidden = hidden | (distance.abs() >= request.window)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        sink = sinks.to(working)[:, None, None].expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    if request.dropout:
+        weights = torch.nn.functional.dropout(weights, request.dropout)
+    return (weights.to(v.dtype) @ v).transpose(-3, -2)
+
+
+class Reference:
+    host_lengths = True
+    fixed_shapes = False
+
+    def supports(self, request: AttentionRequest) -> str | None:
+        return None if request.host_lengths else "needs the segment lengths on the host"
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        packed: PackedMetadata,
+        request: AttentionRequest,
+        *,
+        sinks: Tensor | None,
+        alibi_slopes: Tensor | None,
+    ) -> Tensor:
+        lengths = list(packed.lengths or ())
+        documents = zip(*(torch.split(x, lengths) for x in (q, k, v)), strict=True)
+        return torch.cat(
+            [scores_attention(*each, request=request, sinks=sinks, alibi_slopes=alibi_slopes) for each in documents]
+        )
+
+
+REFERENCE = Reference()

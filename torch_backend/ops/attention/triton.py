@@ -1,0 +1,291 @@
+"""Packed attention by the project's own Triton kernels: needs torch alone and serves every option but dropout.
+
+q, k, v and the batch's metadata -> tile sizes for the head and the device -> work lists, made once per batch ->
+``torch.ops.crosspack.attention_forward`` and ``attention_backward``, which ``torch.compile`` calls without looking in.
+The backward uses no atomics, so it repeats to the bit.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from packing_core.errors import UnsupportedError
+from torch_backend.ops.attention import AttentionRequest
+from torch_backend.ops.attention.probe import Probed
+from torch_backend.ops.attention.triton_work import key_tiles, query_tiles
+from torch_backend.ops.operators import operator, runs_triton
+from torch_backend.segments import PackedMetadata
+
+LOG2E = 1.4426950408889634
+
+
+class Tile(NamedTuple):
+    """Shape of one kernel's programs.
+
+    Attributes:
+        rows: BLOCK_M, queries times heads of a group.
+        keys: BLOCK_N.
+        warps, stages: of the program and of its software pipeline.
+        registers: cap per thread, 0 for none.
+    """
+
+    rows: int
+    keys: int
+    warps: int = 4
+    stages: int = 2
+    registers: int = 0
+
+
+class Tiles(NamedTuple):
+    forward: Tile
+    queries: Tile
+    keys: Tile
+
+
+class Triton(Probed):
+    def refuses(self, request: AttentionRequest) -> str | None:
+        probe = torch.empty(0, dtype=request.dtype, device=request.device)
+        if not runs_triton(probe):
+            return "needs Triton and a GPU, and bfloat16, float16 or float32"
+        if request.dropout:
+            return "no dropout"
+        if max(request.head_dim, request.value_dim) > 256:
+            return "heads of at most 256 channels"
+        if request.heads // request.kv_heads > 128:
+            return "at most 128 query heads per key head"
+        if request.scale <= 0:
+            return "needs a positive scale"
+        return None
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        packed: PackedMetadata,
+        request: AttentionRequest,
+        *,
+        sinks: Tensor | None,
+        alibi_slopes: Tensor | None,
+    ) -> Tensor:
+        if alibi_slopes is not None and alibi_slopes.requires_grad:
+            raise UnsupportedError('triton attention gives ALiBi slopes no gradient: pass implementation="sdpa"')
+        tiles = choose_tiles(request)
+        return packed_attention(q, k, v, packed, request, tiles, sinks=sinks, alibi_slopes=alibi_slopes)
+
+    def prepare(self, packed: PackedMetadata, request: AttentionRequest) -> None:
+        """Make the work lists, in a shape that does not depend on the segments."""
+        _work_lists(packed, request, choose_tiles(request), fixed_shape=True)
+
+
+TRITON = Triton()
+
+
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: PackedMetadata,
+    request: AttentionRequest,
+    tiles: Tiles,
+    *,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> Tensor:
+    """Attention with given tile shapes; see :func:`torch_backend.ops.attention.attention` for the rest."""
+    work, work_q, work_k = _work_lists(packed, request, tiles)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    options = request.causal, request.window or 0, request.softcap or 0.0, request.scale
+    return _Attention.apply(q, k, v, sinks, alibi_slopes, work, work_q, work_k, tiles, options)
+
+
+def _work_lists(
+    packed: PackedMetadata, request: AttentionRequest, tiles: Tiles, *, fixed_shape: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Of the forward, of the gradient of q (None: the forward's) and of those of k and v (None without a backward)."""
+    group = request.heads // request.kv_heads
+    work = query_tiles(packed, tiles.forward.rows // group, fixed_shape=fixed_shape)
+    if not request.requires_grad:
+        return work, None, None
+    # one list is not passed twice: torch.compile breaks its graph at a tensor that is
+    same = tiles.queries.rows == tiles.forward.rows
+    work_q = None if same else query_tiles(packed, tiles.queries.rows // group, fixed_shape=fixed_shape)
+    return work, work_q, key_tiles(packed, tiles.keys.keys, fixed_shape=fixed_shape)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        slopes: Tensor | None,
+        work: Tensor,
+        work_q: Tensor | None,
+        work_k: Tensor | None,
+        tiles: Tiles,
+        options: tuple[bool, int, float, float],
+    ) -> Tensor:
+        out, lse = _forward(q, k, v, sinks, slopes, work, list(tiles.forward), *options)
+        ctx.save_for_backward(q, k, v, sinks, slopes, out, lse, work if work_q is None else work_q, work_k)
+        ctx.tiles, ctx.options = tiles, options
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, slopes, out, lse, work_q, work_k = ctx.saved_tensors
+        tiles = list(ctx.tiles.queries), list(ctx.tiles.keys)
+        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+        dq, dk, dv, stats = _backward(dout, q, k, v, slopes, out, lse, work_q, work_k, *tiles, *ctx.options)
+        dsinks = None
+        if sinks is not None and ctx.needs_input_grad[3]:
+            # the sink's weight is exp(sink) over the denominator, and its value is a zero vector
+            weights = (sinks.float().view(k.shape[1], 1, -1) * LOG2E - lse).exp2()
+            dsinks = -(weights * stats[..., 1]).sum(1).flatten().to(sinks.dtype)
+        return dq, dk, dv, dsinks, None, None, None, None, None, None
+
+
+# Measured on an H200 (benchmarks/RESULTS.md); those of small shared memory fit the 99 KB of consumer cards. Tiles for
+# short and for long documents apart would gain 8% at most, and the bits of a document would depend on its batch.
+def choose_tiles(request: AttentionRequest) -> Tiles:
+    """Tile shapes for a head, a dtype and a device; they do not depend on the segments, so neither do the results."""
+    width = max(16, _power_of_two(max(request.head_dim, request.value_dim)))
+    group = _power_of_two(request.heads // request.kv_heads)
+    if request.dtype == torch.float32:
+        tile = Tile(max(32, group), 32, 4, 1) if width <= 128 else Tile(max(16, group), 16, 4, 1)
+        return Tiles(tile, tile, tile)
+    tiles = _LARGE if _shared_memory(request.device) >= 200 * 1024 else _SMALL
+    return Tiles(*(tile._replace(rows=max(tile.rows, group)) for tile in tiles[width]))
+
+
+_LARGE = {
+    **dict.fromkeys((16, 32, 64), Tiles(Tile(64, 64, 4, 3), Tile(64, 32, 4, 3), Tile(64, 64, 4, 3))),
+    128: Tiles(Tile(128, 64, 8, 2, 128), Tile(128, 32, 8, 3, 128), Tile(32, 64, 4, 3)),
+    256: Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 3), Tile(64, 32, 4, 2)),
+}
+_SMALL = {
+    **dict.fromkeys((16, 32, 64, 128), Tiles(Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2))),
+    256: Tiles(Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+}
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program can have; none, so the small tiles, where kernels are interpreted."""
+    if device.type != "cuda":
+        return 0
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's own stubs lack the attribute
+    return int(properties.shared_memory_per_block_optin)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+# Launchers
+
+
+def _launch_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    work: Tensor,
+    tile: list[int],
+    causal: bool,
+    window: int,
+    softcap: float,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    from torch_backend.ops.attention import triton_kernels as kernels
+
+    out, lse = _forward_outputs(q, k, v)
+    kernels.forward[work.shape[0] * k.shape[1],](
+        q, k, v, sinks, slopes, out, lse, work, q.shape[0], scale, softcap, window,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *_shape(q, k, v),
+        causal, window > 0, softcap > 0, sinks is not None, slopes is not None, **_blocks(q, v, tile),
+    )  # fmt: skip
+    return out, lse
+
+
+def _launch_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    work_q: Tensor,
+    work_k: Tensor,
+    tile_q: list[int],
+    tile_k: list[int],
+    causal: bool,
+    window: int,
+    softcap: float,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from torch_backend.ops.attention import triton_kernels as kernels
+
+    dq, dk, dv, stats = _backward_outputs(dout, q, k, v)
+    strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *dout.stride()[:2]
+    options = causal, window > 0, softcap > 0, slopes is not None
+    kernels.backward_queries[work_q.shape[0] * k.shape[1],](
+        q, k, v, out, dout, lse, slopes, dq, stats, work_q, q.shape[0], scale, softcap, window,
+        *strides, *_shape(q, k, v), *options, **_blocks(q, v, tile_q),
+    )  # fmt: skip
+    kernels.backward_keys[work_k.shape[0] * k.shape[1],](
+        q, k, v, dout, stats, slopes, dk, dv, work_k, q.shape[0], scale, softcap, min(window, q.shape[0]),
+        *strides, *_shape(q, k, v), *options, **_blocks(q, v, tile_k),
+    )  # fmt: skip
+    return dq, dk, dv, stats
+
+
+def _shape(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int]:
+    """H, H / K, D, Dv."""
+    return q.shape[1], q.shape[1] // k.shape[1], q.shape[2], v.shape[2]
+
+
+def _blocks(q: Tensor, v: Tensor, tile: list[int]) -> dict[str, int]:
+    rows, keys, warps, stages, registers = tile
+    blocks = {"BLOCK_D": max(16, _power_of_two(q.shape[2])), "BLOCK_E": max(16, _power_of_two(v.shape[2]))}
+    blocks |= {"BLOCK_M": rows, "BLOCK_N": keys}
+    blocks |= {"num_warps": warps, "num_stages": stages}
+    return blocks | ({"maxnreg": registers} if registers else {})
+
+
+def _forward_outputs(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    tokens, heads, _d = q.shape
+    kv_heads = k.shape[1]
+    # a tile's rows, token by token and head by head of its group, lie next to each other in lse
+    lse = q.new_empty(kv_heads, tokens, heads // kv_heads, dtype=torch.float32)
+    return q.new_empty(tokens, heads, v.shape[2]), lse
+
+
+def _backward_outputs(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    lse = _forward_outputs(q, k, v)[1]
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), lse.new_empty(*lse.shape, 2)
+
+
+_OPTIONS = "bool causal, int window, float softcap, float scale"
+_forward = operator(
+    "attention_forward(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? slopes, Tensor work, int[] tile, "
+    f"{_OPTIONS}) -> (Tensor, Tensor)",
+    _launch_forward,
+    _forward_outputs,
+)
+_backward = operator(
+    "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? slopes, Tensor out, Tensor lse, "
+    f"Tensor work_q, Tensor work_k, int[] tile_q, int[] tile_k, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _launch_backward,
+    _backward_outputs,
+)

@@ -1,0 +1,67 @@
+"""Packed attention on ``torch.nn.attention.varlen``: the flash-attention 2 kernels that torch itself carries."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from torch_backend.ops.attention import AttentionRequest
+from torch_backend.ops.attention.flash_family import (
+    assert_longest,
+    backward_overflows,
+    not_on_cuda,
+    odd_heads,
+    window_size,
+)
+from torch_backend.ops.attention.probe import Probed
+from torch_backend.segments import PackedMetadata
+
+# torch 2.11 takes grouped heads as they come; from 2.12 on they must be announced.
+_ANNOUNCE_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+class Varlen(Probed):
+    def refuses(self, request: AttentionRequest) -> str | None:
+        if request.softcap is not None:
+            return "no softcap"
+        if request.sinks:
+            return "no sinks: its log-sum-exp has no gradient"
+        if request.alibi:
+            return "no ALiBi"
+        if request.dropout:
+            return "no dropout"
+        return not_on_cuda(request) or odd_heads(request) or backward_overflows(request)
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        packed: PackedMetadata,
+        request: AttentionRequest,
+        *,
+        sinks: Tensor | None,
+        alibi_slopes: Tensor | None,
+    ) -> Tensor:
+        assert_longest(packed)
+        grouped: dict[str, Any] = {"enable_gqa": request.heads != request.kv_heads} if _ANNOUNCE_GROUPS else {}
+        out = varlen_attn(
+            q,
+            k,
+            v,
+            packed.cu_seqlens,
+            packed.cu_seqlens,
+            packed.max_seqlen,
+            packed.max_seqlen,
+            scale=request.scale,
+            window_size=window_size(request),
+            **grouped,
+        )
+        assert isinstance(out, Tensor)  # a pair only where the log-sum-exp is asked for
+        return out
+
+
+VARLEN = Varlen()

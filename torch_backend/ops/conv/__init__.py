@@ -1,0 +1,124 @@
+"""The causal short convolution of state-space and linear-attention layers, restarted at every segment.
+
+x [T, C] and the batch's metadata -> :func:`short_convolution` -> [T, C], forward and backward by one Triton kernel
+each, so that hybrid models train packed without ``causal_conv1d``, whose build is what stops people; plain torch where
+Triton does not run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from packing_core.errors import LayoutError
+from torch_backend.ops.conv import reference
+from torch_backend.ops.operators import operator, runs_triton
+from torch_backend.segments import PackedMetadata
+
+# A tile's tokens and channels (256 bytes of bfloat16 a row), its warps, and how many tiles a program of the backward
+# sums its weight gradient over.
+_TOKENS, _CHANNELS, _WARPS, _TILES = 16, 128, 4, 8
+
+
+def short_convolution(
+    x: Tensor, weight: Tensor, packed: PackedMetadata, *, bias: Tensor | None = None, silu: bool = False
+) -> Tensor:
+    """Convolve each channel with its W weights over the tokens of the same segment, zeros before the first.
+
+    ``y[t] = f(bias + sum over w of weight[W - 1 - w] x[t - w])`` over the lags w that stay in the segment: Gu and Dao
+    2023, "Mamba", section 3.4.
+
+    Args:
+        x: [T, C], any strides, bfloat16, float16, float32 or float64.
+        weight: [C, W], or [C, 1, W] as ``torch.nn.Conv1d`` keeps it; the last weight belongs to the current token.
+        packed: the segments; they cover all T tokens.
+        bias: [C].
+        silu: apply silu to the result.
+
+    Returns:
+        [T, C], dtype of x, contiguous.
+
+    Raises:
+        LayoutError: shapes contradict each other.
+    """
+    if weight.ndim == 3 and weight.shape[1] == 1:
+        weight = weight.squeeze(1)
+    given = f"x {list(x.shape)}, weight {list(weight.shape)}, bias {None if bias is None else list(bias.shape)}"
+    if x.ndim != 2 or weight.ndim != 2 or weight.shape[0] != x.shape[1]:
+        raise LayoutError(f"short_convolution takes x [T, C] and weight [C, W] or [C, 1, W], got {given}")
+    if bias is not None and bias.shape != x.shape[1:]:
+        raise LayoutError(f"short_convolution takes bias [C], got {given}")
+    if packed.tokens != x.shape[0]:
+        raise LayoutError(f"the segments cover {packed.tokens:,} tokens and x holds {x.shape[0]:,}")
+    if not runs_triton(x):
+        return reference.short_convolution(x, weight, bias, packed.position_ids, silu)
+    return _ShortConvolution.apply(x, weight, bias, packed.position_ids, silu)
+
+
+class _ShortConvolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor, silu: bool) -> Tensor:
+        ctx.save_for_backward(x, weight, bias, positions)
+        ctx.silu = silu
+        return _forward(x, weight, bias, positions, silu)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, positions = ctx.saved_tensors
+        dx, dweight, dbias = _backward(x, weight, bias, positions, dy, ctx.silu)
+        return dx, dweight, None if bias is None else dbias, None, None
+
+
+def _launch_forward(x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor, silu: bool) -> Tensor:
+    from torch_backend.ops.conv import triton as kernels
+
+    tokens, channels = x.shape
+    y = x.new_empty(x.shape)
+    kernels.forward[-(-tokens // _TOKENS), -(-channels // _CHANNELS)](
+        x, weight, bias, positions, y, tokens, *x.stride(), *weight.stride(),
+        channels, weight.shape[1], bias is not None, silu, _TOKENS, _CHANNELS, num_warps=_WARPS,
+    )  # fmt: skip
+    return y
+
+
+def _launch_backward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor, dy: Tensor, silu: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    from torch_backend.ops.conv import triton as kernels
+
+    (tokens, channels), width = x.shape, weight.shape[1]
+    programs = -(-tokens // (_TOKENS * _TILES))
+    dx = x.new_empty(x.shape)
+    dweight = x.new_empty(programs, channels, width, dtype=torch.float32)
+    dbias = x.new_empty(programs, channels if bias is not None else 0, dtype=torch.float32)
+    kernels.backward[programs, -(-channels // _CHANNELS)](
+        x, weight, bias, positions, dy, dx, dweight, dbias, tokens, *x.stride(), *weight.stride(), *dy.stride(),
+        channels, width, bias is not None, silu, 1 << (width - 1).bit_length(), _TOKENS, _CHANNELS, _TILES,
+        num_warps=_WARPS,
+    )  # fmt: skip
+    bias_dtype = weight.dtype if bias is None else bias.dtype
+    return dx, dweight.sum(0).to(weight.dtype), dbias.sum(0).to(bias_dtype)
+
+
+def _fake_backward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor, dy: Tensor, silu: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dbias = weight.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), dbias
+
+
+_forward = operator(
+    "short_convolution(Tensor x, Tensor weight, Tensor? bias, Tensor positions, bool silu) -> Tensor",
+    _launch_forward,
+    lambda x, *_: x.new_empty(x.shape),
+)
+_backward = operator(
+    "short_convolution_backward(Tensor x, Tensor weight, Tensor? bias, Tensor positions, Tensor dy, bool silu) "
+    "-> (Tensor, Tensor, Tensor)",
+    _launch_backward,
+    _fake_backward,
+)

@@ -1,0 +1,236 @@
+"""The scan inside a mixer that runs on the whole row: what stands for transformers' delta rules and state-space scans.
+
+Modeling files scan [B, S, ...] through a function of one name each: the kernel of ``fla`` or ``mamba_ssm`` where that
+library is installed, plain torch elsewhere. In a mixer's packed forward the name means :func:`scan`
+(:mod:`torch_backend.hf.rebinding`):
+
+    tensors [B, S, ...] and segments --library, if it passes a trial--> its kernel, told of the boundaries
+                                     --else--> the function itself, on batches of documents of similar length
+                                     --if the library fails there too--> the plain torch beneath it, likewise
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from packing_core.errors import UnsupportedModelError
+from torch_backend.hf.rebinding import segments
+from torch_backend.ops.documents import COARSE, FINE, per_document
+from torch_backend.ops.trial import apart, on, refusal
+from torch_backend.segments import PackedMetadata
+
+logger = logging.getLogger(__name__)
+
+Scan = Callable[..., Any]
+# The global names of scans, and the library whose kernel transformers puts behind each.
+LIBRARIES = {
+    "torch_chunk_gated_delta_rule": "fla",
+    "chunk_kimi_delta_attention": "fla",
+    "mamba2_chunk_scan": "mamba_ssm",
+}
+_BOUNDARIES = ("cu_seqlens", "seq_idx")  # what the kernels call them; layers pass on what stands for them here
+_STATES = ("initial_state", "initial_states", "output_final_state", "return_final_states")
+_CHUNK = 64  # tokens of a document that fla's kernels take at once
+_LENGTHS = (70, 29)  # of the trial's documents: one is longer than a chunk, and a boundary lies inside one
+# By norm. A state that leaks shows at a tenth or more, half-precision rounding at about one hundredth.
+_TOLERANCE = 0.05
+_ABSENT = "it is not installed"
+
+
+@dataclass(frozen=True)
+class ScanRequest:
+    """What a layer asked of a scan: enough to make a small case of it.
+
+    Attributes:
+        function: what the modeling file calls.
+        library: whose kernel may stand behind it.
+        device: of the tensors.
+        positional: how many of the arguments are.
+        arguments: name, kind and what is known of each: of "tokens" [B, S, ...] the shape of one and the dtype, of any
+            other "tensor" its shape and dtype, of a "value" itself.
+    """
+
+    function: Scan
+    library: str
+    device: torch.device
+    positional: int
+    arguments: tuple[tuple[str, str, Any], ...]
+
+    @property
+    def refused(self) -> str | None:
+        """Why the library's kernel does not scan the row, None if it does."""
+        return _refused(self, KERNELS[self.library])
+
+    @property
+    def divided(self) -> Scan:
+        """What scans batches of documents: the function, or the plain torch beneath it where the library fails."""
+        fails = _refused(self, per_document) not in (None, _ABSENT)
+        return inspect.unwrap(self.function) if fails else self.function
+
+    def __str__(self) -> str:
+        if self.refused is None:
+            return f"scan by {self.library}"
+        if _refused(self, per_document) is None:
+            return f"scan by {self.library} on batches of documents (not on the row: {self.refused})"
+        return f"scan by plain torch on batches of documents (not {self.library}: {self.refused})"
+
+
+@torch.compiler.disable  # the kernels' own functions are: nothing is lost by one break instead of several
+def scan(function: Scan, library: str, *args: Any, **kwargs: Any) -> Any:
+    """What stands for ``function``: tensors [B, S, ...] whose tokens the segments cover, in the layout it takes.
+
+    Args:
+        function: what the modeling file calls by the name.
+        library: see :data:`LIBRARIES`.
+        args, kwargs: of the call; the segments are one of them.
+
+    Returns:
+        What ``function`` returns, states None.
+
+    Raises:
+        UnsupportedModelError: the layer has not handed on its segments, or scans from or to a state.
+    """
+    packed = segments(kwargs.values())
+    if packed is None:
+        raise UnsupportedModelError("a layer scans without its segments: its documents would see each other")
+    if any(kwargs.get(name) is not None and kwargs[name] is not False for name in _STATES):
+        raise UnsupportedModelError("a layer scans with a state, and packed documents start from none")
+    kwargs = {name: kwargs[name] for name in _names(function) if name in kwargs and name not in _BOUNDARIES}
+    packed.last_request = request = _request(function, library, args, kwargs)
+    if request.refused is None:
+        return KERNELS[library](packed, function, args, kwargs)
+    # where launches are what takes the time there are few batches
+    return per_document(packed, request.divided, args, kwargs, sizes=COARSE if args[0].is_cuda else FINE)
+
+
+def _fla(packed: PackedMetadata, function: Scan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """fla's kernels take one row, and would read the boundaries back to list their chunks, unless told how not to."""
+    rows, length = args[0].shape[:2]
+
+    def flat(x: Any) -> Any:
+        tokens = isinstance(x, Tensor) and x.shape[:2] == (rows, length)
+        return x.reshape(1, rows * length, *x.shape[2:]) if tokens else x
+
+    boundaries, chunks = packed.derived("chunks", _chunks)
+    out, _ = function(
+        *map(flat, args),
+        **{name: flat(value) for name, value in kwargs.items()},
+        cu_seqlens=boundaries,
+        chunk_indices=chunks,  # of the gated delta rule
+        use_graph=True,  # Kimi's: makes the list on the device
+    )
+    return out.view(rows, length, *out.shape[2:]), None
+
+
+def _mamba_ssm(packed: PackedMetadata, function: Scan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return function(*args, **kwargs, seq_idx=packed.seq_idx.view(args[0].shape[:2]))
+
+
+KERNELS: dict[str, Callable[..., Any]] = {"fla": _fla, "mamba_ssm": _mamba_ssm}
+
+
+def _chunks(packed: PackedMetadata) -> tuple[Tensor, Tensor]:
+    """The boundaries with one empty segment more, and (segment, chunk inside it) of every chunk, int32 [n, 2].
+
+    Where only the device knows the lengths, n is what as many segments can need at most, and what is too many belongs
+    to the empty segment, where kernels neither read nor write.
+    """
+    boundaries = torch.cat([packed.cu_seqlens, packed.cu_seqlens[-1:]])
+    counts = (boundaries.diff() + (_CHUNK - 1)).div(_CHUNK, rounding_mode="floor")
+    ends = counts.cumsum(0)
+    if packed.lengths is None:
+        n = (packed.tokens + (_CHUNK - 1) * len(counts)) // _CHUNK
+    else:
+        n = sum(-(-length // _CHUNK) for length in packed.lengths)
+    places = torch.arange(n, device=packed.device)
+    segment = torch.bucketize(places, ends, right=True).clamp_(max=len(counts) - 1)
+    inside = (places - F.pad(ends, (1, 0)).index_select(0, segment)).masked_fill_(segment == len(counts) - 1, 0)
+    return boundaries, torch.stack([segment, inside], 1).int()
+
+
+def _request(function: Scan, library: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ScanRequest:
+    row = args[0].shape[:2]
+
+    def form(name: str, value: Any) -> tuple[str, str, Any]:
+        if not isinstance(value, Tensor):
+            return name, "value", tuple(value) if isinstance(value, list) else value  # it is a key
+        if value.shape[:2] == row:
+            return name, "tokens", (value.shape[2:], value.dtype)
+        return name, "tensor", (value.shape, value.dtype)
+
+    named = [*zip(_names(function), args, strict=False), *kwargs.items()]
+    arguments = tuple(form(name, value) for name, value in named)
+    return ScanRequest(function, library, args[0].device, len(args), arguments)
+
+
+@cache
+def _names(function: Scan) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
+
+
+@cache
+def _refused(request: ScanRequest, way: Callable[..., Any]) -> str | None:
+    if find_spec(request.library) is None:
+        return _ABSENT
+    reason = refusal(partial(_error, request, way), _TOLERANCE)
+    if reason is not None:
+        place = "batches of documents" if way is per_document else "the row"
+        logger.warning(
+            "%s is installed and does not scan %s here, which costs speed: %s", request.library, place, reason
+        )
+    return reason
+
+
+@apart
+def _error(request: ScanRequest, way: Callable[..., Any]) -> float:
+    """Of the function run in a ``way`` on two documents against plain torch on each: the output and every gradient."""
+    packed = PackedMetadata.from_lengths(_LENGTHS, device=request.device)
+    generator = torch.Generator().manual_seed(0)
+    values = [_made(*argument, request.device, generator) for argument in request.arguments]
+    inputs = [x.requires_grad_() for x in values if isinstance(x, Tensor)]
+
+    def call(function: Scan, values: Sequence[Any]) -> Tensor:
+        keywords = [name for name, *_ in request.arguments[request.positional :]]
+        named = dict(zip(keywords, values[request.positional :], strict=True))
+        result = function(*values[: request.positional], **named)
+        out: Tensor = result[0] if isinstance(result, tuple) else result
+        return out
+
+    def together() -> Tensor:
+        return call(lambda *args, **kwargs: way(packed, request.function, args, kwargs), values)
+
+    def alone() -> Tensor:
+        tokens = [kind == "tokens" for _, kind, _ in request.arguments]
+        split = [x.split(_LENGTHS, 1) if is_split else (x, x) for x, is_split in zip(values, tokens, strict=True)]
+        return torch.cat([call(inspect.unwrap(request.function), document) for document in zip(*split, strict=True)], 1)
+
+    with on(request.device):
+        right, found = alone(), together()
+        dout = torch.randn(right.shape, generator=generator).to(right)
+        pairs = zip(*([out, *torch.autograd.grad(out, inputs, dout)] for out in (found, right)), strict=True)
+        return max(float(((a - b).float().norm() / b.float().norm()).detach()) for a, b in pairs)
+
+
+def _made(name: str, kind: str, what: Any, device: torch.device, generator: torch.Generator) -> Any:
+    """A value for an argument of the trial: decays so slow that a state would last, strengths between 0 and 1."""
+    if kind == "value":
+        return what
+    shape, dtype = what
+    shape = (1, sum(_LENGTHS), *shape) if kind == "tokens" else shape
+    if name in ("g", "A"):
+        value = -0.1 * torch.rand(shape, generator=generator)
+    elif name == "beta":
+        value = torch.rand(shape, generator=generator)
+    else:
+        value = torch.randn(shape, generator=generator)
+    return value.to(device, dtype)

@@ -1,0 +1,42 @@
+"""``patch(model)`` and ``unpatch(model)``: the edits of :mod:`torch_backend.hf.patch`, then a proof of them.
+
+This module composes the edits and the audit. The edits do not import the audit, and the audit applies the edits to a
+clone, so neither imports the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from torch import nn
+
+from torch_backend.auditing.model import verify as verify_kind
+from torch_backend.hf.patch import causal_lm, install, state_of, unpatch
+
+__all__ = ["patch", "unpatch"]
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def patch(model: Model, *, implementation: str | Sequence[str] = "auto", verify: bool = True) -> Model:
+    """Make a model train packed batches exactly; everything else it does stays as it was, to the bit.
+
+    Args:
+        model: a transformers causal language model, or anything that wraps one (PEFT, DDP, a compiled module).
+        implementation: of attention, as in :func:`torch_backend.attention`.
+        verify: prove it on a tiny clone of the model before returning (see :func:`torch_backend.audit`).
+
+    Returns:
+        ``model`` itself, patched in place. Patching again changes the implementation, if it is another one.
+
+    Raises:
+        UnsupportedModelError: the model, or an option of it, cannot be made exact; the model is left as it was.
+        ContaminationError: the proof failed; the model is left as it was.
+    """
+    if verify:
+        root = causal_lm(model)
+        state = state_of(root)
+        if state is None or state.implementation != implementation:
+            verify_kind(root, implementation)
+    return install(model, implementation)

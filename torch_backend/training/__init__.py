@@ -1,0 +1,1 @@
+"""Training packed: fixed-shape steps, the glue to trainers, and the job behind ``crosspack train``."""
