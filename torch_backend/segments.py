@@ -8,6 +8,7 @@ implementation needs (length buckets, block masks) is derived on first use and k
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -39,8 +40,6 @@ class PackedMetadata:
         self.max_seqlen = max_seqlen
         self.tokens = tokens
         self.lengths = lengths
-        self.last_request: Any = None  # what attention was asked with these segments the last time
-        self.served: dict[int, Any] = {}  # id of a layer -> what it asked in this forward, or the name of its wrapper
         self._derived: dict[Hashable, Any] = {}
 
     @classmethod
@@ -77,6 +76,19 @@ class PackedMetadata:
             boundaries = torch.cat([boundaries, boundaries.new_full((entries - len(lengths),), tokens)])
         return cls(to_device(boundaries.int(), device), max_seqlen or longest, tokens, lengths)
 
+    def to(self, device: torch.device | str) -> PackedMetadata:
+        """The same segments on another device; itself where they are on it already."""
+        if torch.device(device) == self.device:
+            return self
+        return PackedMetadata(to_device(self.cu_seqlens, device), self.max_seqlen, self.tokens, self.lengths)
+
+    @property
+    def readable(self) -> bool:
+        """Whether the lengths could be read from the device now: not while a graph is traced or captured."""
+        if torch.compiler.is_compiling():
+            return False
+        return not (self.cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing())
+
     @property
     def device(self) -> torch.device:
         return self.cu_seqlens.device
@@ -103,7 +115,7 @@ def refined(packed: PackedMetadata, chunk: int) -> PackedMetadata:
     """The same tokens with every segment cut into pieces of ``chunk``, for attention that sees its own chunk only.
 
     Raises:
-        UnsupportedError: the lengths are not known on the host.
+        UnsupportedError: see :func:`host_lengths`.
     """
     lengths = host_lengths(packed)
 
@@ -115,16 +127,19 @@ def refined(packed: PackedMetadata, chunk: int) -> PackedMetadata:
 
 
 def host_lengths(packed: PackedMetadata) -> tuple[int, ...]:
-    """The segments' lengths on the host.
+    """The segments' lengths on the host; read from the device, once per batch, where only it knows them.
 
     Raises:
-        UnsupportedError: only the device knows them.
+        UnsupportedError: only the device knows them, and a graph is being traced or captured.
     """
     if packed.lengths is None:
-        raise UnsupportedError(
-            "the segment lengths are needed on the host and only the device knows them: "
-            "let PackedCollator build the batch, or wrap its collator in with_boundaries"
-        )
+        if not packed.readable:
+            raise UnsupportedError(
+                "the segment lengths are needed on the host while a graph is traced or captured: let PackedCollator "
+                "build the batch, or wrap its collator in with_boundaries"
+            )
+        boundaries = packed.cu_seqlens.tolist()
+        packed.lengths = tuple(end - start for start, end in pairwise(boundaries) if end != start)
     return packed.lengths
 
 

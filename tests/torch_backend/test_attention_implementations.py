@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from packing_core import reference
 from packing_core.errors import UnsupportedError
 from tests.torch_backend import flash_stand_ins
-from torch_backend.ops.attention import IMPLEMENTATIONS, AttentionRequest, _describe, attention
+from torch_backend.ops.attention import IMPLEMENTATIONS, AttentionRequest, attention, request_of
 from torch_backend.ops.attention.flash import FLASH2, FLASH3, FLASH4
 from torch_backend.ops.attention.flash_family import assert_longest, backward_overflows, window_size
 from torch_backend.ops.attention.flex import FLEX, block_mask
@@ -289,7 +289,7 @@ def tensors(
 def requested(q, k, v, packed, options) -> AttentionRequest:
     tensors = {name: options.get(name) for name in ("sinks", "alibi_slopes")}
     numbers = {"causal": True, "window": None, "softcap": None, "scale": None, **options} | tensors
-    return _describe(q, k, v, packed, dropout=0.0, **numbers)
+    return request_of(q, k, v, packed, dropout=0.0, **numbers)
 
 
 def called(implementation, q, k, v, packed, options):

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 import torch_backend
 from packing_core.errors import UnsupportedModelError
 from tests.torch_backend.models import alone, assert_same, collate, documents, packed, tiny
-from torch_backend.hf import mixers
-from torch_backend.hf.convolution import NAME, convolve
+from torch_backend.hf import mixers, stand_ins
+from torch_backend.hf.knowledge import CONVOLUTION, SCANS
+from torch_backend.hf.stand_ins import LayerSegments
 from torch_backend.ops import conv, operators, scan
 from torch_backend.segments import PackedMetadata
 
@@ -106,9 +107,9 @@ class NoConvolution(nn.Module):
 
 
 def test_what_a_forward_names_decides() -> None:
-    assert mixers.row_forward(Known) is not None
+    assert callable(mixers.row_forward(Known))
     for layer in (UnknownFunction, UnknownMethod, NoConvolution):
-        assert mixers.row_forward(layer) is None
+        assert isinstance(mixers.row_forward(layer), str)
 
 
 # -- libraries, played by plain torch ----------------------------------------------------------------------------------
@@ -117,7 +118,7 @@ def test_what_a_forward_names_decides() -> None:
 def with_library(monkeypatch: pytest.MonkeyPatch, family: str, kernel: Callable[..., Any]) -> None:
     """As if the library of the family's scan were installed and transformers had bound ``kernel(plain)`` of it."""
     module = import_module(type(tiny(family)).__module__)
-    (name,) = scan.LIBRARIES.keys() & vars(module).keys()
+    (name,) = SCANS.keys() & vars(module).keys()
     plain = inspect.unwrap(getattr(module, name))
     monkeypatch.setattr(module, name, wraps(plain)(kernel(plain)))
     monkeypatch.setattr(scan, "find_spec", lambda name: object())
@@ -239,16 +240,16 @@ def test_chunks_are_listed_without_reading_the_boundaries(lengths: tuple[int, ..
 
 
 def test_states_and_missing_segments_are_refused() -> None:
-    packed, x = PackedMetadata.from_lengths((4,)), torch.zeros(1, 3, 4)
-    with pytest.raises(UnsupportedModelError, match=f"a layer called {NAME} without its segments"):
-        convolve(causal_conv1d_fn, x, torch.zeros(3, 2))
-    with pytest.raises(UnsupportedModelError, match=f"a layer called {NAME} with a state"):
-        convolve(causal_conv1d_fn, x, torch.zeros(3, 2), seq_idx=packed, initial_states=x)
-    with pytest.raises(UnsupportedModelError, match="a layer scans without its segments"):
-        scan.scan(unknown_scan, "fla", x)
+    segments, x = LayerSegments(PackedMetadata.from_lengths((4,))), torch.zeros(1, 3, 4)
+    with pytest.raises(UnsupportedModelError, match=f"a layer called {CONVOLUTION} without its segments"):
+        stand_ins.convolve(causal_conv1d_fn, x, torch.zeros(3, 2))
+    with pytest.raises(UnsupportedModelError, match=f"a layer called {CONVOLUTION} with a state"):
+        stand_ins.convolve(causal_conv1d_fn, x, torch.zeros(3, 2), seq_idx=segments, initial_states=x)
+    with pytest.raises(UnsupportedModelError, match="a layer called a scan without its segments"):
+        stand_ins.scan(unknown_scan, "fla", x)
     for state in ({"initial_state": x}, {"output_final_state": True}):
-        with pytest.raises(UnsupportedModelError, match="a layer scans with a state"):
-            scan.scan(unknown_scan, "fla", x, packed=packed, **state)
+        with pytest.raises(UnsupportedModelError, match="a layer called a scan with a state"):
+            stand_ins.scan(unknown_scan, "fla", x, packed=segments, **state)
 
 
 def test_what_the_kernel_does_not_know_is_left_to_the_model(convolved: list[int]) -> None:
@@ -256,9 +257,9 @@ def test_what_the_kernel_does_not_know_is_left_to_the_model(convolved: list[int]
         assert activation == "gelu" and x.shape == (2, 3, 8)
         return x + 1
 
-    packed, x, weight = PackedMetadata.from_lengths((4, 3)), torch.zeros(1, 3, 7), torch.zeros(3, 2)
-    assert convolve(gelu, x, weight, activation="gelu", packed=packed).eq(1).all() and not convolved
-    assert convolve(gelu, x, weight, activation="silu", packed=packed).eq(0).all() and convolved == [7]
+    packed, x, weight = LayerSegments(PackedMetadata.from_lengths((4, 3))), torch.zeros(1, 3, 7), torch.zeros(3, 2)
+    assert stand_ins.convolve(gelu, x, weight, activation="gelu", packed=packed).eq(1).all() and not convolved
+    assert stand_ins.convolve(gelu, x, weight, activation="silu", packed=packed).eq(0).all() and convolved == [7]
 
 
 def test_a_scan_is_given_what_it_takes_and_nothing_else_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,6 +269,6 @@ def test_a_scan_is_given_what_it_takes_and_nothing_else_of_the_model(monkeypatch
         assert not others
         return x * scale
 
-    packed, x = PackedMetadata.from_lengths((4, 3)), torch.randn(1, 7, 2)
+    packed, x = LayerSegments(PackedMetadata.from_lengths((4, 3))), torch.randn(1, 7, 2)
     options = {"scale": 2.0, "packed": packed, "position_ids": torch.arange(7)[None], "cu_seqlens": None}
-    assert torch.equal(scan.scan(double, "fla", x, **options), x * 2)
+    assert torch.equal(stand_ins.scan(double, "fla", x, **options), x * 2)

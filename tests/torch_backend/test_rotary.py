@@ -56,9 +56,9 @@ def test_unpacked_forwards_siblings_and_unpatched_models_never_see_the_kernel(wh
     torch_backend.patch(model, implementation="sdpa", verify=False)
     assert torch.equal(model(ids).logits, before) and torch.equal(sibling(ids).logits, before)
     layer = model.model.layers[0].self_attn
-    assert "forward" in layer.__dict__
+    assert "_crosspack_rotated_forward" in layer.__dict__
     torch_backend.unpatch(model)
-    assert "forward" not in layer.__dict__ and torch.equal(model(ids).logits, before)
+    assert "_crosspack_rotated_forward" not in layer.__dict__ and torch.equal(model(ids).logits, before)
     assert turns == []
 
 

@@ -124,15 +124,20 @@ def test_bad_input_raises_before_anything_runs(change: dict[str, Any], message: 
 
 def test_a_named_implementation_that_cannot_serve_raises_and_says_why() -> None:
     q, k, v = inputs()
-    on_device_only = PackedMetadata(torch.tensor([0, T], dtype=torch.int32), T, T)
     with pytest.raises(
         UnsupportedError,
-        match=r"no packed attention for 4 heads \(2 of keys\) of 16 .* float32 on cpu, causal, window 3: "
-        r'sdpa: needs the segment lengths on the host\. Pass implementation="auto"',
+        match=r"no packed attention for 4 heads \(2 of keys\) of 16 .* float32 on cpu, not causal, window 3: "
+        r"sdpa: batches documents with their padding at the end, .*\. Pass implementation=\"auto\"",
     ):
-        attention(q, k, v, on_device_only, window=3, implementation="sdpa")
-    with pytest.raises(UnsupportedError, match="sdpa: batches documents with their padding at the end"):
-        attention(q, k, v, PackedMetadata.from_lengths(LENGTHS), causal=False, implementation="sdpa")
+        attention(q, k, v, PackedMetadata.from_lengths(LENGTHS), causal=False, window=3, implementation="sdpa")
+
+
+def test_lengths_that_only_the_device_knows_are_read_once_where_nothing_works_without() -> None:
+    q, k, v = inputs()
+    on_device_only = PackedMetadata(torch.tensor([0, 3, 3, T], dtype=torch.int32), T, T)
+    want = attention(q, k, v, PackedMetadata.from_lengths((3, T - 3)))
+    assert torch.equal(attention(q, k, v, on_device_only, implementation="sdpa"), want)
+    assert on_device_only.lengths == (3, T - 3)
 
 
 def test_of_several_names_the_first_that_serves_is_taken() -> None:

@@ -27,7 +27,7 @@ from packing_core.errors import UnsupportedError
 from packing_core.protocol import Array, Backend, BackendFactory, Batch, Capabilities, Document, Gradients
 from torch_backend.collate import PackedCollator, with_boundaries
 from torch_backend.losses.cross_entropy import next_token_targets, normalise, packed_cross_entropy
-from torch_backend.ops.attention import IMPLEMENTATIONS, AttentionRequest, _load, attention, rejections
+from torch_backend.ops.attention import IMPLEMENTATIONS, AttentionRequest, attention, load, rejections
 from torch_backend.ops.attention.probe import Probed
 from torch_backend.ops.documents import per_document
 from torch_backend.ops.rope import apply_rope
@@ -66,7 +66,7 @@ def _make(name: str) -> Backend:
 
 def capabilities(name: str, device: torch.device) -> Capabilities:
     """What one implementation declares, as far as it says so without being run: whether it keeps to it is the test."""
-    served = _load(name)
+    served = load(name)
     refuses = served.refuses if isinstance(served, Probed) else served.supports
 
     def takes(**change: Any) -> bool:

@@ -1,12 +1,13 @@
-"""Everything of transformers that the patch touches, in one place, and the two functions registered there.
+"""The attention and mask functions that a patched model runs through transformers' own registries.
 
 An attention layer looks up ``config._attn_implementation`` among the registered functions; the patch sets it to
-``crosspack_`` followed by the name it had. Under that name stand :func:`packed_attention`, which serves a
-:class:`CarriedMask` and hands everything else to the function of the old name, and a mask function that is the old one.
+``crosspack_`` followed by the name it had. Under that name, :func:`packed_attention` runs packed attention where the
+mask is a :class:`PackedForward` and calls the function of the old name otherwise; the mask function is the old one.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 
 from packing_core.errors import UnsupportedModelError
 from packing_core.extras import require
-from torch_backend.hf.carry import CarriedMask
-from torch_backend.ops.attention import attention
+from torch_backend.hf.forward import AttentionChoice, PackedForward
+from torch_backend.hf.knowledge import INTERFACE, WITHOUT_EFFECT
+from torch_backend.ops.attention import choose, request_of, run
 from torch_backend.segments import refined
 
 require("transformers", extra="hf")
@@ -31,44 +33,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 __all__ = ["PREFIX", "DecoderLayer", "PreTrainedModel", "packed_attention", "register", "unregistered"]
 
 PREFIX = "crosspack_"
-# Every name of transformers that this package touches, as "module:name" or "module:class.attribute"; a test finds them
-# all in the installed version, and finds no other import of transformers here.
-TOUCHED = (
-    "transformers:AttentionInterface",
-    "transformers:AttentionMaskInterface",
-    "transformers:AutoConfig",
-    "transformers:AutoModelForCausalLM",
-    "transformers:AutoTokenizer",
-    "transformers:CONFIG_MAPPING",
-    "transformers:LlamaConfig",
-    "transformers:LlamaForCausalLM",
-    "transformers:MistralConfig",
-    "transformers:MistralForCausalLM",
-    "transformers:PreTrainedModel",
-    "transformers:PreTrainedTokenizerFast",
-    "transformers.masking_utils:ALL_MASK_ATTENTION_FUNCTIONS",
-    "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS",
-    "transformers:TrainingArguments",
-    "transformers.modeling_layers:GradientCheckpointingLayer",
-    "transformers.models.auto.modeling_auto:MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
-    # attributes: where a config keeps the name of its attention, and what the trainers' glue reads
-    "transformers:PretrainedConfig._attn_implementation",
-    "transformers.models.llama.modeling_llama:eager_attention_forward",
-    "transformers.models.llama.modeling_llama:apply_rotary_pos_emb",
-    "transformers.models.mamba.modeling_mamba:causal_conv1d_fn",
-    "transformers:Trainer._prepare_inputs",
-    "transformers:Trainer._set_signature_columns_if_needed",
-    "transformers:Trainer.compute_loss",
-    "transformers:Trainer.compute_loss_context_manager",
-    "transformers:Trainer.get_batch_samples",
-    "transformers:Trainer.get_train_dataloader",
-)
-# What an attention layer may pass along without meaning anything for the packed result.
-_WITHOUT_EFFECT = (
-    *("position_ids", "position_embeddings", "cache_position", "layer_idx", "use_cache", "packed", "seq_idx"),
-    *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
-    *("num_items_in_batch", "logits_to_keep", "labels"),
-)
 
 
 def register(name: str) -> str:
@@ -107,7 +71,7 @@ def packed_attention(
     Args:
         module: the attention layer.
         query, key, value: [B, H, S, D], [B, K, S, D], [B, K, S, Dv].
-        attention_mask: a CarriedMask in a packed forward; whatever ``before`` understands otherwise.
+        attention_mask: a PackedForward in a packed forward; whatever ``before`` understands otherwise.
         before: the implementation that was in force, called with all arguments unchanged when nothing is packed.
         args, kwargs: as transformers passes them.
 
@@ -117,7 +81,7 @@ def packed_attention(
     Raises:
         UnsupportedModelError: a packed forward asks for something that would not be exact.
     """
-    if not isinstance(attention_mask, CarriedMask):
+    if not isinstance(attention_mask, PackedForward):
         return _function_before(before, module)(module, query, key, value, attention_mask, *args, **kwargs)
     if before == "sdpa" and kwargs.get("softcap"):
         raise UnsupportedModelError(
@@ -125,6 +89,12 @@ def packed_attention(
             'batches would differ: load the model with attn_implementation="eager"'
         )
     return _packed(module, query, key, value, attention_mask, *args, **kwargs)
+
+
+def uses_interface(layer_class: type[nn.Module]) -> bool:
+    """Whether layers of the class call transformers' attention interface."""
+    code = getattr(inspect.unwrap(layer_class.forward), "__code__", None)
+    return code is not None and INTERFACE in code.co_names
 
 
 def causal_mask(module: Any, rows: Tensor) -> Tensor | None:
@@ -150,7 +120,7 @@ def _packed(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: CarriedMask,
+    mask: PackedForward,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -159,7 +129,7 @@ def _packed(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    unknown = sorted(k for k, v in others.items() if v is not None and v is not False and k not in _WITHOUT_EFFECT)
+    unknown = sorted(k for k, v in others.items() if v is not None and v is not False and k not in WITHOUT_EFFECT)
     if unknown:
         raise UnsupportedModelError(
             f"{_where(module)} passes {', '.join(unknown)} to attention, which packing cannot honour"
@@ -175,11 +145,11 @@ def _packed(
             f"{_where(module)} has {key.shape[2]} keys for {query.shape[2]} queries: "
             "a packed forward takes no cache and no prefix"
         )
-    packed = mask.packed if (chunk := _chunk(module)) is None else refined(mask.packed, chunk)
+    packed = mask.segments if (chunk := _chunk(module)) is None else refined(mask.segments, chunk)
     rows, heads, length, _ = query.shape
     query, key, value = _same_dtype(query, key, value)
     q, k, v = (x.transpose(1, 2).reshape(rows * length, x.shape[1], x.shape[3]) for x in (query, key, value))
-    out = attention(
+    request = request_of(
         q,
         k,
         v,
@@ -189,10 +159,10 @@ def _packed(
         sinks=s_aux,
         dropout=dropout,
         scale=scaling,
-        implementation=mask.implementation,
     )
-    if not torch.compiler.is_compiling():  # a compiled layer would be guarded on its own id, one graph per layer
-        mask.packed.served[id(module)] = packed.last_request
+    name, request = choose(request, packed, mask.implementation)
+    mask.record(module, AttentionChoice(name, request))
+    out = run(name, request, q, k, v, packed, sinks=s_aux)
     return out.view(rows, length, heads, -1), None
 
 

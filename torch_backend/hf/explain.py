@@ -1,6 +1,6 @@
-"""``explain(model)``: what serves each layer of a patched model, and why nothing else does.
+"""``explain(model)``: the implementation that runs each layer of a patched model, and why the others were rejected.
 
-The requests that the layers made in the last packed forward -> every implementation's answer to them -> a table. Before
+What the layers chose in the last packed forward -> every implementation's answer to the same request -> a table. Before
 the first packed forward only the layers and their routes are known.
 """
 
@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from packing_core.errors import UnsupportedError
-from torch_backend.hf.mixers import PER_DOCUMENT, Row, row_forward
+from torch_backend.hf.forward import AttentionChoice, Choice, DocumentsChoice, RowChoice
+from torch_backend.hf.mixers import why_not_on_the_row
 from torch_backend.hf.patch import causal_lm, state_of
-from torch_backend.ops.attention import AttentionRequest, describe, rejections
+from torch_backend.ops.attention import describe, rejections
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,8 @@ class LayerExplanation:
         route: ``attention`` (segments reach its attention), ``row`` (segments reach the convolution and scan inside it)
             or ``per document`` (it runs on batches of documents).
         serves: the implementation that runs it, None before the first packed forward.
-        request: what it asks for, in words; of a mixer, what convolves and scans.
-        rejected: implementations that were asked before, each with its reason.
+        request: what the layer needs, in words; of a mixer, what convolves and scans.
+        rejected: implementations that come first in the order, each with the reason why it was not chosen.
     """
 
     layer: str
@@ -53,7 +54,7 @@ class Explanation:
 
 
 def explain(model: nn.Module) -> Explanation:
-    """What serves each attention and mixer layer of a patched model.
+    """Which implementation runs each attention and mixer layer of a patched model, and why.
 
     Raises:
         UnsupportedError: the model is not patched.
@@ -62,30 +63,32 @@ def explain(model: nn.Module) -> Explanation:
     if state is None:
         raise UnsupportedError(f"{type(model).__name__} is not patched: call torch_backend.patch(model) first")
     layers = [
-        _explain_mixer(name, layer, state.served.get(id(layer)))
+        _explain_mixer(name, layer, state.choices.get(id(layer)), state.route == "documents")
         if name in state.mixers
-        else _explain(name, state.served.get(id(layer)), state.implementation)
+        else _explain_attention(name, state.choices.get(id(layer)), state.implementation)
         for name, layer in state.layers.items()
     ]
     return Explanation(layers, state.notes())
 
 
-def _explain_mixer(name: str, layer: nn.Module, served: Row | str | None) -> LayerExplanation:
-    if isinstance(served, Row):
-        return LayerExplanation(name, "row", "its own forward on the row", str(served))
-    if served is None and row_forward(type(layer)) is not None:
-        return LayerExplanation(name, "row")
-    return LayerExplanation(name, PER_DOCUMENT, "its own forward on batches of documents")
-
-
-def _explain(name: str, asked: AttentionRequest | None, implementation: str | tuple[str, ...]) -> LayerExplanation:
-    if asked is None:
-        return LayerExplanation(name, "attention")
-    answers = rejections(asked, implementation)
-    serves = next(candidate for candidate, reason in answers.items() if reason is None)
-    rejected = {}
-    for other, reason in answers.items():
+def _explain_mixer(name: str, layer: nn.Module, choice: Choice | None, whole_decoder: bool) -> LayerExplanation:
+    if isinstance(choice, RowChoice):
+        return LayerExplanation(name, "row", "its own forward on the row", str(choice))
+    reason = choice.reason if isinstance(choice, DocumentsChoice) else None
+    if choice is None and not whole_decoder:
+        reason = why_not_on_the_row(layer)
         if reason is None:
+            return LayerExplanation(name, "row")
+    rejected = {} if reason is None else {"row": reason}
+    return LayerExplanation(name, "per document", "its own forward on batches of documents", rejected=rejected)
+
+
+def _explain_attention(name: str, choice: Choice | None, implementation: str | tuple[str, ...]) -> LayerExplanation:
+    if not isinstance(choice, AttentionChoice):
+        return LayerExplanation(name, "attention")
+    rejected = {}
+    for other, reason in rejections(choice.request, implementation).items():
+        if other == choice.implementation:
             break
-        rejected[other] = reason
-    return LayerExplanation(name, "attention", serves, describe(asked), rejected)
+        rejected[other] = reason or "comes later in the order"
+    return LayerExplanation(name, "attention", choice.implementation, describe(choice.request), rejected)

@@ -1,144 +1,112 @@
-"""Layers that carry something along the row: state-space, linear-attention and convolution layers in packed forwards.
+"""Layers that carry state along the row: state-space, linear-attention and convolution layers in packed forwards.
 
 A layer whose forward mixes tokens only through functions that are known by name (transformers' short convolution and
-scans) runs once on the whole row, projections, norms and gates as they are, and these functions are told of the
-segments (:mod:`.rebinding`, :mod:`.convolution`, :mod:`torch_backend.ops.scan`). Any other layer
-runs as a whole on padded batches of documents of similar length (:mod:`torch_backend.ops.documents`), so whatever it
-does inside, it does inside one document. Without segments a layer's own ``forward`` runs untouched. A whole decoder
-can be wrapped in the same way.
+scans) runs once on the whole row, with its projections, norms and gates as they are; in a copy of its forward
+(:mod:`.rebinding`) these names mean the functions of :mod:`.stand_ins`, which receive the segment boundaries. Any other
+layer runs as a whole on padded batches of documents of similar length. A whole decoder can be run the same way.
+Calls without segments run the layer's own forward.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_backend.hf import convolution
-from torch_backend.hf.carry import CarriedMask
-from torch_backend.hf.rebinding import called, names, rebound, segments
-from torch_backend.ops.documents import FINE, OWN, no_mask, per_document
-from torch_backend.ops.operators import runs_triton
-from torch_backend.ops.scan import LIBRARIES, ScanRequest, scan
-from torch_backend.segments import PackedMetadata
-
-# Layers that carry something along the row and have no convolution to know them by.
-BY_NAME: dict[str, Callable[[Any], bool]] = {
-    "MiniMaxLightningAttention": lambda layer: True,
-    "JambaMambaDecoderLayer": lambda layer: True,  # does not tell its mixer of segments
-    "Llama4TextAttention": lambda layer: layer.attn_temperature_tuning and not layer.use_rope,  # counts along the row
-}
-# Global names of functions in modeling files: those without effect across tokens, those that only a cache leads to, and
-# those that do several steps at once and may return None, upon which the layer takes the steps one by one.
-_WITHIN_TOKENS = ("apply_mask_to_padding_states",)
-_WITH_A_CACHE = (
-    "causal_conv1d_update",
-    "mamba2_selective_state_update",
-    "recurrent_kimi_delta_attention",
-    "torch_recurrent_gated_delta_rule",
+from torch_backend.hf.attention import causal_mask, uses_interface
+from torch_backend.hf.forward import CARRIED, DocumentsChoice, PackedForward, RowChoice, forward_among
+from torch_backend.hf.knowledge import (
+    CONVOLUTION,
+    FUSED_STEPS,
+    ONLY_WITH_A_CACHE,
+    SCANS,
+    STATEFUL_LAYERS,
+    WITHIN_TOKENS,
+    WITHIN_TOKENS_METHODS,
 )
-_AT_ONCE = ("mamba2_split_conv1d_scan_combined",)
-# Likewise methods of a layer.
-_METHODS = ("fix_query_key_value_ordering",)
+from torch_backend.hf.override import has_own_forward, original_class, override
+from torch_backend.hf.rebinding import called, names, rebound
+from torch_backend.hf.stand_ins import LayerSegments, convolve, no_fused_steps, scan
+from torch_backend.ops.operators import runs_triton
 
-_BEFORE, _ON_ROW, _DIVIDED = "_crosspack_forward", "_crosspack_forward_on_row", "_crosspack_forward_divided"
+logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Row:
-    """How a layer ran: on the whole row.
-
-    Attributes:
-        kernel: whether its convolution is a kernel's; else it runs on batches of documents.
-        scan: what it asked of a scan, None if it has none.
-    """
-
-    kernel: bool
-    scan: ScanRequest | None
-
-    @property
-    def needs_lengths(self) -> bool:
-        """Whether something in it needs the segments' lengths on the host."""
-        return not self.kernel or (self.scan is not None and self.scan.refused is not None)
-
-    def __str__(self) -> str:
-        convolution = f"convolution by {'Triton' if self.kernel else 'plain torch on batches of documents'}"
-        return convolution if self.scan is None else f"{convolution}, {self.scan}"
-
-
-PER_DOCUMENT = "per document"
+_ROW_FORWARD = "_crosspack_row_forward"
 
 
 def find_mixers(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
-    """The layers inside ``module`` that carry something along the row, by name, the outermost ones only.
+    """The layers inside ``module`` that carry state along the row, by name, the outermost ones only.
 
-    They have a convolution of their own, or are known by name.
+    They have a convolution of their own, or are known by the name of their class.
     """
     found = {}
     for name, child in module.named_children():
         convolves = any(isinstance(inner, nn.Conv1d) for inner in child.children())
-        if convolves or BY_NAME.get(type(child).__name__, lambda layer: False)(child):
+        # by the names of all base classes, because FSDP renames the class
+        known = any(STATEFUL_LAYERS[c.__name__](child) for c in type(child).__mro__ if c.__name__ in STATEFUL_LAYERS)
+        if convolves or known:
             found[prefix + name] = child
         else:
             found |= find_mixers(child, f"{prefix}{name}.")
     return found
 
 
-def wrap(layer: nn.Module, *, mask: Callable[[Tensor], Any] = no_mask, pad: bool = True) -> None:
-    """Keep documents apart in ``layer`` where it is given segments, by themselves or as a CarriedMask.
-
-    Args:
-        layer: a module whose first tensor argument is [B, S, ...] and whose forward is causal along S.
-        mask: what a layer that runs on batches of documents takes in the place of the CarriedMask, for [n, L, ...].
-        pad: batch documents of similar length with padding at their end; else only those of the same length.
-    """
-    layer.__dict__[_BEFORE] = layer.__dict__.get("forward")  # accelerate, for one, wraps forward like this too
-    layer.__dict__[_DIVIDED] = {"mask": mask, "sizes": FINE if pad else OWN}
-    layer.__dict__[_ON_ROW] = row_forward(type(layer))
-    # a method and no partial: torch.compile guards a method by its function, so equal layers share one graph
-    layer.forward = MethodType(_forward, layer)
+def override_mixer(layer: nn.Module) -> None:
+    """Make a layer restart at every segment in packed forwards: on the row where it can, else per document."""
+    override(layer, _mixer_forward, _row_attributes)
+    reason = why_not_on_the_row(layer)
+    if reason is not None and CONVOLUTION in called(original_class(layer).forward):
+        _warn_once(type(layer).__name__, reason)
 
 
-def unwrap(layer: nn.Module) -> None:
-    """Take back what :func:`wrap` did."""
-    before = layer.__dict__.pop(_BEFORE)
-    del layer.__dict__[_DIVIDED], layer.__dict__[_ON_ROW]
-    if before is None:
-        del layer.__dict__["forward"]
-    else:
-        layer.__dict__["forward"] = before
+def override_decoder(decoder: nn.Module) -> None:
+    """Make a whole decoder run on batches of documents in packed forwards."""
+    override(decoder, _decoder_forward)
 
 
-def row_forward(layer_class: type[nn.Module]) -> Callable[..., Any] | None:
-    """A layer class's forward for whole rows, which is told of the segments by a keyword; None if it has to be divided.
+def why_not_on_the_row(layer: nn.Module) -> str | None:
+    """Why a layer runs per document, None if it runs on the row."""
+    if has_own_forward(layer):
+        return "somebody set a forward on this instance, which may do anything"
+    found = row_forward(original_class(layer))
+    return found if isinstance(found, str) else None
+
+
+def row_forward(layer_class: type[nn.Module]) -> Callable[..., Any] | str:
+    """A layer class's forward for whole rows; the segments reach it as a keyword. If it has none, the reason.
 
     It convolves by name, and every other function and method that it names is known.
     """
-    functions, known = called(layer_class.forward), {*_WITHIN_TOKENS, *_WITH_A_CACHE, *_AT_ONCE, *LIBRARIES}
-    if convolution.NAME not in functions or functions.keys() - known - {convolution.NAME}:
-        return None
-    if any(_is_method(layer_class, name) for name in names(layer_class.forward) if name not in _METHODS):
-        return None
-    return _told_of_segments(layer_class.forward, tuple(sorted(functions.items())))
+    functions = called(layer_class.forward)
+    if CONVOLUTION not in functions:
+        return f"it does not convolve through {CONVOLUTION}"
+    known = {*WITHIN_TOKENS, *ONLY_WITH_A_CACHE, *FUSED_STEPS, *SCANS, CONVOLUTION}
+    methods = {name for name in names(layer_class.forward) if _is_method(layer_class, name)}
+    unknown = sorted((functions.keys() - known) | (methods - set(WITHIN_TOKENS_METHODS)))
+    if unknown:
+        return f"its forward calls {', '.join(unknown)}, which may mix tokens"
+    found = _rebound_row_forward(layer_class.forward, tuple(sorted(functions.items())))
+    return "a decorator hides its forward" if found is None else found
 
 
 @cache
-def _told_of_segments(forward: Callable[..., Any], functions: tuple[tuple[str, Any], ...]) -> Callable[..., Any] | None:
-    """``forward`` over stand-ins for those of its functions that mix tokens."""
+def _rebound_row_forward(
+    forward: Callable[..., Any], functions: tuple[tuple[str, Any], ...]
+) -> Callable[..., Any] | None:
+    """``forward`` with stand-ins for those of its functions that mix tokens."""
     stand_ins: dict[str, Any] = {}
     for name, function in functions:
-        if name == convolution.NAME:
-            stand_ins[name] = partial(convolution.convolve, function)
-        elif name in LIBRARIES:
-            stand_ins[name] = partial(scan, function, LIBRARIES[name])
-        elif name in _AT_ONCE:
-            stand_ins[name] = _step_by_step
+        if name == CONVOLUTION:
+            stand_ins[name] = partial(convolve, function)
+        elif name in SCANS:
+            stand_ins[name] = partial(scan, function, SCANS[name])
+        elif name in FUSED_STEPS:
+            stand_ins[name] = no_fused_steps
     return rebound(forward, stand_ins)
 
 
@@ -146,27 +114,45 @@ def _is_method(layer_class: type[nn.Module], name: str) -> bool:
     return inspect.isfunction(getattr(layer_class, name, None)) and not hasattr(nn.Module, name)
 
 
-def _step_by_step(*args: Any, **kwargs: Any) -> None:
-    """Stands for a function of convolution and scan at once."""
+def _row_attributes(original: type[nn.Module]) -> dict[str, Any]:
+    found = row_forward(original)
+    return {_ROW_FORWARD: None if isinstance(found, str) else found}
 
 
-def _forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    before = layer.__dict__[_BEFORE]
-    told = [value for value in (*args, *kwargs.values()) if isinstance(value, CarriedMask | PackedMetadata)]
-    if not told:
-        return (before or partial(type(layer).forward, layer))(*args, **kwargs)
-    packed = told[0].packed if isinstance(told[0], CarriedMask) else told[0]
-    whole = layer.__dict__[_ON_ROW]
-    if whole is not None and before is None and segments(kwargs.values()) is not None:
-        packed.last_request = None
-        args = tuple(None if isinstance(value, CarriedMask) else value for value in args)
-        kwargs = {name: None if isinstance(value, CarriedMask) else value for name, value in kwargs.items()}
-        result = whole(layer, *args, **kwargs)
-        if not torch.compiler.is_compiling():  # a compiled layer would be guarded on its own id, one graph per layer
-            hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-            packed.served[id(layer)] = Row(runs_triton(hidden), packed.last_request)
-        return result
-    packed.served[id(layer)] = PER_DOCUMENT
-    kwargs = {name: value for name, value in kwargs.items() if not isinstance(value, PackedMetadata)}
-    before = before or partial(type(layer).forward, layer)
-    return per_document(packed, before, args, kwargs, **layer.__dict__[_DIVIDED])
+def _mixer_forward(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    forward = forward_among((*args, *kwargs.values()))
+    if forward is None:
+        return call(*args, **kwargs)
+    on_row = layer.__dict__[_ROW_FORWARD]
+    if on_row is None or has_own_forward(layer) or not any(name in kwargs for name in CARRIED):
+        if not torch.compiler.is_compiling():
+            forward.record(layer, DocumentsChoice(why_not_on_the_row(layer) or "no keyword hands it the segments"))
+        mask = partial(causal_mask, layer) if uses_interface(original_class(layer)) else _no_mask
+        return forward.per_document(call, args, kwargs, mask=mask)
+    segments = LayerSegments(forward.segments)
+    args = tuple(None if isinstance(value, PackedForward) else value for value in args)
+    kwargs = {
+        name: (segments if name in CARRIED else None) if isinstance(value, PackedForward) else value
+        for name, value in kwargs.items()
+    }
+    result = on_row(layer, *args, **kwargs)
+    hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    forward.record(layer, RowChoice(runs_triton(hidden), segments.scan))
+    return result
+
+
+def _decoder_forward(decoder: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    forward = kwargs.pop("packed", None)
+    if forward is None:
+        return call(*args, **kwargs)
+    forward.record(decoder, DocumentsChoice("its attention cannot be given segments from outside"))
+    return forward.per_document(call, args, kwargs, mask=_no_mask)
+
+
+def _no_mask(rows: Tensor) -> None:
+    return None
+
+
+@cache
+def _warn_once(layer: str, reason: str) -> None:
+    logger.warning("%s runs on batches of documents instead of whole rows, which costs speed: %s", layer, reason)

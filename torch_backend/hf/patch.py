@@ -1,9 +1,9 @@
-"""``patch(model)``: a transformers causal language model trains packed without contamination, in place and undoably.
+"""A patched model: the list of edits that make it train packed rows, and the hooks that carry the segments.
 
-A packed batch -> a hook on the model takes the metadata out of the arguments -> a hook on its decoder puts it where the
-attention mask goes (:mod:`.carry`) -> every layer receives it as an argument of the possibly checkpointed
-call -> the registered attention function (:mod:`.attention`) serves it -> a last hook checks that every layer was
-served. A batch without metadata takes the path it took before.
+A packed batch -> a hook on the model makes its :class:`PackedForward` -> a hook on the decoder puts it where the
+attention mask goes -> every layer receives it as an argument -> the registered attention function and the overridden
+layers use it -> a last hook checks that every layer that ran did. A batch without boundaries takes the path it took
+before.
 """
 
 from __future__ import annotations
@@ -13,25 +13,26 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from packing_core.errors import LayoutError, UnsupportedModelError
-from torch_backend.hf import frequencies, rotary
-from torch_backend.hf.attention import PreTrainedModel, causal_mask, register, unregistered
-from torch_backend.hf.carry import CarriedMask, is_packed, take_metadata
-from torch_backend.hf.families import SEE_PADDING, route_of
-from torch_backend.hf.mixers import Row, find_mixers, unwrap, wrap
-from torch_backend.ops.attention import AttentionRequest, candidates, needs_host_lengths, prepare, select
-from torch_backend.ops.documents import no_mask
-from torch_backend.segments import PackedMetadata
+from packing_core.errors import UnsupportedModelError
+from torch_backend.hf import inputs
+from torch_backend.hf.attention import PreTrainedModel, register, uses_interface
+from torch_backend.hf.edits import AttentionName, ContinuousBatching, Edit, Hook, LayerOverride, Rotation
+from torch_backend.hf.forward import CARRIED, AttentionChoice, Choice, PackedForward
+from torch_backend.hf.knowledge import SEE_PADDING, route_of
+from torch_backend.hf.mixers import find_mixers, override_decoder, override_mixer, why_not_on_the_row
+from torch_backend.hf.override import original_class
+from torch_backend.hf.rotary import find_batch_dependent, override_frequencies, restore_frequencies
+from torch_backend.ops.attention import AttentionRequest, candidates, needs_host_lengths, prepare
+from torch_backend.ops.documents import FINE, OWN
+from torch_backend.ops.operators import runs_triton
 
 Model = TypeVar("Model", bound=nn.Module)
 _STATE = "_crosspack"
 DATA_PARALLEL = "DataParallel splits a batch in the middle of its documents: use DistributedDataParallel (torchrun)"
-WAY_OUT = (
-    "let PackedCollator build the batches, or wrap the present collator, torch_backend.with_boundaries(collator), "
-    "which marks the boundaries that it hints at"
-)
 
 
 def install(model: Model, implementation: str | Sequence[str] = "auto") -> Model:
@@ -42,9 +43,10 @@ def install(model: Model, implementation: str | Sequence[str] = "auto") -> Model
     """
     root = causal_lm(model)
     state = state_of(root)
-    if state is not None and state.implementation == implementation:
+    wanted = implementation if isinstance(implementation, str) else tuple(implementation)
+    if state is not None and state.implementation == wanted and state.in_force:
         return model
-    fresh = Patched(root, implementation)
+    fresh = Patched(root, wanted)
     if state is not None:
         state.remove()
     fresh.install()
@@ -75,21 +77,27 @@ def causal_lm(model: nn.Module) -> Any:
 
 
 def state_of(root: nn.Module) -> Patched | None:
-    """What :func:`patch` left on a model, None if it is not patched."""
+    """What :func:`install` left on a model, None if it is not patched."""
     return root.__dict__.get(_STATE)
 
 
+# -- the patched model ---------------------------------------------------------------------------------------------
+
+
 class Patched:
-    """One patched model: what was found in it, what was changed, and the hooks.
+    """One patched model: its layers, the edits, and the hooks.
 
     Attributes:
-        root: the causal language model, decoder: the model inside it that makes the attention masks.
-        implementation: what the user asked for.
-        route, why: of its family, see :mod:`torch_backend.hf.families`.
-        attention: the layers served by packed attention, mixers: what runs per document, each by name.
+        root: the outermost transformers model, decoder: the model inside it that makes the attention masks.
+        implementation: of attention, as the user asked for it.
+        route, why: of its family, see :mod:`.knowledge`.
+        attention: the layers that run packed attention, mixers: the layers that carry state; each by name.
+        divided: the mixers that run per document.
         rotaries: rotary modules whose frequencies depend on the batch.
-        served: what each layer asked in the last packed forward, by id.
-        compiled: what they asked before they were compiled, each kind once; see ``captured.compile_layers``.
+        own_rotation: attention layers that keep their modeling file's rotation, each with the reason.
+        current: the packed forward that is running, None between them.
+        choices: what each layer chose in the last packed forward, by id; for ``explain`` alone.
+        compiled: the attention requests of compiled layers, see ``training.captured.compile_layers``.
     """
 
     def __init__(self, root: Any, implementation: str | Sequence[str]) -> None:
@@ -97,113 +105,143 @@ class Patched:
         self.decoder = _decoder(root)
         self.implementation = implementation if isinstance(implementation, str) else tuple(implementation)
         own = dict(_own_modules(self.decoder))
-        self.attention = {name: m for name, m in own.items() if _is_attention(m)}
+        self.attention = {name: m for name, m in own.items() if uses_interface(original_class(m))}
         self.mixers = {name: m for name, m in find_mixers(self.decoder).items() if name in own}
-        self.rotaries = frequencies.find(self.decoder)
+        self.rotaries = find_batch_dependent(self.decoder)
         self.route, self.why = route_of(root.config, uses_interface=bool(self.attention or self.mixers))
-        self.pad = root.config.model_type not in SEE_PADDING
+        self.sizes = OWN if root.config.model_type in SEE_PADDING else FINE
         if self.route == "documents":
-            self.attention, self.mixers = {}, {"the decoder": self.decoder}
-            self.pad = self.pad and not self.rotaries
-            self.rotaries = {}
-        candidates(next(root.parameters()).device, self.implementation)  # an unknown name raises here
-        self.handles: list[Any] = []
-        self.before: list[tuple[Any, str]] = []
-        self.received: PackedMetadata | None = None  # between the model's hook and its decoder's
-        self.running: PackedMetadata | None = None  # while the decoder runs
-        self.reached: set[str] = set()
-        self.served: dict[int, Any] = {}
+            self.sizes = OWN if self.rotaries else self.sizes
+            self.attention, self.mixers, self.rotaries = {}, {"the decoder": self.decoder}, {}
+        self.divided = {n: m for n, m in self.mixers.items() if self.route == "documents" or why_not_on_the_row(m)}
+        candidates(self.device, implementation)  # an unknown name raises here
+        self.own_rotation: dict[str, str] = {}
+        self.edits: list[Edit] = []
+        self.suspended = False
+        self.current: PackedForward | None = None
+        self._own_call = False  # whether the decoder's own hooks made it and not the model's
+        self.choices: dict[int, Choice] = {}
         self.compiled: set[AttentionRequest] = set()
 
     @property
+    def device(self) -> torch.device:
+        """Where the model's first parameter is."""
+        return next(self.root.parameters()).device
+
+    @property
     def layers(self) -> dict[str, nn.Module]:
-        """Everything that must be handed the segments, by name."""
+        """Everything that must receive the segments, by name."""
         return {**self.attention, **self.mixers}
 
     def install(self) -> None:
-        served = (self.decoder, *self.attention.values()) if self.route == "attention" else ()
-        for config in {id(m.config): m.config for m in served}.values():
-            self.before.append((config, config._attn_implementation))
-            config._attn_implementation_internal = register(unregistered(config._attn_implementation))
-        for name, mixer in self.mixers.items():
-            wrap(mixer, mask=partial(causal_mask, mixer) if name in self.attention else no_mask, pad=self.pad)
-        for module in self.rotaries.values():
-            frequencies.wrap(module, self._running)
-        for name, layer in self.attention.items():
-            if name not in self.mixers:
-                rotary.wrap(layer)
-        self.handles = [
-            self.root.register_forward_pre_hook(self._receive, with_kwargs=True),
-            self.root.register_forward_hook(self._check_taken),
-            self.decoder.register_forward_pre_hook(self._hand_over, with_kwargs=True),
-            self.decoder.register_forward_hook(self._check_served),
-            *(layer.register_forward_pre_hook(partial(self._reach, name)) for name, layer in self.layers.items()),
-        ]
+        """Apply all edits, or none if one of them raises."""
+        try:
+            for edit in self._edits():
+                edit.apply()
+                self.edits.append(edit)
+        except BaseException:
+            self._undo()
+            raise
         self.root.__dict__[_STATE] = self
 
     def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-        for mixer in self.mixers.values():
-            unwrap(mixer)
-        for layer in self.attention.values():
-            rotary.unwrap(layer)
-        for module in self.rotaries.values():
-            frequencies.unwrap(module)
-        for config, name in self.before:
-            config._attn_implementation_internal = name
+        """Undo all edits, the last one first."""
+        self._undo()
         del self.root.__dict__[_STATE]
 
+    def _undo(self) -> None:
+        while self.edits:
+            self.edits.pop().undo()
+
+    def _edits(self) -> Iterator[Edit]:
+        if self.route == "attention":
+            served = (self.decoder, *self.attention.values())
+            yield from map(AttentionName, {id(m.config): m.config for m in served}.values())
+            yield ContinuousBatching(self.root, self.suspend)
+        for mixer in self.mixers.values():
+            yield LayerOverride(mixer, override_decoder if self.route == "documents" else override_mixer)
+        for rotary in self.rotaries.values():
+            start = partial(override_frequencies, current=self._current)
+            yield LayerOverride(rotary, start, restore_frequencies)
+        for name, layer in self.attention.items():
+            if name not in self.mixers:
+                yield Rotation(name, layer, self.own_rotation)
+        if self.decoder is not self.root:
+            yield Hook(partial(self.root.register_forward_pre_hook, self._begin, with_kwargs=True))
+            yield Hook(partial(self.root.register_forward_hook, self._end, always_call=True))
+        yield Hook(partial(self.decoder.register_forward_pre_hook, self._hand_over, with_kwargs=True))
+        yield Hook(partial(self.decoder.register_forward_hook, self._check, always_call=True))
+        for name, layer in self.layers.items():
+            yield Hook(partial(layer.register_forward_pre_hook, partial(self._reach, name)))
+
+    def suspend(self) -> None:
+        """Put the attention names back until the next packed forward."""
+        for name in self._attention_names():
+            name.undo()
+        self.suspended = True
+
+    def _resume(self) -> None:
+        for name in self._attention_names():
+            if self.suspended:
+                name.apply()
+            if not name.in_force:
+                raise UnsupportedModelError(
+                    f"the attention implementation was set to {name.config._attn_implementation!r} after patch(model), "
+                    "so segments would not reach the layers: call patch(model) again"
+                )
+        self.suspended = False
+
     @property
-    def host_lengths(self) -> bool:
-        """Whether something that serves a layer needs them; before the first packed forward, whether it may."""
+    def in_force(self) -> bool:
+        """Whether nobody has set another attention implementation since."""
+        return self.suspended or all(name.in_force for name in self._attention_names())
+
+    def _attention_names(self) -> list[AttentionName]:
+        return [edit for edit in self.edits if isinstance(edit, AttentionName)]
+
+    @property
+    def needs_lengths(self) -> bool:
+        """Whether something in the model needs the segments' lengths on the host, whatever the batch."""
         if self.rotaries or getattr(self.decoder.config, "attention_chunk_size", None):
             return True
-        mixers = [self.served.get(id(mixer)) for mixer in self.mixers.values()]
-        if not all(isinstance(ran, Row) and not ran.needs_lengths for ran in mixers):
+        if self.divided:
             return True
-        if self.mixers and not self.attention:
-            return False
-        names = {select(request, self.implementation) for request in self.requests}
-        names = names or set(candidates(next(self.root.parameters()).device, self.implementation))
-        return any(needs_host_lengths(name) for name in names)
+        if not runs_triton(torch.empty(0, device=self.device)):
+            return True  # the short convolution and, on the CPU, attention run on batches of documents
+        return all(needs_host_lengths(name) for name in candidates(self.device, self.implementation))
 
     @property
     def requests(self) -> list[AttentionRequest]:
-        """What the layers asked of attention in the last packed forward that left a trace."""
-        return [asked for asked in self.served.values() if isinstance(asked, AttentionRequest)]
+        """What the layers asked of attention in the last packed forward that left a record."""
+        return [choice.request for choice in self.choices.values() if isinstance(choice, AttentionChoice)]
 
-    def notes(self) -> list[str]:
-        """What a user should know about the whole model."""
-        notes = [f"route {self.route}: {self.why}"]
-        if self.rotaries:
-            notes.append("rotary frequencies depend on the longest position and are chosen per document")
-        if self.host_lengths:
-            notes.append(
-                "segment lengths are needed on the host: PackedCollator carries them, and for another collator's "
-                "batches they are read from cu_seq_lens_q once per forward"
-            )
-        return notes
+    # -- hooks ------------------------------------------------------------------------------------------------------
 
-    def _receive(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Take the metadata out of the model's arguments, or check that a batch without it is not packed."""
+    def _begin(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make the PackedForward of a packed batch."""
         if getattr(root, "_is_replica", False):
             raise UnsupportedModelError(DATA_PARALLEL)
         kwargs = dict(kwargs)
-        self.received = self._take(args, kwargs)
-        if self.received is None:
-            _refuse_unmarked(root, kwargs)
+        self.current = self._forward_of(args, kwargs)
         return args, kwargs
 
+    def _end(self, root: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """The decoder must have used the PackedForward; ``output`` is None if the model raised."""
+        forward, self.current = self.current, None
+        if forward is not None and output is not None and not forward.handed_over:
+            raise UnsupportedModelError(
+                f"{type(root).__name__} does not call its decoder {type(self.decoder).__name__} as a module: "
+                "its documents would see each other"
+            )
+
     def _hand_over(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Put the metadata where the decoder's layers receive it."""
+        """Put the PackedForward where the decoder's layers receive it."""
         kwargs = dict(kwargs)
-        packed, self.received = self.received, None
-        if packed is None:  # not packed, or a loss that calls the decoder itself
-            packed = self._take(args, kwargs)
-        self.running = packed
-        self.reached = set()
-        if packed is None:
+        if self.current is None:  # a loss that calls the decoder itself, or a decoder without a head
+            self.current = self._forward_of(args, kwargs)
+            self._own_call = self.current is not None
+        forward = self.current
+        if forward is None:
             return args, kwargs
         if kwargs.get("past_key_values") is not None:
             raise UnsupportedModelError(
@@ -211,37 +249,67 @@ class Patched:
                 "because every document would need the prefix"
             )
         self._refuse_router_loss(kwargs)
-        kwargs["use_cache"] = False  # a cache of several documents in a row is of no use to anybody
+        self._refuse_sharding()
+        self._resume()
+        forward.handed_over = True
+        forward.reached.clear()
+        kwargs["use_cache"] = False  # a cache of a row of several documents could not be used
         if self.route == "documents":
-            kwargs |= {"packed": packed, "attention_mask": None, "position_ids": None}
+            kwargs |= {"packed": forward, "attention_mask": None, "position_ids": None}
             return args, kwargs
-        if self.compiled and not self.host_lengths:
-            packed.lengths = None  # values on the host would be compiled in, one graph per batch
-        for request in self.compiled:
-            prepare(packed, request, self.implementation)
-        rows, row_length = _tokens(args, kwargs).shape[:2]
-        kwargs["attention_mask"] = CarriedMask(packed, (rows, row_length), self.implementation)
-        if self.mixers:  # some layers hand on what they do not know, some only the argument of fused kernels
-            kwargs |= {"packed": packed, "seq_idx": packed}
+        if self.compiled:
+            if not self.needs_lengths:
+                forward.segments.lengths = None  # a compiled graph would contain them as constants
+            for request in self.compiled:
+                prepare(forward.segments, request, self.implementation)
+        kwargs["attention_mask"] = forward
+        if self.mixers:  # some layers pass on what they do not know, some only the argument of fused kernels
+            kwargs |= dict.fromkeys(CARRIED, forward)
         return args, kwargs
 
-    def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedMetadata | None:
-        if not is_packed(kwargs):
+    def _check(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Every attention and mixer layer that ran must have used the segments."""
+        forward = self.current
+        if self._own_call:
+            self.current, self._own_call = None, False
+        if forward is None or output is None or torch.compiler.is_compiling():
+            return
+        if not forward.choices and _has_compiled_layers(decoder):
+            return  # they leave no record
+        self.choices = forward.choices
+        layers = self.layers
+        lost = sorted(name for name in forward.reached if id(layers[name]) not in forward.choices)
+        if lost or not forward.choices:
+            which = ", ".join(lost[:3]) + ("..." if len(lost) > 3 else "") if lost else "every layer"
+            raise UnsupportedModelError(
+                f"{type(self.root).__name__} did not hand the segments to {which}: its documents would see each other"
+            )
+
+    def _reach(self, name: str, layer: nn.Module, args: tuple[Any, ...]) -> None:
+        if self.current is not None and not torch.compiler.is_compiling():
+            self.current.reached.add(name)
+
+    # -- parts of the hooks -----------------------------------------------------------------------------------------
+
+    def _current(self) -> PackedForward | None:
+        return self.current
+
+    def _forward_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedForward | None:
+        """The PackedForward of a batch, whose boundaries are removed from ``kwargs``; None if it has no boundaries."""
+        if not inputs.is_packed(kwargs):
+            inputs.refuse_unmarked(self.root, kwargs)
             return None
-        tokens = _tokens(args, kwargs)
+        tokens = inputs.tokens_of(args, kwargs)
         rows, row_length = tokens.shape[:2]
-        packed = take_metadata(
-            kwargs, rows=rows, row_length=row_length, device=tokens.device, host_lengths=self.host_lengths
+        segments = inputs.take_segments(
+            kwargs, rows=rows, row_length=row_length, device=tokens.device, host_lengths=self.needs_lengths
         )
         if kwargs.get("position_ids") is None:
-            kwargs["position_ids"] = packed.position_ids.view(rows, row_length)
-        return packed
-
-    def _running(self) -> PackedMetadata | None:
-        return self.running
+            kwargs["position_ids"] = segments.position_ids.view(rows, row_length)
+        return PackedForward(segments, (rows, row_length), self.implementation, sizes=self.sizes)
 
     def _refuse_router_loss(self, kwargs: dict[str, Any]) -> None:
-        """A layer that is run per document has routed padding too by the time that a router's loss is taken."""
+        """A layer that runs per document has routed padding too by the time that a router's loss is computed."""
         wanted = kwargs.get("output_router_logits")
         wanted = getattr(self.decoder.config, "output_router_logits", False) if wanted is None else wanted
         if wanted and any(hasattr(m, "experts") for mixer in self.mixers.values() for m in mixer.modules()):
@@ -250,34 +318,38 @@ class Patched:
                 "count padding: set output_router_logits=False"
             )
 
-    def _reach(self, name: str, layer: nn.Module, args: tuple[Any, ...]) -> None:
-        if self.running is not None and not torch.compiler.is_compiling():
-            self.reached.add(name)
-
-    def _check_taken(self, root: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """The decoder must have run, and taken what the model's hook had for it."""
-        if self.received is not None:
-            self.received = None
-            raise UnsupportedModelError(
-                f"{type(root).__name__} does not call its decoder {type(self.decoder).__name__} as a module: "
-                "its documents would see each other"
-            )
-
-    def _check_served(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Every attention layer that ran must have been handed the metadata."""
-        packed, self.running = self.running, None
-        if packed is None or torch.compiler.is_compiling():
+    def _refuse_sharding(self) -> None:
+        """Layers that run per document are called as often as a rank has kinds of documents."""
+        if not self.divided or not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return
-        if not packed.served and _has_compiled_layers(decoder):
-            return  # they leave no trace
-        self.served = packed.served
-        layers = self.layers
-        lost = sorted(name for name in self.reached if id(layers[name]) not in packed.served)
-        if lost or not packed.served:
-            which = ", ".join(lost[:3]) + ("..." if len(lost) > 3 else "") if lost else "every layer"
-            raise UnsupportedModelError(
-                f"{type(self.root).__name__} did not hand the segments to {which}: its documents would see each other"
+        for name, layer in self.divided.items():
+            if kind := _sharding_inside(layer):
+                raise UnsupportedModelError(
+                    f"{type(self.root).__name__} is sharded by {kind}, and {name} runs on batches of documents of "
+                    "similar length: ranks would gather its parameters a different number of times, and hang. Keep "
+                    "parameters whole (DDP, ZeRO-1, ZeRO-2), or with FSDP2 shard no module inside of it"
+                )
+
+    def notes(self) -> list[str]:
+        """What a user should know about the whole model."""
+        notes = [f"route {self.route}: {self.why}"]
+        if self.rotaries:
+            notes.append("rotary frequencies depend on the longest position and are chosen per document")
+        for reason in sorted(set(self.own_rotation.values())):
+            layers = [name for name, why in self.own_rotation.items() if why == reason]
+            which = layers[0] if len(layers) == 1 else f"{layers[0]} and {len(layers) - 1} more"
+            notes.append(f"the rotary embedding is the modeling file's own in {which}: {reason}")
+        if self.needs_lengths:
+            notes.append(
+                "segment lengths are needed on the host: PackedCollator carries them, and for another collator's "
+                "batches they are read from cu_seq_lens_q once per forward"
             )
+        return notes
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        for name in self._attention_names():
+            register(name.before)  # in the process that loads a pickled model
 
 
 def _decoder(root: Any) -> Any:
@@ -297,47 +369,16 @@ def _own_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.M
             yield from _own_modules(module, f"{prefix}{name}.")
 
 
+def _sharding_inside(layer: nn.Module) -> str | None:
+    """What shards the parameters of a module call by call, if anything does."""
+    for module in layer.modules():
+        if isinstance(module, FSDPModule | FullyShardedDataParallel):
+            return "FSDP"
+    if any(hasattr(parameter, "ds_id") for parameter in layer.parameters()):
+        return "DeepSpeed ZeRO-3"
+    return None
+
+
 def _has_compiled_layers(decoder: nn.Module) -> bool:
     """Whether modules inside were compiled on their own, ``layer.compile()``."""
     return any(module._compiled_call_impl is not None for module in decoder.modules())
-
-
-def _is_attention(module: nn.Module) -> bool:
-    """Whether the module calls transformers' attention interface."""
-    code = getattr(_plain(type(module).forward), "__code__", None)
-    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
-
-
-def _plain(function: Any) -> Any:
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    return function
-
-
-def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The tensor that says how many rows and columns the batch has: ids, or embeddings in their place."""
-    for candidate in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args):
-        if isinstance(candidate, Tensor):
-            return candidate
-    raise LayoutError("the batch has neither input_ids nor inputs_embeds")
-
-
-def _refuse_unmarked(root: nn.Module, kwargs: dict[str, Any]) -> None:
-    """Raise for a batch that looks packed and says nothing of its segments."""
-    if kwargs.get("seq_idx") is not None:
-        raise LayoutError(f"the batch has seq_idx but no cu_seq_lens_q: {WAY_OUT}")
-    positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-    if not isinstance(positions, Tensor) or torch.compiler.is_compiling():
-        return
-    if positions.device.type == "cpu":
-        steps = positions[..., 1:] - positions[..., :-1]
-        restarts = steps <= 0
-        if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[-1] == positions.shape[-1]:
-            restarts = restarts & (mask[..., 1:] != 0) & (mask[..., :-1] != 0)
-        if bool(restarts.any()):
-            raise LayoutError(f"position_ids restart inside a row but the batch carries no segments: {WAY_OUT}")
-    elif root.training and mask is None and all(kwargs.get(k) is None for k in ("past_key_values", "cache_params")):
-        raise LayoutError(
-            f"a training batch on {positions.device.type} came with position_ids and without segments, "
-            f"attention_mask or cache, so whether it is packed cannot be told without reading it back: {WAY_OUT}"
-        )

@@ -1,20 +1,18 @@
-"""A layer's own forward in which global names mean something else, without touching the module it comes from.
+"""A copy of a layer's forward in which some global names mean something else; the original module is not touched.
 
 Modeling files of transformers call rotations, convolutions and scans by global names. Rebinding such a name would
-change every model of the family; a copy of the forward over a copy of its module's namespace changes one layer's packed
-calls. What stands for a convolution or a scan knows the segments from an argument, which the layer hands on to it.
+change every model of the family, so one layer's packed calls run a copy of the forward over a copy of its module's
+namespace.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
-
-from torch_backend.segments import PackedMetadata
 
 _copies = count()
 
@@ -44,11 +42,6 @@ def rebound(forward: Callable[..., Any], values: Mapping[str, Any]) -> Callable[
     module.__dict__.update(values)
     sys.modules[module.__name__] = module
     return _copied(forward, innermost, module.__dict__)
-
-
-def segments(values: Iterable[Any]) -> PackedMetadata | None:
-    """The first metadata among the arguments of a call."""
-    return next((value for value in values if isinstance(value, PackedMetadata)), None)
 
 
 def _names(code: CodeType) -> Iterator[str]:

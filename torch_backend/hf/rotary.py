@@ -1,9 +1,11 @@
-"""The Triton rotary embedding inside patched attention layers, in packed forwards alone.
+"""Rotary embedding in packed forwards: the Triton rotation, and frequencies that depend on the batch.
 
 Most modeling files of transformers rotate through one function, ``apply_rotary_pos_emb(q, k, cos, sin)``. In a layer's
-packed forward that name means :func:`_turned` (:mod:`.rebinding`): it runs where a CarriedMask comes in,
-and every other call takes the forward that was there before. Which rotation a modeling file means is found by calling
-its function.
+packed forward that name means :func:`_rotate` (:mod:`.rebinding`); every other call takes the layer's own forward.
+Which rotation a modeling file means is found by calling its function.
+
+Frequencies of dynamic NTK and longrope follow from the longest position in the batch, so a short document packed with a
+long one would get the long one's. In a packed forward such a rotary module runs once per document length instead.
 """
 
 from __future__ import annotations
@@ -11,68 +13,69 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import cache, partial
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_backend.hf.carry import CarriedMask
+from packing_core.errors import UnsupportedModelError
+from torch_backend.hf.forward import PackedForward, forward_among
+from torch_backend.hf.knowledge import ROTATION
+from torch_backend.hf.override import has_own_forward, original_class, override
 from torch_backend.hf.rebinding import called, rebound
+from torch_backend.ops.documents import OWN, per_document
 from torch_backend.ops.operators import runs_triton
 from torch_backend.ops.rope import apply_rope
 from torch_backend.ops.rope.reference import rotate
 
-NAME = "apply_rotary_pos_emb"
-_BEFORE, _PACKED = "_crosspack_rotary_before", "_crosspack_rotary_packed"
+_ROTATED_FORWARD = "_crosspack_rotated_forward"
+_CURRENT = "_crosspack_current"
 Rotation = Callable[..., tuple[Tensor, Tensor]]
 
 
-def wrap(layer: nn.Module) -> bool:
-    """Give an attention layer a packed forward with the Triton rotation; False if its rotation has another form."""
-    packed_forward = _packed_forward(type(layer).forward)
-    if packed_forward is None:
-        return False
-    layer.__dict__[_BEFORE] = layer.__dict__.get("forward")
-    layer.__dict__[_PACKED] = packed_forward
-    # a method and no partial: torch.compile guards a method by its function, so equal layers share one graph
-    layer.forward = MethodType(_forward, layer)
-    return True
+# -- the rotation --------------------------------------------------------------------------------------------------
 
 
-def unwrap(layer: nn.Module) -> None:
-    """Take back what :func:`wrap` did; without effect on a layer that it left alone."""
-    if _BEFORE not in layer.__dict__:
-        return
-    before = layer.__dict__.pop(_BEFORE)
-    del layer.__dict__[_PACKED]
-    if before is None:
-        del layer.__dict__["forward"]
-    else:
-        layer.__dict__["forward"] = before
+def override_rotation(layer: nn.Module) -> str | None:
+    """Give an attention layer a packed forward with the Triton rotation.
+
+    Returns:
+        Why the layer keeps its own rotation and is left alone, None if it was changed.
+    """
+    if has_own_forward(layer):
+        return "somebody set a forward on this instance"
+    found = _rotated_forward(original_class(layer).forward)
+    if isinstance(found, str):
+        return found
+    override(layer, _attention_forward, _rotation_attributes)
+    return None
 
 
-def _forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    before = layer.__dict__[_BEFORE]
-    packed = any(isinstance(value, CarriedMask) for value in (*args, *kwargs.values()))
-    if packed and before is None:
-        return layer.__dict__[_PACKED](layer, *args, **kwargs)
-    return (before or partial(type(layer).forward, layer))(*args, **kwargs)
+def _rotation_attributes(original: type[nn.Module]) -> dict[str, Any]:
+    return {_ROTATED_FORWARD: _rotated_forward(original.forward)}
+
+
+def _attention_forward(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if forward_among((*args, *kwargs.values())) is None:
+        return call(*args, **kwargs)
+    return layer.__dict__[_ROTATED_FORWARD](layer, *args, **kwargs)
 
 
 @cache
-def _packed_forward(forward: Callable[..., Any]) -> Callable[..., Any] | None:
-    """``forward`` with the Triton rotation, or None if it does not rotate as :func:`apply_rope` can."""
-    original: Rotation | None = called(forward).get(NAME)
-    if original is None or (interleaved := interleaving(original)) is None:
-        return None
-    return rebound(forward, {NAME: partial(_turned, original, interleaved)})
+def _rotated_forward(forward: Callable[..., Any]) -> Callable[..., Any] | str:
+    """``forward`` with the Triton rotation, or the reason why :func:`apply_rope` cannot stand in for its own."""
+    original: Rotation | None = called(forward).get(ROTATION)
+    if original is None:
+        return f"it does not call {ROTATION}"
+    if (interleaved := interleaving(original)) is None:
+        return f"its {ROTATION} has a form of its own"
+    return rebound(forward, {ROTATION: partial(_rotate, original, interleaved)}) or "a decorator hides its forward"
 
 
-def _turned(
+def _rotate(
     original: Rotation, interleaved: bool, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any
 ) -> tuple[Tensor, Tensor]:
-    """What stands for ``apply_rotary_pos_emb``: q, k [B, H, S, D] and full-width angles [B, S, R]."""
+    """Stands in for ``apply_rotary_pos_emb``: q, k [B, H, S, D] and full-width angles [B, S, R]."""
     if rest or named or not runs_triton(q) or not (q.ndim == k.ndim == 4 and cos.ndim == 3):
         return original(q, k, cos, sin, *rest, **named)
     half = cos.shape[-1] // 2
@@ -109,3 +112,58 @@ def interleaving(original: Rotation) -> bool | None:
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
         return None
     return None
+
+
+# -- frequencies that depend on the batch --------------------------------------------------------------------------
+
+
+def find_batch_dependent(decoder: nn.Module) -> dict[str, nn.Module]:
+    """Rotary modules of ``decoder`` whose frequencies depend on the batch, by name.
+
+    Raises:
+        UnsupportedModelError: one of them sits inside a layer, where gradient checkpointing would run it again without
+            its segments.
+    """
+    found = {name: module for name, module in decoder.named_modules() if _depends_on_batch(module)}
+    inside = [name for name in found if any(part.isdigit() for part in name.split("."))]
+    if inside:
+        raise UnsupportedModelError(
+            f"{inside[0]} chooses its rotary frequencies from the longest position in the batch inside a layer: "
+            "use rotary frequencies of a fixed kind (default, linear, yarn, llama3)"
+        )
+    return found
+
+
+def override_frequencies(rotary: nn.Module, current: Callable[[], PackedForward | None]) -> None:
+    """Make a rotary module choose frequencies per document during the packed forward that ``current()`` returns.
+
+    The decoder calls these modules itself and passes them no mask, so the segments cannot come as an argument.
+    """
+    override(rotary, _frequencies_forward)
+    rotary.__dict__[_CURRENT] = current
+
+
+def restore_frequencies(rotary: nn.Module) -> None:
+    """Take back what :func:`override_frequencies` adds to the override."""
+    del rotary.__dict__[_CURRENT]
+
+
+def _depends_on_batch(module: nn.Module) -> bool:
+    kinds = getattr(module, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
+
+
+def _frequencies_forward(rotary: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    forward: PackedForward | None = rotary.__dict__[_CURRENT]()
+    if forward is None:
+        return call(*args, **kwargs)
+    return per_document(forward.segments, partial(_from_scratch, rotary, call), args, kwargs, sizes=OWN)
+
+
+def _from_scratch(rotary: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``call`` without what the module remembers of longer documents."""
+    for name in list(rotary.__dict__):
+        if name.endswith("max_seq_len_cached"):
+            setattr(rotary, name, 0)
+    return call(*args, **kwargs)

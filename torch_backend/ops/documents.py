@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torch_backend.hf.carry import CarriedMask
 from torch_backend.segments import PackedMetadata, host_lengths, to_device
 
 
@@ -93,8 +92,11 @@ def from_batches(packed: PackedMetadata, batches: Sequence[Tensor], *, sizes: in
     return _unpad(torch.cat([rows.flatten(0, 1) for rows in batches]), buckets(packed, sizes=sizes))
 
 
-def no_mask(rows: Tensor) -> None:
-    """The mask of a batch [n, L, ...] for a layer that needs none."""
+@dataclass(frozen=True)
+class PerBatch:
+    """An argument of :func:`per_document` that is made for every batch of documents [n, L, ...], such as a mask."""
+
+    make: Callable[[Tensor], Any]
 
 
 def per_document(
@@ -103,7 +105,6 @@ def per_document(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    mask: Callable[[Tensor], Any] = no_mask,
     sizes: int = FINE,
 ) -> Any:
     """``layer(*args, **kwargs)`` as if every document were in a batch of its own.
@@ -111,8 +112,8 @@ def per_document(
     Args:
         packed: the segments of [B, S] tokens.
         layer: causal along its second axis.
-        args, kwargs: its arguments; every tensor [B, S, ...] among them, in tuples too, is split into documents.
-        mask: what the layer takes in the place of a CarriedMask, for a batch of documents [n, L, ...].
+        args, kwargs: its arguments; every tensor [B, S, ...] among them, in tuples too, is split into documents, and
+            every :class:`PerBatch` is replaced by what it makes.
         sizes: padded lengths per octave, see :func:`padded_lengths`.
 
     Returns:
@@ -124,8 +125,8 @@ def per_document(
     batches = to_batches(packed, first.flatten(0, 1), sizes=sizes)
 
     def split(value: Any) -> list[Any]:
-        if isinstance(value, CarriedMask):
-            return [mask(batch) for batch in batches]
+        if isinstance(value, PerBatch):
+            return [value.make(batch) for batch in batches]
         if isinstance(value, Tensor) and value.shape[:2] == (rows, length):
             return to_batches(packed, value.flatten(0, 1), sizes=sizes)
         if isinstance(value, tuple):

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torch_backend.ops.attention import AttentionRequest
 from torch_backend.ops.attention.flash_family import (
     assert_longest,
     backward_overflows,
@@ -26,6 +25,7 @@ from torch_backend.ops.attention.flash_family import (
     window_size,
 )
 from torch_backend.ops.attention.probe import Probed
+from torch_backend.ops.attention.request import AttentionRequest
 from torch_backend.ops.operators import operator
 from torch_backend.segments import PackedMetadata
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from torch_backend.ops.attention import AttentionRequest
+from torch_backend.ops.attention.request import AttentionRequest
 from torch_backend.segments import PackedMetadata
 
 HALF = (torch.float16, torch.bfloat16)

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from torch_backend.ops.attention import AttentionRequest
 from torch_backend.ops.attention.flash_family import not_on_cuda
 from torch_backend.ops.attention.probe import Probed
+from torch_backend.ops.attention.request import AttentionRequest
 from torch_backend.segments import PackedMetadata
 
 _BLOCK = 128  # tokens; the size that flex_attention's kernels work in by default

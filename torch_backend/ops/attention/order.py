@@ -9,15 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
+from torch_backend.ops.attention.request import AttentionRequest, Implementation
 from torch_backend.ops.trial import apart, on
 from torch_backend.segments import PackedMetadata
-
-if TYPE_CHECKING:
-    from torch_backend.ops.attention import AttentionRequest, Implementation
 
 logger = logging.getLogger(__name__)
 

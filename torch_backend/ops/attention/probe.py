@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_backend.ops.attention import AttentionRequest
 from torch_backend.ops.attention.reference import scores_attention
+from torch_backend.ops.attention.request import AttentionRequest
 from torch_backend.ops.trial import apart, on, refusal
 from torch_backend.segments import PackedMetadata
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_backend.ops.attention import AttentionRequest
+from torch_backend.ops.attention.request import AttentionRequest
 from torch_backend.segments import PackedMetadata
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torch_backend.ops.attention import AttentionRequest
 from torch_backend.ops.attention.reference import scores_attention
+from torch_backend.ops.attention.request import AttentionRequest
 from torch_backend.ops.documents import map_documents
 from torch_backend.segments import PackedMetadata
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from packing_core.errors import UnsupportedError
-from torch_backend.ops.attention import AttentionRequest
 from torch_backend.ops.attention.probe import Probed
+from torch_backend.ops.attention.request import AttentionRequest
 from torch_backend.ops.attention.triton_work import key_tiles, query_tiles
 from torch_backend.ops.operators import operator, runs_triton
 from torch_backend.segments import PackedMetadata

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from torch_backend.ops.attention import AttentionRequest
 from torch_backend.ops.attention.flash_family import (
     assert_longest,
     backward_overflows,
@@ -17,6 +16,7 @@ from torch_backend.ops.attention.flash_family import (
     window_size,
 )
 from torch_backend.ops.attention.probe import Probed
+from torch_backend.ops.attention.request import AttentionRequest
 from torch_backend.segments import PackedMetadata
 
 # torch 2.11 takes grouped heads as they come; from 2.12 on they must be announced.

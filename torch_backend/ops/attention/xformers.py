@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_backend.ops.attention import AttentionRequest
 from torch_backend.ops.attention.flash_family import backward_overflows, not_on_cuda, odd_heads
 from torch_backend.ops.attention.probe import Probed
+from torch_backend.ops.attention.request import AttentionRequest
 from torch_backend.segments import PackedMetadata
 
 

@@ -1,19 +1,18 @@
-"""The scan inside a mixer that runs on the whole row: what stands for transformers' delta rules and state-space scans.
+"""The scan of a recurrent layer over packed rows: delta rules and state-space scans whose state restarts per segment.
 
-Modeling files scan [B, S, ...] through a function of one name each: the kernel of ``fla`` or ``mamba_ssm`` where that
-library is installed, plain torch elsewhere. In a mixer's packed forward the name means :func:`scan`
-(:mod:`torch_backend.hf.rebinding`):
+A function that scans [B, S, ...] (transformers' own: the kernel of ``fla`` or ``mamba_ssm`` where that library is
+installed, plain torch elsewhere) and the arguments of a call -> :func:`request_of` -> :func:`scan`:
 
-    tensors [B, S, ...] and segments --library, if it passes a trial--> its kernel, told of the boundaries
-                                     --else--> the function itself, on batches of documents of similar length
-                                     --if the library fails there too--> the plain torch beneath it, likewise
+    the library, if it passes a trial run    -> its kernel, with the segment boundaries
+    else                                     -> the function itself, on batches of documents of similar length
+    if the library fails there too           -> the plain torch beneath it, on the same batches
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
@@ -23,8 +22,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from packing_core.errors import UnsupportedModelError
-from torch_backend.hf.rebinding import segments
 from torch_backend.ops.documents import COARSE, FINE, per_document
 from torch_backend.ops.trial import apart, on, refusal
 from torch_backend.segments import PackedMetadata
@@ -32,14 +29,6 @@ from torch_backend.segments import PackedMetadata
 logger = logging.getLogger(__name__)
 
 Scan = Callable[..., Any]
-# The global names of scans, and the library whose kernel transformers puts behind each.
-LIBRARIES = {
-    "torch_chunk_gated_delta_rule": "fla",
-    "chunk_kimi_delta_attention": "fla",
-    "mamba2_chunk_scan": "mamba_ssm",
-}
-_BOUNDARIES = ("cu_seqlens", "seq_idx")  # what the kernels call them; layers pass on what stands for them here
-_STATES = ("initial_state", "initial_states", "output_final_state", "return_final_states")
 _CHUNK = 64  # tokens of a document that fla's kernels take at once
 _LENGTHS = (70, 29)  # of the trial's documents: one is longer than a chunk, and a boundary lies inside one
 # By norm. A state that leaks shows at a tenth or more, half-precision rounding at about one hundredth.
@@ -53,7 +42,7 @@ class ScanRequest:
 
     Attributes:
         function: what the modeling file calls.
-        library: whose kernel may stand behind it.
+        library: whose kernel may be behind it.
         device: of the tensors.
         positional: how many of the arguments are.
         arguments: name, kind and what is known of each: of "tokens" [B, S, ...] the shape of one and the dtype, of any
@@ -85,31 +74,42 @@ class ScanRequest:
         return f"scan by plain torch on batches of documents (not {self.library}: {self.refused})"
 
 
-@torch.compiler.disable  # the kernels' own functions are: nothing is lost by one break instead of several
-def scan(function: Scan, library: str, *args: Any, **kwargs: Any) -> Any:
-    """What stands for ``function``: tensors [B, S, ...] whose tokens the segments cover, in the layout it takes.
+def request_of(function: Scan, library: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ScanRequest:
+    """The request that a call ``function(*args, **kwargs)`` makes of a scan.
 
     Args:
-        function: what the modeling file calls by the name.
-        library: see :data:`LIBRARIES`.
-        args, kwargs: of the call; the segments are one of them.
+        function: takes tensors [B, S, ...] and scans along S from an empty state.
+        library: the library whose kernel may be behind it, ``fla`` or ``mamba_ssm``.
+        args, kwargs: of the call, without boundaries.
+    """
+    row = args[0].shape[:2]
+
+    def form(name: str, value: Any) -> tuple[str, str, Any]:
+        if not isinstance(value, Tensor):
+            return name, "value", tuple(value) if isinstance(value, list) else value  # hashable
+        if value.shape[:2] == row:
+            return name, "tokens", (value.shape[2:], value.dtype)
+        return name, "tensor", (value.shape, value.dtype)
+
+    named = [*zip(parameters(function), args, strict=False), *kwargs.items()]
+    arguments = tuple(form(name, value) for name, value in named)
+    return ScanRequest(function, library, args[0].device, len(args), arguments)
+
+
+def scan(request: ScanRequest, packed: PackedMetadata, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a request on the arguments that it was made from; the state restarts at every segment.
+
+    Args:
+        request: see :func:`request_of`.
+        packed: the segments of the B * S tokens.
+        args, kwargs: of the call.
 
     Returns:
-        What ``function`` returns, states None.
-
-    Raises:
-        UnsupportedModelError: the layer has not handed on its segments, or scans from or to a state.
+        What ``request.function`` returns, states None.
     """
-    packed = segments(kwargs.values())
-    if packed is None:
-        raise UnsupportedModelError("a layer scans without its segments: its documents would see each other")
-    if any(kwargs.get(name) is not None and kwargs[name] is not False for name in _STATES):
-        raise UnsupportedModelError("a layer scans with a state, and packed documents start from none")
-    kwargs = {name: kwargs[name] for name in _names(function) if name in kwargs and name not in _BOUNDARIES}
-    packed.last_request = request = _request(function, library, args, kwargs)
     if request.refused is None:
-        return KERNELS[library](packed, function, args, kwargs)
-    # where launches are what takes the time there are few batches
+        return KERNELS[request.library](packed, request.function, args, kwargs)
+    # On a GPU the launches of each batch dominate, so there are fewer batches, with more padding.
     return per_document(packed, request.divided, args, kwargs, sizes=COARSE if args[0].is_cuda else FINE)
 
 
@@ -158,23 +158,9 @@ def _chunks(packed: PackedMetadata) -> tuple[Tensor, Tensor]:
     return boundaries, torch.stack([segment, inside], 1).int()
 
 
-def _request(function: Scan, library: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ScanRequest:
-    row = args[0].shape[:2]
-
-    def form(name: str, value: Any) -> tuple[str, str, Any]:
-        if not isinstance(value, Tensor):
-            return name, "value", tuple(value) if isinstance(value, list) else value  # it is a key
-        if value.shape[:2] == row:
-            return name, "tokens", (value.shape[2:], value.dtype)
-        return name, "tensor", (value.shape, value.dtype)
-
-    named = [*zip(_names(function), args, strict=False), *kwargs.items()]
-    arguments = tuple(form(name, value) for name, value in named)
-    return ScanRequest(function, library, args[0].device, len(args), arguments)
-
-
 @cache
-def _names(function: Scan) -> tuple[str, ...]:
+def parameters(function: Scan) -> tuple[str, ...]:
+    """The names of a scan's parameters."""
     return tuple(inspect.signature(function).parameters)
 
 

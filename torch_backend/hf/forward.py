@@ -1,0 +1,159 @@
+"""One packed forward of a model: the segments of its batch, and what each layer chose to run.
+
+A batch's boundaries -> :class:`PackedForward`, made once per call -> every layer, as an argument -> ``record``. The
+object travels where the attention mask would, and to layers that take no mask under the names that they pass on
+(``packed``, ``seq_idx``). Gradient checkpointing therefore sees it again with the arguments of a layer, on whatever
+thread the backward runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+
+from torch_backend.ops.attention import AttentionRequest
+from torch_backend.ops.documents import FINE, PerBatch, per_document
+from torch_backend.ops.scan import ScanRequest
+from torch_backend.segments import PackedMetadata
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """An attention layer: the implementation that ran, and the request that it served."""
+
+    implementation: str
+    request: AttentionRequest
+
+
+@dataclass(frozen=True)
+class RowChoice:
+    """A recurrent layer that ran on the whole row.
+
+    Attributes:
+        triton: whether its convolution ran in Triton; otherwise it ran on batches of documents.
+        scan: what it asked of a scan, None if it has none.
+    """
+
+    triton: bool
+    scan: ScanRequest | None
+
+    def __str__(self) -> str:
+        convolution = f"convolution by {'Triton' if self.triton else 'plain torch on batches of documents'}"
+        return convolution if self.scan is None else f"{convolution}, {self.scan}"
+
+
+@dataclass(frozen=True)
+class DocumentsChoice:
+    """A layer that ran as a whole on batches of documents of similar length.
+
+    Attributes:
+        reason: why it could not run on the row.
+    """
+
+    reason: str
+
+
+Choice = AttentionChoice | RowChoice | DocumentsChoice
+
+
+class PackedForward(BlockMask):
+    """The segments of one call of a patched decoder, and what was chosen for it.
+
+    Transformers passes a 4-D mask to every layer unchanged. This class subclasses BlockMask rather than Tensor, so
+    nothing casts, splits or detaches it on the way.
+
+    Attributes:
+        segments: of the B * S tokens.
+        implementation: of attention, as the user asked for it.
+        sizes: padded lengths per octave of layers that run on batches of documents, see ``ops.documents``.
+        choices: what each layer chose, by ``id``; shared by the copies on other devices.
+        reached: names of the layers that ran; shared likewise.
+        handed_over: whether the decoder has put it in place.
+    """
+
+    def __init__(
+        self,
+        segments: PackedMetadata,
+        shape: tuple[int, int],
+        implementation: str | tuple[str, ...] = "auto",
+        *,
+        sizes: int = FINE,
+    ) -> None:
+        self.segments = segments
+        self.implementation = implementation
+        self.sizes = sizes
+        self.choices: dict[int, Choice] = {}
+        self.reached: set[str] = set()
+        self.handed_over = False
+        self._shape = (shape[0], 1, shape[1], shape[1])
+        self._copies: dict[torch.device, PackedForward] = {segments.device: self}
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._shape
+
+    @property
+    def ndim(self) -> int:
+        return 4
+
+    def to(self, device: Any, **_: Any) -> PackedForward:
+        """The same forward on another device, for models that are spread over several; one copy per device."""
+        device = torch.empty(0, device=device).device  # with its index
+        if device not in self._copies:
+            copy = PackedForward(
+                self.segments.to(device), (self._shape[0], self._shape[2]), self.implementation, sizes=self.sizes
+            )
+            copy.choices, copy.reached, copy._copies = self.choices, self.reached, self._copies
+            self._copies[device] = copy
+        return self._copies[device]
+
+    def record(self, layer: nn.Module, choice: Choice) -> None:
+        """Remember what a layer chose. Compiled layers leave no record: a graph would be guarded on the layer's id."""
+        if not torch.compiler.is_compiling():
+            self.choices[id(layer)] = choice
+
+    def per_document(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        mask: Callable[[Tensor], Any],
+        sizes: int | None = None,
+    ) -> Any:
+        """``function(*args, **kwargs)`` as if every document were in a batch of its own.
+
+        Args:
+            function: causal along the second axis of its tensors [B, S, ...].
+            args, kwargs: of the call; this object among them is the attention mask.
+            mask: makes the mask of a batch of documents [n, L, ...].
+            sizes: in place of ``self.sizes``.
+        """
+        made = PerBatch(mask)
+        args = tuple(made if isinstance(value, PackedForward) else value for value in args)
+        kwargs = {
+            name: made if isinstance(value, PackedForward) else value
+            for name, value in kwargs.items()
+            if name not in CARRIED
+        }
+        sizes = self.sizes if sizes is None else sizes
+        return per_document(self.segments, function, args, kwargs, sizes=sizes)
+
+    def __repr__(self) -> str:
+        return f"PackedForward({list(self._shape)}, {self.segments.tokens} tokens)"
+
+    __str__ = __repr__
+
+
+# Keywords under which the object travels beside the mask: layers pass on some of what they do not know.
+CARRIED = ("packed", "seq_idx")
+
+
+def forward_among(values: Iterable[Any]) -> PackedForward | None:
+    """The PackedForward among the arguments of a call, None if the call is not packed."""
+    return next((value for value in values if isinstance(value, PackedForward)), None)

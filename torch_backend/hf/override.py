@@ -1,0 +1,128 @@
+"""Replacing the forward of a layer: the only place that does so.
+
+``override(layer, forward)`` swaps the class of one instance for a subclass whose calls go to ``forward``, as FSDP2 and
+``torch.nn.utils.parametrize`` do. Setting an attribute ``layer.forward`` would be simpler, but accelerate's hooks save
+and restore that attribute in an order of their own, and the closures that it needs can be neither pickled nor copied.
+
+A layer can come with a ``forward`` attribute, which hides the class's. If accelerate set it, the forward that it calls
+is in ``_old_forward``, and that one is replaced. Any other is treated as the layer's own forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache, partial, wraps
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+_ACTIVE, _ATTRIBUTES, _OUTER = "_crosspack_active", "_crosspack_attributes", "_crosspack_outer_forward"
+_ORIGINAL, _PARTS = "_crosspack_original", "_crosspack_parts"
+
+# forward(layer, call, *args, **kwargs), where call(*args, **kwargs) is the layer's own forward
+Forward = Callable[..., Any]
+Prepare = Callable[[type[nn.Module]], Mapping[str, Any]]
+
+
+def _nothing(original: type[nn.Module]) -> Mapping[str, Any]:
+    return {}
+
+
+def override(layer: nn.Module, forward: Forward, prepare: Prepare = _nothing) -> None:
+    """Send the calls of a layer to ``forward(layer, call, *args, **kwargs)``.
+
+    Args:
+        layer: its class becomes a subclass of the same name, module and signature.
+        forward: a function of a module, not a closure, so that the layer can be pickled.
+        prepare: likewise; makes attributes of the instance from its class, again after unpickling.
+    """
+    original = original_class(layer)
+    subclass = _subclass(original, forward, prepare)  # type: ignore[arg-type] # a class is hashable
+    name = "_old_forward" if "_old_forward" in layer.__dict__ else "forward"
+    own = layer.__dict__.get(name)
+    if own is not None:
+        if not _is_method_of(own, type(layer)):
+            layer.__dict__[_OUTER] = own
+        layer.__dict__[name] = MethodType(subclass.forward, layer)
+    layer.__class__ = subclass
+    layer.__dict__[_ACTIVE] = True
+    layer.__dict__[_ATTRIBUTES] = attributes = dict(prepare(original))
+    layer.__dict__.update(attributes)
+
+
+def restore(layer: nn.Module) -> None:
+    """Take :func:`override` back. What others wrapped around the layer in the meantime keeps working."""
+    original = original_class(layer)
+    for name in (*layer.__dict__[_ATTRIBUTES], _ATTRIBUTES, _ACTIVE):
+        del layer.__dict__[name]
+    for name in ("_old_forward", "forward"):
+        if _is_method_of(layer.__dict__.get(name), type(layer)):
+            if _OUTER in layer.__dict__:
+                layer.__dict__[name] = layer.__dict__.pop(_OUTER)
+            elif name == "_old_forward":
+                layer.__dict__[name] = MethodType(original.forward, layer)
+            else:
+                del layer.__dict__[name]
+    if _ORIGINAL in type(layer).__dict__:
+        layer.__class__ = original
+    # Otherwise FSDP has subclassed our class in the meantime; without _ACTIVE its calls pass through.
+
+
+def original_class(layer: nn.Module) -> type[nn.Module]:
+    """The class that a layer has without :func:`override`."""
+    found = next((c for c in type(layer).__mro__ if _ORIGINAL in c.__dict__), None)
+    return type(layer) if found is None else found.__dict__[_ORIGINAL]
+
+
+def has_own_forward(layer: nn.Module) -> bool:
+    """Whether somebody set a forward on the instance that hides its class's; accelerate's hooks do not count."""
+    if _ACTIVE in layer.__dict__:
+        return _OUTER in layer.__dict__
+    own = layer.__dict__.get("_old_forward", layer.__dict__.get("forward"))
+    return own is not None and not _is_method_of(own, type(layer))
+
+
+@cache
+def _subclass(original: type[nn.Module], forward: Forward, prepare: Prepare) -> type[nn.Module]:
+    """One for all layers of a class, so that equal layers share their compiled graphs."""
+
+    @wraps(original.forward)
+    def dispatch(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        outer = self.__dict__.get(_OUTER)
+        call = partial(original.forward, self) if outer is None else outer
+        if _ACTIVE not in self.__dict__:
+            return call(*args, **kwargs)
+        return forward(self, call, *args, **kwargs)
+
+    attributes = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "__reduce_ex__": _reduce,
+        "forward": dispatch,
+        _ORIGINAL: original,
+        _PARTS: (original, forward, prepare),
+    }
+    subclass: type[nn.Module] = type(original.__name__, (original,), attributes)
+    return subclass
+
+
+def _reduce(layer: nn.Module, protocol: Any) -> Any:
+    """Pickle and copy by the original class: the subclass cannot be imported."""
+    made = layer.__dict__.get(_ATTRIBUTES, ())
+    state = {name: value for name, value in layer.__dict__.items() if name not in made and name != _ATTRIBUTES}
+    return _new, getattr(type(layer), _PARTS), state
+
+
+def _new(original: type[nn.Module], forward: Forward, prepare: Prepare) -> nn.Module:
+    subclass = _subclass(original, forward, prepare)  # type: ignore[arg-type] # a class is hashable
+    layer: nn.Module = subclass.__new__(subclass)
+    layer.__dict__[_ATTRIBUTES] = attributes = dict(prepare(original))
+    layer.__dict__.update(attributes)
+    return layer
+
+
+def _is_method_of(value: Any, owner: type) -> bool:
+    """Whether ``value`` is the class's own ``forward``, bound to an instance."""
+    return isinstance(value, MethodType) and value.__func__ is getattr(owner, "forward", None)

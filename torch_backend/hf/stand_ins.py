@@ -1,0 +1,97 @@
+"""What a mixer calls in a packed forward in place of the convolution and the scan of its modeling file.
+
+x and the segments, as the layer passes them on -> :func:`convolve`, :func:`scan` -> ``ops.conv``, ``ops.scan``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packing_core.errors import UnsupportedModelError
+from torch_backend.hf.knowledge import BOUNDARY_ARGUMENTS, CONVOLUTION, STATE_ARGUMENTS
+from torch_backend.ops import scan as scans
+from torch_backend.ops.conv import short_convolution
+from torch_backend.ops.documents import per_document
+from torch_backend.ops.operators import runs_triton
+from torch_backend.ops.scan import ScanRequest
+from torch_backend.segments import PackedMetadata
+
+
+class LayerSegments:
+    """The segments as one layer passes them to its convolution and scan, and what its scan asked for.
+
+    Attributes:
+        packed: the segments.
+        scan: the request of the layer's scan, None until it was made.
+    """
+
+    def __init__(self, packed: PackedMetadata) -> None:
+        self.packed = packed
+        self.scan: ScanRequest | None = None
+
+
+def _segments_of(function: str, arguments: dict[str, Any]) -> LayerSegments:
+    """The segments among the keywords of a convolution or scan.
+
+    Raises:
+        UnsupportedModelError: there are none, or a state goes in or out.
+    """
+    found = next((value for value in arguments.values() if isinstance(value, LayerSegments)), None)
+    if found is None:
+        raise UnsupportedModelError(
+            f"a layer called {function} without its segments: its documents would see each other"
+        )
+    if any(arguments.get(name) is not None and arguments[name] is not False for name in STATE_ARGUMENTS):
+        raise UnsupportedModelError(f"a layer called {function} with a state, but packed documents start from none")
+    return found
+
+
+def convolve(
+    function: Callable[..., Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **others: Any,
+) -> Tensor:
+    """The causal convolution of each channel, restarted at every segment, and its activation.
+
+    Args:
+        function: what the modeling file calls by the name; used where Triton does not run.
+        x: [B, C, S], rows whose tokens the segments cover.
+        weight: [C, W], bias: [C].
+        activation: a name that transformers knows.
+        others: the segments are among them.
+
+    Returns:
+        [B, C, S], dtype of x.
+    """
+    packed = _segments_of(CONVOLUTION, others).packed
+    tokens = x.transpose(1, 2)
+    if runs_triton(x) and activation in (None, "silu", "swish"):
+        y = short_convolution(tokens.flatten(0, 1), weight, packed, bias=bias, silu=activation is not None)
+        return y.view(tokens.shape).transpose(1, 2)
+
+    def alone(documents: Tensor) -> Tensor:
+        return function(documents.transpose(1, 2), weight, bias, activation=activation).transpose(1, 2)
+
+    together: Tensor = per_document(packed, alone, (tokens,), {})
+    return together.transpose(1, 2)
+
+
+@torch.compiler.disable  # the libraries disable compilation of their kernels too: one graph break instead of several
+def scan(function: Callable[..., Any], library: str, *args: Any, **kwargs: Any) -> Any:
+    """The scan that a modeling file calls, with its state restarted at every segment; see ``ops.scan``."""
+    segments = _segments_of("a scan", kwargs)
+    known = scans.parameters(function)
+    kwargs = {name: kwargs[name] for name in known if name in kwargs and name not in BOUNDARY_ARGUMENTS}
+    segments.scan = scans.request_of(function, library, args, kwargs)
+    return scans.scan(segments.scan, segments.packed, args, kwargs)
+
+
+def no_fused_steps(*args: Any, **kwargs: Any) -> None:
+    """Placeholder for the fused convolution-and-scan function. Returns None, so the layer runs the steps separately."""

@@ -1,0 +1,154 @@
+"""The table of attention implementations, and the one loop that selects among them.
+
+A request -> the names to ask, in order (:mod:`.order` for "auto") -> the first whose ``supports`` returns None. An
+implementation is one object in a file of its own: a new one is a new file and a line in ``IMPLEMENTATIONS``.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from packing_core.errors import UnsupportedError
+from torch_backend.ops.attention.order import CPU, CUDA, order
+from torch_backend.ops.attention.request import AttentionRequest, Implementation, describe
+from torch_backend.segments import PackedMetadata, host_lengths
+
+logger = logging.getLogger(__name__)
+
+# name -> where its object lives; imported when it is first asked
+IMPLEMENTATIONS = {
+    "flash4": "torch_backend.ops.attention.flash:FLASH4",
+    "flash3": "torch_backend.ops.attention.flash:FLASH3",
+    "flash2": "torch_backend.ops.attention.flash:FLASH2",
+    "triton": "torch_backend.ops.attention.triton:TRITON",
+    "varlen": "torch_backend.ops.attention.varlen:VARLEN",
+    "flex": "torch_backend.ops.attention.flex:FLEX",
+    "xformers": "torch_backend.ops.attention.xformers:XFORMERS",
+    "sdpa": "torch_backend.ops.attention.sdpa:SDPA",
+    "reference": "torch_backend.ops.attention.reference:REFERENCE",
+}
+
+
+def choose(
+    request: AttentionRequest, packed: PackedMetadata, implementation: str | Sequence[str] = "auto"
+) -> tuple[str, AttentionRequest]:
+    """The implementation that serves a request, and the request as it is served.
+
+    Where no implementation works without the segments' lengths on the host, they are read from the device, once per
+    batch, and the request says so.
+
+    Raises:
+        UnsupportedError: no implementation asked for can serve the request; each one's reason is in the message.
+    """
+    try:
+        return select(request, implementation), request
+    except UnsupportedError:
+        if packed.lengths is not None or not packed.readable:
+            raise
+        host_lengths(packed)
+    request = replace(request, host_lengths=True)
+    return select(request, implementation), request
+
+
+def run(
+    name: str,
+    request: AttentionRequest,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: PackedMetadata,
+    *,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> Tensor:
+    """Run what :func:`choose` returned on the tensors that the request was made from."""
+    return load(name)(q, k, v, packed, request, sinks=sinks, alibi_slopes=alibi_slopes)
+
+
+def select(request: AttentionRequest, implementation: str | Sequence[str] = "auto") -> str:
+    """The name of the first implementation that serves ``request``; for a named one nothing stands in."""
+    reasons: dict[str, str] = {}
+    for name in _asked(request, implementation):
+        reason = load(name).supports(request)
+        if reason is None:
+            if implementation == "auto" and not request.compiling:
+                _log_choice(request.device.type, name, tuple(reasons.items()))
+            return name
+        reasons[name] = reason
+    refused = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    raise UnsupportedError(
+        f"no packed attention for {describe(request)}: {refused}. "
+        f'Pass implementation="auto" or another of {", ".join(IMPLEMENTATIONS)}'
+    )
+
+
+def prepare(packed: PackedMetadata, request: AttentionRequest, implementation: str | Sequence[str] = "auto") -> None:
+    """Derive from the segments what layers that ask like ``request`` share, before they run.
+
+    A compiled layer that found nothing derived would have a graph of its own in which it is. The request may be one
+    of an earlier batch.
+    """
+    segments = packed.cu_seqlens.shape[0] - 1
+    request = replace(
+        request,
+        tokens=packed.tokens,
+        segments=segments,
+        max_seqlen=packed.max_seqlen,
+        host_lengths=packed.lengths is not None,
+        compiling=True,
+    )
+    make = getattr(load(select(request, implementation)), "prepare", None)
+    if make is not None:
+        make(packed, request)
+
+
+def rejections(request: AttentionRequest, implementation: str | Sequence[str] = "auto") -> dict[str, str | None]:
+    """Every candidate in the order it is asked, with the reason it cannot serve ``request``, or None where it can."""
+    return {name: load(name).supports(request) for name in _asked(request, implementation)}
+
+
+def needs_host_lengths(implementation: str) -> bool:
+    """Whether the implementation of that name reads ``packed.lengths``."""
+    return load(implementation).host_lengths
+
+
+def candidates(device: torch.device, implementation: str | Sequence[str]) -> tuple[str, ...]:
+    """The names that may be asked; of "auto", the order follows from the request too (:mod:`.order`)."""
+    if implementation == "auto":
+        return CUDA if device.type == "cuda" else CPU
+    names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
+    for name in names:
+        if name not in IMPLEMENTATIONS:
+            raise UnsupportedError(f"no attention implementation {name!r}; there are {', '.join(IMPLEMENTATIONS)}")
+    return names
+
+
+def _asked(request: AttentionRequest, implementation: str | Sequence[str]) -> tuple[str, ...]:
+    return order(request, load) if implementation == "auto" else candidates(request.device, implementation)
+
+
+def load(name: str) -> Implementation:
+    """The implementation of that name, its module imported on first use."""
+    module, _, attribute = IMPLEMENTATIONS[name].partition(":")
+    _import(module)
+    found: Implementation = getattr(sys.modules[module], attribute)
+    return found
+
+
+@torch.compiler.assume_constant_result  # torch.compile runs it while tracing, or the first call would break the graph
+def _import(module: str) -> None:
+    import_module(module)
+
+
+@cache
+def _log_choice(device: str, name: str, reasons: tuple[tuple[str, str], ...]) -> None:
+    passed = "".join(f"; not {other}: {reason}" for other, reason in reasons)
+    logger.info("packed attention on %s runs on %s%s", device, name, passed)

@@ -1,0 +1,171 @@
+"""What decides who can serve an attention call: the request, how it is made from the arguments, and how it reads.
+
+q, k, v, segments and options -> checked once, here -> an :class:`AttentionRequest`, which holds no tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from packing_core.errors import LayoutError
+from torch_backend.segments import PackedMetadata
+
+
+@dataclass(frozen=True)
+class AttentionRequest:
+    """Everything about one attention call that decides who can serve it; holds no tensor and no value of one.
+
+    Attributes:
+        tokens, heads, kv_heads, head_dim, value_dim: T, H, K, D, Dv.
+        dtype, device: of q, k and v.
+        segments, max_seqlen: of the metadata; ``segments`` counts the zero-length ones that pad ``cu_seqlens``.
+        host_lengths: whether the segment lengths are known on the host.
+        requires_grad: whether a backward may follow.
+        causal, window, softcap, dropout, scale: as in :func:`attention`, ``scale`` resolved.
+        sinks, alibi: whether those tensors are given.
+        compiling: whether torch.compile is tracing the call.
+    """
+
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    segments: int
+    max_seqlen: int
+    host_lengths: bool
+    requires_grad: bool
+    causal: bool
+    window: int | None
+    softcap: float | None
+    sinks: bool
+    alibi: bool
+    dropout: float
+    scale: float
+    compiling: bool
+
+
+class Implementation(Protocol):
+    """What an entry of ``IMPLEMENTATIONS`` is.
+
+    Attributes:
+        host_lengths: it needs ``packed.lengths``; the collator then carries them.
+        fixed_shapes: one compiled graph serves every segmentation that has the same T, N and ``max_seqlen``.
+
+    One that derives something from the segments may have ``prepare(packed, request)``, which does so ahead of layers
+    that are compiled.
+    """
+
+    host_lengths: bool
+    fixed_shapes: bool
+
+    def supports(self, request: AttentionRequest) -> str | None:
+        """None, or in one clause why the request cannot be served (library absent, wrong device, no such option)."""
+        ...
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        packed: PackedMetadata,
+        request: AttentionRequest,
+        *,
+        sinks: Tensor | None,
+        alibi_slopes: Tensor | None,
+    ) -> Tensor:
+        """Attention of a request that :meth:`supports` accepted; shapes and dtypes were checked by the caller."""
+        ...
+
+
+def request_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: PackedMetadata,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    dropout: float = 0.0,
+    scale: float | None = None,
+) -> AttentionRequest:
+    """The request that a call of ``attention`` with these arguments makes.
+
+    Raises:
+        LayoutError: shapes, dtypes or devices contradict each other, or an option is out of its range.
+    """
+    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    if not (q.ndim == k.ndim == v.ndim == 3):
+        raise LayoutError(
+            f"attention takes q [T, H, D], k [T, K, D], v [T, K, Dv] without a batch dimension, got {shapes}"
+        )
+    tokens, heads, head_dim = q.shape
+    kv_heads, value_dim = v.shape[1:]
+    if k.shape != (tokens, kv_heads, head_dim) or v.shape[0] != tokens or heads % kv_heads:
+        raise LayoutError(
+            f"attention takes q [T, H, D], k [T, K, D], v [T, K, Dv] with H a multiple of K, got {shapes}"
+        )
+    if packed.tokens != tokens:
+        raise LayoutError(f"the segments cover {packed.tokens:,} tokens and q holds {tokens:,}")
+    if not (q.dtype == k.dtype == v.dtype) or not q.is_floating_point():
+        raise LayoutError(f"q, k and v must share one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not (q.device == k.device == v.device == packed.device):
+        raise LayoutError(
+            f"q, k, v and the segments must be on one device, got {q.device}, {k.device}, {v.device}, {packed.device}"
+        )
+    for name, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        if per_head is not None and per_head.shape != (heads,):
+            raise LayoutError(f"{name} must be [{heads}], one per head, got {list(per_head.shape)}")
+    if window is not None and window < 1:
+        raise LayoutError(f"window counts visible keys, the query's own included, so it is at least 1, got {window}")
+    if softcap is not None and softcap <= 0:
+        raise LayoutError(f"softcap must be positive (None for none), got {softcap}")
+    if not 0 <= dropout < 1:
+        raise LayoutError(f"dropout is a probability below 1, got {dropout}")
+    tensors = [x for x in (q, k, v, sinks, alibi_slopes) if x is not None]
+    return AttentionRequest(
+        tokens=tokens,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        dtype=q.dtype,
+        device=q.device,
+        segments=packed.cu_seqlens.shape[0] - 1,
+        max_seqlen=packed.max_seqlen,
+        host_lengths=packed.lengths is not None,
+        requires_grad=torch.is_grad_enabled() and any(x.requires_grad for x in tensors),
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        sinks=sinks is not None,
+        alibi=alibi_slopes is not None,
+        dropout=dropout,
+        scale=head_dim**-0.5 if scale is None else float(scale),
+        compiling=torch.compiler.is_compiling(),
+    )
+
+
+def describe(request: AttentionRequest) -> str:
+    """The request in a few words, for error messages and ``explain``."""
+    options = [
+        "causal" if request.causal else "not causal",
+        request.window is not None and f"window {request.window:,}",
+        request.softcap is not None and f"softcap {request.softcap:g}",
+        request.sinks and "sinks",
+        request.alibi and "ALiBi",
+        request.dropout > 0 and f"dropout {request.dropout:g}",
+    ]
+    return (
+        f"{request.heads} heads ({request.kv_heads} of keys) of {request.head_dim} ({request.value_dim} of values), "
+        f"{str(request.dtype).removeprefix('torch.')} on {request.device.type}, {', '.join(o for o in options if o)}"
+    )
