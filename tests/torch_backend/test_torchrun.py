@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.torch_backend.test_trainer import documents
-
-ROOT = Path(__file__).parents[2]
+from tests.torch_backend.torchrun import torchrun
 
 
 def train(folder: Path, ranks: int, documents_at_once: int, accumulation: int) -> dict:
     folder.mkdir()
-    script = [str(Path(__file__).with_name("torchrun_training.py")), str(folder)]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    launch += [*script, str(documents_at_once), str(accumulation)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    done = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun("torchrun_training.py", str(folder), str(documents_at_once), str(accumulation), ranks=ranks)
     return torch.load(folder / "result.pt")
 
 

@@ -1,0 +1,21 @@
+"""Parameters sharded over two ranks that hold different documents: exact, or refused before anything can hang."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.torch_backend.torchrun import torchrun
+
+ORDERS = ("shard, patch", "patch, shard")
+
+
+def test_fsdp2_on_every_route(tmp_path: Path) -> None:
+    """Mamba's mixers run per document inside of what is sharded; Bloom's decoder and Jamba's layers around it."""
+    torchrun("torchrun_sharded.py", "qwen3,bamba,mamba,bloom,jamba", str(tmp_path / "found.json"))
+    found = json.loads((tmp_path / "found.json").read_text())
+    for order in ORDERS:
+        for family in ("qwen3", "bamba", "mamba"):
+            assert found[f"{family}: {order}"] <= 1e-5, (family, order, found)
+        for family in ("bloom", "jamba"):
+            assert "is sharded by FSDP, and " in str(found[f"{family}: {order}"]), (family, order, found)
