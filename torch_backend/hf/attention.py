@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from packing_core.errors import UnsupportedModelError
 from packing_core.extras import require
 from torch_backend.hf.carry import CarriedMask
+from torch_backend.hf.inputs import refuse_without_carrier
 from torch_backend.ops.attention import attention
 from torch_backend.segments import refined
 
@@ -118,6 +119,7 @@ def packed_attention(
         UnsupportedModelError: a packed forward asks for something that would not be exact.
     """
     if not isinstance(attention_mask, CarriedMask):
+        refuse_without_carrier(module, kwargs)
         return _function_before(before, module)(module, query, key, value, attention_mask, *args, **kwargs)
     if before == "sdpa" and kwargs.get("softcap"):
         raise UnsupportedModelError(

@@ -13,13 +13,15 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from packing_core.errors import LayoutError, UnsupportedModelError
-from torch_backend.hf import frequencies, rotary
+from packing_core.errors import UnsupportedModelError
+from torch_backend.hf import frequencies, inputs, rotary
 from torch_backend.hf.attention import PreTrainedModel, causal_mask, register, unregistered
-from torch_backend.hf.carry import CarriedMask, is_packed, take_metadata
+from torch_backend.hf.boundaries import is_packed, take_metadata
+from torch_backend.hf.carry import CarriedMask
 from torch_backend.hf.families import SEE_PADDING, route_of
+from torch_backend.hf.guard import Guard
 from torch_backend.hf.mixers import Row, find_mixers, unwrap, wrap
 from torch_backend.ops.attention import AttentionRequest, candidates, needs_host_lengths, prepare, select
 from torch_backend.ops.documents import no_mask
@@ -28,10 +30,6 @@ from torch_backend.segments import PackedMetadata
 Model = TypeVar("Model", bound=nn.Module)
 _STATE = "_crosspack"
 DATA_PARALLEL = "DataParallel splits a batch in the middle of its documents: use DistributedDataParallel (torchrun)"
-WAY_OUT = (
-    "let PackedCollator build the batches, or wrap the present collator, torch_backend.with_boundaries(collator), "
-    "which marks the boundaries that it hints at"
-)
 
 
 def install(model: Model, implementation: str | Sequence[str] = "auto") -> Model:
@@ -66,6 +64,11 @@ def causal_lm(model: nn.Module) -> Any:
     Raises:
         UnsupportedModelError: there is none, or DataParallel stands around it.
     """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(
+            f"expected a transformers model, got a {type(model).__name__} ({model!r:.60}): load it first, "
+            "transformers.AutoModelForCausalLM.from_pretrained(...)"
+        )
     for module in model.modules():
         if isinstance(module, nn.DataParallel):
             raise UnsupportedModelError(DATA_PARALLEL)
@@ -114,6 +117,9 @@ class Patched:
         self.reached: set[str] = set()
         self.served: dict[int, Any] = {}
         self.compiled: set[AttentionRequest] = set()
+        self.guard = Guard()
+        self.root_names, self.decoder_names = inputs.forward_names(root), inputs.forward_names(self.decoder)
+        self.shifted = root.get_output_embeddings() is not None  # a language-model head's labels are the next tokens
 
     @property
     def layers(self) -> dict[str, nn.Module]:
@@ -189,27 +195,23 @@ class Patched:
         """Take the metadata out of the model's arguments, or check that a batch without it is not packed."""
         if getattr(root, "_is_replica", False):
             raise UnsupportedModelError(DATA_PARALLEL)
-        kwargs = dict(kwargs)
-        self.received = self._take(args, kwargs)
+        args, kwargs = inputs.as_keywords(self.root_names, args, kwargs)
+        self.guard.poll()
+        self.received = self._take(root, self.root_names, kwargs)
         if self.received is None:
-            _refuse_unmarked(root, kwargs)
+            inputs.check_unmarked(kwargs, self.guard, wait=root.training)
         return args, kwargs
 
     def _hand_over(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Put the metadata where the decoder's layers receive it."""
-        kwargs = dict(kwargs)
+        args, kwargs = inputs.as_keywords(self.decoder_names, args, kwargs)
         packed, self.received = self.received, None
         if packed is None:  # not packed, or a loss that calls the decoder itself
-            packed = self._take(args, kwargs)
+            packed = self._take(decoder, self.decoder_names, kwargs)
         self.running = packed
         self.reached = set()
         if packed is None:
             return args, kwargs
-        if kwargs.get("past_key_values") is not None:
-            raise UnsupportedModelError(
-                "a packed batch came with past_key_values: prefix tuning and caches cannot be packed, "
-                "because every document would need the prefix"
-            )
         self._refuse_router_loss(kwargs)
         kwargs["use_cache"] = False  # a cache of several documents in a row is of no use to anybody
         if self.route == "documents":
@@ -219,22 +221,31 @@ class Patched:
             packed.lengths = None  # values on the host would be compiled in, one graph per batch
         for request in self.compiled:
             prepare(packed, request, self.implementation)
-        rows, row_length = _tokens(args, kwargs).shape[:2]
+        rows, row_length = inputs.tokens_of(kwargs).shape[:2]
         kwargs["attention_mask"] = CarriedMask(packed, (rows, row_length), self.implementation)
         if self.mixers:  # some layers hand on what they do not know, some only the argument of fused kernels
             kwargs |= {"packed": packed, "seq_idx": packed}
         return args, kwargs
 
-    def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedMetadata | None:
+    def _take(self, module: nn.Module, names: tuple[str, ...], kwargs: dict[str, Any]) -> PackedMetadata | None:
         if not is_packed(kwargs):
             return None
-        tokens = _tokens(args, kwargs)
-        rows, row_length = tokens.shape[:2]
-        packed = take_metadata(
-            kwargs, rows=rows, row_length=row_length, device=tokens.device, host_lengths=self.host_lengths
+        tokens, wait = inputs.tokens_of(kwargs), module.training
+        inputs.check_arguments(module, kwargs, self.guard, wait=wait)
+        packed = take_metadata(kwargs, tokens=tokens, host_lengths=self.host_lengths, guard=self.guard, wait=wait)
+        inputs.check_packed(
+            kwargs,
+            packed,
+            self.guard,
+            shifted=self.shifted,
+            renumbered=self.route == "documents",
+            axes=self.route != "documents" and not self.rotaries,
+            wait=wait,
         )
         if kwargs.get("position_ids") is None:
-            kwargs["position_ids"] = packed.position_ids.view(rows, row_length)
+            kwargs["position_ids"] = packed.position_ids.view(tokens.shape[:2])
+        if "use_cache" in names:  # a model above the decoder may make a cache for it
+            kwargs["use_cache"] = False
         return packed
 
     def _running(self) -> PackedMetadata | None:
@@ -312,32 +323,3 @@ def _plain(function: Any) -> Any:
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function
-
-
-def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The tensor that says how many rows and columns the batch has: ids, or embeddings in their place."""
-    for candidate in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args):
-        if isinstance(candidate, Tensor):
-            return candidate
-    raise LayoutError("the batch has neither input_ids nor inputs_embeds")
-
-
-def _refuse_unmarked(root: nn.Module, kwargs: dict[str, Any]) -> None:
-    """Raise for a batch that looks packed and says nothing of its segments."""
-    if kwargs.get("seq_idx") is not None:
-        raise LayoutError(f"the batch has seq_idx but no cu_seq_lens_q: {WAY_OUT}")
-    positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-    if not isinstance(positions, Tensor) or torch.compiler.is_compiling():
-        return
-    if positions.device.type == "cpu":
-        steps = positions[..., 1:] - positions[..., :-1]
-        restarts = steps <= 0
-        if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[-1] == positions.shape[-1]:
-            restarts = restarts & (mask[..., 1:] != 0) & (mask[..., :-1] != 0)
-        if bool(restarts.any()):
-            raise LayoutError(f"position_ids restart inside a row but the batch carries no segments: {WAY_OUT}")
-    elif root.training and mask is None and all(kwargs.get(k) is None for k in ("past_key_values", "cache_params")):
-        raise LayoutError(
-            f"a training batch on {positions.device.type} came with position_ids and without segments, "
-            f"attention_mask or cache, so whether it is packed cannot be told without reading it back: {WAY_OUT}"
-        )
