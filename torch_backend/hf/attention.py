@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from packing_core.errors import UnsupportedModelError
 from packing_core.extras import require
 from torch_backend.hf.carry import CarriedMask
-from torch_backend.hf.inputs import refuse_without_carrier
+from torch_backend.hf.inputs import HARMLESS, refuse_without_carrier
 from torch_backend.ops.attention import attention
 from torch_backend.segments import refined
 
@@ -65,11 +65,10 @@ TOUCHED = (
     "transformers:Trainer.get_train_dataloader",
 )
 # What an attention layer may pass along without meaning anything for the packed result.
-_WITHOUT_EFFECT = (
-    *("position_ids", "position_embeddings", "cache_position", "layer_idx", "use_cache", "packed", "seq_idx"),
+_WITHOUT_EFFECT = HARMLESS | {
+    *("position_embeddings", "layer_idx", "use_cache", "packed"),
     *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
-    *("num_items_in_batch", "logits_to_keep", "labels"),
-)
+}
 
 
 def register(name: str) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from packing_core.errors import LayoutError, PackingError
-from torch_backend.hf.guard import Guard, has_values, on_host
+from torch_backend.hf.guard import Guard, has_values
 from torch_backend.segments import PackedMetadata, to_device
 
 # What a packed batch holds beside input_ids, labels and position_ids.
@@ -59,28 +59,30 @@ def take_metadata(
     values = {key: batch.pop(key, None) for key in METADATA_KEYS}
     found = {key: value for key, value in values.items() if value is not None}
     check_forms(found)
-    rows, row_length = tokens.shape[:2]
+    (rows, row_length), device, embedded = tokens.shape[:2], tokens.device, tokens.ndim == 3
     boundaries: Tensor | None = found.get("cu_seq_lens_q")
     lengths: Sequence[int] | None = found.get("packed_lengths")
     longest: Any = found.get("max_length_q")
-    embedded = tokens.ndim == 3
     if boundaries is not None and torch.compiler.is_compiling() and not host_lengths:
         lengths = None  # values on the host would be compiled in, one graph per batch
-    elif lengths is None and boundaries is not None and (host_lengths or longest is None or on_host(boundaries)):
-        lengths = lengths_between(boundaries.tolist(), rows * row_length, tail=not embedded)
-        boundaries = None
+    elif boundaries is not None and lengths is None:
+        if host_lengths or longest is None or guard.immediate(boundaries):
+            lengths = lengths_between(boundaries.tolist(), rows * row_length, tail=not embedded)
+            boundaries = None
     if lengths is None:
         assert boundaries is not None
-        packed = PackedMetadata(to_device(boundaries.int(), tokens.device), int(longest), rows * row_length)
+        packed = PackedMetadata(to_device(boundaries.int(), device), int(longest), rows * row_length)
         _check_on_device(packed, guard, rows=rows, wait=wait)
         return packed
     lengths = check_lengths(lengths, rows=rows, row_length=row_length, embedded=embedded)
-    longest = check_agreement(found, lengths, row_length=row_length)
-    if boundaries is not None and not has_values(boundaries):
-        return PackedMetadata(to_device(boundaries.int(), tokens.device), longest, rows * row_length, lengths)
-    entries = None if boundaries is None else len(boundaries) - 1  # as many as the batch has, so that shapes stay fixed
-    packed = PackedMetadata.from_lengths(lengths, device=tokens.device, entries=entries, max_seqlen=longest)
-    if boundaries is not None and not on_host(boundaries):
+    longest = check_agreement(found, lengths, guard, row_length=row_length)
+    if boundaries is None:
+        return PackedMetadata.from_lengths(lengths, device=device, max_seqlen=longest)
+    if not has_values(boundaries):
+        return PackedMetadata(to_device(boundaries.int(), device), longest, rows * row_length, lengths)
+    entries = len(boundaries) - 1  # as many as the batch has, so that shapes stay fixed
+    packed = PackedMetadata.from_lengths(lengths, device=device, entries=entries, max_seqlen=longest)
+    if not guard.immediate(boundaries):
         _check_contradiction(packed, boundaries, guard, wait=wait)
     return packed
 
@@ -181,7 +183,7 @@ def _why(held: int, tokens: int, embedded: bool) -> str:
     return "padding belongs to segments of its own, as PackedCollator gives it"
 
 
-def check_agreement(found: Mapping[str, Any], lengths: tuple[int, ...], *, row_length: int) -> int:
+def check_agreement(found: Mapping[str, Any], lengths: tuple[int, ...], guard: Guard, *, row_length: int) -> int:
     """Check the other keys, as far as their values are on the host, against ``lengths``.
 
     Returns:
@@ -191,27 +193,24 @@ def check_agreement(found: Mapping[str, Any], lengths: tuple[int, ...], *, row_l
         LayoutError: both keys, and where they disagree.
     """
     ends = [0, *accumulate(lengths)]
-    marks = {key: found[key].tolist() for key in ("cu_seq_lens_q", "cu_seq_lens_k") if _is_known(found.get(key))}
+    known = {key: x for key, x in found.items() if not isinstance(x, Tensor) or guard.immediate(x)}
+    marks = {key: known[key].tolist() for key in ("cu_seq_lens_q", "cu_seq_lens_k") if key in known}
     if len(marks) == 2 and marks["cu_seq_lens_q"] != marks["cu_seq_lens_k"]:
         where = _difference(*marks.values())
         raise LayoutError(f"cu_seq_lens_q and cu_seq_lens_k differ {where}: in self-attention they are the same")
     for key, given in marks.items():
         filled = [end for i, end in enumerate(given) if i == 0 or end != given[i - 1]]
-        if "packed_lengths" in found and filled != ends:
+        if "packed_lengths" in known and filled != ends:
             raise LayoutError(f"packed_lengths and {key} disagree {_difference(ends, filled)}: {WAY_OUT}")
-    if _is_known(found.get("seq_idx")) and marks.get("cu_seq_lens_q", ends)[-1] == ends[-1]:
-        _check_numbers(found["seq_idx"], ends, row_length=row_length)
+    if "seq_idx" in known and marks.get("cu_seq_lens_q", ends)[-1] == ends[-1]:
+        _check_numbers(known["seq_idx"], ends, row_length=row_length)
     longest = max(lengths)
-    for key in ("max_length_k", "max_length_q"):
-        given = found.get(key)
-        if given is None or (isinstance(given, Tensor) and not on_host(given)):
-            continue
-        if int(given) < max(lengths):
+    for name in ("max_length_q", "max_length_k"):
+        if int(known.get(name, longest)) < longest:
             raise LayoutError(
-                f"{key} is {int(given):,} and segment {lengths.index(max(lengths))} has {max(lengths):,} tokens"
+                f"{name} is {int(known[name]):,} and segment {lengths.index(longest)} has {longest:,} tokens"
             )
-        longest = int(given)
-    return longest
+    return int(known.get("max_length_q", longest))
 
 
 def _check_numbers(seq_idx: Tensor, ends: Sequence[int], *, row_length: int) -> None:
@@ -223,10 +222,6 @@ def _check_numbers(seq_idx: Tensor, ends: Sequence[int], *, row_length: int) -> 
     inside = [end for end in ends[1:-1] if end % row_length]
     if changes != inside:
         raise LayoutError(f"seq_idx contradicts the boundaries {_difference(inside, changes)}: {WAY_OUT}")
-
-
-def _is_known(boundaries: Tensor | None) -> bool:
-    return boundaries is not None and on_host(boundaries)
 
 
 def _difference(one: Sequence[int], other: Sequence[int]) -> str:

@@ -47,7 +47,7 @@ class PinnedReadback:
 
 
 @dataclass
-class _Pending:
+class Pending:
     flag: Readback
     wrong: Tensor
     error: Callable[[int], PackingError]
@@ -88,7 +88,7 @@ class Guard:
         self.immediate = immediate
         self.read_back = read_back
         self.seen: set[str] = set()
-        self.pending: list[_Pending] = []
+        self.pending: list[Pending] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Guard, (self.immediate, self.read_back)
@@ -116,7 +116,7 @@ class Guard:
             if bool(wrong.any()):
                 raise error(_first(wrong))
         else:
-            self.pending.append(_Pending(self.read_back(wrong.any()), wrong, error))
+            self.pending.append(Pending(self.read_back(wrong.any()), wrong, error))
 
     def poll(self, *, wait: bool = False) -> None:
         """Raise for the first earlier batch whose result has arrived and is a violation.

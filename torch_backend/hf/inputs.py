@@ -157,7 +157,6 @@ def check_packed(
     check_mask(kwargs.get("attention_mask"), packed, guard, shape=shape, wait=wait)
     positions = kwargs.get("position_ids")
     check_positions(positions, packed, guard, shape=shape, renumbered=renumbered, axes=axes, wait=wait)
-    ignored = kwargs.get("ignore_index", IGNORE_INDEX)
     for name, ahead in (("labels", 0), ("shift_labels", 1)):
         check_labels(
             kwargs.get(name),
@@ -166,7 +165,6 @@ def check_packed(
             name=name,
             shape=shape,
             ahead=ahead if shifted else None,
-            ignored=ignored,
             wait=wait,
         )
 
@@ -249,7 +247,6 @@ def check_labels(
     name: str,
     shape: tuple[int, int],
     ahead: int | None,
-    ignored: int = IGNORE_INDEX,
     wait: bool = True,
 ) -> None:
     """Accept no labels, or one per token of which none is predicted from the document before.
@@ -260,7 +257,6 @@ def check_labels(
         shape: of the batch.
         ahead: by how many tokens the labels are already moved towards the token that predicts them; None if they are
             not those of the next token, so that nothing can cross a boundary.
-        ignored: the label that is not trained.
 
     Raises:
         LayoutError: the labels have another shape, or train the first token of a document.
@@ -272,19 +268,18 @@ def check_labels(
         raise LayoutError(f"{name} must be {list(shape)}, one per token as in input_ids, got {form}")
     if ahead is None:
         return
-    row_length = shape[1]
 
     def find() -> Tensor:
         starts = packed.cu_seqlens[1:-1]
-        at_starts = (
-            to_device(labels, packed.device).flatten().index_select(0, (starts - ahead).clamp(max=labels.numel() - 1))
-        )
-        return (at_starts != ignored) & (starts % row_length != 0)
+        # the label of a row's first token is dropped by the shift; moved ahead, it stands at the last token before
+        crosses = starts < packed.tokens if ahead else starts % shape[1] != 0
+        flat = to_device(labels, packed.device).flatten()
+        return crosses & (flat.index_select(0, (starts - ahead).clamp(max=len(flat) - 1)) != IGNORE_INDEX)
 
     def error(i: int) -> PackingError:
         return LayoutError(
             f"{name} train the first token of segment {i + 1}, which the last token of segment {i} would predict: set "
-            f"it to {ignored}, or wrap the collator, torch_backend.with_boundaries(collator), which does"
+            f"it to {IGNORE_INDEX}, or wrap the collator, torch_backend.with_boundaries(collator), which does"
         )
 
     guard.check(name, find, error, wait=wait)
