@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from packing_core.errors import UnsupportedModelError
 from packing_core.extras import require
 from torch_backend.hf.forward import AttentionChoice, PackedForward
+from torch_backend.hf.inputs import HARMLESS, refuse_without_carrier
 from torch_backend.hf.knowledge import INTERFACE, WITHOUT_EFFECT
 from torch_backend.ops.attention import choose, request_of, run
 from torch_backend.segments import refined
@@ -82,6 +83,7 @@ def packed_attention(
         UnsupportedModelError: a packed forward asks for something that would not be exact.
     """
     if not isinstance(attention_mask, PackedForward):
+        refuse_without_carrier(module, kwargs)
         return _function_before(before, module)(module, query, key, value, attention_mask, *args, **kwargs)
     if before == "sdpa" and kwargs.get("softcap"):
         raise UnsupportedModelError(
@@ -129,7 +131,8 @@ def _packed(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    unknown = sorted(k for k, v in others.items() if v is not None and v is not False and k not in WITHOUT_EFFECT)
+    harmless = {*HARMLESS, *WITHOUT_EFFECT}
+    unknown = sorted(k for k, v in others.items() if v is not None and v is not False and k not in harmless)
     if unknown:
         raise UnsupportedModelError(
             f"{_where(module)} passes {', '.join(unknown)} to attention, which packing cannot honour"

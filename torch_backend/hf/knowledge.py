@@ -124,9 +124,8 @@ ROTATION = "apply_rotary_pos_emb"
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 # What an attention layer may pass along without meaning anything for the packed result.
 WITHOUT_EFFECT = (
-    *("position_ids", "position_embeddings", "cache_position", "layer_idx", "use_cache", "packed", "seq_idx"),
+    *("position_embeddings", "layer_idx", "use_cache", "packed"),
     *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
-    *("num_items_in_batch", "logits_to_keep", "labels"),
 )
 
 # -- what the package touches ---------------------------------------------------------------------------------------

@@ -20,8 +20,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from packing_core.errors import UnsupportedModelError
 from torch_backend.hf import inputs
 from torch_backend.hf.attention import PreTrainedModel, register, uses_interface
+from torch_backend.hf.boundaries import is_packed, take_metadata
 from torch_backend.hf.edits import AttentionName, ContinuousBatching, Edit, Hook, LayerOverride, Rotation
 from torch_backend.hf.forward import CARRIED, AttentionChoice, Choice, PackedForward
+from torch_backend.hf.guard import Guard
 from torch_backend.hf.knowledge import SEE_PADDING, route_of
 from torch_backend.hf.mixers import find_mixers, override_decoder, override_mixer, why_not_on_the_row
 from torch_backend.hf.override import original_class
@@ -68,6 +70,11 @@ def causal_lm(model: nn.Module) -> Any:
     Raises:
         UnsupportedModelError: there is none, or DataParallel stands around it.
     """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(
+            f"expected a transformers model, got a {type(model).__name__} ({model!r:.60}): load it first, "
+            "transformers.AutoModelForCausalLM.from_pretrained(...)"
+        )
     for module in model.modules():
         if isinstance(module, nn.DataParallel):
             raise UnsupportedModelError(DATA_PARALLEL)
@@ -119,9 +126,12 @@ class Patched:
         self.edits: list[Edit] = []
         self.suspended = False
         self.current: PackedForward | None = None
-        self._own_call = False  # whether the decoder's own hooks made it and not the model's
+        self._in_root = False  # whether the model's hooks have seen the call of the decoder
         self.choices: dict[int, Choice] = {}
         self.compiled: set[AttentionRequest] = set()
+        self.guard = Guard()
+        self.root_names, self.decoder_names = inputs.forward_names(root), inputs.forward_names(self.decoder)
+        self.shifted = root.get_output_embeddings() is not None  # a language-model head's labels are the next tokens
 
     @property
     def device(self) -> torch.device:
@@ -221,13 +231,15 @@ class Patched:
         """Make the PackedForward of a packed batch."""
         if getattr(root, "_is_replica", False):
             raise UnsupportedModelError(DATA_PARALLEL)
-        kwargs = dict(kwargs)
-        self.current = self._forward_of(args, kwargs)
+        args, kwargs = inputs.as_keywords(self.root_names, args, kwargs)
+        self.guard.poll()
+        self._in_root = True
+        self.current = self._forward_of(root, self.root_names, kwargs)
         return args, kwargs
 
     def _end(self, root: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """The decoder must have used the PackedForward; ``output`` is None if the model raised."""
-        forward, self.current = self.current, None
+        forward, self.current, self._in_root = self.current, None, False
         if forward is not None and output is not None and not forward.handed_over:
             raise UnsupportedModelError(
                 f"{type(root).__name__} does not call its decoder {type(self.decoder).__name__} as a module: "
@@ -236,18 +248,12 @@ class Patched:
 
     def _hand_over(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Put the PackedForward where the decoder's layers receive it."""
-        kwargs = dict(kwargs)
-        if self.current is None:  # a loss that calls the decoder itself, or a decoder without a head
-            self.current = self._forward_of(args, kwargs)
-            self._own_call = self.current is not None
+        args, kwargs = inputs.as_keywords(self.decoder_names, args, kwargs)
+        if not self._in_root:  # a loss that calls the decoder itself, or a decoder without a head
+            self.current = self._forward_of(decoder, self.decoder_names, kwargs)
         forward = self.current
         if forward is None:
             return args, kwargs
-        if kwargs.get("past_key_values") is not None:
-            raise UnsupportedModelError(
-                "a packed batch came with past_key_values: prefix tuning and caches cannot be packed, "
-                "because every document would need the prefix"
-            )
         self._refuse_router_loss(kwargs)
         self._refuse_sharding()
         self._resume()
@@ -270,8 +276,8 @@ class Patched:
     def _check(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Every attention and mixer layer that ran must have used the segments."""
         forward = self.current
-        if self._own_call:
-            self.current, self._own_call = None, False
+        if not self._in_root:
+            self.current = None
         if forward is None or output is None or torch.compiler.is_compiling():
             return
         if not forward.choices and _has_compiled_layers(decoder):
@@ -294,18 +300,34 @@ class Patched:
     def _current(self) -> PackedForward | None:
         return self.current
 
-    def _forward_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedForward | None:
-        """The PackedForward of a batch, whose boundaries are removed from ``kwargs``; None if it has no boundaries."""
-        if not inputs.is_packed(kwargs):
-            inputs.refuse_unmarked(self.root, kwargs)
+    def _forward_of(self, module: nn.Module, names: tuple[str, ...], kwargs: dict[str, Any]) -> PackedForward | None:
+        """The PackedForward of a batch, whose boundaries are removed from ``kwargs``; None if it has no boundaries.
+
+        Args:
+            module: the model or its decoder, whichever was called; names: of its forward's parameters.
+            kwargs: all its arguments.
+        """
+        wait = module.training
+        if not is_packed(kwargs):
+            inputs.check_unmarked(kwargs, self.guard, wait=wait)
             return None
-        tokens = inputs.tokens_of(args, kwargs)
-        rows, row_length = tokens.shape[:2]
-        segments = inputs.take_segments(
-            kwargs, rows=rows, row_length=row_length, device=tokens.device, host_lengths=self.needs_lengths
+        tokens = inputs.tokens_of(kwargs)
+        inputs.check_arguments(module, kwargs, self.guard, wait=wait)
+        segments = take_metadata(kwargs, tokens=tokens, host_lengths=self.needs_lengths, guard=self.guard, wait=wait)
+        inputs.check_packed(
+            kwargs,
+            segments,
+            self.guard,
+            shifted=self.shifted,
+            renumbered=self.route == "documents",
+            axes=self.route != "documents" and not self.rotaries,
+            wait=wait,
         )
+        rows, row_length = tokens.shape[:2]
         if kwargs.get("position_ids") is None:
             kwargs["position_ids"] = segments.position_ids.view(rows, row_length)
+        if "use_cache" in names:  # a model above the decoder may make a cache for it
+            kwargs["use_cache"] = False
         return PackedForward(segments, (rows, row_length), self.implementation, sizes=self.sizes)
 
     def _refuse_router_loss(self, kwargs: dict[str, Any]) -> None:
