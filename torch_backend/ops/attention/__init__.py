@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from packing_core.errors import LayoutError, UnsupportedError
-from torch_backend.ops.attention.order import CPU, CUDA, order
+from torch_backend.ops.attention.order import CPU, CUDA, last_resort, order
 from torch_backend.segments import PackedMetadata
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,8 @@ class Implementation(Protocol):
         fixed_shapes: one compiled graph serves every segmentation that has the same T, N and ``max_seqlen``.
 
     One that derives something from the segments may have ``prepare(packed, request)``, which does so ahead of layers
-    that are compiled.
+    that are compiled. One that serves some requests only by building score matrices may have ``last_resort(request)``,
+    which says so in one clause, or None: "auto" then tries it after all others.
     """
 
     host_lengths: bool
@@ -190,8 +191,18 @@ def prepare(packed: PackedMetadata, request: AttentionRequest, implementation: s
 
 
 def rejections(request: AttentionRequest, implementation: str | Sequence[str] = "auto") -> dict[str, str | None]:
-    """Every candidate in the order it is asked, with the reason it cannot serve ``request``, or None where it can."""
-    return {name: _load(name).supports(request) for name in _asked(request, implementation)}
+    """Every candidate in the order it is tried, with the reason it is not chosen, or None where it can be.
+
+    The reason is why it cannot serve ``request`` or, where "auto" has found another that serves, why it is tried last.
+    """
+    reasons: dict[str, str | None] = {}
+    for name in _asked(request, implementation):
+        reason = _load(name).supports(request)
+        if reason is None and implementation == "auto" and None in reasons.values():
+            why = last_resort(_load(name), request)
+            reason = None if why is None else f"tried last, because {why}"
+        reasons[name] = reason
+    return reasons
 
 
 def describe(request: AttentionRequest) -> str:
