@@ -1,8 +1,11 @@
 """What packed kernels read of a batch: boundaries on the device, lengths on the host.
 
-Lengths (host) -> :class:`PackedMetadata` -> every attention and mixer layer of one forward. It is built once per batch
-with one host-to-device copy and shared by all layers; nothing here ever reads back from the device. What only one
-implementation needs (length buckets, block masks) is derived on first use and kept on the object by ``derived``.
+    lengths on the host      -> PackedMetadata.from_lengths    -> every attention and mixer layer of one forward
+    boundaries on the device -> PackedMetadata.from_boundaries ->
+
+The metadata is built once per batch, with at most one host-to-device copy, and shared by all layers; nothing here reads
+back from the device. What only one implementation needs (length buckets, block masks) is derived on first use and kept
+on the object by ``derived``.
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ Value = TypeVar("Value")
 
 class PackedMetadata:
     """The segments of ``tokens`` flat tokens; padding has segments of its own, so the segments cover every token.
+
+    Kernels rely on that and do not clear their outputs: a token outside of all segments, or past ``max_seqlen`` in its
+    own, would keep whatever its memory held. The class methods guarantee it; the constructor takes it on trust.
 
     Attributes:
         cu_seqlens: int32 [N+1] on the device of the batch, from 0 to ``tokens``; entries past the last segment repeat
@@ -89,6 +95,49 @@ class PackedMetadata:
             return False
         return not (self.cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing())
 
+    @classmethod
+    def from_boundaries(
+        cls, cu_seqlens: Tensor, *, rows: int, row_length: int, max_seqlen: int, device: torch.device | str
+    ) -> PackedMetadata:
+        """Metadata from boundaries whose values only the device knows, in shapes that do not depend on the values.
+
+        Nothing is read back, so nothing can be refused. The boundaries are read as a set of cuts instead, and whatever
+        they hold, the segments cover every token once, none crosses rows, and none is longer than ``max_seqlen``:
+
+        - cuts are clamped to [0, T], with T = ``rows * row_length``, and sorted; repeated ones count once;
+        - the end of every row is a cut;
+        - a segment longer than ``max_seqlen`` becomes pieces of ``max_seqlen`` and a rest. This is meant for padding,
+          such as the tokens after the last boundary. A document that is longer than its batch claims is cut as well.
+
+        Args:
+            cu_seqlens: integers [N+1] on any device, the boundaries among the T flat tokens.
+            rows, row_length: the shape of the batch.
+            max_seqlen: the longest segment, as the batch claims it.
+            device: where the metadata goes.
+
+        Raises:
+            LayoutError: ``cu_seqlens`` is not a list of integers, or one of the numbers is below 1.
+
+        >>> packed = PackedMetadata.from_boundaries(
+        ...     torch.tensor([0, 3, 6]), rows=2, row_length=5, max_seqlen=3, device="cpu"
+        ... )
+        >>> packed.cu_seqlens.unique().tolist()  # 5 ends the first row; 6 to 10 is padding, in pieces of 3 and 1
+        [0, 3, 5, 6, 9, 10]
+        """
+        if cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point():
+            raise LayoutError(f"boundaries are integers [N+1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
+        if min(rows, row_length, max_seqlen) < 1:
+            raise LayoutError(
+                f"rows, row_length and max_seqlen are at least 1, got {rows:,}, {row_length:,} and {max_seqlen:,}"
+            )
+        tokens, longest = rows * row_length, min(max_seqlen, row_length)
+        row_ends = torch.arange(0, tokens + 1, row_length, device=device)
+        cuts, _ = torch.cat([to_device(cu_seqlens, device).long().clamp(0, tokens), row_ends]).sort()
+        lengths = cuts.diff()
+        segment, first, exists = pieces(lengths, longest, most_pieces(tokens, lengths.shape[0], longest))
+        starts = torch.where(exists, cuts[segment] + first, tokens)
+        return cls(torch.cat([starts, row_ends[-1:]]).int(), longest, tokens)
+
     @property
     def device(self) -> torch.device:
         return self.cu_seqlens.device
@@ -109,6 +158,30 @@ class PackedMetadata:
             self._derived[key] = make(self)
         value: Value = self._derived[key]
         return value
+
+
+def most_pieces(tokens: int, segments: int, size: int) -> int:
+    """No segmentation of ``tokens`` into as many segments, cut into pieces of ``size``, has more pieces than this."""
+    return (tokens + segments * (size - 1)) // size  # each segment wastes at most size - 1 places of its last piece
+
+
+def pieces(lengths: Tensor, size: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Segments cut into pieces of ``size`` tokens and a rest each, in a list whose length does not depend on values.
+
+    Args:
+        lengths: int [S]; a segment of length 0 has no pieces.
+        size: of a piece, in tokens.
+        n: of the list; at least the number of pieces, see :func:`most_pieces`.
+
+    Returns:
+        int64 [n] the segment of each piece, int64 [n] the piece's first token within it, bool [n] whether the entry is
+        a piece: the others stand at the end, with values that mean nothing.
+    """
+    counts = (lengths + (size - 1)) // size
+    ends = counts.cumsum(0)
+    index = torch.arange(n, device=lengths.device)
+    segment = torch.searchsorted(ends, index, right=True).clamp_(max=counts.shape[0] - 1)
+    return segment, (index - (ends - counts)[segment]) * size, index < ends[-1]
 
 
 def refined(packed: PackedMetadata, chunk: int) -> PackedMetadata:

@@ -14,6 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from conformance.numerics import largest, over_budget
 from packing_core import reference
 from packing_core.errors import UnsupportedError
+from tests.torch_backend import test_boundaries
 from torch_backend.ops.attention import attention
 from torch_backend.segments import PackedMetadata
 
@@ -141,6 +142,30 @@ def test_nothing_is_read_back_from_the_device(name):
             attention(q, k, v, packed, implementation=name).backward(dout.detach())
         finally:
             torch.cuda.set_sync_debug_mode(mode)
+
+
+@pytest.fixture
+def fresh_memory_is_nan():
+    before = torch.are_deterministic_algorithms_enabled()
+    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before, warn_only=only_warned)
+
+
+@pytest.mark.usefixtures("fresh_memory_is_nan")
+@pytest.mark.parametrize("name", ["flash4", "flash3", "flash2", "varlen", "flex"], indirect=True)
+@pytest.mark.parametrize("boundaries", test_boundaries.BOUNDARIES.values(), ids=test_boundaries.BOUNDARIES)
+def test_every_row_is_written_whatever_the_boundaries_hold(name, boundaries):
+    q, k, v, dout = (torch.randn(test_boundaries.TOKENS, heads, 32, device="cuda").bfloat16() for heads in (4, 2, 2, 4))
+
+    def run(packed: PackedMetadata, name: str) -> list[torch.Tensor]:
+        return test_boundaries.results(lambda *qkv: attention(*qkv, packed, implementation=name), [q, k, v], dout)
+
+    found = run(test_boundaries.on_device(boundaries, "cuda"), name)
+    on_host = PackedMetadata.from_lengths(test_boundaries.by_hand(boundaries), device="cuda")
+    for x, y in zip(found, run(on_host, "reference"), strict=True):
+        torch.testing.assert_close(x, y, atol=0.03, rtol=0.03)
 
 
 @pytest.mark.parametrize("name", ["flash4", "varlen", "flex"], indirect=True)

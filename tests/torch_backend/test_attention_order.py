@@ -10,12 +10,18 @@ import pytest
 import torch
 
 from tests.torch_backend.test_attention_implementations import REQUEST
-from torch_backend.ops.attention import IMPLEMENTATIONS
-from torch_backend.ops.attention.order import CPU, CUDA, RECORDED, order
+from torch_backend.ops.attention import IMPLEMENTATIONS, load, rejections, select
+from torch_backend.ops.attention.order import COLUMNS, CPU, CUDA, KINDS, RECORDED, order
+from torch_backend.ops.attention.reference import REFERENCE
+from torch_backend.ops.attention.sdpa import SDPA
 
 module = import_module("torch_backend.ops.attention.order")
 SHORT = replace(REQUEST, tokens=16_000, segments=64)
 LONG = replace(REQUEST, tokens=16_000, segments=4)
+VERY_LONG = replace(REQUEST, tokens=16_384, segments=1, max_seqlen=16_384)
+# what torch's fused kernels have no argument for
+SCORED = {"sinks": {"sinks": True}, "softcap": {"softcap": 50.0}, "alibi": {"alibi": True}}
+HAS = {**SCORED, "values": {"value_dim": 32}, "window": {"window": 300}, "plain": {}}
 
 
 class Fake:
@@ -45,21 +51,91 @@ def unknown_gpu(monkeypatch):
     return served.__getitem__, timed
 
 
-def test_every_order_holds_every_implementation_once():
-    for names in (CUDA, *(each for orders in RECORDED.values() for each in orders)):
-        assert sorted(names) == sorted(IMPLEMENTATIONS)
-    assert set(CPU) <= set(IMPLEMENTATIONS)
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+
+@pytest.fixture
+def without_flash_attention(monkeypatch):
+    """No library is installed, triton serves everything, and the trial runs of varlen and flex pass."""
+    for name in ("flash4", "flash3", "flash2", "xformers"):
+        monkeypatch.setattr(load(name), "supports", lambda request: "cannot be imported", raising=False)
+    monkeypatch.setattr(load("triton"), "supports", lambda request: None, raising=False)
+    for name in ("varlen", "flex"):
+        monkeypatch.setattr(load(name), "_fails", lambda *configuration: None, raising=False)
+
+
+def test_every_order_holds_every_implementation_but_the_reference_once():
+    assert sorted(RECORDED[9, 0]) == sorted(COLUMNS)
+    orders = [names for columns in RECORDED.values() for kinds in columns.values() for names in kinds]
+    for names in (CUDA, *orders):
+        assert sorted((*names, "reference")) == sorted(IMPLEMENTATIONS)
+    assert all(len(kinds) == len(KINDS) for columns in RECORDED.values() for kinds in columns.values())
+
+
+@pytest.mark.parametrize("has", [*HAS.values(), {"causal": False}, {"dropout": 0.1}, {"host_lengths": False}], ids=str)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_whatever_the_reference_serves_sdpa_serves_in_its_place(device, has):
+    request = replace(REQUEST, device=torch.device(device), **has)
+    assert (SDPA.supports(request) is None) == (REFERENCE.supports(request) is None)
+    assert "reference" not in {*CPU, *CUDA}
 
 
 def test_off_the_gpu_nothing_is_asked_of_the_device():
-    assert order(replace(REQUEST, device=torch.device("cpu")), IMPLEMENTATIONS.__getitem__) == CPU
+    assert order(replace(REQUEST, device=torch.device("cpu")), load) == CPU
 
 
-def test_a_recorded_device_takes_the_order_of_its_documents_lengths(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert order(SHORT, IMPLEMENTATIONS.__getitem__) == RECORDED[9, 0][0]
-    assert order(LONG, IMPLEMENTATIONS.__getitem__) == RECORDED[9, 0][1]
-    assert order(replace(LONG, segments=1), IMPLEMENTATIONS.__getitem__) == RECORDED[9, 0][2]
+@pytest.mark.parametrize("column", HAS)
+def test_a_request_belongs_to_the_column_of_what_it_has(column):
+    request = replace(REQUEST, **HAS[column])
+    assert next(name for name, has in COLUMNS.items() if has(request)) == column
+
+
+def test_a_window_that_no_document_exceeds_is_none():
+    assert COLUMNS["window"](replace(REQUEST, window=511)) and not COLUMNS["window"](replace(REQUEST, window=512))
+
+
+def test_a_recorded_device_takes_the_order_of_its_documents_lengths(hopper):
+    plain = RECORDED[9, 0]["plain"]
+    assert [order(request, load) for request in (SHORT, LONG, VERY_LONG)] == list(plain)
+
+
+def test_documents_behind_a_window_count_as_long_as_the_window(hopper):
+    window = RECORDED[9, 0]["window"]
+    windows = 128, 4_096, 8_192
+    assert [order(replace(VERY_LONG, window=each), load) for each in windows] == list(window)
+
+
+@pytest.mark.usefixtures("hopper", "without_flash_attention")
+def test_a_long_document_runs_in_torchs_own_attention_only_where_that_has_a_fused_kernel():
+    assert select(VERY_LONG) == "sdpa"
+    for has in (*SCORED.values(), {"window": 4_096}, {"softcap": 50.0, "window": 4_096}, {"value_dim": 32}):
+        assert select(replace(VERY_LONG, **has)) == "triton"
+
+
+@pytest.mark.usefixtures("hopper", "without_flash_attention")
+@pytest.mark.parametrize("has", SCORED.values(), ids=SCORED)
+def test_what_builds_score_matrices_is_tried_last_and_the_answers_say_so(has):
+    answers = rejections(replace(VERY_LONG, **has))
+    assert list(answers)[-1] == "sdpa"
+    assert answers["sdpa"] == "tried last, because it builds score matrices"
+    assert answers["triton"] is None
+    assert rejections(VERY_LONG)["sdpa"] is None
+
+
+@pytest.mark.parametrize("has", SCORED.values(), ids=SCORED)
+def test_what_builds_score_matrices_is_no_reason_against_the_only_one_that_serves(has):
+    request = replace(REQUEST, device=torch.device("cpu"), **has)
+    assert rejections(request) == {"sdpa": None}
+    assert rejections(request, "sdpa") == {"sdpa": None}
+
+
+def test_what_builds_score_matrices_is_not_timed(monkeypatch, unknown_gpu):
+    load, timed = unknown_gpu
+    load("varlen").last_resort = lambda request: "it builds score matrices"
+    assert order(SHORT, load)[-1] == "varlen"
+    assert {name for name, _ in timed} == {"triton", "flash4"}
 
 
 def test_an_unknown_device_is_timed_once_per_shape_and_says_so(unknown_gpu, caplog):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from packing_core.errors import LayoutError, PackingError
-from torch_backend.hf.guard import Guard, has_values
+from torch_backend.hf.guard import Guard, has_values, recording
 from torch_backend.segments import PackedMetadata, to_device
 
 # What a packed batch holds beside input_ids, labels and position_ids.
@@ -74,9 +74,13 @@ def take_metadata(
         boundaries = None
     if lengths is None:
         assert boundaries is not None
-        packed = PackedMetadata(to_device(boundaries.int(), device), int(longest), rows * row_length)
-        _check_on_device(packed, guard, rows=rows, wait=wait)
-        return packed
+        if recording():  # a graph of fixed shapes: the batches before it were checked
+            return PackedMetadata(to_device(boundaries.int(), device), int(longest), rows * row_length)
+        claimed = PackedMetadata(to_device(boundaries.int(), device), int(longest), rows * row_length)
+        _check_on_device(claimed, guard, rows=rows, wait=wait)
+        return PackedMetadata.from_boundaries(
+            claimed.cu_seqlens, rows=rows, row_length=row_length, max_seqlen=int(longest), device=device
+        )
     lengths = check_lengths(lengths, rows=rows, row_length=row_length, embedded=embedded)
     longest = check_agreement(found, lengths, guard, row_length=row_length)
     if boundaries is None:

@@ -64,20 +64,23 @@ def buckets(packed: PackedMetadata, *, sizes: int = FINE) -> Buckets:
     return packed.derived(("buckets", sizes), lambda _: _build(packed, sizes))
 
 
-def map_documents(packed: PackedMetadata, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+def map_documents(
+    packed: PackedMetadata, function: Callable[..., Tensor], *tensors: Tensor, sizes: int = FINE
+) -> Tensor:
     """``function`` applied to padded batches of whole documents.
 
     Args:
         packed: the segments.
         function: takes ``[n, L, ...]`` per tensor and returns ``[n, L, ...]``; what it returns at a place may depend
-            on that place and earlier ones of the same row only.
+            on that place and earlier ones of the same row only, or on the whole row if ``sizes`` is ``OWN``.
         tensors: ``[T, ...]`` each.
+        sizes: padded lengths per octave, see :func:`padded_lengths`.
 
     Returns:
         [T, ...].
     """
-    batches = zip(*(to_batches(packed, x) for x in tensors), strict=True)
-    return from_batches(packed, [function(*rows) for rows in batches])
+    batches = zip(*(to_batches(packed, x, sizes=sizes) for x in tensors), strict=True)
+    return from_batches(packed, [function(*rows) for rows in batches], sizes=sizes)
 
 
 def to_batches(packed: PackedMetadata, x: Tensor, *, sizes: int = FINE) -> list[Tensor]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from packing_core.errors import UnsupportedError
-from torch_backend.ops.attention.order import CPU, CUDA, order
+from torch_backend.ops.attention.order import CPU, CUDA, last_resort, order
 from torch_backend.ops.attention.request import AttentionRequest, Implementation, describe
 from torch_backend.segments import PackedMetadata, host_lengths
 
@@ -76,7 +76,7 @@ def run(
 def select(request: AttentionRequest, implementation: str | Sequence[str] = "auto") -> str:
     """The name of the first implementation that serves ``request``; for a named one nothing stands in."""
     reasons: dict[str, str] = {}
-    for name in _asked(request, implementation):
+    for name in _names(request, implementation):
         reason = load(name).supports(request)
         if reason is None:
             if implementation == "auto" and not request.compiling:
@@ -111,8 +111,18 @@ def prepare(packed: PackedMetadata, request: AttentionRequest, implementation: s
 
 
 def rejections(request: AttentionRequest, implementation: str | Sequence[str] = "auto") -> dict[str, str | None]:
-    """Every candidate in the order it is asked, with the reason it cannot serve ``request``, or None where it can."""
-    return {name: load(name).supports(request) for name in _asked(request, implementation)}
+    """Every candidate in the order it is tried, with the reason it is not chosen, or None where it can be.
+
+    The reason is why it cannot serve ``request`` or, where "auto" has found another that serves, why it is tried last.
+    """
+    reasons: dict[str, str | None] = {}
+    for name in _names(request, implementation):
+        reason = load(name).supports(request)
+        if reason is None and implementation == "auto" and None in reasons.values():
+            why = last_resort(load(name), request)
+            reason = None if why is None else f"tried last, because {why}"
+        reasons[name] = reason
+    return reasons
 
 
 def needs_host_lengths(implementation: str) -> bool:
@@ -131,7 +141,7 @@ def candidates(device: torch.device, implementation: str | Sequence[str]) -> tup
     return names
 
 
-def _asked(request: AttentionRequest, implementation: str | Sequence[str]) -> tuple[str, ...]:
+def _names(request: AttentionRequest, implementation: str | Sequence[str]) -> tuple[str, ...]:
     return order(request, load) if implementation == "auto" else candidates(request.device, implementation)
 
 

@@ -1,7 +1,13 @@
-"""In which order "auto" asks the implementations: measured, per device and by how long documents are.
+"""The order in which "auto" tries the implementations: measured, by device, options of the request and document length.
 
-A request -> the recorded order of its device (benchmarks/RESULTS.md) or, on a device without one, the order in which
-batches of the request's shape ran, forward and backward; that is timed once per process, kept and logged.
+    request -> its column (what it has) and its kind (how long its documents are)
+            -> the recorded order of its device (benchmarks/RESULTS.md); on a device without a record, the order in
+               which batches of the request's shape ran forward and backward, timed once per process, kept and logged
+            -> the same order with every last resort at its end
+
+A last resort is an implementation that serves the request by building score matrices: its time and memory traffic
+follow the square of a document even where its memory does not. ``reference`` holds whole score matrices and is never
+tried by "auto": ``sdpa`` serves everything that it serves.
 """
 
 from __future__ import annotations
@@ -18,41 +24,64 @@ from torch_backend.segments import PackedMetadata
 
 logger = logging.getLogger(__name__)
 
-CPU = ("sdpa", "reference")
+CPU = ("sdpa",)
 # Everything that may serve on CUDA; the order where nothing was recorded and nothing may be timed.
-CUDA = ("flash4", "flash3", "triton", "varlen", "flash2", "flex", "xformers", "sdpa", "reference")
-# Kinds of documents by mean tokens of a segment: (fewer than, what stands for the kind when it is timed). Among short
+CUDA = ("flash4", "flash3", "triton", "varlen", "flash2", "flex", "xformers", "sdpa")
+# Kinds of documents by their mean tokens, or by the window where that is smaller, since a query then sees as few keys
+# as in a short document: (fewer than, length of the documents that stand for the kind when it is timed). Among short
 # ones tiles of few tokens win, among others the fastest pipeline; of very long ones torch's own attention, called once
 # for each length, is among these.
 KINDS = ((768, 256), (8_192, 2_048), (float("inf"), 16_384))
-# compute capability -> the order for each kind
+# Columns of the record. A request belongs to the first one whose condition it meets.
+COLUMNS: dict[str, Callable[[AttentionRequest], bool]] = {
+    "sinks": lambda request: request.sinks,
+    "softcap": lambda request: request.softcap is not None,
+    "alibi": lambda request: request.alibi,
+    "values": lambda request: request.value_dim != request.head_dim,  # narrower or wider than keys
+    "window": lambda request: request.window is not None and request.window < request.max_seqlen,
+    "plain": lambda request: True,
+}
+_SHORT = ("triton", "flash4", "flash3", "varlen", "flash2", "flex", "xformers", "sdpa")
+_LONG = ("flash4", "flash3", "triton", "varlen", "flash2", "flex", "xformers", "sdpa")
+_VERY_LONG = ("flash4", "flash3", "sdpa", "triton", "flex", "varlen", "flash2", "xformers")
+# compute capability -> column -> the order for each kind. "plain" was measured; the other columns follow it, but for
+# sdpa: torch's fused kernels take none of them as they are.
 RECORDED = {
-    (9, 0): (
-        ("triton", "flash4", "flash3", "varlen", "flash2", "flex", "xformers", "sdpa", "reference"),
-        ("flash4", "flash3", "triton", "varlen", "flash2", "flex", "xformers", "sdpa", "reference"),
-        ("flash4", "flash3", "sdpa", "triton", "flex", "varlen", "flash2", "xformers", "reference"),
-    ),
+    (9, 0): {
+        "plain": (_SHORT, _LONG, _VERY_LONG),
+        **dict.fromkeys(("sinks", "softcap", "alibi", "values", "window"), (_SHORT, _LONG, _LONG)),
+    },
 }
 _TOKENS = 16_384
 _timed: dict[AttentionRequest, tuple[str, ...]] = {}
 
 
 def order(request: AttentionRequest, load: Callable[[str], Implementation]) -> tuple[str, ...]:
-    """Names of implementations, the one to ask first at the front.
+    """Names of implementations, the one to try first at the front.
 
     Args:
-        request: whose device, shape and mean segment length (padding counted) decide.
+        request: its device, shape, options and mean segment length (padding counted) decide.
         load: the implementation of a name.
     """
-    if request.device.type != "cuda":
-        return CPU
-    kind = next(i for i, (bound, _) in enumerate(KINDS) if request.tokens < bound * request.segments)
-    length = KINDS[kind][1]
+    names = _by_speed(request, load) if request.device.type == "cuda" else CPU
+    return tuple(sorted(names, key=lambda name: last_resort(load(name), request) is not None))
+
+
+def last_resort(implementation: Implementation, request: AttentionRequest) -> str | None:
+    """Why ``implementation`` is tried after all others that serve ``request``, as a clause; None if it is not."""
+    reason = getattr(implementation, "last_resort", None)
+    return None if reason is None else reason(request)
+
+
+def _by_speed(request: AttentionRequest, load: Callable[[str], Implementation]) -> tuple[str, ...]:
+    mean = request.tokens / request.segments
     capability = torch.cuda.get_device_capability(request.device)
     if capability in RECORDED:
-        return RECORDED[capability][kind]
+        column = next(name for name, has in COLUMNS.items() if has(request))
+        return RECORDED[capability][column][_kind(min(mean, request.window or mean))]
     if request.compiling or torch.are_deterministic_algorithms_enabled():
         return CUDA  # a trace cannot time, and two runs may not differ in what they time
+    length = KINDS[_kind(mean)][1]
     trial = replace(request, tokens=_TOKENS, segments=_TOKENS // length, max_seqlen=length, host_lengths=True)
     if trial not in _timed:
         if torch.cuda.is_current_stream_capturing():
@@ -61,10 +90,15 @@ def order(request: AttentionRequest, load: Callable[[str], Implementation]) -> t
     return _timed[trial]
 
 
+def _kind(tokens: float) -> int:
+    return next(i for i, (bound, _) in enumerate(KINDS) if tokens < bound)
+
+
 def _rank(trial: AttentionRequest, load: Callable[[str], Implementation]) -> tuple[str, ...]:
-    """The names that serve the trial by their time, the others after them."""
-    serving = [name for name in CUDA if name != "reference" and load(name).supports(trial) is None]
-    times = {name: milliseconds(load(name), trial) for name in serving}
+    """The names that serve the trial by their time, the others after them; last resorts are not timed."""
+    contenders = {name: load(name) for name in CUDA if last_resort(load(name), trial) is None}
+    serving = {name: each for name, each in contenders.items() if each.supports(trial) is None}
+    times = {name: milliseconds(implementation, trial) for name, implementation in serving.items()}
     ranked = tuple(sorted(times, key=times.__getitem__))
     found = ", ".join(f"{name} {times[name]:.2f}" for name in ranked)
     logger.info("packed attention, ms for documents of %d tokens on %s: %s", trial.max_seqlen, trial.device, found)

@@ -20,13 +20,15 @@ def scores_attention(
     request: AttentionRequest,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    first_query: int = 0,
 ) -> Tensor:
-    """Attention of whole documents over their score matrices, softmax in float32 at least.
+    """Attention by score matrices, softmax in float32 at least: of whole documents, or of some of their queries.
 
     Args:
-        q, k, v: [..., L, H, D], [..., L, K, D], [..., L, K, Dv].
+        q, k, v: [..., L, H, D], [..., S, K, D], [..., S, K, Dv]; the keys are all that the queries see.
         request: causal, window, softcap, dropout and scale are read.
         sinks, alibi_slopes: [H].
+        first_query: where the first query stands among the S keys.
 
     Returns:
         [..., L, H, Dv], dtype of q.
@@ -38,8 +40,8 @@ def scores_attention(
     scores = (q @ k.transpose(-1, -2)).to(working) * request.scale
     if request.softcap is not None:
         scores = request.softcap * torch.tanh(scores / request.softcap)
-    places = torch.arange(q.shape[-2], device=q.device)
-    distance = places[:, None] - places
+    queries = first_query + torch.arange(q.shape[-2], device=q.device)
+    distance = queries[:, None] - torch.arange(k.shape[-2], device=q.device)
     if alibi_slopes is not None:
         scores = scores - alibi_slopes.to(working)[:, None, None] * distance.abs()
     hidden = (distance < 0) if request.causal else torch.zeros_like(distance, dtype=torch.bool)

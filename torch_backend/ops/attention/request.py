@@ -59,7 +59,8 @@ class Implementation(Protocol):
         fixed_shapes: one compiled graph serves every segmentation that has the same T, N and ``max_seqlen``.
 
     One that derives something from the segments may have ``prepare(packed, request)``, which does so ahead of layers
-    that are compiled.
+    that are compiled. One that serves some requests only by building score matrices may have ``last_resort(request)``,
+    which says so in one clause, or None: "auto" then tries it after all others.
     """
 
     host_lengths: bool

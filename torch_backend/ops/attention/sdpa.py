@@ -1,24 +1,37 @@
 """Packed attention on ``torch.nn.functional.scaled_dot_product_attention``, on any device and without a T x T mask.
 
-Documents of similar length run as padded causal batches, so the cost follows the sum of squared lengths. A sliding
-window runs on blocks of queries over two blocks of keys, so it follows length times window. What the torch function has
-no argument for (softcap, sinks, ALiBi) runs on the score matrices of the same batches.
+Documents of similar length run as padded causal batches (without a causal mask, documents of one length), so the cost
+follows the sum of squared lengths. Within a batch there are three ways:
+
+    plain                                     -> torch's function on whole documents
+    window                                    -> torch's function on blocks of queries over two blocks of keys
+    softcap, sinks, ALiBi, no fused kernel    -> score matrices, a block of queries at a time, again in the backward
+
+The first two rely on torch's fused kernels and the third computes a bounded number of scores at a time, so memory grows
+with the length of a document and not with its square.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from torch_backend.ops.attention.reference import scores_attention
 from torch_backend.ops.attention.request import AttentionRequest
-from torch_backend.ops.documents import map_documents
+from torch_backend.ops.documents import FINE, OWN, map_documents
 from torch_backend.segments import PackedMetadata
 
 _SMALLEST_BLOCK = 32
+# Scores that are computed at a time: 256 MiB in float32; on the CPU 16 MiB, which its caches hold. Their softmax and
+# its gradient take a few times as much.
+_SCORES, _SCORES_ON_CPU = 2**26, 2**22
+_MASK = 2**26  # entries of the largest mask
+_ALIGNMENT = 8  # channels; torch's fused kernels take heads of such widths in every dtype
 
 
 class Sdpa:
@@ -26,11 +39,10 @@ class Sdpa:
     fixed_shapes = False
 
     def supports(self, request: AttentionRequest) -> str | None:
-        if not request.host_lengths:
-            return "needs the segment lengths on the host"
-        if not request.causal:
-            return "batches documents with their padding at the end, which only causal attention does not see"
-        return None
+        return None if request.host_lengths else "needs the segment lengths on the host"
+
+    def last_resort(self, request: AttentionRequest) -> str | None:
+        return "it builds score matrices" if _needs_scores(request) else None
 
     def __call__(
         self,
@@ -43,31 +55,59 @@ class Sdpa:
         sinks: Tensor | None,
         alibi_slopes: Tensor | None,
     ) -> Tensor:
-        if request.softcap is not None or request.sinks or request.alibi:
-            run = partial(scores_attention, request=request, sinks=sinks, alibi_slopes=alibi_slopes)
+        if _needs_scores(request):
+            run = partial(_scored, request=request, sinks=sinks, alibi_slopes=alibi_slopes)
         elif request.window is not None:
             run = partial(_windowed, request=request)
         else:
-            run = partial(_causal, request=request)
-        return map_documents(packed, run, q, k, v)
+            run = partial(_fused, request=request)
+        # A token sees the padding after its document unless attention is causal: then there must be no padding.
+        return map_documents(packed, run, q, k, v, sizes=FINE if request.causal else OWN)
 
 
 SDPA = Sdpa()
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, mask: Tensor | None = None) -> Tensor:
-    """[n, L, H, D], [n, S, K, D], [n, S, K, Dv] -> [n, L, H, Dv]; ``mask`` [L, S] of visible keys, causal if None."""
+def _needs_scores(request: AttentionRequest) -> bool:
+    """Whether torch's function cannot serve the request, or only by score matrices of its own."""
+    if request.softcap is not None or request.sinks or request.alibi:
+        return True
+    if request.window is not None and (not request.causal or 2 * request.window**2 > _MASK):
+        return True  # _windowed looks back only, and its mask has 2 * window^2 entries
+    if request.device.type == "cpu":
+        return request.dropout > 0
+    return request.device.type == "cuda" and request.dtype == torch.float64
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, mask: Tensor | None = None) -> Tensor:
+    """torch's function in a form that its fused kernels take.
+
+    Args:
+        q, k, v: [n, L, H, D], [n, S, K, D], [n, S, K, Dv].
+        request: causal (where there is no mask), dropout and scale are read.
+        mask: bool [L, S], the visible keys.
+
+    Returns:
+        [n, L, H, Dv].
+    """
+    grouped, value_width = q.shape[2] != k.shape[2], v.shape[3]
+    if grouped and q.is_cuda and (mask is not None or q.dtype == torch.float32):
+        # of the CUDA kernels only flash-attention takes groups, and it takes neither
+        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+        grouped = False
+    width = -(-max(q.shape[3], value_width) // _ALIGNMENT) * _ALIGNMENT
+    q, k, v = (F.pad(x, (0, width - x.shape[3])) if x.shape[3] < width else x for x in (q, k, v))
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
         attn_mask=mask,
         dropout_p=request.dropout,
-        is_causal=mask is None,
+        is_causal=request.causal and mask is None,
         scale=request.scale,
-        enable_gqa=request.heads != request.kv_heads,
+        enable_gqa=grouped,
     )
-    return out.transpose(1, 2)
+    return out[..., :value_width].transpose(1, 2)
 
 
 def _windowed(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest) -> Tensor:
@@ -76,22 +116,74 @@ def _windowed(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest) -> Ten
     assert window is not None
     n, length = q.shape[:2]
     if window >= length:
-        return _causal(q, k, v, request)
+        return _fused(q, k, v, request)
     block = max(window, _SMALLEST_BLOCK)
     blocks = -(-length // block)
     q, k, v = (
         F.pad(x, (0, 0, 0, 0, 0, blocks * block - length)).view(n, blocks, block, *x.shape[2:]) for x in (q, k, v)
     )
     places = torch.arange(block, device=q.device)
-    first = _causal(q[:, 0], k[:, 0], v[:, 0], request, _visible(places, places, window))
+    first = _fused(q[:, 0], k[:, 0], v[:, 0], request, _visible(places, places, window))
     if blocks == 1:
         return first[:, :length]
     before_and_own_k, before_and_own_v = (torch.cat([x[:, :-1], x[:, 1:]], 2).flatten(0, 1) for x in (k, v))
     visible = _visible(places + block, torch.arange(2 * block, device=q.device), window)
-    later = _causal(q[:, 1:].flatten(0, 1), before_and_own_k, before_and_own_v, request, visible)
+    later = _fused(q[:, 1:].flatten(0, 1), before_and_own_k, before_and_own_v, request, visible)
     return torch.cat([first, later.reshape(n, -1, *later.shape[2:])], 1)[:, :length]
 
 
 def _visible(queries: Tensor, keys: Tensor, window: int) -> Tensor:
     distance = queries[:, None] - keys
     return (distance >= 0) & (distance < window)
+
+
+def _scored(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    request: AttentionRequest,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+) -> Tensor:
+    """:func:`scores_attention` of whole documents, block by block; the backward computes a block's scores again.
+
+    Args:
+        q, k, v: [n, L, H, D], [n, L, K, D], [n, L, K, Dv].
+        request, sinks, alibi_slopes: as :func:`scores_attention` takes them.
+
+    Returns:
+        [n, L, H, Dv].
+    """
+    length = q.shape[1]
+    reach = length if request.window is None else min(length, max(request.window, _SMALLEST_BLOCK))
+    # Blocks follow from the length of a document alone, so its bits do not depend on how many documents there are.
+    scores_of_a_query = request.heads * min(length, 3 * reach)
+    at_once = _SCORES_ON_CPU if q.device.type == "cpu" else _SCORES
+    queries = min(reach, _power_of_two(at_once // scores_of_a_query))
+    documents = max(1, at_once // (scores_of_a_query * queries))
+    # The gradients of a key, a sink and a slope are sums over blocks, and are summed in float32.
+    exact, dtype = torch.promote_types(q.dtype, torch.float32), q.dtype
+    k, v = k.to(exact), v.to(exact)
+    sinks, alibi_slopes = (None if x is None else x.to(exact) for x in (sinks, alibi_slopes))
+
+    def block(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, first: int) -> Tensor:
+        k, v = k.to(dtype), v.to(dtype)
+        return scores_attention(q, k, v, request=request, sinks=sinks, alibi_slopes=slopes, first_query=first)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Iterator[Tensor]:
+        for start in range(0, length, queries):
+            stop = min(start + queries, length)
+            low = max(0, start - reach + 1)
+            high = stop if request.causal else min(length, stop + reach - 1)
+            yield checkpoint(
+                block, q[:, start:stop], k[:, low:high], v[:, low:high], sinks, alibi_slopes, start - low,
+                use_reentrant=False, preserve_rng_state=request.dropout > 0,
+            )  # fmt: skip
+
+    several = zip(*(x.split(documents) for x in (q, k, v)), strict=True)
+    return torch.cat([torch.cat(list(run(*each)), 1) for each in several])
+
+
+def _power_of_two(n: int) -> int:
+    """The largest that is not above n, at least 1."""
+    return 1 << max(n, 1).bit_length() - 1

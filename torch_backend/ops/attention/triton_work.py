@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_backend.segments import PackedMetadata, to_device
+from torch_backend.segments import PackedMetadata, most_pieces, pieces, to_device
 
 
 def query_tiles(packed: PackedMetadata, tokens: int, *, fixed_shape: bool = False) -> Tensor:
@@ -32,8 +32,7 @@ def _work(packed: PackedMetadata, tokens: int, last_first: bool, fixed_shape: bo
     def make(packed: PackedMetadata) -> Tensor:
         if packed.lengths is None or fixed_shape or torch.compiler.is_compiling():
             boundaries = packed.cu_seqlens
-            # each segment wastes at most tokens - 1 places of its last tile
-            items = (packed.tokens + (boundaries.shape[0] - 1) * (tokens - 1)) // tokens
+            items = most_pieces(packed.tokens, boundaries.shape[0] - 1, tokens)
         else:
             boundaries = torch.tensor((0, *packed.lengths)).cumsum(0)
             items = sum(-(-length // tokens) for length in packed.lengths)
@@ -45,11 +44,8 @@ def _work(packed: PackedMetadata, tokens: int, last_first: bool, fixed_shape: bo
 def _items(boundaries: Tensor, items: int, tokens: int, last_first: bool) -> Tensor:
     lengths, order = boundaries.diff().sort(descending=True, stable=True)
     starts = boundaries[:-1][order]
-    counts = (lengths + (tokens - 1)) // tokens
-    ends = counts.cumsum(0)
-    index = torch.arange(items, device=boundaries.device)
-    segment = torch.searchsorted(ends, index, right=True).clamp_(max=counts.shape[0] - 1)
-    tile = ends[segment] - 1 - index if last_first else index - (ends - counts)[segment]
-    live = index < ends[-1]
-    length, first = torch.where(live, lengths[segment], 0), torch.where(live, tile * tokens, 0)
-    return torch.stack((starts[segment], length, first), dim=1).int()
+    segment, first, live = pieces(lengths, tokens, items)
+    length = lengths[segment]
+    if last_first:
+        first = (length - 1) // tokens * tokens - first
+    return torch.stack((starts[segment], length * live, first * live), dim=1).int()

@@ -1,0 +1,81 @@
+"""The memory of ``sdpa`` grows with the length of a document, never with its square, whatever the request has."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_backend.ops.attention import attention, sdpa
+from torch_backend.segments import PackedMetadata
+
+HEADS = 4
+REQUESTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window": 32},
+    "window of a quarter": {"window": 128},
+    "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": torch.zeros(HEADS)},
+    "alibi": {"alibi_slopes": torch.full((HEADS,), 0.1)},
+    "window and sinks": {"window": 32, "sinks": torch.zeros(HEADS)},
+    "dropout": {"dropout": 0.1},
+    "bidirectional": {"causal": False},
+    "bidirectional window": {"causal": False, "window": 32},
+}
+
+
+class Memory(TorchDispatchMode):
+    """The bytes of all live storages that operations made, and the most there were at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live, self.peak = 0, 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(x, Tensor) and (storage := x.untyped_storage())._cdata not in self._known:
+                self._known.add(storage._cdata)
+                self.live += storage.nbytes()
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
+        return out
+
+    def _freed(self, storage: int, size: int) -> None:
+        self._known.discard(storage)
+        self.live -= size
+
+
+def peak(lengths: list[int], *, value_width: int = 8, **options: Any) -> int:
+    """Bytes of forward and backward together, beyond the inputs."""
+    tokens = sum(lengths)
+    shapes = (tokens, HEADS, 8), (tokens, 2, 8), (tokens, 2, value_width)
+    q, k, v = (torch.randn(shape).requires_grad_() for shape in shapes)
+    with Memory() as memory:
+        attention(q, k, v, PackedMetadata.from_lengths(lengths), implementation="sdpa", **options).sum().backward()
+    return memory.peak
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 2^14 scores: one of these documents has up to 2^22."""
+    monkeypatch.setattr(sdpa, "_SCORES_ON_CPU", 2**14)
+    monkeypatch.setattr(sdpa, "_MASK", 2**14)
+
+
+@pytest.mark.parametrize("value_width", [8, 4], ids=["values as wide as keys", "narrow values"])
+@pytest.mark.parametrize("name", REQUESTS)
+def test_twice_the_length_takes_twice_the_memory(name: str, value_width: int) -> None:
+    short, long = (peak([length], value_width=value_width, **REQUESTS[name]) for length in (512, 1024))
+    assert long < 2.6 * short
+
+
+@pytest.mark.parametrize("name", ["softcap", "sinks", "window and sinks", "bidirectional window"])
+def test_twice_the_documents_take_twice_the_memory(name: str) -> None:
+    few, many = (peak([64] * count, **REQUESTS[name]) for count in (32, 64))
+    assert many < 2.2 * few
