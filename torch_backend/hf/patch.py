@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from packing_core.errors import LayoutError, UnsupportedModelError
-from torch_backend.hf import frequencies, rotary
+from torch_backend.hf import frequencies, rotary, router
 from torch_backend.hf.attention import PreTrainedModel, causal_mask, register, unregistered
 from torch_backend.hf.carry import CarriedMask, is_packed, take_metadata
 from torch_backend.hf.families import SEE_PADDING, route_of
@@ -210,7 +210,7 @@ class Patched:
                 "a packed batch came with past_key_values: prefix tuning and caches cannot be packed, "
                 "because every document would need the prefix"
             )
-        self._refuse_router_loss(kwargs)
+        router.refuse_per_document(self.root, self.mixers.values(), kwargs)
         kwargs["use_cache"] = False  # a cache of several documents in a row is of no use to anybody
         if self.route == "documents":
             kwargs |= {"packed": packed, "attention_mask": None, "position_ids": None}
@@ -239,16 +239,6 @@ class Patched:
 
     def _running(self) -> PackedMetadata | None:
         return self.running
-
-    def _refuse_router_loss(self, kwargs: dict[str, Any]) -> None:
-        """A layer that is run per document has routed padding too by the time that a router's loss is taken."""
-        wanted = kwargs.get("output_router_logits")
-        wanted = getattr(self.decoder.config, "output_router_logits", False) if wanted is None else wanted
-        if wanted and any(hasattr(m, "experts") for mixer in self.mixers.values() for m in mixer.modules()):
-            raise UnsupportedModelError(
-                f"{type(self.root).__name__} routes inside layers that run per document, so its router loss would "
-                "count padding: set output_router_logits=False"
-            )
 
     def _reach(self, name: str, layer: nn.Module, args: tuple[Any, ...]) -> None:
         if self.running is not None and not torch.compiler.is_compiling():
