@@ -148,16 +148,19 @@ def _keep_one_layer_of_each_kind(fields: dict[str, Any]) -> None:
     total = max(counts.values())
     per_layer = [name for name, value in fields.items() if isinstance(value, list | tuple) and len(value) == total > 0]
     of_some: dict[int, Any] = {int(k): v for k, v in (fields.get("per_layer_config") or {}).items()}
+    dense: list[int] = fields.get("mlp_only_layers") or []
     kinds: dict[tuple[str, ...], int] = {}
     for layer in range(total):
         kind = tuple(repr(fields[name][layer]) for name in per_layer)
-        kinds.setdefault((*kind, repr(of_some.get(layer))), layer)
+        kinds.setdefault((*kind, repr(of_some.get(layer)), repr(layer in dense)), layer)
     kept = sorted(kinds.values())
     kept = (kept * 2)[:2] if len(kept) == 1 else kept[:6]
     for name in per_layer:
         fields[name] = [fields[name][layer] for layer in kept]
     for name in counts:
         fields[name] = len(kept)
+    if dense:
+        fields["mlp_only_layers"] = [i for i, layer in enumerate(kept) if layer in dense]
     if of_some:
         fields["per_layer_config"] = {str(i): of_some[layer] for i, layer in enumerate(kept) if layer in of_some}
 

@@ -240,22 +240,22 @@ def _difference(one: Sequence[int], other: Sequence[int]) -> str:
 
 
 def _check_on_device(packed: PackedMetadata, guard: Guard, *, rows: int, wait: bool) -> None:
-    """From 0 to the last token, never down, across no row, no segment too long."""
+    """From 0 up to the last token at most, across no row, no segment too long; the rest is padding."""
     row_length = packed.tokens // rows
     marks, longest = packed.cu_seqlens, packed.max_seqlen
 
     def find() -> Tensor:
         starts, ends = marks[:-1], marks[1:]
         crosses = (ends > starts) & ((ends - 1) // row_length != starts // row_length)
-        outside = torch.stack((marks[0] != 0, marks[-1] != packed.tokens))
+        outside = torch.stack((marks[0] != 0, marks[-1] > packed.tokens))
         return torch.cat((crosses | (ends < starts) | (ends - starts > longest), outside))
 
     def error(i: int) -> PackingError:
         where = f"at segment {i}" if i < len(marks) - 1 else "at its first or last entry"
         return LayoutError(
-            f"cu_seq_lens_q is wrong {where}: it must go from 0 to {packed.tokens:,}, the tokens of the batch, without "
-            f"decreasing, cross no row of {row_length:,} tokens, and hold no segment longer than {longest:,} "
-            "(max_length_q)"
+            f"cu_seq_lens_q is wrong {where}: it must go from 0 to at most {packed.tokens:,}, the tokens of the batch, "
+            f"without decreasing, cross no row of {row_length:,} tokens, and hold no segment longer than "
+            f"{longest:,} (max_length_q)"
         )
 
     guard.check("cu_seq_lens_q", find, error, wait=wait)

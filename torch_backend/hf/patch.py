@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from packing_core.errors import UnsupportedModelError
-from torch_backend.hf import inputs
+from torch_backend.hf import inputs, router
 from torch_backend.hf.attention import PreTrainedModel, register, uses_interface
 from torch_backend.hf.boundaries import is_packed, take_metadata
 from torch_backend.hf.edits import AttentionName, ContinuousBatching, Edit, Hook, LayerOverride, Rotation
@@ -254,7 +254,7 @@ class Patched:
         forward = self.current
         if forward is None:
             return args, kwargs
-        self._refuse_router_loss(kwargs)
+        router.refuse_per_document(self.root, self.mixers.values(), kwargs)
         self._refuse_sharding()
         self._resume()
         forward.handed_over = True
@@ -329,16 +329,6 @@ class Patched:
         if "use_cache" in names:  # a model above the decoder may make a cache for it
             kwargs["use_cache"] = False
         return PackedForward(segments, (rows, row_length), self.implementation, sizes=self.sizes)
-
-    def _refuse_router_loss(self, kwargs: dict[str, Any]) -> None:
-        """A layer that runs per document has routed padding too by the time that a router's loss is computed."""
-        wanted = kwargs.get("output_router_logits")
-        wanted = getattr(self.decoder.config, "output_router_logits", False) if wanted is None else wanted
-        if wanted and any(hasattr(m, "experts") for mixer in self.mixers.values() for m in mixer.modules()):
-            raise UnsupportedModelError(
-                f"{type(self.root).__name__} routes inside layers that run per document, so its router loss would "
-                "count padding: set output_router_logits=False"
-            )
 
     def _refuse_sharding(self) -> None:
         """Layers that run per document are called as often as a rank has kinds of documents."""

@@ -1,25 +1,40 @@
-"""The loss of a transformers causal language model on a batch, without its logits.
+"""The loss of a transformers causal language model on a batch, without all of its logits.
 
-batch -> the model's decoder -> hidden states -> :mod:`torch_backend.ops.linear_cross_entropy` with the weight
-of its output layer. The scale and softcap that a model applies to its logits are read from its config. A run
-on a few tokens, once per model, checks that it applies nothing else.
+The model is called as usual, through its outermost wrapper, so DDP, FSDP, PEFT, autocast and every hook do their part.
+During the call, two parts of the causal language model inside are replaced. Its output layer returns a short stand-in
+for the logits. Its loss function computes the loss from the hidden states (:mod:`.output_layer`), and this becomes the
+``loss`` of the model's output:
+
+    model(**batch) -> decoder -> hidden states -+-> stand-in for the logits -> scale, softcap -> loss function -> loss
+                                                +------------------------------------------------^
+
+The hidden states bypass the model's own scale and softcap, so these have to be known. The stand-in is a vector of known
+values: in the first call, what comes out of it tells which of the scales and softcaps in the config are applied, and a
+model that does anything else to its logits is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from packing_core.errors import UnsupportedModelError
+from packing_core.batch import IGNORE_INDEX
+from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
+from torch_backend.hf.heads import takes_next_token_loss
 from torch_backend.hf.patch import causal_lm
 from torch_backend.losses.cross_entropy import next_token_targets
-from torch_backend.ops.linear_cross_entropy import linear_cross_entropy
+from torch_backend.losses.output_layer import Tail, output_layer_loss
 
-_checked: WeakSet[Any] = WeakSet()
+WAY_OUT = "use its logits, packed_cross_entropy(...)"
+PROBE = 64.0  # the largest logit of the stand-in: beyond every softcap in use
+
+# What each model does to its logits, and the forward and config for which this was measured.
+_tails: WeakKeyDictionary[nn.Module, tuple[Tail, Hashable]] = WeakKeyDictionary()
 
 
 def causal_lm_loss(
@@ -28,66 +43,129 @@ def causal_lm_loss(
     """The summed next-token loss and the summed weight of its targets.
 
     Args:
-        model: a transformers causal language model or what wraps one, patched if the batch is packed. Its decoder is
-            called, so wrappers that need their own forward to be called (DDP, FSDP's root) are not for this function.
+        model: a transformers causal language model or a wrapper of one (DDP, FSDP, PEFT, a compiled or prepared model),
+            patched if the batch is packed. Pass the outermost wrapper, because this is what gets called.
         batch: keyword arguments of the model, with ``labels`` int64 [B, S], unshifted.
         weights: [B, S] weight of the target that stands at the same place as the label's token; 1 if None.
 
     Returns:
-        Two float32 scalars, to be divided once per step (:func:`torch_backend.losses.cross_entropy.normalise`).
+        Two float32 scalars, to be divided once per step (:func:`torch_backend.losses.cross_entropy.normalise`). A term
+        that the model adds to its loss (a router's auxiliary loss under ``output_router_logits``) is part of the first
+        scalar, multiplied by the number of targets. After the division it has the coefficient that the model gives it,
+        averaged over the batches of the step in proportion to their targets.
 
     Raises:
-        UnsupportedModelError: the model makes its logits in another way than from one linear layer, scale and softcap.
+        LayoutError: the batch has no labels.
+        UnsupportedModelError: the logits are not those of one output layer, a scale and a softcap; the loss does not
+            come from ``loss_function``; or ZeRO-3 partitions the output layer.
     """
+    if batch.get("labels") is None:
+        raise LayoutError(f"causal_lm_loss takes a batch with labels, got {', '.join(batch)}")
     root = causal_lm(model)
-    if root not in _checked and not torch.compiler.is_compiling():
-        _check(root)
-        _checked.add(root)
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
-    hidden = root.get_decoder()(**inputs, use_cache=False).last_hidden_state
-    head = root.get_output_embeddings()
-    targets = next_token_targets(batch["labels"])
-    if weights is not None:
-        weights = nn.functional.pad(weights[:, 1:], (0, 1))
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype
-    bias = None if head.bias is None else head.bias.to(dtype)
-    scale, softcap = _after_the_head(root.config)
-    return linear_cross_entropy(
-        hidden.to(dtype), head.weight.to(dtype), targets, bias=bias, weights=weights, scale=scale, softcap=softcap
-    )
-
-
-def _after_the_head(config: Any) -> tuple[float, float | None]:
-    """Scale and softcap, which the known families give the output layer's values before the softmax."""
-    scale = getattr(config, "logit_scale", None)  # Cohere
-    if scale is None:
-        scale = 1 / (getattr(config, "logits_scaling", None) or 1.0)  # Granite
-    if multiplier := getattr(config, "lm_head_multiplier", None):  # Falcon-H1
-        scale = multiplier
-    return float(scale), getattr(config, "final_logit_softcapping", None)
-
-
-@torch.no_grad()
-def _check(root: Any) -> None:
     head = root.get_output_embeddings()
     name = type(root).__name__
-    if not isinstance(head, nn.Linear):
-        raise UnsupportedModelError(f"{name} has no linear output layer: use its logits, packed_cross_entropy(...)")
-    training = root.training
-    root.eval()
-    try:
-        ids = torch.arange(4, device=head.weight.device)[None] + 1
-        logits = root(input_ids=ids, use_cache=False).logits.float()
-        values = head(root.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state).float()
-    finally:
-        root.train(training)
-    scale, softcap = _after_the_head(root.config)
-    values = values * scale
-    if softcap:
-        values = softcap * torch.tanh(values / softcap)
-    tolerance = 8 * torch.finfo(head.weight.dtype).eps * float(logits.abs().max())
-    if not torch.allclose(values, logits, rtol=0, atol=tolerance):
-        raise UnsupportedModelError(
-            f"{name} does more to its logits than a scale and a softcap: use its logits, packed_cross_entropy(...)"
+    if head is None:
+        raise UnsupportedModelError(f"{name} has no output layer: causal_lm_loss takes causal language models")
+    if not takes_next_token_loss(root):
+        raise UnsupportedModelError(f"{name} has a loss function of its own: {WAY_OUT}")
+    known_of = id(root.__dict__.get("forward")), *Tail.candidates(root.config)
+    tail, of = _tails.get(root, (None, None))
+    shortcut = _Shortcut(root, head, tail if of == known_of else None, weights)
+    # The first call compares values, which a compiled model cannot do.
+    eager = nullcontext() if shortcut.tail is not None else torch.compiler.set_stance("force_eager")
+    with eager, _installed(root, shortcut):
+        try:
+            output = model(**{**batch, "use_cache": False})
+        except PackingError:
+            raise
+        except Exception as error:
+            if shortcut.hidden is None or shortcut.sums is not None:
+                raise
+            raise UnsupportedModelError(f"{name} does not make its loss by loss_function: {WAY_OUT}") from error
+    if shortcut.sums is None:
+        raise UnsupportedModelError(f"{name} does not make its loss from its output layer by loss_function: {WAY_OUT}")
+    assert shortcut.tail is not None
+    _tails[root] = shortcut.tail, known_of
+    loss: Tensor = output[0]
+    return loss * shortcut.count, shortcut.sums[1]
+
+
+class _Shortcut(nn.Module):
+    """Replaces the output layer during one call, and keeps its input for :meth:`loss_function`."""
+
+    def __init__(self, root: Any, head: nn.Module, tail: Tail | None, weights: Tensor | None) -> None:
+        super().__init__()
+        self.head = head  # a submodule, so that whatever walks through the model in the call still finds it
+        self.model = type(root).__name__
+        self.entries = int(getattr(head, "out_features", 0) or root.config.get_text_config().vocab_size)
+        self.candidates = Tail.candidates(root.config)
+        self.tail = tail
+        self.weights = weights
+        self.hidden: Tensor | None = None
+        self.sums: tuple[Tensor, Tensor] | None = None
+        self.count: Tensor | int = 0
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:  # modeling files ask an output layer for its weight's dtype or device
+            return getattr(super().__getattr__("head"), name)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Keep the hidden states [B, S, D]; return a stand-in for the logits, [1, 1, V]."""
+        if self.hidden is not None:
+            raise UnsupportedModelError(f"{self.model} calls its output layer more than once: {WAY_OUT}")
+        self.hidden = hidden
+        return self._probe()
+
+    def loss_function(
+        self, logits: Tensor, labels: Tensor, *args: Any, shift_labels: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        """The mean loss of the hidden states; replaces transformers' ``ForCausalLMLoss``."""
+        if self.hidden is None or self.sums is not None:
+            raise UnsupportedModelError(f"{self.model} does not make one loss of one output layer: {WAY_OUT}")
+        if self.tail is None:
+            self.tail = self._tail_of(logits)
+        targets, weights = shift_labels, self.weights
+        if targets is None:
+            targets = next_token_targets(labels)
+            weights = None if weights is None else nn.functional.pad(weights[:, 1:], (0, 1))
+        targets = targets.to(self.hidden.device)
+        weights = None if weights is None else weights.to(self.hidden.device)
+        self.sums = output_layer_loss(
+            self.head, self.hidden, targets, weights=weights, tail=self.tail, entries=self.entries
         )
+        self.count = (targets != IGNORE_INDEX).sum()
+        return self.sums[0] / self.count.clamp(min=1)
+
+    def _probe(self) -> Tensor:
+        assert self.hidden is not None
+        values = torch.linspace(-PROBE, PROBE, self.entries, device=self.hidden.device, dtype=torch.float32)
+        return values[None, None]
+
+    def _tail_of(self, logits: Tensor) -> Tail:
+        """What turned the stand-in into ``logits``."""
+        tolerance = 8 * torch.finfo(torch.float32).eps * float(logits.abs().max())
+        for tail in self.candidates:
+            wanted = tail(self._probe())
+            if logits.shape == wanted.shape and torch.allclose(logits.float(), wanted, rtol=0, atol=tolerance):
+                return tail
+        raise UnsupportedModelError(f"{self.model} does more to its logits than a scale and a softcap: {WAY_OUT}")
+
+
+@contextmanager
+def _installed(root: Any, shortcut: _Shortcut) -> Iterator[None]:
+    """Inside, ``root`` computes its loss by ``shortcut``."""
+    places = ((module, name) for module in root.modules() for name, child in module._modules.items())
+    parent, place = next((module, name) for module, name in places if module._modules[name] is shortcut.head)
+    before = root.__dict__.get("_loss_function")
+    parent._modules[place] = shortcut
+    root.loss_function = shortcut.loss_function
+    try:
+        yield
+    finally:
+        parent._modules[place] = shortcut.head
+        if before is None:
+            del root._loss_function
+        else:
+            root._loss_function = before

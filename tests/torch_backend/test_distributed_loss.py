@@ -1,0 +1,41 @@
+"""``causal_lm_loss`` of a wrapped model: two processes have the gradients of one, in the first step and after it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.torch_backend.models import tiny
+from tests.torch_backend.torchrun_loss import CASES, train
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The gradients of each step, by case."""
+    target = tmp_path_factory.mktemp("loss") / "gradients.pt"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    call = [*launch, str(Path(__file__).with_name("torchrun_loss.py")), str(target)]
+    done = subprocess.run(call, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(target)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_have_the_gradients_of_one(two_processes: dict[str, Any], case: str) -> None:
+    one, two = list(train(CASES[case][0](tiny("qwen2")), shares=1, share=0)), two_processes[case]
+    assert not isinstance(two, str), two  # the text of an error
+    for step, (wanted, found) in enumerate(zip(one, two, strict=True)):
+        assert found.keys() == wanted.keys()
+        for name, gradient in wanted.items():
+            largest = float(gradient.abs().max())
+            assert float((found[name] - gradient).abs().max()) <= 1e-6 * max(largest, 1.0), (step, name)
+            assert largest > 0 or name.endswith("k_proj.bias"), name  # which no attention depends on
