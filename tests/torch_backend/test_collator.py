@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+import torch_backend
 from packing_core import PackedDataset
 from packing_core.errors import CapacityError, LayoutError
+from tests.torch_backend.models import tiny
 from torch_backend import PackedCollator
 from torch_backend.collate import concatenate
 
@@ -96,6 +98,15 @@ def test_the_router_is_found_inside_wrappers_and_nested_configs() -> None:
     nested = SimpleNamespace(config=SimpleNamespace(pad_token_id=None, get_text_config=lambda: text))
     batch = PackedCollator(SimpleNamespace(module=nested), capacity=4)([{"input_ids": [1, 2, 3]}])
     assert rows(batch, "input_ids") == [[1, 2, 3, 7]] and rows(batch, "attention_mask") == [[1, 1, 1, 0]]
+
+
+def test_the_router_loss_is_that_of_the_real_tokens_whatever_the_capacity() -> None:
+    model = torch_backend.patch(tiny("mixtral", output_router_logits=True), verify=False)
+    documents = [{"input_ids": list(range(4, 4 + length))} for length in (5, 9, 3)]
+    without_padding = model(**PackedCollator(model)(documents)).aux_loss
+    for capacity in (24, 64):
+        padded = model(**PackedCollator(model, capacity=capacity, strategy="sequential")(documents)).aux_loss
+        assert torch.allclose(padded, without_padding, atol=1e-6), capacity
 
 
 @pytest.mark.parametrize(
