@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from torch_backend.ops.attention import attention
     from torch_backend.patching import patch, unpatch
     from torch_backend.segments import PackedMetadata
-    from torch_backend.training.trainer import enable_packing, pack_dataset
+    from torch_backend.training.dataset import pack_dataset
+    from torch_backend.training.trainer import enable_packing
 
 # name -> module that defines it
 _HOME: dict[str, str] = {
@@ -28,7 +29,7 @@ _HOME: dict[str, str] = {
     "explain": "torch_backend.hf.explain",
     "next_token_targets": "torch_backend.losses.cross_entropy",
     "normalise": "torch_backend.losses.cross_entropy",
-    "pack_dataset": "torch_backend.training.trainer",
+    "pack_dataset": "torch_backend.training.dataset",
     "packed_cross_entropy": "torch_backend.losses.cross_entropy",
     "patch": "torch_backend.patching",
     "unpatch": "torch_backend.patching",

@@ -1,4 +1,4 @@
-"""PackedCollator and with_boundaries: what a batch holds, for each way that documents and rows arrive."""
+"""PackedCollator: what a batch holds, for each way that documents and rows arrive."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+import torch_backend
 from packing_core import PackedDataset
 from packing_core.errors import CapacityError, LayoutError
-from torch_backend import PackedCollator, with_boundaries
+from tests.torch_backend.models import tiny
+from torch_backend import PackedCollator
 from torch_backend.collate import concatenate
 
 DOCUMENTS = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}, {"input_ids": [6]}]
@@ -81,6 +83,43 @@ def test_an_attention_mask_of_a_tokenizer_is_left_out() -> None:
     assert "attention_mask" not in PackedCollator()([{"input_ids": [1, 2], "attention_mask": [1, 1]}])
 
 
+@pytest.mark.parametrize("field", ["output_router_logits", "router_aux_loss_coef"])
+@pytest.mark.parametrize("capacity", [None, 4])
+def test_a_model_with_a_router_loss_always_gets_a_mask_of_padding(field: str, capacity: int | None) -> None:
+    model = SimpleNamespace(config=SimpleNamespace(pad_token_id=0, **{field: 0}))
+    batch = PackedCollator(model, capacity=capacity, strategy="sequential")(DOCUMENTS)
+    want = [[1, 1, 1, 0], [1, 1, 1, 0]] if capacity else [[1] * 6]
+    assert rows(batch, "attention_mask") == want
+    assert batch["attention_mask"].dtype == torch.int64
+
+
+def test_the_router_is_found_inside_wrappers_and_nested_configs() -> None:
+    text = SimpleNamespace(pad_token_id=7, router_aux_loss_coef=0.1)
+    nested = SimpleNamespace(config=SimpleNamespace(pad_token_id=None, get_text_config=lambda: text))
+    batch = PackedCollator(SimpleNamespace(module=nested), capacity=4)([{"input_ids": [1, 2, 3]}])
+    assert rows(batch, "input_ids") == [[1, 2, 3, 7]] and rows(batch, "attention_mask") == [[1, 1, 1, 0]]
+
+
+def test_the_router_loss_is_that_of_the_real_tokens_whatever_the_capacity() -> None:
+    model = torch_backend.patch(tiny("mixtral", output_router_logits=True), verify=False)
+    documents = [{"input_ids": list(range(4, 4 + length))} for length in (5, 9, 3)]
+    without_padding = model(**PackedCollator(model)(documents)).aux_loss
+    for capacity in (24, 64):
+        padded = model(**PackedCollator(model, capacity=capacity, strategy="sequential")(documents)).aux_loss
+        assert torch.allclose(padded, without_padding, atol=1e-6), capacity
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"capacity": 4}, {"capacity": 8, "bucket": 4}, {"capacity": 8, "alignment": 4}], ids=str
+)
+def test_lengths_on_the_host_and_boundaries_say_the_same(options: dict[str, Any]) -> None:
+    batch = PackedCollator(**options)(DOCUMENTS)
+    lengths = batch["cu_seq_lens_q"].diff()
+    assert tuple(lengths[lengths > 0].tolist()) == batch["packed_lengths"]
+    assert sum(batch["packed_lengths"]) == batch["input_ids"].numel() == batch["cu_seq_lens_q"][-1]
+    assert batch["seq_idx"].flatten().bincount().tolist() == list(batch["packed_lengths"])
+
+
 def test_padding_takes_the_models_pad_token() -> None:
     model = SimpleNamespace(config=SimpleNamespace(pad_token_id=9))
     assert rows(PackedCollator(model, capacity=4)([{"input_ids": [1, 2, 3]}]), "input_ids") == [[1, 2, 3, 9]]
@@ -139,40 +178,3 @@ def test_bad_features_raise() -> None:
     with pytest.raises(CapacityError, match='document 0 has 3 tokens and capacity is 2: pass overflow="split"'):
         PackedCollator(capacity=2)(DOCUMENTS)
     assert PackedCollator(capacity=2, overflow="split")(DOCUMENTS)["packed_lengths"] == (2, 2, 1, 1)
-
-
-IDS = torch.tensor([[1, 2, 3, 4, 5, 0]])
-HINTS = {
-    "boundaries": {"cu_seq_lens_q": torch.tensor([0, 3, 5])},
-    "segment_ids": {"segment_ids": torch.tensor([[1, 1, 1, 2, 2, 0]])},
-    "numbered_mask": {"attention_mask": torch.tensor([[1, 1, 1, 2, 2, 0]])},
-    "positions": {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 0]])},
-}
-
-
-@pytest.mark.parametrize("hint", HINTS)
-def test_with_boundaries_reads_what_others_use(hint: str) -> None:
-    given = {"labels": IDS.clone(), "input_ids": IDS.clone(), **{k: v.clone() for k, v in HINTS[hint].items()}}
-    batch = with_boundaries(lambda features: given)([])
-    assert next(iter(batch)) == "input_ids"
-    assert batch["packed_lengths"] == (3, 2, 1)
-    assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5, 6]
-    assert rows(batch, "labels") == [[-100, 2, 3, -100, 5, -100]]
-    assert rows(batch, "position_ids") == [[0, 1, 2, 0, 1, 0]]
-    assert batch["max_length_q"] == 3
-    assert "segment_ids" not in batch
-    if hint == "numbered_mask":
-        assert rows(batch, "attention_mask") == [[1, 1, 1, 1, 1, 0]]
-
-
-def test_with_boundaries_over_several_rows() -> None:
-    given = {"input_ids": torch.arange(8).view(2, 4), "position_ids": torch.tensor([[0, 1, 0, 1], [0, 1, 2, 3]])}
-    batch = with_boundaries(lambda features: given)([])
-    assert batch["packed_lengths"] == (2, 2, 4)
-    assert rows(batch, "seq_idx") == [[0, 0, 1, 1], [2, 2, 2, 2]]
-
-
-def test_with_boundaries_raises_where_nothing_marks_them() -> None:
-    given = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
-    with pytest.raises(LayoutError, match="marks no boundaries: .* the collator gave input_ids, attention_mask"):
-        with_boundaries(lambda features: given)([])

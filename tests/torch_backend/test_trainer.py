@@ -11,7 +11,8 @@ from torch.nn import functional as F
 import torch_backend
 from packing_core import PackedDataset
 from packing_core.errors import CapacityError, LayoutError, PackingError
-from torch_backend.training.trainer import enable_packing, pack_dataset
+from torch_backend.training.dataset import pack_dataset
+from torch_backend.training.trainer import enable_packing
 
 datasets = pytest.importorskip("datasets", reason="trainers take their data as datasets")
 trl = pytest.importorskip("trl", reason="half of these tests are about its SFTTrainer")
@@ -254,7 +255,7 @@ def test_bad_input_says_what_and_the_way_out(tmp_path) -> None:
         pack_dataset(datasets.Dataset.from_dict({"text": ["a"]}), 8)
     with pytest.raises(CapacityError, match="document 0 has 4 tokens and capacity is 3"):
         pack_dataset(datasets.Dataset.from_dict({"input_ids": [[5, 6, 7, 8]]}), 3)
-    with pytest.raises(PackingError, match="object has no model or no data_collator"):
+    with pytest.raises(PackingError, match="object is not a transformers.Trainer: pass one that is built"):
         enable_packing(object())
     trainer = sft(llama(), tmp_path, documents(), packing=True, max_length=CAPACITY, bf16=False)
     with pytest.raises(PackingError, match="packs by itself, so capacity=64 has no effect"):

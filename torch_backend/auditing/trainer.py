@@ -23,7 +23,8 @@ from packing_core import PackedBatch
 from packing_core.batch import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError, UnsupportedError
 from torch_backend.auditing.model import MOVED, relative_error
-from torch_backend.collate import Batch, documents_of
+from torch_backend.collate import Batch
+from torch_backend.collate.columns import documents_of
 from torch_backend.hf.patch import causal_lm
 
 FLOAT32, HALF = 1e-4, 2e-2  # what figures may be in float32, and where anything is computed in fewer bits
@@ -97,8 +98,9 @@ def audit_trainer(trainer: Any, *, batches: int = 1) -> TrainerReport:
     Raises:
         LayoutError: a document that the collator was given is not in its rows as it was.
         PackingError: a batch holds one document only, or nothing is trained in it.
-        UnsupportedError: the trainer runs on several devices.
+        UnsupportedError: the trainer runs on several devices, or its rows hold cut documents without boundaries.
     """
+    refuse_cut_documents(trainer.args)
     shards = any(getattr(trainer, kind, False) for kind in ("is_deepspeed_enabled", "is_fsdp_enabled"))
     if shards or trainer.args.world_size > 1 or trainer.args.n_gpu > 1:
         raise UnsupportedError(
@@ -108,6 +110,19 @@ def audit_trainer(trainer: Any, *, batches: int = 1) -> TrainerReport:
     with torch.random.fork_rng(), _as_before(trainer):
         reports = [_Step(trainer, batch, features).report() for batch, features in _batches(trainer, batches)]
     return max(reports, key=lambda r: (r.verdict != "exact", r.loss, r.leak))
+
+
+def refuse_cut_documents(arguments: Any) -> None:
+    """Raise UnsupportedError if a trainer's arguments let TRL join all documents and cut rows out of them.
+
+    Nothing in such rows tells where a document begins, so they can be neither packed exactly nor audited.
+    """
+    packs = getattr(arguments, "packing", False) or getattr(arguments, "eval_packing", False)
+    if packs and getattr(arguments, "packing_strategy", None) == "wrapped":
+        raise UnsupportedError(
+            'packing_strategy="wrapped" cuts documents anywhere and marks no boundary, so its rows are contaminated: '
+            'pass packing_strategy="bfd_split" or "bfd" to the trainer\'s arguments and build it again'
+        )
 
 
 class _Step:
@@ -312,11 +327,7 @@ def _pieces(feature: Any) -> list[NDArray[np.int64]]:
         return [np.asarray(flat[a : a + n], np.int64) for a, n in zip(starts, feature.lengths, strict=True)]
     if not isinstance(feature, Mapping) or "input_ids" not in feature:
         raise LayoutError("the trainer's collator is given features without input_ids, which cannot be audited")
-    documents = documents_of(feature)
-    if len(documents) == 1 and "position_ids" in documents[0]:
-        cuts = np.flatnonzero(np.diff(documents[0]["position_ids"]) != 1) + 1
-        return [np.asarray(ids, np.int64) for ids in np.split(documents[0]["input_ids"], cuts)]
-    return [np.asarray(document["input_ids"], np.int64) for document in documents]
+    return [np.asarray(document["input_ids"], np.int64) for document in documents_of(feature)]
 
 
 def _find(documents: list[NDArray[np.int64]], rows: NDArray[np.int64]) -> list[tuple[int, slice]]:

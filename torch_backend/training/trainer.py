@@ -1,30 +1,43 @@
-"""Packing inside the trainers that people use: a ``Trainer`` or an ``SFTTrainer`` that somebody else built.
+"""``enable_packing(trainer)``: packing inside a ``Trainer`` or an ``SFTTrainer`` that somebody else built.
 
-A built trainer -> :func:`enable_packing` -> its model is patched, and its collator carries the segments of every batch.
-Documents in a ``datasets.Dataset`` -> :func:`pack_dataset` -> packed rows in a ``datasets.Dataset``, for trainers that
-take nothing else. Neither touches the trainer's loop, loss, optimizer or arguments.
+A built trainer -> checks of its class, its arguments and its first examples -> its model is patched, and its collator
+carries the segments of every batch. A trainer that cannot be made exact is refused here, before anything is changed.
+The trainer's loop, loss, optimizer and arguments stay as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any, TypeVar
 
-from packing_core import PackedBatch, PackedDataset, Ragged
-from packing_core.errors import LayoutError, PackingError
-from packing_core.extras import require
-from torch_backend.collate import PackedCollator, with_boundaries
+import numpy as np
+
+from packing_core import PackedBatch
+from packing_core.batch import IGNORE_INDEX
+from packing_core.errors import LayoutError, PackingError, UnsupportedError, first_line
+from torch_backend.auditing.trainer import refuse_cut_documents
+from torch_backend.collate import Batch, BoundaryCollator, PackedCollator
+from torch_backend.collate.columns import READ
+from torch_backend.collate.marks import MARKS, first_true, is_numbered
 from torch_backend.patching import patch
 
 Trainer = TypeVar("Trainer")
 
-# Columns of a tokenised dataset that say which tokens are trained, as TRL names them; all of them must agree.
-MASK_COLUMNS = ("loss_mask", "completion_mask", "assistant_masks")
-# What the collator reads besides the model's own arguments; trainers drop columns that the model does not take.
-COLLATED_COLUMNS = ("seq_lengths", "loss_mask", "prompt_length")
-# How batches of several documents a row mark them; see with_boundaries.
-BOUNDARY_KEYS = ("cu_seq_lens_q", "segment_ids", "position_ids")
-ROWS_AT_ONCE = 1024
+COMPARED = 8  # examples of each dataset that the present collator and packing are compared on
+# Why a trainer of TRL cannot be given rows of several documents, by the name of its class or a base of it.
+_PAIRS = "compares answers with each other"
+_SCORES = "gives each example one score"
+_GENERATES = "generates completions and scores each of them"
+_TEACHER = "compares each example with a teacher"
+_PER_EXAMPLE = {
+    **dict.fromkeys(("DPOTrainer", "KTOTrainer", "CPOTrainer", "ORPOTrainer", "BCOTrainer", "TPOTrainer"), _PAIRS),
+    **dict.fromkeys(("RewardTrainer", "PRMTrainer"), _SCORES),
+    **dict.fromkeys(("GRPOTrainer", "RLOOTrainer", "PPOTrainer", "AsyncGRPOTrainer", "A2POTrainer"), _GENERATES),
+    **dict.fromkeys(("OnlineDPOTrainer", "NashMDTrainer", "XPOTrainer", "SDFTTrainer", "SDPOTrainer"), _GENERATES),
+    **dict.fromkeys(("DistillationTrainer", "AsyncDistillationTrainer", "IWOPDTrainer"), _TEACHER),
+    **dict.fromkeys(("GKDTrainer", "GOLDTrainer", "MiniLLMTrainer"), _TEACHER),
+}
 
 
 def enable_packing(
@@ -36,14 +49,17 @@ def enable_packing(
 ) -> Trainer:
     """Make a trainer train packed documents without contamination; call it once, between building and ``train()``.
 
-    Its model is patched in place. A collator that packs already (TRL's under ``packing=True`` or ``padding_free=True``,
-    transformers' ``DataCollatorWithFlattening``, axolotl's) keeps doing so and its batches carry their segments from
-    now on; any other is replaced by :class:`~torch_backend.PackedCollator`. Labels at segment starts are -100, so
-    ``num_items_in_batch`` counts only targets that something predicts.
+    Its model is patched in place. A collator that packs (TRL's under ``packing=True`` or ``padding_free=True``,
+    transformers' ``DataCollatorWithFlattening``, axolotl's) is wrapped in :func:`torch_backend.with_boundaries`. Any
+    other is replaced by :class:`torch_backend.PackedCollator`, if both train the same tokens of the first examples.
+    Labels at segment starts are -100, so ``num_items_in_batch`` counts only targets that something predicts.
 
     Args:
-        trainer: a ``transformers.Trainer`` or a subclass of it, with its model, also one under PEFT.
-        capacity: tokens of a row, where the collator is replaced; None puts a batch's documents into one row.
+        trainer: a ``transformers.Trainer`` or a subclass of it, with its model, also one under PEFT, and with training
+            or evaluation data.
+        capacity: tokens of a row, where the collator is replaced; None puts a batch's documents into one row. The
+            documents of one batch are packed, ``per_device_train_batch_size`` of them; to fill rows from the whole
+            dataset, train on ``torch_backend.pack_dataset(dataset, capacity)`` or a ``PackedDataset``.
         implementation, verify: as in :func:`torch_backend.patch`.
 
     Returns:
@@ -51,89 +67,175 @@ def enable_packing(
 
     Raises:
         UnsupportedModelError: the model cannot be made exact.
-        PackingError: the trainer has no model or collator of its own, or ``capacity`` has nothing to say.
+        UnsupportedError: the trainer computes its loss per example, or its rows hold cut documents.
+        LayoutError: the data are not tokenised, or a collator that packs does not mark its documents.
+        PackingError: what is passed is no trainer or has no data, ``capacity`` has no effect, or the present collator
+            trains other tokens than packing would.
     """
-    model, collator = getattr(trainer, "model", None), getattr(trainer, "data_collator", None)
-    if model is None or collator is None:
-        raise PackingError(
-            f"{type(trainer).__name__} has no model or no data_collator: pass a built transformers.Trainer"
-        )
-    patch(model, implementation=implementation, verify=verify)
+    _refuse_trainer(trainer)
     any_trainer: Any = trainer
     any_trainer._set_signature_columns_if_needed()
-    any_trainer._signature_columns += [name for name in COLLATED_COLUMNS if name not in any_trainer._signature_columns]
-    packs = _packs(collator, _first_feature(any_trainer))
-    if packs and capacity is not None:
-        raise PackingError(
-            f"{type(collator).__name__} packs by itself, so capacity={capacity:,} has no effect: leave it out"
-        )
-    any_trainer.data_collator = with_boundaries(collator) if packs else PackedCollator(model, capacity=capacity)
+    collator = _packing_collator(any_trainer, capacity)
+    patch(any_trainer.model, implementation=implementation, verify=verify)
+    any_trainer._signature_columns += [name for name in READ if name not in any_trainer._signature_columns]
+    any_trainer.data_collator = collator
     # accelerate would let the first rank read for all and concatenate batches, which plain ints cannot be.
     any_trainer.accelerator.dataloader_config.dispatch_batches = False
     return trainer
 
 
-def pack_dataset(dataset: Any, capacity: int, **plan_options: Any) -> Any:
-    """Pack a tokenised dataset into one of rows, for trainers that insist on a ``datasets.Dataset``.
+def _refuse_trainer(trainer: Any) -> None:
+    """Raise if the class or the arguments of a trainer rule packing out."""
+    name = type(trainer).__name__
+    for base in type(trainer).__mro__:
+        of_trl = base.__module__.split(".")[0] == "trl" and base.__name__.endswith("Trainer")
+        known = base.__name__ in ("SFTTrainer", "_BaseTrainer")
+        reason = _PER_EXAMPLE.get(base.__name__)
+        if reason is None and of_trl and not known:
+            reason = "is a trainer of TRL that computes its loss per example"
+        if reason is not None:
+            raise UnsupportedError(
+                f"{name} {reason}, and would take all documents of a row for one example: leave it unpacked, and use "
+                "enable_packing with a transformers.Trainer or an SFTTrainer"
+            )
+    needed = ("model", "data_collator", "accelerator", "_set_signature_columns_if_needed")
+    if any(getattr(trainer, field, None) is None for field in needed):
+        raise PackingError(f"{name} is not a transformers.Trainer: pass one that is built, with its model")
+    refuse_cut_documents(trainer.args)
 
-    Args:
-        dataset: a ``datasets.Dataset`` with ``input_ids``, and optionally ``labels`` (unshifted, -100 where nothing is
-            trained) or masks under the names ``loss_mask``, ``completion_mask``, ``assistant_masks``.
-        capacity: tokens a row can hold.
-        plan_options: ``overflow``, ``strategy``, ``seed`` and the other options of ``packing_core.plan``.
 
-    Returns:
-        A ``datasets.Dataset`` of packed rows without padding: ``input_ids``, ``labels`` (-100 at segment starts) and
-        ``seq_lengths``, as TRL's own collator reads them under ``SFTConfig(padding_free=True, max_length=None)``.
+def _packing_collator(trainer: Any, capacity: int | None) -> PackedCollator | BoundaryCollator:
+    """The trainer's collator if it packs, with boundaries, else one that packs and trains the same tokens."""
+    collator, examples = trainer.data_collator, _first_examples(trainer)
+    ours = isinstance(collator, PackedCollator | BoundaryCollator)
+    if not (ours or examples):
+        raise PackingError(
+            f"{type(trainer).__name__} has neither a train_dataset nor an eval_dataset: pass one, because its first "
+            "examples show whether its collator packs and what it trains"
+        )
+    packs = ours or _packs(trainer, *next(iter(examples.items())))
+    if packs and capacity is not None:
+        raise PackingError(f"{_name(collator)} packs by itself, so capacity={capacity:,} has no effect: leave it out")
+    if ours:
+        return collator
+    if packs:
+        wrapped = BoundaryCollator(collator)
+        for found in examples.values():
+            _check_documents(wrapped, _seen(trainer, found[0], READ))
+        return wrapped
+    for kind, found in examples.items():
+        for number, example in enumerate(found):
+            if isinstance(example, Mapping):
+                theirs, packed = _seen(trainer, example), _seen(trainer, example, READ)
+                _compare(_name(collator), f"{kind} example {number}", collator([theirs]), packed)
+    return PackedCollator(trainer.model, capacity=capacity)
 
-    Raises:
-        LayoutError: there is no ``input_ids``.
-        PackingError: what ``packing_core.plan`` and ``packing_core.pack`` raise.
-    """
-    datasets = require("datasets", extra="hf")
-    if "input_ids" not in dataset.column_names:
-        raise LayoutError(f"the dataset has no input_ids, only {', '.join(dataset.column_names)}: tokenise it first")
-    dataset = dataset.with_format("arrow")
-    arrow = {name: dataset[:][name] for name in dataset.column_names if name in ("input_ids", "labels", *MASK_COLUMNS)}
-    masks = [Ragged.of(arrow[name], name=name).flat() for name in MASK_COLUMNS if name in arrow]
-    packed = PackedDataset(
-        arrow["input_ids"], capacity, labels=arrow.get("labels"), loss_mask=_both(masks), **plan_options
+
+def _first_examples(trainer: Any) -> dict[str, list[Any]]:
+    """What kind of data -> its first examples."""
+    evaluation = getattr(trainer, "eval_dataset", None)
+    datasets = {"training": getattr(trainer, "train_dataset", None)}
+    datasets |= evaluation if isinstance(evaluation, dict) else {"evaluation": evaluation}
+    found = {kind: list(islice(iter(x), COMPARED)) for kind, x in datasets.items() if x is not None}
+    return {kind: examples for kind, examples in found.items() if examples}
+
+
+def _seen(trainer: Any, example: Any, more: Sequence[str] = ()) -> Any:
+    """What the trainer's collator is given of an example: the model's arguments and the columns ``more``."""
+    if not (isinstance(example, Mapping) and trainer.args.remove_unused_columns):
+        return example
+    return {name: value for name, value in example.items() if name in (*trainer._signature_columns, *more)}
+
+
+def _packs(trainer: Any, kind: str, examples: list[Any]) -> bool:
+    """Whether the collator puts documents into one row, judged by what it makes of one example given twice."""
+    if isinstance(examples[0], PackedBatch):
+        return False
+    example, collator = _seen(trainer, examples[0], READ), trainer.data_collator
+    has = example if isinstance(example, Mapping) else {}
+    try:
+        batch = dict(collator([example, example]))
+    except Exception as error:
+        if "input_ids" in has:
+            raise
+        raise _not_tokenised(kind, examples[0], f" ({_name(collator)} raised {first_line(error)})") from error
+    if "input_ids" not in batch:
+        raise _not_tokenised(kind, examples[0])
+    if len(batch["input_ids"]) < 2:
+        return True
+    marks = {name for name in MARKS if batch.get(name) is not None and name not in has}
+    if marks - {"attention_mask", "position_ids"}:
+        return True
+    if is_numbered(batch.get("attention_mask")) and not is_numbered(has.get("attention_mask")):
+        return True
+    return "position_ids" in marks and _count_documents(BoundaryCollator(dict)(batch)) > len(batch["input_ids"])
+
+
+def _not_tokenised(kind: str, example: Any, detail: str = "") -> LayoutError:
+    columns = ", ".join(example) if isinstance(example, Mapping) else f"a {type(example).__name__}"
+    return LayoutError(
+        f"the {kind} data have no input_ids, only {columns}: tokenise them first, so that every example has input_ids, "
+        f"a list of token ids{detail}"
     )
 
-    def rows() -> Any:
-        for first in range(0, len(packed), ROWS_AT_ONCE):
-            columns = packed[first : first + ROWS_AT_ONCE].to_dict("trl")
-            for values in zip(*columns.values(), strict=True):
-                yield dict(zip(columns, values, strict=True))
 
-    numbers = datasets.List(datasets.Value("int64"))
-    features = datasets.Features({"input_ids": numbers, "labels": numbers, "seq_lengths": numbers})
-    return datasets.Dataset.from_list(list(rows()), features=features)
-
-
-def _both(masks: list[Ragged]) -> Ragged | None:
-    """One mask that is true where all are."""
-    if not masks:
-        return None
-    values = masks[0].values != 0
-    for mask in masks[1:]:
-        values = values & (mask.values != 0)
-    return Ragged(values, masks[0].offsets, name="loss_mask")
-
-
-def _first_feature(trainer: Any) -> Any:
-    """What the trainer's collator is given for the first row of the training data."""
-    first = next(iter(trainer.train_dataset))
-    if not (isinstance(first, Mapping) and trainer.args.remove_unused_columns):
-        return first
-    return {name: value for name, value in first.items() if name in trainer._signature_columns}
-
-
-def _packs(collator: Any, feature: Any) -> bool:
-    """Whether the collator puts documents into one row, seen from what it makes of one feature given twice."""
-    if isinstance(feature, PackedBatch):
-        return isinstance(collator, PackedCollator)
-    batch = collator([dict(feature), dict(feature)])
+def _count_documents(batch: Batch) -> int:
+    """Segments of a batch with boundaries that are not padding."""
+    starts = np.cumsum((0, *batch["packed_lengths"][:-1]))
     mask = batch.get("attention_mask")
-    numbered = mask is not None and mask.ndim == 2 and int(mask.max()) > 1
-    return numbered or len(batch["input_ids"]) == 1 or any(name in batch for name in BOUNDARY_KEYS)
+    return len(starts) if mask is None else int((np.asarray(mask).reshape(-1)[starts] != 0).sum())
+
+
+def _check_documents(collator: BoundaryCollator, example: Any) -> None:
+    """A collator that packs must mark the documents of an example that it is given twice."""
+    packed_row = isinstance(example, Mapping) and "input_ids" in example and "seq_lengths" in example
+    documents = 2 * (np.count_nonzero(np.asarray(example["seq_lengths"])) if packed_row else 1)
+    marked = _count_documents(collator([example, example]))
+    if marked < documents:
+        raise LayoutError(
+            f"{_name(collator.collator)} puts {documents} documents into rows and marks {marked}: let it emit "
+            "cu_seq_lens_q, seq_lengths or position_ids that restart at each document"
+        )
+
+
+def _compare(collator: str, where: str, theirs: Mapping[str, Any], example: Mapping[str, Any]) -> None:
+    """Raise if a collator, by its batch of one example, trains it differently from packing.
+
+    What the attention mask calls padding is not compared: packing leaves it out, whatever its labels are.
+    """
+    ids, labels, mask = theirs["input_ids"], theirs.get("labels"), theirs.get("attention_mask")
+    if labels is not None and labels.shape != ids.shape:
+        raise PackingError(
+            f"{collator} gives labels of shape {list(labels.shape)} and input_ids {list(ids.shape)}, and packing needs "
+            "one label for each token"
+        )
+    real = np.ones(ids.shape, np.bool_) if mask is None or mask.ndim != 2 else np.asarray(mask) != 0
+    ours = PackedCollator()([example])
+    found, packed = np.asarray(ids)[real], ours["input_ids"].numpy().reshape(-1)
+    if len(found) < len(packed) or (found[: len(packed)] != packed).any():
+        raise PackingError(
+            f"{collator} changes the tokens of {where}, and packing would train them as they are in the dataset: "
+            + _ways_out(collator)
+        )
+    if labels is None:
+        return
+    trained, wanted = np.asarray(labels)[real], np.full(len(found), IGNORE_INDEX)
+    wanted[: len(packed)] = ours["labels"].numpy().reshape(-1)
+    trained = np.where(np.append(ours["position_ids"] == 0, wanted[len(packed) :] == 0), IGNORE_INDEX, trained)
+    if (token := first_true(trained != wanted)) is not None:
+        raise PackingError(
+            f"{collator} trains other tokens than packing would: token {token} of {where} has the label "
+            f"{trained[token]} there and {wanted[token]} when packed. " + _ways_out(collator)
+        )
+
+
+def _ways_out(collator: str) -> str:
+    return (
+        f"To train what {collator} trains, add a labels column that holds it, -100 where nothing is trained. To train "
+        "what the columns say, set trainer.data_collator = torch_backend.PackedCollator(model) before this call. To "
+        f"keep {collator}, let it pack documents, and wrap it in torch_backend.with_boundaries(collator)"
+    )
+
+
+def _name(collator: Any) -> str:
+    return getattr(collator, "__name__", type(collator).__name__)

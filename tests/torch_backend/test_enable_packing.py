@@ -1,0 +1,275 @@
+"""enable_packing at the call: what it refuses, with the reason, and which collator a trainer has afterwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from packing_core import PackedDataset
+from packing_core.errors import LayoutError, PackingError, UnsupportedError
+from tests.torch_backend.test_trainer import CAPACITY, arguments, datasets, documents, llama, sft, tiny_tokenizer, trl
+from torch_backend import PackedCollator, audit, pack_dataset, with_boundaries
+from torch_backend.collate import BoundaryCollator
+from torch_backend.training.trainer import enable_packing
+
+PROMPTS = {"input_ids": [[5, 6, 7, 8], [9, 10, 11]], "labels": [[-100, -100, 7, 8], [-100, 10, 11]]}
+
+
+def plain(tmp_path, data, kind=transformers.Trainer, **options):
+    data = datasets.Dataset.from_dict(data) if isinstance(data, dict) else data
+    return kind(llama(), arguments(transformers.TrainingArguments, tmp_path), train_dataset=data, **options)
+
+
+def enabled(trainer, **options):
+    return enable_packing(trainer, verify=False, **options)
+
+
+def padded(features: list[dict[str, Any]], masked: int) -> dict[str, torch.Tensor]:
+    """Pads as most collators do, and takes the first ``masked`` tokens for a prompt."""
+    longest = max(len(f["input_ids"]) for f in features)
+    batch: dict[str, list[list[int]]] = {"input_ids": [], "labels": [], "attention_mask": []}
+    for ids in (list(f["input_ids"]) for f in features):
+        padding = longest - len(ids)
+        batch["input_ids"].append(ids + [0] * padding)
+        batch["labels"].append([-100] * masked + ids[masked:] + [-100] * padding)
+        batch["attention_mask"].append([1] * len(ids) + [0] * padding)
+    return {name: torch.tensor(x) for name, x in batch.items()}
+
+
+def masks_two(features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return padded(features, 2)
+
+
+def trains_everything(features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return padded(features, 0)
+
+
+# What the old collator trains and what the new one would.
+
+
+def test_a_collator_that_masks_prompts_is_not_replaced_by_one_that_trains_them(tmp_path) -> None:
+    trainer = plain(tmp_path, {"input_ids": PROMPTS["input_ids"]}, data_collator=masks_two)
+    message = (
+        r"masks_two trains other tokens than packing would: token 1 of training example 0 has the label -100 there and "
+        r"6 when packed.*add a labels column.*PackedCollator.*with_boundaries"
+    )
+    with pytest.raises(PackingError, match=message):
+        enabled(trainer)
+    assert trainer.data_collator is masks_two
+    assert trainer.model.config._attn_implementation == "sdpa", "a refused trainer keeps the model that it had"
+
+
+def test_a_collator_that_trains_what_the_columns_say_is_replaced(tmp_path) -> None:
+    trainer = plain(tmp_path, {**PROMPTS, "labels": [[-100, -100, 7, 8], [-100, -100, 11]]}, data_collator=masks_two)
+    enabled(trainer)
+    assert isinstance(trainer.data_collator, PackedCollator)
+
+
+def test_labels_that_a_collator_ignores_are_not_trained_unasked(tmp_path) -> None:
+    with pytest.raises(PackingError, match="token 1 of training example 0 has the label 6 there and -100 when packed"):
+        enabled(plain(tmp_path, PROMPTS, data_collator=trains_everything))
+
+
+def test_a_mask_column_that_the_trainer_drops_is_not_honoured_unasked(tmp_path) -> None:
+    data = {"input_ids": PROMPTS["input_ids"], "completion_mask": [[0, 0, 1, 1], [0, 1, 1]]}
+    with pytest.raises(PackingError, match="token 1 of training example 0 has the label 6 there and -100 when packed"):
+        enabled(plain(tmp_path, data, data_collator=trains_everything))
+
+
+def test_the_difference_may_be_in_a_later_example(tmp_path) -> None:
+    data = {"input_ids": [[5, 6], [5, 6, 7, 8]], "labels": [[-100, -100], [5, 6, 7, 8]]}
+    with pytest.raises(PackingError, match="token 1 of training example 1 has the label -100 there and 6 when packed"):
+        enabled(plain(tmp_path, data, data_collator=masks_two))
+
+
+def test_a_collator_that_changes_tokens_is_not_replaced(tmp_path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.mask_token = "w4"
+    collator = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=True, mlm_probability=1.0)
+    data = {"input_ids": [list(range(5, 25))]}
+    with pytest.raises(PackingError, match="DataCollatorForLanguageModeling changes the tokens of training example 0"):
+        enabled(plain(tmp_path, data, data_collator=collator))
+
+    def shortened(features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        return trains_everything([{"input_ids": f["input_ids"][:3]} for f in features])
+
+    with pytest.raises(PackingError, match="shortened changes the tokens of training example 0"):
+        enabled(plain(tmp_path, data, data_collator=shortened))
+
+
+def test_an_end_of_text_that_counts_as_padding_is_found(tmp_path) -> None:
+    """DataCollatorForLanguageModeling does not train the tokens that equal the pad token."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    collator = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    with pytest.raises(PackingError, match="token 2 of training example 0 has the label -100 there and 2 when packed"):
+        enabled(plain(tmp_path, {"input_ids": [[5, 6, 2]]}, data_collator=collator))
+    enabled(plain(tmp_path, {"input_ids": [[5, 6, 2]], "labels": [[5, 6, -100]]}, data_collator=collator))
+
+
+def test_padding_is_trained_by_neither(tmp_path) -> None:
+    """Labels copied from padded input_ids: the default collator trains the padding, and packing cuts it off."""
+    data = {"input_ids": [[5, 6, 0], [7, 0, 0]], "attention_mask": [[1, 1, 0], [1, 0, 0]]}
+    trainer = enabled(plain(tmp_path, {**data, "labels": data["input_ids"]}))
+    batch = trainer.data_collator([dict(zip(data, values, strict=True)) for values in zip(*data.values(), strict=True)])
+    assert batch["input_ids"].tolist() == [[5, 6, 7]] and batch["labels"].tolist() == [[-100, 6, -100]]
+
+
+def test_labels_of_whole_examples_are_refused(tmp_path) -> None:
+    with pytest.raises(PackingError, match="default_data_collator gives labels .* one label for each token"):
+        enabled(plain(tmp_path, {"input_ids": [[5, 6, 7]], "label": [1]}))
+
+
+def test_data_without_labels_trains_every_token(tmp_path) -> None:
+    trainer = enabled(plain(tmp_path, {"input_ids": [[5, 6, 7]]}))
+    assert trainer.data_collator([{"input_ids": [5, 6, 7]}])["labels"].tolist() == [[-100, 6, 7]]
+
+
+def test_the_evaluation_data_are_compared_too(tmp_path) -> None:
+    evaluation = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7]]})
+    data = {**PROMPTS, "labels": [[-100, -100, 7, 8], [-100, -100, 11]]}
+    with pytest.raises(PackingError, match="evaluation example 0 has the label -100 there and 6 when packed"):
+        enabled(plain(tmp_path, data, data_collator=masks_two, eval_dataset=evaluation))
+
+
+def test_sft_trainer_without_packing_gets_a_collator_that_trains_the_same(tmp_path) -> None:
+    trainer = enabled(sft(llama(), tmp_path, documents(), max_length=CAPACITY, bf16=False), capacity=CAPACITY)
+    assert isinstance(trainer.data_collator, PackedCollator)
+
+
+# Collators that stay.
+
+
+@pytest.mark.parametrize("collator", [PackedCollator(capacity=8, bucket=4), with_boundaries(trains_everything)])
+def test_our_own_collators_stay_as_they_are(tmp_path, collator) -> None:
+    trainer = enabled(plain(tmp_path, PROMPTS, data_collator=collator))
+    assert trainer.data_collator is collator
+    assert enabled(trainer).data_collator is collator
+
+
+@pytest.mark.parametrize("options", [{}, {"return_flash_attn_kwargs": True}, {"return_seq_idx": True}])
+def test_a_collator_that_packs_is_wrapped(tmp_path, options) -> None:
+    trainer = enabled(plain(tmp_path, PROMPTS, data_collator=transformers.DataCollatorWithFlattening(**options)))
+    assert isinstance(trainer.data_collator, BoundaryCollator)
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert sorted(batch["packed_lengths"]) == [3, 4]
+
+
+def test_positions_that_every_example_has_are_no_packing(tmp_path) -> None:
+    data = {"input_ids": [[5, 6, 7], [8, 9, 10]], "position_ids": [[0, 1, 2], [0, 1, 2]]}
+    trainer = enabled(plain(tmp_path, {**data, "labels": data["input_ids"]}))
+    assert isinstance(trainer.data_collator, PackedCollator)
+    assert next(iter(trainer.get_train_dataloader()))["packed_lengths"] == (3, 3)
+
+
+def test_a_collator_that_loses_boundaries_is_refused_at_the_call(tmp_path) -> None:
+    def joined(features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        ids = torch.cat([torch.tensor(f["input_ids"]) for f in features])[None]
+        return {"input_ids": ids, "labels": ids}
+
+    def counted(features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        batch = joined(features)
+        return {**batch, "position_ids": torch.arange(batch["input_ids"].numel())[None]}
+
+    with pytest.raises(LayoutError, match="marks no boundaries"):
+        enabled(plain(tmp_path, PROMPTS, data_collator=joined))
+    with pytest.raises(LayoutError, match="counted puts 2 documents into rows and marks 1"):
+        enabled(plain(tmp_path, PROMPTS, data_collator=counted))
+
+
+def test_rows_that_are_packed_keep_their_documents_under_the_default_collator(tmp_path) -> None:
+    rows = pack_dataset(documents(), CAPACITY)
+    trainer = enabled(plain(tmp_path, rows))
+    (batch, *_) = trainer.get_train_dataloader()
+    assert isinstance(trainer.data_collator, PackedCollator)
+    assert len(batch["packed_lengths"]) > 2
+
+
+# Trainers.
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("DPOTrainer", "compares answers with each other"),
+        ("KTOTrainer", "compares answers with each other"),
+        ("RewardTrainer", "gives each example one score"),
+        ("GRPOTrainer", "generates completions and scores each of them"),
+        ("RLOOTrainer", "generates completions and scores each of them"),
+        ("DistillationTrainer", "compares each example with a teacher"),
+    ],
+)
+def test_trainers_whose_loss_is_per_example_are_refused_with_the_reason(name: str, reason: str) -> None:
+    unbuilt = object.__new__(getattr(trl, name))
+    with pytest.raises(UnsupportedError, match=rf"{name} {reason}.*documents of a row.*Trainer or an SFTTrainer"):
+        enabled(unbuilt)
+
+
+def test_a_refused_trainer_is_known_by_the_names_of_its_bases() -> None:
+    """As in libraries that derive from TRL's classes, or copy them; TRL is not imported for it."""
+    copied = type("Mine", (type("ORPOTrainer", (transformers.Trainer,), {}),), {})
+    with pytest.raises(UnsupportedError, match="Mine compares answers with each other"):
+        enabled(object.__new__(copied))
+    unknown = type("NewTrainer", (transformers.Trainer,), {"__module__": "trl.experimental.new"})
+    with pytest.raises(UnsupportedError, match="NewTrainer is a trainer of TRL that computes its loss per example"):
+        enabled(object.__new__(unknown))
+
+
+@pytest.mark.parametrize("options", [{"packing": True}, {"eval_packing": True}])
+def test_rows_of_cut_documents_are_refused_with_the_way_out(tmp_path, options) -> None:
+    data = documents()
+    trainer = sft(llama(), tmp_path, data, max_length=CAPACITY, packing_strategy="wrapped", bf16=False, **options)
+    message = r'packing_strategy="wrapped" cuts documents anywhere.*pass packing_strategy="bfd_split" or "bfd"'
+    with pytest.raises(UnsupportedError, match=message):
+        enabled(trainer)
+    if trainer.args.packing:
+        with pytest.raises(UnsupportedError, match=message):
+            audit(trainer)
+
+
+def test_a_trainer_that_only_evaluates_is_served(tmp_path) -> None:
+    data = documents(5)
+    model = llama()
+    trainer = transformers.Trainer(
+        model, arguments(transformers.TrainingArguments, tmp_path), eval_dataset={"held out": data}
+    )
+    enabled(trainer, capacity=CAPACITY)
+    rows = data[:]
+    found = trainer.evaluate(data)["eval_loss"]
+    with torch.no_grad():
+        losses = [
+            model(input_ids=torch.tensor([ids]), labels=torch.tensor([[-100, *labels[1:]]])).loss.item()
+            * sum(label != -100 for label in labels[1:])
+            for ids, labels in zip(rows["input_ids"], rows["labels"], strict=True)
+        ]
+    targets = sum(label != -100 for labels in rows["labels"] for label in labels[1:])
+    assert found == pytest.approx(sum(losses) / targets, abs=1e-5)
+
+
+def test_a_trainer_without_data_says_what_is_missing(tmp_path) -> None:
+    trainer = transformers.Trainer(llama(), arguments(transformers.TrainingArguments, tmp_path))
+    with pytest.raises(PackingError, match="Trainer has neither a train_dataset nor an eval_dataset"):
+        enabled(trainer)
+    trainer.data_collator = PackedCollator()
+    assert enabled(trainer) is trainer
+
+
+@pytest.mark.parametrize("collator", [None, transformers.DataCollatorWithFlattening()])
+def test_data_that_are_not_tokenised_say_so(tmp_path, collator) -> None:
+    trainer = plain(tmp_path, {"text": ["some words"]}, data_collator=collator)
+    with pytest.raises(LayoutError, match="the training data have no input_ids, only text: tokenise them first"):
+        enabled(trainer)
+
+
+def test_a_packed_dataset_and_its_capacity(tmp_path) -> None:
+    packed = PackedDataset(PROMPTS["input_ids"], 8)
+    trainer = enabled(plain(tmp_path, packed))
+    assert isinstance(trainer.data_collator, PackedCollator)
+
+
+def test_what_is_no_trainer_is_refused() -> None:
+    with pytest.raises(PackingError, match="object is not a transformers.Trainer: pass one that is built"):
+        enabled(object())

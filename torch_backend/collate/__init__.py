@@ -1,0 +1,299 @@
+"""Collators that carry the segments of a batch to a patched model.
+
+:class:`PackedCollator` takes documents, or rows of a ``PackedDataset``, and packs them. :class:`BoundaryCollator` wraps
+another collator and reads the documents of its batches (:mod:`.marks`). Both return CPU tensors under the
+names that Hugging Face models take, and plain Python values that device movers leave alone. A ``PackedDataset`` is a
+map-style dataset: ``DataLoader(PackedDataset(...), batch_size=2, collate_fn=PackedCollator(model))``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from packing_core import PackedBatch, pack
+from packing_core.batch import IGNORE_INDEX
+from packing_core.errors import LayoutError
+from packing_core.views import KernelView
+from torch_backend.collate.columns import TRAINED, read_examples, trained_tokens
+from torch_backend.collate.marks import MARKS, PER_TOKEN, Segments, counts_through, is_numbered, read_segments
+
+Batch = dict[str, Any]
+ROUTER_LOSS = ("output_router_logits", "router_aux_loss_coef")  # a config that has one may have a router with a loss
+_READ_AND_LEFT_OUT = ("segment_ids", "seq_lengths", "packed_seq_lengths")  # no argument of a model
+
+
+class PackedCollator:
+    """Packs the documents of each batch, or takes rows that are packed, and emits what a patched model needs.
+
+    Documents are packed within a batch, never across batches: with ``capacity``, a batch of few documents leaves much
+    padding. To pack a whole dataset, use ``PackedDataset`` or ``pack_dataset``, whose rows this collator takes.
+
+    Args:
+        model: gives the token that fills padding (``config.pad_token_id``). If it has a router with an auxiliary loss,
+            every batch has an ``attention_mask``, by which that loss leaves padding out. Optional.
+        capacity: tokens of a row. None puts the documents of a batch one after the other into a single row without
+            padding, so the number of tokens changes from batch to batch.
+        padding_free: puts rows that come packed into one row, without their padding.
+        max_seqlen, bucket: fixed sizes for compiled kernels, see ``PackedBatch.kernel_view``.
+        plan_options: ``overflow``, ``max_segments`` and the other options of ``packing_core.plan``.
+
+    A feature is a ``PackedBatch``, or a mapping with ``input_ids`` and the columns that
+    :func:`torch_backend.collate.columns.read_columns` names: ``labels``, masks and prompt lengths say what is trained,
+    ``attention_mask`` says what is padding, and ``seq_lengths`` cuts a packed row into its documents.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        *,
+        capacity: int | None = None,
+        padding_free: bool = False,
+        max_seqlen: int | None = None,
+        bucket: int = 1,
+        **plan_options: Any,
+    ) -> None:
+        configs = _configs(model)
+        pads = [config.pad_token_id for config in configs if getattr(config, "pad_token_id", None) is not None]
+        self.pad_id = int(pads[0]) if pads else 0
+        self.marks_padding = any(hasattr(config, field) for config in configs for field in ROUTER_LOSS)
+        self.capacity = capacity
+        self.padding_free = padding_free
+        self.max_seqlen = max_seqlen
+        self.bucket = bucket
+        self.plan_options = {"seed": None, **plan_options}
+
+    def __call__(self, features: PackedBatch | Sequence[Any]) -> Batch:
+        """One batch.
+
+        Returns:
+            ``input_ids``, ``labels``, ``position_ids`` int64 [B, S]; ``seq_idx`` int32 [B, S]; ``cu_seq_lens_q`` and
+            ``_k`` int32 [N+1] over the B * S tokens, padding in segments of its own; ints ``max_length_q`` and ``_k``;
+            ``packed_lengths``, the segments' lengths as a tuple; for a model with a router loss ``attention_mask``
+            int64 [B, S], 0 at padding; and the user's own columns [B, S].
+        """
+        if isinstance(features, PackedBatch):
+            return self._emit(features)
+        if len(features) == 0:
+            raise LayoutError("there are no features to collate")
+        if isinstance(features[0], PackedBatch):
+            return self._emit(concatenate(features))
+        return self._emit(self._pack(features))
+
+    def _emit(self, batch: PackedBatch) -> Batch:
+        make = batch.padding_free if self.padding_free else batch.kernel_view
+        view = make(max_seqlen=self.max_seqlen, bucket=self.bucket)
+        emitted = _to_torch(view, rows=1 if self.padding_free else len(batch))
+        if self.marks_padding:
+            real = np.repeat(~np.array(view.is_padding), view.lengths)
+            emitted["attention_mask"] = torch.from_numpy(real.astype(np.int64)).view_as(emitted["input_ids"])
+        return emitted
+
+    def _pack(self, features: Sequence[Mapping[str, Any]]) -> PackedBatch:
+        documents = read_examples(features)
+        return pack(
+            documents.input_ids,
+            self.capacity or int(documents.input_ids.lengths.sum()),
+            labels=documents.labels,
+            loss_mask=documents.loss_mask,
+            prompt_lengths=documents.prompt_lengths,
+            columns=documents.columns,
+            pad_id=self.pad_id,
+            **(self.plan_options if self.capacity else {"strategy": "sequential", "seed": None}),
+        )
+
+
+class BoundaryCollator:
+    """Calls another collator and adds the segments of its batches, read and checked on the host.
+
+    What marks documents and padding is read by :func:`torch_backend.collate.marks.read_segments`: ``cu_seq_lens_q``,
+    ``seq_lengths``, ``segment_ids``, ``seq_idx``, an ``attention_mask`` of 1, 2, 3, or ``position_ids`` that restart.
+
+    - ``labels`` become -100 at the start of each segment, at padding, and where a mask of trained tokens
+      (``completion_mask`` and others) is 0; ``shift_labels`` at the end of each segment.
+    - ``attention_mask`` stays, 1 and 0, if there is padding, and is left out if it would be 1 everywhere.
+    - ``position_ids`` stay as they are, also the [3, B, S] of M-RoPE. If there are none, or if they count through
+      the whole row, they become 0, 1, 2 in each segment.
+
+    It pickles if the other collator does, so ``DataLoader`` workers may be spawned.
+    """
+
+    def __init__(self, collator: Callable[[Any], Mapping[str, Any]]) -> None:
+        self.collator = collator
+
+    def __call__(self, features: Any) -> Batch:
+        """The collator's batch with ``cu_seq_lens_q``, ``packed_lengths`` and the rest that ``PackedCollator`` emits.
+
+        Raises:
+            LayoutError: the batch marks no boundaries, or its marks contradict each other.
+        """
+        batch = dict(self.collator(features))
+        ids = batch.get("input_ids")
+        if not isinstance(ids, Tensor) or ids.ndim != 2 or not ids.numel():
+            what = "no input_ids" if ids is None else "input_ids that are no tensor [B, S] with tokens"
+            raise LayoutError(f"the collator gave {what}, only {', '.join(batch)}")
+        rows = np.arange(len(ids) + 1) * ids.shape[1]
+        segments = _segments(batch, ids, rows)
+        starts, padding = (torch.from_numpy(x).view(ids.shape) for x in (segments.starts, segments.padding))
+        _mask_labels(batch, starts, padding)
+        mask = batch.pop("attention_mask", None)
+        if segments.padding.any():
+            batch["attention_mask"] = (~padding).to(torch.int64 if mask is None else mask.dtype)
+        positions, added = batch.get("position_ids"), _metadata(segments.lengths, ids.shape)
+        if positions is not None and not _counts_through(positions, segments, rows):
+            del added["position_ids"]
+        return {"input_ids": ids, **{k: v for k, v in batch.items() if k not in _READ_AND_LEFT_OUT}, **added}
+
+
+def with_boundaries(collator: Callable[[Any], Mapping[str, Any]]) -> BoundaryCollator:
+    """``collator`` with the segments of its batches added, read from whatever it marks them with.
+
+    >>> ids = torch.tensor([[5, 6, 7, 8, 9]])
+    >>> batch = with_boundaries(dict)({"input_ids": ids, "seq_lengths": [[3, 2]]})
+    >>> batch["cu_seq_lens_q"].tolist(), batch["packed_lengths"]
+    ([0, 3, 5], (3, 2))
+
+    See :class:`BoundaryCollator`, which raises ``LayoutError`` when it is called and the batch marks no boundaries, or
+    contradicts itself.
+    """
+    return BoundaryCollator(collator)
+
+
+def concatenate(batches: Sequence[PackedBatch]) -> PackedBatch:
+    """The rows of several batches of one capacity, in order.
+
+    Raises:
+        LayoutError: the batches differ in what they hold.
+    """
+    if len(batches) == 1:
+        return batches[0]
+    first = batches[0]
+    for batch in batches:
+        same = (batch.capacity, batch.alignment, batch.weighting, set(batch.columns)) == (
+            first.capacity,
+            first.alignment,
+            first.weighting,
+            set(first.columns),
+        )
+        if not same or any((getattr(batch, n) is None) != (getattr(first, n) is None) for n in ("labels", "loss_mask")):
+            raise LayoutError("packed rows of different capacities or columns cannot make one batch")
+
+    def joined(name: str) -> NDArray[Any] | None:
+        arrays = [getattr(batch, name) for batch in batches]
+        return None if arrays[0] is None else np.concatenate(arrays)
+
+    row_offsets = np.cumsum([0, *(len(batch) for batch in batches)])
+    return PackedBatch(
+        input_ids=np.concatenate([batch.input_ids for batch in batches]),
+        cu_seqlens=np.cumsum(np.concatenate([np.zeros(1, np.int64), *(batch.lengths for batch in batches)])),
+        rows=np.concatenate([batch.rows + offset for batch, offset in zip(batches, row_offsets, strict=False)]),
+        sources=np.concatenate([batch.sources for batch in batches]),
+        starts=np.concatenate([batch.starts for batch in batches]),
+        labels=joined("labels"),
+        loss_mask=joined("loss_mask"),
+        columns={name: np.concatenate([batch.columns[name] for batch in batches]) for name in first.columns},
+        alignment=first.alignment,
+        pad_id=first.pad_id,
+        weighting=first.weighting,
+    )
+
+
+def _to_torch(view: KernelView, rows: int) -> Batch:
+    def tensor(array: NDArray[Any], dtype: Any = None) -> Tensor:
+        return torch.from_numpy(np.array(array, dtype)).view(rows, -1)
+
+    cu_seqlens = torch.from_numpy(view.cu_seqlens.copy())
+    return {
+        "input_ids": tensor(view.input_ids, np.int64),
+        "labels": tensor(view.targets, np.int64),
+        "position_ids": tensor(view.position_ids, np.int64),
+        "seq_idx": tensor(view.seq_idx),
+        "cu_seq_lens_q": cu_seqlens,
+        "cu_seq_lens_k": cu_seqlens.clone(),
+        "max_length_q": view.max_seqlen,
+        "max_length_k": view.max_seqlen,
+        "packed_lengths": view.lengths,
+        **{name: tensor(array) for name, array in view.columns.items()},
+    }
+
+
+def _metadata(lengths: NDArray[np.int64], shape: torch.Size) -> Batch:
+    cu_seqlens = torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int32))
+    positions = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return {
+        "position_ids": torch.from_numpy(positions).view(shape),
+        "seq_idx": torch.from_numpy(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)).view(shape),
+        "cu_seq_lens_q": cu_seqlens,
+        "cu_seq_lens_k": cu_seqlens.clone(),
+        "max_length_q": int(lengths.max()),
+        "max_length_k": int(lengths.max()),
+        "packed_lengths": tuple(lengths.tolist()),
+    }
+
+
+def _segments(batch: Batch, ids: Tensor, rows: NDArray[np.int64]) -> Segments:
+    """The segments of a batch with rows of tokens."""
+    marks = {name: batch[name] for name in MARKS if batch.get(name) is not None}
+    marks |= {name: _flat(name, marks[name], ids.shape) for name in PER_TOKEN if name in marks}
+    if marks.keys() <= {"attention_mask"} and not is_numbered(marks.get("attention_mask")):
+        raise LayoutError(
+            "the batch marks no boundaries: with_boundaries reads cu_seq_lens_q, seq_lengths, segment_ids, seq_idx, an "
+            f"attention_mask of segment numbers or position_ids that restart, and the collator gave {', '.join(batch)}"
+        )
+    predicts = np.zeros(ids.shape, np.bool_)
+    if "labels" in (labels := _labels(batch, ids.shape)):
+        predicts[:, :-1] |= np.asarray(labels["labels"][:, 1:]) != IGNORE_INDEX
+    if "shift_labels" in labels:
+        predicts |= np.asarray(labels["shift_labels"]) != IGNORE_INDEX
+    return read_segments(marks, rows, needed=predicts.reshape(-1))
+
+
+def _labels(batch: Batch, shape: torch.Size) -> dict[str, Tensor]:
+    """The labels of a batch that are per token; ``shift_labels`` hold at each token the label of the next one."""
+    found = {name: batch.get(name) for name in ("labels", "shift_labels")}
+    return {name: x for name, x in found.items() if isinstance(x, Tensor) and x.shape == shape}
+
+
+def _flat(name: str, value: Any, shape: torch.Size) -> NDArray[Any]:
+    """A value per token, flattened; positions of several axes become [axes, tokens]."""
+    if not hasattr(value, "shape"):
+        raise LayoutError(f"{name} is a {type(value).__name__}: with_boundaries takes a tensor [B, S]")
+    array = np.asarray(value)
+    if name == "position_ids" and array.ndim == 3 and array.shape[1:] == shape and len(array) in (3, 4):
+        return array.reshape(len(array), -1)
+    if array.shape != shape:
+        raise LayoutError(
+            f"{name} has shape {list(array.shape)} and input_ids {list(shape)}: with_boundaries can check it against "
+            "the documents only if it has one value per token, so let the collator leave it out"
+        )
+    return array.reshape(-1)
+
+
+def _mask_labels(batch: Batch, starts: Tensor, padding: Tensor) -> None:
+    """Take out the labels that no token of their segment predicts, and those that are not trained."""
+    masks = {name: _flat(name, batch[name], starts.shape) for name in TRAINED if batch.get(name) is not None}
+    trained = trained_tokens(masks)
+    ignored = starts | padding
+    if trained is not None:
+        ignored = ignored | torch.from_numpy(~trained).view(starts.shape)
+    for name, labels in _labels(batch, starts.shape).items():
+        where = ignored if name == "labels" else ignored.flatten().roll(-1).view(starts.shape)
+        batch[name] = labels.masked_fill(where, IGNORE_INDEX)
+
+
+def _counts_through(positions: Tensor, segments: Segments, rows: NDArray[np.int64]) -> bool:
+    return positions.ndim == 2 and counts_through(np.asarray(positions).reshape(-1), segments, rows)
+
+
+def _configs(model: Any) -> list[Any]:
+    """The configuration of a model inside any wrappers, and the one of its text model."""
+    while getattr(model, "config", None) is None and hasattr(model, "module"):
+        model = model.module
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    return [found for found in (config, text) if found is not None]
