@@ -65,10 +65,11 @@ def take_metadata(
     longest: Any = found.get("max_length_q")
     if boundaries is not None and torch.compiler.is_compiling() and not host_lengths:
         lengths = None  # values on the host would be compiled in, one graph per batch
-    elif boundaries is not None and lengths is None:
-        if host_lengths or longest is None or guard.immediate(boundaries):
-            lengths = lengths_between(boundaries.tolist(), rows * row_length, tail=not embedded)
-            boundaries = None
+    elif (
+        boundaries is not None and lengths is None and (host_lengths or longest is None or guard.immediate(boundaries))
+    ):
+        lengths = lengths_between(boundaries.tolist(), rows * row_length, tail=not embedded)
+        boundaries = None
     if lengths is None:
         assert boundaries is not None
         packed = PackedMetadata(to_device(boundaries.int(), device), int(longest), rows * row_length)
