@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate import ParallelismConfig
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, TaskType, get_peft_model
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 import torch_backend
-from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
+from packing_core.errors import LayoutError, PackingError, UnsupportedError, UnsupportedModelError
 from tests.torch_backend.guards import DeviceGuard
 from tests.torch_backend.models import LENGTHS, alone, assert_same, collate, documents, packed, tiny
 from torch_backend.hf.boundaries import METADATA_KEYS, take_metadata
@@ -515,8 +517,19 @@ def test_rows_that_context_parallelism_has_cut_are_refused_for_what_they_are() -
     batch = batch_of(shift_labels=collate(documents())["labels"].roll(-1, 1))
     cut = {key: batch[key][:, 32:] for key in ("input_ids", "labels", "shift_labels", "position_ids")}
     batch.pop("seq_idx")
-    with pytest.raises(LayoutError, match="hold 128 tokens and input_ids 64: if context or sequence parallelism gave"):
+    with pytest.raises(LayoutError, match="input_ids 64: if context or sequence parallelism cut the rows into 2 parts"):
         patched()(**{**batch, **cut})
+
+
+@pytest.mark.parametrize(("kind", "name"), [("cp", "context"), ("sp", "sequence")])
+def test_a_trainer_that_cuts_rows_is_refused_before_it_trains(kind: str, name: str) -> None:
+    accelerator = SimpleNamespace(parallelism_config=ParallelismConfig(**{f"{kind}_size": 2}))
+    trainer = SimpleNamespace(model=tiny("llama"), data_collator=collate, accelerator=accelerator)
+    with pytest.raises(
+        UnsupportedError, match=rf"{name} parallelism \({kind}_size=2\) cannot be combined with packing"
+    ):
+        torch_backend.enable_packing(trainer)
+    assert state_of(trainer.model) is None
 
 
 def test_what_is_not_a_model_is_refused_with_what_was_expected() -> None:

@@ -14,6 +14,7 @@ from packing_core import PackedBatch, PackedDataset, Ragged
 from packing_core.errors import LayoutError, PackingError
 from packing_core.extras import require
 from torch_backend.collate import PackedCollator, with_boundaries
+from torch_backend.hf.boundaries import refuse_split_rows
 from torch_backend.patching import patch
 
 Trainer = TypeVar("Trainer")
@@ -51,6 +52,7 @@ def enable_packing(
 
     Raises:
         UnsupportedModelError: the model cannot be made exact.
+        UnsupportedError: the trainer splits rows over ranks (context or sequence parallelism).
         PackingError: the trainer has no model or collator of its own, or ``capacity`` has nothing to say.
     """
     model, collator = getattr(trainer, "model", None), getattr(trainer, "data_collator", None)
@@ -58,8 +60,9 @@ def enable_packing(
         raise PackingError(
             f"{type(trainer).__name__} has no model or no data_collator: pass a built transformers.Trainer"
         )
-    patch(model, implementation=implementation, verify=verify)
     any_trainer: Any = trainer
+    refuse_split_rows(any_trainer.accelerator.parallelism_config)
+    patch(model, implementation=implementation, verify=verify)
     any_trainer._set_signature_columns_if_needed()
     any_trainer._signature_columns += [name for name in COLLATED_COLUMNS if name not in any_trainer._signature_columns]
     packs = _packs(collator, _first_feature(any_trainer))
