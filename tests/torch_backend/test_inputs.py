@@ -127,7 +127,7 @@ def test_positions_that_a_model_of_the_per_document_route_would_ignore_are_refus
     batch["position_ids"] = batch["position_ids"] + (batch["seq_idx"] == 2)
     with pytest.raises(LayoutError, match="position_ids are not those of a document of its own at row 0, token 24"):
         model(**batch)
-    with pytest.raises(UnsupportedModelError, match="position_ids on 3 axes, and this model numbers or turns its"):
+    with pytest.raises(UnsupportedModelError, match="position_ids on 3 axes: this model handles its documents"):
         model(**batch_of(position_ids=torch.zeros(3, 2, 64, dtype=torch.long)))
 
 

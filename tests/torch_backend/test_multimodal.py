@@ -143,7 +143,9 @@ def test_positions_with_the_text_s_own_before_the_three_axes_are_exact() -> None
 def test_images_without_positions_on_three_axes_are_refused_with_the_way_out(family: str) -> None:
     model, rows = torch_backend.patch(vision_model(family), verify=False), image_documents(family)
     batch = {**rows_of(rows), **joined_images(family, rows)}
-    message = r"came with pixel_values and without position_ids \[3, B, S\]: .* in the collator, model.get_rope_index"
+    message = (
+        r"came with pixel_values and without position_ids \[3, B, S\]: .* in the collator, model.model.get_rope_index"
+    )
     for positions in (batch["position_ids"], None):
         with pytest.raises(UnsupportedModelError, match=message):
             model(**{**batch, "position_ids": positions})
