@@ -30,8 +30,8 @@ _GRIDS = frozenset(("pixel_values", "image_grid_thw", "pixel_values_videos", "vi
 _PIXELS = frozenset(("pixel_values",))
 _SIZES = _PIXELS | {"image_sizes"}
 _PIXEL_MASK = _PIXELS | {"pixel_attention_mask"}
-# Tensor arguments with which a family is exact when packed; tests/torch_backend/test_multimodal.py proves every one. Any
-# other is refused: nothing else tells whether its tokens attend in both directions or its positions depend on the row.
+# Tensor arguments with which a family is exact when packed; tests/torch_backend/test_multimodal.py proves every one.
+# Others are refused: nothing else tells whether tokens attend in both directions or positions depend on the row.
 EXACT_KEYS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(M_ROPE, _GRIDS),
     **dict.fromkeys(("aya_vision", "cohere2_vision", "deepseek_vl", "got_ocr2", "internvl", "vipllava"), _PIXELS),
