@@ -49,17 +49,17 @@ def alone(model: Any, docs: list[Tensor], **kwargs: Any) -> Run:
     logits = [model(input_ids=document[None], **kwargs).logits[0] for document in docs]
     losses = [F.cross_entropy(x[:-1], d[1:], reduction="sum") for x, d in zip(logits, docs, strict=True) if len(d) > 1]
     loss = torch.stack(losses).sum() / sum(len(document) - 1 for document in docs)
-    return _run(model, logits, loss)
+    return run_of(model, logits, loss)
 
 
 def packed(model: Any, docs: list[Tensor], batch: dict[str, Any] | None = None, **kwargs: Any) -> Run:
     batch = collate(docs) if batch is None else batch
     output = model(**batch, **kwargs)
     per_document = torch.split(output.logits.flatten(0, 1), list(batch["packed_lengths"]))[: len(docs)]
-    return _run(model, list(per_document), output.loss)
+    return run_of(model, list(per_document), output.loss)
 
 
-def _run(model: Any, logits: list[Tensor], loss: Tensor) -> Run:
+def run_of(model: Any, logits: list[Tensor], loss: Tensor) -> Run:
     gradients = {}
     if loss.requires_grad:
         model.zero_grad()

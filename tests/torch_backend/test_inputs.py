@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate import ParallelismConfig
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, TaskType, get_peft_model
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 import torch_backend
-from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
+from packing_core.errors import LayoutError, PackingError, UnsupportedError, UnsupportedModelError
 from tests.torch_backend.guards import DeviceGuard
 from tests.torch_backend.models import LENGTHS, alone, assert_same, collate, documents, packed, tiny
 from torch_backend.hf.boundaries import METADATA_KEYS, take_metadata
@@ -125,7 +127,7 @@ def test_positions_that_a_model_of_the_per_document_route_would_ignore_are_refus
     batch["position_ids"] = batch["position_ids"] + (batch["seq_idx"] == 2)
     with pytest.raises(LayoutError, match="position_ids are not those of a document of its own at row 0, token 24"):
         model(**batch)
-    with pytest.raises(UnsupportedModelError, match="position_ids on 3 axes, and this model numbers or turns its"):
+    with pytest.raises(UnsupportedModelError, match="position_ids on 3 axes: this model handles its documents"):
         model(**batch_of(position_ids=torch.zeros(3, 2, 64, dtype=torch.long)))
 
 
@@ -517,8 +519,19 @@ def test_rows_that_context_parallelism_has_cut_are_refused_for_what_they_are() -
     batch = batch_of(shift_labels=collate(documents())["labels"].roll(-1, 1))
     cut = {key: batch[key][:, 32:] for key in ("input_ids", "labels", "shift_labels", "position_ids")}
     batch.pop("seq_idx")
-    with pytest.raises(LayoutError, match="hold 128 tokens and input_ids 64: if context or sequence parallelism gave"):
+    with pytest.raises(LayoutError, match="input_ids 64: if context or sequence parallelism cut the rows into 2 parts"):
         patched()(**{**batch, **cut})
+
+
+@pytest.mark.parametrize(("kind", "name"), [("cp", "context"), ("sp", "sequence")])
+def test_a_trainer_that_cuts_rows_is_refused_before_it_trains(kind: str, name: str) -> None:
+    accelerator = SimpleNamespace(parallelism_config=ParallelismConfig(**{f"{kind}_size": 2}))
+    trainer = SimpleNamespace(model=tiny("llama"), data_collator=collate, accelerator=accelerator)
+    with pytest.raises(
+        UnsupportedError, match=rf"{name} parallelism \({kind}_size=2\) cannot be combined with packing"
+    ):
+        torch_backend.enable_packing(trainer)
+    assert state_of(trainer.model) is None
 
 
 def test_what_is_not_a_model_is_refused_with_what_was_expected() -> None:

@@ -83,8 +83,13 @@ def test_nothing_is_read_back_in_a_packed_step(family: str, checkpointing: bool)
     assert loss.isfinite()
 
 
-def test_a_training_batch_without_marks_is_refused_without_reading_it() -> None:
+def test_a_batch_without_marks_is_refused_as_on_the_cpu() -> None:
     model = torch_backend.patch(tiny("qwen3").to(DEVICE), verify=False)
     batch = on_device(collate(documents()))
-    with pytest.raises(LayoutError, match="a training batch on cuda came with position_ids and without seg"):
-        model(input_ids=batch["input_ids"], position_ids=batch["position_ids"])
+    for change in ({"position_ids": batch["position_ids"]}, {"attention_mask": batch["seq_idx"].long() + 1}):
+        with pytest.raises(LayoutError, match="^(position_ids restart|attention_mask is neither 0 nor 1)"):
+            model(input_ids=batch["input_ids"], **change)
+    model.eval()(input_ids=batch["input_ids"], position_ids=batch["position_ids"])
+    torch.cuda.synchronize()
+    with pytest.raises(LayoutError, match="^in an earlier batch: position_ids restart"):
+        model(input_ids=batch["input_ids"])

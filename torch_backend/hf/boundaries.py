@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packing_core.errors import LayoutError, PackingError
+from packing_core.errors import LayoutError, PackingError, UnsupportedError
 from torch_backend.hf.guard import Guard, has_values, recording
 from torch_backend.segments import PackedMetadata, to_device
 
@@ -33,6 +33,8 @@ WAY_OUT = (
     "let PackedCollator build the batches, or wrap the present collator, torch_backend.with_boundaries(collator), "
     "which marks the boundaries that it hints at"
 )
+
+SPLIT_ROWS = "cannot be combined with packing, which needs whole documents: use FSDP or tensor parallelism"
 
 
 def is_packed(batch: Mapping[str, Any]) -> bool:
@@ -92,6 +94,21 @@ def take_metadata(
     if not guard.immediate(boundaries):
         _check_contradiction(packed, boundaries, guard, wait=wait)
     return packed
+
+
+def refuse_split_rows(parallelism: Any) -> None:
+    """Raise for context or sequence parallelism, which gives every rank a part of each row.
+
+    Args:
+        parallelism: an ``accelerate.ParallelismConfig``, or None.
+
+    Raises:
+        UnsupportedError
+    """
+    for kind, short in (("context", "cp"), ("sequence", "sp")):
+        if getattr(parallelism, f"{short}_enabled", False):
+            size = getattr(parallelism, f"{short}_size")
+            raise UnsupportedError(f"{kind} parallelism ({short}_size={size}) {SPLIT_ROWS}")
 
 
 def check_forms(found: Mapping[str, Any]) -> None:
@@ -183,10 +200,7 @@ def _why(held: int, tokens: int, embedded: bool) -> str:
             "would need the prompt; use LoRA. Otherwise mark every token, padding too"
         )
     if held > tokens and held % tokens == 0:
-        return (
-            f"if context or sequence parallelism gave this rank a part of each row (1 of {held // tokens}), it cannot "
-            "be combined with packing, which needs whole documents; use FSDP or tensor parallelism and shorter rows"
-        )
+        return f"if context or sequence parallelism cut the rows into {held // tokens} parts, it {SPLIT_ROWS}"
     return "padding belongs to segments of its own, as PackedCollator gives it"
 
 

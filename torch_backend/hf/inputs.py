@@ -30,8 +30,8 @@ _GRIDS = frozenset(("pixel_values", "image_grid_thw", "pixel_values_videos", "vi
 _PIXELS = frozenset(("pixel_values",))
 _SIZES = _PIXELS | {"image_sizes"}
 _PIXEL_MASK = _PIXELS | {"pixel_attention_mask"}
-# Tensor arguments with which a family is exact when packed. tests/torch_backend/test_multimodal.py proves every one;
-# any other is refused, because a model that adds up its images or attends in both directions is silently wrong.
+# Tensor arguments with which a family is exact when packed; tests/torch_backend/test_multimodal.py proves every one.
+# Others are refused: nothing else tells whether tokens attend in both directions or positions depend on the row.
 EXACT_KEYS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(M_ROPE, _GRIDS),
     **dict.fromkeys(("aya_vision", "cohere2_vision", "deepseek_vl", "got_ocr2", "internvl", "vipllava"), _PIXELS),
@@ -114,7 +114,7 @@ def check_arguments(model: nn.Module, kwargs: Mapping[str, Any], guard: Guard, *
             raise UnsupportedModelError(
                 f"a packed batch came with {seen[0]} and without position_ids [3, B, S]: {name} gives images and "
                 "videos positions on three axes, and would number the row as if it were one document. Compute them "
-                "for each document in the collator, model.get_rope_index(...), and concatenate the results"
+                "for each document in the collator, model.model.get_rope_index(...), and concatenate the results"
             )
     if both_ways in given:
         marks: Tensor = kwargs[both_ways]
@@ -221,8 +221,8 @@ def check_positions(
         raise LayoutError(f"position_ids must be {list(shape)}, or several axes of it as in M-RoPE, got {form}")
     if positions.ndim == 3 and not axes:
         raise UnsupportedModelError(
-            f"a packed batch came with position_ids on {len(positions)} axes, and this model numbers or turns its "
-            f"documents one by one, on one axis: {UNPACKED}"
+            f"a packed batch came with position_ids on {len(positions)} axes: this model handles its documents one by "
+            f"one, with positions on a single axis; {UNPACKED}"
         )
     if not renumbered:
         return

@@ -20,6 +20,7 @@ from torch_backend.auditing.trainer import refuse_cut_documents
 from torch_backend.collate import Batch, BoundaryCollator, PackedCollator
 from torch_backend.collate.columns import READ
 from torch_backend.collate.marks import MARKS, first_true, is_numbered
+from torch_backend.hf.boundaries import refuse_split_rows
 from torch_backend.patching import patch
 
 Trainer = TypeVar("Trainer")
@@ -67,13 +68,15 @@ def enable_packing(
 
     Raises:
         UnsupportedModelError: the model cannot be made exact.
-        UnsupportedError: the trainer computes its loss per example, or its rows hold cut documents.
+        UnsupportedError: the trainer computes its loss per example, or its rows hold cut documents, or
+            context or sequence parallelism splits them over ranks.
         LayoutError: the data are not tokenised, or a collator that packs does not mark its documents.
         PackingError: what is passed is no trainer or has no data, ``capacity`` has no effect, or the present collator
             trains other tokens than packing would.
     """
     _refuse_trainer(trainer)
     any_trainer: Any = trainer
+    refuse_split_rows(any_trainer.accelerator.parallelism_config)
     any_trainer._set_signature_columns_if_needed()
     collator = _packing_collator(any_trainer, capacity)
     patch(any_trainer.model, implementation=implementation, verify=verify)
