@@ -1,10 +1,11 @@
 """Everything about speed on one GPU in one call of under ten minutes: the training step, rotary embedding, attention.
 
-    python -m benchmarks.gpu                                # all of it, the most important first
+    python -m benchmarks.gpu                                # all of it but options, the most important first
     python -m benchmarks.gpu --only step rope               # some sections
     python -m benchmarks.gpu --output results               # where gpu.json and the charts go
     python -m benchmarks.gpu --budget 240                   # seconds after which nothing new is begun
     python -m benchmarks.gpu --only step --match captured   # some contenders
+    python -m benchmarks.gpu --only options --match '^(?!flex)'   # all but flex, which compiles for minutes
     CROSSPACK_BENCH_QUICK=1 python -m benchmarks.gpu        # one small case of everything, to see that all of it runs
 
 Each contender's figures are printed and written as it ends, the tables at the end. Nothing that fails its correctness
@@ -37,12 +38,14 @@ SECTIONS = {
     "scaling": "benchmarks.gpu_attention:run_scaling",
     "sweep": "benchmarks.gpu_rope:run_sweep",
     "others": "benchmarks.gpu_step:run_others",
+    "options": "benchmarks.gpu_options:run",
 }
+BY_NAME_ONLY = {"options"}  # takes minutes by itself
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    options.add_argument("--only", nargs="+", choices=SECTIONS, default=[x for x in SECTIONS if x not in BY_NAME_ONLY])
     options.add_argument("--output", type=Path, help="folder for gpu.json and the charts")
     options.add_argument("--budget", type=float, metavar="SECONDS", help="begin nothing new after that")
     options.add_argument("--match", default="", metavar="PATTERN", help="only contenders whose name it matches")

@@ -151,6 +151,18 @@ def device_ms(run: Callable[[], object]) -> float:
         return gpu_ms(run)
 
 
+def peak_gib(run: Callable[[], object]) -> float:
+    """GiB that an eager call allocates at most, beyond what was held before; 0 without a GPU."""
+    run()  # compiles, and makes what is kept
+    if TOY:
+        return 0.0
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    return (torch.cuda.max_memory_allocated() - held) / 2**30
+
+
 @cache
 def copy_bandwidth() -> float:
     """Bytes per second, read and written, of a device-to-device copy of 2 GiB."""

@@ -124,6 +124,13 @@ def test_what_builds_score_matrices_is_tried_last_and_the_answers_say_so(has):
     assert rejections(VERY_LONG)["sdpa"] is None
 
 
+@pytest.mark.parametrize("has", [{"window": 8_192}, {"window": 64, "causal": False}], ids=str)
+def test_a_window_counts_only_where_a_document_exceeds_it(has):
+    request = replace(REQUEST, device=torch.device("cpu"), **has)
+    assert SDPA.last_resort(replace(request, max_seqlen=has["window"])) is None
+    assert SDPA.last_resort(replace(request, max_seqlen=has["window"] + 1)) == "it builds score matrices"
+
+
 @pytest.mark.parametrize("has", SCORED.values(), ids=SCORED)
 def test_what_builds_score_matrices_is_no_reason_against_the_only_one_that_serves(has):
     request = replace(REQUEST, device=torch.device("cpu"), **has)

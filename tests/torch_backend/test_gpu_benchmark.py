@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_clock, gpu_step
+from benchmarks import gpu, gpu_clock, gpu_options, gpu_step
 from benchmarks.gpu_clock import Result, gated
 from benchmarks.gpu_step import Contender, Shape
 
@@ -64,3 +64,20 @@ def test_a_section_that_breaks_off_leaves_the_others_their_turn_and_its_results(
     assert [r["value"] for r in written] == [1.5, None, 2.0]
     assert written[1]["note"] == "ValueError: out of something"
     assert "| case, ms |" in capsys.readouterr().out
+
+
+def test_attention_with_options_has_time_and_memory_of_what_serves_and_of_what_auto_takes():
+    results = list(gpu_options.compare("toy", gpu_options.LAYERS["softcap"], next(iter(gpu_options.sets().values()))))
+    figures = {(r.contender, r.unit): r for r in results if r.value is not None}
+    for contender in ("sdpa", gpu_options.AUTO):
+        assert figures[contender, "ms"].value > 0 and figures[contender, "GiB at most"].value == 0
+    assert figures[gpu_options.AUTO, "ms"].note.startswith("sdpa, error")
+    refused = {r.contender: r.note for r in results if r.value is None}
+    assert refused["varlen"] == "no softcap" and not set(refused) & {"sdpa", gpu_options.AUTO}
+
+
+def test_a_wrong_attention_with_options_has_no_figure(monkeypatch):
+    monkeypatch.setattr(gpu_options, "LIMIT", -1.0)
+    layer, documents = gpu_options.LAYERS["ALiBi"], (5, 20)
+    figures, note = gpu_options.measured(layer, documents, "sdpa")
+    assert figures == {} and note.startswith("WRONG: error")

@@ -145,6 +145,18 @@ def test_dropout_drops_the_same_weights_when_scores_are_computed_again() -> None
     torch.testing.assert_close(gradient.sum(), out.sum())
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_window_that_a_document_does_not_exceed_is_none(causal: bool, implementation: str) -> None:
+    """To the bit, also beside documents that exceed it."""
+    packed, qkv = PackedMetadata.from_lengths(LENGTHS), inputs()
+    windowed, plain = (
+        torch.split(attention(*qkv, packed, causal=causal, window=window, implementation=implementation), LENGTHS)
+        for window in (64, None)
+    )
+    same = [torch.equal(x, y) for x, y in zip(windowed, plain, strict=True)]
+    assert same == [length <= 64 for length in LENGTHS]
+
+
 def test_metadata_of_another_device_or_size_raises() -> None:
     q, k, v = inputs()
     with pytest.raises(LayoutError, match=f"the segments cover 5 tokens and q holds {T}"):

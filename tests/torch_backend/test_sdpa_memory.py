@@ -79,3 +79,46 @@ def test_twice_the_length_takes_twice_the_memory(name: str, value_width: int) ->
 def test_twice_the_documents_take_twice_the_memory(name: str) -> None:
     few, many = (peak([64] * count, **REQUESTS[name]) for count in (32, 64))
     assert many < 2.2 * few
+
+
+# -- on a GPU, where torch chooses among more kernels ------------------------------------------------------------------
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def peak_on_gpu(length: int, dtype: torch.dtype, implementation: str, shape: tuple[int, ...], **options: Any) -> int:
+    """Bytes of forward and backward together, beyond the inputs; ``shape`` is heads, heads of keys and two widths."""
+    heads, kv_heads, width, value_width = shape
+    shapes = (length, heads, width), (length, kv_heads, width), (length, kv_heads, value_width)
+    q, k, v = (torch.randn(each, device="cuda").to(dtype).requires_grad_() for each in shapes)
+    given = {name: x.cuda() if isinstance(x, Tensor) else x for name, x in options.items()}
+    packed = PackedMetadata.from_lengths([length], device="cuda")
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    attention(q, k, v, packed, implementation=implementation, **given).sum().backward()
+    return torch.cuda.max_memory_allocated() - held
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("value_width", [64, 32], ids=["values as wide as keys", "narrow values"])
+@pytest.mark.parametrize("name", REQUESTS)
+def test_twice_the_length_takes_twice_the_memory_on_a_gpu(
+    name: str, value_width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sdpa, "_SCORES", 2**18)
+    shape = HEADS, 2, 64, value_width
+    short, long = (peak_on_gpu(length, dtype, "sdpa", shape, **REQUESTS[name]) for length in (4_096, 8_192))
+    assert long < 2.6 * short
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("implementation", ["auto", "sdpa"])
+@pytest.mark.parametrize(
+    "options", [{"sinks": torch.zeros(64)}, {"softcap": 50.0, "window": 4_096}], ids=["sinks", "softcap"]
+)
+def test_a_long_document_of_many_heads_takes_a_few_gib(options: dict[str, Any], implementation: str) -> None:
+    """Its score matrices would take 64 GiB each."""
+    assert peak_on_gpu(16_384, torch.bfloat16, implementation, (64, 8, 64, 64), **options) < 6 * 2**30

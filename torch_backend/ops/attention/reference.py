@@ -33,29 +33,28 @@ def scores_attention(
     Returns:
         [..., L, H, Dv], dtype of q.
     """
-    groups = request.heads // request.kv_heads
-    q, k, v = q.transpose(-3, -2), k.transpose(-3, -2), v.transpose(-3, -2)
-    k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
+    heads = request.kv_heads, request.heads // request.kv_heads  # of keys, and of queries for each
+    q = q.unflatten(-2, heads)
     working = torch.promote_types(q.dtype, torch.float32)
-    scores = (q @ k.transpose(-1, -2)).to(working) * request.scale
+    scores = torch.einsum("...lkgd,...skd->...kgls", q, k).to(working) * request.scale
     if request.softcap is not None:
         scores = request.softcap * torch.tanh(scores / request.softcap)
-    queries = first_query + torch.arange(q.shape[-2], device=q.device)
-    distance = queries[:, None] - torch.arange(k.shape[-2], device=q.device)
+    queries = first_query + torch.arange(scores.shape[-2], device=q.device)
+    distance = queries[:, None] - torch.arange(scores.shape[-1], device=q.device)
     if alibi_slopes is not None:
-        scores = scores - alibi_slopes.to(working)[:, None, None] * distance.abs()
+        scores = scores - alibi_slopes.to(working).view(*heads, 1, 1) * distance.abs()
     hidden = (distance < 0) if request.causal else torch.zeros_like(distance, dtype=torch.bool)
     if request.window is not None:
         hidden = hidden | (distance.abs() >= request.window)
     scores = scores.masked_fill(hidden, float("-inf"))
     if sinks is not None:
-        sink = sinks.to(working)[:, None, None].expand(*scores.shape[:-1], 1)
+        sink = sinks.to(working).view(*heads, 1, 1).expand(*scores.shape[:-1], 1)
         weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
     else:
         weights = scores.softmax(-1)
     if request.dropout:
         weights = torch.nn.functional.dropout(weights, request.dropout)
-    return (weights.to(v.dtype) @ v).transpose(-3, -2)
+    return torch.einsum("...kgls,...ske->...lkge", weights.to(v.dtype), v).flatten(-3, -2)
 
 
 class Reference:

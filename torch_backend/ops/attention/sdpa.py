@@ -4,7 +4,7 @@ Documents of similar length run as padded causal batches (without a causal mask,
 follows the sum of squared lengths. Within a batch there are three ways:
 
     plain                                     -> torch's function on whole documents
-    window                                    -> torch's function on blocks of queries over two blocks of keys
+    window that the documents exceed          -> torch's function on blocks of queries over two blocks of keys
     softcap, sinks, ALiBi, no fused kernel    -> score matrices, a block of queries at a time, again in the backward
 
 The first two rely on torch's fused kernels and the third computes a bounded number of scores at a time, so memory grows
@@ -42,7 +42,9 @@ class Sdpa:
         return None if request.host_lengths else "needs the segment lengths on the host"
 
     def last_resort(self, request: AttentionRequest) -> str | None:
-        return "it builds score matrices" if _needs_scores(request) else None
+        windowed = request.window is not None and request.window < request.max_seqlen
+        scores = _has_no_kernel(request) or (windowed and _window_has_no_blocks(request))
+        return "it builds score matrices" if scores else None
 
     def __call__(
         self,
@@ -55,7 +57,7 @@ class Sdpa:
         sinks: Tensor | None,
         alibi_slopes: Tensor | None,
     ) -> Tensor:
-        if _needs_scores(request):
+        if _has_no_kernel(request):
             run = partial(_scored, request=request, sinks=sinks, alibi_slopes=alibi_slopes)
         elif request.window is not None:
             run = partial(_windowed, request=request)
@@ -68,15 +70,18 @@ class Sdpa:
 SDPA = Sdpa()
 
 
-def _needs_scores(request: AttentionRequest) -> bool:
-    """Whether torch's function cannot serve the request, or only by score matrices of its own."""
+def _has_no_kernel(request: AttentionRequest) -> bool:
+    """Whether torch's function lacks an option of the request, or has no fused kernel for it."""
     if request.softcap is not None or request.sinks or request.alibi:
         return True
-    if request.window is not None and (not request.causal or 2 * request.window**2 > _MASK):
-        return True  # _windowed looks back only, and its mask has 2 * window^2 entries
     if request.device.type == "cpu":
         return request.dropout > 0
     return request.device.type == "cuda" and request.dtype == torch.float64
+
+
+def _window_has_no_blocks(request: AttentionRequest) -> bool:
+    """Whether a window fits no blocks: they look back only, and have a mask of 2 * window^2 entries."""
+    return request.window is not None and (not request.causal or 2 * request.window**2 > _MASK)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, mask: Tensor | None = None) -> Tensor:
@@ -117,6 +122,8 @@ def _windowed(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest) -> Ten
     n, length = q.shape[:2]
     if window >= length:
         return _fused(q, k, v, request)
+    if _window_has_no_blocks(request):
+        return _scored(q, k, v, request)
     block = max(window, _SMALLEST_BLOCK)
     blocks = -(-length // block)
     q, k, v = (
@@ -142,8 +149,8 @@ def _scored(
     k: Tensor,
     v: Tensor,
     request: AttentionRequest,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """:func:`scores_attention` of whole documents, block by block; the backward computes a block's scores again.
 
