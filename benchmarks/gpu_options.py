@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.gpu_attention import LIMIT, lengths
 from benchmarks.gpu_clock import DEVICE, QUICK, TOY, Result, device_ms, gated, gpu_ms, peak_gib, relative_error, wanted
-from torch_backend.ops.attention import IMPLEMENTATIONS, AttentionRequest, _load, attention, rejections, select
+from torch_backend.ops.attention import IMPLEMENTATIONS, AttentionRequest, attention, load, rejections, select
 from torch_backend.ops.attention.order import order
 from torch_backend.segments import PackedMetadata
 
@@ -103,7 +103,7 @@ def compare(case: str, layer: Layer, documents: Documents) -> Iterator[Result]:
             yield Result(section, case, name, None, "ms", reason)
     contenders = {name: name for name, reason in reasons.items() if reason is None}
     if wanted(AUTO):
-        others = tuple(name for name in order(request, _load) if not name.startswith("flash"))
+        others = tuple(name for name in order(request, load) if not name.startswith("flash"))
         contenders = {AUTO: select(request, others), **contenders}
     for contender, name in contenders.items():
         figures, note = measured(layer, documents, name)

@@ -14,7 +14,7 @@ from packing_core.errors import UnsupportedError
 from torch_backend.hf.forward import AttentionChoice, Choice, DocumentsChoice, RowChoice
 from torch_backend.hf.mixers import why_not_on_the_row
 from torch_backend.hf.patch import causal_lm, state_of
-from torch_backend.ops.attention import describe, rejections
+from torch_backend.ops.attention import TRIED_LAST, describe, rejections
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class LayerExplanation:
             or ``per document`` (it runs on batches of documents).
         serves: the implementation that runs it, None before the first packed forward.
         request: what the layer needs, in words; of a mixer, what convolves and scans.
-        rejected: implementations that come first in the order, each with the reason why it was not chosen.
+        rejected: implementations that come before it in the order, or last because of what they cost, each with the
+            reason.
     """
 
     layer: str
@@ -86,9 +87,11 @@ def _explain_mixer(name: str, layer: nn.Module, choice: Choice | None, whole_dec
 def _explain_attention(name: str, choice: Choice | None, implementation: str | tuple[str, ...]) -> LayerExplanation:
     if not isinstance(choice, AttentionChoice):
         return LayerExplanation(name, "attention")
-    rejected = {}
-    for other, reason in rejections(choice.request, implementation).items():
-        if other == choice.implementation:
-            break
-        rejected[other] = reason or "comes later in the order"
+    answers = rejections(choice.request, implementation)
+    tried = list(answers).index(choice.implementation)
+    rejected = {
+        other: reason
+        for place, (other, reason) in enumerate(answers.items())
+        if reason is not None and (place < tried or reason.startswith(TRIED_LAST))
+    }
     return LayerExplanation(name, "attention", choice.implementation, describe(choice.request), rejected)

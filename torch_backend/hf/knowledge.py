@@ -65,11 +65,12 @@ def refusal(family: str, config: Any) -> str | None:
     return None if reason is None else f"{family} cannot be trained packed: {reason}"
 
 
-def route_of(config: Any, *, uses_interface: bool) -> tuple[Route, str]:
+def route_of(config: Any, decoder: Any, *, uses_interface: bool) -> tuple[Route, str]:
     """The route of a family and the reason for it.
 
     Args:
-        config: of the causal language model.
+        config: of the outermost model.
+        decoder: the config of the decoder inside it, which is of another family in vision-language models.
         uses_interface: whether its decoder has layers that call transformers' attention interface, or mixers.
 
     Raises:
@@ -78,8 +79,11 @@ def route_of(config: Any, *, uses_interface: bool) -> tuple[Route, str]:
     reason = refusal(config.model_type, config)
     if reason is not None:
         raise UnsupportedModelError(reason)
-    if config.model_type in DOCUMENTS:
-        return "documents", DOCUMENTS[config.model_type]
+    if decoder.model_type in REFUSED:
+        raise UnsupportedModelError(f"{decoder.model_type} cannot be trained packed: {REFUSED[decoder.model_type]}")
+    for family in (config.model_type, decoder.model_type):
+        if family in DOCUMENTS:
+            return "documents", DOCUMENTS[family]
     if not uses_interface:
         return "documents", OWN_ATTENTION
     return "attention", "its attention takes segments"

@@ -115,8 +115,10 @@ class Patched:
         self.attention = {name: m for name, m in own.items() if uses_interface(original_class(m))}
         self.mixers = {name: m for name, m in find_mixers(self.decoder).items() if name in own}
         self.rotaries = find_batch_dependent(self.decoder)
-        self.route, self.why = route_of(root.config, uses_interface=bool(self.attention or self.mixers))
-        self.sizes = OWN if root.config.model_type in SEE_PADDING else FINE
+        configs = root.config, self.decoder.config
+        self.route, self.why = route_of(*configs, uses_interface=bool(self.attention or self.mixers))
+        see_padding = {config.model_type for config in configs} & set(SEE_PADDING)
+        self.sizes = OWN if see_padding else FINE
         if self.route == "documents":
             self.sizes = OWN if self.rotaries else self.sizes
             self.attention, self.mixers, self.rotaries = {}, {"the decoder": self.decoder}, {}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torch_backend.ops.attention.dispatch import (
     IMPLEMENTATIONS,
+    TRIED_LAST,
     candidates,
     choose,
     load,
@@ -26,6 +27,7 @@ from torch_backend.segments import PackedMetadata
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "TRIED_LAST",
     "AttentionRequest",
     "Implementation",
     "attention",

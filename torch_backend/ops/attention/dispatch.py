@@ -23,6 +23,8 @@ from torch_backend.segments import PackedMetadata, host_lengths
 
 logger = logging.getLogger(__name__)
 
+TRIED_LAST = "tried last"  # how the reason begins of what would serve, but costs the square of a document
+
 # name -> where its object lives; imported when it is first asked
 IMPLEMENTATIONS = {
     "flash4": "torch_backend.ops.attention.flash:FLASH4",
@@ -120,7 +122,7 @@ def rejections(request: AttentionRequest, implementation: str | Sequence[str] = 
         reason = load(name).supports(request)
         if reason is None and implementation == "auto" and None in reasons.values():
             why = last_resort(load(name), request)
-            reason = None if why is None else f"tried last, because {why}"
+            reason = None if why is None else f"{TRIED_LAST}, because {why}"
         reasons[name] = reason
     return reasons
 
