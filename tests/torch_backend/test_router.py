@@ -12,7 +12,7 @@ from torch import Tensor
 import torch_backend
 from packing_core.errors import UnsupportedModelError
 from tests.torch_backend.models import collate, documents, tiny
-from torch_backend.auditing.families import all_families
+from torch_backend.auditing.tiny import all_families
 from torch_backend.losses.causal_lm import causal_lm_loss
 
 # Row of 7: | 7 |   | 3 | .. |   | 5 | .. |     row of 8: | 7 | . |   | 3 | 5 |     row of 16: | 7 | 3 | 5 | . |
@@ -68,9 +68,8 @@ def test_routers_in_layers_that_run_per_document_are_refused(family: str) -> Non
 
 
 def test_no_family_with_an_auxiliary_loss_is_left_out() -> None:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
-
     import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
     with_loss = {
         family

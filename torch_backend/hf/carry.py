@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from packing_core.errors import LayoutError
+from packing_core.errors import LayoutError, UnsupportedModelError
 from torch_backend.segments import PackedMetadata, to_device
 
 # What a packed batch holds beside input_ids, labels and position_ids.
@@ -47,6 +47,14 @@ class CarriedMask(BlockMask):
     @property
     def ndim(self) -> int:
         return 4
+
+    def __getitem__(self, index: Any) -> CarriedMask:
+        """Itself. Gemma 4 selects the queries of its last layers: all of them, or those of ``logits_to_keep``."""
+        parts = index if isinstance(index, tuple) else (index,)
+        full = [isinstance(p, slice) and p.indices(n) == (0, n, 1) for p, n in zip(parts, self._shape, strict=False)]
+        if not all(full):
+            raise UnsupportedModelError("a packed forward computes all logits: leave logits_to_keep out")
+        return self
 
     def __repr__(self) -> str:
         return f"CarriedMask({list(self._shape)}, {self.packed.tokens} tokens)"

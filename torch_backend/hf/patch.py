@@ -20,7 +20,9 @@ from torch_backend.hf import frequencies, rotary, router
 from torch_backend.hf.attention import PreTrainedModel, causal_mask, register, unregistered
 from torch_backend.hf.carry import CarriedMask, is_packed, take_metadata
 from torch_backend.hf.families import SEE_PADDING, route_of
+from torch_backend.hf.heads import head_of
 from torch_backend.hf.mixers import Row, find_mixers, unwrap, wrap
+from torch_backend.hf.placement import execution_device
 from torch_backend.ops.attention import AttentionRequest, candidates, needs_host_lengths, prepare, select
 from torch_backend.ops.documents import no_mask
 from torch_backend.segments import PackedMetadata
@@ -102,11 +104,12 @@ class Patched:
         self.rotaries = frequencies.find(self.decoder)
         self.route, self.why = route_of(root.config, uses_interface=bool(self.attention or self.mixers))
         self.pad = root.config.model_type not in SEE_PADDING
+        head_of(root)  # a head that reads rows raises here
         if self.route == "documents":
             self.attention, self.mixers = {}, {"the decoder": self.decoder}
             self.pad = self.pad and not self.rotaries
             self.rotaries = {}
-        candidates(next(root.parameters()).device, self.implementation)  # an unknown name raises here
+        candidates(execution_device(root), self.implementation)  # an unknown name raises here
         self.handles: list[Any] = []
         self.before: list[tuple[Any, str]] = []
         self.received: PackedMetadata | None = None  # between the model's hook and its decoder's
@@ -165,7 +168,7 @@ class Patched:
         if self.mixers and not self.attention:
             return False
         names = {select(request, self.implementation) for request in self.requests}
-        names = names or set(candidates(next(self.root.parameters()).device, self.implementation))
+        names = names or set(candidates(execution_device(self.root), self.implementation))
         return any(needs_host_lengths(name) for name in names)
 
     @property
