@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING
 
 import torch_backend
 from packing_core.errors import UnsupportedModelError
-from tests.torch_backend.models import alone, assert_same, documents, packed, tiny
+from tests.torch_backend.models import alone, assert_same, collate, documents, packed, tiny
 from torch_backend.auditing.tiny import tiny_config, tiny_model
 from torch_backend.ops.attention import sdpa
 from torch_backend.segments import PackedMetadata
@@ -107,6 +107,16 @@ def test_layers_that_share_keys_are_kept_in_the_clone(family: str) -> None:
     assert (clone.layer_types, clone.num_kv_shared_layers) == (kinds, 2)
     report = torch_backend.audit(tiny_model(clone))
     assert report.verdict == "exact", str(report)
+
+
+def test_layers_that_share_keys_are_refused_fewer_queries() -> None:
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = CONFIG_MAPPING["gemma4_text"](num_hidden_layers=4, layer_types=kinds, num_kv_shared_layers=2)
+    model = torch_backend.patch(tiny_model(tiny_config(config)), verify=False)
+    batch = collate(documents())
+    del batch["labels"]
+    with pytest.raises(UnsupportedModelError, match="a packed forward computes all logits: leave logits_to_keep out"):
+        model(**batch, logits_to_keep=2)
 
 
 def test_dense_and_sparse_layers_are_kept_in_the_clone() -> None:
