@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
+from transformers import CONFIG_MAPPING
 
 import torch_backend
 from packing_core.errors import UnsupportedModelError
-from tests.torch_backend.models import tiny
+from tests.torch_backend.models import alone, assert_same, collate, documents, packed, tiny
+from torch_backend.auditing.tiny import tiny_config, tiny_model
 from torch_backend.ops.attention import sdpa
 from torch_backend.segments import PackedMetadata
 
@@ -73,6 +76,90 @@ def test_the_report_reads_as_text_and_json() -> None:
     assert json.loads(report.to_json())["tolerance"] == 1e-3
     refused = torch_backend.AuditReport("M", "auto", "cpu", "float32", refused="it cannot")
     assert (refused.verdict, str(refused)) == ("refused", "M (auto, float32 on cpu): refused, it cannot")
+
+
+@pytest.mark.parametrize(
+    ("family", "positions"),
+    [
+        *(
+            ("gpt2", "n_positions"),
+            ("gpt_bigcode", "n_positions"),
+            ("ctrl", "n_positions"),
+            ("openai-gpt", "n_positions"),
+        ),
+        *(("opt", "max_position_embeddings"), ("gpt_neo", "max_position_embeddings"), ("mpt", "max_seq_len")),
+    ],
+)
+def test_a_model_of_few_positions_is_proven_with_more_of_them(family: str, positions: str) -> None:
+    model = tiny(family, **{positions: 32})
+    assert getattr(model.config, positions) == 32
+    report = torch_backend.audit(model)
+    assert report.verdict == "exact", str(report)
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", "gemma4_unified_text"])
+def test_layers_that_share_keys_are_kept_in_the_clone(family: str) -> None:
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = CONFIG_MAPPING[family](
+        num_hidden_layers=4, layer_types=kinds, num_kv_shared_layers=2, hidden_size=64, head_dim=16, vocab_size=96
+    )
+    clone = tiny_config(config)
+    assert (clone.layer_types, clone.num_kv_shared_layers) == (kinds, 2)
+    report = torch_backend.audit(tiny_model(clone))
+    assert report.verdict == "exact", str(report)
+
+
+def test_layers_that_share_keys_are_refused_fewer_queries() -> None:
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = CONFIG_MAPPING["gemma4_text"](num_hidden_layers=4, layer_types=kinds, num_kv_shared_layers=2)
+    model = torch_backend.patch(tiny_model(tiny_config(config)), verify=False)
+    batch = collate(documents())
+    del batch["labels"]
+    with pytest.raises(UnsupportedModelError, match="a packed forward computes all logits: leave logits_to_keep out"):
+        model(**batch, logits_to_keep=2)
+
+
+def test_dense_and_sparse_layers_are_kept_in_the_clone() -> None:
+    clone = tiny_config(CONFIG_MAPPING["qwen3_moe"](num_hidden_layers=6, mlp_only_layers=[0, 1, 2]))
+    assert (clone.num_hidden_layers, clone.mlp_only_layers) == (2, [0])
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_a_router_loss_is_no_contamination_and_reported_by_itself(family: str) -> None:
+    model = tiny(family, output_router_logits=True, router_aux_loss_coef=1.0)
+    torch_backend.patch(model)
+    report = torch_backend.audit(model)
+    assert report.verdict == "exact", str(report)
+    assert report.loss < 1e-5 and report.router_loss < 1e-5
+    assert "; router loss, not judged: " in str(report)
+    assert model.config.output_router_logits
+    assert torch_backend.audit(tiny(family)).router_loss is None
+
+
+def test_a_router_loss_that_would_count_padding_is_refused_at_the_patch() -> None:
+    with pytest.raises(UnsupportedModelError, match="routes inside layers that run per document"):
+        torch_backend.patch(tiny("jamba", output_router_logits=True))
+
+
+def test_a_padding_dependent_router_loss_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    modeling = import_module("transformers.models.mixtral.modeling_mixtral")
+    right = modeling.load_balancing_loss_func
+    monkeypatch.setattr(modeling, "load_balancing_loss_func", lambda *args: right(*args[:3]))  # without the mask
+    report = torch_backend.audit(tiny("mixtral", output_router_logits=True))
+    assert report.verdict == "exact" and report.router_loss > 1e-4
+
+
+def test_offloaded_models_are_proven_where_they_run() -> None:
+    model, docs = tiny("qwen3").eval(), documents()
+    with torch.no_grad():
+        want = alone(model, docs)
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert next(model.parameters()).device.type == "meta"
+    report = torch_backend.audit(model)
+    assert (report.verdict, report.device) == ("exact", "cpu"), str(report)
+    torch_backend.patch(model)
+    with torch.no_grad():
+        assert_same(packed(model, docs), want)
 
 
 def test_a_model_that_cannot_be_cloned_raises(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -230,6 +230,12 @@ def test_a_compiled_model_is_compiled_once():
     torch._dynamo.reset()
 
 
+def test_a_compiled_step_around_it_is_left_to_run_as_it_is(batch):
+    model = torch_backend.patch(tiny("qwen2"), verify=False)
+    step = torch.compile(lambda batch: causal_lm_loss(model, batch)[0] * 2, backend="eager")
+    torch.testing.assert_close(step(batch), 2 * causal_lm_loss(model, batch)[0])
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 

@@ -12,8 +12,8 @@ from transformers import CONFIG_MAPPING
 import torch_backend
 from packing_core.errors import UnsupportedModelError
 from tests.torch_backend.models import tiny
-from torch_backend.auditing.families import all_families, audit_family
-from torch_backend.auditing.tiny import family_config, tiny_config, tiny_model
+from torch_backend.auditing.families import audit_family
+from torch_backend.auditing.tiny import all_families, family_config, tiny_config, tiny_model
 from torch_backend.hf.knowledge import REFUSED, refusal
 from torch_backend.hf.patch import state_of
 

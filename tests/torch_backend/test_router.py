@@ -12,7 +12,7 @@ from torch import Tensor
 import torch_backend
 from packing_core.errors import UnsupportedModelError
 from tests.torch_backend.models import collate, documents, tiny
-from torch_backend.auditing.families import all_families
+from torch_backend.auditing.tiny import all_families
 from torch_backend.losses.causal_lm import causal_lm_loss
 
 # Row of 7: | 7 |   | 3 | .. |   | 5 | .. |     row of 8: | 7 | . |   | 3 | 5 |     row of 16: | 7 | 3 | 5 | . |

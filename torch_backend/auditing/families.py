@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch_backend.auditing.model import AuditReport, audit
-from torch_backend.auditing.tiny import family_config, tiny_config, tiny_model
+from torch_backend.auditing.tiny import all_families, family_config, tiny_config, tiny_model
 from torch_backend.hf.knowledge import REFUSED, refusal
 
 HEAD_DIM = 16
@@ -34,13 +34,6 @@ class FamilyReport:
     def verdict(self) -> str:
         """``exact``, ``contaminated``, ``refused`` or ``not built``."""
         return self.report.verdict if self.report is not None else "not built"
-
-
-def all_families() -> list[str]:
-    """The model types that ``AutoModelForCausalLM`` knows, in alphabetical order."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def audit_families(families: Iterable[str] | None = None) -> Iterator[FamilyReport]:

@@ -1,10 +1,11 @@
-"""``audit(model)``: packed against every document alone, and one document changed while the others are watched.
-
-A trainer is audited on its own batches, see :mod:`torch_backend.auditing.trainer`.
+"""``audit(model)``: packed documents against each document alone, and a probe that changes one of them.
 
 A model -> a tiny random clone of the same kind on the same device, in the same dtype, with the same implementation ->
 the same documents run packed and one by one -> an :class:`AuditReport`. The clone has every layer kind, head width and
-window kind of the model, and the documents cross its windows, chunks and original positions.
+window kind of the model, and the documents cross its windows, chunks and original positions. Dropout is off, and so is
+a router's auxiliary loss: it is a statistic of all tokens, reported by itself.
+
+A trainer is audited on its own batches, see :mod:`torch_backend.auditing.trainer`.
 """
 
 from __future__ import annotations
@@ -18,12 +19,26 @@ from typing import TYPE_CHECKING, Any, Protocol, overload
 import torch
 from torch import Tensor, nn
 
+from packing_core.batch import IGNORE_INDEX
 from packing_core.errors import ContaminationError, UnsupportedModelError
+from torch_backend.auditing.compare import (
+    Run,
+    gradients_error,
+    next_token_loss,
+    outputs_error,
+    random_documents,
+    relative_error,
+    replaced,
+    run,
+)
 from torch_backend.auditing.tiny import tiny_config, tiny_model
 from torch_backend.collate import PackedCollator
 from torch_backend.hf.attention import unregistered
+from torch_backend.hf.heads import head_of
 from torch_backend.hf.patch import Patched, causal_lm, install, state_of
-from torch_backend.losses.cross_entropy import next_token_targets, packed_cross_entropy
+from torch_backend.hf.placement import execution_device
+from torch_backend.hf.router import asks_for_router_loss, no_router_loss
+from torch_backend.losses.cross_entropy import packed_cross_entropy
 
 if TYPE_CHECKING:
     from torch_backend.auditing.trainer import TrainerReport
@@ -31,8 +46,7 @@ if TYPE_CHECKING:
 # Two rows of at most 64 tokens; the second is padded. Some are beyond every limit of the tiny config.
 LENGTHS = (5, 19, 33, 7, 40, 1, 2, 18)
 CAPACITY = 64
-FIRST_TOKEN, LAST_TOKEN = 4, 90  # tokens that mean nothing special in a tiny model's vocabulary
-CHANGED = 2  # the document of which the perturbation probe replaces every token
+CHANGED = 2  # the document whose tokens the probe replaces
 TOLERANCE = 1e-4
 LEAK = 0.02  # at most what rounding may do to the others; a leak of a whole document moves them by their own size
 MOVED = 0.1
@@ -53,7 +67,7 @@ class AuditReport:
 
     Attributes:
         model, implementation, device, dtype: what was audited; route: how its segments travel.
-        logits: packed against alone, worst over documents.
+        logits: packed against alone, worst over documents; of a model without a head, its last hidden states.
         loss: of the packed loss against the mean over the targets of all documents.
         gradients: worst over parameters, worst_parameter: its name.
         leak: how far other documents moved when every token of one was replaced.
@@ -61,6 +75,8 @@ class AuditReport:
         noise: how far the packed run moves when it is simply repeated.
         tolerance: what logits, loss, gradients and leak may be: 1e-4, and below float32 twice what the dtype itself
             costs the same documents when they run alone.
+        router_loss: how far padding moves a router's auxiliary loss; None if the model's config does not ask for this
+            loss. It is no part of the verdict.
         refused: why the model was refused, None if it was not.
     """
 
@@ -77,6 +93,7 @@ class AuditReport:
     moved: float = float("nan")
     noise: float = float("nan")
     tolerance: float = float("nan")
+    router_loss: float | None = None
     refused: str | None = None
 
     @property
@@ -85,8 +102,8 @@ class AuditReport:
         if self.refused is not None:
             return "refused"
         equal = max(self.logits, self.loss, self.gradients) <= self.tolerance
-        apart = self.leak <= min(self.tolerance, LEAK) and self.moved > MOVED
-        return "exact" if equal and apart else "contaminated"
+        isolated = self.leak <= min(self.tolerance, LEAK) and self.moved > MOVED
+        return "exact" if equal and isolated else "contaminated"
 
     def to_json(self) -> str:
         return json.dumps({"verdict": self.verdict, **asdict(self)})
@@ -95,9 +112,11 @@ class AuditReport:
         name = f"{self.model} ({self.implementation}, {self.dtype} on {self.device})"
         if self.refused is not None:
             return f"{name}: refused, {self.refused}"
+        router = "" if self.router_loss is None else f"; router loss, not judged: {self.router_loss:.1e}"
         return (
             f"{name}: {self.verdict}; logits {self.logits:.1e}, loss {self.loss:.1e}, gradients {self.gradients:.1e} "
             f"({self.worst_parameter}), leak {self.leak:.1e}, noise {self.noise:.1e}, tolerance {self.tolerance:.0e}"
+            f"{router}"
         )
 
 
@@ -135,9 +154,8 @@ def audit(
     state = state_of(root)
     if implementation is None:
         implementation = state.implementation if state is not None else "auto"
-    parameter = next(p for p in root.parameters() if p.is_floating_point())
-    dtype, device = parameter.dtype, parameter.device
-    about = {
+    dtype, device = _dtype(root), execution_device(root)
+    about: dict[str, Any] = {
         "model": type(root).__name__,
         "implementation": implementation if isinstance(implementation, str) else "/".join(implementation),
         "device": device.type,
@@ -149,31 +167,10 @@ def audit(
         return AuditReport(**about, refused=str(refusal))
     with full_float32():
         clone = _clone(root).to(device).train()
-        documents = _documents(clone)
-        exact = _alone(clone, documents)
-        clone.to(dtype)
-        alone = exact if dtype == torch.float32 else _alone(clone, documents)
         try:
-            install(clone, implementation)
-            packed = _packed(clone, documents)
-            with torch.no_grad():
-                again = _packed(clone, documents)
-                probe = _packed(clone, [_replaced(clone, d) if i == CHANGED else d for i, d in enumerate(documents)])
+            return AuditReport(**about, **_measure(clone, dtype, implementation, tolerance))
         except UnsupportedModelError as refusal:
             return AuditReport(**about, refused=str(refusal))
-    logits, loss, gradients, worst = _compare(packed, exact)
-    moves = [relative_error(p, b) for p, b in zip(probe.logits, packed.logits, strict=True)]
-    return AuditReport(
-        **about,
-        logits=logits,
-        loss=loss,
-        gradients=gradients,
-        worst_parameter=worst,
-        leak=max(move for i, move in enumerate(moves) if i != CHANGED),
-        moved=moves[CHANGED],
-        noise=max(relative_error(b, a) for b, a in zip(again.logits, packed.logits, strict=True)),
-        tolerance=max(TOLERANCE, 2 * max(_compare(alone, exact)[:3])) if tolerance is None else tolerance,
-    )
 
 
 def verify(model: nn.Module, implementation: str | Sequence[str]) -> AuditReport:
@@ -184,8 +181,8 @@ def verify(model: nn.Module, implementation: str | Sequence[str]) -> AuditReport
         ContaminationError: the patched clone is not exact.
     """
     root = causal_lm(model)
-    parameter = next(p for p in root.parameters() if p.is_floating_point())
-    kind = (type(root), root.config.to_json_string(), str(implementation), parameter.device.type, parameter.dtype)
+    where = execution_device(root).type, _dtype(root)
+    kind = (type(root), root.config.to_json_string(), str(implementation), *where)
     if kind not in _verdicts:
         _verdicts[kind] = audit(root, implementation=implementation)
     report = _verdicts[kind]
@@ -211,22 +208,6 @@ def full_float32() -> Iterator[None]:
             product.fp32_precision = precision
 
 
-@dataclass(frozen=True)
-class _Run:
-    logits: list[Tensor]  # per document [L, V]
-    loss: Tensor
-    gradients: dict[str, Tensor]
-
-
-def _compare(got: _Run, want: _Run) -> tuple[float, float, float, str]:
-    """Errors of logits, loss and gradients, and the parameter with the worst gradient."""
-    scale = max(float(g.abs().max()) for g in want.gradients.values())
-    errors = {name: relative_error(got.gradients.get(name), value, scale) for name, value in want.gradients.items()}
-    worst = max(errors, key=lambda name: errors[name])
-    logits = max(relative_error(g, w) for g, w in zip(got.logits, want.logits, strict=True))
-    return logits, relative_error(got.loss, want.loss), errors[worst], worst
-
-
 def _clone(root: Any) -> Any:
     try:
         config = tiny_config(root.config)
@@ -239,49 +220,105 @@ def _clone(root: Any) -> Any:
         ) from error
 
 
-def _tokens(model: Any) -> tuple[int, int]:
-    """The first token that documents use, and the one after the last."""
-    vocabulary = model.get_input_embeddings().num_embeddings
-    return min(FIRST_TOKEN, vocabulary // 2), min(LAST_TOKEN, vocabulary)
+def _dtype(root: nn.Module) -> torch.dtype:
+    return next(p.dtype for p in root.parameters() if p.is_floating_point())
 
 
-def _documents(model: Any) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    documents = [torch.randint(*_tokens(model), (length,), generator=generator) for length in LENGTHS]
-    return [document.to(model.get_input_embeddings().weight.device) for document in documents]
+def _measure(
+    clone: Any, dtype: torch.dtype, implementation: str | Sequence[str], tolerance: float | None
+) -> dict[str, Any]:
+    """The figures of a report, from an unpatched clone in float32."""
+    with no_router_loss(clone):
+        proof = _Proof(clone)
+        exact = proof.alone()
+        clone.to(dtype)
+        alone = exact if dtype == torch.float32 else proof.alone()
+        install(clone, implementation)
+        packed = proof.packed()
+        with torch.no_grad():
+            again, probe = proof.packed(), proof.packed(changed=CHANGED)
+    logits, loss, gradients, worst = _errors(packed, exact)
+    moves = [relative_error(p, b) for p, b in zip(probe.outputs, packed.outputs, strict=True)]
+    return {
+        "logits": logits,
+        "loss": loss,
+        "gradients": gradients,
+        "worst_parameter": worst,
+        "leak": max(move for i, move in enumerate(moves) if i != CHANGED),
+        "moved": moves[CHANGED],
+        "noise": outputs_error(again, packed),
+        "tolerance": max(TOLERANCE, 2 * max(_errors(alone, exact)[:3])) if tolerance is None else tolerance,
+        "router_loss": proof.router_error() if asks_for_router_loss(clone, {}) else None,
+    }
 
 
-def _replaced(model: Any, document: Tensor) -> Tensor:
-    first, end = _tokens(model)
-    return (document - first + (end - first) // 2) % (end - first) + first
+def _errors(got: Run, want: Run) -> tuple[float, float, float, str]:
+    """Of outputs, loss and gradients, and the parameter with the worst gradient."""
+    return (
+        outputs_error(got, want),
+        relative_error(got.loss, want.loss),
+        *gradients_error(got.gradients, want.gradients),
+    )
 
 
-def _alone(model: Any, documents: list[Tensor]) -> _Run:
-    logits = [model(input_ids=document[None]).logits for document in documents]
-    pairs = [packed_cross_entropy(x, next_token_targets(d[None])) for x, d in zip(logits, documents, strict=True)]
-    loss = torch.stack([loss_sum for loss_sum, _ in pairs]).sum() / torch.stack([weight for _, weight in pairs]).sum()
-    return _run(model, [x[0] for x in logits], loss)
+class _Proof:
+    """The same documents through one model: each alone, or packed. What is compared depends on the model's head."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.head = head_of(model)
+        self.documents = random_documents(model, LENGTHS)
+        self.classes = [document % model.config.num_labels for document in self.documents]  # of a token classifier
+
+    def alone(self) -> Run:
+        outputs = [self._outputs(self.model(input_ids=document[None]))[0] for document in self.documents]
+        return run(self.model, outputs, self._loss(outputs))
+
+    def packed(self, changed: int | None = None) -> Run:
+        """In two rows, of which the second ends in padding; with every token of document ``changed`` replaced."""
+        documents = [replaced(self.model, d) if i == changed else d for i, d in enumerate(self.documents)]
+        batch = self._batch(documents, CAPACITY)
+        output = self.model(**batch)
+        outputs = list(self._outputs(output).flatten(0, 1).split(batch["packed_lengths"])[: len(documents)])
+        return run(self.model, outputs, self._loss(outputs) if self.head == "hidden states" else output.loss)
+
+    @torch.no_grad()
+    def router_error(self) -> float:
+        """How far padding moves the auxiliary loss."""
+        batches = [self._batch(self.documents, capacity) for capacity in (CAPACITY, None)]
+        for batch in batches:
+            batch["attention_mask"] = _laid_out([torch.ones_like(d) for d in self.documents], batch, 0)
+        padded, unpadded = (self.model(**batch).aux_loss for batch in batches)
+        return relative_error(padded, unpadded)
+
+    def _outputs(self, output: Any) -> Tensor:
+        found: Tensor = output.last_hidden_state if self.head == "hidden states" else output.logits
+        return found
+
+    def _loss(self, outputs: list[Tensor]) -> Tensor:
+        """The mean over the targets of all documents, or something that depends on every hidden state."""
+        if self.head == "next token":
+            return next_token_loss(outputs, self.documents)
+        if self.head == "token":
+            loss, weight = packed_cross_entropy(torch.cat(outputs), torch.cat(self.classes))
+            return loss / weight
+        direction = torch.randn(outputs[0].shape[-1], generator=torch.Generator().manual_seed(11))
+        return (torch.cat(outputs).float() @ direction.to(outputs[0].device)).square().mean()
+
+    def _batch(self, documents: list[Tensor], capacity: int | None) -> dict[str, Any]:
+        collate = PackedCollator(capacity=capacity, strategy="sequential")
+        batch = collate([{"input_ids": document.cpu()} for document in documents])
+        batch = {name: x.to(documents[0].device) if isinstance(x, Tensor) else x for name, x in batch.items()}
+        if self.head == "hidden states":
+            del batch["labels"]
+        elif self.head == "token":
+            batch["labels"] = _laid_out(self.classes, batch, IGNORE_INDEX)
+        return batch
 
 
-def _packed(model: Any, documents: list[Tensor]) -> _Run:
-    collate = PackedCollator(capacity=CAPACITY, strategy="sequential")
-    batch = collate([{"input_ids": document.cpu()} for document in documents])
-    output = model(**{k: v.to(documents[0].device) if isinstance(v, Tensor) else v for k, v in batch.items()})
-    logits = torch.split(output.logits.flatten(0, 1), list(batch["packed_lengths"]))
-    return _run(model, list(logits[: len(documents)]), output.loss)
-
-
-def _run(model: nn.Module, logits: list[Tensor], loss: Tensor) -> _Run:
-    if loss.requires_grad:
-        loss.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return _Run([x.detach().float() for x in logits], loss.detach(), gradients)
-
-
-def relative_error(got: Tensor | None, want: Tensor, scale: float = 0.0) -> float:
-    """max |got - want| / max |want|; a parameter with next to no gradient is measured against the others' scale."""
-    if got is None or not bool(torch.isfinite(got).all()):
-        return float("inf")
-    largest = max(float(want.abs().max()), 1e-3 * scale)
-    return float((got.double() - want.double()).abs().max()) / max(largest, torch.finfo(torch.float32).tiny)
+def _laid_out(values: list[Tensor], batch: dict[str, Any], padding: int) -> Tensor:
+    """[B, S]: the values [L] of each document where the document stands. Padding is at the end of the last row."""
+    rows = torch.full_like(batch["input_ids"], padding)
+    flat = torch.cat(values)
+    rows.view(-1)[: len(flat)] = flat
+    return rows

@@ -7,7 +7,7 @@ every path and alone -> one :class:`PathResult` a path, which ``crosspack audit`
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packing_core.errors import PackingError, UnsupportedModelError
+from packing_core.errors import PackingError, UnsupportedModelError, first_line
 from packing_core.extras import require
-from torch_backend.auditing.stacks import audits, trainer_paths
-from torch_backend.auditing.tiny import family_config, tiny_config, tiny_model
+from torch_backend.auditing.compare import Run, gradients_error, next_token_loss, outputs_error, random_documents, run
+from torch_backend.auditing.stock_trainers import audits, trainer_paths
+from torch_backend.auditing.tiny import all_families, family_config, tiny_config, tiny_model
 from torch_backend.auditing.trainer import TrainerReport
 from torch_backend.collate import PackedCollator
-from torch_backend.losses.cross_entropy import next_token_targets, packed_cross_entropy
 from torch_backend.patching import patch
 
 LENGTHS = (21, 9, 30)  # one row without padding; the first two fit into tiny windows, the last does not
@@ -99,10 +99,10 @@ def survey(config: Any, trainer: str | None = None) -> list[PathResult]:
     """
     try:
         model = tiny_model(tiny_config(config)).train()
-        documents = _documents(model)
-        wanted = _gradients(model, documents, [model(input_ids=document[None]).logits[0] for document in documents])
+        documents = random_documents(model, LENGTHS)
+        wanted = _run(model, documents, [model(input_ids=document[None]).logits[0] for document in documents])
     except Exception as error:
-        raise UnsupportedModelError(f"no tiny clone: {type(error).__name__}: {_first_line(error)}") from error
+        raise UnsupportedModelError(f"no tiny clone: {type(error).__name__}: {first_line(error)}") from error
     batch = PackedCollator()([{"input_ids": document} for document in documents])
     results = [_measure(path, model, choose(batch), documents, wanted) for path, choose in STOCK.items()]
     if trainer is not None:
@@ -111,8 +111,14 @@ def survey(config: Any, trainer: str | None = None) -> list[PathResult]:
     try:
         patch(model, verify=False)
     except UnsupportedModelError as error:
-        return [*results, PathResult(PATCHED, raises=_first_line(error))]
+        return [*results, PathResult(PATCHED, raises=first_line(error))]
     return [*results, _measure(PATCHED, model, batch, documents, wanted)]
+
+
+def families() -> list[str]:
+    """Every model type that ``AutoModelForCausalLM`` knows."""
+    require("transformers", extra="hf")
+    return all_families()
 
 
 def config_of(model: str) -> Any:
@@ -135,63 +141,23 @@ def config_of(model: str) -> Any:
         ) from None
 
 
-def families() -> Iterator[str]:
-    """Every model type that ``AutoModelForCausalLM`` builds and that is a decoder by its own config."""
-    require("transformers", extra="hf")
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    yield from sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-
-
-def _documents(model: Any) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    vocabulary = min(model.get_input_embeddings().num_embeddings, 90)
-    return [torch.randint(4, vocabulary, (length,), generator=generator) for length in LENGTHS]
-
-
-def _measure(path: str, model: nn.Module, inputs: Batch, documents: list[Tensor], wanted: _Run) -> PathResult:
+def _measure(path: str, model: nn.Module, inputs: Batch, documents: list[Tensor], wanted: Run) -> PathResult:
     try:
-        logits = model(**inputs).logits[0].split(LENGTHS)
-        found = _gradients(model, documents, list(logits))
+        found = _run(model, documents, list(model(**inputs).logits[0].split(LENGTHS)))
     except Exception as error:  # a stock path may raise anything; what it said is the result
         model.zero_grad()
-        return PathResult(path, raises=f"{type(error).__name__}: {_first_line(error)}")
-    differences = [_error(a, b) for a, b in zip(found.logits, wanted.logits, strict=True)]
-    scale = max(float(gradient.abs().max()) for gradient in wanted.gradients.values())
-    gradients = [_error(found.gradients.get(name), g, scale) for name, g in wanted.gradients.items()]
-    return PathResult(path, max(differences), max(gradients))
+        return PathResult(path, raises=f"{type(error).__name__}: {first_line(error)}")
+    return PathResult(path, outputs_error(found, wanted), gradients_error(found.gradients, wanted.gradients)[0])
+
+
+def _run(model: nn.Module, documents: list[Tensor], logits: list[Tensor]) -> Run:
+    """A path is judged by its logits and their gradients, under a loss that is right on every path."""
+    return run(model, logits, next_token_loss(logits, documents))
 
 
 def _measure_trainer(path: str, audit: Callable[[], TrainerReport]) -> PathResult:
     try:
         report = audit()
     except Exception as error:  # as above
-        return PathResult(path, raises=f"{type(error).__name__}: {_first_line(error)}")
+        return PathResult(path, raises=f"{type(error).__name__}: {first_line(error)}")
     return PathResult(path, gradients=max(report.gradients, report.loss, report.leak))
-
-
-@dataclass(frozen=True)
-class _Run:
-    logits: list[Tensor]
-    gradients: dict[str, Tensor]
-
-
-def _gradients(model: nn.Module, documents: list[Tensor], logits: list[Tensor]) -> _Run:
-    """Logits and gradients under the mean loss over all targets of all documents: the loss is never at fault."""
-    pairs = [packed_cross_entropy(x[None], next_token_targets(d[None])) for x, d in zip(logits, documents, strict=True)]
-    sum_of = [torch.stack(column).sum() for column in zip(*pairs, strict=True)]
-    (sum_of[0] / sum_of[1]).backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return _Run([x.detach() for x in logits], gradients)
-
-
-def _error(found: Tensor | None, wanted: Tensor, scale: float | None = None) -> float:
-    scale = float(wanted.abs().max()) if scale is None else scale
-    found = torch.zeros_like(wanted) if found is None else found
-    error = float((found - wanted).abs().max()) / max(scale, 1e-30)
-    return error if error == error else float("inf")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -17,6 +17,7 @@ WINDOW = 12
 CHUNK = 16
 POSITIONS = 24
 N_HEADS = 4
+ROOM = 64  # positions for the longest document of an audit, also where the large model has fewer
 
 _NAMES = {
     "layers": "num_hidden_layers n_layer n_layers num_layers decoder_layers num_decoder_layers num_blocks "
@@ -83,6 +84,13 @@ _OWN_SIZES: dict[str, dict[str, Any]] = {
 AT_MOST = {name: most for most, names in _AT_MOST for name in names.split()}
 
 
+def all_families() -> list[str]:
+    """The model types that ``AutoModelForCausalLM`` knows, in alphabetical order."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
 def family_config(family: str) -> Any:
     """The default config of a transformers model type, with what it leaves open filled in."""
     from transformers import CONFIG_MAPPING
@@ -120,6 +128,9 @@ def tiny_model(config: Any, model_class: Any = None, *, seed: int = 0) -> Any:
                 parameter.data += 0.3 * torch.randn_like(parameter)
             else:
                 torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):  # classifiers have some that no field of the config sets
+            module.p = 0.0
     return model.float()
 
 
@@ -134,6 +145,8 @@ def _tiny_fields(config: Any, head_dim: int | None) -> dict[str, Any]:
     for name, value in fields.items():
         if isinstance(value, int) and not isinstance(value, bool):
             fields[name] = min(value, 3 if name.endswith("_token_id") else AT_MOST.get(name, value))
+        elif isinstance(value, list) and name in AT_MOST:  # one for each layer
+            fields[name] = [min(each, AT_MOST[name]) for each in value]
         elif isinstance(value, float) and ("drop" in name or "jitter" in name):
             fields[name] = 0.0
     _shrink_positions(fields)
@@ -149,10 +162,11 @@ def _keep_one_layer_of_each_kind(fields: dict[str, Any]) -> None:
     per_layer = [name for name, value in fields.items() if isinstance(value, list | tuple) and len(value) == total > 0]
     of_some: dict[int, Any] = {int(k): v for k, v in (fields.get("per_layer_config") or {}).items()}
     dense: list[int] = fields.get("mlp_only_layers") or []
+    first_shared = total - (fields.get("num_kv_shared_layers") or 0)  # from here on, layers read other layers' keys
     kinds: dict[tuple[str, ...], int] = {}
     for layer in range(total):
         kind = tuple(repr(fields[name][layer]) for name in per_layer)
-        kinds.setdefault((*kind, repr(of_some.get(layer)), repr(layer in dense)), layer)
+        kinds.setdefault((*kind, repr(of_some.get(layer)), repr(layer in dense), repr(layer >= first_shared)), layer)
     kept = sorted(kinds.values())
     kept = (kept * 2)[:2] if len(kept) == 1 else kept[:6]
     for name in per_layer:
@@ -161,6 +175,8 @@ def _keep_one_layer_of_each_kind(fields: dict[str, Any]) -> None:
         fields[name] = len(kept)
     if dense:
         fields["mlp_only_layers"] = [i for i, layer in enumerate(kept) if layer in dense]
+    if "num_kv_shared_layers" in fields:
+        fields["num_kv_shared_layers"] = sum(layer >= first_shared for layer in kept)
     if of_some:
         fields["per_layer_config"] = {str(i): of_some[layer] for i, layer in enumerate(kept) if layer in of_some}
 
@@ -189,7 +205,10 @@ def _shrink_widths(fields: dict[str, Any], head_dim: int | None) -> None:
 
 
 def _shrink_positions(fields: dict[str, Any]) -> None:
-    """Rotary frequencies that change beyond an original length change within the audit's documents."""
+    """Room for the audit's documents; rotary frequencies that change beyond an original length change within them."""
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+        if isinstance(fields.get(name), int):
+            fields[name] = max(fields[name], ROOM)
     rope = fields.get("rope_parameters") or {}
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
     for kind in kinds:
@@ -225,12 +244,6 @@ def _keep_consistent(fields: dict[str, Any]) -> None:
         fields |= {"num_hidden_layers": len(fields["block_types"]), "lru_width": hidden}
     if "H_cycles" in fields:
         fields |= {"num_layers_per_stack": 1, "num_hidden_layers": fields["H_cycles"] * (fields["L_cycles"] + 1)}
-    if fields.get("num_kv_shared_layers"):
-        kinds = list(dict.fromkeys(fields["layer_types"]))
-        fields |= {"num_hidden_layers": 2 * len(kinds), "layer_types": kinds * 2, "num_kv_shared_layers": len(kinds)}
-        for name, each in (("intermediate_size", 32), ("activation_sparsity_pattern", 0.5)):
-            if isinstance(fields.get(name), list):
-                fields[name] = [each] * 2 * len(kinds)
     family = fields.get("model_type", "")
     if family == "mamba2":
         fields |= {"n_groups": 2, "head_dim": 2 * hidden // N_HEADS}

@@ -22,10 +22,12 @@ from torch import Tensor, nn
 from packing_core import PackedBatch
 from packing_core.batch import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError, UnsupportedError
-from torch_backend.auditing.model import MOVED, relative_error
+from torch_backend.auditing.compare import gradients_error
+from torch_backend.auditing.model import MOVED
 from torch_backend.collate import Batch
 from torch_backend.collate.columns import documents_of
 from torch_backend.hf.patch import causal_lm
+from torch_backend.hf.router import no_router_loss
 
 FLOAT32, HALF = 1e-4, 2e-2  # what figures may be in float32, and where anything is computed in fewer bits
 # Keys that say which tokens belong together, of which a document alone has no need.
@@ -151,7 +153,7 @@ class _Step:
         _, after = self._run({**others, "input_ids": self._replaced(changed)}, self.counted)
         _, own = self._run(one, self.counted)
         _, own_after = self._run({**one, "input_ids": self._replaced(changed)}, self.counted)
-        gradients, worst = _worst(packed, truth)
+        gradients, worst = gradients_error(packed, truth)
         model, half = self.trainer.model, self._half()
         return TrainerReport(
             trainer=type(self.trainer).__name__,
@@ -166,9 +168,9 @@ class _Step:
             cosine=_cosine(packed, truth),
             gradients=gradients,
             worst_parameter=worst,
-            leak=_worst(after, before)[0],
-            moved=_worst(own_after, own)[0],
-            noise=_worst(again, packed)[0],
+            leak=gradients_error(after, before)[0],
+            moved=gradients_error(own_after, own)[0],
+            noise=gradients_error(again, packed)[0],
             tolerance=HALF if half else FLOAT32,
         )
 
@@ -293,22 +295,17 @@ def _as_before(trainer: Any) -> Iterator[None]:
         for name, value in vars(module).items()
         if isinstance(value, float) and ("dropout" in name or (name == "p" and "Dropout" in type(module).__name__))
     ]
-    config = getattr(model, "config", None)
-    routers = getattr(config, "output_router_logits", None)
     try:
         model.train()
         for module, name, _ in dropped:
             setattr(module, name, 0.0)
-        if routers:
-            config.output_router_logits = False  # type: ignore[union-attr]
         if hasattr(trainer, "aux_loss_enabled"):
             trainer.aux_loss_enabled = False
-        yield
+        with no_router_loss(model):
+            yield
     finally:
         for module, name, value in dropped:
             setattr(module, name, value)
-        if routers:
-            config.output_router_logits = routers  # type: ignore[union-attr]
         for module, mode in modes.items():
             module.training = mode
         for parameter, gradient in gradients.items():
@@ -361,14 +358,6 @@ def _free_places(text: list[bytes], wanted: bytes, free: NDArray[np.bool_]) -> I
 def _targets(inputs: Batch) -> int:
     shifted = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][:, 1:]
     return int((shifted != IGNORE_INDEX).sum())
-
-
-def _worst(got: dict[str, Tensor], want: dict[str, Tensor]) -> tuple[float, str]:
-    """The largest relative error of a parameter's gradient, and its name."""
-    scale = max(float(g.abs().max()) for g in want.values())
-    errors = {name: relative_error(got.get(name), g, scale) for name, g in want.items()}
-    worst = max(errors, key=lambda name: errors[name])
-    return errors[worst], worst
 
 
 def _cosine(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
+from packing_core.errors import UnsupportedModelError
 from torch_backend.ops.attention import AttentionRequest
 from torch_backend.ops.documents import FINE, PerBatch, per_document
 from torch_backend.ops.scan import ScanRequest
@@ -111,6 +112,14 @@ class PackedForward(BlockMask):
             copy.choices, copy.reached, copy._copies = self.choices, self.reached, self._copies
             self._copies[device] = copy
         return self._copies[device]
+
+    def __getitem__(self, index: Any) -> PackedForward:
+        """Itself. Gemma 4 selects the queries of its last layers: all of them, or those of ``logits_to_keep``."""
+        parts = index if isinstance(index, tuple) else (index,)
+        full = [isinstance(p, slice) and p.indices(n) == (0, n, 1) for p, n in zip(parts, self._shape, strict=False)]
+        if not all(full):
+            raise UnsupportedModelError("a packed forward computes all logits: leave logits_to_keep out")
+        return self
 
     def record(self, layer: nn.Module, choice: Choice) -> None:
         """Remember what a layer chose. Compiled layers leave no record: a graph would be guarded on the layer's id."""

@@ -24,9 +24,11 @@ from torch_backend.hf.boundaries import is_packed, take_metadata
 from torch_backend.hf.edits import AttentionName, ContinuousBatching, Edit, Hook, LayerOverride, Rotation
 from torch_backend.hf.forward import CARRIED, AttentionChoice, Choice, PackedForward
 from torch_backend.hf.guard import Guard
+from torch_backend.hf.heads import head_of
 from torch_backend.hf.knowledge import SEE_PADDING, route_of
 from torch_backend.hf.mixers import find_mixers, override_decoder, override_mixer, why_not_on_the_row
 from torch_backend.hf.override import original_class
+from torch_backend.hf.placement import execution_device
 from torch_backend.hf.rotary import find_batch_dependent, override_frequencies, restore_frequencies
 from torch_backend.ops.attention import AttentionRequest, candidates, needs_host_lengths, prepare
 from torch_backend.ops.documents import FINE, OWN
@@ -117,6 +119,7 @@ class Patched:
         self.rotaries = find_batch_dependent(self.decoder)
         configs = root.config, self.decoder.config
         self.route, self.why = route_of(*configs, uses_interface=bool(self.attention or self.mixers))
+        head_of(root)  # a head that reads rows raises here
         see_padding = {config.model_type for config in configs} & set(SEE_PADDING)
         self.sizes = OWN if see_padding else FINE
         if self.route == "documents":
@@ -137,8 +140,8 @@ class Patched:
 
     @property
     def device(self) -> torch.device:
-        """Where the model's first parameter is."""
-        return next(self.root.parameters()).device
+        """Where the model computes."""
+        return execution_device(self.root)
 
     @property
     def layers(self) -> dict[str, nn.Module]:

@@ -2,8 +2,8 @@
 
 transformers averages a router's statistics over the tokens that a 2-D ``attention_mask`` marks, or over all tokens if
 there is none. It does so in the causal language model, outside of its decoder. So a packed batch with padding carries
-this mask beside its boundaries: the model reads it for the auxiliary loss alone, because the hook on the decoder
-replaces it. Layers that run on batches of documents are refused, because they also route the padding of these batches.
+this mask beside its boundaries. The model reads it for the auxiliary loss alone: the hook on the decoder replaces it
+there. Layers that run on batches of documents are refused, because they also route the padding of these batches.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def refuse_per_document(root: Any, layers: Iterable[nn.Module], batch: Mapping[s
 
 def _router_classes(root: nn.Module) -> tuple[type, ...]:
     """The modules whose outputs transformers records as ``router_logits``."""
-    found: set[Any] = set()
+    classes: list[type] = []
     for module in root.modules():
-        recorders = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", [])
-        for recorder in recorders if isinstance(recorders, list | tuple) else [recorders]:
-            found.add(getattr(recorder, "target_class", recorder))
-    return tuple(found)
+        recorded: Any = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", [])
+        recorders: list[Any] = recorded if isinstance(recorded, list) else [recorded]
+        classes += [getattr(recorder, "target_class", recorder) for recorder in recorders]
+    return tuple(classes)
 
 
 @contextmanager

@@ -59,6 +59,12 @@ def causal_lm_loss(
         UnsupportedModelError: the logits are not those of one output layer, a scale and a softcap; the loss does not
             come from ``loss_function``; or ZeRO-3 partitions the output layer.
     """
+    loss: tuple[Tensor, Tensor] = _causal_lm_loss(model, batch, weights)
+    return loss
+
+
+@torch.compiler.disable  # it exchanges modules; a compiled model inside is compiled all the same
+def _causal_lm_loss(model: nn.Module, batch: Mapping[str, Any], weights: Tensor | None) -> tuple[Tensor, Tensor]:
     if batch.get("labels") is None:
         raise LayoutError(f"causal_lm_loss takes a batch with labels, got {', '.join(batch)}")
     root = causal_lm(model)
@@ -157,7 +163,10 @@ class _Shortcut(nn.Module):
 def _installed(root: Any, shortcut: _Shortcut) -> Iterator[None]:
     """Inside, ``root`` computes its loss by ``shortcut``."""
     places = ((module, name) for module in root.modules() for name, child in module._modules.items())
-    parent, place = next((module, name) for module, name in places if module._modules[name] is shortcut.head)
+    found = next((place for place in places if place[0]._modules[place[1]] is shortcut.head), None)
+    if found is None:
+        raise UnsupportedModelError(f"{shortcut.model} does not hold its output layer as a module: {WAY_OUT}")
+    parent, place = found
     before = root.__dict__.get("_loss_function")
     parent._modules[place] = shortcut
     root.loss_function = shortcut.loss_function

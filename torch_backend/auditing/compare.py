@@ -1,0 +1,97 @@
+"""What every audit compares: random documents, what a model computes for them, and how far two computations are apart.
+
+Documents run alone -> :class:`Run` (outputs, loss, gradients) <- the same documents run packed. All differences are
+max |got - want| / max |want|.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_backend.losses.cross_entropy import next_token_targets, packed_cross_entropy
+
+FIRST_TOKEN, LAST_TOKEN = 4, 90  # tokens that mean nothing special in a tiny model's vocabulary
+# Of the largest gradient. A smaller one is compared with this much, because it may be a difference of terms as large as
+# the largest, and float32 rounds these by 1e-7.
+SMALL = 1e-2
+
+
+@dataclass(frozen=True)
+class Run:
+    """One computation.
+
+    Attributes:
+        outputs: logits or hidden states of each document, [L, ...].
+        loss: over all documents.
+        gradients: of that loss, by parameter; empty without a backward.
+    """
+
+    outputs: list[Tensor]
+    loss: Tensor
+    gradients: dict[str, Tensor]
+
+
+def random_documents(model: Any, lengths: Sequence[int]) -> list[Tensor]:
+    """Documents of the given lengths, int64 [L] each, on the device of the model's embedding; always the same ones."""
+    generator = torch.Generator().manual_seed(7)
+    documents = [torch.randint(*_tokens(model), (length,), generator=generator) for length in lengths]
+    return [document.to(model.get_input_embeddings().weight.device) for document in documents]
+
+
+def replaced(model: Any, document: Tensor) -> Tensor:
+    """The document with every token exchanged for another one."""
+    first, end = _tokens(model)
+    return (document - first + (end - first) // 2) % (end - first) + first
+
+
+def next_token_loss(logits: Sequence[Tensor], documents: Sequence[Tensor]) -> Tensor:
+    """The mean over the targets of all documents, from the logits [L, V] of each."""
+    pairs = zip(logits, documents, strict=True)
+    sums = [packed_cross_entropy(x[None], next_token_targets(d[None])) for x, d in pairs]
+    loss, weight = (torch.stack(column).sum() for column in zip(*sums, strict=True))
+    return loss / weight
+
+
+def run(model: nn.Module, outputs: Sequence[Tensor], loss: Tensor) -> Run:
+    """The backward of ``loss``; the model's gradients are taken and left empty."""
+    if loss.requires_grad:
+        loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return Run([x.detach().float() for x in outputs], loss.detach(), gradients)
+
+
+def relative_error(got: Tensor | None, want: Tensor, scale: float = 0.0) -> float:
+    """max |got - want| / max |want|; infinite if ``got`` is missing or not finite.
+
+    Args:
+        scale: of the gradients of all parameters; one far below it is compared with ``SMALL`` times the scale.
+    """
+    if got is None or not bool(torch.isfinite(got).all()):
+        return float("inf")
+    largest = max(float(want.abs().max()), SMALL * scale)
+    return float((got.double() - want.double()).abs().max()) / max(largest, torch.finfo(torch.float32).tiny)
+
+
+def outputs_error(got: Run, want: Run) -> float:
+    """The worst document's."""
+    return max(relative_error(g, w) for g, w in zip(got.outputs, want.outputs, strict=True))
+
+
+def gradients_error(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> tuple[float, str]:
+    """The worst parameter's, and its name."""
+    scale = max(float(g.abs().max()) for g in want.values())
+    errors = {name: relative_error(got.get(name), g, scale) for name, g in want.items()}
+    worst = max(errors, key=lambda name: errors[name])
+    return errors[worst], worst
+
+
+def _tokens(model: Any) -> tuple[int, int]:
+    """The first token that documents use, and the one after the last."""
+    vocabulary = model.get_input_embeddings().num_embeddings
+    return min(FIRST_TOKEN, vocabulary // 2), min(LAST_TOKEN, vocabulary)
