@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForTokenClassification
 
 import torch_backend
 from packing_core import PackedDataset
 from packing_core.errors import CapacityError, LayoutError
 from tests.torch_backend.models import tiny
-from torch_backend import PackedCollator
+from torch_backend import PackedCollator, with_boundaries
 from torch_backend.collate import concatenate
 
 DOCUMENTS = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}, {"input_ids": [6]}]
@@ -178,3 +179,23 @@ def test_bad_features_raise() -> None:
     with pytest.raises(CapacityError, match='document 0 has 3 tokens and capacity is 2: pass overflow="split"'):
         PackedCollator(capacity=2)(DOCUMENTS)
     assert PackedCollator(capacity=2, overflow="split")(DOCUMENTS)["packed_lengths"] == (2, 2, 1, 1)
+
+
+class TokenClassifier(LlamaForTokenClassification):
+    """A user's class over transformers' own."""
+
+
+def test_a_token_classifier_keeps_the_labels_of_first_tokens() -> None:
+    """Row 1: | 1 2 3 | 4 5 |  row 2: | 6 7 8 9 | padding |; the label of 2 is not trained."""
+    config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    model = TokenClassifier(config)
+    ids, labels = [[1, 2, 3], [4, 5], [6, 7, 8, 9]], [[0, -100, 1], [1, 0], [1, 1, 0, 0]]
+    features = [{"input_ids": i, "labels": label} for i, label in zip(ids, labels, strict=True)]
+    batch = PackedCollator(model, capacity=5, strategy="sequential")(features)
+    assert batch["labels"].tolist() == [[0, -100, 1, 1, 0], [1, 1, 0, 0, -100]]
+    given = {"input_ids": torch.tensor([[1, 2, 3, 4, 5]]), "labels": torch.tensor([[0, -100, 1, 1, 0]])}
+    marked = with_boundaries(dict, model)({**given, "seq_lengths": [[3, 2]]})
+    assert marked["labels"].tolist() == given["labels"].tolist()
+    assert with_boundaries(dict)({**given, "seq_lengths": [[3, 2]]})["labels"].tolist() == [[-100, -100, 1, -100, 0]]
+    with pytest.raises(LayoutError, match="a token classifier is trained on labels"):
+        PackedCollator(model, capacity=5)([{"input_ids": [1, 2]}])

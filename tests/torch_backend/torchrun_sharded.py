@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 import torch_backend
 from packing_core.errors import UnsupportedModelError
 from tests.torch_backend.models import alone, collate, documents, error, tiny
+from tests.torch_backend.torchrun import leave
 
 DOCUMENTS = [documents((5, 19, 33), seed=1), documents((7, 40, 1, 2, 18), seed=2)]  # of each rank
 
@@ -55,4 +56,4 @@ if __name__ == "__main__":
     found = {f"{f}: {order}": outcome(f, order) for f in families for order in ("shard, patch", "patch, shard")}
     if dist.get_rank() == 0:
         file.write_text(json.dumps(found))
-    dist.destroy_process_group()
+    leave()

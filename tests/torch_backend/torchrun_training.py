@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from tests.torch_backend.test_trainer import arguments, documents, gpt_oss
+from tests.torch_backend.torchrun import leave
 from torch_backend.training.trainer import enable_packing
 
 
@@ -38,9 +39,8 @@ def main(folder: Path, documents_at_once: int, accumulation: int) -> None:
     if trainer.accelerator.is_main_process:
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         torch.save({"model": model.state_dict(), "losses": losses, "counts": trainer.counts}, folder / "result.pt")
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    leave()

@@ -9,12 +9,13 @@ map-style dataset: ``DataLoader(PackedDataset(...), batch_size=2, collate_fn=Pac
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from packing_core import PackedBatch, pack
 from packing_core.batch import IGNORE_INDEX
@@ -61,7 +62,9 @@ class PackedCollator:
         configs = _configs(model)
         pads = [config.pad_token_id for config in configs if getattr(config, "pad_token_id", None) is not None]
         self.pad_id = int(pads[0]) if pads else 0
-        self.marks_padding = any(hasattr(config, field) for config in configs for field in ROUTER_LOSS)
+        # without a model, padding is marked in case the model has a router
+        self.marks_padding = not configs or any(hasattr(config, field) for config in configs for field in ROUTER_LOSS)
+        self.labels_every_token = _labels_every_token(model)
         self.capacity = capacity
         self.padding_free = padding_free
         self.max_seqlen = max_seqlen
@@ -74,8 +77,8 @@ class PackedCollator:
         Returns:
             ``input_ids``, ``labels``, ``position_ids`` int64 [B, S]; ``seq_idx`` int32 [B, S]; ``cu_seq_lens_q`` and
             ``_k`` int32 [N+1] over the B * S tokens, padding in segments of its own; ints ``max_length_q`` and ``_k``;
-            ``packed_lengths``, the segments' lengths as a tuple; for a model with a router loss ``attention_mask``
-            int64 [B, S], 0 at padding; and the user's own columns [B, S].
+            ``packed_lengths``, the segments' lengths as a tuple; for a model with a router loss, or none given,
+            ``attention_mask`` int64 [B, S], 0 at padding; and the user's own columns [B, S].
         """
         if isinstance(features, PackedBatch):
             return self._emit(features)
@@ -86,9 +89,13 @@ class PackedCollator:
         return self._emit(self._pack(features))
 
     def _emit(self, batch: PackedBatch) -> Batch:
+        if self.labels_every_token:
+            batch = _with_every_label(batch)
         make = batch.padding_free if self.padding_free else batch.kernel_view
         view = make(max_seqlen=self.max_seqlen, bucket=self.bucket)
         emitted = _to_torch(view, rows=1 if self.padding_free else len(batch))
+        if self.labels_every_token:
+            emitted["labels"] = emitted.pop(_EVERY_LABEL).long() + IGNORE_INDEX
         if self.marks_padding:
             real = np.repeat(~np.array(view.is_padding), view.lengths)
             emitted["attention_mask"] = torch.from_numpy(real.astype(np.int64)).view_as(emitted["input_ids"])
@@ -123,8 +130,9 @@ class BoundaryCollator:
     It pickles if the other collator does, so ``DataLoader`` workers may be spawned.
     """
 
-    def __init__(self, collator: Callable[[Any], Mapping[str, Any]]) -> None:
+    def __init__(self, collator: Callable[[Any], Mapping[str, Any]], model: Any = None) -> None:
         self.collator = collator
+        self.labels_every_token = _labels_every_token(model)
 
     def __call__(self, features: Any) -> Batch:
         """The collator's batch with ``cu_seq_lens_q``, ``packed_lengths`` and the rest that ``PackedCollator`` emits.
@@ -140,7 +148,7 @@ class BoundaryCollator:
         rows = np.arange(len(ids) + 1) * ids.shape[1]
         segments = _segments(batch, ids, rows)
         starts, padding = (torch.from_numpy(x).view(ids.shape) for x in (segments.starts, segments.padding))
-        _mask_labels(batch, starts, padding)
+        _mask_labels(batch, torch.zeros_like(starts) if self.labels_every_token else starts, padding)
         mask = batch.pop("attention_mask", None)
         if segments.padding.any():
             batch["attention_mask"] = (~padding).to(torch.int64 if mask is None else mask.dtype)
@@ -150,8 +158,12 @@ class BoundaryCollator:
         return {"input_ids": ids, **{k: v for k, v in batch.items() if k not in _READ_AND_LEFT_OUT}, **added}
 
 
-def with_boundaries(collator: Callable[[Any], Mapping[str, Any]]) -> BoundaryCollator:
+def with_boundaries(collator: Callable[[Any], Mapping[str, Any]], model: Any = None) -> BoundaryCollator:
     """``collator`` with the segments of its batches added, read from whatever it marks them with.
+
+    Args:
+        collator: returns a mapping with ``input_ids`` [B, S] and some mark of its documents.
+        model: only a token classifier changes anything: it keeps the labels of its documents' first tokens.
 
     >>> ids = torch.tensor([[5, 6, 7, 8, 9]])
     >>> batch = with_boundaries(dict)({"input_ids": ids, "seq_lengths": [[3, 2]]})
@@ -161,7 +173,7 @@ def with_boundaries(collator: Callable[[Any], Mapping[str, Any]]) -> BoundaryCol
     See :class:`BoundaryCollator`, which raises ``LayoutError`` when it is called and the batch marks no boundaries, or
     contradicts itself.
     """
-    return BoundaryCollator(collator)
+    return BoundaryCollator(collator, model)
 
 
 def concatenate(batches: Sequence[PackedBatch]) -> PackedBatch:
@@ -201,6 +213,30 @@ def concatenate(batches: Sequence[PackedBatch]) -> PackedBatch:
         pad_id=first.pad_id,
         weighting=first.weighting,
     )
+
+
+def _labels_every_token(model: Any) -> bool:
+    """Whether the model classifies tokens; a collator may be used where transformers is not installed."""
+    if not isinstance(model, nn.Module):
+        return False
+    from torch_backend.hf.heads import trains_first_token
+
+    return trains_first_token(model)
+
+
+# A token classifier's labels travel as a column, so that first tokens keep theirs; 0 is padding and what is not trained.
+_EVERY_LABEL = "_every_label"
+
+
+def _with_every_label(batch: PackedBatch) -> PackedBatch:
+    """The batch with its labels, as they were given, in a column that is 0 where nothing is trained."""
+    if batch.labels is None:
+        raise LayoutError("a token classifier is trained on labels, one per token, and the documents have none")
+    trained = batch.segment_ids != 0
+    if batch.loss_mask is not None:
+        trained = trained & batch.loss_mask
+    every = np.where(trained, batch.labels.astype(np.int64) - IGNORE_INDEX, 0)
+    return replace(batch, columns={**batch.columns, _EVERY_LABEL: every})
 
 
 def _to_torch(view: KernelView, rows: int) -> Batch:

@@ -122,7 +122,7 @@ def _packing_collator(trainer: Any, capacity: int | None) -> PackedCollator | Bo
     if ours:
         return collator
     if packs:
-        wrapped = BoundaryCollator(collator)
+        wrapped = BoundaryCollator(collator, trainer.model)
         for found in examples.values():
             _check_documents(wrapped, _seen(trainer, found[0], READ))
         return wrapped
