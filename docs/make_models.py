@@ -1,4 +1,4 @@
-"""Writes docs/models.md from an audit of every family: ``python docs/make_models.py``."""
+"""Audits every model family and writes docs/models.md: ``python docs/make_models.py``."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from torch_backend.hf.knowledge import REFUSED
 PAGE = Path(__file__).with_name("models.md")
 INTRODUCTION = """# Model families
 
-What `torch_backend.patch` does with every family that `AutoModelForCausalLM` of transformers {transformers} knows,
-measured by `torch_backend.audit` on a tiny random model of each: float32, CPU, torch {torch}, train mode, default
-`use_cache`, two packed rows with padding. **Exact**: logits, loss and every gradient agree with those of each document
-alone to 1e-4 of the largest value, and replacing every token of one document moves no other one. This page is made by
-`python docs/make_models.py`.
+What `crosspack.patch` does with every family that `AutoModelForCausalLM` of transformers {transformers} knows.
+Measured by `crosspack.audit` on a tiny random model of each: float32, CPU, torch {torch}, train mode, default
+`use_cache`, two packed rows with padding. **Exact** means two things. Logits, loss and every gradient agree with those
+of each document alone, to 1e-4 of the largest value. And replacing every token of one document changes no other
+document. `python docs/make_models.py` writes this page.
 
 **{exact} of {built} causal decoders are exact ({share:.1%}), {refused} are refused with a reason, {wrong} are wrong.**
-{not_built} more could not be built tiny. The other {halves} families are encoders or halves of encoder-decoders and are
-refused as such.
+{not_built} more could not be built as a tiny model. The other {halves} families are encoders or halves of
+encoder-decoders, and are refused as such.
 
-Route `attention`: segments reach every attention layer, and the convolution and scan of layers that carry state along
-the row (state-space, linear attention, convolutions) or, where they cannot, such a layer runs on batches of documents
-of similar length. Route `documents`: attention cannot be told of segments from outside, and the whole decoder runs on
-such batches.
+- Route `attention`: every attention layer receives the segment boundaries, and so do the convolution and scan of
+  layers that carry state along the row (state-space, linear attention, convolutions). Where a convolution or scan
+  cannot take them, that layer runs on batches of documents of similar length.
+- Route `documents`: attention cannot receive the boundaries from outside, so the whole decoder runs on such batches.
 
 | family | route | logits | gradients |
 |---|---|---|---|
@@ -60,7 +60,7 @@ def page(reports: list[FamilyReport]) -> str:
     text += "".join(f"| {r.family} | {REFUSED[r.family]} |\n" for r in refused)
     names = fill(", ".join(r.family for r in halves), 120, break_on_hyphens=False)
     text += f"\n## Encoders and halves of encoder-decoders\n\n{names}.\n"
-    text += "\n## Not built tiny\n\nThese are not counted above; the patch does not refuse them.\n\n"
+    text += "\n## Not built tiny\n\nThese are not counted above. `patch` does not refuse them.\n\n"
     text += "| family | what transformers says |\n|---|---|\n"
     text += "".join(f"| {r.family} | {' '.join(r.not_built.split())} |\n" for r in not_built)
     return text

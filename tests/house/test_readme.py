@@ -1,9 +1,11 @@
-"""What the README and the guides show is executed: Python blocks, and console commands on a tiny model."""
+"""The README and the guides are true: their blocks and commands run, their links lead somewhere, their tables hold."""
 
 from __future__ import annotations
 
 import json
 import re
+import runpy
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,14 @@ from typer.testing import CliRunner
 from crosspack.cli import app
 from crosspack.cli.corpus import standard_library_records
 from crosspack.cli.text import train_tokenizer
+from packing_core.extras import MINIMUM
+from torch_backend.auditing.survey import config_of, survey
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/steps.md", "docs/torch.md")
+README = (ROOT / "README.md").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+REPOSITORY = PROJECT["urls"]["Repository"]
+PAGES = ("README.md", "docs/migration.md", "docs/steps.md", "docs/torch.md")
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -71,7 +78,62 @@ def test_make_targets_exist() -> None:
     assert used == {"demo", "test"} and used <= targets
 
 
-def test_links_lead_somewhere() -> None:
-    for page in [*PAGES, "CONTRIBUTING.md"]:
-        for target in re.findall(r"\]\((?!http)([^)#]+)", (ROOT / page).read_text()):
-            assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))])
+def test_links_between_pages_lead_somewhere(page) -> None:
+    for target in re.findall(r"\]\((?!http)([^)#]+)", (ROOT / page).read_text()):
+        assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
+
+
+def test_the_readmes_links_work_on_a_package_index() -> None:
+    links = re.findall(r"\]\(([^)]+)\)", README)
+    ours = [link.removeprefix(REPOSITORY) for link in links if link.startswith(REPOSITORY)]
+    others = {link for link in links if not link.startswith(REPOSITORY)}
+    assert len(ours) > 10 and all(link.startswith("https://img.shields.io/badge/") for link in others), others
+    for link in ours:
+        kind, _, path = link.removeprefix("/").partition("/main/")
+        if kind in ("blob", "raw"):
+            assert (ROOT / path).is_file(), f"the README links to {path}"
+        else:
+            workflow = link.removeprefix("/actions/workflows/").removesuffix("/badge.svg")
+            assert (ROOT / ".github/workflows" / workflow).is_file(), f"the README links to {link}"
+
+
+def test_the_projects_links_are_those_of_one_repository() -> None:
+    assert all(link.startswith(REPOSITORY) for link in PROJECT["urls"].values())
+
+
+def test_versions_are_stated_as_they_are() -> None:
+    assert (
+        f"badge/version-{PROJECT['version']}-" in README
+        and f"badge/licence-{PROJECT['license'].replace('-', '--')}" in README
+    )
+    least = ", ".join(f"{name} {minimum}" for name, minimum in MINIMUM.items())
+    python = PROJECT["requires-python"].removeprefix(">=")
+    stated = f"Crosspack needs Python {python}, and where they are used {least}, or newer."
+    assert stated.replace(", jax", " and jax") in " ".join(README.split())
+
+
+def test_the_count_of_families_is_that_of_their_page() -> None:
+    (count,) = re.findall(r"\*\*(\d+ of \d+) causal decoders are exact", (ROOT / "docs/models.md").read_text())
+    assert f"[{count} are exact]" in " ".join(README.split())
+
+
+def test_the_page_of_families_is_worded_as_its_script_writes_it() -> None:
+    page, at = (ROOT / "docs/models.md").read_text(), 0
+    for part in re.split(r"\{[^}]*\}", runpy.run_path(str(ROOT / "docs/make_models.py"))["INTRODUCTION"]):
+        assert (at := page.find(part, at)) >= 0, part
+
+
+def family_table() -> list[tuple[str, list[str]]]:
+    """Each family of the README's table with its verdicts."""
+    lines = [line.strip("| ").split(" | ") for line in README.splitlines() if line.count("|") == 6]
+    return [(family, verdicts) for families, *verdicts in lines[2:] for family in families.split(", ")]
+
+
+@pytest.mark.parametrize(
+    ("family", "stated"), family_table(), ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_the_table_of_families_is_what_the_audit_measures(family, stated) -> None:
+    verdicts = {result.path: result.verdict for result in survey(config_of(family))}
+    found = [verdicts[path] for path in ("position_ids", "position_ids, use_cache=False", "TRL's keys", "patched")]
+    assert found == ["refused" if verdict.startswith("raises") else verdict for verdict in stated]

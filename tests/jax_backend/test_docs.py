@@ -44,6 +44,14 @@ def ids(*rows: str) -> jax.Array:
     return jnp.asarray([[int(digit) for digit in row] for row in rows], jnp.int32)
 
 
+# -- the first blocks -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["train_step.py", "attention.py"])
+def test_the_first_blocks_run(name: str) -> None:
+    module(name)
+
+
 # -- an existing flax model -------------------------------------------------------------------------------------------
 
 

@@ -59,7 +59,7 @@ def test_it_warms_up_records_once_and_replays_on_the_batch_of_each_call(stand_in
     assert stand_in.recorded == 1
 
 
-def test_the_guides_step_trains(stand_in, monkeypatch):
+def test_the_guides_step_trains(stand_in, monkeypatch, tmp_path):
     """The block of docs/speed.md as it stands, but smaller, on the CPU, and compiled by nobody."""
     page = (Path(__file__).parents[2] / "docs/speed.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
@@ -70,14 +70,15 @@ def test_the_guides_step_trains(stand_in, monkeypatch):
         assert shown in code
         code = code.replace(shown, tried)
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: None)
-    docs = [torch.arange(n) % 61 + 1 for n in (60, 19, 44, 7, 33, 21, 50, 12, 64, 40, 3, 58) * 3]
+    monkeypatch.chdir(tmp_path)
+    tiny("qwen2").save_pretrained("my-model")
 
     def recorded(step: CapturedStep) -> CapturedStep:
         stand_in.step = step
         return step
 
     losses: list[float] = []
-    exec(code, {"model": tiny("qwen2"), "documents": docs, "losses": losses, "recorded": recorded})
+    exec(code, {"losses": losses, "recorded": recorded})
     assert len(losses) > 6 and all(0 < loss < 10 for loss in losses) and len(set(losses)) == len(losses)
     assert stand_in.recorded == 1
 

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.torch_backend.models import tiny
+from tests.torch_backend.torchrun import torchrun
 from tests.torch_backend.torchrun_loss import CASES, train
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The gradients of each step, by case."""
     target = tmp_path_factory.mktemp("loss") / "gradients.pt"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    call = [*launch, str(Path(__file__).with_name("torchrun_loss.py")), str(target)]
-    done = subprocess.run(call, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun("torchrun_loss.py", str(target))
     return torch.load(target)
 
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.torch_backend.models import collate, documents, tiny
+from tests.torch_backend.torchrun import leave
 from torch_backend import normalise, patch
 from torch_backend.losses.causal_lm import causal_lm_loss
 
@@ -164,7 +165,7 @@ def main(target: Path) -> None:
             results[name] = f"{type(error).__name__}: {error}"
     if dist.get_rank() == 0:
         torch.save(results, target)
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -224,7 +224,7 @@ def _labels_every_token(model: Any) -> bool:
     return trains_first_token(model)
 
 
-# A token classifier's labels travel as a column, so that first tokens keep theirs; 0 is padding and what is not trained.
+# A token classifier's labels travel as a column, so that first tokens keep theirs; 0 is what is not trained.
 _EVERY_LABEL = "_every_label"
 
 

@@ -1,0 +1,62 @@
+"""docs/migration.md names every system, shows lines of ours for each, and names options that exist.
+
+What it shows of Crosspack is executed by ``test_readme``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import grain
+import pytest
+from trl import SFTConfig
+
+import crosspack
+
+PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text()
+SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, flags=re.MULTILINE | re.DOTALL))
+COMMON = "What every switch has in common"
+SYSTEMS = ("TRL", "Unsloth", "Unsloth's metadata cache", "open-instruct", "FlashSamplePack", "fast-axolotl", "axolotl")
+SYSTEMS += ("LLaMA-Factory", "torchtune", "MaxText and grain")
+OURS = {
+    name
+    for function in (crosspack.plan, crosspack.pack, crosspack.stream, crosspack.PackedCollator)
+    for name in inspect.signature(function).parameters
+}
+
+
+def test_every_system_has_a_section() -> None:
+    assert [title.partition(":")[0] for title in SECTIONS if title != COMMON] == list(SYSTEMS)
+
+
+@pytest.mark.parametrize("title", [title for title in SECTIONS if title != COMMON])
+def test_every_section_shows_theirs_and_ours_and_what_differs(title) -> None:
+    text = SECTIONS[title]
+    assert "Theirs" in text and re.search("[Oo]urs|the added line", text)
+    assert "```python\n" in text and "crosspack" in text
+    assert len(re.findall(r"^- \*\*", text, flags=re.MULTILINE)) >= 3
+
+
+def test_the_options_of_ours_exist() -> None:
+    ours = [line.split("|")[2] for line in SECTIONS[COMMON].splitlines() if line.startswith("|")][2:]
+    named = {option for cell in ours for option in re.findall(r"`([a-z_]+)(?:=|`)", cell)}
+    assert len(named) >= 6 and named <= OURS
+
+
+@pytest.mark.parametrize("overflow", ["drop", "truncate", "split"])
+def test_long_documents_raise_unless_overflow_says_otherwise(overflow) -> None:
+    assert f'"{overflow}"' in SECTIONS[COMMON]
+    with pytest.raises(crosspack.CapacityError):
+        crosspack.plan([9], 8)
+    crosspack.plan([9, 1], 8, overflow=overflow)
+
+
+def test_the_options_of_installed_libraries_exist() -> None:
+    packing = inspect.signature(grain.experimental.FirstFitPackIterDataset).parameters
+    assert {"length_struct", "num_packing_bins", "max_sequences_per_bin"} <= set(packing)
+    (strategies,) = [
+        field.metadata["help"] for name, field in SFTConfig.__dataclass_fields__.items() if name == "packing_strategy"
+    ]
+    assert all(f"'{name}'" in strategies for name in ("bfd", "bfd_split", "wrapped"))
