@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from crosspack.cli import app
 from packing_core.errors import PackingError
-from torch_backend.auditing.survey import PATHS, config_of, survey
+from torch_backend.stacks.paths import PATHS, config_of, survey
 
 
 def run(*arguments: str):

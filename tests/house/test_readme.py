@@ -16,7 +16,7 @@ from crosspack.cli import app
 from crosspack.cli.corpus import standard_library_records
 from crosspack.cli.text import train_tokenizer
 from packing_core.extras import MINIMUM
-from torch_backend.auditing.survey import config_of, survey
+from torch_backend.stacks.paths import config_of, survey
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

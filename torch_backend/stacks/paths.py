@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from packing_core.errors import PackingError, UnsupportedModelError, first_line
 from packing_core.extras import require
 from torch_backend.auditing.compare import Run, gradients_error, next_token_loss, outputs_error, random_documents, run
-from torch_backend.auditing.stock_trainers import audits, trainer_paths
 from torch_backend.auditing.tiny import all_families, family_config, tiny_config, tiny_model
 from torch_backend.auditing.trainer import TrainerReport
 from torch_backend.collate import PackedCollator
 from torch_backend.patching import patch
+from torch_backend.stacks.trainers import audits, trainer_paths
 
 LENGTHS = (21, 9, 30)  # one row without padding; the first two fit into tiny windows, the last does not
 LIMIT = 1e-3  # of the largest reference value; what float32 rounding costs lies below 1e-5

@@ -1,7 +1,7 @@
 """Trainers in wide use, built over a tiny clone as users build them, and audited: ``crosspack audit --trainer trl``.
 
 A config -> a tiny random model -> ``SFTTrainer(packing=True)`` on a few documents, stock and after ``enable_packing``
--> :func:`torch_backend.auditing.trainer.audit_trainer` -> one :class:`torch_backend.auditing.survey.PathResult` each.
+-> :func:`torch_backend.auditing.trainer.audit_trainer` -> one :class:`torch_backend.stacks.paths.PathResult` each.
 """
 
 from __future__ import annotations
