@@ -109,8 +109,9 @@ def test_documents_behind_a_window_count_as_long_as_the_window(hopper):
 
 @pytest.mark.usefixtures("hopper", "without_flash_attention")
 def test_a_long_document_runs_in_torchs_own_attention_only_where_that_has_a_fused_kernel():
-    assert select(VERY_LONG) == "sdpa"
-    for has in (*SCORED.values(), {"window": 4_096}, {"softcap": 50.0, "window": 4_096}, {"value_dim": 32}):
+    for has in ({}, {"value_dim": 32}):
+        assert select(replace(VERY_LONG, **has)) == "sdpa"
+    for has in (*SCORED.values(), {"window": 4_096}, {"softcap": 50.0, "window": 4_096}):
         assert select(replace(VERY_LONG, **has)) == "triton"
 
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import torch_backend
 from packing_core.errors import UnsupportedModelError
 from tests.torch_backend.models import LENGTHS, collate, documents, error, tiny
-from torch_backend.auditing.tiny import tiny_model
+from torch_backend.auditing.tiny import tiny_config, tiny_model
 from torch_backend.hf.heads import trains_first_token
-from torch_backend.hf.patch import state_of
+from torch_backend.hf.patch import Patched, state_of
 from torch_backend.ops.attention import sdpa
 from torch_backend.segments import PackedMetadata
 
@@ -56,6 +56,12 @@ def test_hidden_states_are_those_of_each_document(family: str) -> None:
         assert error(x, y) <= 1e-5
     found_gradients = gradients(model, torch.cat(found).matmul(direction).square().sum())
     assert_same_gradients(found_gradients, want_gradients)
+
+
+def test_a_vision_model_inside_a_headless_decoder_is_not_its_decoder() -> None:
+    with torch.device("meta"):
+        model = transformers.Phi4MultimodalModel(tiny_config(transformers.Phi4MultimodalConfig()))
+    assert Patched(model, "auto").decoder is model
 
 
 def test_the_audit_of_a_headless_model_compares_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from accelerate import ParallelismConfig
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, TaskType, get_peft_model
 from torch import Tensor
@@ -89,7 +91,7 @@ def test_any_other_mask_beside_the_boundaries_is_refused(mask: Any, message: str
 
 def test_a_mask_passed_by_position_is_checked_too() -> None:
     batch = batch_of()
-    ids = batch.pop("input_ids")
+    ids, _ = batch.pop("input_ids"), batch.pop("attention_mask")
     with pytest.raises(LayoutError, match="attention_mask contradicts the boundaries"):
         patched()(ids, with_hole(), **batch)
 
@@ -97,8 +99,8 @@ def test_a_mask_passed_by_position_is_checked_too() -> None:
 def test_arguments_passed_by_position_reach_the_model() -> None:
     model, batch = patched().eval(), batch_of()
     want = model(**batch).logits
-    ids, positions = batch.pop("input_ids"), batch.pop("position_ids")
-    assert torch.equal(model(ids, ones(), positions, **batch).logits, want)
+    ids, mask, positions = (batch.pop(name) for name in ("input_ids", "attention_mask", "position_ids"))
+    assert torch.equal(model(ids, mask, positions, **batch).logits, want)
 
 
 # ---- positions and labels beside the boundaries
@@ -127,7 +129,7 @@ def test_positions_that_a_model_of_the_per_document_route_would_ignore_are_refus
     batch["position_ids"] = batch["position_ids"] + (batch["seq_idx"] == 2)
     with pytest.raises(LayoutError, match="position_ids are not those of a document of its own at row 0, token 24"):
         model(**batch)
-    with pytest.raises(UnsupportedModelError, match="position_ids on 3 axes: this model handles its documents"):
+    with pytest.raises(UnsupportedModelError, match="on 3 axes, but the packed documents of this model have"):
         model(**batch_of(position_ids=torch.zeros(3, 2, 64, dtype=torch.long)))
 
 
@@ -524,9 +526,10 @@ def test_rows_that_context_parallelism_has_cut_are_refused_for_what_they_are() -
 
 
 @pytest.mark.parametrize(("kind", "name"), [("cp", "context"), ("sp", "sequence")])
-def test_a_trainer_that_cuts_rows_is_refused_before_it_trains(kind: str, name: str) -> None:
-    accelerator = SimpleNamespace(parallelism_config=ParallelismConfig(**{f"{kind}_size": 2}))
-    trainer = SimpleNamespace(model=tiny("llama"), data_collator=collate, accelerator=accelerator)
+def test_a_trainer_that_cuts_rows_is_refused_before_it_trains(kind: str, name: str, tmp_path: Path) -> None:
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    trainer = transformers.Trainer(tiny("llama"), arguments, collate)
+    trainer.accelerator = SimpleNamespace(parallelism_config=ParallelismConfig(**{f"{kind}_size": 2}))
     with pytest.raises(
         UnsupportedError, match=rf"{name} parallelism \({kind}_size=2\) cannot be combined with packing"
     ):

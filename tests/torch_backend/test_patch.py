@@ -220,6 +220,14 @@ def test_verify_raises_and_leaves_the_model_alone(monkeypatch: pytest.MonkeyPatc
     assert state_of(model) is None and model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_proof_takes_gradients_whatever_the_callers_mode_is(monkeypatch: pytest.MonkeyPatch, mode: Any) -> None:
+    monkeypatch.setattr(import_module("torch_backend.auditing.model"), "_verdicts", {})
+    with mode():
+        report = torch_backend.audit(tiny("llama"))
+    assert report.verdict == "exact" and report.worst_parameter
+
+
 def test_metadata_of_another_collator_is_enough() -> None:
     """TRL and DataCollatorWithFlattening give boundaries and the longest, no host lengths."""
     model, docs = patched("llama").eval(), documents()

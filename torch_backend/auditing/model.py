@@ -165,7 +165,7 @@ def audit(
         about["route"] = Patched(root, implementation).route
     except UnsupportedModelError as refusal:
         return AuditReport(**about, refused=str(refusal))
-    with full_float32():
+    with torch.inference_mode(False), torch.enable_grad(), full_float32():  # whatever the caller's mode is
         clone = _clone(root).to(device).train()
         try:
             return AuditReport(**about, **_measure(clone, dtype, implementation, tolerance))

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from torch_backend.hf.knowledge import LEFT_OPEN, TINY_SIZES
+
 # Lengths that the documents of an audit cross, whatever they are in the large model.
 WINDOW = 12
 CHUNK = 16
@@ -48,39 +50,6 @@ _AT_MOST = (
     (8, "index_topk keep_window_size rel_extent index_block_size"),
     (POSITIONS, "original_max_position_embeddings"),
 )
-_INDEXER = {
-    "indexer_n_heads": 2,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": 256,
-    "indexer_budget": 8,
-    "indexer_compress_ratio": 2,
-}
-# What the default configs of some families leave open.
-_LEFT_OPEN: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {"num_experts_per_tok": 2},
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "hunyuan_v1_dense": {"head_dim": 64},
-    "hunyuan_v1_moe": {"head_dim": 64},
-    "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
-    "ministral": {"head_dim": 64},
-    "nemotron": {"num_key_value_heads": 8},
-    "bamba": {"attn_layer_indices": [9, 18, 27]},
-    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
-    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
-    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},
-    "qwen4_exp": {"text_config": _INDEXER},
-    "qwen4_exp_text": _INDEXER,
-}
-# Sizes that only one family has, or has rules of its own for.
-_OWN_SIZES: dict[str, dict[str, Any]] = {
-    "bamba": {"num_hidden_layers": 3, "attn_layer_indices": [1]},
-    "dots3_note_text": {"head_dim": 16, "per_layer_config": {}, "index_n_heads": 2, "index_head_dim": 16},
-    "nemotron_h": {"n_groups": 2, "mamba_num_heads": 4, "mamba_head_dim": 16},
-    "rwkv": {"attention_hidden_size": 64},
-    "xlstm": {"hidden_size": 256, "embedding_dim": 256, "mode": "train_with_padding", "return_last_states": False},
-    "zamba2": {"adapter_rank": 8},
-}
 AT_MOST = {name: most for most, names in _AT_MOST for name in names.split()}
 
 
@@ -96,7 +65,7 @@ def family_config(family: str) -> Any:
     from transformers import CONFIG_MAPPING
 
     config_class = CONFIG_MAPPING[family]
-    return config_class(**_LEFT_OPEN.get(family, {}))
+    return config_class(**LEFT_OPEN.get(family, {}))
 
 
 def tiny_config(config: Any, *, head_dim: int | None = None, changes: Mapping[str, Any] | None = None) -> Any:
@@ -247,4 +216,4 @@ def _keep_consistent(fields: dict[str, Any]) -> None:
     family = fields.get("model_type", "")
     if family == "mamba2":
         fields |= {"n_groups": 2, "head_dim": 2 * hidden // N_HEADS}
-    fields |= _OWN_SIZES.get(family, {})
+    fields |= TINY_SIZES.get(family, {})

@@ -19,29 +19,9 @@ from packing_core.batch import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
 from torch_backend.hf.boundaries import METADATA_KEYS, PAGED_CACHE, WAY_OUT
 from torch_backend.hf.guard import Guard
+from torch_backend.hf.knowledge import BOTH_WAYS, EXACT_KEYS, M_ROPE
 from torch_backend.segments import PackedMetadata, to_device
 
-# Families whose rotary positions have three axes (time, height, width) where there are images or videos.
-M_ROPE = (
-    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
-    *("glm4v", "glm4v_moe", "glm46v", "glm_ocr"),
-)
-_GRIDS = frozenset(("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "mm_token_type_ids"))
-_PIXELS = frozenset(("pixel_values",))
-_SIZES = _PIXELS | {"image_sizes"}
-_PIXEL_MASK = _PIXELS | {"pixel_attention_mask"}
-# Tensor arguments with which a family is exact when packed; tests/torch_backend/test_multimodal.py proves every one.
-# Others are refused: nothing else tells whether tokens attend in both directions or positions depend on the row.
-EXACT_KEYS: Mapping[str, frozenset[str]] = {
-    **dict.fromkeys(M_ROPE, _GRIDS),
-    **dict.fromkeys(("aya_vision", "cohere2_vision", "deepseek_vl", "got_ocr2", "internvl", "vipllava"), _PIXELS),
-    **dict.fromkeys(("lighton_ocr", "llava", "llava_next", "llava_onevision", "mistral3"), _SIZES),
-    **dict.fromkeys(("idefics2", "idefics3", "smolvlm"), _PIXEL_MASK),
-    "lfm2_vl": _PIXEL_MASK | {"spatial_shapes"},
-    "gpt2": frozenset(("token_type_ids",)),
-}
-# Arguments that mark tokens which see each other in both directions, by family; exact while they mark none.
-BOTH_WAYS: Mapping[str, str] = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"}
 # Arguments that have a rule of their own, and those that say nothing about single documents; of every family.
 _RULED = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels", *METADATA_KEYS)
 HARMLESS = frozenset((*_RULED, "num_items_in_batch", "logits_to_keep", "cache_position"))
@@ -221,8 +201,8 @@ def check_positions(
         raise LayoutError(f"position_ids must be {list(shape)}, or several axes of it as in M-RoPE, got {form}")
     if positions.ndim == 3 and not axes:
         raise UnsupportedModelError(
-            f"a packed batch came with position_ids on {len(positions)} axes: this model handles its documents one by "
-            f"one, with positions on a single axis; {UNPACKED}"
+            f"a packed batch came with position_ids on {len(positions)} axes, but the packed documents of this model "
+            f"have positions on a single one; {UNPACKED}"
         )
     if not renumbered:
         return

@@ -7,7 +7,7 @@ cannot be given segments from outside, so the whole decoder runs on padded batch
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from packing_core.errors import UnsupportedModelError
@@ -89,6 +89,30 @@ def route_of(config: Any, decoder: Any, *, uses_interface: bool) -> tuple[Route,
     return "attention", "its attention takes segments"
 
 
+# -- arguments of a batch ----------------------------------------------------------------------------------------------
+
+# Families whose rotary positions have three axes (time, height, width) where there are images or videos.
+M_ROPE = (
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+    *("glm4v", "glm4v_moe", "glm46v", "glm_ocr"),
+)
+_GRIDS = frozenset(("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "mm_token_type_ids"))
+_PIXELS = frozenset(("pixel_values",))
+_SIZES = _PIXELS | {"image_sizes"}
+_PIXEL_MASK = _PIXELS | {"pixel_attention_mask"}
+# Tensor arguments with which a family is exact when packed; tests/torch_backend/test_multimodal.py proves every one.
+# Others are refused: nothing else tells whether tokens attend in both directions or positions depend on the row.
+EXACT_KEYS: Mapping[str, frozenset[str]] = {
+    **dict.fromkeys(M_ROPE, _GRIDS),
+    **dict.fromkeys(("aya_vision", "cohere2_vision", "deepseek_vl", "got_ocr2", "internvl", "vipllava"), _PIXELS),
+    **dict.fromkeys(("lighton_ocr", "llava", "llava_next", "llava_onevision", "mistral3"), _SIZES),
+    **dict.fromkeys(("idefics2", "idefics3", "smolvlm"), _PIXEL_MASK),
+    "lfm2_vl": _PIXEL_MASK | {"spatial_shapes"},
+    "gpt2": frozenset(("token_type_ids",)),
+}
+# Arguments that mark tokens which see each other in both directions, by family; exact while they mark none.
+BOTH_WAYS: Mapping[str, str] = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"}
+
 # -- layers that carry state along the row -------------------------------------------------------------------------
 
 # Layer classes without a convolution to recognise them by, and which instances of them carry state.
@@ -131,6 +155,42 @@ WITHOUT_EFFECT = (
     *("position_embeddings", "layer_idx", "use_cache", "packed"),
     *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
 )
+
+# -- configs, for tiny models ------------------------------------------------------------------------------------------
+
+_INDEXER = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 256,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+}
+# What the default configs of some families leave open.
+LEFT_OPEN: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "hunyuan_v1_dense": {"head_dim": 64},
+    "hunyuan_v1_moe": {"head_dim": 64},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "ministral": {"head_dim": 64},
+    "nemotron": {"num_key_value_heads": 8},
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},
+    "qwen4_exp": {"text_config": _INDEXER},
+    "qwen4_exp_text": _INDEXER,
+}
+# Fields of a tiny config that only one family has, or has rules of its own for.
+TINY_SIZES: dict[str, dict[str, Any]] = {
+    "bamba": {"num_hidden_layers": 3, "attn_layer_indices": [1]},
+    "dots3_note_text": {"head_dim": 16, "per_layer_config": {}, "index_n_heads": 2, "index_head_dim": 16},
+    "nemotron_h": {"n_groups": 2, "mamba_num_heads": 4, "mamba_head_dim": 16},
+    "rwkv": {"attention_hidden_size": 64},
+    "xlstm": {"hidden_size": 256, "embedding_dim": 256, "mode": "train_with_padding", "return_last_states": False},
+    "zamba2": {"adapter_rank": 8},
+}
 
 # -- what the package touches ---------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from torch_backend.hf.knowledge import SEE_PADDING, route_of
 from torch_backend.hf.mixers import find_mixers, override_decoder, override_mixer, why_not_on_the_row
 from torch_backend.hf.override import original_class
 from torch_backend.hf.placement import execution_device
-from torch_backend.hf.rotary import find_batch_dependent, override_frequencies, restore_frequencies
+from torch_backend.hf.rotary import find_batch_dependent, has_position_axes, override_frequencies, restore_frequencies
 from torch_backend.ops.attention import AttentionRequest, candidates, needs_host_lengths, prepare
 from torch_backend.ops.documents import FINE, OWN
 from torch_backend.ops.operators import runs_triton
@@ -325,7 +325,7 @@ class Patched:
             self.guard,
             shifted=self.shifted,
             renumbered=self.route == "documents",
-            axes=self.route != "documents" and not self.rotaries,
+            axes=self.route != "documents" and not self.rotaries and has_position_axes(self.decoder.config),
             wait=wait,
         )
         rows, row_length = tokens.shape[:2]
@@ -371,9 +371,11 @@ class Patched:
 
 def _decoder(root: Any) -> Any:
     """The model inside the causal language model that embeds the tokens and makes the masks."""
+    embedding = root.get_input_embeddings()
     inner = [m for m in root.modules() if isinstance(m, PreTrainedModel) and m is not root]
     for found in (root.get_decoder(), root.base_model, *inner):
-        if isinstance(found, PreTrainedModel) and found is not root:
+        # a vision or audio model inside a decoder is not its decoder
+        if isinstance(found, PreTrainedModel) and found is not root and embedding in found.modules():
             return found
     return root
 

@@ -117,6 +117,12 @@ def interleaving(original: Rotation) -> bool | None:
 # -- frequencies that depend on the batch --------------------------------------------------------------------------
 
 
+def has_position_axes(config: Any) -> bool:
+    """Whether a decoder rotates by positions on several axes (M-RoPE), as its config says."""
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    return "mrope_section" in rope
+
+
 def find_batch_dependent(decoder: nn.Module) -> dict[str, nn.Module]:
     """Rotary modules of ``decoder`` whose frequencies depend on the batch, by name.
 

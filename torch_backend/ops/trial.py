@@ -1,8 +1,8 @@
-"""Trial runs: code that finds out what works here, apart from the step that asked.
+"""Trial runs: code that finds out which implementations work here, isolated from the step that needs to know.
 
-A model's forward can ask in the middle of anything: under autocast, in inference mode, with fake tensors, inside a
-checkpointed layer whose hooks count every tensor that is saved, where waiting for the device is forbidden. All but the
-last belong to the thread, so a trial runs in a thread of its own.
+A forward may start a trial under autocast, in inference mode, with fake tensors, inside a checkpointed layer whose
+hooks count every saved tensor, or where waiting for the device is forbidden. All but the last are states of the
+thread, so a trial runs in a thread of its own. :func:`current_device` lifts the last.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def apart(trial: Callable[P, R]) -> Callable[P, R]:
-    """``trial``, run in a new thread: none of its caller's modes and hooks apply, and gradients are enabled."""
+def in_own_thread(trial: Callable[P, R]) -> Callable[P, R]:
+    """``trial`` in a new thread: no mode or hook of the caller applies, and gradients are enabled."""
 
     @wraps(trial)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -31,7 +31,7 @@ def apart(trial: Callable[P, R]) -> Callable[P, R]:
 
 
 def refusal(error: Callable[[], float], tolerance: float) -> str | None:
-    """Why what ``error()`` tries out cannot be used: it raises, or is wrong by more than ``tolerance``; else None."""
+    """Why an implementation cannot be used: its ``error()`` raises, or exceeds ``tolerance``; None if it can."""
     try:
         found = error()
     except ImportError as failure:
@@ -43,8 +43,8 @@ def refusal(error: Callable[[], float], tolerance: float) -> str | None:
 
 
 @contextmanager
-def on(device: torch.device) -> Iterator[None]:
-    """``device`` is the current one, and reading results back from it is allowed whatever the process forbids."""
+def current_device(device: torch.device) -> Iterator[None]:
+    """Make ``device`` the current one, and allow results to be read back from it even where the process forbids it."""
     if device.type != "cuda":
         yield
         return

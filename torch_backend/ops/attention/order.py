@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 
 from torch_backend.ops.attention.request import AttentionRequest, Implementation
-from torch_backend.ops.trial import apart, on
+from torch_backend.ops.trial import current_device, in_own_thread
 from torch_backend.segments import PackedMetadata
 
 logger = logging.getLogger(__name__)
@@ -44,12 +44,12 @@ COLUMNS: dict[str, Callable[[AttentionRequest], bool]] = {
 _SHORT = ("triton", "flash4", "flash3", "varlen", "flash2", "flex", "xformers", "sdpa")
 _LONG = ("flash4", "flash3", "triton", "varlen", "flash2", "flex", "xformers", "sdpa")
 _VERY_LONG = ("flash4", "flash3", "sdpa", "triton", "flex", "varlen", "flash2", "xformers")
-# compute capability -> column -> the order for each kind. "plain" was measured; the other columns follow it, but for
-# sdpa: torch's fused kernels take none of them as they are.
+# compute capability -> column -> the order for each kind. Torch's fused kernels, behind sdpa, take values of another
+# width than keys as they are, and nothing of the first three columns or of windows.
 RECORDED = {
     (9, 0): {
-        "plain": (_SHORT, _LONG, _VERY_LONG),
-        **dict.fromkeys(("sinks", "softcap", "alibi", "values", "window"), (_SHORT, _LONG, _LONG)),
+        **dict.fromkeys(("plain", "values"), (_SHORT, _LONG, _VERY_LONG)),
+        **dict.fromkeys(("sinks", "softcap", "alibi", "window"), (_SHORT, _LONG, _LONG)),
     },
 }
 _TOKENS = 16_384
@@ -105,10 +105,10 @@ def _rank(trial: AttentionRequest, load: Callable[[str], Implementation]) -> tup
     return ranked + tuple(name for name in CUDA if name not in times)
 
 
-@apart
+@in_own_thread
 def milliseconds(implementation: Implementation, trial: AttentionRequest, repeat: int = 3) -> float:
     """GPU time of one forward, and backward if the request has one, on random data of the trial's shape."""
-    with on(trial.device), torch.set_grad_enabled(trial.requires_grad):
+    with current_device(trial.device), torch.set_grad_enabled(trial.requires_grad):
         return _milliseconds(implementation, trial, repeat)
 
 

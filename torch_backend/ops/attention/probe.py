@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torch_backend.ops.attention.reference import scores_attention
 from torch_backend.ops.attention.request import AttentionRequest
-from torch_backend.ops.trial import apart, on, refusal
+from torch_backend.ops.trial import current_device, in_own_thread, refusal
 from torch_backend.segments import PackedMetadata
 
 # Shorter than, equal to and longer than a tile of 64, with a boundary inside a tile; two zero-length segments follow,
@@ -119,7 +119,7 @@ def _outcome(
     return refusal(partial(_error, implementation, request), _TOLERANCE)
 
 
-@apart
+@in_own_thread
 def _error(implementation: Probed, request: AttentionRequest) -> float:
     """The largest error of the output and of each gradient, as a share of its largest value."""
     packed = PackedMetadata.from_lengths(_LENGTHS, device=request.device, entries=_SEGMENTS, max_seqlen=_MAX_SEQLEN)
@@ -132,7 +132,7 @@ def _error(implementation: Probed, request: AttentionRequest) -> float:
         outputs = [scores_attention(*each, request=request, sinks=sinks, alibi_slopes=slopes) for each in documents]
         return torch.cat(outputs).to(request.dtype)
 
-    with on(request.device):
+    with current_device(request.device):
         pairs = zip(_output_and_gradients(given, request), _output_and_gradients(plain, request), strict=True)
         return max(float((found - right).abs().max() / right.abs().max()) for found, right in pairs)
 

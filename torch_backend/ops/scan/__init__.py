@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torch_backend.ops.documents import COARSE, FINE, per_document
-from torch_backend.ops.trial import apart, on, refusal
+from torch_backend.ops.trial import current_device, in_own_thread, refusal
 from torch_backend.segments import PackedMetadata
 
 logger = logging.getLogger(__name__)
@@ -177,7 +177,7 @@ def _refused(request: ScanRequest, way: Callable[..., Any]) -> str | None:
     return reason
 
 
-@apart
+@in_own_thread
 def _error(request: ScanRequest, way: Callable[..., Any]) -> float:
     """Of the function run in a ``way`` on two documents against plain torch on each: the output and every gradient."""
     packed = PackedMetadata.from_lengths(_LENGTHS, device=request.device)
@@ -200,7 +200,7 @@ def _error(request: ScanRequest, way: Callable[..., Any]) -> float:
         split = [x.split(_LENGTHS, 1) if is_split else (x, x) for x, is_split in zip(values, tokens, strict=True)]
         return torch.cat([call(inspect.unwrap(request.function), document) for document in zip(*split, strict=True)], 1)
 
-    with on(request.device):
+    with current_device(request.device):
         right, found = alone(), together()
         dout = torch.randn(right.shape, generator=generator).to(right)
         pairs = zip(*([out, *torch.autograd.grad(out, inputs, dout)] for out in (found, right)), strict=True)
