@@ -51,7 +51,7 @@ def test_dtypes_and_what_device_movers_leave_alone() -> None:
     batch = PackedCollator()(DOCUMENTS)
     assert next(iter(batch)) == "input_ids"  # accelerate takes the first tensor for the batch size
     assert {k: v.dtype for k, v in batch.items() if isinstance(v, Tensor)} == {
-        **dict.fromkeys(["input_ids", "labels", "position_ids"], torch.int64),
+        **dict.fromkeys(["input_ids", "labels", "position_ids", "attention_mask"], torch.int64),
         **dict.fromkeys(["seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"], torch.int32),
     }
     assert type(batch["max_length_q"]) is int
@@ -80,8 +80,11 @@ def test_columns_of_the_user_come_along() -> None:
     assert rows(batch, "reward") == [[0.5, 1.5, 2.5, 0.0]]
 
 
-def test_an_attention_mask_of_a_tokenizer_is_left_out() -> None:
-    assert "attention_mask" not in PackedCollator()([{"input_ids": [1, 2], "attention_mask": [1, 1]}])
+def test_a_mask_is_emitted_only_for_models_that_may_have_a_router() -> None:
+    features = [{"input_ids": [1, 2], "attention_mask": [1, 1]}]
+    plain = SimpleNamespace(config=SimpleNamespace(pad_token_id=0))
+    assert "attention_mask" not in PackedCollator(plain)(features)
+    assert rows(PackedCollator()(features), "attention_mask") == [[1, 1]]
 
 
 @pytest.mark.parametrize("field", ["output_router_logits", "router_aux_loss_coef"])
@@ -199,3 +202,10 @@ def test_a_token_classifier_keeps_the_labels_of_first_tokens() -> None:
     assert with_boundaries(dict)({**given, "seq_lengths": [[3, 2]]})["labels"].tolist() == [[-100, -100, 1, -100, 0]]
     with pytest.raises(LayoutError, match="a token classifier is trained on labels"):
         PackedCollator(model, capacity=5)([{"input_ids": [1, 2]}])
+
+
+def test_a_collator_of_ours_keeps_its_fixed_shapes_under_with_boundaries() -> None:
+    """Read again, boundaries that are rounded up to a bucket would lose the empty segments at their end."""
+    collator = PackedCollator(capacity=16, max_seqlen=8, bucket=8)
+    features = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}]
+    assert len(with_boundaries(with_boundaries(collator))(features)["cu_seq_lens_q"]) == 9

@@ -158,8 +158,12 @@ class BoundaryCollator:
         return {"input_ids": ids, **{k: v for k, v in batch.items() if k not in _READ_AND_LEFT_OUT}, **added}
 
 
-def with_boundaries(collator: Callable[[Any], Mapping[str, Any]], model: Any = None) -> BoundaryCollator:
+def with_boundaries(
+    collator: Callable[[Any], Mapping[str, Any]], model: Any = None
+) -> BoundaryCollator | PackedCollator:
     """``collator`` with the segments of its batches added, read from whatever it marks them with.
+
+    A collator whose batches carry segments already, one of this package, is returned as it is.
 
     Args:
         collator: returns a mapping with ``input_ids`` [B, S] and some mark of its documents.
@@ -173,7 +177,7 @@ def with_boundaries(collator: Callable[[Any], Mapping[str, Any]], model: Any = N
     See :class:`BoundaryCollator`, which raises ``LayoutError`` when it is called and the batch marks no boundaries, or
     contradicts itself.
     """
-    return BoundaryCollator(collator, model)
+    return collator if isinstance(collator, PackedCollator | BoundaryCollator) else BoundaryCollator(collator, model)
 
 
 def concatenate(batches: Sequence[PackedBatch]) -> PackedBatch:
