@@ -1,4 +1,4 @@
-"""What every audit compares: random documents, what a model computes for them, and how far two computations are apart.
+"""What every audit compares: random documents, what a model computes for them, and how much two computations differ.
 
 Documents run alone -> :class:`Run` (outputs, loss, gradients) <- the same documents run packed. All differences are
 max |got - want| / max |want|.

@@ -188,7 +188,7 @@ class _Step:
         return loss, gradients
 
     def _divides(self) -> bool:
-        """Whether the trainer's loss is a sum over the number of targets that it is told, or a mean of its own."""
+        """Whether the trainer divides its loss by the number of targets that it receives, or takes its own mean."""
         inputs = self.alone[int(np.argmax(self.targets))]
         with torch.no_grad():
             once, half = (float(self._loss(inputs, n)) for n in (sum(self.targets), 2 * sum(self.targets)))

@@ -37,7 +37,7 @@ class RowChoice:
 
     Attributes:
         triton: whether its convolution ran in Triton; otherwise it ran on batches of documents.
-        scan: what it asked of a scan, None if it has none.
+        scan: its request to a scan, None if it has none.
     """
 
     triton: bool
@@ -70,7 +70,7 @@ class PackedForward(BlockMask):
 
     Attributes:
         segments: of the B * S tokens.
-        implementation: of attention, as the user asked for it.
+        implementation: of attention, as the user named it.
         sizes: padded lengths per octave of layers that run on batches of documents, see ``ops.documents``.
         choices: what each layer chose, by ``id``; shared by the copies on other devices.
         reached: names of the layers that ran; shared likewise.

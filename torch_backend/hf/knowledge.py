@@ -29,7 +29,7 @@ DOCUMENTS = {
     "minimax_m3_vl_text": "an indexer picks blocks of keys along the row",
     "qwen4_exp": "an indexer picks keys along the row",
     "qwen4_exp_text": "an indexer picks keys along the row",
-    "zaya": "a convolution inside its attention is not told of segments",
+    "zaya": "a convolution inside its attention does not receive the segments",
 }
 OWN_ATTENTION = "its attention is its own and not transformers' interface"
 

@@ -98,7 +98,7 @@ class Patched:
 
     Attributes:
         root: the outermost transformers model, decoder: the model inside it that makes the attention masks.
-        implementation: of attention, as the user asked for it.
+        implementation: of attention, as the user named it.
         route, why: of its family, see :mod:`.knowledge`.
         attention: the layers that run packed attention, mixers: the layers that carry state; each by name.
         divided: the mixers that run per document.
@@ -227,7 +227,7 @@ class Patched:
 
     @property
     def requests(self) -> list[AttentionRequest]:
-        """What the layers asked of attention in the last packed forward that left a record."""
+        """The attention requests of the layers in the last packed forward that left a record."""
         return [choice.request for choice in self.choices.values() if isinstance(choice, AttentionChoice)]
 
     # -- hooks ------------------------------------------------------------------------------------------------------

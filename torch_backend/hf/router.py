@@ -27,7 +27,7 @@ def asks_for_router_loss(root: Any, batch: Mapping[str, Any]) -> bool:
 
 
 def refuse_per_document(root: Any, layers: Iterable[nn.Module], batch: Mapping[str, Any]) -> None:
-    """Raise if a router's loss is asked for and a router is inside ``layers``, which run on batches of documents."""
+    """Raise if a router's loss is wanted and a router is inside ``layers``, which run on batches of documents."""
     if not asks_for_router_loss(root, batch):
         return
     routers = _router_classes(root)

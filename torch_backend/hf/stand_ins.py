@@ -22,7 +22,7 @@ from torch_backend.segments import PackedMetadata
 
 
 class LayerSegments:
-    """The segments as one layer passes them to its convolution and scan, and what its scan asked for.
+    """The segments as one layer passes them to its convolution and scan, and the request of its scan.
 
     Attributes:
         packed: the segments.

@@ -80,7 +80,7 @@ def attention(
 
     Raises:
         LayoutError: shapes, dtypes or devices contradict each other.
-        UnsupportedError: no implementation asked for can serve the request; each one's reason is in the message.
+        UnsupportedError: none of the wanted implementations supports the request; the message has the reason of each.
     """
     request = request_of(
         q,

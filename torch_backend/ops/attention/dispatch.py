@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 TRIED_LAST = "tried last"  # how the reason begins of what would serve, but costs the square of a document
 
-# name -> where its object lives; imported when it is first asked
+# name -> where its object lives; imported on first use
 IMPLEMENTATIONS = {
     "flash4": "torch_backend.ops.attention.flash:FLASH4",
     "flash3": "torch_backend.ops.attention.flash:FLASH3",
@@ -48,7 +48,7 @@ def choose(
     batch, and the request says so.
 
     Raises:
-        UnsupportedError: no implementation asked for can serve the request; each one's reason is in the message.
+        UnsupportedError: none of the wanted implementations supports the request; the message has the reason of each.
     """
     try:
         return select(request, implementation), request
@@ -133,7 +133,7 @@ def needs_host_lengths(implementation: str) -> bool:
 
 
 def candidates(device: torch.device, implementation: str | Sequence[str]) -> tuple[str, ...]:
-    """The names that may be asked; of "auto", the order follows from the request too (:mod:`.order`)."""
+    """The implementations to try; the order of "auto" also depends on the request (:mod:`.order`)."""
     if implementation == "auto":
         return CUDA if device.type == "cuda" else CPU
     names = (implementation,) if isinstance(implementation, str) else tuple(implementation)

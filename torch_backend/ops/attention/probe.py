@@ -31,7 +31,7 @@ _TOLERANCE = 0.05
 
 
 class Probed:
-    """Base of the implementations that are asked by running them.
+    """Base of the implementations whose support is found by a trial run.
 
     Subclasses say in ``refuses`` what they know without a run, and define ``__call__``.
     """

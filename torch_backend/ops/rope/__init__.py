@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys, with the norm before it if asked: the autograd entry.
+"""Rotary position embedding of queries and keys, optionally with the norm before it: the autograd entry.
 
 q [T, H, D], k, per-token cos and sin (positions restart at each segment, so the angles carry the packing) ->
 :func:`apply_rope` -> rotated q and k. One Triton launch turns both, forward and backward, and copies nothing; where
@@ -64,7 +64,7 @@ def apply_rope(
         of contiguous ones with ``heads_first``.
 
     Raises:
-        LayoutError: shapes contradict each other, or ``inplace`` is asked of something that must not be overwritten.
+        LayoutError: shapes contradict each other, or ``inplace`` is set for something that must not be overwritten.
     """
     weights = () if norm is None else (norm.q_weight, norm.k_weight)
     over_heads = norm is not None and norm.over_heads

@@ -38,7 +38,7 @@ _ABSENT = "it is not installed"
 
 @dataclass(frozen=True)
 class ScanRequest:
-    """What a layer asked of a scan: enough to make a small case of it.
+    """What a layer needs of a scan: enough to make a small case of it.
 
     Attributes:
         function: what the modeling file calls.
@@ -114,7 +114,7 @@ def scan(request: ScanRequest, packed: PackedMetadata, args: tuple[Any, ...], kw
 
 
 def _fla(packed: PackedMetadata, function: Scan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """fla's kernels take one row, and would read the boundaries back to list their chunks, unless told how not to."""
+    """fla's kernels take one row. Without a list of their chunks they would read the boundaries back to make it."""
     rows, length = args[0].shape[:2]
 
     def flat(x: Any) -> Any:
