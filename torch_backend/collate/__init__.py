@@ -62,8 +62,8 @@ class PackedCollator:
         configs = _configs(model)
         pads = [config.pad_token_id for config in configs if getattr(config, "pad_token_id", None) is not None]
         self.pad_id = int(pads[0]) if pads else 0
-        # without a model, padding is marked in case the model has a router
-        self.marks_padding = not configs or any(hasattr(config, field) for config in configs for field in ROUTER_LOSS)
+        self.has_router = any(hasattr(config, field) for config in configs for field in ROUTER_LOSS)
+        self.may_have_router = self.has_router or not configs
         self.labels_every_token = _labels_every_token(model)
         self.capacity = capacity
         self.padding_free = padding_free
@@ -77,8 +77,8 @@ class PackedCollator:
         Returns:
             ``input_ids``, ``labels``, ``position_ids`` int64 [B, S]; ``seq_idx`` int32 [B, S]; ``cu_seq_lens_q`` and
             ``_k`` int32 [N+1] over the B * S tokens, padding in segments of its own; ints ``max_length_q`` and ``_k``;
-            ``packed_lengths``, the segments' lengths as a tuple; for a model with a router loss, or none given,
-            ``attention_mask`` int64 [B, S], 0 at padding; and the user's own columns [B, S].
+            ``packed_lengths``, the segments' lengths as a tuple; ``attention_mask`` int64 [B, S], 0 at padding, for a
+            model with a router loss, and where there is padding if no model was given; the user's own columns [B, S].
         """
         if isinstance(features, PackedBatch):
             return self._emit(features)
@@ -96,8 +96,9 @@ class PackedCollator:
         emitted = _to_torch(view, rows=1 if self.padding_free else len(batch))
         if self.labels_every_token:
             emitted["labels"] = emitted.pop(_EVERY_LABEL).long() + IGNORE_INDEX
-        if self.marks_padding:
-            real = np.repeat(~np.array(view.is_padding), view.lengths)
+        is_padding = np.array(view.is_padding)
+        if self.has_router or (self.may_have_router and is_padding.any()):
+            real = np.repeat(~is_padding, view.lengths)
             emitted["attention_mask"] = torch.from_numpy(real.astype(np.int64)).view_as(emitted["input_ids"])
         return emitted
 
