@@ -159,9 +159,7 @@ class BoundaryCollator:
         return {"input_ids": ids, **{k: v for k, v in batch.items() if k not in _READ_AND_LEFT_OUT}, **added}
 
 
-def with_boundaries(
-    collator: Callable[[Any], Mapping[str, Any]], model: Any = None
-) -> BoundaryCollator | PackedCollator:
+def with_boundaries(collator: Callable[[Any], Mapping[str, Any]], model: Any = None) -> Callable[[Any], Batch]:
     """``collator`` with the segments of its batches added, read from whatever it marks them with.
 
     A collator whose batches carry segments already, one of this package, is returned as it is.
