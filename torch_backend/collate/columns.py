@@ -77,6 +77,8 @@ def read_columns(columns: Mapping[str, Any]) -> Documents:
     ragged = {name: Ragged.of(x, name=name) for name, x in columns.items() if name != PROMPT and name not in LENGTHS}
     _check_sizes(ragged)
     marks = lengths | {name: ragged.pop(name).flat().values for name in PER_TOKEN if name in ragged}
+    if "attention_mask" in marks and (marks["attention_mask"] == 1).all():  # as of most tokenisers: nothing is padding
+        del marks["attention_mask"]
     loss_mask = trained_tokens({name: ragged.pop(name).flat().values for name in TRAINED if name in ragged})
     offsets = _offsets(ragged["input_ids"].lengths)
     if marks:
