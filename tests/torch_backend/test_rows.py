@@ -158,7 +158,7 @@ class Unknown(torch.utils.data.Dataset):
 def test_where_only_a_batch_can_be_packed_it_says_so_and_how_full_rows_get(tmp_path, caplog) -> None:
     trainer = enabled(build(tmp_path, numbered(), kind=OwnSampler))
     assert "packs the 2 documents of each batch and not the whole data set, because OwnSampler has a" in caplog.text
-    assert [d for d, _ in held(trainer.get_train_dataloader())] == list(range(60))
+    assert sorted(held([next(iter(trainer.get_train_dataloader()))])) == lengths_of(numbered())[:2]
     assert "full, because PackedCollator packs inside a batch, here of 2 documents: pack the whole" in caplog.text
     enabled(build(tmp_path, Unknown()))
     assert "because a Unknown does not tell its lengths: pass a datasets.Dataset or a list" in caplog.text
@@ -219,25 +219,24 @@ def test_rows_are_pickled_without_their_tokens_and_plans(tmp_path) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 7])
 def test_batches_belong_to_the_ranks_in_turn_and_are_alike_on_all(ranks) -> None:
-    rows = PackedRows(numbered(), ["input_ids"], CAPACITY)
+    rows = PackedRows(numbered(600), ["input_ids"], CAPACITY)
     rows.ranks = ranks
     batches = list(RowBatches(rows, 2))
     assert len(batches) == len(RowBatches(rows, 2)) and len(batches) % ranks == 0
     assert sorted(number for batch in batches for number in batch) == list(range(len(rows)))
     for step in range(0, len(batches), ranks):
         assert len({len(batch) for batch in batches[step : step + ranks]}) == 1
-        for cost in zip(*(rows[batch].lengths for batch in batches[step : step + ranks]), strict=False):
-            assert max(cost) - min(cost) <= 24
+    assert rows.dealt(0).imbalance < 1.05
 
 
 def test_a_stream_is_packed_as_its_documents_come(tmp_path) -> None:
     stream = numbered(400).to_iterable_dataset()
     with pytest.raises(ValueError, match="max_steps"):
         enabled(build(tmp_path, stream, max_steps=-1))
-    trainer = enabled(build(tmp_path, stream))
-    batches = list(trainer.get_train_dataloader())
+    batches = list(enabled(build(tmp_path, stream)).get_train_dataloader())
     assert sorted(held(batches)) == lengths_of(numbered(400))
     assert sum(n for _, n in held(batches)) / sum(batch["input_ids"].numel() for batch in batches) > 0.9
+    trainer = enabled(build(tmp_path, numbered().to_iterable_dataset()))
     trainer.train()
     assert trainer.state.global_step == 3
 
