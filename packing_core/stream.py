@@ -376,10 +376,12 @@ class PackStream:
         missing = -(self._rows_before - self._base) % self.shards if self._base < self._rows_before else 0
         numbers = self._rows_before + np.arange(missing)
         if (numbers % self.shards == self.index).any():
-            self._ready = _with_empty_row(self._ready or self._no_rows)
+            self._ready = with_empty_row(self._ready or self._no_rows)
 
 
-def _with_empty_row(batch: PackedBatch) -> PackedBatch:
+def with_empty_row(batch: PackedBatch) -> PackedBatch:
+    """The batch and, after its rows, one that is nothing but padding."""
+
     def grown(array: NDArray[Any], fill: int) -> NDArray[Any]:
         return np.concatenate([array, np.full((1, batch.capacity), fill, array.dtype)])
 

@@ -20,6 +20,14 @@ def arrow(kind=pa.list_, value=None, documents=DOCUMENTS):
     return pa.array(documents, type=kind(value or pa.int32()))
 
 
+def off_by_a_byte():
+    """The second and third document at an address that no other int32 array has."""
+    values = pa.py_buffer(b"." + FLAT[3:].tobytes()).slice(1)
+    return pa.ListArray.from_arrays(
+        pa.array([0, 1, 5], pa.int32()), pa.Array.from_buffers(pa.int32(), 5, [None, values])
+    )
+
+
 def forms(tmp_path):
     """The same three documents in every form that Ragged.of takes."""
     Ragged(FLAT, OFFSETS).save(tmp_path)
@@ -36,6 +44,9 @@ def forms(tmp_path):
         "arrow large_list": Ragged.of(arrow(pa.large_list)),
         "arrow sliced": Ragged.of(arrow(documents=[[1, 2], *DOCUMENTS, [3]])[1:4]),
         "arrow chunked": Ragged.of(pa.chunked_array([arrow(documents=DOCUMENTS[:1]), arrow(documents=DOCUMENTS[1:])])),
+        "arrow chunks that do not line up": Ragged.of(
+            pa.chunked_array([arrow(documents=DOCUMENTS[:1]), off_by_a_byte()])
+        ),
         "arrow chunked, empty chunks": Ragged.of(pa.chunked_array([arrow(documents=[]), arrow(), arrow(documents=[])])),
         "lists and arrays of mixed dtypes": Ragged.of([[5, 6, 7], [8], np.array([9, 10, 11, 12], np.uint8)]),
     }

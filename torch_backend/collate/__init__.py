@@ -8,6 +8,7 @@ map-style dataset: ``DataLoader(PackedDataset(...), batch_size=2, collate_fn=Pac
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,7 +25,10 @@ from packing_core.views import KernelView
 from torch_backend.collate.columns import TRAINED, read_examples, trained_tokens
 from torch_backend.collate.marks import MARKS, PER_TOKEN, Segments, counts_through, is_numbered, read_segments
 
+logger = logging.getLogger(__name__)
+
 Batch = dict[str, Any]
+FULL = 0.7  # rows that are less full than this are worth a warning
 ROUTER_LOSS = ("output_router_logits", "router_aux_loss_coef")  # a config that has one may have a router with a loss
 _READ_AND_LEFT_OUT = ("segment_ids", "seq_lengths", "packed_seq_lengths")  # no argument of a model
 
@@ -32,8 +36,9 @@ _READ_AND_LEFT_OUT = ("segment_ids", "seq_lengths", "packed_seq_lengths")  # no 
 class PackedCollator:
     """Packs the documents of each batch, or takes rows that are packed, and emits what a patched model needs.
 
-    Documents are packed within a batch, never across batches: with ``capacity``, a batch of few documents leaves much
-    padding. To pack a whole dataset, use ``PackedDataset`` or ``pack_dataset``, whose rows this collator takes.
+    Documents are packed inside a batch, never across batches: with ``capacity``, a batch of few documents leaves much
+    padding, and the first batch that fills less than 70% of its rows is logged. To pack a whole dataset, use
+    ``enable_packing(trainer)``, ``PackedDataset`` or ``pack_dataset``, whose rows this collator takes.
 
     Args:
         model: gives the token that fills padding (``config.pad_token_id``). If it has a router with an auxiliary loss,
@@ -70,6 +75,7 @@ class PackedCollator:
         self.max_seqlen = max_seqlen
         self.bucket = bucket
         self.plan_options = {"seed": None, **plan_options}
+        self._warned = False
 
     def __call__(self, features: PackedBatch | Sequence[Any]) -> Batch:
         """One batch.
@@ -104,7 +110,7 @@ class PackedCollator:
 
     def _pack(self, features: Sequence[Mapping[str, Any]]) -> PackedBatch:
         documents = read_examples(features)
-        return pack(
+        packed = pack(
             documents.input_ids,
             self.capacity or int(documents.input_ids.lengths.sum()),
             labels=documents.labels,
@@ -114,6 +120,16 @@ class PackedCollator:
             pad_id=self.pad_id,
             **(self.plan_options if self.capacity else {"strategy": "sequential", "seed": None}),
         )
+        if self.capacity and packed.efficiency < FULL and not self._warned:
+            self._warned = True
+            logger.warning(
+                "rows of %d tokens are %.0f%% full, because PackedCollator packs inside a batch, here of %d documents: "
+                "pack the whole data set by enable_packing(trainer), pack_dataset or PackedDataset",
+                packed.capacity,
+                100 * packed.efficiency,
+                len(documents.input_ids),
+            )
+        return packed
 
 
 class BoundaryCollator:
