@@ -107,8 +107,8 @@ class Ragged:
     @property
     def lengths(self) -> Int64:
         """int64 [N]: tokens of each sequence."""
-        lengths: Int64 = np.diff(self.offsets.astype(np.int64, copy=False))
-        return lengths
+        offsets = self.offsets.astype(np.int64, copy=False)
+        return offsets[1:] - offsets[:-1]
 
     @property
     def dtype(self) -> np.dtype[Any]:

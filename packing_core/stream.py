@@ -29,10 +29,8 @@ Int64 = NDArray[np.int64]
 
 CHUNK_TOKENS = 2**22  # slots of the rows that are made at a time
 REMEMBERED = 2**16  # numbers of documents that a stream lists as truncated or dropped
-_OPTIONS = ("capacity", "buffer", "buffer_tokens", "max_age", "seed", "overflow", "alignment", "max_segments") + (
-    "pad_id",
-    "weighting",
-)
+_LIMITS = ("capacity", "buffer", "buffer_tokens", "max_age", "alignment", "max_segments")
+_OPTIONS = (*_LIMITS, "seed", "overflow", "pad_id", "weighting")
 
 
 @hinted()
