@@ -44,7 +44,7 @@ def plan_epoch(
         seed, epoch: what all randomness comes from.
         overflow: as in ``plan``.
         ranks: the number of rows becomes a multiple of this: rows of many documents are cut in two. Where every row
-            has one document only, some ranks get no row, -1, at one step.
+            has one document only, the last step has idle places, see ``ShardedPlan``.
         cost: what a row costs; the rows of a step cost the same, see ``balance``.
         in_order: packs the documents in their order, by next fit, and keeps the rows in theirs, in every epoch.
 
@@ -75,7 +75,7 @@ def plan_epoch(
     )
     if ranks > 1 and not in_order:
         return balance(made, ranks, cost=cost, seed=_draw(random))
-    steps = np.full(-(-made.n_rows // ranks) * ranks, -1, np.int64)
+    steps = np.full(-(-made.n_rows // ranks) * ranks, made.n_rows, np.int64)
     steps[: made.n_rows] = np.arange(made.n_rows)
     return ShardedPlan(made, steps.reshape(-1, ranks, 1), cost or Cost())
 

@@ -61,9 +61,9 @@ def test_a_row_of_many_documents_is_cut_for_the_ranks() -> None:
     # One row of 5 documents for 4 ranks: 5 -> 2 3 -> 2 1 2 -> 1 1 1 2
     dealt = plan_epoch([1, 1, 1, 1, 1], 8, seed=0, ranks=4, in_order=True)
     assert np.diff(dealt.plan.row_offsets).tolist() == [1, 1, 1, 2]
-    # Three rows of one document each cannot be cut: at the last step one of two ranks has nothing.
+    # Three rows of one document each cannot be cut: at the last step one of two ranks has an idle place, 3.
     dealt = plan_epoch([8, 8, 8], 8, seed=0, ranks=2)
-    assert sorted(dealt.steps.reshape(-1).tolist()) == [-1, 0, 1, 2]
+    assert sorted(dealt.steps.reshape(-1).tolist()) == [0, 1, 2, 3]
 
 
 def test_a_long_document_is_named_by_its_place_in_the_data_set() -> None:

@@ -19,11 +19,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_
 
 from packing_core import PackedBatch, PackedDataset, stream
 from packing_core.balance import Cost, ShardedPlan
+from packing_core.dataset import with_empty_row
 from packing_core.epochs import plan_epoch
 from packing_core.errors import PackingError
 from packing_core.extras import require
 from packing_core.plan import Overflow
-from packing_core.stream import with_empty_row
 from torch_backend.collate import FULL, PackedCollator
 from torch_backend.collate.columns import READ, Documents, read_examples, stream_documents
 from torch_backend.collate.marks import LENGTHS
@@ -158,7 +158,7 @@ class RowBatches(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         epoch = self.rows.epoch
         steps = self.rows.dealt(epoch).steps[:, :, 0]
-        numbers = np.where(steps < 0, -1, steps + epoch * len(self.rows))
+        numbers = np.where(steps == len(self.rows), -1, steps + epoch * len(self.rows))
         for first in range(0, len(self) // self.rows.ranks * self.size, self.size):
             yield from numbers[first : first + self.size].T.tolist()
 
