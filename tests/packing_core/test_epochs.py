@@ -39,9 +39,7 @@ def test_every_epoch_deals_every_document_once_and_as_many_rows(lengths, overflo
         counts.add(dealt.plan.n_rows)
     assert len(counts) == 1
     single = (np.diff(dealt.plan.row_offsets) == 1).all()
-    assert single or (dealt.steps < dealt.plan.n_rows).all(), (
-        "no rank goes without a row while there is one to cut in two"
-    )
+    assert single or (dealt.steps < dealt.plan.n_rows).all(), "no rank idles while there is a row to cut in two"
 
 
 def test_a_document_has_other_neighbours_in_every_epoch_and_the_same_in_every_call() -> None:
