@@ -97,7 +97,6 @@ def batches(rows: str, docs: list[np.ndarray], capacity: int, padded: int = 8) -
     found = []
     for row in range(len(planned)):
         batch = collate(planned[row : row + 1])
-        batch.pop("attention_mask", None)  # stock models would take it for that of a single document
         if rows == "stock":
             batch = {name: x for name, x in batch.items() if name not in ("packed_lengths", "seq_idx")}
         found.append({name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in batch.items()})

@@ -67,8 +67,7 @@ class PackedCollator:
         configs = _configs(model)
         pads = [config.pad_token_id for config in configs if getattr(config, "pad_token_id", None) is not None]
         self.pad_id = int(pads[0]) if pads else 0
-        self.has_router = any(hasattr(config, field) for config in configs for field in ROUTER_LOSS)
-        self.may_have_router = self.has_router or not configs
+        self.has_router = _has_router(model)
         self.labels_every_token = _labels_every_token(model)
         self.capacity = capacity
         self.padding_free = padding_free
@@ -83,8 +82,8 @@ class PackedCollator:
         Returns:
             ``input_ids``, ``labels``, ``position_ids`` int64 [B, S]; ``seq_idx`` int32 [B, S]; ``cu_seq_lens_q`` and
             ``_k`` int32 [N+1] over the B * S tokens, padding in segments of its own; ints ``max_length_q`` and ``_k``;
-            ``packed_lengths``, the segments' lengths as a tuple; ``attention_mask`` int64 [B, S], 0 at padding, for a
-            model with a router loss, and where there is padding if no model was given; the user's own columns [B, S].
+            ``packed_lengths``, the segments' lengths as a tuple; for a model with a router loss ``attention_mask`` int64
+            [B, S], 0 at padding; and the user's own columns [B, S].
         """
         if isinstance(features, PackedBatch):
             return self._emit(features)
@@ -102,9 +101,8 @@ class PackedCollator:
         emitted = _to_torch(view, rows=1 if self.padding_free else len(batch))
         if self.labels_every_token:
             emitted["labels"] = emitted.pop(_EVERY_LABEL).long() + IGNORE_INDEX
-        is_padding = np.array(view.is_padding)
-        if self.has_router or (self.may_have_router and is_padding.any()):
-            real = np.repeat(~is_padding, view.lengths)
+        if self.has_router:
+            real = np.repeat(~np.array(view.is_padding), view.lengths)
             emitted["attention_mask"] = torch.from_numpy(real.astype(np.int64)).view_as(emitted["input_ids"])
         return emitted
 
@@ -140,7 +138,7 @@ class BoundaryCollator:
 
     - ``labels`` become -100 at the start of each segment, at padding, and where a mask of trained tokens
       (``completion_mask`` and others) is 0; ``shift_labels`` at the end of each segment.
-    - ``attention_mask`` stays, 1 and 0, if there is padding, and is left out if it would be 1 everywhere.
+    - ``attention_mask`` stays, 1 and 0, if there is padding or the model has a router loss; else it is left out.
     - ``position_ids`` stay as they are, also the [3, B, S] of M-RoPE. If there are none, or if they count through
       the whole row, they become 0, 1, 2 in each segment.
 
@@ -150,6 +148,7 @@ class BoundaryCollator:
     def __init__(self, collator: Callable[[Any], Mapping[str, Any]], model: Any = None) -> None:
         self.collator = collator
         self.labels_every_token = _labels_every_token(model)
+        self.has_router = _has_router(model)
 
     def __call__(self, features: Any) -> Batch:
         """The collator's batch with ``cu_seq_lens_q``, ``packed_lengths`` and the rest that ``PackedCollator`` emits.
@@ -167,7 +166,7 @@ class BoundaryCollator:
         starts, padding = (torch.from_numpy(x).view(ids.shape) for x in (segments.starts, segments.padding))
         _mask_labels(batch, torch.zeros_like(starts) if self.labels_every_token else starts, padding)
         mask = batch.pop("attention_mask", None)
-        if segments.padding.any():
+        if self.has_router or segments.padding.any():
             batch["attention_mask"] = (~padding).to(torch.int64 if mask is None else mask.dtype)
         positions, added = batch.get("position_ids"), _metadata(segments.lengths, ids.shape)
         if positions is not None and not _counts_through(positions, segments, rows):
@@ -182,7 +181,8 @@ def with_boundaries(collator: Callable[[Any], Mapping[str, Any]], model: Any = N
 
     Args:
         collator: returns a mapping with ``input_ids`` [B, S] and some mark of its documents.
-        model: only a token classifier changes anything: it keeps the labels of its documents' first tokens.
+        model: a token classifier keeps the labels of its documents' first tokens, and a model with a router loss gets
+            an ``attention_mask`` in every batch.
 
     >>> ids = torch.tensor([[5, 6, 7, 8, 9]])
     >>> batch = with_boundaries(dict)({"input_ids": ids, "seq_lengths": [[3, 2]]})
@@ -232,6 +232,11 @@ def concatenate(batches: Sequence[PackedBatch]) -> PackedBatch:
         pad_id=first.pad_id,
         weighting=first.weighting,
     )
+
+
+def _has_router(model: Any) -> bool:
+    """Whether the model may have an auxiliary loss, which has to leave padding out."""
+    return any(hasattr(config, field) for config in _configs(model) for field in ROUTER_LOSS)
 
 
 def _labels_every_token(model: Any) -> bool:
