@@ -112,6 +112,7 @@ class PackStream:
     _at_round: Mark  # where the round of the last row taken began
     _digest: tuple[Mark, str] | None  # of the documents of a mark: it takes a pass over them
 
+    @hinted()
     def __init__(
         self,
         source: Any,
