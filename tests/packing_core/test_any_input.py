@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from packing_core import Cost, PackedBatch, PackedDataset, PackingError, PackPlan, Ragged, balance, pack, plan, stream
 
-EXAMPLES = int(os.environ.get("CROSSPACK_EXAMPLES", "60"))
+EXAMPLES = int(os.environ.get("CROSSPACK_EXAMPLES", "40"))
 ANY = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 
 KINDS = ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "b1", "c8", "S2", "U2", "O", "M8[s]"]
