@@ -330,12 +330,18 @@ class PackStream:
                 except StopIteration:
                     self._exhausted = True
                     break
-                pieces = self._cut(number, document)
+                if (
+                    type(document) is np.ndarray and document.ndim == 1 and 0 < len(document) <= self.capacity
+                ):  # the usual kind, in less time
+                    pieces = [(number, 0, len(document), document)]
+                else:
+                    pieces = self._cut(number, document)
                 if pieces and last_number is None:
                     last_number = number + self.max_age
                 read += pieces
                 held += len(pieces)
-                tokens += sum(piece[2] for piece in pieces)
+                for piece in pieces:
+                    tokens += piece[2]
                 self._last = document
                 number += 1
         except BaseException:
