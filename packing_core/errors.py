@@ -69,4 +69,4 @@ def within_memory(what: str, way: str) -> Iterator[None]:
     try:
         yield
     except MemoryError:
-        raise CapacityError(f"{what} does not fit into memory: {way}") from None
+        raise CapacityError(f"{what} do not fit into memory: {way}") from None

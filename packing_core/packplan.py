@@ -104,7 +104,7 @@ class PackPlan:
             raise LayoutError(f"piece {_first(self.length < 1)} has length {self.length.min()}: leave empty pieces out")
         if self.length.max() > MOST_TOKENS // pieces:
             raise LayoutError(
-                f"lengths up to {self.length.max():,} over {pieces:,} pieces pass 2**60 tokens: split them"
+                f"lengths up to {self.length.max():,} over {pieces:,} pieces pass 2**60 tokens: use several plans"
             )
         units = np.add.reduceat(-(-self.length // self.alignment), self.row_offsets[:-1])
         if units.max() > self.capacity // self.alignment:

@@ -78,7 +78,7 @@ def plan(
     limit = None if max_segments is None else positive("max_segments", max_segments)
     shuffle = None if (seed := check_seed(seed)) is None else np.random.PCG64(seed)
     lengths = check_lengths(lengths)
-    with within_memory("the plan", "plan fewer documents at a time, or raise the capacity"):
+    with within_memory("the rows of the plan", "plan fewer documents at a time, or raise the capacity"):
         pieces = cut(lengths, capacity, overflow)
         sizes = pieces.length if alignment == 1 else -(-pieces.length // alignment)
 

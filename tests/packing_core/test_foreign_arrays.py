@@ -79,7 +79,7 @@ def test_lists_of_a_map_are_read_like_others() -> None:
 VALUES = np.arange(8)
 BAD = {
     "unsigned offsets": (
-        lambda: Ragged(VALUES, np.array([0, 5, 3, 8], np.uint64)),
+        lambda: Ragged(VALUES, np.array([0, 5, 3, 8], np.uint32)),
         r"sequences\[1\] has length -2 \(offsets 5 to 3\): offsets must never decrease",
     ),
     "masked": (lambda: Ragged.of([np.ma.array([1, 2], mask=[0, 1])]), r"sequences\[0\] is a masked array: fill it"),

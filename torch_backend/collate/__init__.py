@@ -82,8 +82,8 @@ class PackedCollator:
         Returns:
             ``input_ids``, ``labels``, ``position_ids`` int64 [B, S]; ``seq_idx`` int32 [B, S]; ``cu_seq_lens_q`` and
             ``_k`` int32 [N+1] over the B * S tokens, padding in segments of its own; ints ``max_length_q`` and ``_k``;
-            ``packed_lengths``, the segments' lengths as a tuple; for a model with a router loss ``attention_mask`` int64
-            [B, S], 0 at padding; and the user's own columns [B, S].
+            ``packed_lengths``, the segments' lengths as a tuple; for a model with a router loss ``attention_mask``
+            int64 [B, S], 0 at padding; and the user's own columns [B, S].
         """
         if isinstance(features, PackedBatch):
             return self._emit(features)
