@@ -36,3 +36,12 @@ class MissingExtraError(PackingError, ImportError):
 def first_line(error: BaseException) -> str:
     """The first line of another library's message, for one-line errors."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def plural(number: int, noun: str) -> str:
+    """The number with its noun, for messages.
+
+    >>> plural(1, "row"), plural(2_000, "row")
+    ('1 row', '2,000 rows')
+    """
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

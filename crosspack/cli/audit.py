@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import track
 from rich.table import Table
 
-from crosspack.cli.options import OUT
+from crosspack.cli.console import OUT
+from crosspack.cli.progress import tracked
 from packing_core.errors import MissingExtraError, PackingError, UnsupportedModelError
 
 GROUP = "crosspack.audits"
@@ -42,7 +42,7 @@ def audit(
     results: dict[str, list[Any]] = {}
     unbuilt: dict[str, str] = {}
     names = list(module.families()) if all_families else [str(model)]
-    for name in track(names, "auditing", console=OUT) if all_families else names:
+    for name in tracked(OUT, "families", names) if all_families else names:
         try:
             results[name] = module.survey(module.config_of(name), trainer)
         except UnsupportedModelError as reason:

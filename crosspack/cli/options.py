@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
+from crosspack.cli.console import OUT
 from crosspack.cli.progress import counted
 from crosspack.cli.records import Records, open_records
 from crosspack.cli.text import Encoder, Loss, Policy, load_tokenizer, plain_texts, train_tokenizer
@@ -45,7 +45,6 @@ TrustRemoteCode = Annotated[
 ]
 
 VOCABULARY = 2048  # entries of the byte-level BPE that is trained when no tokenizer is named
-OUT = Console()
 
 
 def check_folder(folder: Path, marker: str, *, overwrite: bool, ways: str = "--overwrite") -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packing_core.errors import PackingError, first_line
+from packing_core.errors import PackingError, first_line, plural
 from packing_core.extras import require
 from packing_core.training.checkpoints import newest_checkpoint, save_checkpoint
 from packing_core.training.job import Audit, StepRecord, TrainJob, TrainResult, is_hub_name
@@ -241,4 +241,4 @@ def device_of(name: str) -> torch.device:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{device.type}, {torch.get_num_threads()} threads"
+    return f"{device.type}, {plural(torch.get_num_threads(), 'thread')}"
