@@ -89,10 +89,10 @@ class Source:
         data: str | None, split: str, tokenizer: str | None, policy: Policy, *, trust_remote_code: bool = False
     ) -> Source:
         """Open the data and load the tokenizer, or train one on the data when none is named."""
+        records = open_records(data, split=split)
         if tokenizer is not None:
             loaded = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
-            return Source(open_records(data, split=split), Encoder(loaded, policy), Path(tokenizer).name)
-        records = open_records(data, split=split)
+            return Source(records, Encoder(loaded, policy), Path(tokenizer).name)
         texts = plain_texts(counted(OUT, "records read for the tokenizer", records))
         trained = train_tokenizer(texts, VOCABULARY)
         return Source(records, Encoder(trained, policy), f"byte-level BPE of the data, {len(trained):,} entries")

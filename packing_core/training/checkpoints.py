@@ -12,11 +12,18 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from packing_core.errors import PackingError
-from packing_core.training.job import StepRecord, TrainJob
+from packing_core.training.job import Options, StepRecord, TrainJob
 
 FOLDER, STATE, PARTIAL = "checkpoints", "state.json", "partial"
+# parts of a job's identity -> the options that decide them, where these have another name
+_DECIDED_BY = {
+    "data": "--data, --split, --tokenizer, --loss, --bos or --eos",
+    "rows": "--capacity, --overflow, --rows-per-step or --epochs",
+    "learning rates": "--steps or --epochs",
+}
 
 
 def save_checkpoint(job: TrainJob, records: list[StepRecord], write: Callable[[Path], None]) -> None:
@@ -28,7 +35,7 @@ def save_checkpoint(job: TrainJob, records: list[StepRecord], write: Callable[[P
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     write(partial)
-    state = {"identity": job.identity(), "records": [asdict(record) for record in records]}
+    state = {"identity": job.identity(len(records)), "records": [asdict(record) for record in records]}
     (partial / STATE).write_text(json.dumps(state))
     older = _finished(home)
     os.replace(partial, home / f"step-{len(records):08d}")
@@ -44,18 +51,48 @@ def newest_checkpoint(job: TrainJob) -> tuple[Path, list[StepRecord]]:
     """
     if job.output is None:
         raise PackingError("--resume needs --output, the folder of the run to continue")
-    folders = _finished(job.output / FOLDER)
+    newest = _newest(job.output)
+    state = json.loads((newest / STATE).read_text())
+    records = [StepRecord(**record) for record in state["records"]]
+    _compare(newest, state["identity"], job.identity(len(records)))
+    return newest, records
+
+
+def check_resume(output: Path, options: Options, model: str | None) -> None:
+    """Compare what is known before the data is read with the newest checkpoint below ``output``.
+
+    Args:
+        output: the folder of the run.
+        options: those of the job to continue.
+        model: the folder or hub name of its model; None compares no model.
+
+    Raises:
+        PackingError: there is no checkpoint, or it is of a run with other options.
+    """
+    known = asdict(options) | ({} if model is None else {"model": model})
+    folder = _newest(output)
+    _compare(folder, json.loads((folder / STATE).read_text())["identity"], known)
+
+
+def _newest(output: Path) -> Path:
+    folders = _finished(output / FOLDER)
     if not folders:
-        raise PackingError(f"--resume: {job.output} has no checkpoint; start it with --save-every N")
-    state = json.loads((folders[-1] / STATE).read_text())
-    stored, wanted = state["identity"], job.identity()
+        raise PackingError(f"--resume: {output} has no checkpoint; start it with --save-every N")
+    return folders[-1]
+
+
+def _compare(folder: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Raise unless a checkpoint was written under what is ``wanted``; the message names the options."""
     different = [name for name in wanted if stored.get(name) != wanted[name]]
-    if different:
+    if different == ["learning rates"]:
         raise PackingError(
-            f"--resume: {folders[-1]} was written with another {', '.join(different)}: pass the options it was started "
-            f"with"
+            f"--resume: the {len(wanted['learning rates'])} steps of {folder} had other learning rates, because "
+            "--warmup and --decay follow the number of steps: pass the --steps and --epochs that the run was started "
+            "with; a run that will be extended needs --decay constant and --warmup 0 from its start"
         )
-    return folders[-1], [StepRecord(**record) for record in state["records"]]
+    if different:
+        names = ", ".join(_DECIDED_BY.get(name, f"--{name.replace('_', '-')}") for name in different)
+        raise PackingError(f"--resume: {folder} was written with another {names}: pass the options it was started with")
 
 
 def _finished(home: Path) -> list[Path]:
