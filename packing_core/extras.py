@@ -34,7 +34,7 @@ def require(module: str, *, extra: str, distribution: str | None = None) -> Modu
             present = version(distribution)
         except PackageNotFoundError:  # a source tree on the path has no metadata: nothing to compare
             return found
-        if _release(present) < _release(minimum):
+        if is_older(present, minimum):
             raise MissingExtraError(
                 f"{distribution} {present} is too old, Crosspack needs {minimum} or newer: "
                 f"pip install --upgrade {distribution}"
@@ -66,6 +66,11 @@ def loaded(entry: EntryPoint, *, extra: str) -> Any:
         raise
     except ModuleNotFoundError as error:
         raise MissingExtraError(f"{error.name} is not installed: pip install 'crosspack[{extra}]'") from None
+
+
+def is_older(present: str, minimum: str) -> bool:
+    """Whether a version is older than the least that is needed."""
+    return _release(present) < _release(minimum)
 
 
 def _release(text: str) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ COMMANDS = {
     "report": "crosspack.cli.report:report",
     "bench": "crosspack.cli.bench:bench",
     "audit": "crosspack.cli.audit:audit",
+    "doctor": "crosspack.cli.doctor:doctor",
     "conform": "crosspack.cli.conform:conform",
 }
 _BY_PYTEST = ("conform",)  # commands whose output is pytest's

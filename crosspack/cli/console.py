@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
@@ -22,6 +23,8 @@ from rich.markup import escape
 
 OUT = Console()
 _LOGGED = ("packing_core", "torch_backend", "jax_backend", "crosspack")
+# Variables that turn off the bars of transformers and huggingface_hub, and of datasets; read when these are imported.
+_OTHERS_BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
 _OPTIONS: dict[str, Any] = {
     "verbose": Annotated[
         bool, typer.Option("--verbose", "-v", help="Log which implementations run and why; show errors in full.")
@@ -42,6 +45,8 @@ def with_output_options(command: Callable[..., Any]) -> Callable[..., Any]:
         global _figures
         _figures = sys.stdout if as_json else None
         _log(verbose)
+        if not (sys.stdout.isatty() and sys.stderr.isatty()):
+            os.environ.update(dict.fromkeys(_OTHERS_BARS, "1"))
         with redirect_stdout(sys.stderr) if as_json else nullcontext():
             vars(OUT).update(vars(Console(quiet=quiet)))  # every module holds this console by its name
             return command(**options)

@@ -92,22 +92,26 @@ def report_figure(
 
 
 def _draw_padded(axes: Any, schedule: Schedule, waste: float) -> None:
-    """The first documents of the first step in padded batches, one line each."""
-    plan = schedule.steps[0]
-    line = 0
-    for pieces in schedule.batches(0, "padded"):
-        lengths = plan.length[pieces]
-        for number, length in enumerate(lengths.tolist()):
-            if line == _SHOWN:
-                break
-            axes.barh(line, lengths.max(), height=1, color=_PADDING)
-            axes.barh(line, length, height=0.86, color=_SEGMENTS[number % len(_SEGMENTS)])
-            line += 1
-        axes.axhline(line - 0.5, color="white", lw=3)
-    axes.set(
-        title=f"Padded batches of {schedule.padded_batch}: {waste:.0%} padding", xlabel="tokens", ylabel="documents"
-    )
-    _strip(axes, line)
+    """The first padded batches, one document a line, side by side as far as a packed row reaches."""
+    size, width = schedule.padded_batch, schedule.plans[0].capacity
+    left, top = 0, 0
+    batches = ((step, pieces) for step in range(len(schedule)) for pieces in schedule.batches(step, "padded"))
+    for step, pieces in batches:
+        lengths = schedule.steps[step].length[pieces]
+        longest = int(lengths.max())
+        if left + longest > width:
+            left, top = 0, top + size
+        if top >= _SHOWN:
+            break
+        lines = top + np.arange(len(lengths))
+        colours = [_SEGMENTS[number % len(_SEGMENTS)] for number in range(len(lengths))]
+        axes.barh(lines, longest, left=left, height=1, color=_PADDING)
+        axes.barh(lines, lengths, left=left, height=0.86, color=colours)
+        axes.vlines(left, top - 0.5, top + len(lengths) - 0.5, color="white", lw=2)
+        left += longest
+        axes.hlines(top + size - 0.5, 0, width, color="white", lw=2)
+    axes.set(title=f"Padded batches of {size}: {waste:.0%} padding", xlabel="tokens", ylabel="documents")
+    _strip(axes, _SHOWN)
 
 
 def _draw_rows(axes: Any, plan: PackPlan) -> None:

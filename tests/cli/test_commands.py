@@ -322,6 +322,7 @@ def test_a_hub_name_is_found_in_the_hub_cache(small, data, tmp_path):
     )
     assert result.returncode == 0, result.stderr
     assert "owner/name on" in result.stdout
+    assert "%|" not in result.stdout + result.stderr  # no bar, transformers' neither, where the output is piped
     assert losses(tmp_path / "again")[0] < losses(out)[0] - 0.2  # it starts from what was trained
 
 
