@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -21,7 +20,8 @@ import numpy as np
 import typer
 
 from crosspack.cli import options
-from crosspack.cli.options import OUT, Source, check_folder
+from crosspack.cli.options import OUT, Source
+from crosspack.cli.outputs import writing
 from crosspack.cli.progress import counted
 from crosspack.cli.text import Policy
 from packing_core.batch import PackedBatch
@@ -51,45 +51,40 @@ def pack(
 ) -> None:
     """Write a data set packed, for trainers that read packed rows."""
     require("pyarrow", extra="hf")
-    check_folder(output, MANIFEST, overwrite=overwrite)
-    source = Source.open(data, split, tokenizer, Policy(loss, bos, eos), trust_remote_code=trust_remote_code)
-    encoder = source.encoder
+    with writing(output, MANIFEST, names=("train-*", "tokenizer/*"), overwrite=overwrite) as target:
+        source = Source.open(data, split, tokenizer, Policy(loss, bos, eos), trust_remote_code=trust_remote_code)
+        encoder = source.encoder
 
-    def documents(start: int) -> Iterator[dict[str, Any]]:
-        encoded = counted(OUT, "documents packed", encoder(source.records))
-        return ({"input_ids": ids, "loss_mask": trained} for ids, trained in islice(encoded, start, None))
+        def documents(start: int) -> Iterator[dict[str, Any]]:
+            encoded = counted(OUT, "documents packed", encoder(source.records))
+            return ({"input_ids": ids, "loss_mask": trained} for ids, trained in islice(encoded, start, None))
 
-    rows = stream(documents, capacity, buffer=buffer, overflow=overflow, seed=seed)
-    partial = output.with_name(output.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    written = _Files(partial, format, rows_per_file)
-    for chunk in rows.chunks():
-        written.write(chunk)
-    written.close()
-    encoder.tokenizer.save_pretrained(partial / "tokenizer")
-    manifest = {
-        "crosspack": version("crosspack"),
-        "data": source.records.name,
-        "tokenizer": source.tokenizer,
-        "policy": encoder.describe(),
-        "capacity": capacity,
-        "overflow": overflow,
-        "seed": seed,
-        "documents": written.documents,
-        "left_out": encoder.left_out,
-        "rows": written.rows,
-        "tokens": written.tokens,
-        "trained_tokens": written.trained,
-        "efficiency": written.tokens / (written.rows * capacity),
-        "truncated": rows.truncated,
-        "dropped": rows.dropped,
-        "files": [asdict(file) for file in written.files],
-    }
-    (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
-    if output.exists():
-        shutil.rmtree(output)
-    partial.rename(output)
+        rows = stream(documents, capacity, buffer=buffer, overflow=overflow, seed=seed)
+        written = _Files(target.partial, format, rows_per_file)
+        for chunk in rows.chunks():
+            written.write(chunk)
+        written.close()
+        encoder.tokenizer.save_pretrained(target.partial / "tokenizer")
+        manifest = {
+            "crosspack": version("crosspack"),
+            "data": source.records.name,
+            "tokenizer": source.tokenizer,
+            "policy": encoder.describe(),
+            "capacity": capacity,
+            "overflow": overflow,
+            "seed": seed,
+            "documents": written.documents,
+            "left_out": encoder.left_out,
+            "rows": written.rows,
+            "tokens": written.tokens,
+            "trained_tokens": written.trained,
+            "efficiency": written.tokens / (written.rows * capacity),
+            "truncated": rows.truncated,
+            "dropped": rows.dropped,
+            "files": [asdict(file) for file in written.files],
+        }
+        (target.partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        target.publish()
     OUT.print(
         f"{written.documents:,} documents, {written.tokens:,} tokens ({written.trained:,} trained) in {written.rows:,} "
         f"rows of {capacity:,}: efficiency {written.tokens / (written.rows * capacity):.2%}",

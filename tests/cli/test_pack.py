@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 from pathlib import Path
@@ -128,11 +129,13 @@ def test_rows_are_written_while_the_data_is_still_being_read(arguments, monkeypa
 
 def test_an_interrupted_run_leaves_nothing_that_looks_finished(arguments, tmp_path, monkeypatch):
     def full(self):
-        raise OSError("no space left on device")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as broken:
         broken.setattr(_Files, "close", full)
-        assert pack(*arguments).exit_code == 1
+        result = pack(*arguments)
+    assert result.exit_code == 2
+    assert "packed: No space left on device: pass a folder that can be written" in result.stderr.replace("\n", " ")
     assert not (tmp_path / "packed").exists()
     assert pack(*arguments).exit_code == 0
 
@@ -142,6 +145,26 @@ def test_a_folder_that_holds_something_is_not_replaced_unasked(arguments, tmp_pa
     again = pack(*arguments)
     assert again.exit_code == 2
     assert "is not empty: pass --overwrite or another folder" in " ".join(again.stderr.split())
+
+
+def test_overwrite_replaces_only_what_pack_wrote(arguments, tmp_path):
+    packed = tmp_path / "packed"
+    assert pack(*arguments, "--rows-per-file", 7).exit_code == 0
+    (packed / "notes.txt").write_text("mine")
+    assert pack(*arguments, "--overwrite").exit_code == 0
+    assert (packed / "notes.txt").read_text() == "mine"
+    assert [path.name for path in packed.glob("train-*")] == ["train-00000.parquet"]
+
+
+def test_a_strangers_manifest_is_never_replaced(arguments, tmp_path):
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    (packed / "manifest.json").write_text("theirs")
+    for more, says in (((), "is not empty"), (("--overwrite",), "has no crosspack-files.json")):
+        result = pack(*arguments, *more)
+        assert result.exit_code == 2
+        assert says in " ".join(result.stderr.split())
+    assert [path.read_text() for path in packed.iterdir()] == ["theirs"]
 
 
 def test_a_document_that_does_not_fit_is_one_line(arguments, tmp_path):
