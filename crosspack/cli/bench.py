@@ -60,7 +60,7 @@ def bench(
     )
     if model is None:
         built_from = SMALL_LLAMA | special_tokens(source.encoder.tokenizer)
-    corpus = Corpus.collect(counted(OUT, "documents read", source.encoder(source.records)))
+    corpus = Corpus.collect(counted(OUT, "documents read", source.documents(capacity, overflow)))
     planned = make_plan(corpus.documents.lengths, capacity, overflow=overflow, seed=seed)
     pad = source.encoder.tokenizer.pad_token_id
     schedule = Schedule(corpus, (planned,), 1, padded_batch, seed=seed, pad_id=0 if pad is None else pad)

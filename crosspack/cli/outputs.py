@@ -1,8 +1,8 @@
 """Output folders of ``pack`` and ``train``: results appear complete, one writer at a time, and nobody's file is lost.
 
-A command writes into a temporary folder of its own inside the output, so the output may be a link or a mount point. When
-the result is complete, :meth:`Output.publish` moves its files into place and lists them, with sizes and SHA-256, in
-``crosspack-files.json``. That list is the only evidence that a file is ours: ``--overwrite`` replaces and deletes listed
+A command writes into a temporary folder of its own inside the output, so the output may be a link or a mount point.
+When the result is complete, :meth:`Output.publish` moves its files into place and lists them, with sizes and SHA-256,
+in ``crosspack-files.json``. Only that list shows that a file is ours: ``--overwrite`` replaces and deletes listed
 files that are unchanged, and nothing else, and only in ``publish``. A lock file says who is writing.
 """
 
@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import socket
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -129,7 +128,8 @@ def _written(folder: Path, summary: str, names: Sequence[str], overwrite: bool, 
     listed = (folder / LISTING).exists()
     if not listed:
         _write_listing(folder, [])  # says whose folder it is, should the run be interrupted
-    partial = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=folder))
+    partial = folder / f"{TEMPORARY}{uuid4().hex}"
+    partial.mkdir()
     try:
         yield Output(folder, partial, summary, old)
     finally:
@@ -159,7 +159,7 @@ def _check(folder: Path, names: Iterable[str], overwrite: bool, ways: str) -> li
     _check_unchanged(folder, old)
     ours = {file.name for file in old}
     there = {path.relative_to(folder).as_posix() for pattern in names for path in folder.glob(pattern)}
-    _check_free(folder, there - ours)
+    _check_free(folder, there - ours - {*_INVISIBLE})
     return old
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+from contextlib import ExitStack
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -19,17 +19,20 @@ from rich.markup import escape
 
 from crosspack.cli import options
 from crosspack.cli.figures import compare_figure
-from crosspack.cli.options import OUT, Source, check_folder
+from crosspack.cli.options import OUT, Source, check_data
+from crosspack.cli.outputs import check, writing
 from crosspack.cli.progress import TrainProgress, counted
 from crosspack.cli.tables import comparison_table, lengths_table, padding, rate, steps_table
 from crosspack.cli.text import Policy
 from packing_core.errors import ContaminationError, PackingError
 from packing_core.extras import require
 from packing_core.plan import plan as make_plan
+from packing_core.training.checkpoints import FOLDER, remove_checkpoints
 from packing_core.training.job import Options, TrainJob, trainer
 from packing_core.training.schedule import Corpus, Schedule
 
 RUN_FILE, PICTURE = "crosspack.json", "compare.png"
+RESULTS = (PICTURE, "*.json", "*.safetensors", "tokenizer*", "*.jinja")  # what the files of a result are called
 
 # The model that is trained from random weights when none is named: small enough for two cores.
 SMALL_LLAMA: dict[str, Any] = {
@@ -88,20 +91,21 @@ def train(
     trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Fine-tune a causal language model on packed documents; --compare measures it against padding."""
+    _check_output(output, compare=compare, overwrite=overwrite, resume=resume, save_every=save_every)
+    built_from, model_folder = model_source(model)
+    check_data(data, split, tokenizer or model_folder)  # before the frameworks, which take long to import
     run = trainer(backend)
     require("transformers", extra="hf")
     if compare:
         require("matplotlib.figure", extra="plot")
-    _check_output(output, compare=compare, overwrite=overwrite, resume=resume, save_every=save_every)
 
-    built_from, model_folder = model_source(model)
     source = Source.open(
         data, split, tokenizer or model_folder, Policy(loss, bos, eos), trust_remote_code=trust_remote_code
     )
     encoder = source.encoder
     if model is None:
         built_from = SMALL_LLAMA | special_tokens(encoder.tokenizer)
-    corpus = Corpus.collect(counted(OUT, "documents read", encoder(source.records)))
+    corpus = Corpus.collect(counted(OUT, "documents read", source.documents(capacity, overflow)))
     lengths = corpus.documents.lengths
     plans = tuple(make_plan(lengths, capacity, overflow=overflow, seed=seed + epoch) for epoch in range(epochs))
     pad = encoder.tokenizer.pad_token_id
@@ -115,49 +119,54 @@ def train(
 
     if lr is None:
         lr = 2e-5 if isinstance(built_from, str) else 3e-3
-    if output is not None and not resume:
-        if output.exists():
-            shutil.rmtree(output)
-        _write_run({}, output)  # says whose folder it is, should the run be interrupted
-    with TrainProgress(OUT, len(schedule)) as progress:
-        result = run(
-            TrainJob(
-                model=built_from,
-                schedule=schedule,
-                options=Options(lr, decay, warmup, weight_decay, clip, precision, seed),
-                runs=("padded", "grouped", "packed") if compare else ("packed",),
-                device=device,
-                attention=attention,
-                gradient_checkpointing=gradient_checkpointing,
-                deterministic=deterministic,
-                trust_remote_code=trust_remote_code,
-                output=output,
-                save_every=save_every,
-                resume=resume,
-                on_step=progress.step,
-                on_phase=progress.phase,
+    with ExitStack() as stack:
+        kept = checkpoints = None
+        if output is not None:
+            kept = stack.enter_context(writing(output, RUN_FILE, names=RESULTS, overwrite=overwrite or resume))
+            checkpoints = output / FOLDER
+        with TrainProgress(OUT, len(schedule)) as progress:
+            result = run(
+                TrainJob(
+                    model=built_from,
+                    schedule=schedule,
+                    options=Options(lr, decay, warmup, weight_decay, clip, precision, seed),
+                    runs=("padded", "grouped", "packed") if compare else ("packed",),
+                    device=device,
+                    attention=attention,
+                    gradient_checkpointing=gradient_checkpointing,
+                    deterministic=deterministic,
+                    trust_remote_code=trust_remote_code,
+                    output=None if kept is None else kept.partial,
+                    checkpoints=checkpoints,
+                    save_every=save_every,
+                    resume=resume,
+                    on_step=progress.step,
+                    on_phase=progress.phase,
+                )
             )
-        )
-    OUT.print(f"attention: {result.attention} on {result.device}", highlight=False)
-    if compare:
-        OUT.print(comparison_table(result))
-        picture = (output or Path("runs")) / PICTURE
-        compare_figure(result, schedule, picture, title=f"{name}, {result.device}")
-        OUT.print(f"picture: {picture}", highlight=False)
-    else:
-        records = result.records["packed"]
-        OUT.print(
-            f"{len(records):,} steps, {rate(records):,.0f} real tokens/s, {padding(records):.1%} padding, "
-            f"loss {records[0].loss:.4f} to {records[-1].loss:.4f}"
-        )
-    if output is not None:
-        encoder.tokenizer.save_pretrained(output)
-        history = {run: [asdict(record) for record in records] for run, records in result.records.items()}
-        about = {"backend": backend, "device": result.device, "attention": result.attention}
-        _write_run({**about, "audit": asdict(result.audit), "runs": history}, output)
-        OUT.print(f"model: {output}", highlight=False)
-    elif not compare:
-        OUT.print("nothing is kept: pass --output to keep the model")
+        OUT.print(f"attention: {result.attention} on {result.device}", highlight=False)
+        if compare:
+            OUT.print(comparison_table(result))
+            folder = kept.partial if kept else Path("runs")
+            compare_figure(result, schedule, folder / PICTURE, title=f"{name}, {result.device}")
+            OUT.print(f"picture: {(output or folder) / PICTURE}", highlight=False)
+        else:
+            records = result.records["packed"]
+            OUT.print(
+                f"{len(records):,} steps, {rate(records):,.0f} real tokens/s, {padding(records):.1%} padding, "
+                f"loss {records[0].loss:.4f} to {records[-1].loss:.4f}"
+            )
+        if kept is not None:
+            encoder.tokenizer.save_pretrained(kept.partial)
+            history = {run: [asdict(record) for record in records] for run, records in result.records.items()}
+            about = {"backend": backend, "device": result.device, "attention": result.attention}
+            _write_run({**about, "audit": asdict(result.audit), "runs": history}, kept.partial)
+            kept.publish()
+            if checkpoints is not None and not (resume or save_every):
+                remove_checkpoints(checkpoints)  # of the run that was overwritten
+            OUT.print(f"model: {output}", highlight=False)
+        elif not compare:
+            OUT.print("nothing is kept: pass --output to keep the model")
     if not result.audit.exact:
         raise ContaminationError(f"audit: documents that are packed together see each other: {result.audit.line}")
     OUT.print(f"audit: [green]exact[/], {result.audit.line}", highlight=False)
@@ -174,7 +183,7 @@ def _check_output(output: Path | None, *, compare: bool, overwrite: bool, resume
             raise PackingError("--resume and --save-every need --output, the folder of the run")
         return
     if not resume:
-        check_folder(output, RUN_FILE, overwrite=overwrite, ways="--resume, --overwrite")
+        check(output, overwrite=overwrite, ways="--resume, --overwrite")
 
 
 def model_source(model: str | None) -> tuple[str | dict[str, Any], str | None]:
@@ -199,5 +208,4 @@ def special_tokens(tokenizer: Any) -> dict[str, Any]:
 
 
 def _write_run(content: dict[str, Any], output: Path) -> None:
-    output.mkdir(parents=True, exist_ok=True)
     (output / RUN_FILE).write_text(json.dumps({"crosspack": version("crosspack"), **content}, indent=1))

@@ -138,13 +138,13 @@ def test_packed_rows_are_cut_into_their_documents_again(tokenizer):
     [
         (
             {"input_ids": [1, 2, 3], "seq_lengths": [2]},
-            "record 0 has 3 input_ids, 3 labels and seq_lengths that add up",
+            "record 0: seq_lengths add up to 2 and input_ids has 3 tokens",
         ),
         ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "labels that are neither its input_ids nor -100"),
         ({"question": "a", "answer": "b"}, "record 0 has the columns question, answer: a record needs text, prompt +"),
         ({"text": None}, "a record needs text"),
         ({"text": 7}, "record 0: text is a int, not a string"),
-        ({"messages": ["hello"]}, "record 0: a message is an object with role and content"),
+        ({"messages": ["hello"]}, "record 0: messages is a list of objects with role and content"),
     ],
 )
 def test_a_record_that_cannot_be_read_says_why(tokenizer, record, says):
