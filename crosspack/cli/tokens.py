@@ -30,6 +30,7 @@ def token_documents(record: Mapping[str, Any], where: str) -> Iterator[Document]
     columns = {name: _numbers(record[name], name, where) for name in COLUMNS if record.get(name) is not None}
     ids = columns["input_ids"]
     if not len(ids):
+        yield Document(ids.astype(np.int32), np.zeros(0, np.bool_))
         return
     if (outside := (ids < 0) | (ids > _LARGEST)).any():
         raise PackingError(f"{where}: input_ids has {ids[outside][0]}: a token id is 0 to {_LARGEST:,}")

@@ -217,7 +217,7 @@ def test_overwrite_removes_the_checkpoints_of_the_earlier_run_and_nobodys_files(
     out = tmp_path / "out"
     options = (*small, "--output", out, "--steps", 2)
     assert run(*options, "--save-every", 1).exit_code == 0
-    mine = out / "checkpoints/step-00000001"
+    mine = out / "checkpoints/step-00000002"
     assert [path.name for path in mine.parent.iterdir()] == [mine.name]
     (mine / "notes.txt").write_text("mine")
     assert run(*options, "--save-every", 1, "--overwrite").exit_code == 0

@@ -223,15 +223,15 @@ def test_data_without_anything_to_train_is_one_line(tokenizer_folder, write, tmp
 
 def test_long_documents_do_not_wait_together(tmp_path):
     """However many documents the buffer may hold, those that wait have a bounded number of tokens."""
-    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    read: list[weakref.ref[Any]] = []
     most = 0
 
     def documents():
         nonlocal most
         for number in range(400):
             ids = np.full(1 << 17, number, np.int32)
-            alive.add(ids)
-            most = max(most, len(alive))
+            read.append(weakref.ref(ids))
+            most = max(most, sum(reference() is not None for reference in read))
             yield f"data:{number}", Document(ids, np.ones(len(ids), np.bool_))
 
     with open(tmp_path / "notes", "w") as notes:
