@@ -17,7 +17,7 @@ from rich.table import Table
 
 from crosspack.cli import options
 from crosspack.cli.console import OUT, figures
-from crosspack.cli.options import Source
+from crosspack.cli.options import Source, check_data
 from crosspack.cli.progress import counted
 from crosspack.cli.tables import lengths_table
 from crosspack.cli.text import Policy
@@ -56,13 +56,14 @@ def bench(
     entry = registered(GROUP, backend)
     built_from, folder = model_source(model)
     check_name("--tokenizer", tokenizer)
+    check_data(data, split, tokenizer or folder)
     race: Race = loaded(entry, extra=backend)
     source = Source.open(
         data, split, tokenizer or folder, Policy(loss, None, None), trust_remote_code=trust_remote_code
     )
     if model is None:
         built_from = SMALL_LLAMA | special_tokens(source.encoder.tokenizer)
-    corpus = Corpus.collect(counted(OUT, "documents read", source.encoder(source.records)))
+    corpus = Corpus.collect(counted(OUT, "documents read", source.documents(capacity, overflow)))
     planned = make_plan(corpus.documents.lengths, capacity, overflow=overflow, seed=seed)
     pad = source.encoder.tokenizer.pad_token_id
     schedule = Schedule(corpus, (planned,), 1, padded_batch, seed=seed, pad_id=0 if pad is None else pad)

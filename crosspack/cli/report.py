@@ -47,7 +47,7 @@ def report(
     check_name("--tokenizer", tokenizer)
     source = Source.open(data, split, tokenizer, Policy(loss, bos, eos), trust_remote_code=trust_remote_code)
     lengths, trained = [], 0
-    for document in counted(OUT, "documents read", source.encoder(source.records)):
+    for document in counted(OUT, "documents read", source.documents(capacity, overflow)):
         lengths.append(len(document.ids))
         trained += int(np.count_nonzero(document.trained[1:]))
     if not lengths:

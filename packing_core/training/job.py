@@ -92,8 +92,9 @@ class TrainJob:
         deterministic: use only kernels that repeat to the bit.
         trust_remote_code: whether code in the model's folder may run.
         output: where the trained model goes, in the Hugging Face format; None keeps nothing.
+        checkpoints: where checkpoints go; by default ``checkpoints`` in ``output``.
         save_every: steps between checkpoints; 0 for none.
-        resume: continue from the newest checkpoint in ``output``.
+        resume: continue from the newest checkpoint.
         on_step: called after every step.
         on_phase: called with one line when something slow begins that is not a step.
     """
@@ -108,6 +109,7 @@ class TrainJob:
     deterministic: bool = False
     trust_remote_code: bool = False
     output: Path | None = None
+    checkpoints: Path | None = None
     save_every: int = 0
     resume: bool = False
     on_step: Callable[[StepRecord], None] = lambda record: None

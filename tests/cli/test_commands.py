@@ -245,8 +245,7 @@ def one_line(result) -> str:
         (["--backend", "abacus"], "--backend abacus: the installed ones are "),
         (["--resume"], "--resume and --save-every need --output"),
         (["--compare", "--save-every", "2"], "--compare measures whole runs"),
-        (["--capacity", "8"], "tokens and capacity is 8 "),
-        (["--capacity", "8"], "pass --overflow split, truncate or drop, or raise --capacity"),
+        (["--capacity", "8"], "data.jsonl:1: a document has 32 tokens and capacity is 8: pass --overflow split"),
         (["--device", "abacus"], "--device abacus: "),
         (["--bos"], "--bos was given and the tokenizer has no BOS token"),
     ],
@@ -268,7 +267,7 @@ def test_a_folder_that_holds_something_is_never_replaced_unasked(small, tmp_path
     out.mkdir()
     (out / "thesis.txt").write_text("the only copy")
     assert "is not empty: pass --resume, --overwrite or another folder" in one_line(run(*small, "--output", out))
-    assert "so it holds something else: remove it yourself" in one_line(run(*small, "--output", out, "--overwrite"))
+    assert "so it holds something else: pass another folder" in one_line(run(*small, "--output", out, "--overwrite"))
     assert (out / "thesis.txt").read_text() == "the only copy"
 
 
@@ -285,6 +284,47 @@ def test_a_mistake_in_the_other_options_does_not_cost_the_earlier_run(small, tmp
     assert run(*small, "--output", out, "--steps", 1).exit_code == 0
     one_line(run(*small, "--output", out, "--overwrite", "--data", "absent.jsonl"))
     assert (out / "model.safetensors").exists()
+
+
+def test_a_model_that_does_not_load_does_not_cost_the_earlier_run(small, model, tmp_path):
+    out = tmp_path / "out"
+    assert run(*small, "--output", out, "--steps", 1).exit_code == 0
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    model.write_text(json.dumps(LLAMA | {"vocab_size": 100}))
+    one_line(run(*small, "--output", out, "--overwrite"))
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_overwrite_removes_the_checkpoints_of_the_earlier_run_and_nobodys_files(small, tmp_path):
+    out = tmp_path / "out"
+    options = (*small, "--output", out, "--steps", 2)
+    assert run(*options, "--save-every", 1).exit_code == 0
+    mine = out / "checkpoints/step-00000002"
+    assert [path.name for path in mine.parent.iterdir()] == [mine.name]
+    (mine / "notes.txt").write_text("mine")
+    assert run(*options, "--save-every", 1, "--overwrite").exit_code == 0
+    assert run(*options, "--overwrite").exit_code == 0
+    assert [path for path in (out / "checkpoints").rglob("*") if path.is_file()] == [mine / "notes.txt"]
+
+
+def test_a_typo_is_found_before_any_framework_is_imported(tmp_path):
+    code = (
+        "import sys, runpy; sys.argv = ['crosspack', *sys.argv[1:]]\n"
+        "try: runpy.run_module('crosspack', run_name='__main__')\n"
+        "finally: print(sorted({'torch', 'jax', 'transformers', 'datasets', 'pyarrow'} & set(sys.modules)))"
+    )
+    (tmp_path / "data.jsonl").write_text('{"txt": "a misspelt column"}')
+    for command, mistake in (
+        (["train"], ["--data", "absent.jsonl"]),
+        (["train"], ["--data", "data.jsonl"]),
+        (["train"], ["--tokenizer", "./absent"]),
+        (["train"], ["--output", "data.jsonl"]),
+    ):
+        result = subprocess.run(
+            [sys.executable, "-c", code, *command, *mistake], capture_output=True, text=True, timeout=120, cwd=tmp_path
+        )
+        assert result.returncode == 2, result.stderr
+        assert result.stdout.strip() == "[]", (command, mistake)
 
 
 def test_a_contaminated_model_ends_with_an_error(small, monkeypatch):

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from packing_core import PackedDataset
+from packing_core.columns import READ, read_columns
 from packing_core.errors import LayoutError
 from packing_core.extras import require
-from torch_backend.collate.columns import READ, read_columns
 
 ROWS_AT_ONCE = 1024
 
@@ -25,7 +25,7 @@ def pack_dataset(dataset: Any, capacity: int, **plan_options: Any) -> Any:
 
     Args:
         dataset: a ``datasets.Dataset`` with ``input_ids``, and optionally the columns by which
-            :func:`torch_backend.collate.columns.read_columns` knows what is trained (``labels``, ``completion_mask``,
+            :func:`packing_core.columns.read_columns` knows what is trained (``labels``, ``completion_mask``,
             ``prompt_length`` and others), what is padding (``attention_mask``) and where documents begin
             (``seq_lengths`` and others). All other columns are left out.
         capacity: tokens a row can hold.
