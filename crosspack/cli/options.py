@@ -39,7 +39,7 @@ Split = Annotated[str, typer.Option(help="Which split of a folder or a hub data 
 TokenizerName = Annotated[
     str | None,
     typer.Option(
-        "--tokenizer", help="A folder or a hub name. Default: the model's where one is named, or a byte-level BPE."
+        "--tokenizer", help="A folder or a hub name. Default: that of --model, or a byte-level BPE."
     ),
 ]
 LossOn = Annotated[Loss, typer.Option("--loss", help="Train completions and assistant turns only, or every token.")]
