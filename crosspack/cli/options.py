@@ -38,9 +38,7 @@ Data = Annotated[
 Split = Annotated[str, typer.Option(help="Which split of a folder or a hub data set.")]
 TokenizerName = Annotated[
     str | None,
-    typer.Option(
-        "--tokenizer", help="A folder or a hub name. Default: that of --model, or a byte-level BPE."
-    ),
+    typer.Option("--tokenizer", help="A folder or a hub name. Default: that of --model, or a byte-level BPE."),
 ]
 LossOn = Annotated[Loss, typer.Option("--loss", help="Train completions and assistant turns only, or every token.")]
 Bos = Annotated[

@@ -146,10 +146,10 @@ class Encoder:
     def describe(self) -> str:
         """The policy in one line, for the plan and the manifest."""
         bos, eos = (self.tokenizer.decode(ids) for ids in (self._bos, self._eos))
-        trained = "all tokens" if self.policy.loss == "all" else "completions and assistant turns; text whole"
+        trained = "all tokens" if self.policy.loss == "all" else "completions and assistant turns; plain text in full"
         return (
             f"BOS {bos or 'none'}, EOS {f'{eos} (trained)' if eos else 'none'}; chats as their template writes them; "
-            f"trained: {trained}"
+            f"loss on: {trained}"
         )
 
     def __call__(self, records: Iterable[Record]) -> Iterator[Document]:

@@ -260,12 +260,12 @@ def test_kinds_may_alternate_and_order_is_kept(tokenizer):
 def test_the_policy_is_stated_in_one_line(tokenizer):
     assert Encoder(tokenizer, Policy()).describe() == (
         "BOS none, EOS <|endoftext|> (trained); chats as their template writes them; "
-        "trained: completions and assistant turns; text whole"
+        "loss on: completions and assistant turns; plain text in full"
     )
     assert (
         Encoder(tokenizer, Policy("all", eos=False))
         .describe()
-        .endswith("EOS none; chats as their template writes them; trained: all tokens")
+        .endswith("EOS none; chats as their template writes them; loss on: all tokens")
     )
 
 
