@@ -70,3 +70,12 @@ def within_memory(what: str, way: str) -> Iterator[None]:
         yield
     except MemoryError:
         raise CapacityError(f"{what} do not fit into memory: {way}") from None
+
+
+def plural(number: int, noun: str) -> str:
+    """The number with its noun, for messages.
+
+    >>> plural(1, "row"), plural(2_000, "row")
+    ('1 row', '2,000 rows')
+    """
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

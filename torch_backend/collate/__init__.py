@@ -1,7 +1,7 @@
 """Collators that carry the segments of a batch to a patched model.
 
 :class:`PackedCollator` takes documents, or rows of a ``PackedDataset``, and packs them. :class:`BoundaryCollator` wraps
-another collator and reads the documents of its batches (:mod:`.marks`). Both return CPU tensors under the
+another collator and reads the documents of its batches (``packing_core.marks``). Both return CPU tensors under the
 names that Hugging Face models take, and plain Python values that device movers leave alone. A ``PackedDataset`` is a
 map-style dataset: ``DataLoader(PackedDataset(...), batch_size=2, collate_fn=PackedCollator(model))``.
 """
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from packing_core import PackedBatch, pack
 from packing_core.batch import IGNORE_INDEX
+from packing_core.columns import TRAINED, read_examples, trained_tokens
 from packing_core.errors import LayoutError
+from packing_core.marks import MARKS, PER_TOKEN, Segments, counts_through, is_numbered, read_segments
 from packing_core.views import KernelView
-from torch_backend.collate.columns import TRAINED, read_examples, trained_tokens
-from torch_backend.collate.marks import MARKS, PER_TOKEN, Segments, counts_through, is_numbered, read_segments
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class PackedCollator:
         plan_options: ``overflow``, ``max_segments`` and the other options of ``packing_core.plan``.
 
     A feature is a ``PackedBatch``, or a mapping with ``input_ids`` and the columns that
-    :func:`torch_backend.collate.columns.read_columns` names: ``labels``, masks and prompt lengths say what is trained,
+    :func:`packing_core.columns.read_columns` names: ``labels``, masks and prompt lengths say what is trained,
     ``attention_mask`` says what is padding, and ``seq_lengths`` cuts a packed row into its documents.
     """
 
@@ -133,7 +133,7 @@ class PackedCollator:
 class BoundaryCollator:
     """Calls another collator and adds the segments of its batches, read and checked on the host.
 
-    What marks documents and padding is read by :func:`torch_backend.collate.marks.read_segments`: ``cu_seq_lens_q``,
+    What marks documents and padding is read by :func:`packing_core.marks.read_segments`: ``cu_seq_lens_q``,
     ``seq_lengths``, ``segment_ids``, ``seq_idx``, an ``attention_mask`` of 1, 2, 3, or ``position_ids`` that restart.
 
     - ``labels`` become -100 at the start of each segment, at padding, and where a mask of trained tokens

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from packing_core import PackedDataset, PackPlan, plan
+from packing_core.columns import READ, Documents, read_columns
 from packing_core.errors import LayoutError
 from packing_core.extras import require
-from torch_backend.collate.columns import READ, Documents, read_columns
 
 BLOCK_TOKENS = 1 << 20  # tokens copied and written at a time, in whole rows
 RULES = 1  # raise it whenever the same arguments give other rows, so that no cached file of before is read
@@ -34,7 +34,7 @@ def pack_dataset(dataset: Any, capacity: int, **plan_options: Any) -> Any:
 
     Args:
         dataset: a ``datasets.Dataset`` with ``input_ids``, and optionally the columns by which
-            :func:`torch_backend.collate.columns.read_columns` knows what is trained (``labels``, ``completion_mask``,
+            :func:`packing_core.columns.read_columns` knows what is trained (``labels``, ``completion_mask``,
             ``prompt_length`` and others), what is padding (``attention_mask``) and where documents begin
             (``seq_lengths`` and others). All other columns are left out.
         capacity: tokens a row can hold.

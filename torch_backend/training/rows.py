@@ -19,14 +19,14 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_
 
 from packing_core import PackedBatch, PackedDataset, stream
 from packing_core.balance import Cost, ShardedPlan
+from packing_core.columns import READ, Documents, read_examples, stream_documents
 from packing_core.dataset import with_empty_row
 from packing_core.epochs import plan_epoch
 from packing_core.errors import PackingError
 from packing_core.extras import require
+from packing_core.marks import LENGTHS
 from packing_core.plan import Overflow
 from torch_backend.collate import FULL, PackedCollator
-from torch_backend.collate.columns import READ, Documents, read_examples, stream_documents
-from torch_backend.collate.marks import LENGTHS
 from torch_backend.training.dataset import arrow_documents
 
 logger = logging.getLogger(__name__)

@@ -15,12 +15,12 @@ import numpy as np
 
 from packing_core import PackedBatch
 from packing_core.batch import IGNORE_INDEX
+from packing_core.columns import READ
 from packing_core.errors import LayoutError, PackingError, UnsupportedError, first_line
+from packing_core.marks import MARKS, first_true, is_numbered
 from packing_core.plan import Overflow
 from torch_backend.auditing.trainer import refuse_cut_documents
 from torch_backend.collate import Batch, BoundaryCollator, PackedCollator
-from torch_backend.collate.columns import READ
-from torch_backend.collate.marks import MARKS, first_true, is_numbered
 from torch_backend.hf.boundaries import refuse_split_rows
 from torch_backend.patching import patch
 from torch_backend.training.rows import pack_training_data, use_rows

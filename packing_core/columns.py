@@ -14,10 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from packing_core import Ragged
 from packing_core.errors import LayoutError
-from packing_core.runs import Int64, ranges
-from torch_backend.collate.marks import (
+from packing_core.marks import (
     LENGTHS,
     PER_TOKEN,
     Bool,
@@ -26,6 +24,8 @@ from torch_backend.collate.marks import (
     is_numbered,
     read_segments,
 )
+from packing_core.ragged import Ragged
+from packing_core.runs import Int64, ranges
 
 # Masks, 0 where a token is not trained, under the names that TRL and this project give them. All of them must agree.
 TRAINED = ("loss_mask", "completion_mask", "assistant_masks")
@@ -183,7 +183,7 @@ def _segments(marks: Mapping[str, Any], offsets: Int64) -> Segments:
             raise LayoutError(
                 f"position_ids of example {np.searchsorted(offsets, place, side='right') - 1} do not count 0, 1, 2 "
                 "from the start of each document, as those of packed rows do: leave the column out, or wrap a collator "
-                "that hands them through, torch_backend.with_boundaries(collator)"
+                "that hands them through, with_boundaries(collator)"
             )
     return segments
 
