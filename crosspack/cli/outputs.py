@@ -180,9 +180,12 @@ def _is_one_of(path: Path, versions: list[Listed]) -> bool:
     return Listed.of(path, versions[0].name) in versions
 
 
-def _check_free(folder: Path, names: Iterable[str]) -> None:
-    for name in sorted(names):
-        if (folder / name).exists() or (folder / name).is_symlink():
+def _check_free(folder: Path, names: set[str]) -> None:
+    """Raise where a file of the result would replace one, or would leave the folder through a link."""
+    parents = {str(parent) for name in names for parent in PurePosixPath(name).parents[:-1]}
+    for name in sorted([*names, *parents]):
+        path = folder / name
+        if path.is_symlink() or (path.exists() and not (name in parents and path.is_dir())):
             raise PackingError(f"--output {folder}: {name} is not a file that crosspack wrote: move it elsewhere first")
 
 

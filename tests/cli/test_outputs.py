@@ -117,6 +117,18 @@ def test_a_file_that_appears_during_the_work_is_not_replaced(tmp_path):
     assert held(tmp_path) == {"x": "mine"}
 
 
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_a_result_goes_through_nobodys_file_or_link(tmp_path, kind):
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    run(out, {"train-0": "a"})
+    elsewhere.mkdir()
+    (out / "tokenizer").symlink_to(elsewhere) if kind == "link" else (out / "tokenizer").write_text("mine")
+    before = held(tmp_path)
+    with pytest.raises(PackingError, match="tokenizer is not a file that crosspack wrote"):
+        run(out, {"tokenizer/vocabulary": "v"}, overwrite=True)
+    assert held(tmp_path) == before
+
+
 @pytest.mark.parametrize("error", [PackingError("no"), KeyboardInterrupt()])
 def test_a_run_that_fails_changes_nothing(tmp_path, error):
     run(tmp_path / "old", {"train-0": "a"})
