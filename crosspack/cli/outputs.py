@@ -118,13 +118,16 @@ def writing(
     except OSError as error:
         if error.errno is None:  # a library's own message, about something else
             raise
+        named = error.filename
+        if isinstance(named, str) and not Path(named).absolute().is_relative_to(folder.absolute()):
+            raise PackingError(f"{named}: {error.strerror}") from error
         raise PackingError(f"--output {folder}: {_reason(error)}") from error
 
 
 def _written(folder: Path, summary: str, names: Sequence[str], overwrite: bool, ways: str) -> Iterator[Output]:
+    old = _check(folder, [summary, *names], overwrite, ways)
     for stale in folder.glob(f"{TEMPORARY}*"):  # of a run that was killed: we hold the lock
         shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
-    old = _check(folder, [summary, *names], overwrite, ways)
     listed = (folder / LISTING).exists()
     if not listed:
         _write_listing(folder, [])  # says whose folder it is, should the run be interrupted

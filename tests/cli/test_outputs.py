@@ -230,6 +230,16 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_an_error_about_another_file_names_that_file(tmp_path):
+    work = writing(tmp_path / "out", "manifest.json")
+    work.__enter__()
+    try:
+        (tmp_path / "absent").read_text()
+    except OSError as error:
+        with pytest.raises(PackingError, match=f"^{tmp_path / 'absent'}: No such file or directory$"):
+            work.__exit__(type(error), error, error.__traceback__)
+
+
 def test_the_result_reaches_the_device_before_its_names_do(tmp_path, monkeypatch):
     seen = []
     fsync, replace = os.fsync, os.replace
