@@ -40,6 +40,8 @@ def save_checkpoint(job: TrainJob, records: list[StepRecord], write: Callable[[P
     target = home / f"step-{len(records):08d}"
     if target in older:  # of a run that this one overwrites
         _remove(target)
+    if target.exists():
+        raise PackingError(f"{target} holds files that crosspack did not write: move them elsewhere")
     replace(partial, target)
     for folder in older:
         if folder != target:
