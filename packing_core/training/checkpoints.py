@@ -27,8 +27,7 @@ def save_checkpoint(job: TrainJob, records: list[StepRecord], write: Callable[[P
     if home is None:
         raise PackingError("--save-every needs --output, the folder that checkpoints go to")
     home.mkdir(parents=True, exist_ok=True)
-    for stale in home.glob(f"{PARTIAL}*"):  # of a run that was killed
-        shutil.rmtree(stale)
+    _remove_unfinished(home)
     partial = home / f"{PARTIAL}{uuid4().hex}"
     partial.mkdir()
     write(partial)
@@ -73,6 +72,7 @@ def newest_checkpoint(job: TrainJob) -> tuple[Path, list[StepRecord]]:
 
 def remove_checkpoints(home: Path) -> None:
     """Remove the checkpoints below ``home``, and ``home`` if nothing else is in it."""
+    _remove_unfinished(home)
     for folder in _finished(home):
         _remove(folder)
     if home.is_dir() and not any(home.iterdir()):
@@ -81,6 +81,12 @@ def remove_checkpoints(home: Path) -> None:
 
 def _home(job: TrainJob) -> Path | None:
     return job.checkpoints or (None if job.output is None else job.output / FOLDER)
+
+
+def _remove_unfinished(home: Path) -> None:
+    """Remove what a run that was killed while it saved has left."""
+    for folder in home.glob(f"{PARTIAL}*"):
+        shutil.rmtree(folder)
 
 
 def _finished(home: Path) -> list[Path]:
