@@ -118,13 +118,16 @@ def writing(
     except OSError as error:
         if error.errno is None:  # a library's own message, about something else
             raise
+        named = error.filename
+        if isinstance(named, str) and not Path(named).absolute().is_relative_to(folder.absolute()):
+            raise PackingError(f"{named}: {error.strerror}") from error
         raise PackingError(f"--output {folder}: {_reason(error)}") from error
 
 
 def _written(folder: Path, summary: str, names: Sequence[str], overwrite: bool, ways: str) -> Iterator[Output]:
+    old = _check(folder, [summary, *names], overwrite, ways)
     for stale in folder.glob(f"{TEMPORARY}*"):  # of a run that was killed: we hold the lock
         shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
-    old = _check(folder, [summary, *names], overwrite, ways)
     listed = (folder / LISTING).exists()
     if not listed:
         _write_listing(folder, [])  # says whose folder it is, should the run be interrupted
@@ -180,9 +183,12 @@ def _is_one_of(path: Path, versions: list[Listed]) -> bool:
     return Listed.of(path, versions[0].name) in versions
 
 
-def _check_free(folder: Path, names: Iterable[str]) -> None:
-    for name in sorted(names):
-        if (folder / name).exists() or (folder / name).is_symlink():
+def _check_free(folder: Path, names: set[str]) -> None:
+    """Raise where a file of the result would replace one, or would leave the folder through a link."""
+    parents = {str(parent) for name in names for parent in PurePosixPath(name).parents[:-1]}
+    for name in sorted([*names, *parents]):
+        path = folder / name
+        if path.is_symlink() or (path.exists() and not (name in parents and path.is_dir())):
             raise PackingError(f"--output {folder}: {name} is not a file that crosspack wrote: move it elsewhere first")
 
 
@@ -234,7 +240,7 @@ def _locked(folder: Path) -> Iterator[None]:
     mine = {"pid": os.getpid(), "host": socket.gethostname(), "since": datetime.now(UTC).isoformat(timespec="seconds")}
     while True:
         try:
-            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
             break
         except FileExistsError:
             _remove_stale_lock(path)

@@ -112,7 +112,7 @@ def _files_of_split(folder: Path, split: str) -> list[Path]:
 
 def _by_name(folder: Path, split: str) -> list[Path]:
     found: dict[Path, set[str]] = {}
-    for root, folders, names in os.walk(folder):
+    for root, folders, names in os.walk(folder, onerror=_raise):
         folders[:] = [name for name in folders if not name.startswith((".", "__"))]
         for file in (Path(root, name) for name in names if not name.startswith((".", "__"))):
             if file.suffix in FORMATS and file.name not in _NO_DATA and file.is_file():
@@ -128,6 +128,10 @@ def _by_name(folder: Path, split: str) -> list[Path]:
         there = f"its files are of {', '.join(sorted(named))}" if named else "no file's name says a split"
         raise PackingError(f"--data {folder}: no file of the split {split}, {there}: pass another --split")
     return sorted(file for file, splits in found.items() if split in splits)
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _splits_of(path: Path, wanted: str) -> set[str]:
@@ -158,18 +162,19 @@ def _declared(folder: Path) -> Any:
     yaml = require("yaml", extra="hf", distribution="pyyaml")
     try:
         configs = (yaml.safe_load(header[1]) or {}).get("configs") or []
-        by_name = {config["config_name"]: config for config in configs if config.get("data_files")}
+        by_name = {str(config["config_name"]): config for config in configs}
         default = [name for name, config in by_name.items() if config.get("default") or name == "default"]
+        data_files = [by_name[name].get("data_files") for name in default or by_name]
     except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise PackingError(f"--data {folder}: the header of README.md cannot be read: {first_line(error)}") from error
     if not by_name:
         return None
-    chosen = default or list(by_name)
-    if len(chosen) > 1:
+    if len(data_files) > 1 or not data_files[0]:
         raise PackingError(
-            f"--data {folder}: README.md has the configurations {', '.join(map(str, by_name))}: pass the files of one"
+            f"--data {folder}: README.md has the configurations {', '.join(by_name)}, and no files for one of them "
+            f"that is the default: pass the folder or the files of one"
         )
-    return by_name[chosen[0]]["data_files"]
+    return data_files[0]
 
 
 def _by_pattern(folder: Path, split: str, declared: Any) -> list[Path]:

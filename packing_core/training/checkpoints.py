@@ -33,8 +33,7 @@ def save_checkpoint(job: TrainJob, records: list[StepRecord], write: Callable[[P
     if home is None:
         raise PackingError("--save-every needs --output, the folder that checkpoints go to")
     home.mkdir(parents=True, exist_ok=True)
-    for stale in home.glob(f"{PARTIAL}*"):  # of a run that was killed
-        shutil.rmtree(stale)
+    _remove_unfinished(home)
     partial = home / f"{PARTIAL}{uuid4().hex}"
     partial.mkdir()
     write(partial)
@@ -47,6 +46,8 @@ def save_checkpoint(job: TrainJob, records: list[StepRecord], write: Callable[[P
     target = home / f"step-{len(records):08d}"
     if target in older:  # of a run that this one overwrites
         _remove(target)
+    if target.exists():
+        raise PackingError(f"{target} holds files that crosspack did not write: move them elsewhere")
     replace(partial, target)
     for folder in older:
         if folder != target:
@@ -108,6 +109,7 @@ def _compare(folder: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> No
 
 def remove_checkpoints(home: Path) -> None:
     """Remove the checkpoints below ``home``, and ``home`` if nothing else is in it."""
+    _remove_unfinished(home)
     for folder in _finished(home):
         _remove(folder)
     if home.is_dir() and not any(home.iterdir()):
@@ -116,6 +118,12 @@ def remove_checkpoints(home: Path) -> None:
 
 def _home(job: TrainJob) -> Path | None:
     return job.checkpoints or (None if job.output is None else job.output / FOLDER)
+
+
+def _remove_unfinished(home: Path) -> None:
+    """Remove what a run that was killed while it saved has left."""
+    for folder in home.glob(f"{PARTIAL}*"):
+        shutil.rmtree(folder)
 
 
 def _finished(home: Path) -> list[Path]:

@@ -301,8 +301,9 @@ def test_overwrite_removes_the_checkpoints_of_the_earlier_run_and_nobodys_files(
     assert run(*options, "--save-every", 1).exit_code == 0
     mine = out / "checkpoints/step-00000002"
     assert [path.name for path in mine.parent.iterdir()] == [mine.name]
-    (mine / "notes.txt").write_text("mine")
     assert run(*options, "--save-every", 1, "--overwrite").exit_code == 0
+    (mine / "notes.txt").write_text("mine")
+    assert "holds files that crosspack did not write" in one_line(run(*options, "--save-every", 2, "--overwrite"))
     assert run(*options, "--overwrite").exit_code == 0
     assert [path for path in (out / "checkpoints").rglob("*") if path.is_file()] == [mine / "notes.txt"]
 

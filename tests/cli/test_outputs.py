@@ -117,6 +117,18 @@ def test_a_file_that_appears_during_the_work_is_not_replaced(tmp_path):
     assert held(tmp_path) == {"x": "mine"}
 
 
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_a_result_goes_through_nobodys_file_or_link(tmp_path, kind):
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    run(out, {"train-0": "a"})
+    elsewhere.mkdir()
+    (out / "tokenizer").symlink_to(elsewhere) if kind == "link" else (out / "tokenizer").write_text("mine")
+    before = held(tmp_path)
+    with pytest.raises(PackingError, match="tokenizer is not a file that crosspack wrote"):
+        run(out, {"tokenizer/vocabulary": "v"}, overwrite=True)
+    assert held(tmp_path) == before
+
+
 @pytest.mark.parametrize("error", [PackingError("no"), KeyboardInterrupt()])
 def test_a_run_that_fails_changes_nothing(tmp_path, error):
     run(tmp_path / "old", {"train-0": "a"})
@@ -216,6 +228,16 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not (tmp_path / "out").exists()
+
+
+def test_an_error_about_another_file_names_that_file(tmp_path):
+    work = writing(tmp_path / "out", "manifest.json")
+    work.__enter__()
+    try:
+        (tmp_path / "absent").read_text()
+    except OSError as error:
+        with pytest.raises(PackingError, match=f"^{tmp_path / 'absent'}: No such file or directory$"):
+            work.__exit__(type(error), error, error.__traceback__)
 
 
 def test_the_result_reaches_the_device_before_its_names_do(tmp_path, monkeypatch):

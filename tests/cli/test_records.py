@@ -171,7 +171,10 @@ def test_a_readme_says_which_files_of_the_folder_are_read(write):
     (folder / "README.md").write_text(
         "---\nconfigs:\n- config_name: en\n  data_files: a/*\n- config_name: de\n  data_files: b/*\n---\n"
     )
-    with pytest.raises(PackingError, match=r"README.md has the configurations en, de: pass the files of one"):
+    with pytest.raises(PackingError, match="README.md has the configurations en, de, and no files for"):
+        open_records(str(folder))
+    (folder / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_dir: a\n---\n")
+    with pytest.raises(PackingError, match="README.md has the configurations default, and no files for"):
         open_records(str(folder))
     (folder / "README.md").write_text("---\nlicense: mit\n---\n")
     assert [dict(record) for record in open_records(str(folder))] == TEXTS
@@ -261,6 +264,7 @@ def library(tmp_path):
 
 
 def test_docstrings_become_questions_and_answers_without_importing_anything(library):
+    (library / "pack/broken.py").write_bytes(b"def \x00(")
     records = list(standard_library_records(library))
     assert [record["prompt"] for record in records] == [
         "Question: What is the module pack for?\nAnswer:",
