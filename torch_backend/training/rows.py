@@ -65,7 +65,7 @@ class PackedRows(Dataset[PackedBatch]):
         self.names = list(names)
         self.capacity = capacity
         self.pad_id = pad_id
-        self.options = {"overflow": overflow, "seed": seed, "cost": cost, "in_order": in_order}
+        self.options: dict[str, Any] = {"overflow": overflow, "seed": seed, "cost": cost, "in_order": in_order}
         self.epoch = 0
         self.ranks = 1
         self._made: dict[tuple[int, int], tuple[ShardedPlan, PackedDataset]] = {}
