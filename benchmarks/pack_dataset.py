@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -107,8 +106,9 @@ def measure(packer: str, where: str, folder: str) -> dict[str, Any]:
 
 
 def peak() -> int:
-    """MiB of the largest resident set so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    """MiB of the largest resident set so far; ``getrusage`` would count that of the parent process too."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) >> 10
 
 
 def fill(path: Path) -> Iterator[list[str]]:
@@ -119,7 +119,7 @@ def fill(path: Path) -> Iterator[list[str]]:
     from crosspack.cli.text import train_tokenizer
     from torch_backend import PackedCollator, enable_packing
 
-    records = [json.loads(line) for line in path.read_text().splitlines()]
+    records = [json.loads(line) for line in path.read_text().split("\n") if line]
     texts = [(record["prompt"], record["completion"]) for record in records]
     tokenizer = train_tokenizer((a + b for a, b in texts), 8192)
     prompts, answers = (tokenizer(list(x), add_special_tokens=False)["input_ids"] for x in zip(*texts, strict=True))

@@ -138,6 +138,16 @@ def test_trainer_with_documents_trains_as_each_document_alone(tmp_path) -> None:
     assert differences(model, alone) < 1e-5
 
 
+def test_sft_trainer_without_packing_trains_as_each_document_alone(tmp_path) -> None:
+    model, alone = llama(), llama()
+    trainer = sft(model, tmp_path, documents(), max_length=CAPACITY, loss_type="nll", bf16=False)
+    enable_packing(trainer, verify=False)
+    losses, batches = train_recorded(trainer)
+    assert all(batch["input_ids"].shape[1] == CAPACITY for batch in batches)
+    assert losses == pytest.approx(per_document_losses(alone, batches), abs=1e-4)
+    assert differences(model, alone) < 1e-5
+
+
 def test_trainer_takes_a_packed_dataset_as_it_is(tmp_path) -> None:
     data = documents()
     packed = PackedDataset(data.with_format("arrow")[:]["input_ids"], CAPACITY)

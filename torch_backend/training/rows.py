@@ -109,6 +109,9 @@ class PackedRows(Dataset[PackedBatch]):
         """What accelerate calls before each epoch."""
         self.epoch = epoch
 
+    def __iter__(self) -> Iterator[PackedBatch]:  # or iter() would go on through all epochs
+        return map(self.__getitem__, range(len(self)))
+
     def __getitem__(self, number: int) -> PackedBatch:
         return self.__getitems__([number])
 
@@ -169,8 +172,11 @@ class PackedStream(IterableDataset[PackedBatch]):
     Args:
         source: yields examples; the same ones in the same order on every rank.
         names: the columns to read, None for all.
-        group: at its end the stream is filled up with empty rows to a multiple of this, so that no rank repeats rows.
         capacity, overflow, seed, pad_id: as in ``packing_core.stream``.
+
+    Attributes:
+        epoch: which one the next pass is.
+        group: an epoch is filled up with empty rows to a multiple of this, so that accelerate repeats none for a rank.
     """
 
     def __init__(
