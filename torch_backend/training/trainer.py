@@ -22,6 +22,7 @@ from torch_backend.collate.columns import READ
 from torch_backend.collate.marks import MARKS, first_true, is_numbered
 from torch_backend.hf.boundaries import refuse_split_rows
 from torch_backend.patching import patch
+from torch_backend.training.packed_step import speed_up
 
 Trainer = TypeVar("Trainer")
 
@@ -47,6 +48,7 @@ def enable_packing(
     capacity: int | None = None,
     implementation: str | Sequence[str] = "auto",
     verify: bool = True,
+    fast: bool = True,
 ) -> Trainer:
     """Make a trainer train packed documents without contamination; call it once, between building and ``train()``.
 
@@ -62,6 +64,9 @@ def enable_packing(
             documents of one batch are packed, ``per_device_train_batch_size`` of them; to fill rows from the whole
             dataset, train on ``torch_backend.pack_dataset(dataset, capacity)`` or a ``PackedDataset``.
         implementation, verify: as in :func:`torch_backend.patch`.
+        fast: train without logits, through compiled layers and as a CUDA graph, each where nothing forbids it
+            (:mod:`.packed_step`); ``explain(trainer)`` says what is fast and why the rest is not. False leaves the
+            training step as it is.
 
     Returns:
         ``trainer`` itself.
@@ -84,6 +89,8 @@ def enable_packing(
     any_trainer.data_collator = collator
     # accelerate would let the first rank read for all and concatenate batches, which plain ints cannot be.
     any_trainer.accelerator.dataloader_config.dispatch_batches = False
+    if fast:
+        speed_up(any_trainer)
     return trainer
 
 
