@@ -7,14 +7,15 @@ a CUDA graph. What a part cannot do runs as usual, and :attr:`Gradients.parts` s
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from packing_core.errors import UnsupportedError, UnsupportedModelError
 from torch_backend.hf.patch import Patched, causal_lm, state_of
@@ -28,22 +29,26 @@ Batch = Mapping[str, Any]
 log = logging.getLogger("crosspack")
 
 LOSS, LAYERS, GRAPH = "loss", "layers", "graph"  # the parts of a step that can be fast
+# Beside the arguments of the model: the targets of the whole step, by which its loss is divided.
+TARGETS = "targets_of_the_step"
 
 
 class Gradients:
     """``loss = gradients(batch)``: adds the batch's gradients to those of the parameters.
 
     Layers are compiled, and graphs recorded, for one form of batches at a time: that of the first batch, and later any
-    that comes twice in a row. Others, such as the smaller last batch of an epoch, run as usual.
+    that comes twice in a row. Others, such as the smaller last batch of an epoch, run as usual. Outside of a call the
+    layers are as they were, so evaluation and generation run as usual too.
 
     Args:
         model: what is called, with all its wrappers.
         backward: (batch) -> loss without a graph: forward and backward as usual. To be captured it must not read from
             the device, and must reach everything that changes between calls through the batch.
-        probe: (batch) -> the reason why the loss cannot do without logits, None if it does. Called once, on the first
-            batch, without gradients and with the random state kept. Its forward also asks the attention
-            implementations, which cannot be asked inside a compiled layer.
+        probe: (batch, forward) -> the reason why the loss cannot do without logits, None if it does. Called once, on
+            the first batch, without gradients and with the random state kept. If ``forward``, it must run the layers,
+            see :func:`run_layers`.
         compile, capture: True raises where it is not possible, "auto" says why not.
+        no_layers, no_graph: reasons against compiling and capturing that the caller knows.
         tokens: of a row, to which batches of a single row are padded where shapes must not change.
 
     Attributes:
@@ -54,10 +59,12 @@ class Gradients:
         self,
         model: nn.Module,
         backward: Callable[[Batch], Tensor],
-        probe: Callable[[Batch], str | None],
+        probe: Callable[[Batch, bool], str | None],
         *,
         compile: Choice = "auto",
         capture: Choice = "auto",
+        no_layers: str | None = None,
+        no_graph: str | None = None,
         tokens: int | None = None,
     ) -> None:
         self.model = model
@@ -65,10 +72,13 @@ class Gradients:
         self.probe = probe
         self.compile = compile
         self.capture = capture
+        self.no_layers, self.no_graph = no_layers, no_graph
         self.tokens = tokens
         self.parts = dict.fromkeys((LOSS, LAYERS, GRAPH), "decided at the first step")
         self.fixed: FixedShapes | None = None
-        self.ready = self.compiled = False
+        self.ready = False
+        self.layers: dict[nn.Module, Any] = {}  # compiled ones, each with its compiled call
+        self.requests: Any = set()
         self.form: Any = None  # of the batches that compiled layers and graphs serve
         self.last: Any = None
         self.graphs: CapturedBackward | None = None
@@ -86,12 +96,31 @@ class Gradients:
             self.form = form
         self.last = form
         if form != self.form:
-            with torch.compiler.set_stance("force_eager") if self.compiled else nullcontext():
-                return self.backward(batch)
-        if self.compile and not self.compiled:
+            return self.backward(batch)
+        with self._compiled():
+            return self._captured(batch) if self.capture else self.backward(batch)
+
+    @contextmanager
+    def _compiled(self) -> Iterator[None]:
+        """Inside, the layers are compiled, if they shall be."""
+        if not self.compile:
+            yield
+            return
+        state = state_of(causal_lm(self.model))
+        assert state is not None
+        if not self.layers:
             compile_layers(self.model)
-            self.compiled = True
-        return self._captured(batch) if self.capture else self.backward(batch)
+            self.layers = {m: m._compiled_call_impl for m in self.model.modules() if m._compiled_call_impl is not None}
+            self.requests = state.compiled
+        for module, call in self.layers.items():
+            module._compiled_call_impl = call
+        state.compiled = self.requests
+        try:
+            yield
+        finally:
+            for module in self.layers:
+                module._compiled_call_impl = None
+            state.compiled = set()
 
     def _captured(self, batch: Batch) -> Tensor:
         weights = [(p.data_ptr(), p.requires_grad) for p in self.model.parameters()]
@@ -102,6 +131,7 @@ class Gradients:
         try:
             return self.graphs(batch)
         except torch.OutOfMemoryError:
+            self.graphs = None  # whoever catches it goes on with smaller batches
             raise
         except RuntimeError as error:
             if self.capture is True or not self.graphs.recording:
@@ -115,12 +145,12 @@ class Gradients:
 
     def _prepare(self, batch: Batch) -> None:
         """Choose what is fast, and try the loss on the first batch."""
-        layers = _refused("compile", self.compile, why_not_compiled(self.model, batch))
-        graph = _refused("capture", self.capture, why_not_captured(self.model, batch))
+        layers = _refused("compile", self.compile, self.no_layers or why_not_compiled(self.model, batch))
+        graph = _refused("capture", self.capture, self.no_graph or why_not_captured(self.model, batch))
         if layers is None or graph is None:
             self.fixed = FixedShapes(self.tokens)
         with torch.random.fork_rng(_cuda_devices()), torch.no_grad():
-            reason = self.probe(batch if self.fixed is None else self.fixed(batch))
+            reason = self.probe(batch if self.fixed is None else self.fixed(batch), layers is None)
         self.parts = {
             LOSS: "without logits" if reason is None else f"with logits: {reason}",
             LAYERS: "compiled" if layers is None else f"not compiled: {layers}",
@@ -137,6 +167,17 @@ def fast_loss_refused(model: nn.Module, batch: Batch) -> str | None:
     except UnsupportedModelError as refusal:
         return str(refusal)
     return None
+
+
+def run_layers(model: nn.Module, batch: Batch) -> None:
+    """Run the decoder of a model, so that each layer asks the attention implementations.
+
+    They cannot be asked inside a compiled layer.
+    """
+    names = ("labels", "shift_labels", TARGETS)
+    sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
+    run = model if sharded else causal_lm(model).get_decoder()  # the latter makes no logits
+    run(**{name: x for name, x in batch.items() if name not in names})
 
 
 def why_not_compiled(model: nn.Module, batch: Batch) -> str | None:

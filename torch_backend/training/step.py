@@ -26,9 +26,8 @@ from torch_backend.hf.patch import causal_lm
 from torch_backend.hf.placement import execution_device
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.segments import to_device
-from torch_backend.training.gradients import Batch, Choice, Gradients, fast_loss_refused
+from torch_backend.training.gradients import TARGETS, Batch, Choice, Gradients, fast_loss_refused, run_layers
 
-_TOTAL = "targets_of_the_step"  # beside the arguments of the model: a graph sees only what is in the batch
 _DATA_PARALLEL = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
 
 
@@ -113,7 +112,7 @@ class TrainStep:
         for number, each in enumerate(microbatches):
             given = {name: to_device(x, self.device) if isinstance(x, Tensor) else x for name, x in each.items()}
             with self._accumulating(last=number == len(microbatches) - 1):
-                loss += self._gradients({**given, _TOTAL: tokens})
+                loss += self._gradients({**given, TARGETS: tokens})
         norm = self._clip()
         rate = self.optimizer.param_groups[0]["lr"]
         rate = rate.clone() if isinstance(rate, Tensor) else float(rate)
@@ -130,11 +129,11 @@ class TrainStep:
 
     def _backward(self, batch: Batch) -> Tensor:
         """Forward and backward of a microbatch; its part of the loss, times the number of ranks."""
-        given = {name: x for name, x in batch.items() if name != _TOTAL}
+        given = {name: x for name, x in batch.items() if name != TARGETS}
         with self._precision():
             loss_sum = causal_lm_loss(self.model, given)[0] if self._without_logits else self._own_loss(given)
         # Ranks average their gradients.
-        loss = loss_sum * self.world / batch[_TOTAL].clamp(min=1)
+        loss = loss_sum * self.world / batch[TARGETS].clamp(min=1)
         loss.backward()
         return loss.detach()
 
@@ -145,10 +144,12 @@ class TrainStep:
         loss = self.model(**{**batch, "use_cache": False, **more})[0]
         return torch.where(count > 0, loss, 0.0) * count  # a mean over no target is NaN
 
-    def _probe(self, batch: Batch) -> str | None:
-        given = {name: x for name, x in batch.items() if name != _TOTAL}
+    def _probe(self, batch: Batch, forward: bool) -> str | None:
+        given = {name: x for name, x in batch.items() if name != TARGETS}
         with self._precision():
             reason = fast_loss_refused(self.model, given)
+            if reason is not None and forward:
+                run_layers(self.model, given)
         self._without_logits = reason is None
         return reason
 

@@ -23,6 +23,7 @@ from torch_backend.auditing.trainer import refuse_cut_documents
 from torch_backend.collate import Batch, BoundaryCollator, PackedCollator
 from torch_backend.hf.boundaries import refuse_split_rows
 from torch_backend.patching import patch
+from torch_backend.training.packed_step import speed_up
 from torch_backend.training.rows import pack_training_data, use_rows
 
 Trainer = TypeVar("Trainer")
@@ -50,6 +51,7 @@ def enable_packing(
     overflow: Overflow = "error",
     implementation: str | Sequence[str] = "auto",
     verify: bool = True,
+    fast: bool = True,
 ) -> Trainer:
     """Make a trainer train packed documents without contamination; call it once, between building and ``train()``.
 
@@ -72,6 +74,9 @@ def enable_packing(
             ``max_position_embeddings``; which of them it is, is logged.
         overflow: what to do with a document longer than ``capacity``, as in ``packing_core.plan``.
         implementation, verify: as in :func:`torch_backend.patch`.
+        fast: train without logits, through compiled layers and as a CUDA graph, each where nothing forbids it
+            (:mod:`.packed_step`); ``explain(trainer)`` says what is fast and why the rest is not. False leaves the
+            training step as it is.
 
     Returns:
         ``trainer`` itself.
@@ -98,6 +103,8 @@ def enable_packing(
     use_rows(any_trainer, rows)
     # accelerate would let the first rank read for all and concatenate batches, which plain ints cannot be.
     any_trainer.accelerator.dataloader_config.dispatch_batches = False
+    if fast:
+        speed_up(any_trainer)
     return trainer
 
 
