@@ -115,7 +115,7 @@ class TrainStep:
         """Check the batch and put it on the mesh: rows are spread over all its axes."""
         missing = [key for key in BATCH_KEYS if key not in batch]
         if missing:
-            raise LayoutError(f"the batch lacks {', '.join(missing)}: jax_backend.data.to_batch makes all of them")
+            raise LayoutError(f"the batch lacks {', '.join(missing)}: jax_backend.to_batch makes all of them")
         shapes = {key: np.shape(batch[key]) for key in BATCH_KEYS}
         if len(set(shapes.values())) != 1 or len(shapes["input_ids"]) not in (2, 3):
             raise LayoutError(f"the batch's arrays must share one shape [A, B, S] or [B, S], got {shapes}")

@@ -157,7 +157,7 @@ def test_microbatches_of_different_shapes_add_up_to_one_step() -> None:
 
 def test_a_batch_that_lacks_a_key_or_mixes_shapes_is_refused() -> None:
     train_step = make_train_step(decoder(), optax.sgd(0.1))
-    with pytest.raises(LayoutError, match="the batch lacks targets: jax_backend.data.to_batch makes all of them"):
+    with pytest.raises(LayoutError, match="the batch lacks targets: jax_backend.to_batch makes all of them"):
         train_step.place({name: array for name, array in BATCHES[0].items() if name != "targets"})
     with pytest.raises(LayoutError, match=r"must share one shape \[A, B, S\] or \[B, S\]"):
         train_step.place(BATCHES[0] | {"targets": BATCHES[0]["targets"][:4]})
