@@ -37,7 +37,7 @@ def made() -> str:
     blocks = [
         BEGIN,
         "Signatures of `Backend`. `Array` is a numpy array, `Gradients` a dict of arrays by name.",
-        "```python\n" + "\n\n".join(signature(method) for method in methods) + "\n```",
+        "```python\n" + "\n\n\n".join(signature(method) for method in methods) + "\n```",
         "Attributes of `Document`:",
         "```text\n" + described(protocol.Document) + "\n```",
         "Attributes of `Batch`, what `collate` returns and `forward` and `gradients` take:",

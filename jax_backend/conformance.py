@@ -269,16 +269,6 @@ def _train(
     capacity: int,
 ) -> tuple[list[float], dict[str, Array]]:
     """Train from the weights ``start``; ``how`` are the arguments of `_train_step`."""
-    with _precision(how[1]):
-        return _steps(how, start, steps, capacity)
-
-
-def _steps(
-    how: tuple[DecoderConfig, str, str, float, int],
-    start: Mapping[str, Array],
-    steps: Sequence[Sequence[Sequence[Document]]],
-    capacity: int,
-) -> tuple[list[float], dict[str, Array]]:
     train_step, ranks = _train_step(*how), how[-1]
     state, losses = train_step.init(), []
     weights.assign(state.params, start)
@@ -312,7 +302,8 @@ def _train_step(config: DecoderConfig, dtype: str, optimizer: str, learning_rate
         "adamw": partial(optax.adamw, eps=protocol.ADAMW_EPSILON, weight_decay=0.0),
     }
     mesh = None if ranks == 1 else jax.make_mesh((ranks,), ("data",))
-    return make_train_step(_decoder(config, dtype, "xla"), rules[optimizer](learning_rate), mesh)
+    precision = "highest" if dtype == "float32" else None
+    return make_train_step(_decoder(config, dtype, "xla"), rules[optimizer](learning_rate), mesh, precision=precision)
 
 
 def _pack(documents: Sequence[Document], capacity: int) -> Any:

@@ -80,8 +80,8 @@ class FlaxStack(Backend):
     @classmethod
     def from_nnx(cls, model: nnx.Module, call: Callable[[Any, Inputs], jax.Array], **options: Any) -> FlaxStack:
         """A stack of an ``nnx`` model; ``call`` runs it on a batch."""
-        graph, params, rest = nnx.split(model, nnx.Param, ...)
-        return cls(lambda params, batch: call(nnx.merge(graph, params, rest), batch), params, **options)
+        graph, params, *rest = nnx.split(model, nnx.Param, ...)
+        return cls(lambda params, batch: call(nnx.merge(graph, params, *rest), batch), params, **options)
 
     def forward(self, decoder: Decoder, batch: Batch, *, dtype: str) -> Array:
         self._check(decoder, dtype)

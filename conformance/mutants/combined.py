@@ -103,20 +103,20 @@ class LeaksInFloat16(Mutant, rejected_by="DTYPE-10"):
 class PaddingInBfloat16(Mutant, rejected_by="DTYPE-10"):
     """In bfloat16, padding gets a gradient."""
 
-    def attention(self, q: Array, k: Array, v: Array, ids: Array, *, dtype: str, **kwargs: Any) -> Any:
-        out, gradients = super().attention(q, k, v, ids, dtype=dtype, **kwargs)
+    def attention(self, q: Array, k: Array, v: Array, segment_ids: Array, *, dtype: str, **kwargs: Any) -> Any:
+        out, gradients = super().attention(q, k, v, segment_ids, dtype=dtype, **kwargs)
         if dtype == "bfloat16" and gradients:
-            gradients["v"][ids == 0] = 1e-3
+            gradients["v"][segment_ids == 0] = 1e-3
         return out, gradients
 
 
 class TilesInFloat16(Mutant, rejected_by="DTYPE-01"):
     """In float16, the first token of a segment that starts at a tile of 64 is left unwritten."""
 
-    def attention(self, q: Array, k: Array, v: Array, ids: Array, *, dtype: str, **kwargs: Any) -> Any:
-        out, gradients = super().attention(q, k, v, ids, dtype=dtype, **kwargs)
+    def attention(self, q: Array, k: Array, v: Array, segment_ids: Array, *, dtype: str, **kwargs: Any) -> Any:
+        out, gradients = super().attention(q, k, v, segment_ids, dtype=dtype, **kwargs)
         if dtype == "float16":
-            for row, start, _ in segments(ids):
+            for row, start, _ in segments(segment_ids):
                 out[row, start] *= start == 0 or start % 64 != 0
         return out, gradients
 
@@ -158,12 +158,13 @@ class GradientsLeakInFloat16(Mutant, rejected_by="DTYPE-13"):
 class MixedPrecisionLosesUpdates(Training, rejected_by="DTYPE-14"):
     """In mixed precision the weights are kept in the narrow dtype."""
 
-    def train(self, decoder: Decoder, steps: Any, *, dtype: str, **kwargs: Any) -> Trained:
+    def train(self, decoder: Decoder, steps: Any, **kwargs: Any) -> Trained:
+        dtype = kwargs["dtype"]
         if dtype == "float32":
-            return super().train(decoder, steps, dtype=dtype, **kwargs)
+            return super().train(decoder, steps, **kwargs)
         losses: list[float] = []
         for step in steps:
-            loss, weights = super().train(decoder, [step], dtype=dtype, **kwargs)
+            loss, weights = super().train(decoder, [step], **kwargs)
             losses += loss
             decoder = replace(decoder, weights={name: round_to(dtype, w) for name, w in weights.items()})
         return losses, dict(decoder.weights)
