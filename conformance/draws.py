@@ -31,10 +31,10 @@ EMPTY_ROW: Rows = ((20, 30, 46), (-96,))
 PAST_64: Rows = ((1,) * 70 + (13, 13),)  # two long segments behind 70 one-token ones
 # Segments that start at 16, 64, 128, 256 and 512, and in the second row one token later.
 TILES: Rows = ((16, 48, 64, 128, 256, 64), (17, 48, 64, 128, 256, 63))
-# Lengths of documents for rows of 1,024 tokens: a few long ones, and 270 short ones.
-LONG_DOCUMENTS = (300, 1, 595, 128)
-MANY_DOCUMENTS = (3, 1, 5, 2, 6) * 54
-LONG_ROW = 1024
+# Lengths of documents for rows of 768 tokens: a few long ones, and 295 short ones.
+LONG_DOCUMENTS = (128, 1, 600, 39)
+MANY_DOCUMENTS = (2, 1, 4, 1, 5) * 59
+LONG_ROW = 768
 
 
 def segment_ids(rows: Rows) -> Array:

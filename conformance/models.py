@@ -52,7 +52,7 @@ def places(batch: Batch, documents: Sequence[Document]) -> list[tuple[int, int, 
 
 
 def long_case(judge: Judge) -> DecoderCase:
-    """One layer and many words, for rows of a thousand tokens."""
+    """One layer and many words, for rows of hundreds of tokens."""
     return DecoderCase(DecoderConfig(vocab_size=judge.words, num_hidden_layers=1, max_position_embeddings=2048))
 
 

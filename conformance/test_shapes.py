@@ -8,6 +8,7 @@ import pytest
 from conformance import models
 from conformance.draws import (
     EMPTY_ROW,
+    LONG_DOCUMENTS,
     LONG_TAIL,
     MANY_DOCUMENTS,
     AttentionCase,
@@ -97,7 +98,7 @@ def test_a_row_of_padding(judge: Judge) -> None:
 @requirement("SHAPE-09")
 @pytest.mark.parametrize(
     "rows",
-    [((1,) * 96,), ((96,),), ((1, 94, 1), (47, 48, 1)), ((128, 600, 1, 39),), (MANY_DOCUMENTS[:226],)],
+    [((1,) * 96,), ((96,),), ((1, 94, 1), (47, 48, 1)), (LONG_DOCUMENTS,), ((*MANY_DOCUMENTS, -1),)],
     ids=["one token", "one document", "both", "long", "many"],
 )
 def test_scans(judge: Judge, rows: Rows) -> None:

@@ -8,9 +8,10 @@ float32.
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import lru_cache, partial
 from typing import Any
 
@@ -34,11 +35,15 @@ from packing_core.errors import UnsupportedError
 from packing_core.protocol import Array, Backend, BackendFactory, Batch, Capabilities, Document, Gradients
 
 _ALL = protocol.ALL_OPTIONS - {"alibi", "dynamic_rope", "nonfinite_padding", "context_parallel"}
+_RANKS = 4  # devices that a CPU is split into, as many as the suite wants ranks
 _PLAIN = _ALL - {"sinks"}  # without a differentiable log-sum-exp there are no sinks
 
 
 def backends() -> Mapping[str, BackendFactory]:
     """What the entry point ``jax`` offers, one backend per attention implementation."""
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        with suppress(RuntimeError):  # JAX runs already: requirements about ranks then take a process of their own
+            _have_devices(_RANKS)
     return {name: partial(_make, name) for name in IMPLEMENTATIONS}
 
 
@@ -252,7 +257,9 @@ def _decoder(config: DecoderConfig, dtype: str, implementation: str, max_segment
 
 
 def _with_devices(count: int, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    """Call a function where JAX has so many devices: a process settles that when JAX starts, so in one of its own."""
+    """Call a function where JAX has so many devices; a process settles that when JAX starts, so perhaps in another."""
+    if len(jax.devices()) >= count:
+        return function(*arguments, **keywords)
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn, initializer=_have_devices, initargs=(count,)) as elsewhere:
         return elsewhere.submit(function, *arguments, **keywords).result()

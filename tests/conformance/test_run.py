@@ -93,6 +93,14 @@ def test_what_is_not_declared_and_refused_is_unsupported(tmp_path):
     assert (counted["status"], counted["passed"], counted["unsupported"]) == ("pass", 2, 4)
 
 
+def test_a_promise_that_is_not_made_is_not_tried_and_not_passed(tmp_path):
+    name = f"{HERE}:Unpromising"
+    outcome = run(tmp_path, f"--backend={name}", *only("LOSS-12", "ISO-09"))
+    assert outcome.code == 0
+    assert status(outcome, name, "LOSS-12") == "unsupported" and status(outcome, name, "ISO-09") == "pass"
+    assert outcome.report["backends"][name]["undeclared"] == {"untrained_batches": ["LOSS-12"]}
+
+
 def test_what_is_declared_and_refused_fails(tmp_path):
     outcome = run(tmp_path, f"--backend={HERE}:Boastful", *only("MASK-05"))
     assert outcome.code == 1 and "attention is declared and refused: no sinks after all" in outcome.output
