@@ -63,7 +63,7 @@ def test_a_hugging_face_stack_is_judged_as_the_page_says(tmp_path):
 def test_commands_and_statuses_of_the_page_exist():
     from crosspack.cli.conform import conform
 
-    options = {"--" + name for name in conform.__annotations__} | {"--n"}
+    options = {"--" + name for name in conform.__annotations__} | {"--n", "--all"}
     assert set(re.findall(r"crosspack conform (--[a-z]+)", PAGE)) <= options
     for group in {name.partition("-")[0] for name in requirements()}:
         assert f" {group}" in PAGE
