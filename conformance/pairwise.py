@@ -11,6 +11,9 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
+from conformance.draws import FOUR_ROWS, PADDED, AttentionCase
+from packing_core.protocol import Capabilities
+
 
 def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """Cases that hold every pair of values; deterministic, and in number near the product of the two longest factors.
@@ -35,6 +38,26 @@ def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
         missing -= set(combinations(sorted(chosen), 2))
         picked = {names[factor]: factors[names[factor]][value] for factor, value in chosen}
         cases.append({name: picked[name] for name in factors})
+    return cases
+
+
+def attention_pairs(declared: Capabilities) -> list[AttentionCase]:
+    """Every pair of values that a backend declares, among options, widths and layouts, in some case."""
+    widths = [(64, 64), *((width, width) for width in (40, 72) if width in declared.head_dims)]
+    factors: dict[str, list[Any]] = {
+        "rows": [FOUR_ROWS, PADDED],
+        "widths": widths + [(64, 32)] * ("narrow_values" in declared.options),
+        "heads": [(2, 2)] + [(6, 2)] * ("gqa" in declared.options),
+        "causal": [True] + [False] * ("bidirectional" in declared.options),
+        "window": [None] + [9] * ("window" in declared.options),
+        "softcap": [None] + [4.0] * ("softcap" in declared.options),
+        "sinks": [False] + [True] * ("sinks" in declared.options),
+        "alibi": [False] + [True] * ("alibi" in declared.options),
+    }
+    cases = []
+    for chosen in pairwise(factors):
+        (heads, kv_heads), (width, value_width) = chosen.pop("heads"), chosen.pop("widths")
+        cases.append(AttentionCase(heads=heads, kv_heads=kv_heads, width=width, value_width=value_width, **chosen))
     return cases
 
 

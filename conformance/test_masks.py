@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
 
 import numpy as np
 import pytest
 
 from conformance import models
-from conformance.draws import FOUR_ROWS, FULL, PADDED, AttentionCase, DecoderCase, Rows, documents, segment_ids
+from conformance.draws import FOUR_ROWS, FULL, AttentionCase, DecoderCase, Rows, documents, segment_ids
 from conformance.golden import Case, golden
 from conformance.judge import Judge, Rejected
-from conformance.pairwise import pairwise
+from conformance.pairwise import attention_pairs
 from packing_core.protocol import Array, DecoderConfig
 
 requirement = pytest.mark.requirement
@@ -120,32 +119,11 @@ def test_options_together(judge: Judge, rows: Rows) -> None:
 @requirement("MASK-14")
 @pytest.mark.heavy
 def test_every_pair_of_options(judge: Judge) -> None:
-    for case in pairs(judge):
+    for case in attention_pairs(judge.backend.capabilities):
         try:
             judge.attention(case)
         except Rejected as error:
             raise Rejected(f"{_named(case)}: {error}") from error
-
-
-def pairs(judge: Judge) -> list[AttentionCase]:
-    """Every pair of values that the backend declares, among options, widths and layouts, in some case."""
-    declared = judge.backend.capabilities
-    widths = [(64, 64), *((width, width) for width in (40, 72) if width in declared.head_dims)]
-    factors: dict[str, list[Any]] = {
-        "rows": [FOUR_ROWS, PADDED],
-        "widths": widths + [(64, 32)] * ("narrow_values" in declared.options),
-        "heads": [(2, 2)] + [(6, 2)] * ("gqa" in declared.options),
-        "causal": [True] + [False] * ("bidirectional" in declared.options),
-        "window": [None] + [9] * ("window" in declared.options),
-        "softcap": [None] + [4.0] * ("softcap" in declared.options),
-        "sinks": [False] + [True] * ("sinks" in declared.options),
-        "alibi": [False] + [True] * ("alibi" in declared.options),
-    }
-    cases = []
-    for chosen in pairwise(factors):
-        (heads, kv_heads), (width, value_width) = chosen.pop("heads"), chosen.pop("widths")
-        cases.append(AttentionCase(heads=heads, kv_heads=kv_heads, width=width, value_width=value_width, **chosen))
-    return cases
 
 
 def _named(case: AttentionCase) -> str:

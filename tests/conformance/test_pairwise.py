@@ -4,10 +4,7 @@ from itertools import combinations, product
 
 import pytest
 
-from conformance.judge import Judge
-from conformance.pairwise import pairwise
-from conformance.reference import Reference
-from conformance.test_masks import pairs
+from conformance.pairwise import attention_pairs, pairwise
 from packing_core.protocol import ALL_OPTIONS, Capabilities
 
 FACTORS = [
@@ -27,10 +24,7 @@ def test_every_pair_of_values_meets(factors):
 
 
 def test_cases_hold_what_is_declared_and_nothing_else():
-    class Modest(Reference):
-        capabilities = Capabilities(options=ALL_OPTIONS - {"sinks", "gqa", "narrow_values"}, head_dims=(40, 64))
-
-    cases = pairs(Judge(Modest(), method="attention", required=False))
+    cases = attention_pairs(Capabilities(options=ALL_OPTIONS - {"sinks", "gqa", "narrow_values"}, head_dims=(40, 64)))
     assert {case.width for case in cases} == {40, 64}
     assert {case.window for case in cases} == {None, 9}
     assert not any(case.sinks or case.kv_heads < case.heads or case.value_width < case.width for case in cases)
