@@ -32,7 +32,7 @@ PAST_64: Rows = ((1,) * 70 + (13, 13),)  # two long segments behind 70 one-token
 # Segments that start at 16, 64, 128, 256 and 512, and in the second row one token later.
 TILES: Rows = ((16, 48, 64, 128, 256, 64), (17, 48, 64, 128, 256, 63))
 # Lengths of documents for rows of 768 tokens: a few long ones, and 295 short ones.
-LONG_DOCUMENTS = (128, 1, 600, 39)
+LONG_DOCUMENTS = (640, 1, 64, 63)  # the second starts where a tile does, in this order or by length
 MANY_DOCUMENTS = (2, 1, 4, 1, 5) * 59
 LONG_ROW = 768
 
