@@ -8,7 +8,7 @@ QUICK_JAX := JAX_DISABLE_MOST_OPTIMIZATIONS=1 XLA_FLAGS=--xla_backend_extra_opti
 INTERPRETED := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint types clean
+.PHONY: demo test test-all lint types clean
 
 demo: .venv/.demo
 	$(BIN)/crosspack train --compare --steps 24 --output runs/demo --overwrite
@@ -19,6 +19,10 @@ test: .venv/.dev
 	$(BIN)/python -m pytest tests --numprocesses 2 --dist loadscope
 	$(QUICK_JAX) $(BIN)/python -m pytest conformance --numprocesses 2 --dist loadgroup
 	$(INTERPRETED) $(BIN)/python -m pytest conformance --numprocesses 2 --dist loadgroup --backend torch:triton
+
+# Also what `make test` takes by turns: before a release, and after a change to conformance/.
+test-all: export CROSSPACK_TEST_ALL = 1
+test-all: test
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

@@ -102,7 +102,8 @@ def _judged(item: Any) -> str | None:
 def judge(request: pytest.FixtureRequest) -> Judge:
     """The backend before the requirement that the test names."""
     backend = request.config.stash[ROSTER].backends[request.param]
-    return Judge(backend, required=requirements()[_id(request.node)].need == "required")
+    requirement = requirements()[_id(request.node)]
+    return Judge(backend, method=requirement.method, required=requirement.need == "required")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -132,7 +133,19 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     report = yield
     if item.config.getoption("mutants") and isinstance(error, Rejected):
         report.outcome, report.longrepr = "passed", None  # what a mutant is there for; whether any survived: at the end
+    elif outcome == reporting.FAIL:
+        report.longrepr = _explained(item, error, report.longrepr)
     return report
+
+
+def _explained(item: Any, error: BaseException | None, trace: Any) -> str:
+    """A failure for those who have not read the suite: the requirement, what broke it, and how to run it alone."""
+    name, requirement = _id(item), requirements()[_id(item)]
+    lines = [f"{name}: {requirement.text}", f"{_judged(item)}: {error}"]
+    if not isinstance(error, Rejected):
+        lines.append(str(trace))
+    alone = f"--backend {_judged(item)} --requirement {name}"
+    return "\n".join([*lines, f"({requirement.need}, about {requirement.method}(); alone: crosspack conform {alone})"])
 
 
 # -- the whole run ---------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ Sources: Llama (Touvron et al. 2023, https://arxiv.org/abs/2302.13971, section 2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from packing_core.protocol import ADAMW_EPSILON, Array, Decoder, DecoderConfig, 
 from packing_core.reference.arithmetic import WorkingDtype, operands, plain
 
 Backward = Callable[[Array], Gradients]
+Sums = tuple[float, float, Gradients]  # loss sum, number of trained labels, gradients of the loss sum
 State = dict[str, tuple[Array, Array]]  # AdamW's moments by weight name
 
 
@@ -71,29 +72,43 @@ def run(
     return plain(logits), backward
 
 
+def alone(decoder: Decoder, input_ids: Array, *, dtype: WorkingDtype = "float64") -> tuple[Array, Backward]:
+    """Logits ``[n, V]`` of one document alone, and the function from their gradient to that of every weight."""
+    return run(decoder, input_ids, _Alone(decoder.config, len(input_ids), dtype), dtype=dtype)
+
+
 def one_document(
     decoder: Decoder, document: Document, *, dtype: WorkingDtype = "float64"
-) -> tuple[Array, float, float, Gradients]:
-    """One document alone: logits ``[n, V]``, loss sum, number of trained labels, gradients of the loss sum."""
-    mixing = _Alone(decoder.config, len(document.input_ids), dtype)
-    logits, backward = run(decoder, document.input_ids, mixing, dtype=dtype)
+) -> tuple[float, float, Gradients]:
+    """One document alone: loss sum, number of trained labels, gradients of the loss sum."""
+    logits, backward = alone(decoder, document.input_ids, dtype=dtype)
     targets = np.append(document.labels[1:], -100)
     loss, weight = reference.cross_entropy(logits, targets, dtype=dtype)
     dlogits = reference.cross_entropy_vjp(logits, targets, dtype=dtype)["logits"]
-    return logits, loss, weight, backward(dlogits)
+    return loss, weight, backward(dlogits)
+
+
+def summed(parts: Iterable[Sums]) -> Sums:
+    """The sums of several documents' losses, weights and gradients."""
+    loss, weight, total = 0.0, 0.0, Gradients()
+    for part_loss, part_weight, gradients in parts:
+        loss, weight = loss + part_loss, weight + part_weight
+        total = {name: total.get(name, 0.0) + gradient for name, gradient in gradients.items()}
+    return loss, weight, total
+
+
+def mean(sums: Sums) -> tuple[float, Gradients]:
+    """The mean loss over all trained labels and its gradients; 0 where nothing is trained."""
+    loss, weight, total = sums
+    share = 1 / weight if weight else 0.0
+    return loss * share, {name: gradient * share for name, gradient in total.items()}
 
 
 def mean_gradients(
     decoder: Decoder, documents: Sequence[Document], *, dtype: WorkingDtype = "float64"
 ) -> tuple[float, Gradients]:
     """The mean loss over all trained labels of the documents, each run alone, and its gradients."""
-    results = [one_document(decoder, document, dtype=dtype) for document in documents]
-    weight = sum(result[2] for result in results)
-    loss = sum(result[1] for result in results)
-    total = {name: sum(result[3][name] for result in results) for name in decoder.weights}
-    if weight == 0:
-        return 0.0, {name: np.zeros_like(array, np.float64) for name, array in decoder.weights.items()}
-    return loss / weight, {name: np.asarray(gradient) / weight for name, gradient in total.items()}
+    return mean(summed(one_document(decoder, document, dtype=dtype) for document in documents))
 
 
 def inv_freq(config: DecoderConfig, length: int) -> Array:

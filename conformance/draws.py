@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, cast
 
 import numpy as np
@@ -21,12 +22,19 @@ Rows = tuple[tuple[int, ...], ...]
 
 FULL: Rows = ((7, 16, 1, 33, 24, 15),)  # one row without padding
 PADDED: Rows = ((-5, 9, 17, -3, 1, 30, 14, -17),)  # padding before, between and after
-TWO_ROWS: Rows = ((5, 40, 12, 39), (16, 16, 2, 31, 31))  # other offsets in each row
-REPACKED: Rows = ((33, -8, 15, 16, -24), (-1, 24, 1, -30, 7, -33))  # the documents of FULL in other rows, order, places
-REPACKED_AS = (3, 5, 1, 4, 2, 0)  # the document of FULL that each segment of REPACKED holds
+FOUR_ROWS: Rows = ((5, 40, 12, 39), (16, 16, 2, 31, 31), (50, 46), (1, 30, 3, 62))  # other offsets in each row
+# The documents of FULL in other rows, another order and other places.
+REPACKED: Rows = ((33, -8, 7), (-1, 24, 1, -22), (16, -32), (-20, 15, -13))
+REPACKED_AS = (3, 0, 4, 2, 1, 5)  # the document of FULL that each segment of REPACKED holds
 LONG_TAIL: Rows = ((5, 9, 12, -70),)  # a tail longer than every segment
 EMPTY_ROW: Rows = ((20, 30, 46), (-96,))
 PAST_64: Rows = ((1,) * 70 + (13, 13),)  # two long segments behind 70 one-token ones
+# Segments that start at 16, 64, 128, 256 and 512, and in the second row one token later.
+TILES: Rows = ((16, 48, 64, 128, 256, 64), (17, 48, 64, 128, 256, 63))
+# Lengths of documents for rows of 768 tokens: a few long ones, and 295 short ones.
+LONG_DOCUMENTS = (640, 1, 64, 63)  # the second starts where a tile does, in this order or by length
+MANY_DOCUMENTS = (2, 1, 4, 1, 5) * 59
+LONG_ROW = 768
 
 
 def segment_ids(rows: Rows) -> Array:
@@ -66,6 +74,7 @@ class AttentionCase:
     sinks: bool = False
     alibi: bool = False
     scale: float | None = None
+    context_ranks: int = 1
     spread: float = 1.0  # standard deviation of q; larger makes sharper softmaxes
     value_mean: float = 0.0
     seed: int = 0
@@ -93,7 +102,8 @@ class AttentionCase:
 
     def options(self) -> dict[str, Any]:
         """The keyword arguments that are not arrays."""
-        return {name: getattr(self, name) for name in ("causal", "window", "softcap", "scale")}
+        chosen = {name: getattr(self, name) for name in ("causal", "window", "softcap", "scale")}
+        return chosen | ({"context_ranks": self.context_ranks} if self.context_ranks > 1 else {})
 
 
 @dataclass(frozen=True)
@@ -152,6 +162,7 @@ class LossCase:
 
     rows: Rows = FULL
     words: int = 48
+    spread: float = 2.0  # standard deviation of the logits
     masked: float = 0.0
     weighted: bool = False
     untrained_rows: tuple[int, ...] = ()
@@ -164,19 +175,29 @@ class LossCase:
         labels = draw.integers(0, self.words, ids.shape)
         labels[draw.random(ids.shape) < self.masked] = -100
         labels[list(self.untrained_rows)] = -100
-        arrays = {"logits": round_to(dtype, 2 * draw.standard_normal((*ids.shape, self.words))), "labels": labels}
+        arrays = {
+            "logits": round_to(dtype, self.spread * draw.standard_normal((*ids.shape, self.words))),
+            "labels": labels,
+        }
         if self.weighted:
             arrays["token_weights"] = (draw.integers(16, 129, ids.shape) / 64).astype(np.float32)  # sums are exact
         return arrays
 
 
-def documents(*lengths: int, words: int = 64, prompt: float = 0.0, seed: int = 0) -> list[Document]:
-    """Documents of the given lengths; a share ``prompt`` of each, from its start, is not trained on."""
+def documents(
+    *lengths: int, words: int = 64, prompt: float = 0.0, turn: int | None = None, seed: int = 0
+) -> list[Document]:
+    """Documents of the given lengths; a share ``prompt`` of each, from its start, is not trained on.
+
+    With ``turn`` every second run of so many tokens is not trained on either, as in a conversation.
+    """
     drawn = []
     for number, length in enumerate(lengths):
         ids = generator("document", seed, number, length).integers(0, words, length)
         labels = ids.copy()
         labels[: int(prompt * length)] = -100
+        if turn is not None:
+            labels[np.arange(length) // turn % 2 == 0] = -100
         drawn.append(Document(ids, labels))
     return drawn
 
@@ -212,29 +233,34 @@ class DecoderCase:
 
     def decoder(self) -> Decoder:
         """Matrices of standard deviation ``fan_in ** -0.5`` and norms near 1, so that no layer is a trivial one."""
-        draw = generator("decoder", self.seed)
-        c = self.config
-        heads, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        return Decoder(self.config, {name: weight.copy() for name, weight in _weights(self).items()})
 
-        def matrix(out: int, into: int) -> Array:
-            return np.asarray(draw.standard_normal((out, into)) * into**-0.5, np.float32)
 
-        def norm() -> Array:
-            return draw.uniform(0.5, 1.5, c.hidden_size).astype(np.float32)
+@cache
+def _weights(case: DecoderCase) -> dict[str, Array]:
+    draw = generator("decoder", case.seed)
+    c = case.config
+    heads, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
 
-        weights = {"model.embed_tokens.weight": matrix(c.vocab_size, c.hidden_size)}
-        for i in range(c.num_hidden_layers):
-            layer = {
-                "input_layernorm": norm(),
-                "self_attn.q_proj": matrix(heads, c.hidden_size),
-                "self_attn.k_proj": matrix(kv, c.hidden_size),
-                "self_attn.v_proj": matrix(kv, c.hidden_size),
-                "self_attn.o_proj": matrix(c.hidden_size, heads),
-                "post_attention_layernorm": norm(),
-                "mlp.gate_proj": matrix(c.intermediate_size, c.hidden_size),
-                "mlp.up_proj": matrix(c.intermediate_size, c.hidden_size),
-                "mlp.down_proj": matrix(c.hidden_size, c.intermediate_size),
-            }
-            weights |= {f"model.layers.{i}.{name}.weight": array for name, array in layer.items()}
-        weights["model.norm.weight"] = norm()
-        return Decoder(c, weights)
+    def matrix(out: int, into: int) -> Array:
+        return np.asarray(draw.standard_normal((out, into)) * into**-0.5, np.float32)
+
+    def norm() -> Array:
+        return draw.uniform(0.5, 1.5, c.hidden_size).astype(np.float32)
+
+    weights = {"model.embed_tokens.weight": matrix(c.vocab_size, c.hidden_size)}
+    for i in range(c.num_hidden_layers):
+        layer = {
+            "input_layernorm": norm(),
+            "self_attn.q_proj": matrix(heads, c.hidden_size),
+            "self_attn.k_proj": matrix(kv, c.hidden_size),
+            "self_attn.v_proj": matrix(kv, c.hidden_size),
+            "self_attn.o_proj": matrix(c.hidden_size, heads),
+            "post_attention_layernorm": norm(),
+            "mlp.gate_proj": matrix(c.intermediate_size, c.hidden_size),
+            "mlp.up_proj": matrix(c.intermediate_size, c.hidden_size),
+            "mlp.down_proj": matrix(c.hidden_size, c.intermediate_size),
+        }
+        weights |= {f"model.layers.{i}.{name}.weight": array for name, array in layer.items()}
+    weights["model.norm.weight"] = norm()
+    return weights

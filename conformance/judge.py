@@ -15,9 +15,11 @@ from conformance import numerics, oracle
 from conformance.draws import AttentionCase, LossCase, RopeCase, ScanCase, generator, round_to, segment_ids
 from conformance.oracle import Expected, Result
 from packing_core.errors import UnsupportedError
-from packing_core.protocol import Array, Backend, Batch, Document, attention_options, segments
+from packing_core.protocol import LEVELS, Array, Backend, Batch, Document, attention_options, segments
 
-LARGE = 1e3  # an isolated segment is changed by this: a leak of one part in a thousand still shows
+# An isolated segment is changed by this. A leak of one part in a thousand still shows, and in float16 a product over
+# a head stays finite.
+LARGE = {"float32": 1e3, "bfloat16": 1e3, "float16": 16.0}
 RERUNS = 4
 
 
@@ -35,17 +37,36 @@ class Judge:
     Attributes:
         backend: who is judged.
         worst: the largest error over budget seen so far, at most 1 if all is well.
+        atomic: whether the gradients that the requirement is about are declared to differ from run to run.
     """
 
-    def __init__(self, backend: Backend, *, required: bool) -> None:
+    def __init__(self, backend: Backend, *, method: str, required: bool) -> None:
         self.backend = backend
         self.worst = 0.0
         self._required = required
+        capabilities = backend.capabilities
+        # Whether gradients differ from run to run: attention's, or those of a model.
+        self.atomic = capabilities.atomic_backward or (
+            capabilities.atomic_embedding and method in LEVELS["model"] + LEVELS["trainer"]
+        )
 
     @property
     def dtype(self) -> str:
         """The dtype in which requirements about anything but dtypes are tried: the first that is declared."""
         return self.backend.capabilities.dtypes[0]
+
+    @property
+    def words(self) -> int:
+        """How many token ids a model's documents are drawn from, where many matter."""
+        capabilities = self.backend.capabilities
+        return min(capabilities.words, 1000) if capabilities.own_model else 1000
+
+    def promised(self, method: str, option: str) -> None:
+        """Go on only if the backend has the method and declares the option, one of `PROMISES`."""
+        if not self.backend.provides(method):
+            raise NotDeclared(f"no {method}")
+        if option not in self.backend.capabilities.options:
+            raise NotDeclared(f"{option} not declared")
 
     # -- asking --------------------------------------------------------------------------------------------------
 
@@ -92,14 +113,19 @@ class Judge:
         return batch
 
     def ask_attention(
-        self, case: AttentionCase, dtype: str, changed: Mapping[str, Array | None] | None = None
+        self,
+        case: AttentionCase,
+        dtype: str,
+        changed: Mapping[str, Array | None] | None = None,
+        *,
+        ids: Array | None = None,
     ) -> Result:
-        """Output and gradients of a case, some of whose arrays may be exchanged."""
+        """Output and gradients of a case, some of whose arrays, and whose segment ids, may be exchanged."""
         given: dict[str, Any] = {**case.arguments(dtype), **(changed or {})}
         arrays = [given.pop(name) for name in ("q", "k", "v")]
         keywords = {**case.options(), **given}
         taken = attention_options(*arrays, **keywords)
-        ids = segment_ids(case.rows)
+        ids = segment_ids(case.rows) if ids is None else ids
         return _result(self.ask("attention", *arrays, ids, dtype=dtype, options=taken, head_dim=case.width, **keywords))
 
     def ask_scan(self, case: ScanCase, dtype: str, changed: Mapping[str, Array] | None = None) -> Result:
@@ -162,7 +188,7 @@ class Judge:
         scale = numerics.largest(exact.values())
         for name in exact if only is None else [only]:
             if name not in results:
-                raise Rejected(f"no gradient of {name} came back, only of {', '.join(answer[1])}")
+                raise Rejected(f"nothing came back for {name}, only for {', '.join(answer[1])}")
             got = results[name]
             if got.shape != exact[name].shape:
                 raise Rejected(f"{name} has shape {got.shape}, not {exact[name].shape}")
@@ -195,17 +221,20 @@ class Judge:
             call: from arguments to results by name, each ``[B, S, ..]``.
             change: the arguments to change.
             where: which segments to change; None for all.
-            backward: results are gradients, for which a backend may have declared that running twice changes them.
+            backward: results but the one named "output" are gradients, for which a backend may have declared that
+                running twice changes them.
         """
+        large = LARGE[dtype]
         before = call(arguments)
         noise = self.noise(lambda: call(arguments), before) if backward else dict.fromkeys(before, 0.0)
+        noise |= {name: 0.0 for name in before if name == "output"}  # a forward adds in one order, always
         every = segments(ids)
         for number in range(len(every)) if where is None else where:
             row, start, stop = every[number]
             changed = dict(arguments)
             for name in change:
                 changed[name] = arguments[name].copy()
-                drawn = generator("change", number, name).choice([-LARGE, LARGE], changed[name][row, start:stop].shape)
+                drawn = generator("change", number, name).choice([-large, large], changed[name][row, start:stop].shape)
                 changed[name][row, start:stop] = round_to(dtype, drawn)
             after = call(changed)
             elsewhere = ids > 0
@@ -216,11 +245,11 @@ class Judge:
                     because=f"segment {number} changed", noise=noise[name],
                 )  # fmt: skip
             if all(np.array_equal(x[row, start:stop], after[name][row, start:stop]) for name, x in before.items()):
-                raise Rejected(f"segment {number} changed by {LARGE:g} and nothing of its own moved")
+                raise Rejected(f"segment {number} changed by {large:g} and nothing of its own moved")
 
     def noise(self, again: Callable[[], Mapping[str, Array]], before: Mapping[str, Array]) -> dict[str, float]:
         """How far each result moves when the same call is made again: 0 unless a backward adds with atomics."""
-        if not self.backend.capabilities.atomic_backward:
+        if not self.atomic:
             return dict.fromkeys(before, 0.0)
         reruns = [again() for _ in range(RERUNS)]
         return {name: 2 * numerics.largest(other[name] - x for other in reruns) for name, x in before.items()}

@@ -12,18 +12,21 @@ from collections.abc import Sequence
 import numpy as np
 
 from conformance import oracle
-from conformance.draws import DecoderCase, Rows, lay_out
-from conformance.judge import Judge, Rejected
+from conformance.draws import DecoderCase, Rows, altered, documents, lay_out, untrained
+from conformance.judge import Judge, NotDeclared, Rejected
 from conformance.oracle import Expected
-from packing_core.protocol import Array, Batch, Document, Gradients, segments
+from packing_core.protocol import ADAMW_EPSILON, Array, Batch, DecoderConfig, Document, Gradients, segments
 
 Steps = Sequence[Sequence[Sequence[Document]]]
+WIDTH = 96
+RATES = {"sgd": 0.1, "adamw": 0.01}
 
 
 def collated(judge: Judge, documents: Sequence[Document], capacity: int) -> Batch:
     """The documents in rows: by the backend's own collator, or by the suite where it has none."""
     if judge.backend.provides("collate"):
         return judge.collate(documents, capacity)
+    capacity = -(-capacity // WIDTH) * WIDTH  # few widths, for backends that compile each
     rows: list[list[int]] = []
     for document in documents:  # next fit
         length = len(document.input_ids)
@@ -46,6 +49,23 @@ def places(batch: Batch, documents: Sequence[Document]) -> list[tuple[int, int, 
             raise Rejected(f"document {number} ({len(document.input_ids)} tokens) stands in no segment of the batch")
         where.append(left.pop(0))
     return where
+
+
+def long_case(judge: Judge) -> DecoderCase:
+    """One layer and many words, for rows of hundreds of tokens."""
+    return DecoderCase(DecoderConfig(vocab_size=judge.words, num_hidden_layers=1, max_position_embeddings=2048))
+
+
+def drawn(judge: Judge, *lengths: int) -> list[Document]:
+    """Documents over many words, no longer than an own model takes; every other run of 16 tokens of some is masked."""
+    capabilities = judge.backend.capabilities
+    longest = capabilities.longest if capabilities.own_model else max(lengths)
+    lengths = tuple(min(length, longest) for length in lengths)
+    turns = documents(*lengths, words=judge.words, turn=16)
+    return [
+        turn if i % 3 == 2 else plain
+        for i, (turn, plain) in enumerate(zip(turns, documents(*lengths, words=judge.words)))
+    ]
 
 
 def forward(judge: Judge, case: DecoderCase, batch: Batch, dtype: str) -> Array:
@@ -92,46 +112,133 @@ def check_gradients(
 
 
 def train(
-    judge: Judge, case: DecoderCase, steps: Steps, *, capacity: int, optimizer: str = "sgd", ranks: int = 1
+    judge: Judge,
+    case: DecoderCase,
+    steps: Steps,
+    *,
+    capacity: int,
+    optimizer: str = "sgd",
+    ranks: int = 1,
+    dtype: str = "float32",
+    rate: float | None = None,
 ) -> tuple[Array, Gradients]:
-    """Losses ``[steps]`` and final weights of the backend's trainer, in float32."""
-    options = {"adamw"} if optimizer == "adamw" else set()
-    if ranks > 1:
-        options.add("ranks")
+    """Losses ``[steps]`` and final weights of the backend's trainer."""
+    taken = {"adamw": optimizer == "adamw", "ranks": ranks > 1, "mixed_precision": dtype != "float32"}
     losses, weights = judge.ask(
-        "train", case.decoder(), steps, capacity=capacity, learning_rate=_rate(optimizer), dtype="float32",
-        optimizer=optimizer, ranks=ranks, options=options,
+        "train", case.decoder(), steps, capacity=capacity, dtype=dtype, optimizer=optimizer, ranks=ranks,
+        learning_rate=RATES[optimizer] if rate is None else rate, options={name for name in taken if taken[name]},
     )  # fmt: skip
     return np.asarray(losses, np.float64), {name: np.asarray(w, np.float64) for name, w in weights.items()}
 
 
 def check_train(
-    judge: Judge, case: DecoderCase, steps: Steps, *, capacity: int, optimizer: str = "sgd", ranks: int = 1
+    judge: Judge,
+    case: DecoderCase,
+    steps: Steps,
+    *,
+    capacity: int,
+    optimizer: str = "sgd",
+    ranks: int = 1,
+    dtype: str = "float32",
 ) -> None:
     """Losses and final weights are those of training on each step's documents, each run alone."""
-    answer = train(judge, case, steps, capacity=capacity, optimizer=optimizer, ranks=ranks)
-    flat = [[document for microbatch in step for document in microbatch] for step in steps]
+    answer = train(judge, case, steps, capacity=capacity, optimizer=optimizer, ranks=ranks, dtype=dtype)
     if judge.backend.capabilities.own_model:
-        alone = [[[document] for document in step] for step in flat]
+        alone = [[[document] for microbatch in step for document in microbatch] for step in steps]
         expected = Expected(
             *(
                 (np.asarray(losses, np.float64), weights)
                 for losses, weights in (
                     judge.backend.train(
-                        case.decoder(), alone, capacity=capacity, learning_rate=_rate(optimizer), dtype=arithmetic,
+                        case.decoder(), alone, capacity=capacity, learning_rate=RATES[optimizer], dtype=arithmetic,
                         optimizer=optimizer,
                     )
-                    for arithmetic in ("float64", "float32")
+                    for arithmetic in ("float64", dtype)
                 )
             )
         )  # fmt: skip
     else:
-        expected = oracle.train(case, flat, learning_rate=_rate(optimizer), optimizer=optimizer, dtype="float32")
-    judge.within(answer, expected, None, "float32")
+        expected = oracle.train(case, steps, learning_rate=RATES[optimizer], optimizer=optimizer, dtype=dtype)  # type: ignore[arg-type]
+    judge.within(answer, expected, None, dtype, only="out")
+    for name in expected.exact[1]:  # the weights stay float32 whatever the step computes in
+        judge.within(answer, expected, None, "float32", only=name)
 
 
-def _rate(optimizer: str) -> float:
-    return {"sgd": 0.1, "adamw": 0.01}[optimizer]
+def check_one_step(judge: Judge, optimizer: str) -> None:
+    """One step moves every weight by its rule from the gradients of the step's documents, each run alone."""
+    case, rate = DecoderCase(), RATES[optimizer]
+    step = [documents(40, 9, 30), documents(25, 8, turn=4)]
+    together = [document for microbatch in step for document in microbatch]
+    _, weights = train(judge, case, [step], capacity=96, optimizer=optimizer)
+    if judge.backend.capabilities.own_model:
+        if not judge.backend.provides("gradients"):
+            raise NotDeclared("no gradients")  # which say how far the weights of an own model must move
+        _, start = train(judge, case, [step], capacity=96, optimizer=optimizer, rate=0.0)
+        found = [_own_gradients(judge, case, together, dtype)[1] for dtype in ("float64", "float32")]
+    else:
+        start = {name: np.asarray(w, np.float64) for name, w in case.decoder().weights.items()}
+        expected = oracle.gradients(case, together, "float32")
+        found = [expected.exact[1], expected.rounded[1]]
+    lost = sorted(set(found[0]) - set(start))
+    judge.holds(not lost, f"the trainer returns no weight {', '.join(lost)}")
+    exact, rounded = ({name: start[name] - rate * _direction(g, optimizer) for name, g in x.items()} for x in found)
+    none = np.zeros(1)
+    judge.within((none, weights), Expected((none, exact), (none, rounded)), None, "float32")
+
+
+def _direction(gradient: Array, optimizer: str) -> Array:
+    """Of the first step: AdamW's moments, corrected for their bias, are then the gradient and its square."""
+    return gradient if optimizer == "sgd" else gradient / (np.abs(gradient) + ADAMW_EPSILON)
+
+
+def check_isolated(
+    judge: Judge,
+    case: DecoderCase,
+    drawn: Sequence[Document],
+    capacity: int,
+    *,
+    dtype: str | None = None,
+    where: Sequence[int] | None = None,
+) -> None:
+    """Exchanging every token of one document (of those in ``where``) moves its own logits and no other document's."""
+    dtype = dtype or judge.dtype
+    before = collated(judge, drawn, capacity)
+    logits = forward(judge, case, before, dtype)
+    every = places(before, drawn)
+    for number in range(len(drawn)) if where is None else where:
+        row, start, stop = every[number]
+        exchanged = [altered(document) if i == number else document for i, document in enumerate(drawn)]
+        after = collated(judge, exchanged, capacity)
+        judge.equal("layout of the batch", after.segment_ids, before.segment_ids)
+        moved = forward(judge, case, after, dtype)
+        elsewhere = before.segment_ids > 0
+        elsewhere[row, start:stop] = False
+        judge.unmoved("logits of others", logits[elsewhere], moved[elsewhere], because=f"document {number} changed")
+        judge.holds(
+            not np.array_equal(logits[row, start:stop], moved[row, start:stop]),
+            f"every token of document {number} changed and its logits did not move",
+        )
+
+
+def check_untrained_isolated(judge: Judge, dtype: str) -> None:
+    """Exchanging the tokens of documents without targets moves neither loss nor gradients; a trained one moves some."""
+    case, some = DecoderCase(), documents(7, 16, 5, 33, 24, 11)
+    silent = [untrained(document) if i in (1, 4) else document for i, document in enumerate(some)]
+    exchanged = [altered(document) if i in (1, 4) else document for i, document in enumerate(silent)]
+
+    def everything(drawn: Sequence[Document]) -> Gradients:
+        mean, found = gradients(judge, case, collated(judge, drawn, 96), dtype)
+        return {"the loss": np.array([mean])} | {f"the gradient of {name}": x for name, x in found.items()}
+
+    before = everything(silent)
+    noise = judge.noise(lambda: everything(silent), before)
+    after = everything(exchanged)
+    for name, x in before.items():
+        judge.unmoved(name, x, after[name], because="untrained documents changed", noise=noise[name])
+    moved = everything([altered(document) if i == 0 else document for i, document in enumerate(silent)])
+    judge.holds(
+        any(not np.array_equal(before[name], moved[name]) for name in before), "a trained document moved no gradient"
+    )
 
 
 def _options(case: DecoderCase, batch: Batch, judge: Judge) -> set[str]:

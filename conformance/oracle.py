@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 
 from conformance import decoder as numpy_decoder
+from conformance.decoder import Sums
 from conformance.draws import AttentionCase, DecoderCase, LossCase, RopeCase, ScanCase, segment_ids
 from packing_core import reference
 from packing_core.protocol import Array, Document, Gradients, segments
 from packing_core.reference import WorkingDtype
 
 Result = tuple[Array, Gradients]
+Key = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]  # tokens and labels of documents
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ def attention(case: AttentionCase, dtype: WorkingDtype) -> Expected:
         real, bounds = _compact(ids)
         q, k, v, d = (_take(x, real) for x in (*arguments.values(), dout))
         options: Any = {**case.options(), **per_head, "dtype": arithmetic}
+        options.pop("context_ranks", None)
         out = reference.attention(q, k, v, bounds, **options)
         found = reference.attention_vjp(q, k, v, bounds, d, **options)
         gradients = {name: _put(found[name], real, ids) for name in ("q", "k", "v")}
@@ -112,8 +115,7 @@ def loss(case: LossCase, dtype: WorkingDtype) -> tuple[Expected, float]:
 
 @cache
 def _logits_alone(case: DecoderCase, tokens: tuple[int, ...], dtype: WorkingDtype) -> Array:
-    ids = np.array(tokens)
-    return numpy_decoder.one_document(case.decoder(), Document(ids, ids), dtype=dtype)[0]
+    return numpy_decoder.alone(case.decoder(), np.array(tokens), dtype=dtype)[0]
 
 
 def logits(case: DecoderCase, document: Document, dtype: WorkingDtype) -> Array:
@@ -125,29 +127,49 @@ def gradients(case: DecoderCase, documents: Sequence[Document], dtype: WorkingDt
     """The mean loss ``[1]`` over the documents' trained labels, each run alone, and the weights' gradients."""
 
     def compute(arithmetic: WorkingDtype) -> Result:
-        mean, found = numpy_decoder.mean_gradients(case.decoder(), documents, dtype=arithmetic)
+        mean, found = numpy_decoder.mean(_sums(case, _key(documents), arithmetic))
         return np.array([mean]), found
 
     return _both(compute, dtype)
 
 
+def _key(documents: Sequence[Document]) -> Key:
+    return tuple((tuple(d.input_ids.tolist()), tuple(d.labels.tolist())) for d in documents)
+
+
+@cache
+def _sums(case: DecoderCase, documents: Key, dtype: WorkingDtype) -> Sums:
+    """Loss, weight and gradients summed over documents, under the weights that the case starts from."""
+    decoder, drawn = case.decoder(), [Document(np.array(ids), np.array(labels)) for ids, labels in documents]
+    return numpy_decoder.summed(numpy_decoder.one_document(decoder, document, dtype=dtype) for document in drawn)
+
+
 def train(
     case: DecoderCase,
-    steps: Sequence[Sequence[Document]],
+    steps: Sequence[Sequence[Sequence[Document]]],
     *,
     learning_rate: float,
     optimizer: str,
     dtype: WorkingDtype,
 ) -> Expected:
-    """Losses ``[steps]`` and final weights of training on each step's documents, each run alone."""
+    """Losses ``[steps]`` and final weights of training on each step's documents, each run alone.
+
+    Gradients are of the working dtype; weights and the optimizer's state stay float32 (mixed precision).
+    """
 
     def compute(arithmetic: WorkingDtype) -> Result:
+        kept: WorkingDtype = "float64" if arithmetic == "float64" else "float32"
         model, state, losses = case.decoder(), numpy_decoder.State(), []
-        for number, documents in enumerate(steps, start=1):
-            mean, found = numpy_decoder.mean_gradients(model, documents, dtype=arithmetic)
+        for number, microbatches in enumerate(steps, start=1):
+            if number == 1:
+                sums = numpy_decoder.summed(_sums(case, _key(documents), arithmetic) for documents in microbatches)
+            else:
+                every = [document for documents in microbatches for document in documents]
+                sums = numpy_decoder.summed(numpy_decoder.one_document(model, d, dtype=arithmetic) for d in every)
+            mean, found = numpy_decoder.mean(sums)
             losses.append(mean)
             model = numpy_decoder.updated(
-                model, found, state, step=number, learning_rate=learning_rate, optimizer=optimizer, dtype=arithmetic
+                model, found, state, step=number, learning_rate=learning_rate, optimizer=optimizer, dtype=kept
             )
         return np.array(losses), dict(model.weights)
 

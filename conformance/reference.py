@@ -11,11 +11,13 @@ Axis names as in `packing_core.protocol`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from conformance import decoder as numpy_decoder
+from conformance.decoder import Sums
 from conformance.draws import round_to
 from packing_core import pack, plan
 from packing_core.protocol import (
@@ -29,8 +31,6 @@ from packing_core.protocol import (
     Gradients,
     segments,
 )
-
-Sums = tuple[float, float, Gradients]  # loss sum, weight, gradients of the loss sum
 
 
 def backends() -> Mapping[str, BackendFactory]:
@@ -64,8 +64,12 @@ class Reference(Backend):
         *,
         dtype: str,
         dout: Array | None = None,
+        context_ranks: int = 1,
         **options: Any,
     ) -> tuple[Array, Gradients]:
+        # All ranks are in this process, so the slices are joined already.
+        real = (segment_ids > 0)[..., None, None]
+        q, k, v = (np.where(real | np.isfinite(x), x, 0.0) for x in (q, k, v))  # a weight of 0 times NaN would be NaN
         out, backward = self._attend(q, k, v, segment_ids, **options)
         gradients = {} if dout is None else backward(dout)
         return round_to(dtype, out), {name: round_to(dtype, x) for name, x in gradients.items()}
@@ -316,13 +320,19 @@ class Reference(Backend):
     ) -> tuple[list[float], dict[str, Array]]:
         losses, state = [], numpy_decoder.State()
         for number, microbatches in enumerate(steps, start=1):
-            found = [self.sums(decoder, self.collate(documents, capacity)) for documents in microbatches]
+            working = self.cast(decoder, dtype)
+            found = [self.sums(working, self.collate(documents, capacity)) for documents in microbatches]
             mean, gradients = self.combine([found[rank::ranks] for rank in range(ranks)])
             losses.append(mean)
             decoder = numpy_decoder.updated(
                 decoder, gradients, state, step=number, learning_rate=learning_rate, optimizer=optimizer
             )
-        return losses, {name: round_to(dtype, w) for name, w in decoder.weights.items()}
+        return losses, {name: round_to("float32", w) for name, w in decoder.weights.items()}
+
+    @staticmethod
+    def cast(decoder: Decoder, dtype: str) -> Decoder:
+        """The decoder that the forward and the backward of a training step compute with."""
+        return replace(decoder, weights={name: round_to(dtype, w) for name, w in decoder.weights.items()})
 
     def combine(self, by_rank: Sequence[Sequence[Sums]]) -> tuple[float, Gradients]:
         """The mean loss and its gradients from the sums of every rank's microbatches, divided once."""

@@ -63,6 +63,25 @@ def _verdict(records: list[Record], absent: str) -> Verdict:
     return Verdict(status, counts[PASS], counts[FAIL], counts[UNSUPPORTED], max(measured, default=None), reasons)
 
 
+def undeclared(records: Iterable[Record]) -> dict[str, list[str]]:
+    """What a backend does not have or declare -> the requirements in which it was wanted; most wanted first.
+
+    Keys are methods ("scan()"), options ("window"), "dtype float16" and "head_dim 512".
+    """
+    found: dict[str, set[str]] = defaultdict(set)
+    for record in records:
+        if record.outcome == UNSUPPORTED:
+            for what in _lacking(record.reason.removeprefix("unsupported: ")):
+                found[what].add(record.requirement)
+    return {what: sorted(ids) for what, ids in sorted(found.items(), key=lambda entry: (-len(entry[1]), entry[0]))}
+
+
+def _lacking(reason: str) -> list[str]:
+    if reason.startswith("no "):
+        return [reason.removeprefix("no ") + "()"]
+    return reason.partition(" is not declared")[0].removesuffix(" not declared").split(", ")
+
+
 def report(roster: Roster, records: Iterable[Record], spec: Mapping[str, Requirement], absent: str) -> dict[str, Any]:
     """The whole report as plain values."""
     by_backend: dict[str, list[Record]] = defaultdict(list)
@@ -79,8 +98,10 @@ def report(roster: Roster, records: Iterable[Record], spec: Mapping[str, Require
                     "options": sorted(backend.capabilities.options),
                     "interpreted": backend.capabilities.interpreted,
                     "atomic_backward": backend.capabilities.atomic_backward,
+                    "atomic_embedding": backend.capabilities.atomic_embedding,
                     "own_model": backend.capabilities.own_model,
                 },
+                "undeclared": undeclared(by_backend[name]),
                 "requirements": {i: asdict(v) for i, v in verdicts(by_backend[name], spec, absent).items()},
             }
             for name, backend in roster.backends.items()
@@ -115,7 +136,20 @@ def table(found: Mapping[str, Any]) -> list[str]:
     lines = ["  ".join([" " * width, *(group.rjust(w) for group, w in zip(groups, columns))])]
     lines += ["  ".join([name.ljust(width), *(c.rjust(w) for c, w in zip(cells[name], columns))]) for name in names]
     lines += [f"{name}: NOT RUN: {reason}" for name, reason in found["not_run"].items()]
+    for name in names:
+        lines += _not_declared(name, found["backends"][name]["undeclared"])
     return lines
+
+
+def _not_declared(name: str, lacking: Mapping[str, list[str]]) -> list[str]:
+    """What a backend left out, and which of it most requirements wait for."""
+    if not lacking:
+        return []
+    methods = [what for what in lacking if what.endswith("()")]
+    others = [what for what in lacking if what not in methods]
+    listed = ", ".join(f"{what} {len(ids)}" for what, ids in lacking.items())
+    worth = " or ".join(f"{kind[0]} ({', '.join(lacking[kind[0]])})" for kind in (others, methods) if kind)
+    return [f"{name}: not declared, with the requirements left out: {listed}", f"{name}: worth declaring next: {worth}"]
 
 
 def _cell(requirements: Mapping[str, Any], group: str) -> str:

@@ -5,18 +5,38 @@ from __future__ import annotations
 import pytest
 
 from conformance import models
-from conformance.draws import FULL, TWO_ROWS, AttentionCase, DecoderCase, LossCase, RopeCase, ScanCase, documents
+from conformance.checks import (
+    attention_isolated,
+    padding_moves_nothing,
+    repadded,
+    scan_isolated,
+)
+from conformance.draws import (
+    FOUR_ROWS,
+    FULL,
+    PADDED,
+    TILES,
+    AttentionCase,
+    DecoderCase,
+    LossCase,
+    RopeCase,
+    Rows,
+    ScanCase,
+    documents,
+    segment_ids,
+)
 from conformance.judge import Judge
 from packing_core.protocol import DTYPES
 
 requirement = pytest.mark.requirement
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+heavy = pytest.mark.heavy
 OPTIONS = {
     "window": {"window": 6},
     "softcap": {"softcap": 5.0},
     "sinks": {"sinks": True},
     "alibi": {"alibi": True},
-    "gqa": {"heads": 4, "kv_heads": 2},
+    "gqa": {"heads": 6, "kv_heads": 2},
     "narrow values": {"value_width": 32},
     "bidirectional": {"causal": False},
 }
@@ -24,12 +44,13 @@ OPTIONS = {
 
 @requirement("DTYPE-01")
 @every_dtype
-def test_attention(judge: Judge, dtype: str) -> None:
-    judge.attention(AttentionCase(TWO_ROWS), dtype)
+@pytest.mark.parametrize("rows", [FOUR_ROWS, pytest.param(TILES, marks=heavy)], ids=["four rows", "tiles"])
+def test_attention(judge: Judge, rows: Rows, dtype: str) -> None:
+    judge.attention(AttentionCase(rows), dtype)
 
 
 @requirement("DTYPE-02")
-@every_dtype
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("options", [pytest.param(o, marks=pytest.mark.heavy) for o in OPTIONS.values()], ids=OPTIONS)
 def test_attention_with_options(judge: Judge, options: dict[str, object], dtype: str) -> None:
     judge.attention(AttentionCase(FULL, **options), dtype)  # type: ignore[arg-type]
@@ -41,7 +62,7 @@ def test_attention_with_options(judge: Judge, options: dict[str, object], dtype:
 def test_long_sums(judge: Judge, dtype: str) -> None:
     # Nearly uniform weights over a thousand keys whose values do not cancel: an accumulator of 8 or 11 bits stops
     # growing long before the end.
-    judge.attention(AttentionCase(((1024,),), spread=0.02, value_mean=4.0), dtype)
+    judge.attention(AttentionCase(((1024,),), heads=1, kv_heads=1, spread=0.02, value_mean=4.0), dtype)
 
 
 @requirement("DTYPE-04")
@@ -53,19 +74,19 @@ def test_large_scores(judge: Judge, dtype: str) -> None:
 @requirement("DTYPE-05")
 @every_dtype
 def test_rope(judge: Judge, dtype: str) -> None:
-    judge.rope(RopeCase(TWO_ROWS, first=10_000), dtype)
+    judge.rope(RopeCase(FOUR_ROWS, first=10_000), dtype)
 
 
 @requirement("DTYPE-06")
 @every_dtype
 def test_scan(judge: Judge, dtype: str) -> None:
-    judge.scan(ScanCase(TWO_ROWS), dtype)
+    judge.scan(ScanCase(FOUR_ROWS), dtype)
 
 
 @requirement("DTYPE-07")
 @every_dtype
 def test_loss(judge: Judge, dtype: str) -> None:
-    judge.loss(LossCase(TWO_ROWS, masked=0.2), dtype)
+    judge.loss(LossCase(FOUR_ROWS, masked=0.2), dtype)
 
 
 @requirement("DTYPE-08")
@@ -80,3 +101,43 @@ def test_logits(judge: Judge, dtype: str) -> None:
 def test_weight_gradients(judge: Judge, dtype: str) -> None:
     drawn = documents(7, 16, 1, 33, 24, 15)
     models.check_gradients(judge, DecoderCase(), models.collated(judge, drawn, 96), drawn, dtype)
+
+
+@requirement("DTYPE-10")
+@every_dtype
+def test_isolation_and_padding_of_attention(judge: Judge, dtype: str) -> None:
+    case = AttentionCase(PADDED)
+    attention_isolated(judge, case, where=(0, 3), dtype=dtype)
+    ids = segment_ids(case.rows)
+    changed = repadded(case.arguments(dtype), ids, ("q", "k", "v"), dtype)
+    padding_moves_nothing(judge, lambda other: judge.ask_attention(case, dtype, other), changed, ids)
+
+
+@requirement("DTYPE-11")
+@every_dtype
+def test_isolation_and_padding_of_a_scan(judge: Judge, dtype: str) -> None:
+    case = ScanCase(PADDED)
+    scan_isolated(judge, case, where=(0, 3), dtype=dtype)
+    ids = segment_ids(case.rows)
+    changed = repadded(case.arguments(dtype), ids, ("x", "B", "C"), dtype)
+    padding_moves_nothing(judge, lambda other: judge.ask_scan(case, dtype, other), changed, ids)
+
+
+@requirement("DTYPE-12")
+@every_dtype
+def test_isolation_of_logits(judge: Judge, dtype: str) -> None:
+    drawn = documents(7, 16, 1, 33, 24, 15)
+    models.check_isolated(judge, DecoderCase(), drawn, 96, dtype=dtype, where=(0, 3))
+
+
+@requirement("DTYPE-13")
+@every_dtype
+def test_isolation_of_weight_gradients(judge: Judge, dtype: str) -> None:
+    models.check_untrained_isolated(judge, dtype)
+
+
+@requirement("DTYPE-14")
+def test_mixed_precision(judge: Judge) -> None:
+    narrow = [dtype for dtype in judge.backend.capabilities.dtypes if dtype != "float32"]
+    steps = [[documents(40, 3, 17, seed=i), documents(25, 8, 30, turn=4, seed=i + 9)] for i in range(4)]
+    models.check_train(judge, DecoderCase(), steps, capacity=96, dtype=(narrow or ["bfloat16"])[0])

@@ -5,7 +5,19 @@ from __future__ import annotations
 import pytest
 
 from conformance import models
-from conformance.draws import FULL, TWO_ROWS, AttentionCase, DecoderCase, LossCase, RopeCase, ScanCase, documents
+from conformance.draws import (
+    FOUR_ROWS,
+    FULL,
+    LONG_DOCUMENTS,
+    LONG_ROW,
+    MANY_DOCUMENTS,
+    AttentionCase,
+    DecoderCase,
+    LossCase,
+    RopeCase,
+    ScanCase,
+    documents,
+)
 from conformance.judge import Judge
 
 requirement = pytest.mark.requirement
@@ -32,7 +44,7 @@ def test_gradient_of_the_sinks(judge: Judge) -> None:
 
 
 @requirement("GRAD-05")
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (6, 2)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (16, 2)])
 def test_gradients_under_gqa(judge: Judge, heads: int, kv_heads: int) -> None:
     case = AttentionCase(FULL, heads=heads, kv_heads=kv_heads)
     judge.attention(case, only="k")
@@ -41,7 +53,7 @@ def test_gradients_under_gqa(judge: Judge, heads: int, kv_heads: int) -> None:
 
 @requirement("GRAD-06")
 def test_gradient_of_rope(judge: Judge) -> None:
-    judge.rope(RopeCase(TWO_ROWS), only="x")
+    judge.rope(RopeCase(FOUR_ROWS), only="x")
 
 
 @requirement("GRAD-07")
@@ -52,10 +64,17 @@ def test_gradients_of_the_scan(judge: Judge, name: str) -> None:
 
 @requirement("GRAD-08")
 def test_gradient_of_the_logits(judge: Judge) -> None:
-    judge.loss(LossCase(TWO_ROWS, masked=0.3))
+    judge.loss(LossCase(FOUR_ROWS, masked=0.3))
 
 
 @requirement("GRAD-09")
 def test_gradients_of_a_packed_batch(judge: Judge) -> None:
     drawn = documents(7, 16, 1, 33, 24, 15, 40, 2)
     models.check_gradients(judge, DecoderCase(), models.collated(judge, drawn, 96), drawn)
+
+
+@requirement("GRAD-10")
+@pytest.mark.parametrize("lengths", [LONG_DOCUMENTS, MANY_DOCUMENTS], ids=["long", "many"])
+def test_gradients_of_long_rows(judge: Judge, lengths: tuple[int, ...]) -> None:
+    drawn = models.drawn(judge, *lengths)
+    models.check_gradients(judge, models.long_case(judge), models.collated(judge, drawn, LONG_ROW), drawn)

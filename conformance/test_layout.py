@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from conformance import models
-from conformance.draws import documents
+from conformance.draws import LONG_DOCUMENTS, LONG_ROW, MANY_DOCUMENTS, documents
 from conformance.golden import Case, golden
 from conformance.judge import Judge
 from conformance.naive import best_fit_decreasing
@@ -15,6 +15,8 @@ from packing_core.protocol import segments
 requirement = pytest.mark.requirement
 
 DRAWN = ((5, 1, 9, 2, 7, 12), (16,), (1, 1, 1), (3, 14, 2, 16, 8, 8, 1, 5, 11))
+LONG = (LONG_DOCUMENTS, MANY_DOCUMENTS)
+WORDS = 150_000
 
 
 def plans(strategy: str) -> list[object]:
@@ -36,11 +38,19 @@ def fills(lengths: list[int], rows: list[list[int]]) -> list[int]:
     return sorted(sum(lengths[d] for d in row) for row in rows)
 
 
+def row_of(lengths: tuple[int, ...]) -> int:
+    return LONG_ROW if lengths in LONG else 16
+
+
+def named(lengths: tuple[int, ...]) -> str:
+    return "many" if len(lengths) > 9 else str(lengths)
+
+
 @requirement("LAY-01")
-@pytest.mark.parametrize("lengths", DRAWN, ids=str)
+@pytest.mark.parametrize("lengths", DRAWN + LONG, ids=named)
 def test_every_document_stands_once(judge: Judge, lengths: tuple[int, ...]) -> None:
-    drawn = documents(*lengths)
-    batch = judge.collate(drawn, 16)
+    drawn = documents(*lengths, words=WORDS)
+    batch = judge.collate(drawn, row_of(lengths))
     models.places(batch, drawn)
     judge.equal("number of segments", len(segments(batch.segment_ids)), len(drawn))
 
@@ -54,9 +64,9 @@ def test_no_row_is_overfull(judge: Judge, lengths: tuple[int, ...]) -> None:
 
 
 @requirement("LAY-03")
-@pytest.mark.parametrize("lengths", DRAWN, ids=str)
+@pytest.mark.parametrize("lengths", DRAWN + LONG, ids=named)
 def test_segment_ids_count_from_one(judge: Judge, lengths: tuple[int, ...]) -> None:
-    batch = judge.collate(documents(*lengths), 16)
+    batch = judge.collate(documents(*lengths), row_of(lengths))
     for row, ids in enumerate(np.asarray(batch.segment_ids)):
         starts = np.flatnonzero(np.diff(ids, prepend=-1))
         counted = [int(ids[start]) for start in starts if ids[start] != 0]

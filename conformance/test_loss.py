@@ -6,12 +6,22 @@ import numpy as np
 import pytest
 
 from conformance import models
-from conformance.draws import FULL, TWO_ROWS, DecoderCase, LossCase, documents
+from conformance.draws import FOUR_ROWS, FULL, DecoderCase, LossCase, Rows, documents, untrained
 from conformance.golden import Case, golden
 from conformance.judge import Judge
-from packing_core.protocol import segments
+from packing_core.protocol import Document, segments
 
 requirement = pytest.mark.requirement
+
+
+def microbatches() -> list[list[Document]]:
+    """Nine microbatches of very different numbers of targets; the fifth has none."""
+    drawn = [
+        documents(60, 20, seed=1), documents(9, 3, prompt=0.5, seed=2), documents(30, seed=3),
+        documents(50, 40, turn=5, seed=4), [untrained(document) for document in documents(21, 12, seed=5)],
+        documents(8, seed=6), documents(90, seed=7), documents(2, 2, seed=8), documents(40, 9, prompt=0.9, seed=9),
+    ]  # fmt: skip
+    return drawn
 
 
 @requirement("LOSS-01")
@@ -22,9 +32,9 @@ def test_the_first_token_of_a_segment_is_no_target(judge: Judge) -> None:
 
 
 @requirement("LOSS-02")
-@pytest.mark.parametrize("prompt", [0.0, 0.5, 1.0])
-def test_labels_stand_beside_their_tokens(judge: Judge, prompt: float) -> None:
-    drawn = documents(5, 9, 3, 7, 12, prompt=prompt)
+@pytest.mark.parametrize(("prompt", "turn"), [(0.0, None), (0.5, None), (1.0, None), (0.0, 2)])
+def test_labels_stand_beside_their_tokens(judge: Judge, prompt: float, turn: int | None) -> None:
+    drawn = documents(5, 9, 3, 7, 12, prompt=prompt, turn=turn)
     batch = judge.collate(drawn, 16)
     for document, (row, start, stop) in zip(drawn, models.places(batch, drawn), strict=True):
         judge.equal("labels of a document", batch.labels[row, start + 1 : stop], document.labels[1:])
@@ -45,16 +55,16 @@ def test_boundary_labels_do_not_count(judge: Judge, case: Case) -> None:
 @requirement("LOSS-04")
 @pytest.mark.parametrize("masked", [0.3, 0.9])
 def test_masked_labels_do_not_count(judge: Judge, masked: float) -> None:
-    judge.loss(LossCase(TWO_ROWS, masked=masked))
+    judge.loss(LossCase(FOUR_ROWS, masked=masked))
 
 
 @requirement("LOSS-05")
-@pytest.mark.parametrize("rows", [(0,), (0, 1)], ids=["one row", "all rows"])
+@pytest.mark.parametrize("rows", [(0,), (0, 1, 2, 3)], ids=["one row", "all rows"])
 def test_rows_without_targets(judge: Judge, rows: tuple[int, ...]) -> None:
-    case = LossCase(TWO_ROWS, untrained_rows=rows)
+    case = LossCase(FOUR_ROWS, untrained_rows=rows)
     judge.loss(case)
     (total, found), weight = judge.ask_loss(case, judge.dtype)
-    if len(rows) == 2:
+    if len(rows) == len(FOUR_ROWS):
         judge.equal("loss sum and weight sum", [float(total[0]), weight], [0.0, 0.0])
     judge.equal("gradient in rows without targets", found["logits"][list(rows)], 0 * found["logits"][list(rows)])
 
@@ -65,20 +75,55 @@ def test_weights_of_tokens(judge: Judge) -> None:
 
 
 @requirement("LOSS-07")
-def test_the_loss_is_a_mean_over_all_labels(judge: Judge) -> None:
+@pytest.mark.parametrize("turn", [None, 7], ids=["prompts", "turns"])
+def test_the_loss_is_a_mean_over_all_labels(judge: Judge, turn: int | None) -> None:
     # Rows and documents with very different numbers of targets: a mean of means comes out different.
-    drawn = documents(60, 30, seed=1) + documents(50, 40, prompt=0.9, seed=2)
-    models.check_gradients(judge, DecoderCase(), models.collated(judge, drawn, 64), drawn)
+    drawn = documents(60, 90, seed=1) + documents(50, 40, prompt=0.9 if turn is None else 0.0, turn=turn, seed=2)
+    models.check_gradients(judge, DecoderCase(), models.collated(judge, drawn, 96), drawn)
 
 
 @requirement("LOSS-08")
 def test_accumulation_averages_per_token(judge: Judge) -> None:
-    step = [documents(60, 20, seed=1), documents(9, 3, prompt=0.5, seed=2), documents(30, seed=3)]
+    step = microbatches()
     models.check_train(judge, DecoderCase(), [step, step[::-1]], capacity=96)
 
 
 @requirement("LOSS-09")
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_average_per_token(judge: Judge, ranks: int) -> None:
-    step = [documents(60, 20, seed=1), documents(9, 3, prompt=0.5, seed=2), documents(30, seed=3)] * 2
-    models.check_train(judge, DecoderCase(), [step], capacity=96, ranks=ranks)
+def test_ranks_average_per_token(judge: Judge) -> None:
+    # Three ranks: of unequal shares, one of them without a target, and one without a microbatch.
+    step = microbatches()
+    silent = [step[0], step[4], step[1]]
+    models.check_train(judge, DecoderCase(), [step, silent, step[:2]], capacity=96, ranks=3)
+
+
+@requirement("LOSS-10")
+@pytest.mark.parametrize(("rows", "words"), [(FULL, 1000), (((5, 3),), 150_000)], ids=["1,000", "150,000"])
+def test_every_word_counts(judge: Judge, rows: Rows, words: int) -> None:
+    judge.loss(LossCase(rows, words=words))
+
+
+@requirement("LOSS-11")
+def test_logits_of_hundreds(judge: Judge) -> None:
+    judge.loss(LossCase(FULL, spread=128.0))
+
+
+@requirement("LOSS-12")
+def test_a_batch_without_targets(judge: Judge) -> None:
+    judge.promised("gradients", "untrained_batches")
+    drawn = [untrained(document) for document in documents(7, 16, 1, 33, 24, 15)]
+    mean, found = models.gradients(judge, DecoderCase(), models.collated(judge, drawn, 96), judge.dtype)
+    judge.equal("the loss of a batch without targets", mean, 0.0)
+    for name, gradient in found.items():
+        judge.holds(not np.any(gradient), f"the gradient of {name} of a batch without targets is not 0")
+
+
+@requirement("LOSS-13")
+def test_a_step_without_targets(judge: Judge) -> None:
+    judge.promised("train", "untrained_batches")
+    step = microbatches()[:2]
+    silent = [[untrained(document) for document in microbatch] for microbatch in step]
+    losses, weights = models.train(judge, DecoderCase(), [step, silent], capacity=96)
+    _, before = models.train(judge, DecoderCase(), [step], capacity=96)
+    judge.equal("the loss of a step without targets", losses[1], 0.0)
+    for name, weight in weights.items():
+        judge.unmoved(name, before[name], weight, because="a step had no targets")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
 from conformance import models
+from conformance.checks import padding_moves_nothing, repadded
 from conformance.draws import (
     PADDED,
     AttentionCase,
@@ -15,38 +14,14 @@ from conformance.draws import (
     LossCase,
     ScanCase,
     documents,
-    generator,
     lay_out,
-    round_to,
     segment_ids,
 )
-from conformance.judge import LARGE, Judge
-from packing_core.protocol import Array, Gradients
+from conformance.judge import Judge
+from packing_core.protocol import Gradients
 
 requirement = pytest.mark.requirement
 PADDING = segment_ids(PADDED) == 0
-
-
-def repadded(judge: Judge, given: dict[str, Array], names: tuple[str, ...]) -> dict[str, Array]:
-    """The arguments with large finite numbers at padding."""
-    changed = {name: given[name].copy() for name in names}
-    for name, x in changed.items():
-        x[PADDING] = round_to(judge.dtype, generator("padding", name).choice([-LARGE, LARGE], x[PADDING].shape))
-    return changed
-
-
-def check_real_tokens_unmoved(
-    judge: Judge, ask: Callable[[dict[str, Array]], tuple[Array, Gradients]], changed: dict[str, Array]
-) -> None:
-    (out, found), (moved_out, moved) = ask({}), ask(changed)
-    judge.unmoved("the output", out[~PADDING], moved_out[~PADDING], because="padding changed")
-
-    noise = judge.noise(lambda: ask({})[1], found)
-    for name, gradient in found.items():
-        real = ~PADDING if gradient.shape[:2] == PADDING.shape else ...
-        judge.unmoved(
-            f"the gradient of {name}", gradient[real], moved[name][real], because="padding changed", noise=noise[name]
-        )
 
 
 @requirement("PAD-01")
@@ -70,19 +45,18 @@ def test_gradients_at_padding_are_zero(judge: Judge) -> None:
 @requirement("PAD-04")
 def test_what_stands_at_padding_moves_nothing(judge: Judge) -> None:
     case = AttentionCase(PADDED)
-    changed = repadded(judge, case.arguments(judge.dtype), ("q", "k", "v"))
-    check_real_tokens_unmoved(judge, lambda other: judge.ask_attention(case, judge.dtype, other), changed)
+    changed = repadded(case.arguments(judge.dtype), segment_ids(PADDED), ("q", "k", "v"), judge.dtype)
+    padding_moves_nothing(
+        judge, lambda other: judge.ask_attention(case, judge.dtype, other), changed, segment_ids(PADDED)
+    )
 
 
 @requirement("PAD-05")
 def test_padding_in_a_scan(judge: Judge) -> None:
     case = ScanCase(PADDED)
     judge.scan(case)
-    changed = repadded(judge, case.arguments(judge.dtype), ("x", "B", "C"))
-    check_real_tokens_unmoved(judge, lambda other: judge.ask_scan(case, judge.dtype, other), changed)
-    _, found = judge.ask_scan(case, judge.dtype)
-    for name in ("x", "dt", "B", "C"):
-        judge.holds(not found[name][PADDING].any(), f"the gradient of {name} at padding is not exactly 0")
+    changed = repadded(case.arguments(judge.dtype), segment_ids(PADDED), ("x", "B", "C"), judge.dtype)
+    padding_moves_nothing(judge, lambda other: judge.ask_scan(case, judge.dtype, other), changed, segment_ids(PADDED))
 
 
 @requirement("PAD-06")
@@ -118,3 +92,15 @@ def test_the_padding_token_moves_no_gradient(judge: Judge) -> None:
     noise = judge.noise(lambda: ask(0), before)
     for name, x in before.items():
         judge.unmoved(name, x, after[name], because="the padding token changed", noise=noise[name])
+
+
+@requirement("PAD-10")
+@pytest.mark.parametrize("value", [np.nan, np.inf], ids=["NaN", "Inf"])
+def test_what_is_not_finite_at_padding(judge: Judge, value: float) -> None:
+    judge.promised("attention", "nonfinite_padding")
+    case = AttentionCase(PADDED)
+    given = case.arguments(judge.dtype)
+    changed = {name: np.where(PADDING[..., None, None], np.float32(value), given[name]) for name in ("q", "k", "v")}
+    padding_moves_nothing(
+        judge, lambda other: judge.ask_attention(case, judge.dtype, other), changed, segment_ids(PADDED)
+    )

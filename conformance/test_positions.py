@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from conformance import models
-from conformance.draws import FULL, TWO_ROWS, DecoderCase, RopeCase, documents
+from conformance.draws import FOUR_ROWS, FULL, LONG_DOCUMENTS, LONG_ROW, DecoderCase, RopeCase, documents
 from conformance.judge import Judge
 from packing_core.protocol import DecoderConfig, segments
 
@@ -15,7 +15,11 @@ OUTPUT = "out"
 
 
 @requirement("POS-01")
-@pytest.mark.parametrize(("lengths", "capacity"), [((5, 1, 9, 2, 7), 16), ((3,), 8), ((8, 8, 8), 8)])
+@pytest.mark.parametrize(
+    ("lengths", "capacity"),
+    [((5, 1, 9, 2, 7), 16), ((3,), 8), ((8, 8, 8), 8), (LONG_DOCUMENTS, LONG_ROW), ((5000,), 5000)],
+    ids=str,
+)
 def test_positions_restart(judge: Judge, lengths: tuple[int, ...], capacity: int) -> None:
     batch = judge.collate(documents(*lengths), capacity)
     for row, start, stop in segments(batch.segment_ids):
@@ -45,14 +49,14 @@ def test_partial_rotary(judge: Judge, turned: int) -> None:
 
 
 @requirement("POS-05")
-@pytest.mark.parametrize("first", [4_000, 131_072, 1_000_000])
+@pytest.mark.parametrize("first", [50, 500, 4_090, 131_072, 1_000_000])
 def test_long_positions(judge: Judge, first: int) -> None:
     judge.rope(RopeCase(FULL, first=first))
 
 
 @requirement("POS-06")
 def test_every_row_has_its_own_positions(judge: Judge) -> None:
-    judge.rope(RopeCase(TWO_ROWS))
+    judge.rope(RopeCase(FOUR_ROWS))
 
 
 @requirement("POS-07")

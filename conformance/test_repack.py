@@ -9,7 +9,11 @@ import pytest
 
 from conformance import models, oracle
 from conformance.draws import (
+    FOUR_ROWS,
     FULL,
+    LONG_DOCUMENTS,
+    LONG_ROW,
+    MANY_DOCUMENTS,
     REPACKED,
     REPACKED_AS,
     AttentionCase,
@@ -29,8 +33,8 @@ LENGTHS = (7, 16, 1, 33, 24, 15)
 LAYOUTS = {
     "one row": [[0, 1, 2, 3, 4, 5]],
     "another order": [[5, 2, 0, 4, 3, 1]],
-    "several rows": [[3, 0, -8], [1, 4, -8], [5, 2, -32]],
-    "padding anywhere": [[-4, 2, 3, -10], [-1, 5, 4, -8], [1, -25, 0]],
+    "several rows": [[3, 0, -56], [1, 4, -56], [5, 2, -80]],
+    "padding anywhere": [[-4, 2, 3, -58], [-1, 5, 4, -56], [1, -73, 0]],
     "padding-free": [[4, 0, 2, 5, 1, 3]],
 }
 
@@ -91,6 +95,18 @@ def test_logits_in_any_layout(judge: Judge, rows: list[list[int]]) -> None:
 def test_gradients_in_any_layout(judge: Judge, rows: list[list[int]]) -> None:
     layout, order = models.layout(documents(*LENGTHS, prompt=0.3), rows)
     models.check_gradients(judge, DecoderCase(), lay_out(layout, order), order)
+
+
+@requirement("REP-08")
+@pytest.mark.parametrize("lengths", [LONG_DOCUMENTS, MANY_DOCUMENTS], ids=["long", "many"])
+def test_logits_in_long_rows(judge: Judge, lengths: tuple[int, ...]) -> None:
+    drawn = models.drawn(judge, *lengths)
+    models.check_logits(judge, models.long_case(judge), models.collated(judge, drawn, LONG_ROW), drawn)
+
+
+@requirement("REP-09")
+def test_a_row_cut_into_slices(judge: Judge) -> None:
+    judge.attention(AttentionCase(FOUR_ROWS, context_ranks=4))
 
 
 @requirement("REP-06")

@@ -8,7 +8,9 @@ import pytest
 from conformance import models
 from conformance.draws import (
     EMPTY_ROW,
+    LONG_DOCUMENTS,
     LONG_TAIL,
+    MANY_DOCUMENTS,
     AttentionCase,
     DecoderCase,
     Rows,
@@ -37,9 +39,9 @@ def test_one_token_documents(judge: Judge, rows: Rows) -> None:
 
 
 @requirement("SHAPE-02")
-@pytest.mark.parametrize("count", [300, pytest.param(2048, marks=heavy), pytest.param(8192, marks=thorough)])
+@pytest.mark.parametrize("count", [300, pytest.param(1100, marks=heavy), pytest.param(8192, marks=thorough)])
 def test_many_one_token_documents(judge: Judge, count: int) -> None:
-    check(judge, ((1,) * count,))
+    judge.attention(AttentionCase(((1,) * count,), heads=1, kv_heads=1))
 
 
 @requirement("SHAPE-03")
@@ -74,7 +76,7 @@ def test_lengths_around_tiles(judge: Judge, rows: Rows) -> None:
 
 
 @requirement("SHAPE-06")
-@pytest.mark.parametrize("width", [16, 32, 80, 96, 128, 192, 256, 512])
+@pytest.mark.parametrize("width", [8, 40, 72, 80, 128, 192, 256, 512])
 def test_head_dims(judge: Judge, width: int) -> None:
     judge.attention(AttentionCase(((20, 1, 43),), width=width))
 
@@ -95,7 +97,9 @@ def test_a_row_of_padding(judge: Judge) -> None:
 
 @requirement("SHAPE-09")
 @pytest.mark.parametrize(
-    "rows", [((1,) * 96,), ((96,),), ((1, 94, 1), (47, 48, 1))], ids=["one token", "one document", "both"]
+    "rows",
+    [((1,) * 96,), ((96,),), ((1, 94, 1), (47, 48, 1)), (LONG_DOCUMENTS,), ((*MANY_DOCUMENTS, -1),)],
+    ids=["one token", "one document", "both", "long", "many"],
 )
 def test_scans(judge: Judge, rows: Rows) -> None:
     judge.scan(ScanCase(rows))
@@ -103,10 +107,10 @@ def test_scans(judge: Judge, rows: Rows) -> None:
 
 @requirement("SHAPE-10")
 def test_logits_of_one_token_documents(judge: Judge) -> None:
-    drawn = documents(1, 60, 1, 1, 33, 2, 1)
-    models.check_logits(judge, DecoderCase(), models.collated(judge, drawn, 64), drawn)
+    drawn = documents(1, 57, 1, 1, 33, 2, 1)
+    models.check_logits(judge, DecoderCase(), models.collated(judge, drawn, 96), drawn)
     if not judge.backend.provides("collate"):
-        layout, order = models.layout(drawn, [[0, 1, -3], [2, 3, 5, 6, -59], [-31, 4]])
+        layout, order = models.layout(drawn, [[0, 1, -38], [2, 3, 5, 6, -91], [-63, 4]])
         models.check_logits(judge, DecoderCase(), lay_out(layout, order), order)
 
 

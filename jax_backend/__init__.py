@@ -8,8 +8,9 @@ from packing_core.extras import require
 if TYPE_CHECKING:
     from jax_backend.attention import merge_attention, segment_attention
     from jax_backend.audit import audit
+    from jax_backend.batches import to_batch
     from jax_backend.checkpoint import restore_state, save_state
-    from jax_backend.data import GrainSource, GrainStream, to_batch
+    from jax_backend.data import GrainSource, GrainStream
     from jax_backend.loss import packed_cross_entropy, shift_labels
     from jax_backend.model import Decoder, DecoderConfig
     from jax_backend.rope import apply_rope
@@ -34,7 +35,7 @@ _HOME: dict[str, str] = {
     "segment_positions": "jax_backend.segments",
     "selective_scan": "jax_backend.scan",
     "shift_labels": "jax_backend.loss",
-    "to_batch": "jax_backend.data",
+    "to_batch": "jax_backend.batches",
     "Decoder": "jax_backend.model",
     "DecoderConfig": "jax_backend.model",
     "GrainSource": "jax_backend.data",

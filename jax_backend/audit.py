@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 import packing_core
-from jax_backend.data import to_batch
+from jax_backend.batches import to_batch
 from jax_backend.loss import packed_cross_entropy
 from jax_backend.model import Decoder
 

@@ -8,8 +8,10 @@ float32.
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext, suppress
 from functools import lru_cache, partial
 from typing import Any
 
@@ -18,10 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
 
 from jax_backend import weights
 from jax_backend.attention import IMPLEMENTATIONS, segment_attention
-from jax_backend.data import to_batch
+from jax_backend.batches import to_batch
 from jax_backend.loss import packed_cross_entropy, shift_labels
 from jax_backend.model import Decoder, DecoderConfig
 from jax_backend.rope import apply_rope
@@ -31,28 +34,36 @@ from packing_core import pack, plan, protocol
 from packing_core.errors import UnsupportedError
 from packing_core.protocol import Array, Backend, BackendFactory, Batch, Capabilities, Document, Gradients
 
-_ALL = protocol.ALL_OPTIONS - {"alibi", "dynamic_rope"}
+_ALL = protocol.ALL_OPTIONS - {"alibi", "dynamic_rope", "nonfinite_padding", "context_parallel"}
+_RANKS = 4  # devices that a CPU is split into, as many as the suite wants ranks
 _PLAIN = _ALL - {"sinks"}  # without a differentiable log-sum-exp there are no sinks
 
 
 def backends() -> Mapping[str, BackendFactory]:
     """What the entry point ``jax`` offers, one backend per attention implementation."""
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        with suppress(RuntimeError):  # JAX runs already: requirements about ranks then take a process of their own
+            _have_devices(_RANKS)
     return {name: partial(_make, name) for name in IMPLEMENTATIONS}
 
 
 def capabilities(implementation: str, platform: str) -> Capabilities:
     """What one implementation declares on "cpu", "gpu" or "tpu"."""
     interpreted = platform == "cpu"
+    atomic = platform == "gpu"  # XLA's scatter-add, which the embedding's gradient is
     match implementation:
         case "pallas":
-            return Capabilities(options=_ALL, head_dims=range(1, 257), interpreted=interpreted)
+            return Capabilities(options=_ALL, head_dims=range(1, 257), interpreted=interpreted, atomic_embedding=atomic)
         case "cudnn":
             options = _PLAIN - {"window", "softcap", "narrow_values", "sliding_window"}
             return Capabilities(("bfloat16", "float16"), options, range(8, 129, 8), atomic_backward=True)
         case "tpu":
             return Capabilities(("float32", "bfloat16"), _PLAIN, interpreted=interpreted)
     # Ranks are devices, of which a CPU has as many as a process asks for.
-    return Capabilities(options=_ALL if platform == "cpu" else _ALL - {"ranks"})
+    options = _ALL if platform == "cpu" else _ALL - {"ranks"}
+    if implementation == "chunked" and platform == "cpu":
+        options = options | {"context_parallel"}
+    return Capabilities(options=options, atomic_embedding=atomic)
 
 
 def _make(implementation: str) -> Backend:
@@ -84,30 +95,41 @@ class AttentionStack(Backend):
         dtype: str,
         sinks: Array | None = None,
         alibi_slopes: Array | None = None,
+        context_ranks: int = 1,
         dout: Array | None = None,
         **options: Any,
     ) -> tuple[Array, Gradients]:
         if alibi_slopes is not None:
             raise UnsupportedError("segment_attention has no ALiBi")
+        protocol.require_declared(self, dtype=dtype, options=["context_parallel"] * (context_ranks > 1))
         operands = {"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks})
         options["implementation"] = self.implementation
         if self.implementation == "cudnn":
-            options["max_segments"] = 1 << int(np.max(segment_ids)).bit_length()
-        return _out_and_gradients(_attend, operands, dout, np.asarray(segment_ids, np.int32), dtype=dtype, **options)
+            options["max_segments"] = _segments_cap(segment_ids)
+        ids = np.asarray(segment_ids, np.int32)
+        if context_ranks == 1:
+            return _out_and_gradients(_attend, operands, dout, ids, dtype=dtype, **options)
+        options["ranks"] = context_ranks
+        return _with_devices(
+            context_ranks, _out_and_gradients, _attend_in_slices, operands, dout, ids, dtype=dtype, **options
+        )
 
     def forward(self, decoder: protocol.Decoder, batch: Batch, *, dtype: str) -> Array:
-        graph, params, rest = self._model(decoder, dtype)
-        logits = _logits(graph, params, rest, *_model_inputs(batch))
+        graph, params, rest = self._model(decoder, dtype, batch)
+        with _precision(dtype):
+            logits = _logits(graph, params, rest, *_model_inputs(batch))
         return np.asarray(logits, np.float32)
 
     def gradients(self, decoder: protocol.Decoder, batch: Batch, *, dtype: str) -> tuple[float, Gradients]:
-        graph, params, rest = self._model(decoder, dtype)
-        loss, found = _loss_and_gradients(graph, params, rest, *_model_inputs(batch), jnp.asarray(batch.labels))
+        graph, params, rest = self._model(decoder, dtype, batch)
+        with _precision(dtype):
+            loss, found = _loss_and_gradients(graph, params, rest, *_model_inputs(batch), jnp.asarray(batch.labels))
         return float(loss), {name: np.asarray(x, np.float32) for name, x in weights.export(found).items()}
 
-    def _model(self, decoder: protocol.Decoder, dtype: str) -> tuple[Any, Any, Any]:
+    def _model(self, decoder: protocol.Decoder, dtype: str, batch: Batch) -> tuple[Any, Any, Any]:
         """The suite's decoder, in the parts that a traced function takes; in ``dtype`` from float32 weights."""
-        model = _decoder(self._config(decoder, dtype), dtype, self.implementation)
+        cap = _segments_cap(batch.segment_ids) if self.implementation == "cudnn" else None
+        model = _decoder(self._config(decoder, dtype), dtype, self.implementation, cap)
         graph, params, *rest = nnx.split(model, nnx.Param, ...)
         weights.assign(params, decoder.weights)
         return graph, params, rest[0]
@@ -195,7 +217,8 @@ class Stack(AttentionStack):
         # The weight of a label travels with it to the token before, which predicts it.
         moved = None if token_weights is None else jnp.roll(jnp.asarray(token_weights), -1, axis=1)
 
-        (loss, weight), gradient = _loss_sum_and_gradient(jnp.asarray(logits, dtype), targets, moved)
+        with _precision(dtype):
+            (loss, weight), gradient = _loss_sum_and_gradient(jnp.asarray(logits, dtype), targets, moved)
         return float(loss), float(weight), np.asarray(gradient, np.float32)
 
     def train(
@@ -213,14 +236,33 @@ class Stack(AttentionStack):
         if ranks == 1:
             return _train(how, decoder.weights, steps, capacity)
         protocol.require_declared(self, options=["ranks"])
-        # A process settles how many devices it has when JAX starts, so this one may have too few.
-        spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(1, mp_context=spawn, initializer=_have_devices, initargs=(ranks,)) as elsewhere:
-            return elsewhere.submit(_train, how, dict(decoder.weights), steps, capacity).result()
+        return _with_devices(ranks, _train, how, dict(decoder.weights), steps, capacity)
 
 
-def _decoder(config: DecoderConfig, dtype: str, implementation: str) -> Decoder:
-    return Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.dtype(dtype), implementation=implementation)
+def _precision(dtype: str) -> Any:
+    """What float32 means here: on a GPU JAX multiplies float32 in TF32 unless it is asked for more."""
+    return jax.default_matmul_precision("highest") if dtype == "float32" else nullcontext()
+
+
+def _segments_cap(segment_ids: Array) -> int:
+    """A power of two that no row's number of segments passes, so that few caps are compiled."""
+    most = max(np.bincount([row for row, _, _ in protocol.segments(segment_ids)], minlength=1))
+    return 1 << int(most).bit_length()
+
+
+def _decoder(config: DecoderConfig, dtype: str, implementation: str, max_segments: int | None = None) -> Decoder:
+    return Decoder(
+        config, rngs=nnx.Rngs(0), dtype=jnp.dtype(dtype), implementation=implementation, max_segments=max_segments
+    )
+
+
+def _with_devices(count: int, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """Call a function where JAX has so many devices; a process settles that when JAX starts, so perhaps in another."""
+    if len(jax.devices()) >= count:
+        return function(*arguments, **keywords)
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=_have_devices, initargs=(count,)) as elsewhere:
+        return elsewhere.submit(function, *arguments, **keywords).result()
 
 
 def _have_devices(count: int) -> None:
@@ -267,7 +309,8 @@ def _train_step(config: DecoderConfig, dtype: str, optimizer: str, learning_rate
         "adamw": partial(optax.adamw, eps=protocol.ADAMW_EPSILON, weight_decay=0.0),
     }
     mesh = None if ranks == 1 else jax.make_mesh((ranks,), ("data",))
-    return make_train_step(_decoder(config, dtype, "xla"), rules[optimizer](learning_rate), mesh)
+    precision = "highest" if dtype == "float32" else None
+    return make_train_step(_decoder(config, dtype, "xla"), rules[optimizer](learning_rate), mesh, precision=precision)
 
 
 def _pack(documents: Sequence[Document], capacity: int) -> Any:
@@ -276,6 +319,20 @@ def _pack(documents: Sequence[Document], capacity: int) -> Any:
 
 def _attend(operands: dict[str, Any], segment_ids: jax.Array, **options: Any) -> jax.Array:
     return segment_attention(**operands, segment_ids=segment_ids, **options)
+
+
+def _attend_in_slices(operands: dict[str, Any], segment_ids: jax.Array, *, ranks: int, **options: Any) -> jax.Array:
+    """Every rank holds neighbouring tokens of all rows and gathers the keys of the others."""
+    tokens, mesh = PartitionSpec(None, "context"), Mesh(np.array(jax.devices()[:ranks]), ("context",))
+    sinks = operands.get("sinks")
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
+        k, v, kv_ids = (jax.lax.all_gather(x, "context", axis=1, tiled=True) for x in (k, v, ids))
+        offset = jax.lax.axis_index("context") * q.shape[1]
+        return segment_attention(q, k, v, ids, kv_segment_ids=kv_ids, q_offset=offset, sinks=sinks, **options)
+
+    sliced = jax.shard_map(local, mesh=mesh, in_specs=(tokens,) * 4, out_specs=tokens, check_vma=False)
+    return sliced(operands["q"], operands["k"], operands["v"], segment_ids)
 
 
 def _turn(operands: dict[str, Any], position_ids: jax.Array, inv_freq: jax.Array, *, interleaved: bool) -> jax.Array:
@@ -297,7 +354,8 @@ def _out_and_gradients(
     """The output of ``function(operands, *data, **options)`` and, with ``dout``, the operands' gradients."""
     in_dtype = {name: jnp.asarray(x, dtype) for name, x in operands.items()}
     cotangent = None if dout is None else jnp.asarray(dout, dtype)
-    found = _compiled(function, tuple(sorted(options.items())), in_dtype, cotangent, *map(jnp.asarray, data))
+    with _precision(dtype):
+        found = _compiled(function, tuple(sorted(options.items())), in_dtype, cotangent, *map(jnp.asarray, data))
     return jax.tree.map(lambda x: np.asarray(x, np.float32), found)
 
 
@@ -343,6 +401,6 @@ def _loss_and_gradients(
     def mean_loss(params: Any) -> jax.Array:
         logits = nnx.merge(graph, params, rest)(input_ids, segment_ids, position_ids)
         loss, weight = packed_cross_entropy(logits, shift_labels(labels, segment_ids))
-        return loss / weight
+        return jnp.where(weight > 0, loss, 0) / jnp.where(weight > 0, weight, 1)
 
     return jax.value_and_grad(mean_loss)(params)

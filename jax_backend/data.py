@@ -1,4 +1,4 @@
-"""Packed rows for JAX: the train step's batches, and PackedDataset and PackStream as grain pipelines read them.
+"""PackedDataset and PackStream as grain pipelines read them.
 
 ``GrainSource`` gives grain random access to the rows of a PackedDataset; ``GrainStream`` gives it the rows of a
 PackStream, whose cursor grain checkpoints. Both yield dictionaries under grain's or MaxText's names, one row
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import grain
 import numpy as np
 
+from jax_backend.batches import to_batch as to_batch
 from packing_core.batch import PackedBatch
 from packing_core.dataset import PackedDataset
 from packing_core.errors import PackingError
@@ -21,22 +22,6 @@ if TYPE_CHECKING:
     from packing_core.stream import PackStream
 
 _CONVENTIONS = ("grain", "maxtext")
-
-
-def to_batch(packed: PackedBatch) -> dict[str, np.ndarray]:
-    """What :class:`~jax_backend.train_step.TrainStep` and the decoder take, [R, capacity] each.
-
-    ``targets`` are shifted: the target at token t is token t + 1 of the same segment; where ``loss_weights`` is 0 (a
-    segment's last token, padding, masked prompts) nothing is trained.
-    """
-    shifted = packed.to_dict("grain")
-    return {
-        "input_ids": shifted["inputs"],
-        "segment_ids": shifted["inputs_segment_ids"],
-        "position_ids": shifted["inputs_positions"],
-        "targets": shifted["targets"],
-        "loss_weights": shifted["loss_weights"],
-    }
 
 
 class GrainSource:

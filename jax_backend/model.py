@@ -254,6 +254,7 @@ class Decoder(nnx.Module):
             precision.
         remat: recompute each layer in the backward instead of keeping its activations.
         implementation: of :func:`~jax_backend.attention.segment_attention`; None follows its measured order.
+        max_segments: most segments that a row may hold, which ``implementation="cudnn"`` needs.
         mesh: the mesh that inputs are sharded over, handed to the attention.
     """
 
@@ -266,6 +267,7 @@ class Decoder(nnx.Module):
         param_dtype: Any = jnp.float32,
         remat: bool = False,
         implementation: str | None = None,
+        max_segments: int | None = None,
         mesh: jax.sharding.Mesh | None = None,
     ) -> None:
         init = nnx.initializers.normal(config.initializer_range)
@@ -287,6 +289,7 @@ class Decoder(nnx.Module):
         self.config = config
         self.remat = remat
         self.implementation = implementation
+        self.max_segments = max_segments
         self.mesh = mesh
 
     def hidden(self, input_ids: jax.Array, segment_ids: jax.Array, position_ids: jax.Array) -> jax.Array:
@@ -302,6 +305,7 @@ class Decoder(nnx.Module):
                 v_BSKD,
                 segments,
                 window=window,
+                max_segments=self.max_segments,
                 implementation=self.implementation,
                 mesh=self.mesh,
             )

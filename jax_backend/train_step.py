@@ -9,6 +9,7 @@ row.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -49,15 +50,19 @@ class TrainStep:
     Attributes:
         mesh: what rows and weights are spread over, or None.
         tx: the optax transformation.
+        precision: of matrix products, or None for what is in force.
         compilations: for how many batch shapes the step was compiled; a new segmentation of a shape adds none.
     """
 
-    def __init__(self, model: Decoder, tx: optax.GradientTransformation, mesh: Mesh | None) -> None:
+    def __init__(
+        self, model: Decoder, tx: optax.GradientTransformation, mesh: Mesh | None, precision: str | None = None
+    ) -> None:
         if mesh is not None:
             # Inside the step the compiler propagates shardings (Auto axes), whatever axes the caller's mesh has.
             mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
         self.mesh = mesh
         self.tx = tx
+        self.precision = precision
         self.compilations = 0
         model = nnx.clone(model)
         model.mesh = mesh
@@ -115,7 +120,7 @@ class TrainStep:
         """Check the batch and put it on the mesh: rows are spread over all its axes."""
         missing = [key for key in BATCH_KEYS if key not in batch]
         if missing:
-            raise LayoutError(f"the batch lacks {', '.join(missing)}: jax_backend.data.to_batch makes all of them")
+            raise LayoutError(f"the batch lacks {', '.join(missing)}: jax_backend.to_batch makes all of them")
         shapes = {key: np.shape(batch[key]) for key in BATCH_KEYS}
         if len(set(shapes.values())) != 1 or len(shapes["input_ids"]) not in (2, 3):
             raise LayoutError(f"the batch's arrays must share one shape [A, B, S] or [B, S], got {shapes}")
@@ -147,7 +152,8 @@ class TrainStep:
         return Sums(jnp.zeros(()), jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
 
     def _add_microbatch(self, params: nnx.State, sums: Sums, micro: dict[str, jax.Array]) -> Sums:
-        (loss, weight), grads = jax.value_and_grad(self._loss_sum, has_aux=True)(params, micro)
+        with nullcontext() if self.precision is None else jax.default_matmul_precision(self.precision):
+            (loss, weight), grads = jax.value_and_grad(self._loss_sum, has_aux=True)(params, micro)
         return jax.tree.map(jnp.add, sums, Sums(loss, weight, grads))
 
     def _divide_and_update(self, state: TrainState, sums: Sums) -> tuple[TrainState, Metrics]:
@@ -173,7 +179,9 @@ class TrainStep:
         return self._divide_and_update(state, sums)
 
 
-def make_train_step(model: Decoder, tx: optax.GradientTransformation, mesh: Mesh | None = None) -> TrainStep:
+def make_train_step(
+    model: Decoder, tx: optax.GradientTransformation, mesh: Mesh | None = None, *, precision: str | None = None
+) -> TrainStep:
     """Build the training step of ``model`` under the optimizer ``tx``.
 
     The loss is the weighted mean over every trained token of the step, however many microbatches it is cut into and
@@ -185,8 +193,10 @@ def make_train_step(model: Decoder, tx: optax.GradientTransformation, mesh: Mesh
         tx: an optax transformation.
         mesh: None for one device. Rows are spread over all of the mesh's axes; weights, gradients and the optimizer's
             state are cut over the axis named ``fsdp`` where the mesh has one, and replicated over the others.
+        precision: of matrix products, as `jax.default_matmul_precision` names it; None for what is in force. A GPU
+            multiplies float32 in TF32 by default: "highest" makes it float32.
     """
-    return TrainStep(model, tx, mesh)
+    return TrainStep(model, tx, mesh, precision)
 
 
 def _leaf_sharding(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:

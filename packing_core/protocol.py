@@ -50,18 +50,43 @@ LEVELS: dict[str, tuple[str, ...]] = {
     "trainer": ("train",),
 }
 
-# method -> what a backend may declare or leave out, by the names that `Capabilities.options` uses
-OPTIONS: dict[str, tuple[str, ...]] = {
-    "plan": ("first_fit", "sequential"),
-    "collate": ("capacity",),
-    "attention": ("bidirectional", "window", "softcap", "sinks", "alibi", "gqa", "narrow_values"),
-    "rope": ("interleaved", "partial"),
-    "scan": (),
-    "loss": ("token_weights",),
-    "forward": ("drawn_batches", "sliding_window", "dynamic_rope"),
-    "gradients": (),
-    "train": ("adamw", "ranks"),
+# method -> what a backend may declare or leave out: the name in `Capabilities.options`, and what it stands for
+OPTIONS: dict[str, dict[str, str]] = {
+    "plan": {
+        "first_fit": 'strategy="first_fit"',
+        "sequential": 'strategy="sequential"',
+    },
+    "collate": {"capacity": "rows of at most `capacity` tokens, instead of all documents in one row"},
+    "attention": {
+        "bidirectional": "causal=False",
+        "window": "window=W",
+        "softcap": "softcap=C",
+        "sinks": "sinks=[H]",
+        "alibi": "alibi_slopes=[H]",
+        "gqa": "fewer key/value heads than query heads",
+        "narrow_values": "values narrower than keys",
+        "context_parallel": "context_ranks above 1",
+        "arbitrary_ids": "segment ids that are any positive numbers; a promise",
+        "nonfinite_padding": "NaN and Inf may stand at padding; a promise",
+    },
+    "rope": {"interleaved": "interleaved=True", "partial": "fewer channels turned than there are"},
+    "scan": {},
+    "loss": {"token_weights": "token_weights=[B, S]"},
+    "forward": {
+        "drawn_batches": "batches that the suite laid out (native None), where the backend has a collator of its own",
+        "sliding_window": "a decoder with sliding_window",
+        "dynamic_rope": "a decoder with dynamic_rope_factor",
+    },
+    "gradients": {"untrained_batches": "a batch without any target; a promise"},
+    "train": {
+        "adamw": 'optimizer="adamw"',
+        "ranks": "ranks above 1",
+        "mixed_precision": 'a dtype other than "float32"',
+        "untrained_batches": "a step without any target; a promise",
+    },
 }
+# Options about values, not arguments: a backend that leaves one out is not given such values, and refuses nothing.
+PROMISES = frozenset({"arbitrary_ids", "nonfinite_padding", "untrained_batches"})
 ALL_OPTIONS = frozenset(option for options in OPTIONS.values() for option in options)
 
 
@@ -150,8 +175,12 @@ class Capabilities:
         interpreted: runs in an interpreter (Triton's, Pallas's), so the suite draws a reduced selection and says so.
         atomic_backward: backward passes add with atomics, so their isolation is judged by the noise of running twice,
             not bitwise. The forward is bitwise for everybody.
+        atomic_embedding: a model's gradients add with atomics although those of attention do not (on a GPU, the
+            scatter-add of an embedding's gradient), so `gradients` and `train` are judged by the noise of reruns.
         own_model: `forward`, `gradients` and `train` use a model of their own and ignore the suite's `Decoder`; the
             oracle is then that same model in "float64", one document at a time, which these methods must serve.
+        words: number of token ids that an own model knows, at least 64.
+        longest: tokens of the longest document that an own model takes, at least 96.
     """
 
     dtypes: tuple[str, ...] = DTYPES
@@ -159,7 +188,10 @@ class Capabilities:
     head_dims: Collection[int] = field(default=range(1, 513))
     interpreted: bool = False
     atomic_backward: bool = False
+    atomic_embedding: bool = False
     own_model: bool = False
+    words: int = 64
+    longest: int = 1024
 
     def refusal(
         self, *, dtype: str | None = None, options: Collection[str] = (), head_dim: int | None = None
@@ -233,6 +265,7 @@ class Backend:
         sinks: Array | None = None,
         alibi_slopes: Array | None = None,
         scale: float | None = None,
+        context_ranks: int = 1,
         dout: Array | None = None,
     ) -> tuple[Array, Gradients]:
         """Attention of every segment over itself, and its vector-Jacobian product.
@@ -243,12 +276,15 @@ class Backend:
             q: ``[B, S, H, D]``.
             k: ``[B, S, K, D]``; K below H takes the option "gqa" (query head h reads head ``h // (H // K)``).
             v: ``[B, S, K, E]``; E below D takes the option "narrow_values".
-            segment_ids: ``[B, S]``.
+            segment_ids: ``[B, S]``. With the option "arbitrary_ids" also ids that are positive and constant over a
+                segment and otherwise anything: global over the rows, unsorted, beyond S.
             causal: False takes the option "bidirectional".
             window: keys visible to a query, its own included, counted inside the segment.
             sinks: ``[H]`` logits.
             alibi_slopes: ``[H]``; the bias is ``-slope * (i - j)``.
             scale: None for ``D ** -0.5``.
+            context_ranks: above 1 takes the option "context_parallel": so many ranks each hold ``S / context_ranks``
+                neighbouring tokens of every row. The adapter splits the arrays and joins the answers.
             dout: ``[B, S, H, E]``, zero at padding; None for the forward alone.
 
         Returns:
@@ -345,7 +381,7 @@ class Backend:
         raise self._lacks("forward")
 
     def gradients(self, decoder: Decoder, batch: Batch, *, dtype: str) -> tuple[float, Gradients]:
-        """The mean loss over the batch's trained labels, and its gradient by weight name."""
+        """The mean loss over the batch's trained labels and its gradient by weight name; 0 where nothing is trained."""
         raise self._lacks("gradients")
 
     # -- trainer -------------------------------------------------------------------------------------------------
@@ -366,12 +402,15 @@ class Backend:
         Args:
             steps: ``steps[i][j]`` are the documents of microbatch j of optimizer step i.
             capacity: tokens a row can hold.
+            dtype: "float32"; with the option "mixed_precision" another declared one, in which the forward and the
+                backward then compute, while weights, summed gradients and the optimizer's state stay float32.
             optimizer: "sgd" (plain, no momentum) or as declared "adamw" (betas 0.9 and 0.999, `ADAMW_EPSILON`, no
                 decay).
             ranks: over how many data-parallel ranks microbatch j goes to rank ``j % ranks`` (option "ranks" above 1).
 
         Returns:
-            Per step the mean loss over its trained labels, before the update; and the weights after the last step.
+            Per step the mean loss over its trained labels (0 without any), before the update; and the weights after
+            the last step.
         """
         raise self._lacks("train")
 
@@ -407,6 +446,7 @@ def attention_options(
     softcap: float | None = None,
     sinks: Array | None = None,
     alibi_slopes: Array | None = None,
+    context_ranks: int = 1,
     **_: Any,
 ) -> set[str]:
     """Name the options of `OPTIONS["attention"]` that a call of `Backend.attention` takes."""
@@ -418,6 +458,7 @@ def attention_options(
         "alibi": alibi_slopes is not None,
         "gqa": k.shape[-2] < q.shape[-2],
         "narrow_values": v.shape[-1] < q.shape[-1],
+        "context_parallel": context_ranks > 1,
     }
     return {name for name, is_taken in taken.items() if is_taken}
 

@@ -170,7 +170,7 @@ class GqaGradientNotSummed(Mutant, rejected_by="GRAD-05"):
         return kept
 
 
-class _Around(Mutant):
+class Around(Mutant):
     """Changes the arguments, the output or the gradients of the right attention."""
 
     def arguments(self, arrays: dict[str, Array], options: dict[str, Any]) -> None:
@@ -197,14 +197,14 @@ class _Around(Mutant):
         return self.output(out, segment_ids), backward
 
 
-class SinksIgnored(_Around, rejected_by="MASK-05"):
+class SinksIgnored(Around, rejected_by="MASK-05"):
     """Sinks are accepted and left out."""
 
     def arguments(self, arrays: dict[str, Array], options: dict[str, Any]) -> None:
         options["sinks"] = None
 
 
-class AlibiSlopesReversed(_Around, rejected_by="MASK-06"):
+class AlibiSlopesReversed(Around, rejected_by="MASK-06"):
     """The heads take each other's slopes."""
 
     def arguments(self, arrays: dict[str, Array], options: dict[str, Any]) -> None:
@@ -212,7 +212,7 @@ class AlibiSlopesReversed(_Around, rejected_by="MASK-06"):
             options["alibi_slopes"] = options["alibi_slopes"][::-1]
 
 
-class OneKvHeadOneQueryHead(_Around, rejected_by="MASK-08"):
+class OneKvHeadOneQueryHead(Around, rejected_by="MASK-08"):
     """With one key/value head, all query heads are the first."""
 
     def arguments(self, arrays: dict[str, Array], options: dict[str, Any]) -> None:
@@ -220,7 +220,7 @@ class OneKvHeadOneQueryHead(_Around, rejected_by="MASK-08"):
             arrays["q"] = np.broadcast_to(arrays["q"][:, :, :1], arrays["q"].shape)
 
 
-class NarrowValuesReversed(_Around, rejected_by="MASK-09"):
+class NarrowValuesReversed(Around, rejected_by="MASK-09"):
     """Values narrower than keys are read from the wrong end."""
 
     def arguments(self, arrays: dict[str, Array], options: dict[str, Any]) -> None:
@@ -228,14 +228,14 @@ class NarrowValuesReversed(_Around, rejected_by="MASK-09"):
             arrays["v"] = arrays["v"][..., ::-1]
 
 
-class ScaleIgnored(_Around, rejected_by="MASK-11"):
+class ScaleIgnored(Around, rejected_by="MASK-11"):
     """A given scale is ignored."""
 
     def arguments(self, arrays: dict[str, Array], options: dict[str, Any]) -> None:
         options["scale"] = None
 
 
-class HeadDimCutAt256(_Around, rejected_by="SHAPE-06"):
+class HeadDimCutAt256(Around, rejected_by="SHAPE-06"):
     """Channels beyond the 256th are not loaded."""
 
     def arguments(self, arrays: dict[str, Array], options: dict[str, Any]) -> None:
@@ -244,7 +244,7 @@ class HeadDimCutAt256(_Around, rejected_by="SHAPE-06"):
         arrays["q"] = np.where(np.arange(width) < 256, arrays["q"], 0.0)
 
 
-class OneTokenDocumentsSkipped(_Around, rejected_by="SHAPE-01"):
+class OneTokenDocumentsSkipped(Around, rejected_by="SHAPE-01"):
     """Documents of one token are not computed."""
 
     def output(self, out: Array, segment_ids: Array) -> Array:
@@ -254,7 +254,7 @@ class OneTokenDocumentsSkipped(_Around, rejected_by="SHAPE-01"):
         return out
 
 
-class SegmentsCutAt90Tokens(_Around, rejected_by="SHAPE-03"):
+class SegmentsCutAt90Tokens(Around, rejected_by="SHAPE-03"):
     """A segment's tokens beyond the 90th are left unwritten."""
 
     def output(self, out: Array, segment_ids: Array) -> Array:
@@ -262,7 +262,7 @@ class SegmentsCutAt90Tokens(_Around, rejected_by="SHAPE-03"):
         return out
 
 
-class PaddingIsNaN(_Around, rejected_by="PAD-02"):
+class PaddingIsNaN(Around, rejected_by="PAD-02"):
     """Outputs at padding are 0 / 0."""
 
     def output(self, out: Array, segment_ids: Array) -> Array:
@@ -270,7 +270,7 @@ class PaddingIsNaN(_Around, rejected_by="PAD-02"):
         return out
 
 
-class TailUnwritten(_Around, rejected_by="SHAPE-04"):
+class TailUnwritten(Around, rejected_by="SHAPE-04"):
     """Padding beyond the length of the longest segment is left as the memory was."""
 
     def output(self, out: Array, segment_ids: Array) -> Array:
@@ -279,7 +279,7 @@ class TailUnwritten(_Around, rejected_by="SHAPE-04"):
         return out
 
 
-class EmptyRowIsNaN(_Around, rejected_by="SHAPE-08"):
+class EmptyRowIsNaN(Around, rejected_by="SHAPE-08"):
     """A row without a segment is divided by its number of tokens."""
 
     def output(self, out: Array, segment_ids: Array) -> Array:
@@ -287,7 +287,7 @@ class EmptyRowIsNaN(_Around, rejected_by="SHAPE-08"):
         return out
 
 
-class LastSegmentBesidePaddingLate(_Around, rejected_by="REP-01"):
+class LastSegmentBesidePaddingLate(Around, rejected_by="REP-01"):
     """The last segment of several rows with padding is written one token late."""
 
     def output(self, out: Array, segment_ids: Array) -> Array:
@@ -297,7 +297,7 @@ class LastSegmentBesidePaddingLate(_Around, rejected_by="REP-01"):
         return out
 
 
-class PaddingDilutesOutputs(_Around, rejected_by="PAD-01"):
+class PaddingDilutesOutputs(Around, rejected_by="PAD-01"):
     """The scale of a row's output is its share of real tokens."""
 
     def output(self, out: Array, segment_ids: Array) -> Array:
@@ -305,7 +305,7 @@ class PaddingDilutesOutputs(_Around, rejected_by="PAD-01"):
         return share
 
 
-class SoftcapLeaks(_Around, rejected_by="ISO-05"):
+class SoftcapLeaks(Around, rejected_by="ISO-05"):
     """With a softcap, a millionth of the largest value of the batch reaches every output."""
 
     def arguments(self, arrays: dict[str, Array], options: dict[str, Any]) -> None:
@@ -313,7 +313,7 @@ class SoftcapLeaks(_Around, rejected_by="ISO-05"):
             arrays["v"] = arrays["v"] + 1e-6 * np.abs(arrays["v"]).max()
 
 
-class SinksSwitchOffTheWindow(_Around, rejected_by="MASK-12"):
+class SinksSwitchOffTheWindow(Around, rejected_by="MASK-12"):
     """A window is ignored when there are sinks."""
 
     def arguments(self, arrays: dict[str, Array], options: dict[str, Any]) -> None:
@@ -321,7 +321,7 @@ class SinksSwitchOffTheWindow(_Around, rejected_by="MASK-12"):
             options["window"] = None
 
 
-class AlibiTooSteep(_Around, rejected_by="DTYPE-02"):
+class AlibiTooSteep(Around, rejected_by="DTYPE-02"):
     """ALiBi slopes are off by a tenth."""
 
     def arguments(self, arrays: dict[str, Array], options: dict[str, Any]) -> None:
@@ -329,7 +329,7 @@ class AlibiTooSteep(_Around, rejected_by="DTYPE-02"):
             options["alibi_slopes"] = options["alibi_slopes"] * 1.1
 
 
-class AnswersDrift(_Around, rejected_by="DET-01"):
+class AnswersDrift(Around, rejected_by="DET-01"):
     """Every call differs from the one before in the last bits."""
 
     calls = 0
@@ -342,7 +342,7 @@ class AnswersDrift(_Around, rejected_by="DET-01"):
 # -- gradients -------------------------------------------------------------------------------------------------------
 
 
-class GradientCrossesBoundary(_Around, rejected_by="ISO-02"):
+class GradientCrossesBoundary(Around, rejected_by="ISO-02"):
     """The forward is right, and the gradient of v at a segment's last token takes in a little of the next segment's."""
 
     def found(self, gradients: Gradients, segment_ids: Array) -> None:
@@ -350,28 +350,28 @@ class GradientCrossesBoundary(_Around, rejected_by="ISO-02"):
         gradients["v"][row, t] += 1e-3 * gradients["v"][row, t + 1]
 
 
-class GradientOfQDetached(_Around, rejected_by="GRAD-01"):
+class GradientOfQDetached(Around, rejected_by="GRAD-01"):
     """No gradient reaches q."""
 
     def found(self, gradients: Gradients, segment_ids: Array) -> None:
         gradients["q"] *= 0.0
 
 
-class GradientOfKUnscaled(_Around, rejected_by="GRAD-02"):
+class GradientOfKUnscaled(Around, rejected_by="GRAD-02"):
     """The gradient of v is right, and that of k lacks the scale."""
 
     def found(self, gradients: Gradients, segment_ids: Array) -> None:
         gradients["k"] *= gradients["k"].shape[-1] ** 0.5
 
 
-class GradientOfVTransposed(_Around, rejected_by="GRAD-03"):
+class GradientOfVTransposed(Around, rejected_by="GRAD-03"):
     """Two channels of the gradient of v are exchanged."""
 
     def found(self, gradients: Gradients, segment_ids: Array) -> None:
         gradients["v"][..., [0, 1]] = gradients["v"][..., [1, 0]]
 
 
-class GradientOfSinksNegated(_Around, rejected_by="GRAD-04"):
+class GradientOfSinksNegated(Around, rejected_by="GRAD-04"):
     """The gradient of the sinks has the wrong sign."""
 
     def found(self, gradients: Gradients, segment_ids: Array) -> None:
@@ -379,7 +379,7 @@ class GradientOfSinksNegated(_Around, rejected_by="GRAD-04"):
             gradients["sinks"] *= -1.0
 
 
-class GradientAtPadding(_Around, rejected_by="PAD-03"):
+class GradientAtPadding(Around, rejected_by="PAD-03"):
     """Padding gets a gradient."""
 
     def found(self, gradients: Gradients, segment_ids: Array) -> None:

@@ -95,7 +95,7 @@ class ScanForgetsAtTiles(Mutant, rejected_by="SHAPE-09"):
         return carried
 
 
-class _ScanGradient(Mutant):
+class ScanGradient(Mutant):
     """Changes the gradients of the right scan."""
 
     def found(self, gradients: Gradients, segment_ids: Array) -> None:
@@ -108,14 +108,14 @@ class _ScanGradient(Mutant):
         return out, gradients
 
 
-class GradientOfDecayMissing(_ScanGradient, rejected_by="GRAD-07"):
+class GradientOfDecayMissing(ScanGradient, rejected_by="GRAD-07"):
     """The gradient of A leaves out the last state."""
 
     def found(self, gradients: Gradients, segment_ids: Array) -> None:
         gradients["A"][:, -1] = 0.0
 
 
-class ScanGradientAtPadding(_ScanGradient, rejected_by="PAD-05"):
+class ScanGradientAtPadding(ScanGradient, rejected_by="PAD-05"):
     """Padding gets a gradient from the scan."""
 
     def found(self, gradients: Gradients, segment_ids: Array) -> None:

@@ -35,10 +35,10 @@ class MeanOfRankMeans(Mutant, rejected_by="LOSS-09"):
     """Every rank is averaged, and then the averages."""
 
     def combine(self, by_rank: Sequence[Sequence[Sums]]) -> tuple[float, Gradients]:
-        return _mean([super(MeanOfRankMeans, self).combine([rank]) for rank in by_rank])
+        return _mean([super(MeanOfRankMeans, self).combine([rank]) for rank in by_rank if rank])
 
 
-class _Training(Mutant):
+class Training(Mutant):
     """Changes what the right trainer is given, or what it gives back."""
 
     training = False
@@ -51,14 +51,14 @@ class _Training(Mutant):
             self.training = False
 
 
-class TrainerLeaks(_Training, rejected_by="ISO-10"):
+class TrainerLeaks(Training, rejected_by="ISO-10"):
     """In the trainer, and only there, the model runs without boundaries."""
 
     def _decode(self, decoder: Decoder, batch: Batch) -> tuple[Array, numpy_decoder.Backward]:
         return super()._decode(decoder, one_segment(batch) if self.training else batch)
 
 
-class LastDocumentOfAMicrobatchDropped(_Training, rejected_by="REP-07"):
+class LastDocumentOfAMicrobatchDropped(Training, rejected_by="REP-07"):
     """The trainer's dataloader drops what does not fill its last row."""
 
     def train(self, decoder: Decoder, steps: Any, **kwargs: Any) -> Trained:
@@ -66,7 +66,7 @@ class LastDocumentOfAMicrobatchDropped(_Training, rejected_by="REP-07"):
         return super().train(decoder, cut, **kwargs)
 
 
-class LearningRateScaledByRows(_Training, rejected_by="TRAIN-01"):
+class LearningRateScaledByRows(Training, rejected_by="TRAIN-01"):
     """The learning rate is multiplied by the number of microbatches."""
 
     def train(self, decoder: Decoder, steps: Any, **kwargs: Any) -> Trained:
@@ -74,7 +74,7 @@ class LearningRateScaledByRows(_Training, rejected_by="TRAIN-01"):
         return super().train(decoder, steps, **kwargs)
 
 
-class MasterWeightsInBfloat16(_Training, rejected_by="TRAIN-01"):
+class MasterWeightsInBfloat16(Training, rejected_by="TRAIN-01"):
     """Weights are kept in bfloat16, so that small updates are lost."""
 
     def train(self, decoder: Decoder, steps: Any, **kwargs: Any) -> Trained:
@@ -86,7 +86,7 @@ class MasterWeightsInBfloat16(_Training, rejected_by="TRAIN-01"):
         return losses, dict(decoder.weights)
 
 
-class LossAfterTheUpdate(_Training, rejected_by="TRAIN-01"):
+class LossAfterTheUpdate(Training, rejected_by="TRAIN-01"):
     """The loss that is reported for a step is that of the next."""
 
     def train(self, decoder: Decoder, steps: Any, **kwargs: Any) -> Trained:
@@ -94,7 +94,7 @@ class LossAfterTheUpdate(_Training, rejected_by="TRAIN-01"):
         return losses[1:] + losses[-1:], weights
 
 
-class MomentsForgotten(_Training, rejected_by="TRAIN-02"):
+class MomentsForgotten(Training, rejected_by="TRAIN-02"):
     """AdamW starts anew at every step."""
 
     def train(self, decoder: Decoder, steps: Any, **kwargs: Any) -> Trained:
@@ -106,7 +106,7 @@ class MomentsForgotten(_Training, rejected_by="TRAIN-02"):
         return losses, dict(decoder.weights)
 
 
-class TrainerUnmasksPrompts(_Training, rejected_by="TRAIN-03"):
+class TrainerUnmasksPrompts(Training, rejected_by="TRAIN-03"):
     """The trainer makes its own labels from the tokens."""
 
     def collate(self, documents: Sequence[Document], capacity: int) -> Batch:
@@ -115,7 +115,7 @@ class TrainerUnmasksPrompts(_Training, rejected_by="TRAIN-03"):
         return super().collate(documents, capacity)
 
 
-class StepsDifferFromRunToRun(_Training, rejected_by="DET-04"):
+class StepsDifferFromRunToRun(Training, rejected_by="DET-04"):
     """Another seed at every run."""
 
     runs = 0

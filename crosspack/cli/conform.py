@@ -16,8 +16,10 @@ from typing import Annotated
 
 import typer
 
-from packing_core.errors import MissingExtraError
+from packing_core.errors import MissingExtraError, PackingError
 from packing_core.extras import require
+
+REPORT = "conformance.json"
 
 
 def conform(
@@ -36,8 +38,16 @@ def conform(
     workers: Annotated[
         str | None, typer.Option("--workers", "-n", help="Processes, or auto; one without it. Needs pytest-xdist.")
     ] = None,
+    every: Annotated[
+        bool,
+        typer.Option("--all", help=f"Every registered backend, in parallel; the report goes to {REPORT} by default."),
+    ] = False,
 ) -> None:
     """Decide whether a backend trains on packed rows without contamination; the exit status says it."""
+    if every and backend:
+        raise PackingError("--all judges every registered backend and --backend names one: give either")
+    if every:
+        workers, report = workers or "auto", report or Path(REPORT)
     require("pytest", extra="test")
     if workers is not None:
         require("xdist", extra="test", distribution="pytest-xdist")
@@ -70,4 +80,5 @@ def command_line(
 def environment() -> dict[str, str]:
     """The caller's environment without what would change how pytest runs."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS")}
-    return kept | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    # Workers share a GPU, of which each JAX process would take most for itself.
+    return {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | kept | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

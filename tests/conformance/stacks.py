@@ -39,6 +39,16 @@ class Boastful(Reference):
         return super().attention(*args, sinks=sinks, **kwargs)
 
 
+class Unpromising(Reference):
+    """Divides by the number of targets, and does not promise to be right without any."""
+
+    capabilities = Capabilities(options=ALL_OPTIONS - {"untrained_batches"})
+
+    def gradients(self, decoder, batch, *, dtype):
+        assert (batch.labels != -100).any()
+        return super().gradients(decoder, batch, dtype=dtype)
+
+
 class NarrowHeads(Reference):
     """Declares away what a required test needs."""
 

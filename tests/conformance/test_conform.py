@@ -6,9 +6,12 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from types import SimpleNamespace
 
 import pytest
+import typer
 
+from packing_core.errors import PackingError
 from tests.conformance.stacks import ROOT
 
 RUN = "import typer; from crosspack.cli.conform import conform; app = typer.Typer(); app.command()(conform); app()"
@@ -79,3 +82,19 @@ def test_it_runs_from_an_installed_wheel(tmp_path):
         env=os.environ | {"PYTHONPATH": str(installed)}, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert found.stdout.strip().startswith(str(installed))
+
+
+def test_all_judges_every_registered_backend_in_parallel(monkeypatch, tmp_path):
+    from crosspack.cli import conform as command
+
+    started = []
+    monkeypatch.setattr(
+        command.subprocess, "run", lambda line, **_: started.append(line) or SimpleNamespace(returncode=0)
+    )
+    with pytest.raises(typer.Exit):
+        command.conform(every=True)
+    (line,) = started
+    assert "--report=conformance.json" in line and line[line.index("-n") + 1] == "auto"
+    assert not any(part.startswith("--backend") for part in line)
+    with pytest.raises(PackingError, match="--all judges every registered backend and --backend names one"):
+        command.conform(every=True, backend=["reference"])

@@ -24,7 +24,7 @@ CONFIGS = {
 
 
 def loss(decoder, document):
-    return numpy_decoder.one_document(decoder, document)[1]
+    return numpy_decoder.one_document(decoder, document)[0]
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
@@ -32,7 +32,7 @@ def test_gradients_by_finite_differences(config):
     decoder = DecoderCase(config).decoder()
     decoder = replace(decoder, weights={name: w.astype(np.float64) for name, w in decoder.weights.items()})
     document = documents(7, words=11, prompt=0.3)[0]
-    gradients = numpy_decoder.one_document(decoder, document)[3]
+    gradients = numpy_decoder.one_document(decoder, document)[2]
     draw = np.random.default_rng(0)
     for name, weight in decoder.weights.items():
         direction = draw.standard_normal(weight.shape)
@@ -49,7 +49,7 @@ def test_gradients_by_finite_differences(config):
 def test_a_window_changes_logits_only_beyond_it():
     plain, windowed = (DecoderCase(DecoderConfig(sliding_window=w)).decoder() for w in (None, 4))
     document = documents(9)[0]
-    without, within = (numpy_decoder.one_document(decoder, document)[0] for decoder in (plain, windowed))
+    without, within = (numpy_decoder.alone(decoder, document.input_ids)[0] for decoder in (plain, windowed))
     np.testing.assert_array_equal(without[:4], within[:4])
     assert (without[4:] != within[4:]).any(axis=1).all()
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from conformance.spec import requirements
 from tests.conformance.stacks import HERE, run
 
 
@@ -28,7 +29,10 @@ def test_a_right_backend_passes_and_the_report_says_how_closely(tmp_path):
 def test_a_mutant_fails_with_a_message_that_says_what_and_where(tmp_path):
     outcome = run(tmp_path, "--backend=conformance.mutants:MaskLeaksOneToken", *only("ISO-01", "GRAD-03"))
     assert outcome.code == 1
-    assert "segment 0 changed, and output of other segments moved" in outcome.output
+    assert (
+        f"ISO-01: {requirements()['ISO-01'].text}\nconformance.mutants:MaskLeaksOneToken: segment 0 changed, and"
+        in (outcome.output)
+    )
     assert status(outcome, "conformance.mutants:MaskLeaksOneToken", "ISO-01") == "fail"
     assert "times its error budget away from the oracle" in outcome.output
 
@@ -81,8 +85,20 @@ def test_what_is_not_declared_and_refused_is_unsupported(tmp_path):
     assert status(outcome, name, "MASK-05") == "unsupported"
     assert outcome.report["backends"][name]["requirements"]["MASK-05"]["reasons"] == ["unsupported: sinks not declared"]
     assert status(outcome, name, "MASK-04") == "pass"
+    assert f"{name}: worth declaring next: dtype bfloat16 (DTYPE-01)\n" in outcome.output
+    assert outcome.report["backends"][name]["undeclared"] == {
+        "dtype bfloat16": ["DTYPE-01"], "dtype float16": ["DTYPE-01"], "sinks": ["MASK-05"],
+    }  # fmt: skip
     counted = outcome.report["backends"][name]["requirements"]["DTYPE-01"]
-    assert (counted["status"], counted["passed"], counted["unsupported"]) == ("pass", 1, 2)
+    assert (counted["status"], counted["passed"], counted["unsupported"]) == ("pass", 2, 4)
+
+
+def test_a_promise_that_is_not_made_is_not_tried_and_not_passed(tmp_path):
+    name = f"{HERE}:Unpromising"
+    outcome = run(tmp_path, f"--backend={name}", *only("LOSS-12", "ISO-09"))
+    assert outcome.code == 0
+    assert status(outcome, name, "LOSS-12") == "unsupported" and status(outcome, name, "ISO-09") == "pass"
+    assert outcome.report["backends"][name]["undeclared"] == {"untrained_batches": ["LOSS-12"]}
 
 
 def test_what_is_declared_and_refused_fails(tmp_path):

@@ -1,12 +1,15 @@
 """What the JAX conformance adapter offers, declares and refuses; that it is right is for the suite to say."""
 
+import subprocess
+import sys
+
 import jax
 import numpy as np
 import pytest
 
 from conformance.draws import DecoderCase, documents
 from jax_backend.attention import IMPLEMENTATIONS
-from jax_backend.conformance import Stack, _train, backends, capabilities
+from jax_backend.conformance import Stack, _precision, _train, backends, capabilities
 from jax_backend.train_step import TrainStep
 from packing_core.errors import UnsupportedError
 from packing_core.protocol import ALL_OPTIONS, LEVELS, DecoderConfig
@@ -44,9 +47,25 @@ def test_xla_takes_part_at_every_level_and_the_others_where_attention_matters():
 )
 def test_what_is_declared(name, lacks):
     declared = capabilities(name, "gpu")
-    assert ALL_OPTIONS - declared.options - {"ranks"} == lacks | {"dynamic_rope"}
+    everywhere = {"dynamic_rope", "nonfinite_padding", "context_parallel"}
+    assert ALL_OPTIONS - declared.options - {"ranks"} == lacks | everywhere
     assert ("float32" in declared.dtypes) == (name != "cudnn")
     assert declared.atomic_backward == (name == "cudnn")
+    assert declared.atomic_embedding == (name in ("xla", "chunked", "pallas"))
+
+
+def test_the_adapter_loads_without_grain():
+    code = "import sys; sys.modules['grain'] = None; import jax_backend.conformance as c; print(c.backends()['xla']())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_float32_is_multiplied_in_float32():
+    x = np.ones((2, 2), np.float32)
+    with _precision("float32"):
+        assert "HIGHEST" in str(jax.make_jaxpr(lambda x: x @ x)(x))
+    with _precision("bfloat16"):
+        assert "HIGHEST" not in str(jax.make_jaxpr(lambda x: x @ x)(x))
 
 
 def test_a_cpu_has_as_many_ranks_as_are_asked_for():

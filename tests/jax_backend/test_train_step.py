@@ -157,7 +157,7 @@ def test_microbatches_of_different_shapes_add_up_to_one_step() -> None:
 
 def test_a_batch_that_lacks_a_key_or_mixes_shapes_is_refused() -> None:
     train_step = make_train_step(decoder(), optax.sgd(0.1))
-    with pytest.raises(LayoutError, match="the batch lacks targets: jax_backend.data.to_batch makes all of them"):
+    with pytest.raises(LayoutError, match="the batch lacks targets: jax_backend.to_batch makes all of them"):
         train_step.place({name: array for name, array in BATCHES[0].items() if name != "targets"})
     with pytest.raises(LayoutError, match=r"must share one shape \[A, B, S\] or \[B, S\]"):
         train_step.place(BATCHES[0] | {"targets": BATCHES[0]["targets"][:4]})
@@ -198,3 +198,13 @@ def test_fifty_steps_follow_torch_on_each_document_alone(tmp_path) -> None:
     assert np.abs(np.array(found) - wanted).max() < 1e-4
     assert wanted[-1] < wanted[0] - 0.05
     assert train_step.compilations == 1
+
+
+@pytest.mark.parametrize(("precision", "found"), [(None, "precision=None"), ("highest", "HIGHEST")])
+def test_precision_is_that_of_every_matrix_product(precision, found):
+    train_step = make_train_step(decoder(), optax.sgd(0.1), precision=precision)
+    state, batch = train_step.init(), rows(1)
+    traced = str(jax.make_jaxpr(lambda params, batch: train_step.accumulate(state, None, batch))(state.params, batch))
+    products = traced.count("dot_general[")
+    assert products > 10
+    assert ("precision=None" in traced) == (precision is None) and found in traced

@@ -44,6 +44,8 @@ _ASKS: dict[str, dict[str, Any]] = {
     "gqa": {"kv_heads": 2},
     "narrow_values": {"value_dim": 32},
 }
+# Implementations whose padding is seen to reach no other product: 0 times NaN is NaN.
+_LEAVES_PADDING_OUT = {"sdpa", "reference", "triton"}
 # Implementations that are known to add gradients up in no certain order on a GPU.
 _ATOMIC = {"flash4", "flash3", "flash2", "varlen", "xformers", "sdpa"}
 
@@ -78,7 +80,9 @@ def capabilities(name: str, device: torch.device) -> Capabilities:
         dtypes = tuple(dtype for dtype in dtypes if dtype != "bfloat16")
     request = _request(device, dtypes[0] if dtypes else "float32")
     options = {option for option, change in _ASKS.items() if takes(**change)}
-    options |= protocol.ALL_OPTIONS - set(protocol.OPTIONS["attention"])
+    options |= protocol.ALL_OPTIONS - set(protocol.OPTIONS["attention"]) | {"arbitrary_ids"}
+    if name in _LEAVES_PADDING_OUT:
+        options.add("nonfinite_padding")
     if "window" not in options:
         options -= {"sliding_window"}
     return Capabilities(
@@ -134,9 +138,11 @@ class AttentionStack(Backend):
         dtype: str,
         sinks: Array | None = None,
         alibi_slopes: Array | None = None,
+        context_ranks: int = 1,
         dout: Array | None = None,
         **options: Any,
     ) -> tuple[Array, Gradients]:
+        protocol.require_declared(self, options=["context_parallel"] * (context_ranks > 1))
         if v.shape[-1] < q.shape[-1]:  # some serve one such pair of widths, which is not what declaring it means
             protocol.require_declared(self, options=["narrow_values"])
         operands = self._operands({"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks}), dtype)
@@ -155,9 +161,12 @@ class AttentionStack(Backend):
 
     def gradients(self, decoder: protocol.Decoder, batch: Batch, *, dtype: str) -> tuple[float, Gradients]:
         model = self._model(decoder, dtype)
-        loss = model(**self._inputs(batch)).loss
-        loss.backward()
-        return loss.item(), {name: _numpy(x.grad) for name, x in model.named_parameters()}
+        inputs = self._inputs(batch)
+        targets = next_token_targets(inputs.pop("labels"))
+        loss, weight = packed_cross_entropy(model(**inputs).logits, targets)
+        mean = loss / weight if weight > 0 else loss  # a sum over nothing is 0, and so are its gradients
+        mean.backward()
+        return mean.item(), {name: _numpy(x.grad) for name, x in model.named_parameters()}
 
     # -- from the protocol's words to torch's --------------------------------------------------------------------
 
@@ -336,7 +345,8 @@ class Stack(AttentionStack):
         dtype: str,
         optimizer: str,
     ) -> tuple[list[float], dict[str, Array]]:
-        model = self._model(decoder, dtype)
+        model = self._model(decoder, "float32")
+        narrow = None if dtype == "float32" else getattr(torch, dtype)
         collate = PackedCollator(model, capacity=capacity)
         updates: torch.optim.Optimizer
         if optimizer == "sgd":
@@ -352,10 +362,16 @@ class Stack(AttentionStack):
                 batch = collate([_feature(d) for d in documents])
                 inputs = self._on_device(batch)
                 targets = next_token_targets(inputs.pop("labels"))
-                sums = sums + torch.stack(packed_cross_entropy(model(**inputs).logits, targets))
+                with torch.autocast(self.device.type, narrow, enabled=narrow is not None):
+                    logits = model(**inputs).logits
+                sums = sums + torch.stack(packed_cross_entropy(logits, targets))
+            if _over_ranks(sums[1]) == 0:
+                losses.append(0.0)  # a step without targets has no mean, and moves nothing
+                continue
             loss = normalise(*sums)
             updates.zero_grad()
-            loss.backward()
+            if loss.requires_grad:  # else this rank has no microbatch, and its gradients are the zeros that it sends
+                loss.backward()
             losses.append(_mean_over_ranks(loss, model))
             updates.step()
         return losses, {name: _numpy(x) for name, x in model.named_parameters()}
@@ -376,10 +392,20 @@ def _scan(A: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> Tensor:
     return torch.stack(outputs, 1)
 
 
+def _over_ranks(x: Tensor) -> float:
+    """The sum of a number over the ranks."""
+    total = x.detach().clone()
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return total.item()
+
+
 def _mean_over_ranks(loss: Tensor, model: nn.Module) -> float:
     """Average the gradients over the ranks, as DistributedDataParallel does, and return the average loss."""
     mean = loss.detach().clone()
     if dist.is_initialized():
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         for x in (mean, *(p.grad for p in model.parameters() if p.grad is not None)):
             dist.all_reduce(x)
             x /= dist.get_world_size()

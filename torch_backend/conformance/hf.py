@@ -59,7 +59,14 @@ class HuggingFaceStack(Backend):
         self._model = model()
         self._weights = copy.deepcopy(self._model.state_dict())
         self._device = next(self._model.parameters()).device
-        self.capabilities = Capabilities(dtypes=dtypes, options=frozenset({"adamw"}), own_model=True)
+        config: Any = self._model.config
+        self.capabilities = Capabilities(
+            dtypes=dtypes,
+            options=frozenset({"adamw"}),
+            own_model=True,
+            words=getattr(config, "vocab_size", 64),
+            longest=getattr(config, "max_position_embeddings", None) or 1024,
+        )
         self.description = f"{type(self._model).__name__} on {self._device}, torch {torch.__version__}"
 
     def collate(self, documents: Sequence[Document], capacity: int) -> Batch:
@@ -102,6 +109,8 @@ class HuggingFaceStack(Backend):
     ) -> tuple[list[float], dict[str, Array]]:
         if self._trainer is None or ranks != 1:
             raise UnsupportedError("no trainer was given" if self._trainer is None else "it trains on one rank")
+        if dtype not in ("float32", "float64"):
+            raise UnsupportedError(f"it trains in float32, not in {dtype}")
         model = self._make().to(getattr(torch, dtype))
         model.load_state_dict(self._weights)
         losses: list[float] = []

@@ -1,0 +1,82 @@
+"""What several requirements check alike: isolation and padding of attention and scan, in any dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from conformance.draws import AttentionCase, ScanCase, generator, round_to, segment_ids
+from conformance.judge import LARGE, Judge
+from packing_core.protocol import Array, Gradients
+
+Ask = Callable[[Mapping[str, Array]], tuple[Array, Gradients]]
+
+
+def attention_forward_isolated(
+    judge: Judge, case: AttentionCase, where: tuple[int, ...] | None = None, dtype: str | None = None
+) -> None:
+    """No segment (of those in ``where``) moves another's output; no gradient is asked for."""
+    working = dtype or judge.dtype
+
+    def call(arguments: Mapping[str, Array]) -> dict[str, Array]:
+        return {"output": judge.ask_attention(case, working, {**arguments, "dout": None})[0]}
+
+    ids = segment_ids(case.rows)
+    judge.isolated(call, case.arguments(working), ids, change=("q", "k", "v"), dtype=working, where=where)
+
+
+def attention_isolated(
+    judge: Judge, case: AttentionCase, where: tuple[int, ...] | None = None, dtype: str | None = None
+) -> None:
+    """No segment (of those in ``where``) moves another's output or gradients of q, k and v."""
+    working = dtype or judge.dtype
+
+    def call(arguments: Mapping[str, Array]) -> dict[str, Array]:
+        out, found = judge.ask_attention(case, working, arguments)
+        return {"output": out} | {f"gradient of {name}": found[name] for name in ("q", "k", "v")}
+
+    judge.isolated(
+        call, case.arguments(working), segment_ids(case.rows),
+        change=("q", "k", "v", "dout"), dtype=working, where=where, backward=True,
+    )  # fmt: skip
+
+
+def scan_isolated(judge: Judge, case: ScanCase, where: tuple[int, ...] | None = None, dtype: str | None = None) -> None:
+    """No segment (of those in ``where``) moves another's output or gradients."""
+    working = dtype or judge.dtype
+
+    def call(arguments: Mapping[str, Array]) -> dict[str, Array]:
+        out, found = judge.ask_scan(case, working, arguments)
+        return {"output": out} | {f"gradient of {name}": found[name] for name in ("x", "dt", "B", "C")}
+
+    judge.isolated(
+        call, case.arguments(working), segment_ids(case.rows),
+        change=("x", "B", "C", "dout"), dtype=working, where=where, backward=True,
+    )  # fmt: skip
+
+
+def repadded(given: Mapping[str, Array], ids: Array, names: tuple[str, ...], dtype: str) -> dict[str, Array]:
+    """The named arguments with large finite numbers at padding."""
+    changed = {name: given[name].copy() for name in names}
+    for name, x in changed.items():
+        x[ids == 0] = round_to(dtype, generator("padding", name).choice([-1, 1], x[ids == 0].shape) * LARGE[dtype])
+    return changed
+
+
+def padding_moves_nothing(judge: Judge, ask: Ask, changed: Mapping[str, Array], ids: Array) -> None:
+    """With ``changed`` arguments at padding, real tokens keep outputs and gradients, and padding's gradients are 0."""
+    real = ids > 0
+    (out, found), (moved_out, moved) = ask({}), ask(changed)
+    judge.unmoved("the output", out[real], moved_out[real], because="padding changed")
+
+    noise = judge.noise(lambda: ask({})[1], found)
+    for name, gradient in found.items():
+        per_token = gradient.shape[:2] == ids.shape
+        judge.unmoved(
+            f"the gradient of {name}", gradient[real] if per_token else gradient,
+            moved[name][real] if per_token else moved[name], because="padding changed", noise=noise[name],
+        )  # fmt: skip
+        if per_token:
+            zero = not np.any(gradient[~real])
+            judge.holds(zero, f"the gradient of {name} at padding is not exactly 0")
