@@ -9,6 +9,7 @@ import torch
 from packing_core import reference
 from packing_core.errors import LayoutError
 from tests.torch_backend.kernels import FLOAT32, ONE_DTYPE, Where, assert_within_budget, numpy
+from torch_backend import normalise, packed_cross_entropy
 from torch_backend.ops import linear_cross_entropy as cross_entropy
 from torch_backend.ops.linear_cross_entropy import linear_cross_entropy
 
@@ -171,3 +172,10 @@ H, W, T = torch.zeros(4, 8), torch.zeros(10, 8), torch.zeros(4, dtype=torch.long
 def test_what_has_no_loss_says_why(change, message):
     with pytest.raises(LayoutError, match=message):
         linear_cross_entropy(**{"hidden": H, "weight": W, "targets": T} | change)
+
+
+def test_a_step_without_targets_has_loss_0_and_gradients_of_0():
+    logits = torch.randn(1, 4, 8, requires_grad=True)
+    loss = normalise(*packed_cross_entropy(logits, torch.full((1, 4), -100)))
+    loss.backward()
+    assert loss == 0 and not logits.grad.any()

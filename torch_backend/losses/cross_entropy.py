@@ -58,12 +58,14 @@ def packed_cross_entropy(
 def normalise(loss_sum: Tensor, weight_sum: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
     """The mean over the targets of all ranks, scaled so that gradients averaged over ranks are those of that mean.
 
+    Without any target it is 0, and so are its gradients.
+
     Args:
         loss_sum, weight_sum: this rank's, over all microbatches of the step.
         group: the ranks that hold different documents; the default group if None. Without torch.distributed: one rank.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        return loss_sum / weight_sum
+        return loss_sum / torch.where(weight_sum == 0, 1, weight_sum)
     total = weight_sum.detach().clone()
     dist.all_reduce(total, group=group)
-    return loss_sum * dist.get_world_size(group) / total
+    return loss_sum * dist.get_world_size(group) / torch.where(total == 0, 1, total)
