@@ -2,14 +2,15 @@
 
 Every run builds the model anew from the same source and seed; the packed one is patched. One generator trains all
 kinds, and runs that are compared take their steps in turn, so that other load on the machine slows all of them alike.
-Each batch of a step adds ``loss sum / trained tokens of the step`` to the loss, so nothing depends on how the step's
-documents were arranged. Weights and optimizer states leave and enter as safetensors only.
+All take the step of :func:`torch_backend.make_train_step`, whose loss is the mean over the step's trained tokens, so
+nothing depends on how the step's documents were arranged. Weights and optimizer states leave and enter as safetensors
+only.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +28,9 @@ from packing_core.training.timing import Clock, in_turn
 from torch_backend.auditing.model import AuditReport, verify
 from torch_backend.collate import Batch, PackedCollator
 from torch_backend.hf.explain import explain
-from torch_backend.losses.cross_entropy import next_token_targets, packed_cross_entropy
 from torch_backend.patching import patch, unpatch
-from torch_backend.segments import to_device
+from torch_backend.training.gradients import Choice
+from torch_backend.training.step import TrainStep, make_train_step
 
 WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 _RANDOM = "random."  # prefix of the generators' states among the optimizer's tensors
@@ -136,10 +137,13 @@ def _run(
     """Train one run, a step per ``next``, from the initial weights or the newest checkpoint; write the packed one."""
     with memory.counted():
         model, optimizer, records, report = _begin(job, run, device)
+        take_step = _train_step(job, model, optimizer)
     for step in range(len(records), len(job.schedule)):
         yield
         with memory.counted(), clock.timed():
-            loss = _step(job, step, model, optimizer, batches(job, step, run, device))
+            for group in optimizer.param_groups:
+                group["lr"] = job.learning_rate(step)
+            loss = take_step(list(batches(job, step, run, model)))["loss"].item()
         records.append(job.record(run, step, loss, clock.seconds))
         if job.save_every and (step + 1) % job.save_every == 0:
             save_checkpoint(job, records, lambda folder: _save(folder, model, optimizer))
@@ -186,39 +190,23 @@ def _audit(report: AuditReport | None) -> Audit:
     )
 
 
-def _step(job: TrainJob, step: int, model: Any, optimizer: torch.optim.Optimizer, batches: Iterable[Batch]) -> float:
-    """One optimizer step; returns the loss per trained token before the update."""
-    trained = job.schedule.trained_tokens[step]
-    device = next(model.parameters()).device
-    total = torch.zeros((), device=device)
-    for batch in batches:
-        labels = batch.pop("labels")
-        with torch.autocast(device.type, torch.bfloat16, enabled=job.options.precision == "bfloat16"):
-            logits = model(**batch, use_cache=False).logits
-        loss_sum, _ = packed_cross_entropy(logits, next_token_targets(labels))
-        loss = loss_sum / trained
-        loss.backward()
-        total += loss.detach()
-    if job.options.clip:
-        nn.utils.clip_grad_norm_(model.parameters(), job.options.clip)
-    for group in optimizer.param_groups:
-        group["lr"] = job.learning_rate(step)
-    optimizer.step()
-    optimizer.zero_grad()
-    return total.item()
+def _train_step(job: TrainJob, model: Any, optimizer: torch.optim.Optimizer) -> TrainStep:
+    """The step of a run. Runs that are compared differ in their rows alone: none is compiled or captured."""
+    fast: Choice = False if len(job.runs) > 1 or job.deterministic else "auto"
+    autocast = torch.bfloat16 if job.options.precision == "bfloat16" else None
+    return make_train_step(
+        model, optimizer, max_grad_norm=job.options.clip or None, autocast=autocast, compile=fast, capture=fast
+    )
 
 
-def batches(job: TrainJob, step: int, run: Run, device: torch.device) -> Iterator[Batch]:
-    """The model's arguments and ``labels`` int64 [B, S], unshifted, -100 where nothing is trained."""
+def batches(job: TrainJob, step: int, run: Run, model: nn.Module) -> Iterator[Batch]:
+    """The model's arguments and ``labels`` int64 [B, S], unshifted, -100 where nothing is trained; on the host."""
     if run == "packed":
-        collate = PackedCollator()
-        for row in job.schedule.packed(step):
-            batch = collate(row)
-            yield {name: to_device(v, device) if isinstance(v, Tensor) else v for name, v in batch.items()}
+        yield from map(PackedCollator(model), job.schedule.packed(step))
         return
     for padded in job.schedule.padded(step, run):
         arrays = {"input_ids": padded.input_ids, "attention_mask": padded.attention_mask, "labels": padded.targets}
-        yield {name: to_device(torch.from_numpy(array).long(), device) for name, array in arrays.items()}
+        yield {name: torch.from_numpy(array).long() for name, array in arrays.items()}
 
 
 def _optimizer(model: nn.Module, job: TrainJob) -> torch.optim.Optimizer:
