@@ -132,10 +132,10 @@ def _precision(job: TrainJob, device: torch.device) -> Callable[[], AbstractCont
 
 def _inputs(job: TrainJob, way: str, step: int, device: torch.device) -> Iterator[Batch]:
     """The batches of a step; stock packing gets what its users give it: restarting positions, no mask, no segments."""
-    for batch in batches(job, step, "padded" if way == "padded" else "packed", device):
+    for batch in batches(job, step, "padded" if way == "padded" else "packed"):
         if way.startswith("stock"):
             batch = {name: batch[name] for name in ("input_ids", "position_ids", "labels")}
-        yield batch
+        yield {name: to_device(x, device) if isinstance(x, Tensor) else x for name, x in batch.items()}
 
 
 def _alone(

@@ -199,7 +199,7 @@ def _train_step(job: TrainJob, model: Any, optimizer: torch.optim.Optimizer) -> 
     )
 
 
-def batches(job: TrainJob, step: int, run: Run, model: nn.Module) -> Iterator[Batch]:
+def batches(job: TrainJob, step: int, run: Run, model: nn.Module | None = None) -> Iterator[Batch]:
     """The model's arguments and ``labels`` int64 [B, S], unshifted, -100 where nothing is trained; on the host."""
     if run == "packed":
         yield from map(PackedCollator(model), job.schedule.packed(step))
