@@ -6,8 +6,8 @@
     python -m benchmarks.gpu_trainers --tiny                # every contender on the CPU in seconds; times mean nothing
 
 Every contender trains random weights on the same packed rows, one row a step: 480 documents of mean 243 and at most
-2,048 tokens, in the fewest rows, evened out so that the rows are full. The first two epochs warm up (they compile, find
-the shapes and record), the next ones are timed as a whole. Tokens per second count real tokens. Memory is the most that
+2,048 tokens, in the fewest rows, evened out so that the rows are full. The first epochs warm up (they compile, find the
+shapes and record), the next ones are timed as a whole. Tokens per second count real tokens. Memory is the most that
 was allocated over the whole run, and over the timed epochs alone. Losses are printed so that contenders can be
 compared; that they are exact is tested elsewhere (``benchmarks.gpu --only step``, ``tests/torch_backend``).
 """
@@ -42,7 +42,7 @@ from torch_backend.training.captured import CapturedStep, compile_layers
 
 SECTION = "training, Qwen2-0.5B" if not TOY else "training, toy"
 LEARNING_RATE = 1e-5
-WARM_UP = 2  # epochs
+WARM_UP = 14  # steps at least, in two or more whole epochs
 
 
 @dataclass
@@ -62,11 +62,16 @@ class Run:
 
     @property
     def steps(self) -> int:
-        return len(self.rows) * (WARM_UP + self.epochs)
+        return len(self.rows) * (self.warm_up + self.epochs)
+
+    @property
+    def warm_up(self) -> int:
+        """Epochs before the timed ones."""
+        return max(2, -(-WARM_UP // len(self.rows)))
 
     def tick(self, step: int) -> None:
         """Called after every step; ``step`` counts from 1. It waits for the GPU three times in all."""
-        warm = len(self.rows) * WARM_UP
+        warm = len(self.rows) * self.warm_up
         if step not in (1, warm, self.steps):
             return
         synchronize()
@@ -151,7 +156,7 @@ class StockRows(Dataset[Any]):
 
 def _loop(run: Run, loader: Any, step: Callable[[Any], torch.Tensor]) -> None:
     run.began = time.perf_counter()
-    for number, batch in enumerate(chain.from_iterable(repeat(loader, WARM_UP + run.epochs)), start=1):
+    for number, batch in enumerate(chain.from_iterable(repeat(loader, run.warm_up + run.epochs)), start=1):
         loss = step(batch)
         if number == 1:
             run.first_loss = float(loss)
@@ -224,7 +229,7 @@ def _peak() -> float:
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--capacity", type=int, default=256 if TOY else 16_384, help="tokens of a row")
-    options.add_argument("--epochs", type=int, default=1 if TOY else 4, help="timed, after the first two")
+    options.add_argument("--epochs", type=int, default=1 if TOY else 4, help="timed, after the warm-up")
     options.add_argument("--match", default="", metavar="PATTERN", help="only contenders whose name it matches")
     options.add_argument("--output", type=Path, help="folder for gpu.json")
     options.add_argument("--tiny", action="store_true", help="on the CPU, to see that everything runs")
