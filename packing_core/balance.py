@@ -1,8 +1,9 @@
 """Rows onto ranks and steps: a PackPlan and a cost per row in, which rank takes which row at which step out.
 
-The ranks of a step wait for the slowest, so a step should hold rows of one cost. Rows are sorted by cost, consecutive
-groups form steps, each step's rows are dealt to its ranks longest first, and the steps are shuffled, so that training
-order tells nothing of cost.
+The ranks of a step wait for the slowest, so what its ranks carry should cost the same. Rows are bundled, one bundle per
+rank and step: each gets a row from every class of cost, so that bundles cost nearly the same and hold lengths of every
+kind. Bundles of close costs form a step, and the steps are shuffled, so that training order tells nothing of cost. With
+one row per rank there is nothing to bundle: a step then holds rows of close costs.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packing_core._pieces import check_seed, positive
+from packing_core.composition import Composition, composition
 from packing_core.errors import LayoutError, PackingError
 from packing_core.plan import PackPlan
 
 Int64 = NDArray[np.int64]
 Float64 = NDArray[np.float64]
+
+CLOSE = 0.005  # difference in cost, relative, that a step may have between its ranks
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,12 @@ class ShardedPlan:
         loads: Float64 = costs[self.steps].sum(axis=2)
         return loads
 
+    def composition(self) -> Composition:
+        """How far the steps are from random draws of the documents; the step that is not whole is left out."""
+        steps = self.steps.reshape(len(self), -1)
+        whole = steps[(steps >= 0).all(axis=1)]
+        return composition(self.plan.row_offsets, self.plan.length, whole if len(whole) else steps[:, steps[0] >= 0])
+
     @property
     def imbalance(self) -> float:
         """Time of all steps over the time that perfect balance would take: slowest rank over mean, 1.0 at best."""
@@ -150,15 +160,18 @@ def balance(
 ) -> ShardedPlan:
     """Deal the rows of a plan to ranks so that the ranks of a step finish together.
 
-    Inside a step rows are dealt in rounds, one row a rank, largest first to the rank that carries least: the
-    longest-processing-time rule (Graham 1969) under an equal number of rows.
+    Rows are dealt in K rounds to bundles of K rows, the most expensive rows first, each round to the bundle that costs
+    least so far: the longest-processing-time rule (Graham 1969) under an equal number of rows. The bundles, by falling
+    cost, are then the ranks of one step after another; ``seed`` shuffles those whose costs differ by less than
+    ``CLOSE``, so that a step is not chosen by cost more narrowly than it needs to be.
 
     Args:
         plan: the rows.
         world_size: ranks W, 1 or more.
         cost: what a row costs; by default ``Cost()``.
         rows_per_step: rows K that each rank takes at a step.
-        seed: shuffles the steps, and which rank carries what in each; None keeps them by falling cost.
+        seed: shuffles bundles of close costs, the steps, and which rank carries what in each; None keeps them by
+            falling cost.
 
     Raises:
         PackingError: ``world_size`` or ``rows_per_step`` is not an integer of at least 1, ``seed`` is not one of at
@@ -175,21 +188,31 @@ def balance(
     costs = cost.of_rows(plan)
     per_step = world_size * rows_per_step
     n_steps = -(-plan.n_rows // per_step)
-    order = np.full(n_steps * per_step, -1, np.int64)
-    order[: plan.n_rows] = np.argsort(-costs, kind="stable")  # what does not divide is the cheapest step
-    rounds = order.reshape(n_steps, rows_per_step, world_size)
-    weights = np.append(costs, 0.0)[rounds]
-
-    loads = weights[:, 0].copy()
-    steps = np.empty((n_steps, world_size, rows_per_step), np.int64)
-    steps[:, :, 0] = rounds[:, 0]
-    for k in range(1, rows_per_step):
-        least_first = np.argsort(loads, axis=1, kind="stable")
-        np.put_along_axis(steps[:, :, k], least_first, rounds[:, k], axis=1)
-        np.put_along_axis(loads, least_first, np.take_along_axis(loads, least_first, axis=1) + weights[:, k], axis=1)
-
-    if seed is not None:
-        random = np.random.default_rng(seed)
+    order = np.argsort(-costs, kind="stable")
+    whole = plan.n_rows // per_step * per_step
+    bundles, loads = _bundles(order[:whole].reshape(rows_per_step, -1), costs)
+    random = None if seed is None else np.random.default_rng(seed)
+    if random is not None:
+        mixed = random.permutation(len(bundles))
+        bundles, loads = bundles[mixed], np.floor(np.log(loads[mixed]) / CLOSE)
+    parts = [bundles[np.argsort(-loads, kind="stable")]]
+    if whole < plan.n_rows:  # what does not divide is the cheapest step
+        rest = np.full(per_step, -1)
+        rest[: plan.n_rows - whole] = order[whole:]
+        parts.append(_bundles(rest.reshape(rows_per_step, -1), np.append(costs, 0.0))[0])
+    steps = np.concatenate(parts).reshape(n_steps, world_size, rows_per_step)
+    if random is not None:
         ranks = np.argsort(random.random(steps.shape[:2]), axis=1)  # a rank's rows stay together
         steps = np.take_along_axis(steps, ranks[:, :, None], axis=1)[random.permutation(n_steps)]
     return ShardedPlan(plan, steps, cost)
+
+
+def _bundles(rounds: Int64, costs: Float64) -> tuple[Int64, Float64]:
+    """Rows [K, B] by falling cost into B bundles: the bundles [B, K], and the cost of each."""
+    bundles = rounds.T.copy()
+    loads = costs[rounds[0]]
+    for k in range(1, len(rounds)):
+        least_first = np.argsort(loads, kind="stable")
+        bundles[least_first, k] = rounds[k]
+        loads[least_first] += costs[rounds[k]]
+    return bundles, loads

@@ -1,6 +1,6 @@
 """Documents one after another in, packed rows out: packing without knowing all lengths, in bounded memory, resumable.
 
-A buffer of pending documents is planned by best fit (``plan``); rows that came out full leave, the others stay pending
+A buffer of pending documents is planned (``plan``); rows that came out full leave, the others stay pending
 and are planned again with the documents that follow. Every shard plans the same rows and materialises its own: row r
 belongs to shard r modulo N. The state is a few counters and the numbers of the pending documents, so a run goes on
 where it stopped, also with another number of shards.
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice, pairwise
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,8 @@ Int64 = NDArray[np.int64]
 Open = Callable[[int], Iterable[Any]]
 
 WASTE = 5e-4  # of the slots of the rows that leave a round; the rest waits for documents that fill it
-_OPTIONS = ("capacity", "buffer", "max_age", "seed", "overflow", "alignment", "max_segments")
+_OPTIONS = ("capacity", "buffer", "max_age", "seed", "overflow", "alignment", "max_segments", "strategy")
+StreamStrategy = Literal["best_fit", "mixed"]
 
 
 def stream(
@@ -41,6 +42,7 @@ def stream(
     overflow: Overflow = "error",
     alignment: int = 1,
     max_segments: int | None = None,
+    strategy: StreamStrategy = "best_fit",
     pad_id: int = 0,
     weighting: Weighting = "token",
 ) -> PackStream:
@@ -61,7 +63,8 @@ def stream(
         seed: shuffles the rows that leave together, differently in every epoch; None keeps the planner's order.
         shard: (index, count). All shards get equally many rows: at the very end, up to ``count - 1`` shards get one row
             that is nothing but padding, so that none waits for the others.
-        overflow, alignment, max_segments: as in ``plan``.
+        overflow, alignment, max_segments, strategy: as in ``plan``; under ``mixed`` every round draws from the pending
+            documents, by the seed, or without one in their own order.
         pad_id, weighting: as in ``pack``.
 
     Raises:
@@ -78,6 +81,7 @@ def stream(
         overflow=overflow,
         alignment=alignment,
         max_segments=max_segments,
+        strategy=strategy,
         pad_id=pad_id,
         weighting=weighting,
     )
@@ -108,6 +112,7 @@ class PackStream:
         overflow: Overflow,
         alignment: int,
         max_segments: int | None,
+        strategy: StreamStrategy,
         pad_id: int,
         weighting: Weighting,
     ) -> None:
@@ -124,6 +129,8 @@ class PackStream:
         self.overflow = overflow
         self.alignment = positive("alignment", alignment)
         self.max_segments = None if max_segments is None else positive("max_segments", max_segments)
+        choice("strategy", strategy, get_args(StreamStrategy))
+        self.strategy = strategy
         plan([1], self.capacity, alignment=self.alignment)  # checks that the two agree
         self.pad_id = pad_id
         self.weighting = weighting
@@ -290,12 +297,16 @@ class PackStream:
     def _plan_round(self) -> PackPlan | None:
         if not len(self._pending.ids):
             return None
+        seed = None
+        if self.strategy == "mixed" and self.seed is not None:  # a draw of its own for every round
+            seed = int(np.random.SeedSequence([self.seed, self._epoch, self._round]).generate_state(1)[0])
         return plan(
             self._pending.lengths,
             self.capacity,
+            strategy=self.strategy,
             alignment=self.alignment,
             max_segments=self.max_segments,
-            seed=None,
+            seed=seed,
         )
 
     def _leaving(self, rows: PackPlan) -> Int64:
