@@ -7,14 +7,15 @@ Everything is a few array operations over all rows at once.
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, inf
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from packing_core import _bins
 from packing_core._rows import Rows, Shuffle, best_fit, permutation
-from packing_core.runs import indexes
+from packing_core.runs import indexes, ranges
 
 Int64 = NDArray[np.int64]
 
@@ -24,7 +25,7 @@ FULL = 0.999  # efficiency below which more pieces are held back
 DRAWN = (100, 95, 85, 70, 50, 0)  # percent of the fewest rows possible that the draw fills; the next where one fails
 
 
-def mixed(sizes: Int64, capacity: int, max_segments: int, shuffle: Shuffle) -> Rows:
+def mixed(sizes: Int64, capacity: int, max_segments: int, shuffle: Shuffle, *, once: bool = False) -> Rows:
     """Rows of random composition, ``FULL`` or no more of them than best fit needs.
 
     1. The pieces are drawn in random order (in their own order without ``shuffle``), and the draw is cut into sections.
@@ -36,26 +37,33 @@ def mixed(sizes: Int64, capacity: int, max_segments: int, shuffle: Shuffle) -> R
     4. What fits no row is packed by best fit into rows of its own.
 
     If the rows are not ``FULL`` and more than best fit needs, fewer are filled in step 2, down to none, which is best
-    fit itself.
+    fit itself. With ``once`` the first rows are taken as they are, for callers who keep back rows that are not full.
     """
     order = np.arange(len(sizes)) if shuffle is None else permutation(len(sizes), shuffle)
+    sizes = sizes[order]
     bound = max(int(sizes.sum()) / capacity, len(sizes) / max_segments)
     sections = _shares(len(sizes), max(1, ceil(bound) // SECTION))
     _move_long_forward(order, sizes, sections, capacity)
-    drawn_sizes = sizes[order]
-    enough = bound / FULL
+    enough = inf if once else bound / FULL
     for share in DRAWN:
-        offsets, places = _draw(drawn_sizes, sections, share * ceil(bound) // 100, capacity, max_segments)
-        if len(offsets) - 1 > enough and share == DRAWN[0]:
+        drawn = _draw(sizes, sections, share * ceil(bound) // 100, capacity, max_segments)
+        if drawn.n_rows > enough and share == DRAWN[0]:
             enough = max(enough, _best_fit_rows(sizes, capacity, max_segments))
-        if len(offsets) - 1 <= enough:
+        if drawn.n_rows <= enough:
             break
-    if shuffle is not None:
-        counts = np.diff(offsets)
-        rows = permutation(len(counts), shuffle)
-        places = places[indexes(offsets[rows], counts[rows])]
-        offsets = _offsets(counts[rows])
-    return Rows(offsets, order[places], drawn_sizes[places])
+    return _written(drawn, order, sizes, shuffle)
+
+
+class _Draw(NamedTuple):
+    """Row r begins with pieces ``begin[r]:begin[r] + counts[r]`` of the draw; piece ``place`` is number ``slot`` of
+    ``row``, which may be one of the rows after those."""
+
+    n_rows: int
+    begin: Int64
+    counts: Int64
+    row: Int64
+    slot: Int64
+    place: Int64
 
 
 def _shares(n: int, count: int) -> Int64:
@@ -64,39 +72,60 @@ def _shares(n: int, count: int) -> Int64:
 
 
 def _move_long_forward(order: Int64, sizes: Int64, sections: Int64, capacity: int) -> None:
-    """Step 1: held back, a piece that is longer than what rows have left would need a row of its own."""
-    is_long = sizes[order] > capacity // 2
+    """Step 1, in place: held back, a piece that is longer than what rows have left would need a row of its own."""
+    is_long = sizes > capacity // 2
     at = np.flatnonzero(is_long)
     section = np.searchsorted(sections, at, side="right") - 1
     begin, length = sections[section], np.diff(sections)[section]
-    tail = length - length // TAIL
-    place = at - begin - tail
+    place = at - begin - (length - length // TAIL)
     other = begin + (TAIL - 1) * place
     moved = (place >= 0) & ~is_long[np.maximum(other, 0)]
     at, other = at[moved], other[moved]
-    order[at], order[other] = order[other], order[at]
+    for array in (order, sizes):
+        array[at], array[other] = array[other], array[at]
 
 
-def _draw(sizes: Int64, sections: Int64, fewest: int, capacity: int, max_segments: int) -> tuple[Int64, Int64]:
-    """Steps 2 to 4: row offsets [R+1], and the places of the pieces in the draw, row by row."""
+def _draw(sizes: Int64, sections: Int64, fewest: int, capacity: int, max_segments: int) -> _Draw:
+    """Steps 2 to 4."""
     before = _offsets(sizes)
     begin, end = _next_fit(before, sections, fewest, capacity, max_segments)
     counts = end - begin
-    drawn = indexes(begin, counts)
     is_held = np.ones(len(sizes), np.bool_)
-    is_held[drawn] = False
-    row, slot, taken, left = _take_turns(
-        sizes, np.flatnonzero(is_held), capacity - (before[end] - before[begin]), counts, max_segments
-    )
-    offsets = _offsets(counts + np.bincount(row, minlength=len(counts)))
-    places = np.empty(offsets[-1], np.int64)
-    places[indexes(offsets[:-1], counts)] = drawn
-    places[offsets[row] + slot] = taken
+    is_held[indexes(begin, counts)] = False
+    free = capacity - (before[end] - before[begin])
+    row, slot, place, left = _take_turns(sizes, np.flatnonzero(is_held), free, counts, max_segments)
+    n_rows = len(counts)
     if len(left):
         rest = best_fit(sizes[left], capacity, min(max_segments, len(left)), None)
-        places = np.concatenate([places, left[rest.order]])
-        offsets = np.concatenate([offsets, offsets[-1] + rest.offsets[1:]])
-    return offsets, places
+        added = np.diff(rest.offsets)
+        row = np.concatenate([row, np.repeat(n_rows + np.arange(len(added)), added)])
+        slot = np.concatenate([slot, ranges(added)])
+        place = np.concatenate([place, left[rest.order]])
+        n_rows += len(added)
+    return _Draw(n_rows, begin, counts, row, slot, place)
+
+
+def _written(drawn: _Draw, order: Int64, sizes: Int64, shuffle: Shuffle) -> Rows:
+    counts = np.bincount(drawn.row, minlength=drawn.n_rows)
+    counts[: len(drawn.counts)] += drawn.counts
+    if shuffle is None:
+        offsets = _offsets(counts)
+        first = offsets[:-1]
+    else:
+        rows = permutation(drawn.n_rows, shuffle)
+        offsets = _offsets(counts[rows])
+        first = np.empty(drawn.n_rows, np.int64)
+        first[rows] = offsets[:-1]
+    source = indexes(drawn.begin, drawn.counts)
+    target = indexes(first[: len(drawn.begin)], drawn.counts)
+    late = first[drawn.row] + drawn.slot
+    written = []
+    for array in (order, sizes):
+        out = np.empty(len(array), np.int64)
+        out[target] = array[source]
+        out[late] = array[drawn.place]
+        written.append(out)
+    return Rows(offsets, *written)
 
 
 def _next_fit(before: Int64, sections: Int64, rows: int, capacity: int, max_segments: int) -> tuple[Int64, Int64]:
@@ -129,17 +158,29 @@ def _take_turns(
     rows = np.arange(len(free))
     for turn in range(len(held)):
         rows = rows[counts[rows] + turn < max_segments]
-        fits = np.searchsorted(ascending, free[rows], side="right")
-        rows, fits = _sorted_together(fits[fits > 0], rows[fits > 0])
+        fits = _fitting(ascending, free[rows])
+        takers = fits > 0
+        rows, fits = _sorted_together(fits[takers], rows[takers])
         which, piece = _match(fits)
         if not len(which):
             break
         rows = rows[which]
         taken.append((rows, counts[rows] + turn, held[piece]))
         free[rows] -= ascending[piece]
-        held, ascending = np.delete(held, piece), np.delete(ascending, piece)
+        stays = np.ones(len(held), np.bool_)
+        stays[piece] = False
+        held, ascending = held[stays], ascending[stays]
     row, slot, place = map(np.concatenate, zip(*taken))
     return row, slot, place, held
+
+
+def _fitting(ascending: Int64, free: Int64) -> Int64:
+    """How many of the pieces fit each row."""
+    most = int(free.max(initial=0))
+    if most > len(free):
+        return np.searchsorted(ascending, free, side="right")
+    small = ascending[: np.searchsorted(ascending, most, side="right")]
+    return np.cumsum(np.bincount(small, minlength=most + 1))[free]  # a table is several times faster for many rows
 
 
 def _sorted_together(keys: Int64, values: Int64) -> tuple[Int64, Int64]:

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from packing_core._mixed import mixed
 from packing_core._pending import Pending, lengths_of, part
 from packing_core._pieces import Overflow, check_seed, choice, positive
 from packing_core.batch import IGNORE_INDEX, PackedBatch, Weighting
@@ -297,16 +298,35 @@ class PackStream:
     def _plan_round(self) -> PackPlan | None:
         if not len(self._pending.ids):
             return None
-        seed = None
-        if self.strategy == "mixed" and self.seed is not None:  # a draw of its own for every round
-            seed = int(np.random.SeedSequence([self.seed, self._epoch, self._round]).generate_state(1)[0])
+        if self.strategy == "mixed":
+            return self._draw_round()
         return plan(
             self._pending.lengths,
             self.capacity,
-            strategy=self.strategy,
             alignment=self.alignment,
             max_segments=self.max_segments,
-            seed=seed,
+            seed=None,
+        )
+
+    def _draw_round(self) -> PackPlan:
+        """Mixed rows of the pending documents. Rows that are not full stay, so the first draw will do until the end."""
+        lengths = self._pending.lengths
+        rows = mixed(
+            -(-lengths // self.alignment),
+            self.capacity // self.alignment,
+            min(self.max_segments or len(lengths), len(lengths)),
+            None if self.seed is None else np.random.PCG64([self.seed, self._epoch, self._round]),
+            once=not self._exhausted,
+        )
+        return PackPlan(
+            rows.offsets,
+            rows.order,
+            np.zeros_like(rows.order),
+            lengths[rows.order],
+            capacity=self.capacity,
+            n_documents=len(lengths),
+            alignment=self.alignment,
+            check=False,
         )
 
     def _leaving(self, rows: PackPlan) -> Int64:

@@ -128,10 +128,10 @@ def test_mixed_rows_are_full_or_no_more_than_best_fits(problem, seed):
 
 def test_the_seed_draws_the_documents_of_mixed_rows():
     lengths = np.random.default_rng(0).lognormal(5.2, 0.9, 3000).clip(1, 2048).astype(int)
-    one, other = (plan(lengths, 2048, strategy="mixed", seed=seed) for seed in (0, 1))
-    assert {frozenset(row) for row in one.to_lists()}.isdisjoint(map(frozenset, other.to_lists()))
-    in_order = plan(lengths, 2048, strategy="mixed", seed=None).to_lists()
-    assert all(row[:3] == list(range(row[0], row[0] + 3)) for row in in_order[:20] if len(row) > 5)
+    one, other = ({frozenset(row) for row in plan(lengths, 2048, strategy="mixed", seed=s).to_lists()} for s in (0, 1))
+    assert len(one & other) < 0.05 * len(one)
+    in_order = plan(lengths, 2048, strategy="mixed", seed=None)
+    assert np.mean(np.diff(in_order.source) == 1) > 0.5
 
 
 @pytest.mark.parametrize(("sigma", "capacity", "mean"), [(0.9, 2048, 270), (1.3, 65_536, 3000)])
