@@ -51,5 +51,6 @@ def report(
         if len(ids):
             OUT.print(f"{len(ids):,} documents are longer than {capacity:,} tokens and {what} (--overflow)")
     OUT.print(savings_table(packed, batches=BATCHES, seed=seed))
+    OUT.print(packed.composition(), highlight=False)
     report_figure(documents, packed, output, batches=BATCHES, seed=seed, title=f"Packing {source.records.name}")
     OUT.print(f"picture: {output}", highlight=False)
