@@ -37,9 +37,6 @@ if TYPE_CHECKING:
         load as load,
     )
     from jax_backend import (
-        make_train_step as make_train_step,
-    )
-    from jax_backend import (
         merge_attention as merge_attention,
     )
     from jax_backend import (
@@ -133,6 +130,9 @@ if TYPE_CHECKING:
         TrainerReport as TrainerReport,
     )
     from torch_backend import (
+        TrainStep as TrainStep,
+    )
+    from torch_backend import (
         attention as attention,
     )
     from torch_backend import (
@@ -143,6 +143,9 @@ if TYPE_CHECKING:
     )
     from torch_backend import (
         explain as explain,
+    )
+    from torch_backend import (
+        make_train_step as make_train_step,
     )
     from torch_backend import (
         next_token_targets as next_token_targets,

@@ -50,8 +50,9 @@ class Verdict:
     def line(self) -> str:
         """The verdict's figures in one line."""
         return (
-            f"packed against each document alone: logits {self.logits:.1e}, gradients {self.gradients:.1e}; "
-            f"exchanging one document moved {self.moved} others"
+            f"max relative error against each document alone: logits {self.logits:.0e} (tolerance "
+            f"{self.allowed_logits:.0e}), gradients {self.gradients:.0e} (tolerance {self.allowed_gradients:.0e}); "
+            f"exchanging one document changes {self.moved or 'none'} of the others"
         )
 
 

@@ -1,14 +1,14 @@
 """The JAX trainer behind ``crosspack train --backend jax``: a TrainJob goes in, a TrainResult comes out.
 
-Each run starts from the same weights. Packed rows have one shape, so a run compiles once; padded batches are cut to a
-few lengths and compiled before the clock starts, which favours them. Data flows ``Schedule -> numpy batches ->
-TrainStep``.
+Each run starts from the same weights, and runs that are compared take their steps in turn. Packed rows have one
+shape, so a run compiles once; padded batches are cut to a few lengths and compiled before the clock starts, which
+favours them. Data flows ``Schedule -> numpy batches -> TrainStep``.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from packing_core.extras import require
 from packing_core.training.checkpoints import newest_checkpoint, save_checkpoint
 from packing_core.training.job import Audit, StepRecord, TrainJob, TrainResult
 from packing_core.training.schedule import PaddedBatch, Run
+from packing_core.training.timing import in_turn
 
 STATE = "orbax"
 LENGTH_STEP = 32  # padded batches are lengthened to a multiple of this, so that few shapes are compiled
@@ -48,7 +49,7 @@ def train(job: TrainJob) -> TrainResult:
         model = build_model(job)
         job.check_vocabulary(model.config.vocab_size)
         train_step = make_train_step(model, _optimizer(job))  # one for all runs, which then share what is compiled
-        records = {run: _Loop(job, run, train_step).run() for run in job.runs}
+        records = in_turn({run: _Loop(job, run, train_step).run() for run in job.runs})
         job.on_phase("auditing the packed model")
         verdict = audit(model)
         return TrainResult(
@@ -91,7 +92,7 @@ class _Loop:
         self.run_name = run
         self.step = train_step
 
-    def run(self) -> list[StepRecord]:
+    def run(self) -> Generator[None, None, list[StepRecord]]:
         job = self.job
         state = self.step.init()
         records: list[StepRecord] = []
@@ -100,6 +101,7 @@ class _Loop:
             state = restore_state(folder / STATE, self.step)
         self._compile(state)
         for number in range(len(records), len(job.schedule)):
+            yield
             begin = time.perf_counter()
             state, metrics = self._take(state, number)
             loss = float(metrics["loss"])  # waits for the device

@@ -1,14 +1,25 @@
-"""Documents that a stream has read and no row has taken yet: what ``stream`` plans, and what rows are made of."""
+"""What a stream has read and no row has taken yet: how sources are opened, and how documents are measured and cut."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from packing_core._arrow import is_arrow
+from packing_core._pieces import Overflow, integer
+from packing_core.errors import CapacityError, LayoutError, PackingError
+from packing_core.ragged import Ragged
+
 Int64 = NDArray[np.int64]
+Open = Callable[[int], Iterable[Any]]
+Piece = tuple[int, int, int, Any]  # document number, first token, length, content
+
+PROMPT = "prompt_length"  # the one column that is a number per document
 
 
 class Pending(NamedTuple):
@@ -20,7 +31,7 @@ class Pending(NamedTuple):
     contents: list[Any]
 
     @classmethod
-    def of(cls, pieces: Sequence[tuple[int, int, int, Any]]) -> Pending:
+    def of(cls, pieces: Sequence[Piece]) -> Pending:
         ids, starts, lengths, contents = zip(*pieces, strict=True) if pieces else ((), (), (), ())
         return cls(np.array(ids, np.int64), np.array(starts, np.int64), np.array(lengths, np.int64), list(contents))
 
@@ -37,18 +48,145 @@ class Pending(NamedTuple):
         return Pending(self.ids[places], self.starts[places], self.lengths[places], contents)
 
 
-def lengths_of(documents: Sequence[Any]) -> Int64:
-    """int64: tokens of each document."""
-    if any(issubclass(kind, Mapping) for kind in set(map(type, documents))):  # asking each document takes far longer
-        documents = [document["input_ids"] if isinstance(document, Mapping) else document for document in documents]
-    return np.fromiter(map(len, documents), np.int64, len(documents))
+def opener(source: Any) -> Open:
+    """A function that iterates over the documents of ``source`` from a number on.
+
+    Raises:
+        PackingError: ``source`` is neither a sequence nor a function of the first number.
+    """
+    if is_arrow(source):
+        source = Ragged.of(source, name="source")
+    if callable(source) and not hasattr(source, "__getitem__"):
+        try:
+            inspect.signature(source).bind(0)
+        except TypeError:
+            raise PackingError(
+                "source is a function that does not take one number: pass open(start), which iterates from document "
+                "number start"
+            ) from None
+        except ValueError:  # a builtin without a signature
+            pass
+        return source  # type: ignore[no-any-return]
+    text = isinstance(source, (str, bytes, Mapping))
+    if text or not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
+        raise PackingError(
+            f"source is a {type(source).__name__}: pass a sequence of documents, or a function open(start) that "
+            "iterates from document number start, so that the stream can be resumed"
+        )
+    return lambda start: (source[i] for i in range(start, len(source)))
 
 
-def part(document: Any, start: int, stop: int) -> Any:
-    """Tokens ``start`` to ``stop`` of a document and of all its columns."""
+def iterate(opened: Any, start: int) -> Iterator[Any]:
+    """``iter(opened)``, of what ``open(start)`` returned."""
+    if not hasattr(opened, "__iter__") and not hasattr(opened, "__getitem__"):
+        raise PackingError(f"open({start}) returned a {type(opened).__name__}: return an iterable of documents")
+    return iter(opened)
+
+
+def length_of(document: Any, number: int) -> int:
+    """Tokens of a document.
+
+    Raises:
+        LayoutError: it is no document.
+    """
+    ids = document
+    if isinstance(document, Mapping):
+        if "input_ids" not in document:
+            found = ", ".join(map(str, document)) or "nothing"
+            raise LayoutError(f"document {number} has {found} and no input_ids: tokenise it first")
+        ids = document["input_ids"]
+    try:
+        if isinstance(ids, (str, bytes)):
+            raise TypeError
+        return len(ids)
+    except TypeError:
+        raise LayoutError(
+            f"document {number} is a {type(ids).__name__}: pass an array of token ids, or a mapping with input_ids"
+        ) from None
+
+
+def cut(number: int, document: Any, length: int, capacity: int, overflow: Overflow) -> list[Piece]:
+    """The pieces of a document of ``length`` tokens: none where it is dropped.
+
+    Raises:
+        PackingError: it is empty, or too long (CapacityError).
+    """
+    if 0 < length <= capacity:
+        return [(number, 0, length, document)]
+    if length == 0:
+        raise PackingError(f"document {number} is empty: leave empty documents out of the source")
+    if overflow == "error":
+        raise CapacityError(
+            f"document {number} has {length:,} tokens and capacity is {capacity:,}: "
+            'pass overflow="split", "truncate" or "drop", or raise capacity'
+        )
+    if overflow == "drop":
+        return []
+    if overflow == "truncate":
+        return [(number, 0, capacity, part(document, 0, capacity, number))]
+    bounds = [*range(0, length, capacity), length]
+    return [(number, a, b - a, part(document, a, b, number)) for a, b in pairwise(bounds)]
+
+
+def part(document: Any, start: int, stop: int, number: int) -> Any:
+    """Tokens ``start`` to ``stop`` of a document and of all its columns.
+
+    Raises:
+        LayoutError: a column has not one entry per token, or the prompt is longer than the document.
+    """
     if not isinstance(document, Mapping):
         return document[start:stop]
-    parts = {name: column[start:stop] for name, column in document.items() if name != "prompt_length"}
-    if "prompt_length" in document:
-        parts["prompt_length"] = min(max(document["prompt_length"] - start, 0), stop - start)
-    return {name: parts[name] for name in document}
+    length = len(document["input_ids"])
+    parts: dict[str, Any] = {}
+    for name, column in document.items():
+        if name == PROMPT:
+            prompt = integer(column)
+            if prompt is None or not 0 <= prompt <= length:
+                raise LayoutError(f"{PROMPT} of document {number} is {column!r}: pass an integer from 0 to {length:,}")
+            parts[name] = min(max(prompt - start, 0), stop - start)
+            continue
+        try:
+            entries = len(column)
+            parts[name] = column[start:stop]
+        except Exception:  # it has no length, or cannot be sliced
+            raise LayoutError(
+                f"{name} of document {number} is a {type(column).__name__}: give it one entry per token"
+            ) from None
+        if entries != length:
+            raise LayoutError(
+                f"{name} of document {number} has {entries:,} entries and input_ids {length:,}: give one per token"
+            )
+    return parts
+
+
+def columns_of(contents: list[Any], numbers: Int64) -> dict[str, Any]:
+    """The arguments of ``pack`` that hold these documents.
+
+    Raises:
+        LayoutError: they have not all the same columns.
+    """
+    if not any(issubclass(kind, Mapping) for kind in set(map(type, contents))):
+        return {"sequences": contents}
+    names = _names(contents[0])
+    for content, number in zip(contents, numbers.tolist(), strict=True):
+        if _names(content) != names:
+            raise LayoutError(
+                f"document {number} has {_listed(content)} and the first one has {_listed(contents[0])}: "
+                "give every document the same columns"
+            )
+    columns = {name: [content[name] for content in contents] for name in contents[0]}
+    arguments = {
+        "sequences": columns.pop("input_ids"),
+        "labels": columns.pop("labels", None),
+        "loss_mask": columns.pop("loss_mask", None),
+        "prompt_lengths": columns.pop(PROMPT, None),
+    }
+    return {**arguments, "columns": columns}
+
+
+def _names(content: Any) -> set[Any]:
+    return set(content) if isinstance(content, Mapping) else set()
+
+
+def _listed(content: Any) -> str:
+    return ", ".join(map(str, content)) if isinstance(content, Mapping) else "no columns"

@@ -5,15 +5,19 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from packing_core.errors import CapacityError, PackingError
+from packing_core._arrays import NUMBERS, as_array
+from packing_core.errors import CapacityError, LayoutError, PackingError
 
 Int64 = NDArray[np.int64]
 Overflow = Literal["error", "truncate", "split", "drop"]
+
+MOST_TOKENS = 2**60  # so that sums stay inside int64, and a size and an index together too
+MOST_PIECES = 2**36  # a plan of so many is half a terabyte an array
 
 
 @dataclass(frozen=True)
@@ -27,23 +31,45 @@ class Pieces:
     start: Int64 | None = None
 
 
-def positive(name: str, value: int) -> int:
-    """``value`` as an int of at least 1.
+def integer(value: Any) -> int | None:
+    """``value`` as an int, None where it is no integer."""
+    if isinstance(value, bool | np.bool_):
+        return None
+    try:
+        return operator.index(value)
+    except Exception:  # another library's scalar may raise anything
+        return None
+
+
+def positive(name: str, value: Any) -> int:
+    """``value`` as an int from 1 to 2**60.
 
     Raises:
         PackingError: it is not one (CapacityError for the capacity).
     """
+    number = integer(value)
+    if number is not None and 1 <= number <= MOST_TOKENS:
+        return number
     kind = CapacityError if name == "capacity" else PackingError
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise kind(f"{name} must be an integer of at least 1, got {value!r}") from None
-    if isinstance(value, bool | np.bool_) or number < 1:
-        raise kind(f"{name} must be an integer of at least 1, got {value!r}")
+    limit = "at most 2**60" if number is not None and number > MOST_TOKENS else "at least 1"
+    raise kind(f"{name} must be an integer of {limit}, got {value!r}")
+
+
+def check_pad_id(pad_id: Any, dtype: np.dtype[Any]) -> int:
+    """``pad_id`` as an int.
+
+    Raises:
+        PackingError: it is no integer, or ``dtype`` does not hold it.
+    """
+    number = integer(pad_id)
+    if number is None:
+        raise PackingError(f"pad_id is {pad_id!r}: pass an integer")
+    if not np.iinfo(dtype).min <= number <= np.iinfo(dtype).max:
+        raise PackingError(f"pad_id {pad_id} does not fit into the documents' dtype {dtype}: pass one that does")
     return number
 
 
-def check_seed(seed: int | None) -> int | None:
+def check_seed(seed: Any) -> int | None:
     """``seed`` as an int, or None.
 
     Raises:
@@ -51,16 +77,17 @@ def check_seed(seed: int | None) -> int | None:
     """
     if seed is None:
         return None
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
+    number = integer(seed)
+    if number is None or number < 0:
         raise PackingError(f"seed must be an integer of at least 0, or None for no shuffling; got {seed!r}")
-    return int(seed)
+    return number
 
 
-def choice(name: str, value: str, allowed: Collection[str]) -> None:
+def choice(name: str, value: Any, allowed: Collection[str]) -> None:
     """Raises:
     PackingError: ``value`` is none of ``allowed``.
     """
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise PackingError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
 
 
@@ -74,18 +101,16 @@ def check_alignment(capacity: int, alignment: int) -> None:
         raise CapacityError(f"capacity {capacity} is not a multiple of alignment {alignment}: pass capacity {near}")
 
 
-def check_lengths(lengths: ArrayLike) -> Int64:
+def check_lengths(lengths: Any) -> Int64:
     """``lengths`` as int64 [N].
 
     Raises:
         PackingError: not one-dimensional, not integers, empty, or a length below 1.
     """
     try:
-        array = np.asarray(lengths)
-    except ValueError:
-        raise PackingError(
-            "lengths must be one integer per document, got a ragged list: pass [len(d) for d in documents]"
-        ) from None
+        array = as_array(lengths, "lengths", NUMBERS + "O")
+    except LayoutError as error:
+        raise LayoutError(f"{error}; pass one integer per document, [len(d) for d in documents]") from None
     if array.ndim != 1:
         raise PackingError(f"lengths must be one-dimensional, one integer per document; got shape {list(array.shape)}")
     if not array.size:
@@ -98,12 +123,11 @@ def check_lengths(lengths: ArrayLike) -> Int64:
         document = int((array < 1).argmax())
         what = "is empty" if array[document] == 0 else f"has length {array[document]}"
         raise PackingError(f"document {document} {what}: lengths must be at least 1, leave empty documents out")
-    if array.max() > _MOST_TOKENS // len(array):
-        raise PackingError(f"lengths up to {array.max():,} over {len(array):,} documents pass 2**60 tokens")
+    if array.max() > MOST_TOKENS // len(array):
+        raise PackingError(
+            f"lengths up to {array.max():,} over {len(array):,} documents pass 2**60 tokens: plan them in parts"
+        )
     return array.astype(np.int64, copy=False)
-
-
-_MOST_TOKENS = 2**60  # so that sums stay inside int64, and a size and an index together too
 
 
 def cut(lengths: Int64, capacity: int, overflow: Overflow) -> Pieces:
@@ -134,6 +158,10 @@ def cut(lengths: Int64, capacity: int, overflow: Overflow) -> Pieces:
             )
         return Pieces(lengths[kept], long, none, source=kept)
     counts = -(-lengths // capacity)
+    if counts.sum() > MOST_PIECES:
+        raise CapacityError(
+            f"the documents split into {counts.sum():,} pieces of {capacity:,} tokens, more than 2**36: raise capacity"
+        )
     source = np.repeat(np.arange(len(lengths)), counts)
     first = np.cumsum(counts) - counts
     start = (np.arange(len(source)) - np.repeat(first, counts)) * capacity

@@ -11,14 +11,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import isfinite
+from numbers import Real
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from packing_core._pieces import check_seed, positive
+from packing_core._arrays import as_array, read_only
+from packing_core._hints import hinted
+from packing_core._pieces import MOST_TOKENS, check_seed, integer, positive
 from packing_core.composition import Composition, composition
-from packing_core.errors import LayoutError, PackingError
+from packing_core.errors import LayoutError, PackingError, within_memory
 from packing_core.plan import PackPlan
 
 Int64 = NDArray[np.int64]
@@ -45,7 +49,8 @@ class Cost:
     squares: float = 1.75e-5
 
     def __post_init__(self) -> None:
-        if not (self.tokens >= 0 and self.squares >= 0 and self.tokens + self.squares > 0):
+        factors = (self.tokens, self.squares)
+        if not all(isinstance(x, Real) and isfinite(x) and x >= 0 for x in factors) or not any(factors):
             raise PackingError(
                 f"cost has tokens={self.tokens} and squares={self.squares}: pass factors of 0 or more, not both 0"
             )
@@ -64,14 +69,14 @@ class Cost:
             config: a Hugging Face config object, or its ``config.json`` as a mapping.
 
         Raises:
-            PackingError: the config does not say how large the model is.
+            PackingError: the config does not say how large the model is, or a size is not one integer.
         """
 
         def read(*names: str, default: Any = None) -> Any:
             for name in names:
                 value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
                 if value is not None:
-                    return value
+                    return positive(f"the config's {name}", value)
             return default
 
         hidden, layers = read("hidden_size", "n_embd"), read("num_hidden_layers", "n_layer")
@@ -104,9 +109,13 @@ class ShardedPlan:
 
     Attributes:
         plan: the rows.
-        steps: int64 [N, W, K] row numbers: step n, rank w, k-th row of the rank. Every row stands in it once. -1, in
-            one step only, is an empty row: where rows do not divide, each rank still takes part in every step.
+        steps: int64 [N, W, K] row numbers: step n, rank w, k-th row of the rank. Every row stands in it at most once.
+            Where rows do not divide, the last step has idle places. They hold ``plan.n_rows``, a row that does not
+            exist, so that no data set takes it for one of its rows.
         cost: what the rows were weighed by.
+
+    Raises:
+        LayoutError: ``steps`` is not [N, W, K], names a row that does not exist, or names a row twice.
     """
 
     plan: PackPlan
@@ -114,9 +123,22 @@ class ShardedPlan:
     cost: Cost
 
     def __post_init__(self) -> None:
-        if self.steps.ndim != 3 or self.steps.dtype != np.int64:
-            raise LayoutError(f"steps is {self.steps.dtype} {list(self.steps.shape)}: pass int64 [steps, ranks, rows]")
-        self.steps.flags.writeable = False
+        steps = as_array(self.steps, "steps")
+        if steps.ndim != 3 or steps.dtype != np.int64 or not steps.size:
+            raise LayoutError(f"steps is {steps.dtype} {list(steps.shape)}: pass int64 [steps, ranks, rows]")
+        if steps.min() < 0 or steps.max() > self.plan.n_rows:
+            wrong = steps[(steps < 0) | (steps > self.plan.n_rows)][0]
+            raise LayoutError(
+                f"steps names row {wrong}: the plan has {self.plan.n_rows:,} rows, counted from 0, and "
+                f"{self.plan.n_rows} stands for an idle place"
+            )
+        times = np.bincount(steps.reshape(-1), minlength=self.plan.n_rows + 1)[:-1]
+        if times.max() > 1:
+            raise LayoutError(f"steps names row {times.argmax()} twice: every row is trained once")
+        object.__setattr__(self, "steps", read_only(steps))
+
+    def __reduce__(self) -> tuple[Any, ...]:  # pickling arrays would make them writeable
+        return ShardedPlan, (self.plan, self.steps, self.cost)
 
     @property
     def world_size(self) -> int:
@@ -126,28 +148,36 @@ class ShardedPlan:
     def __len__(self) -> int:
         return len(self.steps)
 
-    def rank(self, rank: int) -> Int64:
-        """int64 [N, K]: the rows of one rank, step by step.
+    def rank(self, rank: int) -> list[Int64]:
+        """The rows of one rank, an int64 array per step: what ``DataLoader(dataset, batch_sampler=...)`` takes.
+
+        Where rows do not divide, the array of the last step is shorter, or empty where the rank is idle. A rank that
+        must take part in every step leaves the last one out together with all others, or trains on padding in it.
 
         Raises:
             PackingError: there is no such rank.
         """
-        if not 0 <= rank < self.world_size:
-            raise PackingError(f"rank is {rank} and the plan is for ranks 0 to {self.world_size - 1}")
-        return self.steps[:, rank]
+        number = integer(rank)
+        if number is None or not 0 <= number < self.world_size:
+            raise PackingError(
+                f"rank is {rank!r} and the plan is for ranks 0 to {self.world_size - 1}: pass one of them"
+            )
+        return [rows[rows < self.plan.n_rows] for rows in self.steps[:, number]]
 
     @cached_property
     def loads(self) -> Float64:
         """float64 [N, W]: the cost that each rank carries at each step."""
-        costs = np.append(self.cost.of_rows(self.plan), 0.0)  # row -1 costs nothing
+        costs = np.append(self.cost.of_rows(self.plan), 0.0)  # an idle place costs nothing
         loads: Float64 = costs[self.steps].sum(axis=2)
-        return loads
+        return read_only(loads)
 
     def composition(self) -> Composition:
         """How far the steps are from random draws of the documents; the step that is not whole is left out."""
         steps = self.steps.reshape(len(self), -1)
-        whole = steps[(steps >= 0).all(axis=1)]
-        return composition(self.plan.row_offsets, self.plan.length, whole if len(whole) else steps[:, steps[0] >= 0])
+        taken = np.count_nonzero(steps < self.plan.n_rows, axis=1)
+        fullest = steps[taken == taken.max()]
+        rows = fullest[fullest < self.plan.n_rows].reshape(len(fullest), -1)
+        return composition(self.plan.row_offsets, self.plan.length, rows)
 
     @property
     def imbalance(self) -> float:
@@ -155,6 +185,7 @@ class ShardedPlan:
         return float(self.loads.max(axis=1).sum() / self.loads.mean(axis=1).sum())
 
 
+@hinted()
 def balance(
     plan: PackPlan, world_size: int, *, cost: Cost | None = None, rows_per_step: int = 1, seed: int | None = 0
 ) -> ShardedPlan:
@@ -171,13 +202,17 @@ def balance(
         cost: what a row costs; by default ``Cost()``.
         rows_per_step: rows K that each rank takes at a step.
         seed: shuffles bundles of close costs, the steps, and which rank carries what in each; None keeps them by
-            falling cost.
+            falling cost. A step with idle places is the last one in any case.
 
     Raises:
         PackingError: ``world_size`` or ``rows_per_step`` is not an integer of at least 1, ``seed`` is not one of at
             least 0, or there are fewer rows than ranks, so that a rank would have nothing to do in the whole run.
     """
+    if not isinstance(plan, PackPlan):
+        raise PackingError(f"plan is a {type(plan).__name__}: pass what packing_core.plan returns")
     cost = Cost() if cost is None else cost
+    if not isinstance(cost, Cost):
+        raise PackingError(f"cost is {cost!r}: pass Cost(tokens=..., squares=...) or Cost.from_config(config)")
     world_size, rows_per_step = positive("world_size", world_size), positive("rows_per_step", rows_per_step)
     seed = check_seed(seed)
     if plan.n_rows < world_size:
@@ -185,26 +220,38 @@ def balance(
             f"the plan has {plan.n_rows:,} rows and there are {world_size:,} ranks: "
             "lower the capacity or the number of ranks, or take more documents"
         )
-    costs = cost.of_rows(plan)
+    with within_memory(f"steps of {world_size:,} x {rows_per_step:,} rows", "pass fewer rows_per_step"):
+        return ShardedPlan(plan, _deal(cost.of_rows(plan), world_size, rows_per_step, seed), cost)
+
+
+def _deal(costs: Float64, world_size: int, rows_per_step: int, seed: int | None) -> Int64:
+    """``ShardedPlan.steps`` of rows of these costs."""
     per_step = world_size * rows_per_step
-    n_steps = -(-plan.n_rows // per_step)
-    order = np.argsort(-costs, kind="stable")
-    whole = plan.n_rows // per_step * per_step
-    bundles, loads = _bundles(order[:whole].reshape(rows_per_step, -1), costs)
+    if per_step > MOST_TOKENS // 8:
+        raise MemoryError
+    n_steps, rest = -(-len(costs) // per_step), len(costs) % per_step
+    order = np.full(n_steps * per_step, len(costs), np.int64)
+    order[: len(costs)] = np.argsort(-costs, kind="stable")  # what does not divide is the cheapest step
+    costs = np.append(costs, 0.0)
+    whole = (n_steps - bool(rest)) * per_step
     random = None if seed is None else np.random.default_rng(seed)
-    if random is not None:
-        mixed = random.permutation(len(bundles))
-        bundles, loads = bundles[mixed], np.floor(np.log(loads[mixed]) / CLOSE)
-    parts = [bundles[np.argsort(-loads, kind="stable")]]
-    if whole < plan.n_rows:  # what does not divide is the cheapest step
-        rest = np.full(per_step, -1)
-        rest[: plan.n_rows - whole] = order[whole:]
-        parts.append(_bundles(rest.reshape(rows_per_step, -1), np.append(costs, 0.0))[0])
+
+    parts = []
+    if whole:
+        bundles, loads = _bundles(order[:whole].reshape(rows_per_step, -1), costs)
+        if random is not None:
+            drawn = random.permutation(len(bundles))
+            bundles, loads = bundles[drawn], np.floor(np.log(loads[drawn]) / CLOSE)
+        parts.append(bundles[np.argsort(-loads, kind="stable")])
+    if rest:
+        parts.append(_bundles(order[whole:].reshape(rows_per_step, -1), costs)[0])
     steps = np.concatenate(parts).reshape(n_steps, world_size, rows_per_step)
+
     if random is not None:
         ranks = np.argsort(random.random(steps.shape[:2]), axis=1)  # a rank's rows stay together
-        steps = np.take_along_axis(steps, ranks[:, :, None], axis=1)[random.permutation(n_steps)]
-    return ShardedPlan(plan, steps, cost)
+        shuffled = np.append(random.permutation(whole // per_step), np.arange(whole // per_step, n_steps))
+        steps = np.take_along_axis(steps, ranks[:, :, None], axis=1)[shuffled]
+    return steps
 
 
 def _bundles(rounds: Int64, costs: Float64) -> tuple[Int64, Float64]:

@@ -8,21 +8,22 @@ turns them into what kernels take, ``packing_core.conventions`` into what other 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from dataclasses import dataclass, field, fields
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from packing_core._pieces import choice, positive
+from packing_core._arrays import NUMBERS, as_array, as_int64, check_names
+from packing_core._arrays import read_only as _read_only
+from packing_core._pieces import MOST_TOKENS, check_pad_id, choice, positive
 from packing_core.errors import CapacityError, LayoutError
 from packing_core.runs import Array, Int64, chosen, copy_runs, gaps, indexes, ramps, spread
 
 if TYPE_CHECKING:
     from packing_core.views import KernelView
 
-AnyArray = TypeVar("AnyArray", bound=NDArray[Any])
 Bool = NDArray[np.bool_]
 Float32 = NDArray[np.float32]
 Int32 = NDArray[np.int32]
@@ -30,6 +31,12 @@ Weighting = Literal["token", "document"]
 WEIGHTINGS = get_args(Weighting)
 
 IGNORE_INDEX = -100  # the label that no loss counts, as torch.nn.functional.cross_entropy defines it
+
+# What a batch stores or derives itself: no column may have its name.
+RESERVED = frozenset(
+    ["input_ids", "labels", "loss_mask", "targets", "loss_weights", "segment_ids", "position_ids", "seq_idx"]
+    + ["attention_mask", "boundaries"]
+)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -74,20 +81,23 @@ class PackedBatch:
     weighting: Weighting = "token"
 
     def __post_init__(self) -> None:
-        shape = np.shape(self.input_ids)
-        if len(shape) != 2 or shape[1] < 1:
-            raise LayoutError(f"input_ids has shape {list(shape)}: pass [rows, capacity]")
         for name, kinds in (("input_ids", "iu"), ("labels", "i"), ("loss_mask", "b")):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, _checked(name, getattr(self, name), kinds, shape))
-        checked = {name: _checked(f"columns[{name!r}]", array, "iufb", shape) for name, array in self.columns.items()}
-        object.__setattr__(self, "columns", checked)
+            if getattr(self, name) is not None or name == "input_ids":
+                shape = None if name == "input_ids" else self.input_ids.shape
+                self._set(name, _per_token(name, getattr(self, name), kinds, shape))
+        shape = self.input_ids.shape
+        check_names(self.columns, RESERVED)
+        columns = {name: _per_token(f"columns[{name!r}]", x, NUMBERS, shape) for name, x in self.columns.items()}
+        self._set("columns", columns)
         for name in ("cu_seqlens", "rows", "sources", "starts"):
-            array = np.asarray(getattr(self, name))
-            if array.ndim != 1 or array.dtype != np.int64:
-                raise LayoutError(f"{name} is {array.dtype} {list(array.shape)}: pass int64 and one dimension")
-            object.__setattr__(self, name, _read_only(array.view()))
+            self._set(name, _read_only(as_int64(getattr(self, name), name)))
+        self._set("alignment", positive("alignment", self.alignment))
+        self._set("pad_id", check_pad_id(self.pad_id, self.input_ids.dtype))
+        choice("weighting", self.weighting, WEIGHTINGS)
         self._check_segments()
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
 
     def _check_segments(self) -> None:
         count = len(self.cu_seqlens) - 1
@@ -97,17 +107,24 @@ class PackedBatch:
                     f"{name} has {len(getattr(self, name))} entries and cu_seqlens marks {count} segments: they must "
                     f"agree"
                 )
-        if count < 0 or self.cu_seqlens[0] != 0 or (count and self.lengths.min() < 1):
+        if count < 0 or self.cu_seqlens[0] != 0 or (self.cu_seqlens[1:] <= self.cu_seqlens[:-1]).any():
             raise LayoutError("cu_seqlens must start at 0 and strictly increase: padding is no segment, leave it out")
-        positive("alignment", self.alignment)
-        choice("weighting", self.weighting, WEIGHTINGS)
         if count == 0:
             return
-        if self.rows[0] < 0 or self.rows[-1] >= len(self) or (np.diff(self.rows) < 0).any():
+        if self.cu_seqlens[-1] > self.input_ids.size:
+            raise CapacityError(
+                f"cu_seqlens marks {self.cu_seqlens[-1]:,} tokens and input_ids has {self.input_ids.size:,}: they must "
+                f"agree"
+            )
+        if self.alignment > self.capacity:
+            raise CapacityError(f"alignment is {self.alignment:,} and capacity {self.capacity:,}: pass at most that")
+        if self.rows[0] < 0 or self.rows[-1] >= len(self) or (self.rows[1:] < self.rows[:-1]).any():
             raise LayoutError(f"rows must never decrease and stay in 0..{len(self) - 1}: sort the segments by row")
         for name in ("sources", "starts"):
             if (lowest := getattr(self, name)).min() < 0:
                 raise LayoutError(f"{name}[{lowest.argmin()}] is {lowest.min()}: documents and tokens count from 0")
+        if self.starts.max() > MOST_TOKENS:
+            raise LayoutError(f"starts[{self.starts.argmax()}] is {self.starts.max():,}: no document is that long")
         over = self.segment_starts + self.lengths > self.capacity
         if over.any():
             s = int(np.argmax(over))
@@ -140,6 +157,9 @@ class PackedBatch:
 
     def __len__(self) -> int:
         return len(self.input_ids)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # pickling arrays would make them writeable
+        return partial(PackedBatch, **{entry.name: getattr(self, entry.name) for entry in fields(self)}), ()
 
     def __repr__(self) -> str:
         return (
@@ -270,7 +290,7 @@ class PackedBatch:
         Raises:
             LayoutError: the batch holds the same tokens of a document twice, or there is no such per-token array.
         """
-        array = self.columns[name] if name in self.columns else getattr(self, name, None)
+        array = self.columns.get(name, getattr(self, name, None)) if isinstance(name, str) else None
         if not isinstance(array, np.ndarray) or array.shape != self.input_ids.shape:
             known = ", ".join(["input_ids", "labels", "loss_mask", *self.columns])
             raise LayoutError(f"this batch has no per-token array {name!r}: it has {known} and the derived ones")
@@ -302,6 +322,8 @@ class PackedBatch:
         """The same with all rows put together and every padding token left out; it has no capacity."""
         from packing_core.views import kernel_view
 
+        if not self.n_segments:
+            raise LayoutError("this batch is nothing but padding: use kernel_view(), or leave the batch out")
         return kernel_view(self._without_padding(), max_seqlen=max_seqlen, bucket=bucket)
 
     def to_dict(self, convention: str = "hf") -> dict[str, Any]:
@@ -358,15 +380,17 @@ def segment_starts(rows: Int64, lengths: Int64, alignment: int) -> Int64:
     return before - _of_row(rows, before)
 
 
-def _checked(name: str, given: Any, kinds: str, shape: tuple[int, ...]) -> Array:
-    """A read-only view of the array, of ``input_ids``' shape and of one of the dtype kinds."""
-    array = np.ascontiguousarray(given)
-    if array.shape != shape:
+def _per_token(name: str, given: Any, kinds: str, shape: tuple[int, ...] | None) -> Array:
+    """A read-only view of an array of ``input_ids``' shape (None: this is them) and of one of the dtype kinds."""
+    array = np.ascontiguousarray(as_array(given, name, NUMBERS))
+    if shape is None and (array.ndim != 2 or array.shape[1] < 1):
+        raise LayoutError(f"{name} has shape {list(array.shape)}: pass [rows, capacity]")
+    if shape is not None and array.shape != shape:
         raise LayoutError(f"{name} has shape {list(array.shape)} and input_ids {list(shape)}: they must agree")
-    if array.dtype.kind not in kinds:
-        wanted = {"iu": "integers", "i": "signed integers", "b": "bool"}.get(kinds, "numbers")
-        raise LayoutError(f"{name} has dtype {array.dtype}: pass {wanted}")
-    return _read_only(array.view())
+    array = as_array(array, name, kinds)
+    if array.dtype == np.uint64 and kinds == "iu" and array.size and array.max() > np.iinfo(np.int64).max:
+        raise LayoutError(f"{name} holds {array.max():,}, which does not fit int64: pass token ids")
+    return _read_only(array)
 
 
 def _of_row(rows: Int64, rising: Int64) -> Int64:
@@ -377,8 +401,3 @@ def _of_row(rows: Int64, rising: Int64) -> Int64:
 def _signed(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The smallest signed dtype of 16 bits or more that holds an integer dtype (of uint64, what ids use of it)."""
     return np.dtype(np.int64) if dtype == np.uint64 else np.result_type(dtype, np.int16)
-
-
-def _read_only(array: AnyArray) -> AnyArray:
-    array.flags.writeable = False
-    return array

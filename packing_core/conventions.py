@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from packing_core.errors import UnsupportedError
+from packing_core.errors import LayoutError, UnsupportedError
 from packing_core.runs import Array
+from packing_core.views import as_int32
 
 if TYPE_CHECKING:
     from packing_core.batch import PackedBatch
@@ -37,15 +38,22 @@ def to_dict(batch: PackedBatch, convention: str) -> dict[str, Any]:
 
     Raises:
         UnsupportedError: no such convention, or one without weights for a batch weighted per document.
+        LayoutError: a column has the name of one of the convention's arrays.
+        CapacityError: token ids or labels do not fit the convention's dtype.
     """
-    if convention not in CONVENTIONS:
+    if not isinstance(convention, str) or convention not in CONVENTIONS:
         raise UnsupportedError(f"there is no convention {convention!r}: pass one of {', '.join(CONVENTIONS)}")
     if batch.weighting != "token" and convention != "grain":
         raise UnsupportedError(
             f'the convention "{convention}" has no place for weights and this batch has weighting="{batch.weighting}": '
             f'pack with weighting="token", or use batch.loss_weights in a loss of your own'
         )
-    return CONVENTIONS[convention](batch) | dict(_columns(batch, convention))
+    arrays = CONVENTIONS[convention](batch)
+    if taken := sorted(arrays.keys() & batch.columns.keys()):
+        raise LayoutError(
+            f'columns[{taken[0]!r}] has the name of an array of the convention "{convention}": choose another name'
+        )
+    return arrays | dict(_columns(batch, convention))
 
 
 def _hf(batch: PackedBatch) -> dict[str, Any]:
@@ -74,7 +82,7 @@ def _grain(batch: PackedBatch) -> dict[str, Any]:
     targets, weights = _shifted(batch)
     segment_ids, positions = batch.segment_ids, batch.position_ids
     return {
-        "inputs": batch.input_ids.astype(np.int32),
+        "inputs": as_int32(batch.input_ids, "input_ids"),
         "inputs_segment_ids": segment_ids,
         "inputs_positions": positions,
         "targets": targets,
@@ -88,7 +96,7 @@ def _maxtext(batch: PackedBatch) -> dict[str, Any]:
     targets, weights = _shifted(batch)
     segment_ids, positions = batch.segment_ids, batch.position_ids
     return {
-        "inputs": batch.input_ids.astype(np.int32),
+        "inputs": as_int32(batch.input_ids, "input_ids"),
         "inputs_segmentation": segment_ids,
         "inputs_position": positions,
         "targets": targets,
@@ -112,7 +120,7 @@ def _shifted(batch: PackedBatch) -> tuple[Array, Array]:
     """
     targets, weights = np.zeros(batch.input_ids.shape, np.int32), np.zeros(batch.input_ids.shape, np.float32)
     weights[:, :-1] = batch.loss_weights[:, 1:]
-    np.copyto(targets[:, :-1], batch.targets[:, 1:], where=weights[:, :-1] != 0, casting="same_kind")
+    np.copyto(targets[:, :-1], as_int32(batch.targets, "targets")[:, 1:], where=weights[:, :-1] != 0)
     return targets, weights
 
 

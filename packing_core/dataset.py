@@ -6,25 +6,24 @@ asking for rows copies their tokens once, into a ``PackedBatch``. Every input is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
-from packing_core._pieces import choice
-from packing_core.batch import IGNORE_INDEX, WEIGHTINGS, PackedBatch, Weighting, segment_starts
-from packing_core.errors import LayoutError, PackingError
+from packing_core._arrays import as_array, check_names
+from packing_core._hints import hinted
+from packing_core._pieces import check_pad_id, choice
+from packing_core.batch import IGNORE_INDEX, RESERVED, WEIGHTINGS, PackedBatch, Weighting, segment_starts
+from packing_core.errors import CapacityError, LayoutError, PackingError, within_memory
 from packing_core.plan import PackPlan, plan
 from packing_core.ragged import Ragged
 from packing_core.runs import Array, Int64, chosen, gaps, indexes, spread
 
-RESERVED = frozenset(
-    ["input_ids", "labels", "loss_mask", "targets", "loss_weights", "segment_ids", "position_ids", "seq_idx"]
-    + ["attention_mask", "boundaries"]
-)
 
-
+@hinted(plan)
 def pack(
     sequences: Any,
     capacity_or_plan: int | PackPlan,
@@ -91,6 +90,7 @@ class PackedDataset:
         sequences: the documents, a Ragged.
     """
 
+    @hinted(plan)
     def __init__(
         self,
         sequences: Any,
@@ -115,7 +115,7 @@ class PackedDataset:
             _check_plan(self.plan, lengths)
         else:
             self.plan = plan(lengths, capacity_or_plan, **plan_options)
-        self.pad_id = _pad_id(pad_id, self.sequences.dtype)
+        self.pad_id = check_pad_id(pad_id, self.sequences.dtype)
         choice("weighting", weighting, WEIGHTINGS)
         self.weighting = weighting
         self.labels = None
@@ -126,9 +126,9 @@ class PackedDataset:
             self.loss_mask = _of_kind(_beside(loss_mask, "loss_mask", lengths), "loss_mask", "biu", "bool, or 0 and 1")
         self.prompt_lengths = None if prompt_lengths is None else _prompts(prompt_lengths, lengths)
         self.columns: dict[str, Ragged] = {}
-        for name, column in (columns or {}).items():
-            if name in RESERVED:
-                raise PackingError(f"columns[{name!r}] has the name of a PackedBatch field: choose another name")
+        columns = {} if columns is None else columns
+        check_names(columns, RESERVED)
+        for name, column in columns.items():
             self.columns[name] = _beside(column, f"columns[{name!r}]", lengths)
 
     def __len__(self) -> int:
@@ -141,7 +141,10 @@ class PackedDataset:
         """PackedBatch of one row (int) or of several, in the order asked for.
 
         Raises:
-            IndexError: a row is out of range.
+            RowIndexError: a row is out of range.
+            LayoutError: a document has a negative token id, or a loss mask holds something else than 0 and 1. Values
+                are checked when their rows are made, so that nothing is read before.
+            CapacityError: the rows do not fit into memory.
         """
         return self._materialise(chosen(rows, len(self)))
 
@@ -150,6 +153,13 @@ class PackedDataset:
         return self._materialise(chosen(rows, len(self)))
 
     def _materialise(self, rows: Int64) -> PackedBatch:
+        what, way = f"{len(rows):,} rows of {self.plan.capacity:,} tokens", "take fewer rows, or lower the capacity"
+        if len(rows) * self.plan.capacity > MOST_SLOTS:
+            raise CapacityError(f"{what} do not fit into memory: {way}")
+        with within_memory(what, way):
+            return self._made(rows)
+
+    def _made(self, rows: Int64) -> PackedBatch:
         first = self.plan.row_offsets[rows]
         counts = self.plan.row_offsets[rows + 1] - first
         pieces = indexes(first, counts)
@@ -159,30 +169,64 @@ class PackedDataset:
         at = row * self.plan.capacity + segment_starts(row, length, self.plan.alignment)
         padding = indexes(*gaps(at, length, shape[0] * shape[1]))
 
-        def filled(column: Ragged, fill: int) -> Array:
+        def filled(column: Ragged, fill: int, name: str = "", wrong: Wrong | None = None, way: str = "") -> Array:
             tokens = np.empty(shape, column.dtype)
             column.copy_to(tokens.reshape(-1), at, source, start, length)
-            tokens.reshape(-1)[padding] = fill
+            tokens.reshape(-1)[padding] = fill if wrong is None else 0
+            if wrong is not None:
+                if len(bad := np.flatnonzero(wrong(tokens))):
+                    piece = int(np.searchsorted(at, bad[0], side="right")) - 1
+                    place = f"{name}[{source[piece]}][{start[piece] + bad[0] - at[piece]}]"
+                    raise LayoutError(f"{place} is {tokens.reshape(-1)[bad[0]]}: {way}")
+                if fill:
+                    tokens.reshape(-1)[padding] = fill
             return tokens
 
-        loss_mask = None if self.loss_mask is None else filled(self.loss_mask, 0).astype(np.bool_)
+        loss_mask = None
+        if self.loss_mask is not None:
+            way = "pass 1 (or True) at tokens that may be trained and 0 at others"
+            loss_mask = filled(self.loss_mask, 0, "loss_mask", _no_bool, way).astype(np.bool_)
         if self.prompt_lengths is not None:
             prompts = np.clip(self.prompt_lengths[source] - start, 0, length)
             answer = spread(np.ones(len(at), np.bool_), at + prompts, length - prompts, shape[0] * shape[1], 0)
             loss_mask = answer.reshape(shape) if loss_mask is None else loss_mask & answer.reshape(shape)
+        labels = None
+        if self.labels is not None:
+            labels = filled(self.labels, IGNORE_INDEX, "labels", _no_label, "labels are token ids, and -100 for none")
         return PackedBatch(
-            input_ids=filled(self.sequences, self.pad_id),
+            input_ids=filled(self.sequences, self.pad_id, "sequences", _no_id, "token ids run from 0 to 2**63 - 1"),
             cu_seqlens=np.concatenate([np.zeros(1, np.int64), np.cumsum(length)]),
             rows=row,
             sources=source,
             starts=start,
-            labels=None if self.labels is None else filled(self.labels, IGNORE_INDEX),
+            labels=labels,
             loss_mask=loss_mask,
             columns={name: filled(column, 0) for name, column in self.columns.items()},
             alignment=self.plan.alignment,
             pad_id=self.pad_id,
             weighting=self.weighting,
         )
+
+
+MOST_SLOTS = 2**56  # beyond it NumPy cannot even address a row of int64
+Wrong = Callable[[Array], NDArray[np.bool_]]
+_RIGHT = np.zeros(0, np.bool_)
+
+
+def _no_id(ids: Array) -> NDArray[np.bool_]:
+    """Which tokens are no ids, flat; nothing where all are, which takes one pass to see."""
+    signed = ids.view(np.int64) if ids.dtype == np.uint64 else ids
+    return (signed < 0).reshape(-1) if signed.dtype.kind == "i" and signed.size and signed.min() < 0 else _RIGHT
+
+
+def _no_label(labels: Array) -> NDArray[np.bool_]:
+    return ((labels < 0) & (labels != IGNORE_INDEX)).reshape(-1) if labels.size and labels.min() < 0 else _RIGHT
+
+
+def _no_bool(mask: Array) -> NDArray[np.bool_]:
+    if mask.dtype == np.bool_ or not mask.size or (mask.min() >= 0 and mask.max() <= 1):
+        return _RIGHT
+    return ((mask < 0) | (mask > 1)).reshape(-1)
 
 
 def _of_kind(column: Ragged, name: str, kinds: str, wanted: str) -> Ragged:
@@ -208,16 +252,8 @@ def _beside(column: Any, name: str, lengths: Int64) -> Ragged:
     return ragged
 
 
-def _pad_id(pad_id: int, dtype: np.dtype[Any]) -> int:
-    if not isinstance(pad_id, (int, np.integer)):
-        raise PackingError(f"pad_id is {pad_id!r}: pass an integer")
-    if not np.iinfo(dtype).min <= pad_id <= np.iinfo(dtype).max:
-        raise PackingError(f"pad_id {pad_id} does not fit into the documents' dtype {dtype}: pass one that does")
-    return int(pad_id)
-
-
 def _prompts(prompt_lengths: ArrayLike, lengths: Int64) -> Int64:
-    prompts = np.asarray(prompt_lengths)
+    prompts = as_array(prompt_lengths, "prompt_lengths")
     if prompts.shape != lengths.shape or prompts.dtype.kind not in "iu":
         raise LayoutError(
             f"prompt_lengths is {prompts.dtype} {list(prompts.shape)} and there are {len(lengths):,} documents: pass "
@@ -246,3 +282,18 @@ def _check_plan(made: PackPlan, lengths: Int64) -> None:
             f"the plan takes tokens up to {made.start[p] + made.length[p]:,} of document {i}, which has "
             f"{lengths[i]:,}: plan these documents"
         )
+
+
+def with_empty_row(batch: PackedBatch) -> PackedBatch:
+    """The batch and, after its rows, one that is nothing but padding."""
+
+    def grown(array: NDArray[Any], fill: int) -> NDArray[Any]:
+        return np.concatenate([array, np.full((1, batch.capacity), fill, array.dtype)])
+
+    return replace(
+        batch,
+        input_ids=grown(batch.input_ids, batch.pad_id),
+        labels=None if batch.labels is None else grown(batch.labels, IGNORE_INDEX),
+        loss_mask=None if batch.loss_mask is None else grown(batch.loss_mask, 0),
+        columns={name: grown(array, 0) for name, array in batch.columns.items()},
+    )

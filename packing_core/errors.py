@@ -4,6 +4,12 @@ Every message says what is wrong, where, and the way out:
 ``document 17 has 9,214 tokens and capacity is 8,192: pass overflow="split" or "truncate", or raise capacity``.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 
 class PackingError(ValueError):
     """Bad input to any Crosspack function; the base of every error that Crosspack raises on purpose."""
@@ -29,6 +35,14 @@ class ContaminationError(PackingError):
     """A measurement showed that one document changes another one's outputs or gradients."""
 
 
+class RowIndexError(PackingError, IndexError):
+    """A row or a sequence is asked for that does not exist."""
+
+
+class KeywordError(PackingError, TypeError):
+    """A function was given a keyword argument that it does not have; the message names the right one."""
+
+
 class MissingExtraError(PackingError, ImportError):
     """An optional library is absent or too old; the message is one line that says what to install."""
 
@@ -36,3 +50,32 @@ class MissingExtraError(PackingError, ImportError):
 def first_line(error: BaseException) -> str:
     """The first line of another library's message, for one-line errors."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+@contextmanager
+def reading(path: Any, what: str, way: str) -> Iterator[None]:
+    """Whatever a file, or the library that reads it, raises inside becomes one line with the path and the way out."""
+    try:
+        yield
+    except PackingError:
+        raise
+    except Exception as error:
+        raise PackingError(f"{path} {what} ({first_line(error)}): {way}") from error
+
+
+@contextmanager
+def within_memory(what: str, way: str) -> Iterator[None]:
+    """What does not fit the memory is an error of ours: NumPy raises ValueError where even an address does not."""
+    try:
+        yield
+    except MemoryError:
+        raise CapacityError(f"{what} do not fit into memory: {way}") from None
+
+
+def plural(number: int, noun: str) -> str:
+    """The number with its noun, for messages.
+
+    >>> plural(1, "row"), plural(2_000, "row")
+    ('1 row', '2,000 rows')
+    """
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

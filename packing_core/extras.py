@@ -1,13 +1,14 @@
-"""Optional libraries: what is needed at least, and the one line a user reads when it is absent or too old."""
+"""Optional libraries and installed backends: what is needed at least, and the line a user reads when it is missing."""
 
 from __future__ import annotations
 
 import importlib
 import re
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from types import ModuleType
+from typing import Any
 
-from packing_core.errors import MissingExtraError
+from packing_core.errors import MissingExtraError, PackingError
 
 # Minimum versions are checked here, when a function needs them, and not in pyproject.toml, because an extra must never
 # move a torch, jax or transformers that is already installed.
@@ -33,12 +34,43 @@ def require(module: str, *, extra: str, distribution: str | None = None) -> Modu
             present = version(distribution)
         except PackageNotFoundError:  # a source tree on the path has no metadata: nothing to compare
             return found
-        if _release(present) < _release(minimum):
+        if is_older(present, minimum):
             raise MissingExtraError(
                 f"{distribution} {present} is too old, Crosspack needs {minimum} or newer: "
                 f"pip install --upgrade {distribution}"
             )
     return found
+
+
+def registered(group: str, name: str) -> EntryPoint:
+    """What an installed package registers as ``name`` in a group of entry points; nothing is imported.
+
+    Raises:
+        PackingError: no installed package registers that name.
+    """
+    found = {entry.name: entry for entry in entry_points(group=group)}
+    if name not in found:
+        raise PackingError(f"--backend {name}: the installed ones are {', '.join(sorted(found)) or 'none'}")
+    return found[name]
+
+
+def loaded(entry: EntryPoint, *, extra: str) -> Any:
+    """The object behind an entry point.
+
+    Raises:
+        MissingExtraError: its framework is not installed, or too old.
+    """
+    try:
+        return entry.load()
+    except MissingExtraError:
+        raise
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(f"{error.name} is not installed: pip install 'crosspack[{extra}]'") from None
+
+
+def is_older(present: str, minimum: str) -> bool:
+    """Whether a version is older than the least that is needed."""
+    return _release(present) < _release(minimum)
 
 
 def _release(text: str) -> tuple[int, ...]:

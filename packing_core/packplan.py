@@ -14,13 +14,14 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from packing_core import _bins
-from packing_core._pieces import check_alignment, positive
+from packing_core._arrays import as_int64, read_only
+from packing_core._pieces import MOST_TOKENS, check_alignment, positive
 from packing_core.composition import Composition, composition
-from packing_core.errors import CapacityError, LayoutError
-from packing_core.runs import indexes
+from packing_core.errors import CapacityError, LayoutError, reading
+from packing_core.runs import indexes, sliced
 
 Int64 = NDArray[np.int64]
 
@@ -77,7 +78,9 @@ class PackPlan:
     def __post_init__(self, check: bool) -> None:
         for entry in fields(self):
             value = getattr(self, entry.name)
-            given = _read_only(entry.name, value) if entry.name not in _NUMBERS else positive(entry.name, value)
+            given = (
+                read_only(as_int64(value, entry.name)) if entry.name not in _NUMBERS else positive(entry.name, value)
+            )
             object.__setattr__(self, entry.name, given)
         if check:
             check_alignment(self.capacity, self.alignment)
@@ -96,17 +99,20 @@ class PackPlan:
                 f"row_offsets must run from 0 to the number of pieces, {pieces}, over at least one row; got "
                 f"{len(self.row_offsets)} entries{_ends(self.row_offsets)}"
             )
-        if (row := _first(np.diff(self.row_offsets) < 1)) is not None:
+        if (row := _first(self.row_offsets[1:] <= self.row_offsets[:-1])) is not None:
             raise LayoutError(f"row {row} has no piece: row_offsets must increase from row to row")
         if self.length.min() < 1:
             raise LayoutError(f"piece {_first(self.length < 1)} has length {self.length.min()}: leave empty pieces out")
-        room = self.length if self.alignment == 1 else -(-self.length // self.alignment) * self.alignment
-        taken = self.row_tokens if self.alignment == 1 else np.add.reduceat(room, self.row_offsets[:-1])
-        if taken.max() > self.capacity:
-            row = int(taken.argmax())
+        if self.length.max() > MOST_TOKENS // pieces:
+            raise LayoutError(
+                f"lengths up to {self.length.max():,} over {pieces:,} pieces pass 2**60 tokens: use several plans"
+            )
+        units = np.add.reduceat(-(-self.length // self.alignment), self.row_offsets[:-1])
+        if units.max() > self.capacity // self.alignment:
+            row = int(units.argmax())
             raise CapacityError(
-                f"row {row} takes {taken[row]:,} tokens (alignment {self.alignment}) and capacity is {self.capacity:,}"
-                ": put fewer pieces into it, or raise capacity"
+                f"row {row} takes {int(units[row]) * self.alignment:,} tokens (alignment {self.alignment}) and "
+                f"capacity is {self.capacity:,}: put fewer pieces into it, or raise capacity"
             )
 
     def _check_documents(self) -> None:
@@ -118,12 +124,13 @@ class PackPlan:
             )
         if self.start.min() < 0:
             raise LayoutError(f"piece {_first(self.start < 0)} starts at token {self.start.min()}: starts count from 0")
+        if self.start.max() > MOST_TOKENS:
+            raise LayoutError(f"piece {self.start.argmax()} starts at {self.start.max():,}: no document is that long")
         for name, ids in (("dropped", self.dropped), ("truncated", self.truncated)):
             if len(ids) and not 0 <= ids.min() <= ids.max() < self.n_documents:
                 raise LayoutError(f"{name} names a document outside 0..{self.n_documents - 1}")
-        seen = np.zeros(self.n_documents, bool)
-        seen[self.source] = True
-        if np.count_nonzero(seen) < len(self.source):  # a document in several pieces: they must not overlap
+        seen = np.unique(self.source)
+        if len(seen) < len(self.source):  # a document in several pieces: they must not overlap
             order = np.lexsort((self.start, self.source))
             document, start = self.source[order], self.start[order]
             overlap = (document[1:] == document[:-1]) & (start[1:] < start[:-1] + self.length[order[:-1]])
@@ -132,10 +139,8 @@ class PackPlan:
                     f"token {start[at + 1]} of document {document[at]} stands in two pieces, "
                     f"{order[at]} and {order[at + 1]}: a plan holds every token at most once"
                 )
-        if len(self.dropped) and seen[self.dropped].any():
-            raise LayoutError(
-                f"document {self.dropped[seen[self.dropped]][0]} is listed as dropped and stands in a row"
-            )
+        if len(both := np.intersect1d(self.dropped, seen)):
+            raise LayoutError(f"document {both[0]} is listed as dropped and stands in a row: list it once")
 
     @property
     def n_rows(self) -> int:
@@ -208,9 +213,9 @@ class PackPlan:
             LayoutError: no row is left, a row does not exist, or a row is named twice.
         """
         if isinstance(rows, slice):
-            chosen = np.arange(self.n_rows)[rows]
+            chosen = sliced(rows, self.n_rows)
         else:
-            chosen = _read_only("rows", rows)
+            chosen = as_int64(rows, "rows")
         if not len(chosen):
             raise LayoutError(f"no row of the {self.n_rows:,} is selected: a plan has at least one row")
         if chosen.min() < 0 or chosen.max() >= self.n_rows:
@@ -235,8 +240,15 @@ class PackPlan:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to ``path`` as an uncompressed ``.npz`` file of its arrays and numbers."""
-        with open(path, "wb") as file:
+        """Write the plan to ``path`` as an uncompressed ``.npz`` file of its arrays and numbers.
+
+        Raises:
+            PackingError: the file cannot be written.
+        """
+        with (
+            reading(path, "cannot be written", "pass the path of a file in a folder that exists"),
+            open(path, "wb") as file,
+        ):
             np.savez(file, allow_pickle=False, **{entry.name: getattr(self, entry.name) for entry in fields(self)})
 
     @classmethod
@@ -244,9 +256,10 @@ class PackPlan:
         """Read what ``save`` wrote, and check it again.
 
         Raises:
-            LayoutError: the file is not a plan, or what it holds contradicts itself.
+            LayoutError: what the file holds contradicts itself.
+            PackingError: the file is not a plan.
         """
-        with open(path, "rb") as file:
+        with reading(path, "is not a saved plan", "pass what PackPlan.save wrote"), open(path, "rb") as file:
             if not zipfile.is_zipfile(file):
                 raise LayoutError(f"{os.fspath(path)!r} is not a saved plan: PackPlan.save writes .npz archives")
             file.seek(0)
@@ -255,7 +268,7 @@ class PackPlan:
                 if entry.name not in stored:
                     raise LayoutError(f"{os.fspath(path)!r} is not a saved plan: it has no {entry.name!r}")
             values: dict[str, Any] = {entry.name: stored[entry.name] for entry in fields(cls)}
-        return cls(**values | {name: int(values[name]) for name in _NUMBERS})
+            return cls(**values)
 
     def __reduce__(self) -> tuple[Any, ...]:  # pickling arrays would make them writeable
         return partial(PackPlan, check=False, **{entry.name: getattr(self, entry.name) for entry in fields(self)}), ()
@@ -270,13 +283,6 @@ class PackPlan:
             f"PackPlan({self.n_rows:,} rows of {self.capacity:,}, {self.n_pieces:,} pieces, {self.n_tokens:,} tokens, "
             f"efficiency {self.efficiency:.4f})"
         )
-
-
-def _read_only(name: str, values: ArrayLike) -> Int64:
-    array = np.asarray(values)
-    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
-        raise LayoutError(f"{name} must be a 1-D integer array; got {array.dtype} of shape {list(array.shape)}")
-    return _frozen(array.astype(np.int64, copy=False).view())
 
 
 def _frozen(array: Int64) -> Int64:

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from packing_core import _rows
+from packing_core._hints import hinted
 from packing_core._mixed import mixed
 from packing_core._pieces import Overflow, check_alignment, check_lengths, check_seed, choice, cut, positive
-from packing_core.errors import PackingError
+from packing_core.errors import PackingError, within_memory
 from packing_core.packplan import PackPlan
 
 __all__ = ["Effort", "Overflow", "PackPlan", "Strategy", "plan"]
@@ -25,6 +26,7 @@ Strategy = Literal["best_fit", "mixed", "first_fit", "sequential"]
 Effort = Literal["fast", "max"]
 
 
+@hinted()
 def plan(
     lengths: ArrayLike,
     capacity: int,
@@ -81,26 +83,27 @@ def plan(
     limit = None if max_segments is None else positive("max_segments", max_segments)
     shuffle = None if (seed := check_seed(seed)) is None else np.random.PCG64(seed)
     lengths = check_lengths(lengths)
-    pieces = cut(lengths, capacity, overflow)
-    sizes = pieces.length if alignment == 1 else -(-pieces.length // alignment)
+    with within_memory("the rows of the plan", "plan fewer documents at a time, or raise the capacity"):
+        pieces = cut(lengths, capacity, overflow)
+        sizes = pieces.length if alignment == 1 else -(-pieces.length // alignment)
 
-    def pack(sizes: Int64) -> _rows.Rows:
-        packer = _rows.fewest if effort == "max" else _STRATEGIES[strategy]
-        return packer(sizes, capacity // alignment, min(limit or len(sizes), len(sizes)), shuffle)
+        def pack(sizes: Int64) -> _rows.Rows:
+            packer = _rows.fewest if effort == "max" else _STRATEGIES[strategy]
+            return packer(sizes, capacity // alignment, min(limit or len(sizes), len(sizes)), shuffle)
 
-    rows = pack(sizes) if window is None else _windows(pack, sizes, positive("window", window), shuffle)
-    return PackPlan(
-        rows.offsets,
-        rows.order if pieces.source is None else pieces.source[rows.order],
-        np.zeros(len(rows.order), np.int64) if pieces.start is None else pieces.start[rows.order],
-        rows.sizes if alignment == 1 else pieces.length[rows.order],
-        capacity=capacity,
-        n_documents=len(lengths),
-        alignment=alignment,
-        dropped=pieces.dropped,
-        truncated=pieces.truncated,
-        check=False,
-    )
+        rows = pack(sizes) if window is None else _windows(pack, sizes, positive("window", window), shuffle)
+        return PackPlan(
+            rows.offsets,
+            rows.order if pieces.source is None else pieces.source[rows.order],
+            np.zeros(len(rows.order), np.int64) if pieces.start is None else pieces.start[rows.order],
+            rows.sizes if alignment == 1 else pieces.length[rows.order],
+            capacity=capacity,
+            n_documents=len(lengths),
+            alignment=alignment,
+            dropped=pieces.dropped,
+            truncated=pieces.truncated,
+            check=False,
+        )
 
 
 def _windows(pack: Callable[[Int64], _rows.Rows], sizes: Int64, window: int, shuffle: _rows.Shuffle) -> _rows.Rows:

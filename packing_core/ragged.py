@@ -2,20 +2,25 @@
 
 ``Ragged(values, offsets)`` looks at a flat buffer; ``Ragged.of`` accepts whatever users hold (flat buffers, Arrow
 lists, lists of arrays or of Python lists) and copies nothing that is an array already. Data leaves through ``copy_to``,
-which writes chosen pieces of chosen sequences into an array of the caller's. Memory-mapped storage is pickled by path.
+which writes chosen pieces of chosen sequences into an array of the caller's. Memory-mapped storage is pickled by path
+(``_mapped``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import ArrayLike
 
-from packing_core.errors import LayoutError, PackingError
+from packing_core._arrays import as_array, read_only, row_number
+from packing_core._arrow import is_arrow, lists_of
+from packing_core._mapped import MappedFile, by_path, opened
+from packing_core.errors import LayoutError, PackingError, first_line, reading
 from packing_core.runs import Array, Int64, blocks, copy_runs
 
 VALUES, OFFSETS = "values.npy", "offsets.npy"
@@ -46,28 +51,29 @@ class Ragged:
 
     def __init__(self, values: Array, offsets: ArrayLike, *, name: str = "sequences") -> None:
         self.name = name
-        self.values = _numeric(values, f"the values of {name}")
+        if not isinstance(values, np.ndarray):
+            raise LayoutError(f"{name}.values is a {type(values).__name__}: pass a numpy array")
+        self.values = read_only(as_array(values, f"{name}.values"))
         if self.values.ndim != 1 or not self.values.flags.c_contiguous:
             raise LayoutError(
-                f"the values of {name} have shape {list(self.values.shape)} and strides {list(self.values.strides)}: "
+                f"{name}.values has shape {list(self.values.shape)} and strides {list(self.values.strides)}: "
                 f"Ragged needs one flat contiguous buffer, pass np.ascontiguousarray(values).reshape(-1)"
             )
-        self.offsets = _numeric(np.asanyarray(offsets), f"the offsets of {name}", kinds="iu")
+        self.offsets = read_only(as_array(offsets, f"{name}.offsets", "iu"))
         if self.offsets.ndim != 1 or len(self.offsets) < 2:
             raise LayoutError(
-                f"the offsets of {name} have shape {list(self.offsets.shape)}: pass [N+1] of them for N sequences, "
-                f"N at least 1"
+                f"{name}.offsets has shape {list(self.offsets.shape)}: pass [N+1] offsets for N sequences, N at least 1"
             )
-        lengths = self.lengths
-        if lengths.min() < 0:
-            bad = int(np.argmax(lengths < 0))
+        falls = self.offsets[1:] < self.offsets[:-1]  # a difference of unsigned numbers is never negative
+        if falls.any():
+            bad = int(np.argmax(falls))
+            begin, end = int(self.offsets[bad]), int(self.offsets[bad + 1])
             raise LayoutError(
-                f"{name}[{bad}] has length {lengths[bad]:,} (offsets {self.offsets[bad]:,} to "
-                f"{self.offsets[bad + 1]:,}): offsets must never decrease"
+                f"{name}[{bad}] has length {end - begin:,} (offsets {begin:,} to {end:,}): offsets must never decrease"
             )
         if self.offsets[0] < 0 or self.offsets[-1] > len(self.values):
             raise LayoutError(
-                f"the offsets of {name} run from {self.offsets[0]:,} to {self.offsets[-1]:,} and there are "
+                f"{name}.offsets runs from {self.offsets[0]:,} to {self.offsets[-1]:,} and there are "
                 f"{len(self.values):,} values: offsets must stay inside the values"
             )
 
@@ -87,26 +93,24 @@ class Ragged:
         """
         if isinstance(sequences, Ragged):
             return sequences
-        if hasattr(sequences, "to_arrow"):
-            sequences = sequences.to_arrow()
-        if hasattr(sequences, "chunks"):
-            return _joined([_from_arrow(chunk, name) for chunk in sequences.chunks if len(chunk)], name)
-        if hasattr(sequences, "null_count") and hasattr(sequences, "type"):
-            return _from_arrow(sequences, name)
-        if isinstance(sequences, np.ndarray) and sequences.ndim == 2:
+        if hasattr(sequences, "to_arrow") and not is_arrow(sequences):
+            try:
+                sequences = sequences.to_arrow()
+            except Exception as error:  # another library's
+                raise LayoutError(f"{name}.to_arrow() raises: {first_line(error)}") from None
+        if is_arrow(sequences):
+            return _joined([Ragged(*lists, name=name) for lists in lists_of(sequences, name)], name)
+        if isinstance(sequences, np.ndarray) and sequences.ndim == 2 and len(sequences):
             rows, length = sequences.shape
-            return Ragged(sequences.reshape(-1), np.arange(rows + 1, dtype=np.int64) * length, name=name)
-        if isinstance(sequences, (str, bytes, dict)) or not hasattr(sequences, "__len__"):
-            raise PackingError(
-                f"{name} is a {type(sequences).__name__}: pass a list of token arrays, an Arrow list array or "
-                f"Ragged(values, offsets); for a source that is read once use packing_core.stream"
-            )
-        return _ArrayList(sequences, name)
+            flat = np.ascontiguousarray(as_array(sequences, name)).reshape(-1)
+            return Ragged(flat, np.arange(rows + 1, dtype=np.int64) * length, name=name)
+        return _ArrayList(_listed(sequences, name), name)
 
     @property
     def lengths(self) -> Int64:
         """int64 [N]: tokens of each sequence."""
-        return np.diff(self.offsets).astype(np.int64, copy=False)
+        offsets = self.offsets.astype(np.int64, copy=False)
+        return offsets[1:] - offsets[:-1]
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -117,7 +121,7 @@ class Ragged:
         return len(self.offsets) - 1
 
     def __getitem__(self, index: int) -> Array:
-        index = range(len(self))[index]
+        index = row_number(index, len(self), "sequence")
         return self.values[int(self.offsets[index]) : int(self.offsets[index + 1])]
 
     def __iter__(self) -> Iterator[Array]:
@@ -144,29 +148,37 @@ class Ragged:
         return Ragged(self.values[begin:end], self.offsets.astype(np.int64, copy=False) - begin, name=self.name)
 
     def save(self, folder: str | Path) -> None:
-        """Write the sequences to ``folder`` as ``values.npy`` and ``offsets.npy``, which ``Ragged.open`` maps."""
-        path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
+        """Write the sequences to ``folder`` as ``values.npy`` and ``offsets.npy``, which ``Ragged.open`` maps.
+
+        Raises:
+            PackingError: the folder cannot be written.
+        """
         flat = self.flat()
-        np.save(path / VALUES, flat.values)
-        np.save(path / OFFSETS, flat.offsets)
+        with reading(folder, "cannot be written", "pass a folder with room that you may write to"):
+            path = Path(folder)
+            path.mkdir(parents=True, exist_ok=True)
+            np.save(path / VALUES, flat.values)
+            np.save(path / OFFSETS, flat.offsets)
 
     @staticmethod
     def open(folder: str | Path, *, name: str = "sequences") -> Ragged:
         """Map what ``save`` wrote, without reading it.
 
         Raises:
-            PackingError: the folder lacks one of the two files.
+            PackingError: the folder lacks one of the two files, or they are not what ``save`` wrote.
         """
-        path = Path(folder)
-        missing = [file for file in (VALUES, OFFSETS) if not (path / file).is_file()]
-        if missing:
-            raise PackingError(f"{path} has no {' and no '.join(missing)}: write the folder with Ragged.save(folder)")
-        values, offsets = (np.load(path / file, mmap_mode="r", allow_pickle=False) for file in (VALUES, OFFSETS))
-        return Ragged(values, offsets, name=name)
+        with reading(folder, "is no folder of Ragged.save", "write it with Ragged.save(folder)"):
+            path = Path(folder)
+            missing = [file for file in (VALUES, OFFSETS) if not (path / file).is_file()]
+            if missing:
+                raise PackingError(
+                    f"{path} has no {' and no '.join(missing)}: write the folder with Ragged.save(folder)"
+                )
+            values, offsets = (np.load(path / file, mmap_mode="r", allow_pickle=False) for file in (VALUES, OFFSETS))
+            return Ragged(values, offsets, name=name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (_by_path(self.values), _by_path(self.offsets), self.name)
+        return _unpickled, (by_path([self.values, self.offsets]), self.name)
 
 
 class _ArrayList(Ragged):
@@ -178,7 +190,10 @@ class _ArrayList(Ragged):
             raise PackingError(f"{name} is empty: pass at least one sequence")
         self.arrays = _arrays(sequences, name)
         self.dtypes = {array.dtype for array in self.arrays if len(array)} or {np.dtype(np.int64)}
+        self._dtype = _common_dtype(self.dtypes, name)
         self._lengths = np.fromiter(map(len, self.arrays), np.int64, len(self.arrays))
+        if not self._lengths.all():  # NumPy says float64 of an empty list
+            self.arrays = [array if len(array) else np.zeros(0, self._dtype) for array in self.arrays]
 
     @property
     def lengths(self) -> Int64:
@@ -186,13 +201,13 @@ class _ArrayList(Ragged):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        return np.result_type(*self.dtypes)
+        return self._dtype
 
     def __len__(self) -> int:
         return len(self.arrays)
 
     def __getitem__(self, index: int) -> Array:
-        return self.arrays[index]
+        return read_only(self.arrays[row_number(index, len(self), "sequence")])
 
     def copy_to(self, out: Array, at: Int64, source: Int64, start: Int64, length: Int64) -> None:
         whole = not start.any() and bool((length == self._lengths[source]).all())
@@ -213,7 +228,7 @@ class _ArrayList(Ragged):
         return Ragged(np.concatenate(self.arrays, dtype=self.dtype), offsets, name=self.name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _ArrayList, (self.arrays, self.name)
+        return _unlisted, (by_path(self.arrays), self.name)
 
 
 class _Joined(Ragged):
@@ -236,40 +251,67 @@ class _Joined(Ragged):
         return int(self.first[-1])
 
     def __getitem__(self, index: int) -> Array:
-        index = range(len(self))[index]
+        index = row_number(index, len(self), "sequence")
         part = int(np.searchsorted(self.first, index, side="right")) - 1
         return self.parts[part][index - int(self.first[part])]
 
     def copy_to(self, out: Array, at: Int64, source: Int64, start: Int64, length: Int64) -> None:
+        if self._buffer is not None:
+            values, begins = self._buffer
+            copy_runs(out, at, values, begins[source] + start, length)
+            return
         home = np.searchsorted(self.first, source, side="right") - 1
         for number in np.unique(home).tolist():
             here = home == number
             local = source[here] - self.first[number]
             self.parts[number].copy_to(out, at[here], local, start[here], length[here])
 
+    @cached_property
+    def _buffer(self) -> tuple[Array, Int64] | None:
+        """All parts as one buffer and where each sequence begins in it; None if their values do not line up.
+
+        The chunks of an Arrow table lie in one mapped file, thousands of them, and a copy chunk by chunk takes 0.1 ms
+        for each. So they are addressed from the lowest one. What lies between them is never read.
+        """
+        if any(type(part) is not Ragged or part.dtype != self.dtype for part in self.parts):
+            return None
+        addresses = np.array([part.values.__array_interface__["data"][0] for part in self.parts])
+        low, size = addresses.min(), self.dtype.itemsize
+        if ((addresses - low) % size).any():
+            return None
+        firsts = (addresses - low) // size
+        reach = max(int(first) + len(part.values) for first, part in zip(firsts, self.parts, strict=True))
+        lowest = self.parts[int(addresses.argmin())].values
+        begins = [first + part.offsets[:-1] for first, part in zip(firsts, self.parts, strict=True)]
+        return as_strided(lowest, (reach,), (size,), writeable=False), np.concatenate(begins)
+
     def flat(self) -> Ragged:
-        return _ArrayList(list(self), self.name).flat()
+        parts = [part.flat() for part in self.parts]
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.lengths)])
+        return Ragged(np.concatenate([part.values for part in parts], dtype=self.dtype), offsets, name=self.name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Joined, (self.parts, self.name)
+        return _unpickled, (by_path([array for part in self.parts for array in (part.values, part.offsets)]), self.name)
 
 
-def _numeric(array: Any, what: str, kinds: str = "iufb") -> Array:
-    """A read-only view of a numpy array of one of the dtype kinds."""
-    if not isinstance(array, np.ndarray):
-        raise LayoutError(f"{what} are a {type(array).__name__}: pass a numpy array")
-    if array.dtype.kind not in kinds:
-        raise LayoutError(f"{what} have dtype {array.dtype}: pass {'integers' if kinds == 'iu' else 'numbers'}")
-    view = array.view()
-    view.flags.writeable = False
-    return view
+def _listed(sequences: Any, name: str) -> Sequence[Any]:
+    """The sequences as something that has a length and can be indexed."""
+    try:
+        if isinstance(sequences, (str, bytes, dict, set, frozenset)):
+            raise TypeError
+        return sequences if isinstance(sequences, (list, tuple)) else [sequences[i] for i in range(len(sequences))]
+    except Exception:  # it has no length, is a single number, or raises what it likes when it is indexed
+        raise PackingError(
+            f"{name} is a {type(sequences).__name__}: pass a list of token arrays, an Arrow list array or "
+            f"Ragged(values, offsets); for a source that is read once use packing_core.stream"
+        ) from None
 
 
 def _arrays(sequences: Sequence[Any], name: str) -> list[Array]:
     """The sequences as flat arrays, those that are arrays as they are."""
     if set(map(type, sequences)) == {np.ndarray}:  # there may be millions
         layouts = {(array.dtype, array.ndim) for array in sequences}
-        if all(dtype.kind in "iufb" and ndim == 1 for dtype, ndim in layouts):
+        if all(dtype.kind in "iufb" and dtype.isnative and ndim == 1 for dtype, ndim in layouts):
             return list(map(np.ascontiguousarray, sequences))
     return [np.ascontiguousarray(_sequence(sequence, i, name)) for i, sequence in enumerate(sequences)]
 
@@ -279,39 +321,21 @@ def _sequence(sequence: Any, index: int, name: str) -> Array:
         raise LayoutError(f"{name}[{index}] is None: drop it, or pass an array")
     if isinstance(sequence, (str, bytes)):
         raise LayoutError(f"{name}[{index}] is text: tokenise it first and pass its token ids")
-    try:
-        array = sequence if isinstance(sequence, np.ndarray) else np.asarray(sequence)
-    except (ValueError, TypeError) as error:  # ragged or nested
-        raise LayoutError(f"{name}[{index}] is not one flat sequence of numbers: {error}") from None
+    array = as_array(sequence, f"{name}[{index}]", "iufbO")
     if array.ndim != 1:
         way = f"pass [{name}] for a single sequence" if array.ndim == 0 else "flatten it"
         raise LayoutError(f"{name}[{index}] has shape {list(array.shape)} and must be flat: {way}")
-    if array.dtype.kind not in "iufb":
-        raise LayoutError(f"{name}[{index}] has dtype {array.dtype}: pass numbers")
-    return array
+    return as_array(array, f"{name}[{index}]")
 
 
-def _from_arrow(array: Any, name: str) -> Ragged:
-    """A view of one Arrow list array, by the methods that pyarrow gives it (nothing of pyarrow is imported)."""
-    if array.null_count:
-        first = int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))
-        raise LayoutError(f"{name}[{first}] is null ({array.null_count:,} nulls in all): drop nulls with drop_null()")
-    if hasattr(array.type, "list_size"):
-        values = array.flatten()
-        offsets = np.arange(len(array) + 1, dtype=np.int64) * array.type.list_size
-    elif hasattr(array, "offsets") and not hasattr(array, "sizes"):
-        offsets = array.offsets.to_numpy()
-        values = array.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
-        offsets = offsets - offsets[0] if offsets[0] else offsets
-    else:
-        raise LayoutError(f"{name} is an Arrow array of {array.type}: cast it to list, large_list or fixed_size_list")
-    if values.null_count:
-        first = int(np.argmax(values.is_null().to_numpy(zero_copy_only=False)))
-        home = int(np.searchsorted(offsets, first, side="right")) - 1
+def _common_dtype(dtypes: set[np.dtype[Any]], name: str) -> np.dtype[Any]:
+    """The dtype that holds all of them; integers stay integers."""
+    common = np.result_type(*dtypes)
+    if common.kind == "f" and all(dtype.kind in "iub" for dtype in dtypes):
         raise LayoutError(
-            f"{name}[{home}] holds a null token ({values.null_count:,} in all): fill nulls with fill_null()"
+            f"{name} mixes {' and '.join(sorted(map(str, dtypes)))}, which no integer dtype holds: convert them to one"
         )
-    return Ragged(values.to_numpy(zero_copy_only=False), offsets, name=name)
+    return common
 
 
 def _joined(parts: list[Ragged], name: str) -> Ragged:
@@ -320,37 +344,10 @@ def _joined(parts: list[Ragged], name: str) -> Ragged:
     return parts[0] if len(parts) == 1 else _Joined(parts, name)
 
 
-@dataclass(frozen=True)
-class _MappedFile:
-    """Where an array lies in a file: what is pickled in place of a memory map."""
-
-    path: str
-    offset: int
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-
-    def open(self) -> Array:
-        if not Path(self.path).is_file():
-            raise PackingError(
-                f"{self.path} is gone: memory-mapped sequences are pickled by path, so the file must exist where they "
-                f"are unpickled"
-            )
-        if 0 in self.shape:
-            return np.zeros(self.shape, self.dtype)
-        return np.memmap(self.path, self.dtype, mode="r", offset=self.offset, shape=self.shape)
+def _unlisted(places: list[Array | MappedFile], name: str) -> Ragged:
+    return _ArrayList([opened(place) for place in places], name)
 
 
-def _by_path(array: Array) -> Array | _MappedFile:
-    """The place in a file when the array is a read-only or shared memory map of one, else the array."""
-    root: Any = array
-    while isinstance(root, np.ndarray) and isinstance(root.base, np.ndarray):
-        root = root.base
-    if not isinstance(root, np.memmap) or root.filename is None or root.mode == "c":
-        return array
-    offset = root.offset + array.__array_interface__["data"][0] - root.__array_interface__["data"][0]
-    return _MappedFile(str(root.filename), offset, array.dtype, array.shape)
-
-
-def _unpickled(values: Array | _MappedFile, offsets: Array | _MappedFile, name: str) -> Ragged:
-    opened = [part.open() if isinstance(part, _MappedFile) else part for part in (values, offsets)]
-    return Ragged(opened[0], opened[1], name=name)
+def _unpickled(places: list[Array | MappedFile], name: str) -> Ragged:
+    arrays = [opened(place) for place in places]
+    return _joined([Ragged(*pair, name=name) for pair in zip(arrays[::2], arrays[1::2], strict=True)], name)

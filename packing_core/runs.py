@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from packing_core.errors import RowIndexError
+
 Int64 = NDArray[np.int64]
 Array = NDArray[Any]
 
@@ -27,22 +29,38 @@ def chosen(index: int | slice | ArrayLike, count: int) -> Int64:
     (array([4]), array([1, 2, 3]), array([3, 0]))
 
     Raises:
-        IndexError: the index is out of range, or is not of integers (or of ``count`` bools).
+        RowIndexError: the index is out of range, or is not of integers (or of ``count`` bools).
     """
     if isinstance(index, slice):
-        picked = range(count)[index]
-        return np.arange(len(picked)) * (picked.step if len(picked) > 1 else 1) + picked.start
-    numbers = np.atleast_1d(np.asarray(index, None if np.size(index) else np.int64))
-    if numbers.dtype == np.bool_ and numbers.shape == (count,):
+        return sliced(index, count)
+    try:
+        numbers = np.atleast_1d(np.asarray(index, None if np.size(index) else np.int64))
+    except Exception:  # a ragged list, or another library's __array__
+        numbers = np.zeros(0, object)
+    if numbers.dtype == np.bool_ and numbers.shape == (count,) and np.ndim(index):
         return np.flatnonzero(numbers)
     if numbers.dtype.kind not in "iu" or numbers.ndim != 1:
-        raise IndexError(
+        raise RowIndexError(
             f"rows are chosen by integers, a slice, or {count:,} bools; got {numbers.dtype} {numbers.shape}"
         )
     outside = (numbers < -count) | (numbers >= count)
     if outside.any():
-        raise IndexError(f"row {numbers[outside][0]} of {count:,}: rows are numbered 0 to {count - 1:,}")
-    return np.where(numbers < 0, numbers + count, numbers).astype(np.int64, copy=False)
+        raise RowIndexError(f"row {numbers[outside][0]} of {count:,}: rows are numbered 0 to {count - 1:,}")
+    numbers = numbers.astype(np.int64, copy=False)
+    return np.where(numbers < 0, numbers + count, numbers)
+
+
+def sliced(part: slice, count: int) -> Int64:
+    """int64: which of ``count`` things a slice chooses.
+
+    Raises:
+        RowIndexError: it is not of integers.
+    """
+    try:
+        picked = range(count)[part]
+    except (TypeError, ValueError):
+        raise RowIndexError(f"rows are chosen by slices of integers; got {part}") from None
+    return np.arange(len(picked)) * (picked.step if len(picked) > 1 else 1) + picked.start
 
 
 def ranges(lengths: Int64) -> Int64:

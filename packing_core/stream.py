@@ -8,35 +8,42 @@ where it stopped, also with another number of shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
-from itertools import islice, pairwise
+from collections import deque
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from packing_core._hints import hinted
 from packing_core._mixed import mixed
-from packing_core._pending import Pending, lengths_of, part
-from packing_core._pieces import Overflow, check_seed, choice, positive
-from packing_core.batch import IGNORE_INDEX, PackedBatch, Weighting
-from packing_core.dataset import pack
-from packing_core.errors import CapacityError, LayoutError, PackingError
+from packing_core._pending import Pending, Piece, cut, iterate, length_of, opener
+from packing_core._pieces import Overflow, check_seed, choice, integer, positive
+from packing_core._rounds import leaving, make_rows
+from packing_core._state import Mark, read_state, sealed
+from packing_core.batch import WEIGHTINGS, PackedBatch, Weighting
+from packing_core.dataset import with_empty_row
+from packing_core.errors import PackingError
 from packing_core.plan import PackPlan, plan
 
 Int64 = NDArray[np.int64]
-Open = Callable[[int], Iterable[Any]]
 
-WASTE = 5e-4  # of the slots of the rows that leave a round; the rest waits for documents that fill it
-_OPTIONS = ("capacity", "buffer", "max_age", "seed", "overflow", "alignment", "max_segments", "strategy")
 StreamStrategy = Literal["best_fit", "mixed"]
 
+CHUNK_TOKENS = 2**22  # slots of the rows that are made at a time
+REMEMBERED = 2**16  # numbers of documents that a stream lists as truncated or dropped
+_LIMITS = ("capacity", "buffer", "buffer_tokens", "max_age", "alignment", "max_segments")
+_OPTIONS = (*_LIMITS, "seed", "overflow", "strategy", "pad_id", "weighting")
 
+
+@hinted()
 def stream(
     source: Any,
     capacity: int,
     *,
     buffer: int = 8192,
+    buffer_tokens: int | None = None,
     max_age: int | None = None,
     seed: int | None = None,
     shard: tuple[int, int] = (0, 1),
@@ -60,6 +67,8 @@ def stream(
             reads all of them.
         capacity: tokens a row can hold.
         buffer: documents that are pending at most; more fill rows better.
+        buffer_tokens: tokens that are pending at most, not counting the last document that was read; by default 2**24,
+            or 64 rows if that is more. It bounds the memory where documents are long.
         max_age: how many documents may be read after a document before it is in a row; 16 buffers by default.
         seed: shuffles the rows that leave together, differently in every epoch; None keeps the planner's order.
         shard: (index, count). All shards get equally many rows: at the very end, up to ``count - 1`` shards get one row
@@ -71,11 +80,15 @@ def stream(
     Raises:
         PackingError: an option is out of range; while iterating also: a document is empty, or longer than ``capacity``
             under ``overflow="error"`` (CapacityError), or has other columns than the first (LayoutError).
+
+    Whatever is raised while iterating, by the source too, loses nothing: what was read stays, and the next call opens
+    the source again at the first document that was not. A bad document raises every time.
     """
     return PackStream(
         source,
         capacity,
         buffer=buffer,
+        buffer_tokens=buffer_tokens,
         max_age=max_age,
         seed=seed,
         shard=shard,
@@ -94,19 +107,26 @@ class PackStream:
     ``iter()`` on a stream that is at its end starts the next epoch.
 
     Attributes:
-        truncated, dropped: numbers of the documents that ``overflow`` cut or left out since this stream was made.
+        truncated, dropped: numbers of the documents that ``overflow`` cut or left out since this stream was made, the
+            last 65,536 of each.
+        n_truncated, n_dropped: how many there were.
     """
 
     _reader: Iterator[Any] | None
-    _ready: PackedBatch | tuple[()]  # this shard's rows of the present round
+    _ready: PackedBatch | tuple[()]  # rows of this shard that are made
     _no_rows: PackedBatch | None  # a batch without rows, which says what columns there are
+    _mark: Mark  # where the present round begins
+    _at_round: Mark  # where the round of the last row taken began
+    _digest: tuple[Mark, str] | None  # of the documents of a mark: it takes a pass over them
 
+    @hinted()
     def __init__(
         self,
         source: Any,
         capacity: int,
         *,
         buffer: int,
+        buffer_tokens: int | None = None,
         max_age: int | None,
         seed: int | None,
         shard: tuple[int, int],
@@ -121,11 +141,13 @@ class PackStream:
         self.buffer = positive("buffer", buffer)
         self.max_age = 16 * self.buffer if max_age is None else positive("max_age", max_age)
         if self.max_age < self.buffer:
-            raise PackingError(f"max_age is {max_age:,} and buffer {buffer:,}: pass an age of at least one buffer")
+            raise PackingError(
+                f"max_age is {self.max_age:,} and buffer {self.buffer:,}: pass an age of at least one buffer"
+            )
+        default = max(2**24, 64 * self.capacity)
+        self.buffer_tokens = default if buffer_tokens is None else positive("buffer_tokens", buffer_tokens)
         self.seed = check_seed(seed)
-        if not (len(shard) == 2 and all(isinstance(n, int) for n in shard) and 0 <= shard[0] < shard[1]):
-            raise PackingError(f"shard is {shard}: pass (index, count) with 0 <= index < count")
-        self.index, self.shards = shard
+        self.index, self.shards = _shard(shard)
         choice("overflow", overflow, get_args(Overflow))
         self.overflow = overflow
         self.alignment = positive("alignment", alignment)
@@ -133,12 +155,28 @@ class PackStream:
         choice("strategy", strategy, get_args(StreamStrategy))
         self.strategy = strategy
         plan([1], self.capacity, alignment=self.alignment)  # checks that the two agree
-        self.pad_id = pad_id
+        number = integer(pad_id)
+        if number is None:
+            raise PackingError(f"pad_id is {pad_id!r}: pass an integer")
+        self.pad_id = number
+        choice("weighting", weighting, WEIGHTINGS)
         self.weighting = weighting
-        self.truncated: list[int] = []
-        self.dropped: list[int] = []
-        self._open = _opener(source)
+        self._pack_options = {"pad_id": self.pad_id, "weighting": self.weighting}
+        self._truncated: deque[int] = deque(maxlen=REMEMBERED)
+        self._dropped: deque[int] = deque(maxlen=REMEMBERED)
+        self.n_truncated = self.n_dropped = 0
+        self._open = opener(source)
         self._begin(epoch=0)
+
+    @property
+    def truncated(self) -> list[int]:
+        """Numbers of the last documents that were cut."""
+        return list(self._truncated)
+
+    @property
+    def dropped(self) -> list[int]:
+        """Numbers of the last documents that were left out."""
+        return list(self._dropped)
 
     def __iter__(self) -> PackStream:
         if self._done:
@@ -146,66 +184,83 @@ class PackStream:
         return self
 
     def __next__(self) -> PackedBatch:
-        while self._place >= len(self._ready):
-            self._next_round()
-        self._place += 1
-        self._taken += 1
-        return self._ready[self._place - 1]
+        return self._take(1)
 
     def chunks(self) -> Iterator[PackedBatch]:
-        """This shard's rows of the rest of the epoch, all that are ready at a time as one batch: far fewer objects."""
+        """This shard's rows of the rest of the epoch, many at a time as one batch: far fewer objects.
+
+        A batch holds at most 2**22 tokens with padding, or one row.
+        """
         while True:
             try:
-                while self._place >= len(self._ready):
-                    self._next_round()
+                yield self._take(None)
             except StopIteration:
                 return
-            chunk = self._ready[self._place :]
-            assert isinstance(chunk, PackedBatch)
-            self._place += len(chunk)
-            self._taken += len(chunk)
-            yield chunk
+
+    def _take(self, count: int | None) -> PackedBatch:
+        """The next rows that are ready, at most ``count``.
+
+        Raises:
+            StopIteration: there are none.
+        """
+        while self._place >= len(self._ready):
+            self._advance()
+        assert isinstance(self._ready, PackedBatch)
+        place = self._place
+        taken = self._ready[place:] if count is None else self._ready[place : place + count]
+        self._place += len(taken)
+        self._taken += len(taken)
+        self._at_round = self._mark
+        return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands, as numbers and lists that JSON takes.
+        """Where the stream stands, as numbers, strings and lists that JSON takes.
 
         It is the same on every shard that has yielded equally many rows, and loads onto any number of shards.
         """
-        options = {name: getattr(self, name) for name in _OPTIONS}
-        return {**options, "epoch": self._epoch, "rows": self._base + self._taken * self.shards, **self._at_round}
+        at = self._at_round
+        if self._digest is None or self._digest[0] is not at:
+            self._digest = at, at.digest()
+        counters = {"epoch": self._epoch, "rows": self._base + self._taken * self.shards, "round": at.round}
+        position = {"rows_before": at.rows_before, "cursor": at.cursor, "pending": at.places()}
+        return sealed({**self._options(), **counters, **position}, self._digest[1])
+
+    def _options(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _OPTIONS}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken: the remaining rows are the same ones.
+        """Go on where ``state`` was taken: the remaining rows are the same ones. A refused state changes nothing.
 
         Raises:
-            PackingError: the state is not one, or of a stream with other options, or the source has fewer documents
-                than it had.
+            PackingError: the state is not one, or was changed, or is of a stream with other options, or the source has
+                fewer documents than it had, or others.
         """
-        if missing := [name for name in self.state_dict() if name not in state]:
-            raise PackingError(f"the state has no {missing[0]!r}: pass what state_dict() of a stream returned")
-        for name in _OPTIONS:
-            if state[name] != getattr(self, name):
-                raise PackingError(
-                    f"the state was taken with {name}={state[name]} and this stream has {name}={getattr(self, name)}: "
-                    f"build it with the options that it had"
-                )
-        self._begin(state["epoch"])
-        self._round, self._rows_before, self._cursor = state["round"], state["rows_before"], state["cursor"]
-        self._base = state["rows"]
-        wanted = {number for number, _ in state["pending"]}
-        first = min(wanted, default=self._cursor)
-        self._reader = iter(self._open(first))
-        again = enumerate(islice(self._reader, self._cursor - first), first)
-        found = {
-            piece[:2]: piece for number, document in again if number in wanted for piece in self._cut(number, document)
-        }
-        try:
-            self._pending = Pending.of([found[number, start] for number, start in state["pending"]])
-        except KeyError as lost:
+        given = read_state(state, self._options())
+        cursor, places = given["cursor"], [(number, start) for number, start in given["pending"]]
+        wanted = {number for number, _ in places}
+        first = min([*wanted, max(cursor - 1, 0)])  # the last document that was read is in the fingerprint
+        reader = iterate(self._open(first), first)
+        found: dict[tuple[int, int], Piece] = {}
+        number, last = first - 1, None
+        for number, last in enumerate(islice(reader, cursor - first), first):
+            if number in wanted:
+                found |= {piece[:2]: piece for piece in self._cut(number, last)}
+        lost = [document for document, start in places if (document, start) not in found]
+        if lost or number < cursor - 1:
+            which = f"document {lost[0]} was pending" if lost else f"{cursor:,} documents were read"
+            raise PackingError(f"{which} and the source ends before it: give the source that it had")
+        pending = Pending.of([found[place] for place in places])
+        mark = Mark(given["round"], given["rows_before"], cursor, pending, last)
+        if sealed(given, mark.digest())["fingerprint"] != given["fingerprint"]:
             raise PackingError(
-                f"document {lost.args[0][0]} was pending and the source ends before it: give the source that it had"
-            ) from None
-        self._mark_round()
+                "the fingerprint of the state does not match: the state was changed, or the source gives other "
+                "documents than it did; give the stream the state and the source that it had"
+            )
+        self._begin(given["epoch"])
+        self._round, self._rows_before, self._cursor = mark.round, mark.rows_before, cursor
+        self._base = given["rows"]
+        self._reader, self._pending, self._last = reader, pending, last
+        self._mark = self._at_round = mark
 
     # One epoch is a sequence of rounds: read until the buffer is full, plan, let the rows that are full go.
 
@@ -215,85 +270,107 @@ class PackStream:
         self._base = self._taken = 0  # rows of all shards that earlier runs took; this shard's since
         self._reader = None
         self._exhausted = self._done = False
-        self._pending = Pending.of([])
+        self._pending, self._last = Pending.of([]), None
         self._ready, self._no_rows = (), None
         self._place = 0
-        self._names: tuple[str, ...] | None = None
-        self._mark_round()
+        self._leaves: tuple[Pending, PackPlan] | None = None  # the plan of a round, and what it was made of
+        self._todo = np.zeros(0, np.int64)  # its rows of this shard that are not made yet
+        self._pads = False  # whether a row of padding is to follow them
+        self._mark = self._at_round = Mark(0, 0, 0, self._pending, None)
+        self._digest = None
 
-    def _mark_round(self) -> None:
-        pending = np.stack([self._pending.ids, self._pending.starts], axis=1).tolist()
-        self._at_round = {
-            "round": self._round,
-            "rows_before": self._rows_before,
-            "cursor": self._cursor,
-            "pending": pending,
-        }
-
-    def _next_round(self) -> None:
-        """Make the rows of the next round ready.
+    def _advance(self) -> None:
+        """Make the next rows of this shard ready, or at least come closer to them.
 
         Raises:
-            StopIteration: there is none.
+            StopIteration: there are none.
         """
-        if self._done:
-            raise StopIteration
-        self._ready, self._place = (), 0
+        if len(self._todo):
+            block = self._todo[: max(1, CHUNK_TOKENS // self.capacity)]
+            assert self._leaves is not None
+            self._ready, self._place = make_rows(*self._leaves, block, self._pack_options), 0
+            self._todo = self._todo[len(block) :]
+        elif self._pads:
+            assert self._no_rows is not None
+            self._ready, self._place, self._pads = with_empty_row(self._no_rows), 0, False
+        else:
+            self._next_round()
+
+    def _next_round(self) -> None:
+        """Read, plan, and choose the rows that leave. What raises leaves everything as it was, but for documents read.
+
+        Raises:
+            StopIteration: there are no more rows.
+        """
+        self._ready, self._place, self._leaves = (), 0, None
         if self._exhausted and not len(self._pending.ids):
             self._done = True
             raise StopIteration
-        self._mark_round()
+        self._mark = Mark(self._round, self._rows_before, self._cursor, self._pending, self._last)
         self._fill()
         rows = self._plan_round()
         if rows is not None:
-            leaving = self._leaving(rows)
-            mine = self._mine(len(leaving))
-            self._ready = self._materialise(rows, leaving[mine])
-            self._no_rows = self._ready[:0]
+            self._leaves = self._pending, rows
+            if self._no_rows is None:
+                self._no_rows = make_rows(*self._leaves, np.zeros(1, np.int64), self._pack_options)[:0]
+            gone = self._leaving(rows)
+            self._todo = gone[self._mine(len(gone))]
             stay = np.ones(len(self._pending.ids), np.bool_)
-            stay[rows.select(leaving).source] = False
+            stay[rows.select(gone).source] = False
             self._pending = self._pending.keep(np.flatnonzero(stay))
-            self._rows_before += len(leaving)
+            self._rows_before += len(gone)
         self._round += 1
         if self._exhausted and not len(self._pending.ids):
             self._even_out()
 
     def _fill(self) -> None:
-        if self._reader is None:
-            self._reader = iter(self._open(self._cursor))
-        while (room := self.buffer - len(self._pending.ids)) > 0 and not self._exhausted:
-            documents = list(islice(self._reader, room))
-            self._exhausted = len(documents) < room
-            lengths = lengths_of(documents)
-            ids = np.arange(self._cursor, self._cursor + len(documents))
-            if len(documents) and lengths.min() > 0 and lengths.max() <= self.capacity:
-                new = Pending(ids, np.zeros_like(ids), lengths, documents)
-            else:
-                pairs = zip(ids.tolist(), documents, strict=True)
-                new = Pending.of([piece for number, document in pairs for piece in self._cut(number, document)])
-            self._pending = self._pending.and_then(new)
-            self._cursor += len(documents)
+        """Read until the buffer is full, the oldest pending document is as old as may be, or the source ends.
 
-    def _cut(self, number: int, document: Any) -> list[tuple[int, int, int, Any]]:
-        """The pieces of a document under ``overflow``: number, first token, length, content."""
-        length = int(lengths_of([document])[0])
-        if 0 < length <= self.capacity:
-            return [(number, 0, length, document)]
-        if length == 0:
-            raise PackingError(f"document {number} is empty: leave empty documents out of the source")
-        if self.overflow == "error":
-            raise CapacityError(
-                f"document {number} has {length:,} tokens and capacity is {self.capacity:,}: "
-                'pass overflow="split", "truncate" or "drop", or raise capacity'
-            )
-        if self.overflow == "drop":
-            self.dropped.append(number)
-            return []
-        if self.overflow == "truncate":
-            self.truncated.append(number)
-            return [(number, 0, self.capacity, part(document, 0, self.capacity))]
-        bounds = [*range(0, length, self.capacity), length]
-        return [(number, a, b - a, part(document, a, b)) for a, b in pairwise(bounds)]
+        When to stop is decided document by document, so it does not depend on where an earlier attempt broke off.
+        """
+        if self._reader is None:
+            self._reader = iterate(self._open(self._cursor), self._cursor)
+        held, tokens, number = len(self._pending.ids), int(self._pending.lengths.sum()), self._cursor
+        last_number = int(self._pending.ids.min()) + self.max_age if held else None
+        read: list[Piece] = []
+        try:
+            while held < self.buffer and tokens < self.buffer_tokens and (last_number is None or number < last_number):
+                try:
+                    document = next(self._reader)
+                except StopIteration:
+                    self._exhausted = True
+                    break
+                if (
+                    type(document) is np.ndarray and document.ndim == 1 and 0 < len(document) <= self.capacity
+                ):  # the usual kind, in less time
+                    pieces = [(number, 0, len(document), document)]
+                else:
+                    pieces = self._cut(number, document)
+                if pieces and last_number is None:
+                    last_number = number + self.max_age
+                read += pieces
+                held += len(pieces)
+                for piece in pieces:
+                    tokens += piece[2]
+                self._last = document
+                number += 1
+        except BaseException:
+            self._reader = None  # an iterator that raised is at its end: open the source again
+            raise
+        finally:
+            self._pending, self._cursor = self._pending.and_then(Pending.of(read)), number
+
+    def _cut(self, number: int, document: Any) -> list[Piece]:
+        """The pieces of a document under ``overflow``; notes what is lost of it."""
+        length = length_of(document, number)
+        pieces = cut(number, document, length, self.capacity, self.overflow)
+        if not pieces:
+            self._dropped.append(number)
+            self.n_dropped += 1
+        elif length > self.capacity and len(pieces) == 1:
+            self._truncated.append(number)
+            self.n_truncated += 1
+        return pieces
 
     def _plan_round(self) -> PackPlan | None:
         if not len(self._pending.ids):
@@ -330,71 +407,20 @@ class PackStream:
         )
 
     def _leaving(self, rows: PackPlan) -> Int64:
-        """The rows that leave now, shuffled by the seed: all that are full, enough of them, and all too old."""
+        """The rows that leave in this round, shuffled by the seed."""
         if self._exhausted:
-            leaving = np.arange(rows.n_rows)
-        else:
-            tokens = np.add.reduceat(rows.length, rows.row_offsets[:-1])
-            fullest = np.argsort(-tokens, kind="stable")
-            free = np.cumsum(self.capacity - tokens[fullest])
-            within = np.flatnonzero(free <= WASTE * self.capacity * np.arange(1, rows.n_rows + 1))
-            left = np.cumsum(np.diff(rows.row_offsets)[fullest])
-            enough = int(np.searchsorted(left, len(rows.length) - self.buffer // 2)) + 1
-            leaves = np.zeros(rows.n_rows, np.bool_)
-            leaves[fullest[: max(enough, int(within[-1]) + 1 if len(within) else 0)]] = True
-            # What stays now is asked again after another buffer of documents.
+            gone = np.arange(rows.n_rows)
+        else:  # what stays now is looked at again after another buffer of documents
             old = self._pending.ids[rows.source] <= self._cursor - 1 - (self.max_age - self.buffer)
-            leaves |= np.logical_or.reduceat(old, rows.row_offsets[:-1])
-            leaving = np.flatnonzero(leaves)
+            gone = leaving(rows, self.buffer // 2, self.buffer_tokens // 2, old)
         if self.seed is not None:
-            leaving = np.random.default_rng([self.seed, self._epoch, self._round]).permutation(leaving)
-        return leaving
+            gone = np.random.default_rng([self.seed, self._epoch, self._round]).permutation(gone)
+        return gone
 
     def _mine(self, count: int) -> Int64:
         """Which of the ``count`` rows that leave are this shard's and were not taken in an earlier run."""
         numbers = self._rows_before + np.arange(count)
         return np.flatnonzero((numbers % self.shards == self.index) & (numbers >= self._base))
-
-    def _materialise(self, rows: PackPlan, mine: Int64) -> PackedBatch:
-        if not len(mine):  # a batch without rows still says which columns there are
-            return self._materialise(rows, np.zeros(1, np.int64))[:0]
-        chosen = rows.select(mine)
-        places = chosen.source.tolist()
-        contents = [self._pending.contents[i] for i in places]
-        local = PackPlan(
-            chosen.row_offsets,
-            np.arange(len(places)),
-            np.zeros(len(places), np.int64),
-            chosen.length,
-            capacity=self.capacity,
-            alignment=self.alignment,
-            n_documents=len(places),
-        )
-        batch = pack(
-            **self._columns(contents, places), capacity_or_plan=local, pad_id=self.pad_id, weighting=self.weighting
-        )
-        return replace(batch, sources=self._pending.ids[chosen.source], starts=self._pending.starts[chosen.source])
-
-    def _columns(self, contents: list[Any], places: list[int]) -> dict[str, Any]:
-        """The arguments of ``pack`` that hold the documents."""
-        if not isinstance(contents[0], Mapping):
-            return {"sequences": contents}
-        names = self._names = self._names or tuple(contents[0])
-        for content, place in zip(contents, places, strict=True):
-            if not isinstance(content, Mapping) or tuple(content) != names:
-                found = ", ".join(content) if isinstance(content, Mapping) else "no columns"
-                raise LayoutError(
-                    f"document {self._pending.ids[place]} has {found} and the first one has {', '.join(names)}: "
-                    "give every document the same columns in the same order"
-                )
-        columns = {name: [content[name] for content in contents] for name in names}
-        arguments = {
-            "sequences": columns.pop("input_ids"),
-            "labels": columns.pop("labels", None),
-            "loss_mask": columns.pop("loss_mask", None),
-            "prompt_lengths": columns.pop("prompt_length", None),
-        }
-        return {**arguments, "columns": columns}
 
     def _even_out(self) -> None:
         """After the last row: one row of padding for each shard that would otherwise have one row less.
@@ -406,29 +432,14 @@ class PackStream:
             raise PackingError("the source has no document to pack")
         missing = -(self._rows_before - self._base) % self.shards if self._base < self._rows_before else 0
         numbers = self._rows_before + np.arange(missing)
-        if (numbers % self.shards == self.index).any():
-            self._ready = _with_empty_row(self._ready or self._no_rows)
+        self._pads = bool((numbers % self.shards == self.index).any())
 
 
-def _with_empty_row(batch: PackedBatch) -> PackedBatch:
-    def grown(array: NDArray[Any], fill: int) -> NDArray[Any]:
-        return np.concatenate([array, np.full((1, batch.capacity), fill, array.dtype)])
-
-    return replace(
-        batch,
-        input_ids=grown(batch.input_ids, batch.pad_id),
-        labels=None if batch.labels is None else grown(batch.labels, IGNORE_INDEX),
-        loss_mask=None if batch.loss_mask is None else grown(batch.loss_mask, 0),
-        columns={name: grown(array, 0) for name, array in batch.columns.items()},
-    )
-
-
-def _opener(source: Any) -> Open:
-    if callable(source) and not hasattr(source, "__getitem__"):
-        return source  # type: ignore[no-any-return]
-    if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
-        raise PackingError(
-            f"source is a {type(source).__name__}: pass a sequence of documents, or a function open(start) that "
-            "iterates from document number start, so that the stream can be resumed"
-        )
-    return lambda start: (source[i] for i in range(start, len(source)))
+def _shard(shard: Any) -> tuple[int, int]:
+    try:
+        index, count = map(integer, shard)
+    except (TypeError, ValueError):  # not two things
+        index = count = None
+    if index is None or count is None or not 0 <= index < count:
+        raise PackingError(f"shard is {shard!r}: pass (index, count) with 0 <= index < count")
+    return index, count

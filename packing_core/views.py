@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 Int32 = NDArray[np.int32]
 
+MOST_BUCKET = 2**24
+
 
 @dataclass(frozen=True, eq=False)
 class KernelView:
@@ -58,16 +60,21 @@ def kernel_view(batch: PackedBatch, *, max_seqlen: int | None = None, bucket: in
     """The kernel view of all rows of ``batch``; take ``batch[rows]`` for some of them.
 
     Raises:
-        CapacityError: ``max_seqlen`` is less than the longest segment, or there are more tokens than int32 counts.
+        CapacityError: ``max_seqlen`` is less than the longest segment, there are more tokens than int32 counts, or a
+            token id or label does not fit int32.
         PackingError: ``bucket`` is less than 1.
     """
-    positive("bucket", bucket)
+    if positive("bucket", bucket) > MOST_BUCKET:
+        raise CapacityError(f"bucket is {bucket:,}: pass at most {MOST_BUCKET:,}, kernels spend time on empty entries")
     size = batch.input_ids.size
     if size > np.iinfo(np.int32).max:
         raise CapacityError(f"{size:,} tokens are more than int32 kernels count: take fewer rows, batch[first:last]")
     longest = int(batch.lengths.max()) if batch.n_segments else batch.capacity
     if max_seqlen is None:
         max_seqlen = longest
+    max_seqlen = positive("max_seqlen", max_seqlen)
+    if max_seqlen > np.iinfo(np.int32).max:
+        raise CapacityError(f"max_seqlen is {max_seqlen:,}, which int32 kernels do not count: pass less than 2**31")
     if max_seqlen < longest:
         raise CapacityError(
             f"max_seqlen is {max_seqlen:,} and the longest segment has {longest:,} tokens: pass at least that, or None"
@@ -76,8 +83,8 @@ def kernel_view(batch: PackedBatch, *, max_seqlen: int | None = None, bucket: in
     lengths = np.diff(cuts)
     tail = np.full(-len(lengths) % bucket, size)
     return KernelView(
-        input_ids=batch.input_ids.reshape(-1).astype(np.int32),
-        targets=batch.targets.reshape(-1).astype(np.int32),
+        input_ids=as_int32(batch.input_ids.reshape(-1), "input_ids"),
+        targets=as_int32(batch.targets.reshape(-1), "targets"),
         loss_weights=batch.loss_weights.reshape(-1),
         position_ids=ranges(lengths).astype(np.int32),
         seq_idx=np.repeat(np.arange(len(lengths), dtype=np.int32), lengths),
@@ -87,6 +94,22 @@ def kernel_view(batch: PackedBatch, *, max_seqlen: int | None = None, bucket: in
         lengths=tuple(lengths.tolist()),
         is_padding=tuple(is_padding.tolist()),
     )
+
+
+def as_int32(tokens: Array, name: str) -> Int32:
+    """A copy of token ids or targets as int32.
+
+    Raises:
+        CapacityError: one of them does not fit, and would become another token.
+    """
+    limits = np.iinfo(np.int32)
+    for extreme in (tokens.max(), tokens.min()) if tokens.size and tokens.itemsize >= 4 else ():
+        if not limits.min <= extreme <= limits.max:
+            raise CapacityError(
+                f"{name} holds {extreme:,}, which does not fit int32: kernels and other frameworks take no larger ids, "
+                f"renumber them"
+            )
+    return tokens.astype(np.int32)
 
 
 def _segments(batch: PackedBatch, longest: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:

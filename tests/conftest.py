@@ -1,4 +1,7 @@
-"""Where there is no GPU, Triton's own library functions are loaded interpretable, before anything else imports Triton.
+"""One thread for each process, and Triton's library functions interpretable where there is no GPU.
+
+The suite runs in several workers, and some of its tests start processes; with a thread for every core each, torch's
+threads would wait for one another.
 
 Triton settles when a function is defined whether it can be interpreted, by ``TRITON_INTERPRET``; transformers imports
 Triton. The variable does not stay set: the code under test sees it in the tests of the kernels alone
@@ -7,6 +10,8 @@ Triton. The variable does not stay set: the code under test sees it in the tests
 
 import os
 from importlib.util import find_spec
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch and numpy are first imported, which is below
 
 if find_spec("torch") and find_spec("triton") and "TRITON_INTERPRET" not in os.environ:
     import torch

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch_backend.patching import patch, unpatch
     from torch_backend.segments import PackedMetadata
     from torch_backend.training.dataset import pack_dataset
+    from torch_backend.training.step import TrainStep, make_train_step
     from torch_backend.training.trainer import enable_packing
 
 # name -> module that defines it
@@ -22,11 +23,13 @@ _HOME: dict[str, str] = {
     "AuditReport": "torch_backend.auditing.model",
     "PackedCollator": "torch_backend.collate",
     "PackedMetadata": "torch_backend.segments",
+    "TrainStep": "torch_backend.training.step",
     "TrainerReport": "torch_backend.auditing.trainer",
     "attention": "torch_backend.ops.attention",
     "audit": "torch_backend.auditing.model",
     "enable_packing": "torch_backend.training.trainer",
     "explain": "torch_backend.hf.explain",
+    "make_train_step": "torch_backend.training.step",
     "next_token_targets": "torch_backend.losses.cross_entropy",
     "normalise": "torch_backend.losses.cross_entropy",
     "pack_dataset": "torch_backend.training.dataset",
@@ -39,11 +42,13 @@ __all__ = [
     "AuditReport",
     "PackedCollator",
     "PackedMetadata",
+    "TrainStep",
     "TrainerReport",
     "attention",
     "audit",
     "enable_packing",
     "explain",
+    "make_train_step",
     "next_token_targets",
     "normalise",
     "pack_dataset",

@@ -36,7 +36,11 @@ def standard_library_records(root: Path | None = None) -> Iterator[dict[str, str
         if _SKIPPED.intersection(parts) or any(part.startswith("_") and part != "__init__" for part in parts):
             continue
         module = ".".join(part for part in parts if part != "__init__")
-        for node, name in _documented(_parse(path), module):
+        try:
+            parsed = _parse(path)
+        except (SyntaxError, ValueError, RecursionError):  # not a source of this Python: it documents nothing
+            continue
+        for node, name in _documented(parsed, module):
             answer = ast.get_docstring(node)
             if answer and len(answer) >= _SHORTEST_ANSWER and answer not in seen:
                 seen.add(answer)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosspack.cli.progress import LABELS
-from crosspack.cli.tables import padded_slots, padding, rate
+from crosspack.cli.tables import computed_tokens, loss_difference, padding, rate
 from packing_core.extras import require
 from packing_core.plan import PackPlan
 from packing_core.training.job import TrainResult
@@ -23,6 +23,15 @@ _PADDING = "#e3e3e3"
 _SHOWN = 24  # rows, or padded documents, that a strip shows
 
 
+def compare_titles(result: TrainResult) -> tuple[str, str]:
+    """What the runs of ``--compare`` show: how far their losses are apart, and how fast packed rows train."""
+    packed = result.records["packed"]
+    others = {run: records for run, records in result.records.items() if run != "packed"}
+    apart = max(loss_difference(records, packed) for records in others.values())
+    speeds = ", ".join(f"{rate(packed) / rate(records):.2f}x {LABELS[run]}" for run, records in others.items())
+    return f"Losses differ by {apart:.0e} at most", f"Packed, real tokens/s: {speeds}"
+
+
 def compare_figure(result: TrainResult, schedule: Schedule, path: Path, *, title: str) -> None:
     """Write the picture of ``--compare``: loss over tokens, loss over seconds, and how full the rows are."""
     figure = _figure(12, 8.4)
@@ -30,7 +39,7 @@ def compare_figure(result: TrainResult, schedule: Schedule, path: Path, *, title
     over_tokens, over_seconds = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])
     for number, (run, records) in enumerate(result.records.items()):
         losses = [record.loss for record in records]
-        label = f"{LABELS[run]}, {rate(records):,.0f} tokens/s"
+        label = f"{LABELS[run]}, {rate(records):,.0f} tokens/s (median step)"
         # the curves lie on top of each other over tokens: earlier ones are drawn wider so that all stay visible
         wide = 2.0 + 2.5 * (len(result.records) - 1 - number)
         tokens = np.cumsum([record.tokens for record in records]) / 1000
@@ -38,13 +47,18 @@ def compare_figure(result: TrainResult, schedule: Schedule, path: Path, *, title
         over_tokens.plot(tokens, losses, color=COLOURS[run], lw=wide, alpha=0.9, label=LABELS[run])
         over_seconds.plot(seconds, losses, color=COLOURS[run], lw=2, label=label)
         over_seconds.plot(seconds[-1], losses[-1], "o", color=COLOURS[run], ms=6)
-    over_tokens.set(xlabel="real tokens trained on, thousands", ylabel="loss", title="The same losses ...")
-    over_seconds.set(xlabel="seconds", ylabel="loss", title="... in less time")
+    same, faster = compare_titles(result)
+    over_tokens.set(xlabel="real tokens trained on, thousands", ylabel="loss", title=same)
+    over_seconds.set(xlabel="seconds in steps", ylabel="loss", title=faster)
     for axes in (over_tokens, over_seconds):
         axes.legend(frameon=False)
         axes.grid(alpha=0.25)
-    _draw_padded(figure.add_subplot(grid[1, 0]), schedule, padding(next(iter(result.records.values()))))
-    _draw_rows(figure.add_subplot(grid[1, 1]), schedule.plans[0])
+    padded, packed = figure.add_subplot(grid[1, 0]), figure.add_subplot(grid[1, 1])
+    _draw_padded(padded, schedule, padding(next(iter(result.records.values()))))
+    _draw_rows(packed, schedule.plans[0])
+    for axes in (padded, packed):  # one scale: a token has the same size in both
+        axes.set(xlim=(0, schedule.plans[0].capacity), ylim=(_SHOWN - 0.5, -0.5))
+    _explain_colours(figure)
     _save(figure, path, title)
 
 
@@ -61,43 +75,43 @@ def report_figure(
     histogram.text(plan.capacity, 0.98, " capacity", transform=histogram.get_xaxis_transform(), va="top")
     histogram.set(xscale="log", xlabel="tokens of a document", ylabel="documents", title="Document lengths")
     real = plan.n_tokens
-    shuffled = np.random.default_rng(seed).permutation(plan.length)
-    names, slots, colours = [], [], []
-    for size in batches:
-        names += [f"batches of {size},\nrandom", f"batches of {size},\nsorted"]
-        slots += [padded_slots(shuffled, size), padded_slots(-np.sort(-plan.length), size)]
-        colours += [COLOURS["padded"], COLOURS["grouped"]]
-    names.append("packed rows")
-    slots.append(plan.n_rows * plan.capacity)
-    colours.append(COLOURS["packed"])
-    bars.bar(names, [count / 1e6 for count in slots], color=_PADDING)
-    bars.bar(names, [real / 1e6] * len(names), color=colours)
+    computed = computed_tokens(plan, batches=batches, seed=seed)
+    names, slots = list(computed), list(computed.values())
+    colours = [*(COLOURS["padded"], COLOURS["grouped"]) * len(batches), COLOURS["packed"]]
+    bars.barh(names, [count / 1e6 for count in slots], color=_PADDING)
+    bars.barh(names, [real / 1e6] * len(names), color=colours)
     for at, count in enumerate(slots):
-        bars.text(at, count / 1e6, f"{1 - real / count:.0%} padding", ha="center", va="bottom", fontsize=9)
-    bars.set(ylabel="millions of computed tokens per epoch", title="What the model computes (grey: padding)")
-    bars.margins(y=0.12)
+        bars.text(count / 1e6, at, f" {1 - real / count:.0%} padding", va="center", fontsize=9)
+    bars.set(xlabel="millions of computed tokens per epoch", title="What the model computes (grey: padding)")
+    bars.margins(x=0.2)
+    bars.invert_yaxis()
     _draw_fill(figure.add_subplot(grid[1, 0]), plan)
     _draw_rows(figure.add_subplot(grid[1, 1]), plan)
+    _explain_colours(figure)
     _save(figure, path, title)
 
 
 def _draw_padded(axes: Any, schedule: Schedule, waste: float) -> None:
-    """The first documents of the first step in padded batches, one line each."""
-    plan = schedule.steps[0]
-    line = 0
-    for pieces in schedule.batches(0, "padded"):
-        lengths = plan.length[pieces]
-        for number, length in enumerate(lengths.tolist()):
-            if line == _SHOWN:
-                break
-            axes.barh(line, lengths.max(), height=1, color=_PADDING)
-            axes.barh(line, length, height=0.86, color=_SEGMENTS[number % 2])
-            line += 1
-        axes.axhline(line - 0.5, color="white", lw=3)
-    axes.set(
-        title=f"Padded batches of {schedule.padded_batch}: {waste:.0%} padding", xlabel="tokens", ylabel="documents"
-    )
-    _strip(axes, line)
+    """The first padded batches, one document a line, side by side as far as a packed row reaches."""
+    size, width = schedule.padded_batch, schedule.plans[0].capacity
+    left, top = 0, 0
+    batches = ((step, pieces) for step in range(len(schedule)) for pieces in schedule.batches(step, "padded"))
+    for step, pieces in batches:
+        lengths = schedule.steps[step].length[pieces]
+        longest = int(lengths.max())
+        if left + longest > width:
+            left, top = 0, top + size
+        if top >= _SHOWN:
+            break
+        lines = top + np.arange(len(lengths))
+        colours = [_SEGMENTS[number % len(_SEGMENTS)] for number in range(len(lengths))]
+        axes.barh(lines, longest, left=left, height=1, color=_PADDING)
+        axes.barh(lines, lengths, left=left, height=0.86, color=colours)
+        axes.vlines(left, top - 0.5, top + len(lengths) - 0.5, color="white", lw=2)
+        left += longest
+        axes.hlines(top + size - 0.5, 0, width, color="white", lw=2)
+    axes.set(title=f"Padded batches of {size}: {waste:.0%} padding", xlabel="tokens", ylabel="documents")
+    _strip(axes, _SHOWN)
 
 
 def _draw_rows(axes: Any, plan: PackPlan) -> None:
@@ -120,6 +134,13 @@ def _draw_fill(axes: Any, plan: PackPlan) -> None:
     axes.set(title=f"Fill of all {plan.n_rows:,} rows, fullest first", xlabel="row", ylabel="real tokens / capacity")
     axes.set_xlim(0, max(1, len(fill) - 1))
     axes.set_ylim(0, 1.02)
+
+
+def _explain_colours(figure: Any) -> None:
+    """A legend for the rows and batches below."""
+    patch = require("matplotlib.patches", extra="plot").Patch
+    keys = [patch(color=colour, label=label) for colour, label in ((_SEGMENTS[0], "documents"), (_PADDING, "padding"))]
+    figure.legend(handles=keys, loc="outside lower center", ncols=2, frameon=False)
 
 
 def _strip(axes: Any, lines: int) -> None:

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
+from crosspack.cli.console import OUT
 from crosspack.cli.progress import counted
 from crosspack.cli.records import Records, open_records
-from crosspack.cli.text import Encoder, Loss, Policy, load_tokenizer, plain_texts, train_tokenizer
-from packing_core.errors import PackingError
+from crosspack.cli.text import (
+    COLUMNS,
+    Encoder,
+    Loss,
+    Policy,
+    check_tokenizer,
+    kind_of,
+    load_tokenizer,
+    plain_texts,
+    train_tokenizer,
+)
+from packing_core.errors import CapacityError, PackingError
+from packing_core.training.schedule import Document
 
 Data = Annotated[
     str | None,
@@ -26,14 +38,14 @@ Data = Annotated[
 Split = Annotated[str, typer.Option(help="Which split of a folder or a hub data set.")]
 TokenizerName = Annotated[
     str | None,
-    typer.Option("--tokenizer", help="A folder or a hub name. Default: the model's, or a byte-level BPE of the data."),
+    typer.Option("--tokenizer", help="A folder or a hub name. Default: that of --model, or a byte-level BPE."),
 ]
 LossOn = Annotated[Loss, typer.Option("--loss", help="Train completions and assistant turns only, or every token.")]
 Bos = Annotated[
     bool | None, typer.Option("--bos/--no-bos", help="BOS first. Default: as the tokenizer does by itself.")
 ]
 Eos = Annotated[bool | None, typer.Option("--eos/--no-eos", help="EOS last, trained. Default: if there is one.")]
-Capacity = Annotated[int, typer.Option(min=1, help="Tokens a row can hold.")]
+Capacity = Annotated[int, typer.Option(min=1, max=1 << 24, help="Tokens a row can hold.")]
 OverflowPolicy = Annotated[
     Literal["error", "truncate", "split", "drop"],
     typer.Option("--overflow", help="What to do with a document longer than the capacity."),
@@ -45,28 +57,6 @@ TrustRemoteCode = Annotated[
 ]
 
 VOCABULARY = 2048  # entries of the byte-level BPE that is trained when no tokenizer is named
-OUT = Console()
-
-
-def check_folder(folder: Path, marker: str, *, overwrite: bool, ways: str = "--overwrite") -> None:
-    """Raise unless ``folder`` may be written: it is empty, or holds a run of ours that ``overwrite`` lets us replace.
-
-    Args:
-        folder: where a command is about to write.
-        marker: the file that every run of this command leaves in its folder.
-        overwrite: whether the user gave that option.
-        ways: the options that the error offers.
-
-    Raises:
-        PackingError: somebody may still need what the folder holds.
-    """
-    held = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    if held <= {marker}:
-        return
-    if not overwrite:
-        raise PackingError(f"--output {folder} is not empty: pass {ways} or another folder")
-    if marker not in held:
-        raise PackingError(f"--overwrite: {folder} has no {marker}, so it holds something else: remove it yourself")
 
 
 @dataclass(frozen=True)
@@ -82,18 +72,57 @@ class Source:
         lines = [f"[bold]{escape(self.records.name)}[/], tokenizer: {escape(self.tokenizer)}"]
         lines.append(escape(self.encoder.describe()))
         if self.encoder.left_out:
-            lines.append(f"{self.encoder.left_out:,} records have nothing to train on and are left out")
+            lines.append(f"{self.encoder.left_out:,} documents have nothing to train on and are left out")
         return "\n".join(lines)
 
     @staticmethod
     def open(
         data: str | None, split: str, tokenizer: str | None, policy: Policy, *, trust_remote_code: bool = False
     ) -> Source:
-        """Open the data and load the tokenizer, or train one on the data when none is named."""
+        """Open the data and load the tokenizer, or train one on the data when none is named.
+
+        The names and the first record are checked before a library is imported.
+        """
+        records = check_data(data, split, tokenizer)
         if tokenizer is not None:
             loaded = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
-            return Source(open_records(data, split=split), Encoder(loaded, policy), Path(tokenizer).name)
-        records = open_records(data, split=split)
+            return Source(records, Encoder(loaded, policy), Path(tokenizer).name)
         texts = plain_texts(counted(OUT, "records read for the tokenizer", records))
         trained = train_tokenizer(texts, VOCABULARY)
         return Source(records, Encoder(trained, policy), f"byte-level BPE of the data, {len(trained):,} entries")
+
+    def documents(self, capacity: int, overflow: str) -> Iterator[Document]:
+        """The documents; one longer than the capacity is an error that names its place if ``overflow`` is ``error``.
+
+        Raises:
+            CapacityError: a document is too long.
+        """
+        for where, document in self.encoder.located(self.records):
+            if overflow == "error":
+                check_length(where, document, capacity)
+            yield document
+
+
+def check_length(where: str, document: Document, capacity: int) -> None:
+    """Raise CapacityError if a document is longer than a row."""
+    if len(document.ids) > capacity:
+        raise CapacityError(
+            f"{where}: a document has {len(document.ids):,} tokens and capacity is {capacity:,}: "
+            f"pass --overflow split, truncate or drop, or raise --capacity"
+        )
+
+
+def check_data(data: str | None, split: str, tokenizer: str | None = None) -> Records:
+    """Open the data and look at its first record; imports no framework for local files.
+
+    Raises:
+        PackingError: the data or the tokenizer is nowhere, or the data has no records that can be read.
+    """
+    if tokenizer is not None:
+        check_tokenizer(tokenizer)
+    records = open_records(data, split=split, columns=COLUMNS)
+    first = next(iter(records), None)
+    if first is None:
+        raise PackingError(f"--data {records.name} has no records: check the file and --split")
+    kind_of(first, first.where)
+    return records

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from itertools import islice
@@ -21,14 +20,25 @@ import numpy as np
 import typer
 
 from crosspack.cli import options
-from crosspack.cli.options import OUT, Source, check_folder
+from crosspack.cli.console import figures
+from crosspack.cli.fit import Fit
+from crosspack.cli.options import OUT, Source
+from crosspack.cli.outputs import writing
 from crosspack.cli.progress import counted
 from crosspack.cli.text import Policy
 from packing_core.batch import PackedBatch
+from packing_core.errors import PackingError, plural
 from packing_core.extras import require
 from packing_core.stream import stream
 
-MANIFEST = "manifest.json"
+MANIFEST, NOTES = "manifest.json", "incomplete.jsonl"
+# what happened to documents that are not whole in the rows: keys of the manifest and of the notes
+SAID = {
+    "left_out": "documents left out, nothing to train on",
+    "truncated": "documents truncated",
+    "dropped": "documents dropped",
+    "untrained": "pieces of long documents left out, nothing to train on",
+}
 Format = Literal["parquet", "arrow"]
 
 
@@ -41,7 +51,7 @@ def pack(
     overflow: options.OverflowPolicy = "error",
     format: Annotated[Format, typer.Option(help="Of the packed files.")] = "parquet",
     rows_per_file: Annotated[int, typer.Option(min=1, help="Rows after which a new file begins.")] = 65_536,
-    buffer: Annotated[int, typer.Option(min=1, help="Documents held back to fill rows with.")] = 8192,
+    buffer: Annotated[int, typer.Option(min=1, max=1 << 24, help="Documents held back to fill rows with.")] = 8192,
     loss: options.LossOn = "completion",
     bos: options.Bos = None,
     eos: options.Eos = None,
@@ -51,58 +61,56 @@ def pack(
 ) -> None:
     """Write a data set packed, for trainers that read packed rows."""
     require("pyarrow", extra="hf")
-    check_folder(output, MANIFEST, overwrite=overwrite)
-    source = Source.open(data, split, tokenizer, Policy(loss, bos, eos), trust_remote_code=trust_remote_code)
-    encoder = source.encoder
-
-    def documents(start: int) -> Iterator[dict[str, Any]]:
-        encoded = counted(OUT, "documents packed", encoder(source.records))
-        return ({"input_ids": ids, "loss_mask": trained} for ids, trained in islice(encoded, start, None))
-
-    rows = stream(documents, capacity, buffer=buffer, overflow=overflow, seed=seed)
-    partial = output.with_name(output.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    written = _Files(partial, format, rows_per_file)
-    for chunk in rows.chunks():
-        written.write(chunk)
-    written.close()
-    encoder.tokenizer.save_pretrained(partial / "tokenizer")
-    manifest = {
-        "crosspack": version("crosspack"),
-        "data": source.records.name,
-        "tokenizer": source.tokenizer,
-        "policy": encoder.describe(),
-        "capacity": capacity,
-        "overflow": overflow,
-        "seed": seed,
-        "documents": written.documents,
-        "left_out": encoder.left_out,
-        "rows": written.rows,
-        "tokens": written.tokens,
-        "trained_tokens": written.trained,
-        "efficiency": written.tokens / (written.rows * capacity),
-        "truncated": rows.truncated,
-        "dropped": rows.dropped,
-        "files": [asdict(file) for file in written.files],
-    }
-    (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
-    if output.exists():
-        shutil.rmtree(output)
-    partial.rename(output)
+    with writing(output, MANIFEST, names=(NOTES, "train-*", "tokenizer/*"), overwrite=overwrite) as target:
+        source = Source.open(data, split, tokenizer, Policy(loss, bos, eos), trust_remote_code=trust_remote_code)
+        encoder = source.encoder
+        written = _Files(target.partial, format, rows_per_file)
+        with open(target.partial / NOTES, "w") as notes:
+            fit = Fit(capacity, overflow, notes)
+            encoder.on_left_out = lambda where, tokens: fit.note("left_out", where, tokens)
+            documents = counted(OUT, "documents packed", encoder.located(source.records))
+            for block in fit.blocks(documents):
+                for chunk in stream(_once(block), capacity, buffer=buffer, seed=seed).chunks():
+                    written.write(chunk)
+        written.close()
+        if not fit.documents:
+            raise PackingError("no document has a token to train on: check --data, its columns and --loss")
+        if not fit.counts:
+            (target.partial / NOTES).unlink()
+        encoder.tokenizer.save_pretrained(target.partial / "tokenizer")
+        manifest = {
+            "crosspack": version("crosspack"),
+            "data": source.records.name,
+            "tokenizer": source.tokenizer,
+            "policy": encoder.describe(),
+            "capacity": capacity,
+            "overflow": overflow,
+            "seed": seed,
+            "documents": fit.documents,
+            **{what: fit.counts[what] for what in SAID},
+            "rows": written.rows,
+            "tokens": written.tokens,
+            "trained_tokens": written.trained,
+            "efficiency": written.tokens / (written.rows * capacity),
+            "files": [asdict(file) for file in written.files],
+        }
+        (target.partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        target.publish()
+    figures(manifest)
     OUT.print(
-        f"{written.documents:,} documents, {written.tokens:,} tokens ({written.trained:,} trained) in {written.rows:,} "
-        f"rows of {capacity:,}: efficiency {written.tokens / (written.rows * capacity):.2%}",
+        f"{plural(fit.documents, 'document')}, {plural(written.tokens, 'token')} ({written.trained:,} trained) in "
+        f"{plural(written.rows, 'row')} of {capacity:,}: efficiency {written.tokens / (written.rows * capacity):.2%}",
         highlight=False,
     )
-    for count, what in (
-        (encoder.left_out, "left out"),
-        (len(rows.truncated), "truncated"),
-        (len(rows.dropped), "dropped"),
-    ):
-        if count:
-            OUT.print(f"{count:,} documents {what}, see {MANIFEST}", highlight=False)
+    for what, said in SAID.items():
+        if fit.counts[what]:
+            OUT.print(f"{fit.counts[what]:,} {said}, see {NOTES}", highlight=False)
     OUT.print(f"packed: {output}", highlight=False)
+
+
+def _once(documents: Iterator[Any]) -> Callable[[int], Iterator[Any]]:
+    """A source that a stream can read once."""
+    return lambda start: islice(documents, start, None)
 
 
 @dataclass
@@ -123,7 +131,6 @@ class _Files:
     format: Format
     rows_per_file: int
     files: list[_File] = field(default_factory=list)
-    documents: int = 0
     trained: int = 0
     _writer: Any = None
 
@@ -137,7 +144,6 @@ class _Files:
 
     def write(self, batch: PackedBatch) -> None:
         """Append the rows of a batch."""
-        self.documents += int(np.count_nonzero(batch.starts == 0))
         self.trained += int(np.count_nonzero(batch.targets != -100))
         begin = 0
         while begin < len(batch):

@@ -1,14 +1,16 @@
-"""Progress bars of the console commands: how far, how fast, how long still, and the last loss."""
+"""Progress of the console commands: bars on a terminal, and a plain line now and then where the output is piped."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import TimeRemainingColumn as Remaining
+from rich.progress import track as bar
 
 from packing_core.training.job import StepRecord
 from packing_core.training.schedule import Run
@@ -16,14 +18,32 @@ from packing_core.training.schedule import Run
 Item = TypeVar("Item")
 
 LABELS: dict[Run, str] = {"padded": "padded", "grouped": "length-grouped", "packed": "packed"}
+SECONDS = 10.0  # between two plain lines
+
+
+class Ticker:
+    """Says when the next plain line is due: ``wait`` seconds from now, and then every ``SECONDS``."""
+
+    def __init__(self, wait: float = 0.0) -> None:
+        self._due = time.monotonic() + wait
+
+    def due(self) -> bool:
+        """Whether a line is due; if so, the next one is due later."""
+        now = time.monotonic()
+        if now < self._due:
+            return False
+        self._due = now + SECONDS
+        return True
 
 
 class TrainProgress:
-    """One bar per run, moved by step records; a context manager."""
+    """How far each run is, how fast, how long still, and its last loss; moved by step records. A context manager."""
 
     def __init__(self, console: Console, steps: int) -> None:
+        self._console = console
         self._steps = steps
         self._tasks: dict[Run, TaskID] = {}
+        self._tickers: dict[Run, Ticker] = {}
         self._spent: dict[Run, tuple[int, float]] = {}
         self._progress = Progress(
             TextColumn("{task.description:>14}"),
@@ -36,6 +56,7 @@ class TrainProgress:
             Remaining(),
             console=console,
             expand=True,
+            disable=not console.is_terminal,
         )
 
     def __enter__(self) -> TrainProgress:
@@ -47,31 +68,44 @@ class TrainProgress:
 
     def phase(self, line: str) -> None:
         """Print what is being done that is not a step."""
-        self._progress.console.print(line, style="dim")
+        self._console.print(line, style="dim", highlight=False)
 
     def step(self, record: StepRecord) -> None:
-        """Move the bar of the record's run."""
-        tokens, seconds = self._spent.get(record.run, (0, 0.0))
+        """Move the bar of the record's run, or print a line if one is due."""
+        run, done = record.run, record.step + 1
+        tokens, seconds = self._spent.get(run, (0, 0.0))
         tokens, seconds = tokens + record.tokens, seconds + record.seconds
-        self._spent[record.run] = tokens, seconds
-        if record.run not in self._tasks:
-            self._tasks[record.run] = self._progress.add_task(LABELS[record.run], total=self._steps, rate="", loss="")
-        self._progress.update(
-            self._tasks[record.run],
-            completed=record.step + 1,
-            rate=f"{tokens / seconds:,.0f} tokens/s",
-            loss=f"loss {record.loss:.4f}",
-        )
+        self._spent[run] = tokens, seconds
+        rate, loss = f"{tokens / seconds:,.0f} tokens/s", f"loss {record.loss:.4f}"
+        if self._console.is_terminal:
+            if run not in self._tasks:
+                self._tasks[run] = self._progress.add_task(LABELS[run], total=self._steps, rate="", loss="")
+            self._progress.update(self._tasks[run], completed=done, rate=rate, loss=loss)
+        elif self._tickers.setdefault(run, Ticker()).due() or done == self._steps:
+            self._console.print(f"{LABELS[run]}: step {done:,} of {self._steps:,}, {rate}, {loss}", highlight=False)
+
+
+def tracked(console: Console, what: str, items: Sequence[Item]) -> Iterator[Item]:
+    """The items, with a bar on a terminal and elsewhere a line now and then."""
+    if console.is_terminal:
+        yield from bar(items, what, console=console)
+        return
+    ticker = Ticker()
+    for number, item in enumerate(items):
+        if ticker.due():
+            console.print(f"{what}: {number:,} of {len(items):,}", highlight=False)
+        yield item
 
 
 def counted(console: Console, what: str, items: Iterable[Item]) -> Iterator[Item]:
-    """The items, with a line that counts them while they come, on a terminal."""
-    with Progress(
-        TextColumn("{task.description}"),
-        TextColumn("{task.completed:,}"),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    ) as progress:
-        yield from progress.track(items, description=what, total=0)
+    """The items, counted while they come: in one changing line on a terminal, elsewhere in a line now and then."""
+    if console.is_terminal:
+        columns = TextColumn("{task.description}"), TextColumn("{task.completed:,}"), TimeElapsedColumn()
+        with Progress(*columns, console=console, transient=True) as progress:
+            yield from progress.track(items, description=what, total=0)
+        return
+    ticker = Ticker(SECONDS)
+    for number, item in enumerate(items):
+        if ticker.due():
+            console.print(f"{what}: {number:,}", highlight=False)
+        yield item

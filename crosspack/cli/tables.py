@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,12 +20,12 @@ Int64 = NDArray[np.int64]
 def lengths_table(lengths: Int64, *, trained: int | None = None) -> Table:
     """How many documents there are and how long they are; ``trained`` counts the tokens that carry loss."""
     table = _table("documents", "tokens", "trained", "mean", "median", "p99", "longest")
-    median, p99 = np.percentile(lengths, [50, 99])
+    middle, p99 = np.percentile(lengths, [50, 99])
     table.add_row(
         f"{len(lengths):,}",
         f"{lengths.sum():,}",
         "-" if trained is None else f"{trained:,}",
-        *(f"{number:,.0f}" for number in (lengths.mean(), median, p99, lengths.max())),
+        *(f"{number:,.0f}" for number in (lengths.mean(), middle, p99, lengths.max())),
     )
     return table
 
@@ -47,31 +48,28 @@ def steps_table(schedule: Schedule) -> Table:
     return table
 
 
-def savings_table(plan: PackPlan, *, batches: Sequence[int], seed: int) -> Table:
+def computed_tokens(plan: PackPlan, *, batches: Sequence[int], seed: int) -> dict[str, int]:
     """Tokens that a model computes for one epoch: padded in random and in sorted batches, and packed.
 
     Args:
         plan: the packed rows; their pieces are what would be padded.
-        batches: sizes of padded batches to show.
+        batches: sizes of padded batches.
         seed: of the random order.
     """
-    table = _table("", "sequences", "computed tokens", "padding", "packed computes")
-    packed = plan.n_rows * plan.capacity
-    real, lengths = plan.n_tokens, plan.length
-    shuffled = np.random.default_rng(seed).permutation(lengths)
-    for size in batches:
-        for name, order in (("random", shuffled), ("sorted by length", -np.sort(-lengths))):
-            slots = padded_slots(order, size)
-            table.add_row(
-                f"batches of {size}, {name}",
-                f"{len(lengths):,}",
-                f"{slots:,}",
-                f"{1 - real / slots:.1%}",
-                f"{packed / slots:.1%} of it",
-            )
-    table.add_row(
-        f"rows of {plan.capacity:,}, packed", f"{plan.n_rows:,}", f"{packed:,}", f"{1 - real / packed:.1%}", ""
-    )
+    shuffled = np.random.default_rng(seed).permutation(plan.length)
+    orders = (("random", shuffled), ("sorted", -np.sort(-plan.length)))
+    padded = {f"batches of {size}, {name}": padded_slots(order, size) for size in batches for name, order in orders}
+    return {**padded, f"rows of {plan.capacity:,}, packed": plan.n_rows * plan.capacity}
+
+
+def savings_table(plan: PackPlan, *, batches: Sequence[int], seed: int) -> Table:
+    """What :func:`computed_tokens` counts, and the share of padding in it."""
+    table = _table("", "sequences", "computed tokens", "padding", "packed / this")
+    computed = computed_tokens(plan, batches=batches, seed=seed)
+    packed, real = plan.n_rows * plan.capacity, plan.n_tokens
+    for name, slots in computed.items():
+        sequences = plan.n_rows if name.endswith("packed") else len(plan.length)
+        table.add_row(name, f"{sequences:,}", f"{slots:,}", f"{1 - real / slots:.1%}", f"{packed / slots:.1%}")
     return table
 
 
@@ -80,18 +78,18 @@ def comparison_table(result: TrainResult) -> Table:
     runs = list(result.records)
     table = _table("", *(LABELS[run] for run in runs))
     packed = result.records["packed"]
-    slowest = rate(result.records[runs[0]])
+    first = rate(result.records[runs[0]])
 
     def add(name: str, cells: dict[Run, str]) -> None:
         table.add_row(name, *(cells[run] for run in runs))
 
-    add("real tokens/s", {run: f"{rate(result.records[run]):,.0f}" for run in runs})
-    add("speed", {run: f"{rate(result.records[run]) / slowest:.2f}x" for run in runs})
+    add("real tokens/s, median step", {run: f"{rate(result.records[run]):,.0f}" for run in runs})
+    add("speed", {run: f"{rate(result.records[run]) / first:.2f}x" for run in runs})
     add("padding", {run: f"{padding(result.records[run]):.1%}" for run in runs})
     add("seconds", {run: f"{sum(record.seconds for record in result.records[run]):.1f}" for run in runs})
     add("last loss", {run: f"{result.records[run][-1].loss:.4f}" for run in runs})
     add(
-        "largest loss difference from packed",
+        "max loss difference from packed",
         {run: "" if run == "packed" else f"{loss_difference(result.records[run], packed):.1e}" for run in runs},
     )
     if result.peak_bytes:
@@ -107,9 +105,8 @@ def padded_slots(lengths: Int64, size: int) -> int:
 
 
 def rate(records: Sequence[StepRecord]) -> float:
-    """Real tokens per second; the first step warms up and is left out where there are others."""
-    timed = records[1:] or records
-    return sum(record.tokens for record in timed) / sum(record.seconds for record in timed)
+    """Real tokens per second of the median step; the first step warms up and is left out where there are others."""
+    return median(record.tokens / record.seconds for record in records[1:] or records)
 
 
 def padding(records: Sequence[StepRecord]) -> float:

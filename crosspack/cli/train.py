@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+from contextlib import ExitStack
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -18,18 +18,23 @@ import typer
 from rich.markup import escape
 
 from crosspack.cli import options
+from crosspack.cli.console import OUT, figures, warn
 from crosspack.cli.figures import compare_figure
-from crosspack.cli.options import OUT, Source, check_folder
+from crosspack.cli.options import Source, check_data
+from crosspack.cli.outputs import check, writing
 from crosspack.cli.progress import TrainProgress, counted
 from crosspack.cli.tables import comparison_table, lengths_table, padding, rate, steps_table
 from crosspack.cli.text import Policy
-from packing_core.errors import ContaminationError, PackingError
-from packing_core.extras import require
+from packing_core.errors import ContaminationError, PackingError, plural
+from packing_core.extras import loaded, registered, require
 from packing_core.plan import plan as make_plan
-from packing_core.training.job import Options, TrainJob, trainer
+from packing_core.training.checkpoints import FOLDER, check_resume, remove_checkpoints
+from packing_core.training.job import GROUP, Options, TrainJob, TrainResult, is_hub_name
 from packing_core.training.schedule import Corpus, Schedule
 
 RUN_FILE, PICTURE = "crosspack.json", "compare.png"
+RESULTS = (PICTURE, "*.json", "*.safetensors", "tokenizer*", "*.jinja")  # what the files of a result are called
+BUSY = 0.7  # of the processor time that an idle machine gives
 
 # The model that is trained from random weights when none is named: small enough for two cores.
 SMALL_LLAMA: dict[str, Any] = {
@@ -75,7 +80,7 @@ def train(
         typer.Option(min=0.0, help="Peak learning rate of AdamW. Default: 2e-5, and 3e-3 for random weights."),
     ] = None,
     decay: Annotated[Literal["cosine", "linear", "constant"], typer.Option(help="Learning-rate schedule.")] = "cosine",
-    warmup: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of the steps that the rate rises.")] = 0.05,
+    warmup: Annotated[float, typer.Option(min=0.0, max=1.0, help="Fraction of steps used for warm-up.")] = 0.05,
     weight_decay: Annotated[float, typer.Option(min=0.0)] = 0.0,
     clip: Annotated[float, typer.Option(min=0.0, help="Largest gradient norm; 0 leaves the gradient.")] = 1.0,
     precision: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the forward pass.")] = "float32",
@@ -88,20 +93,28 @@ def train(
     trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Fine-tune a causal language model on packed documents; --compare measures it against padding."""
-    run = trainer(backend)
+    entry = registered(GROUP, backend)
+    _check_output(output, compare=compare, overwrite=overwrite, resume=resume, save_every=save_every)
+    built_from, model_folder = model_source(model)
+    check_name("--tokenizer", tokenizer)
+    check_data(data, split, tokenizer or model_folder)  # before the frameworks, which take long to import
+    if lr is None:
+        lr = 2e-5 if isinstance(built_from, str) else 3e-3
+    training = Options(lr, decay, warmup, weight_decay, clip, precision, seed)
+    if resume and output is not None:
+        check_resume(output, training, built_from if isinstance(built_from, str) else None)
+    run = loaded(entry, extra=backend)
     require("transformers", extra="hf")
     if compare:
         require("matplotlib.figure", extra="plot")
-    _check_output(output, compare=compare, overwrite=overwrite, resume=resume, save_every=save_every)
 
-    built_from, model_folder = model_source(model)
     source = Source.open(
         data, split, tokenizer or model_folder, Policy(loss, bos, eos), trust_remote_code=trust_remote_code
     )
     encoder = source.encoder
     if model is None:
         built_from = SMALL_LLAMA | special_tokens(encoder.tokenizer)
-    corpus = Corpus.collect(counted(OUT, "documents read", encoder(source.records)))
+    corpus = Corpus.collect(counted(OUT, "documents read", source.documents(capacity, overflow)))
     lengths = corpus.documents.lengths
     plans = tuple(make_plan(lengths, capacity, overflow=overflow, seed=seed + epoch) for epoch in range(epochs))
     pad = encoder.tokenizer.pad_token_id
@@ -113,54 +126,80 @@ def train(
     OUT.print(lengths_table(lengths, trained=corpus.n_trained))
     OUT.print(steps_table(schedule))
 
-    if lr is None:
-        lr = 2e-5 if isinstance(built_from, str) else 3e-3
-    if output is not None and not resume:
-        if output.exists():
-            shutil.rmtree(output)
-        _write_run({}, output)  # says whose folder it is, should the run be interrupted
-    with TrainProgress(OUT, len(schedule)) as progress:
-        result = run(
-            TrainJob(
-                model=built_from,
-                schedule=schedule,
-                options=Options(lr, decay, warmup, weight_decay, clip, precision, seed),
-                runs=("padded", "grouped", "packed") if compare else ("packed",),
-                device=device,
-                attention=attention,
-                gradient_checkpointing=gradient_checkpointing,
-                deterministic=deterministic,
-                trust_remote_code=trust_remote_code,
-                output=output,
-                save_every=save_every,
-                resume=resume,
-                on_step=progress.step,
-                on_phase=progress.phase,
+    with ExitStack() as stack:
+        kept = checkpoints = None
+        if output is not None:
+            kept = stack.enter_context(writing(output, RUN_FILE, names=RESULTS, overwrite=overwrite or resume))
+            checkpoints = output / FOLDER
+        with TrainProgress(OUT, len(schedule)) as progress:
+            result = run(
+                TrainJob(
+                    model=built_from,
+                    schedule=schedule,
+                    options=training,
+                    runs=("padded", "grouped", "packed") if compare else ("packed",),
+                    device=device,
+                    attention=attention,
+                    gradient_checkpointing=gradient_checkpointing,
+                    deterministic=deterministic,
+                    trust_remote_code=trust_remote_code,
+                    output=None if kept is None else kept.partial,
+                    checkpoints=checkpoints,
+                    save_every=save_every,
+                    resume=resume,
+                    on_step=progress.step,
+                    on_phase=progress.phase,
+                )
             )
-        )
-    OUT.print(f"attention: {result.attention} on {result.device}", highlight=False)
-    if compare:
-        OUT.print(comparison_table(result))
-        picture = (output or Path("runs")) / PICTURE
-        compare_figure(result, schedule, picture, title=f"{name}, {result.device}")
-        OUT.print(f"picture: {picture}", highlight=False)
-    else:
-        records = result.records["packed"]
-        OUT.print(
-            f"{len(records):,} steps, {rate(records):,.0f} real tokens/s, {padding(records):.1%} padding, "
-            f"loss {records[0].loss:.4f} to {records[-1].loss:.4f}"
-        )
-    if output is not None:
-        encoder.tokenizer.save_pretrained(output)
-        history = {run: [asdict(record) for record in records] for run, records in result.records.items()}
-        about = {"backend": backend, "device": result.device, "attention": result.attention}
-        _write_run({**about, "audit": asdict(result.audit), "runs": history}, output)
-        OUT.print(f"model: {output}", highlight=False)
-    elif not compare:
-        OUT.print("nothing is kept: pass --output to keep the model")
+        OUT.print(f"attention: {result.attention} on {result.device}", highlight=False)
+        warn_if_busy(result.cpu)
+        if compare:
+            OUT.print(comparison_table(result))
+            folder = kept.partial if kept else Path("runs")
+            compare_figure(result, schedule, folder / PICTURE, title=f"{name}, {result.device}")
+            OUT.print(f"picture: {(output or folder) / PICTURE}", highlight=False)
+        else:
+            records = result.records["packed"]
+            OUT.print(
+                f"{plural(len(records), 'step')}, {rate(records):,.0f} real tokens/s (median step), "
+                f"{padding(records):.1%} padding, loss {records[0].loss:.4f} to {records[-1].loss:.4f}",
+                highlight=False,
+            )
+        about = _about(result, backend)
+        if kept is not None:
+            encoder.tokenizer.save_pretrained(kept.partial)
+            _write_run(about, kept.partial)
+            kept.publish()
+            if checkpoints is not None and not (resume or save_every):
+                remove_checkpoints(checkpoints)  # of the run that was overwritten
+            OUT.print(f"model: {output}", highlight=False)
+        elif not compare:
+            OUT.print("nothing is kept: pass --output to keep the model")
+    figures(about)
     if not result.audit.exact:
         raise ContaminationError(f"audit: documents that are packed together see each other: {result.audit.line}")
-    OUT.print(f"audit: [green]exact[/], {result.audit.line}", highlight=False)
+    OUT.print(f"audit: [green]exact[/]: {result.audit.line}", highlight=False)
+
+
+def warn_if_busy(cpu: float | None) -> None:
+    """Warn that speeds are unreliable if the steps got much less processor time than their threads could use."""
+    if cpu is not None and cpu < BUSY:
+        warn(
+            f"the steps got {cpu:.0%} of the processor time that their threads could use, so the machine is busy and "
+            "speeds are unreliable (losses are not): run it again when nothing else runs"
+        )
+
+
+def _about(result: TrainResult, backend: str) -> dict[str, Any]:
+    """What crosspack.json and ``--json`` say of a run."""
+    return {
+        "backend": backend,
+        "device": result.device,
+        "attention": result.attention,
+        "cpu": result.cpu,
+        "audit": asdict(result.audit),
+        "runs": {run: [asdict(record) for record in records] for run, records in result.records.items()},
+    }
 
 
 def _check_output(output: Path | None, *, compare: bool, overwrite: bool, resume: bool, save_every: int) -> None:
@@ -174,13 +213,14 @@ def _check_output(output: Path | None, *, compare: bool, overwrite: bool, resume
             raise PackingError("--resume and --save-every need --output, the folder of the run")
         return
     if not resume:
-        check_folder(output, RUN_FILE, overwrite=overwrite, ways="--resume, --overwrite")
+        check(output, overwrite=overwrite, ways="--resume, --overwrite")
 
 
 def model_source(model: str | None) -> tuple[str | dict[str, Any], str | None]:
     """What the trainer builds the model from, and the folder or hub name whose tokenizer belongs to it."""
     if model is None:
         return SMALL_LLAMA, None  # the tokenizer is not known yet
+    check_name("--model", model)
     path = Path(model)
     if not path.is_file():
         return model, model
@@ -192,6 +232,12 @@ def model_source(model: str | None) -> tuple[str | dict[str, Any], str | None]:
     return config, str(path.parent) if (path.parent / "tokenizer_config.json").is_file() else None
 
 
+def check_name(option: str, name: str | None) -> None:
+    """Raise unless ``name`` is a file, a folder or can be a hub name; before a framework is imported."""
+    if name is not None and not Path(name).exists() and not is_hub_name(name):
+        raise PackingError(f"{option} {name}: no such folder or file, and not a hub name (`owner/name`)")
+
+
 def special_tokens(tokenizer: Any) -> dict[str, Any]:
     """What a config says of its tokenizer."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -199,5 +245,4 @@ def special_tokens(tokenizer: Any) -> dict[str, Any]:
 
 
 def _write_run(content: dict[str, Any], output: Path) -> None:
-    output.mkdir(parents=True, exist_ok=True)
     (output / RUN_FILE).write_text(json.dumps({"crosspack": version("crosspack"), **content}, indent=1))

@@ -7,33 +7,51 @@ comes next, what was recorded so far, and of which job it is.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
+from uuid import uuid4
 
 from packing_core.errors import PackingError
-from packing_core.training.job import StepRecord, TrainJob
+from packing_core.training.files import replace, sync_tree
+from packing_core.training.job import Options, StepRecord, TrainJob
 
-FOLDER, STATE, PARTIAL = "checkpoints", "state.json", "partial"
+FOLDER, STATE, PARTIAL = "checkpoints", "state.json", ".crosspack-partial-"
+# parts of a job's identity -> the options that decide them, where these have another name
+_DECIDED_BY = {
+    "data": "--data, --split, --tokenizer, --loss, --bos or --eos",
+    "rows": "--capacity, --overflow, --rows-per-step or --epochs",
+    "learning rates": "--steps or --epochs",
+}
 
 
 def save_checkpoint(job: TrainJob, records: list[StepRecord], write: Callable[[Path], None]) -> None:
     """Save what ``write`` puts into a folder, after ``len(records)`` finished steps; older checkpoints are removed."""
-    if job.output is None:
+    home = _home(job)
+    if home is None:
         raise PackingError("--save-every needs --output, the folder that checkpoints go to")
-    home = job.output / FOLDER
-    partial = home / PARTIAL
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    home.mkdir(parents=True, exist_ok=True)
+    _remove_unfinished(home)
+    partial = home / f"{PARTIAL}{uuid4().hex}"
+    partial.mkdir()
     write(partial)
-    state = {"identity": job.identity(), "records": [asdict(record) for record in records]}
+    files = {path.relative_to(partial).as_posix(): path.stat().st_size for path in partial.rglob("*") if path.is_file()}
+    recorded = [asdict(record) for record in records]
+    state = {"identity": job.identity(len(records)), "records": recorded, "files": files}
     (partial / STATE).write_text(json.dumps(state))
+    sync_tree(partial)
     older = _finished(home)
-    os.replace(partial, home / f"step-{len(records):08d}")
+    target = home / f"step-{len(records):08d}"
+    if target in older:  # of a run that this one overwrites
+        _remove(target)
+    if target.exists():
+        raise PackingError(f"{target} holds files that crosspack did not write: move them elsewhere")
+    replace(partial, target)
     for folder in older:
-        shutil.rmtree(folder)
+        if folder != target:
+            _remove(folder)
 
 
 def newest_checkpoint(job: TrainJob) -> tuple[Path, list[StepRecord]]:
@@ -42,21 +60,93 @@ def newest_checkpoint(job: TrainJob) -> tuple[Path, list[StepRecord]]:
     Raises:
         PackingError: there is none, or it is of another job.
     """
-    if job.output is None:
+    home = _home(job)
+    if home is None:
         raise PackingError("--resume needs --output, the folder of the run to continue")
-    folders = _finished(job.output / FOLDER)
+    newest = _newest(home)
+    state = _state(newest)
+    records = [StepRecord(**record) for record in state["records"]]
+    _compare(newest, state["identity"], job.identity(len(records)))
+    return newest, records
+
+
+def check_resume(output: Path, options: Options, model: str | None) -> None:
+    """Compare what is known before the data is read with the newest checkpoint below ``output``.
+
+    Args:
+        output: the folder of the run.
+        options: those of the job to continue.
+        model: the folder or hub name of its model; None compares no model.
+
+    Raises:
+        PackingError: there is no checkpoint, or it is of a run with other options.
+    """
+    known = asdict(options) | ({} if model is None else {"model": model})
+    folder = _newest(output / FOLDER)
+    _compare(folder, _state(folder)["identity"], known)
+
+
+def _newest(home: Path) -> Path:
+    folders = _finished(home)
     if not folders:
-        raise PackingError(f"--resume: {job.output} has no checkpoint; start it with --save-every N")
-    state = json.loads((folders[-1] / STATE).read_text())
-    stored, wanted = state["identity"], job.identity()
+        raise PackingError(f"--resume: {home.parent} has no checkpoint; start it with --save-every N")
+    return folders[-1]
+
+
+def _compare(folder: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Raise unless a checkpoint was written under what is ``wanted``; the message names the options."""
     different = [name for name in wanted if stored.get(name) != wanted[name]]
-    if different:
+    if different == ["learning rates"]:
         raise PackingError(
-            f"--resume: {folders[-1]} was written with another {', '.join(different)}: pass the options it was started "
-            f"with"
+            f"--resume: the {len(wanted['learning rates'])} steps of {folder} had other learning rates, because "
+            "--warmup and --decay follow the number of steps: pass the --steps and --epochs that the run was started "
+            "with; a run that will be extended needs --decay constant and --warmup 0 from its start"
         )
-    return folders[-1], [StepRecord(**record) for record in state["records"]]
+    if different:
+        names = ", ".join(_DECIDED_BY.get(name, f"--{name.replace('_', '-')}") for name in different)
+        raise PackingError(f"--resume: {folder} was written with another {names}: pass the options it was started with")
+
+
+def remove_checkpoints(home: Path) -> None:
+    """Remove the checkpoints below ``home``, and ``home`` if nothing else is in it."""
+    _remove_unfinished(home)
+    for folder in _finished(home):
+        _remove(folder)
+    if home.is_dir() and not any(home.iterdir()):
+        home.rmdir()
+
+
+def _home(job: TrainJob) -> Path | None:
+    return job.checkpoints or (None if job.output is None else job.output / FOLDER)
+
+
+def _remove_unfinished(home: Path) -> None:
+    """Remove what a run that was killed while it saved has left."""
+    for folder in home.glob(f"{PARTIAL}*"):
+        shutil.rmtree(folder)
 
 
 def _finished(home: Path) -> list[Path]:
-    return sorted(home.glob("step-*"))
+    return sorted(state.parent for state in home.glob(f"step-*/{STATE}"))
+
+
+def _state(folder: Path) -> dict[str, Any]:
+    try:
+        state = json.loads((folder / STATE).read_text())
+    except ValueError:
+        state = None
+    if not isinstance(state, dict) or not {"identity", "records", "files"} <= state.keys():
+        raise PackingError(f"{folder / STATE} is not of a checkpoint that crosspack wrote: move {folder} elsewhere")
+    return state
+
+
+def _remove(folder: Path) -> None:
+    """Remove the files of a checkpoint, and its folders unless somebody put others there."""
+    for name in _state(folder)["files"]:
+        (folder / name).unlink(missing_ok=True)
+    (folder / STATE).unlink()
+    for inner in sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True):
+        if not any(inner.iterdir()):
+            inner.rmdir()
+    if not any(folder.iterdir()):
+        folder.rmdir()

@@ -14,11 +14,10 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal
 
-from packing_core.errors import MissingExtraError, PackingError
+from packing_core.errors import PackingError
 from packing_core.training.schedule import Run, Schedule
 
 GROUP = "crosspack.trainers"
@@ -86,15 +85,16 @@ class TrainJob:
         model: a local folder, a hub name, or the contents of a ``config.json`` (random weights by ``options.seed``).
         schedule: the batches of every step.
         options: what decides the losses.
-        runs: which runs, in this order, each from the same initial weights; only ``packed`` is kept.
+        runs: which runs, each from the same initial weights, step by step in turn; only ``packed`` is kept.
         device: ``auto`` or what the framework calls it.
         attention: the name of an attention implementation, or ``auto``.
         gradient_checkpointing: recompute activations in the backward pass.
         deterministic: use only kernels that repeat to the bit.
         trust_remote_code: whether code in the model's folder may run.
         output: where the trained model goes, in the Hugging Face format; None keeps nothing.
+        checkpoints: where checkpoints go; by default ``checkpoints`` in ``output``.
         save_every: steps between checkpoints; 0 for none.
-        resume: continue from the newest checkpoint in ``output``.
+        resume: continue from the newest checkpoint.
         on_step: called after every step.
         on_phase: called with one line when something slow begins that is not a step.
     """
@@ -109,6 +109,7 @@ class TrainJob:
     deterministic: bool = False
     trust_remote_code: bool = False
     output: Path | None = None
+    checkpoints: Path | None = None
     save_every: int = 0
     resume: bool = False
     on_step: Callable[[StepRecord], None] = lambda record: None
@@ -156,18 +157,28 @@ class TrainJob:
         self.on_step(record)
         return record
 
-    def identity(self) -> dict[str, Any]:
-        """What must be equal for a checkpoint to be continued: the options, the model and digests of data and plan."""
+    def identity(self, steps: int) -> dict[str, Any]:
+        """What decided the first ``steps`` steps: the options, the model, digests of data and rows, the learning rates.
+
+        A job that agrees in all of it would have taken the same steps, so it can continue from there, also with more
+        steps than were planned before.
+        """
         schedule = self.schedule
         data, rows = hashlib.sha256(), hashlib.sha256()
         for ragged in (schedule.corpus.documents, schedule.corpus.trained):
             data.update(ragged.values.tobytes())
             data.update(ragged.offsets.tobytes())
-        for plan in schedule.steps:
+        for plan in schedule.steps[:steps]:
             for array in (plan.row_offsets, plan.source, plan.start, plan.length):
                 rows.update(array.tobytes())
         model = self.model if isinstance(self.model, str) else json.dumps(dict(self.model), sort_keys=True)
-        return {**asdict(self.options), "model": model, "data": data.hexdigest(), "plan": rows.hexdigest()}
+        return {
+            **asdict(self.options),
+            "model": model,
+            "data": data.hexdigest(),
+            "rows": rows.hexdigest(),
+            "learning rates": [self.learning_rate(step) for step in range(min(steps, len(schedule)))],
+        }
 
 
 @dataclass(frozen=True)
@@ -187,7 +198,9 @@ class TrainResult:
         audit: the verdict on the packed model.
         device: what it ran on, for people.
         attention: which attention implementation the packed run used.
-        peak_bytes: most device memory of each run, where the device counts it.
+        peak_bytes: most device memory of each run by itself, where the device counts it.
+        cpu: what the steps got of the processor time that their threads could use
+            (:class:`~packing_core.training.timing.Clock`); None if not measured.
     """
 
     records: dict[Run, list[StepRecord]]
@@ -195,6 +208,7 @@ class TrainResult:
     device: str
     attention: str
     peak_bytes: dict[Run, int] = field(default_factory=dict)
+    cpu: float | None = None
 
 
 @dataclass(frozen=True)
@@ -208,6 +222,7 @@ class Measured:
         difference: of the first batch's logits from those of each document alone in float32, by the largest logit.
         allowed: the difference that rounding explains.
         failure: why there are no figures.
+        cpu: as in :class:`TrainResult`, of all ways together.
     """
 
     way: str
@@ -216,29 +231,13 @@ class Measured:
     difference: float = float("inf")
     allowed: float = 0.0
     failure: str = ""
+    cpu: float | None = None
 
     @property
     def verdict(self) -> str:
         if self.failure:
             return "failed"
         return "exact" if self.difference <= self.allowed else "contaminated"
-
-
-def trainer(backend: str) -> Callable[[TrainJob], TrainResult]:
-    """The trainer that registered itself as ``backend``.
-
-    Raises:
-        PackingError: no installed package registers that name.
-        MissingExtraError: its framework is not installed.
-    """
-    registered = {entry.name: entry for entry in entry_points(group=GROUP)}
-    if backend not in registered:
-        raise PackingError(f"--backend {backend}: the installed ones are {', '.join(sorted(registered)) or 'none'}")
-    try:
-        found: Callable[[TrainJob], TrainResult] = registered[backend].load()
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(f"{error.name} is not installed: pip install 'crosspack[{backend}]'") from None
-    return found
 
 
 def is_hub_name(name: str) -> bool:

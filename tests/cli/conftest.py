@@ -20,9 +20,7 @@ SENTENCES = [
 @pytest.fixture(autouse=True)
 def width(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables as wide as on a wide terminal, wherever the tests run: a narrow one folds the names in them."""
-    from crosspack.cli.options import OUT
-
-    monkeypatch.setattr(OUT, "_width", 130)
+    monkeypatch.setenv("COLUMNS", "130")
 
 
 @pytest.fixture(scope="session")

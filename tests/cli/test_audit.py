@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
 import transformers
+from rich.console import Console
 from typer.testing import CliRunner
 
 from crosspack.cli import app
+from crosspack.cli.audit import _model_table
 from packing_core.errors import PackingError
-from torch_backend.stacks.paths import PATHS, config_of, survey
+from torch_backend.stacks.paths import PATHS, PathResult, config_of, survey
 
 
 def run(*arguments: str):
@@ -36,11 +39,10 @@ def test_every_path_has_a_verdict(family, verdicts) -> None:
 
 def test_the_exit_status_and_the_json_tell_contamination(tmp_path) -> None:
     transformers.Qwen3Config(num_hidden_layers=2).save_pretrained(tmp_path)
-    figures = tmp_path / "audit.json"
-    result = run(str(tmp_path), "--json", str(figures))
+    result = run(str(tmp_path), "--json")
     assert result.exit_code == 1
-    assert "contaminated" in result.output and "exact" in result.output
-    rows = json.loads(figures.read_text())["families"][str(tmp_path)]
+    assert "contaminated" in result.stderr and "exact" in result.stderr
+    rows = json.loads(result.stdout)["families"][str(tmp_path)]
     assert {row["path"]: row["verdict"] for row in rows}["patched"] == "exact"
     assert run(str(tmp_path), "--path", "patched").exit_code == 0
 
@@ -53,21 +55,37 @@ def test_the_exit_status_and_the_json_tell_contamination(tmp_path) -> None:
         ("lfm2", ["refused", "exact"]),  # TRL raises without causal_conv1d
     ],
 )
-def test_trl_is_judged_as_people_build_it(tmp_path, family, verdicts) -> None:
+def test_trl_is_judged_as_people_build_it(family, verdicts) -> None:
     pytest.importorskip("trl", reason="it is what is audited")
-    figures = tmp_path / "audit.json"
     enabled = "SFTTrainer(packing=True), enable_packing"
-    result = run(family, "--trainer", "trl", "--json", str(figures), "--path", enabled)
+    result = run(family, "--trainer", "trl", "--json", "--path", enabled)
     assert result.exit_code == 0, result.output
-    rows = {row["path"]: row for row in json.loads(figures.read_text())["families"][family]}
+    rows = {row["path"]: row for row in json.loads(result.stdout)["families"][family]}
     assert [rows[path]["verdict"] for path in ("SFTTrainer(packing=True)", enabled)] == verdicts
     assert rows[enabled]["logits"] is None and rows[enabled]["gradients"] < 1e-4
-    assert "SFTTrainer(packing=True), enable_packing" in result.output
+    assert "SFTTrainer(packing=True), enable_packing" in result.stderr
 
 
 def test_contamination_by_the_trainer_alone_is_exit_status_1() -> None:
     pytest.importorskip("trl", reason="it is what is audited")
     assert run("gpt_oss", "--trainer", "trl", "--path", "SFTTrainer(packing=True)").exit_code == 1
+
+
+def test_the_table_says_what_was_audited_and_what_its_numbers_mean(monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    result = run("lfm2", "--trainer", "trl", "--path", "patched")
+    text = " ".join(result.output.split())
+    assert "Audited: a tiny random clone of lfm2 with every layer kind, on the CPU in float32" in text
+    assert "contaminated above 1e-3, and refused if it raises an error" in text
+    assert max(map(len, result.output.splitlines())) <= 80
+
+
+def test_what_a_path_raised_is_shown_as_it_is() -> None:
+    """Square brackets are rich's markup too."""
+    row = PathResult("stock", raises="ImportError: pip install 'crosspack[hf]'")
+    out = io.StringIO()
+    Console(file=out, width=120).print(_model_table([row]))
+    assert "pip install 'crosspack[hf]'" in out.getvalue()
 
 
 @pytest.mark.parametrize(

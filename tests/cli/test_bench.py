@@ -12,11 +12,13 @@ from typer.testing import CliRunner
 from crosspack.cli import app
 from crosspack.cli import bench as command
 from crosspack.cli.bench import Measured
-from packing_core.errors import ContaminationError, PackingError
+from packing_core.errors import ContaminationError
+from packing_core.training import timing
 from torch_backend.auditing.tiny import tiny_config
+from torch_backend.stacks.paths import config_of, survey
 from torch_backend.training import bench as torch_bench
 
-WAYS = ["padded", "stock packed", "crosspack"]
+WAYS = ["padded", "stock packed", "stock packed, use_cache=False", "crosspack"]
 
 
 def run(*arguments: str):
@@ -33,36 +35,39 @@ def records(write):
 @pytest.mark.parametrize(
     ("family", "verdicts"),
     [
-        ("llama", ["exact", "exact", "exact"]),
-        ("gpt_oss", ["exact", "contaminated", "exact"]),  # never hands position_ids to its mask
+        ("llama", ["exact", "contaminated", "exact", "exact"]),  # the default cache hides the restarting positions
+        ("gpt_oss", ["exact", "contaminated", "contaminated", "exact"]),  # never hands position_ids to its mask
     ],
 )
 def test_every_way_has_a_rate_and_a_verdict(tmp_path, records, family, verdicts):
     config = tiny_config(CONFIG_MAPPING[family](), head_dim=16, changes={"vocab_size": 512})
     config.save_pretrained(tmp_path)
-    figures = tmp_path / "figures.json"
-    result = run("--model", str(tmp_path / "config.json"), "--data", records, "--json", str(figures))
+    result = run("--model", str(tmp_path / "config.json"), "--data", records, "--json")
     assert result.exit_code == 0, result.output
-    measured = json.loads(figures.read_text())
+    measured = json.loads(result.stdout)
     assert [each["way"] for each in measured] == WAYS
     assert [each["verdict"] for each in measured] == verdicts
     assert all(each["tokens_per_second"] > 0 and each["failure"] == "" for each in measured)
-    assert "1.00x" in result.output and "real tokens/s" in result.output
+    assert "1.00x" in result.stderr
+    stock = {each["way"]: each["verdict"] for each in measured}
+    audited = {row.path: row.verdict for row in survey(config_of(str(tmp_path)))}
+    assert stock["stock packed"] == audited["position_ids"]
+    assert stock["stock packed, use_cache=False"] == audited["position_ids, use_cache=False"]
 
 
-def test_what_one_step_waits_for_does_not_count(tmp_path, monkeypatch, records):
+def test_what_one_step_waits_for_does_not_count(monkeypatch, records):
     """The rate is the median step's: here of 10 s, 1 s, 1 s, 600 s, 1 s the first warms up and the fourth compiles."""
-    clock, durations = [0.0], iter([10.0, 1.0, 1.0, 600.0, 1.0] * len(WAYS))
-    monkeypatch.setattr(torch_bench.time, "perf_counter", lambda: clock[0])
+    clock, durations = [0.0], iter([10.0] * 4 + [1.0] * 8 + [600.0] * 4 + [1.0] * 4)  # they take steps in turn
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(torch_bench, "_wait", lambda device: clock.__setitem__(0, clock[0] + next(durations)))
-    figures = tmp_path / "figures.json"
-    result = run("--data", records, "--seconds", "602.5", "--json", str(figures))
+    result = run("--data", records, "--seconds", "602.5", "--json")
     assert result.exit_code == 0, result.output
-    assert all(30 <= each["tokens_per_second"] <= 96 for each in json.loads(figures.read_text()))  # a row in 1 s
+    assert all(30 <= each["tokens_per_second"] <= 96 for each in json.loads(result.stdout))  # a row in 1 s
+    assert "so the machine is busy and speeds are unreliable" in result.stderr  # nothing ran in those seconds
 
 
 def told(monkeypatch, *measured: Measured) -> None:
-    monkeypatch.setattr(command, "_racer", lambda backend: lambda job, seconds: iter(measured))
+    monkeypatch.setattr(command, "loaded", lambda entry, extra: lambda job, seconds: iter(measured))
 
 
 def test_packed_documents_that_see_each_other_end_the_command(monkeypatch, records):
@@ -81,6 +86,14 @@ def test_a_way_that_fails_is_a_line_and_ours_an_error(monkeypatch, records):
     assert run("--data", records).exit_code != 0
 
 
+def test_the_processor_time_that_steps_got_decides_the_warning(monkeypatch, records):
+    for cpu, warned in ((0.4, True), (0.95, False), (None, False)):
+        told(
+            monkeypatch, Measured("padded", 10.0, None, 0.0, 1.0), Measured("crosspack", 30.0, None, 0.0, 1.0, cpu=cpu)
+        )
+        assert ("40% of the processor time" in run("--data", records).stderr) == warned
+
+
 def test_a_backend_that_is_not_installed_is_named():
-    with pytest.raises(PackingError, match=r"--backend nothing: the installed ones are .*torch"):
-        command._racer("nothing")
+    result = run("--backend", "nothing")
+    assert result.exit_code == 2 and "--backend nothing: the installed ones are torch" in result.stderr

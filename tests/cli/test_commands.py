@@ -15,6 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from crosspack.cli import COMMANDS, app
+from crosspack.cli.figures import compare_titles
+from packing_core.training.job import Audit, StepRecord, TrainResult
 
 PNG = b"\x89PNG"
 LLAMA = {
@@ -98,13 +100,25 @@ def test_compare_shows_equal_losses_and_draws_the_picture(small, tmp_path):
     out = tmp_path / "out"
     result = run(*small, "--compare", "--output", out, "--padded-batch", 8)
     assert result.exit_code == 0, result.output
-    for line in ("real tokens/s", "speed", "padding", "largest loss difference from packed", "audit: exact"):
+    for line in ("real tokens/s, median step", "speed", "padding", "max loss difference from packed", "audit: exact"):
         assert line in result.output
     for other in ("padded", "grouped"):
         np.testing.assert_allclose(losses(out, other), losses(out), rtol=1e-4)
     shares = [float(share) for share in re.findall(r"([\d.]+)%", result.output.split("│ padding")[1].splitlines()[0])]
     assert shares[0] > shares[1] > shares[2]
     assert (out / "compare.png").read_bytes().startswith(PNG)
+
+
+def test_the_titles_of_a_comparison_follow_from_its_figures():
+    def records(kind, seconds, loss):
+        return [StepRecord(kind, step, loss, 100, 128, seconds) for step in range(3)]
+
+    def titles(seconds):
+        runs = {"padded": records("padded", 1.0, 2.0), "packed": records("packed", seconds, 2.001)}
+        return compare_titles(TrainResult(runs, Audit(True, ""), "cpu", "sdpa"))
+
+    assert titles(0.25) == ("Losses differ by 1e-03 at most", "Packed, real tokens/s: 4.00x padded")
+    assert titles(2.0)[1] == "Packed, real tokens/s: 0.50x padded"  # never "in less time" when it is not
 
 
 def test_a_resumed_run_has_the_losses_of_a_whole_one(small, tmp_path):
@@ -119,7 +133,19 @@ def test_a_resumed_run_has_the_losses_of_a_whole_one(small, tmp_path):
     assert losses(parts) == losses(whole)
     changed = run(*small, *options, "--output", parts, "--resume", "--seed", 1)
     assert changed.exit_code == 2
-    assert "was written with another seed, plan" in words(changed)
+    assert "was written with another --seed: pass the options it was started with" in words(changed)
+
+
+def test_a_run_with_a_constant_rate_is_extended_exactly(small, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    options = ("--rows-per-step", 1, "--save-every", 2, "--decay", "constant", "--warmup", 0)
+    assert run(*small, *options, "--output", whole, "--steps", 6).exit_code == 0
+    assert run(*small, *options, "--output", parts, "--steps", 4).exit_code == 0
+    extended = run(*small, *options, "--output", parts, "--steps", 6, "--resume")
+    assert extended.exit_code == 0, extended.output
+    assert losses(parts) == losses(whole) and len(losses(parts)) == 6
+    cosine = run(*small, *options[:4], "--output", parts, "--steps", 6, "--resume")
+    assert "was written with another --decay, --warmup" in one_line(cosine)
 
 
 def test_the_built_in_default_trains(tmp_path):
@@ -129,21 +155,76 @@ def test_the_built_in_default_trains(tmp_path):
     assert losses(tmp_path)[0] == pytest.approx(np.log(2048), rel=0.05)
 
 
-def test_report_says_what_packing_saves(data, model, tmp_path):
+@pytest.fixture
+def report(data, model):
+    return ("report", "--data", data, "--tokenizer", model.parent, "--capacity", 64)
+
+
+def test_report_says_what_packing_saves(report, tmp_path):
     picture = tmp_path / "deep" / "report.png"
-    result = run("report", "--data", data, "--tokenizer", model.parent, "--capacity", 64, "--output", picture)
+    result = run(*report, "--output", picture)
     assert result.exit_code == 0, result.output
     assert picture.read_bytes().startswith(PNG)
     lines = {line.split("│")[1].strip(): line for line in result.output.splitlines() if line.startswith("│")}
     padded = float(re.search(r"([\d.]+)%", lines["batches of 16, random"]).group(1))
     packed = float(re.search(r"([\d.]+)%", lines["rows of 64, packed"]).group(1))
     assert packed < 10 < 30 < padded
+    computed = json.loads(run(*report, "--json").stdout)["computed_tokens"]
+    assert f"{computed['batches of 16, random']:,}" in lines["batches of 16, random"]
 
 
-def test_report_lists_what_overflow_does(data, model, tmp_path):
-    options = ("report", "--data", data, "--tokenizer", model.parent, "--output", tmp_path / "r.png", "--capacity", 12)
-    assert re.search(r"\d+ documents are longer than 12 tokens and truncated", words(run(*options)))
-    assert re.search(r"\d+ documents are longer than 12 tokens and dropped", words(run(*options, "--overflow", "drop")))
+def test_report_needs_no_library_of_pictures_for_its_tables(report, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.chdir(tmp_path)
+    result = run(*report)
+    assert result.exit_code == 0 and "packed" in result.output
+    assert not list(tmp_path.rglob("*.png"))  # none is drawn unasked
+    assert "pip install 'crosspack[plot]'" in one_line(run(*report, "--output", "report.png"))
+
+
+def test_report_replaces_no_picture_unasked(report, tmp_path):
+    picture = tmp_path / "report.png"
+    picture.write_text("mine")
+    assert "report.png exists: pass --overwrite or another name" in one_line(run(*report, "--output", picture))
+    assert picture.read_text() == "mine"
+    assert run(*report, "--output", picture, "--overwrite").exit_code == 0
+    assert picture.read_bytes().startswith(PNG)
+    assert "name a picture that ends in .png, .pdf, .svg" in one_line(run(*report, "--output", tmp_path / "r.xyz"))
+    assert "is a folder: name a picture inside it" in one_line(run(*report, "--output", _folder(tmp_path / "r.png")))
+
+
+def _folder(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+@pytest.mark.parametrize("overflow", ["truncate", "drop", "split"])
+def test_report_says_what_overflow_leaves_out(report, overflow):
+    figures = json.loads(run(*report, "--capacity", 12, "--overflow", overflow, "--json").stdout)
+    text = words(run(*report, "--capacity", 12, "--overflow", overflow))
+    long, lost = figures["longer_than_capacity"], figures["tokens_left_out"]
+    assert long > 1 and (lost == 0) == (overflow == "split")
+    assert f"{long:,} documents longer than 12 tokens, under --overflow {overflow}: {lost:,} tokens" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unbroken"),
+    [
+        (("report",), ["documents", "longest", "computed", "padding"]),
+        (("bench", "--seconds", 0), ["tokens/s", "memory", "verdict", "contaminated:"]),
+        (("train", "--steps", 2, "--compare"), ["tokens/s,", "length-grouped", "difference", "efficiency"]),
+    ],
+    ids=["report", "bench", "train"],
+)
+def test_tables_fit_80_columns(arguments, unbroken, data, model, monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    which = ("--tokenizer", model.parent) if arguments[0] == "report" else ("--model", model)
+    result = run(*arguments, "--data", data, *which, "--capacity", 64)
+    assert result.exit_code == 0, result.output
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    found = re.findall(r"[^\s│┃(]+", result.stdout)
+    assert "…" not in result.stdout and set(unbroken) <= set(found), result.stdout
 
 
 def one_line(result) -> str:
@@ -159,11 +240,12 @@ def one_line(result) -> str:
     ("arguments", "says"),
     [
         (["--data", "absent.jsonl"], "--data absent.jsonl: no such file or folder"),
-        (["--model", "./absent"], "tokenizer ./absent: no such folder, and not a hub name"),
+        (["--model", "./absent"], "--model ./absent: no such folder or file, and not a hub name"),
+        (["--tokenizer", "./absent"], "--tokenizer ./absent: no such folder or file, and not a hub name"),
         (["--backend", "abacus"], "--backend abacus: the installed ones are "),
         (["--resume"], "--resume and --save-every need --output"),
         (["--compare", "--save-every", "2"], "--compare measures whole runs"),
-        (["--capacity", "8"], "tokens and capacity is 8 "),
+        (["--capacity", "8"], "data.jsonl:1: a document has 32 tokens and capacity is 8: pass --overflow split"),
         (["--device", "abacus"], "--device abacus: "),
         (["--bos"], "--bos was given and the tokenizer has no BOS token"),
     ],
@@ -185,7 +267,7 @@ def test_a_folder_that_holds_something_is_never_replaced_unasked(small, tmp_path
     out.mkdir()
     (out / "thesis.txt").write_text("the only copy")
     assert "is not empty: pass --resume, --overwrite or another folder" in one_line(run(*small, "--output", out))
-    assert "so it holds something else: remove it yourself" in one_line(run(*small, "--output", out, "--overwrite"))
+    assert "so it holds something else: pass another folder" in one_line(run(*small, "--output", out, "--overwrite"))
     assert (out / "thesis.txt").read_text() == "the only copy"
 
 
@@ -204,6 +286,48 @@ def test_a_mistake_in_the_other_options_does_not_cost_the_earlier_run(small, tmp
     assert (out / "model.safetensors").exists()
 
 
+def test_a_model_that_does_not_load_does_not_cost_the_earlier_run(small, model, tmp_path):
+    out = tmp_path / "out"
+    assert run(*small, "--output", out, "--steps", 1).exit_code == 0
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    model.write_text(json.dumps(LLAMA | {"vocab_size": 100}))
+    one_line(run(*small, "--output", out, "--overwrite"))
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_overwrite_removes_the_checkpoints_of_the_earlier_run_and_nobodys_files(small, tmp_path):
+    out = tmp_path / "out"
+    options = (*small, "--output", out, "--steps", 2)
+    assert run(*options, "--save-every", 1).exit_code == 0
+    mine = out / "checkpoints/step-00000002"
+    assert [path.name for path in mine.parent.iterdir()] == [mine.name]
+    assert run(*options, "--save-every", 1, "--overwrite").exit_code == 0
+    (mine / "notes.txt").write_text("mine")
+    assert "holds files that crosspack did not write" in one_line(run(*options, "--save-every", 2, "--overwrite"))
+    assert run(*options, "--overwrite").exit_code == 0
+    assert [path for path in (out / "checkpoints").rglob("*") if path.is_file()] == [mine / "notes.txt"]
+
+
+def test_a_typo_is_found_before_any_framework_is_imported(tmp_path):
+    code = (
+        "import sys, runpy; sys.argv = ['crosspack', *sys.argv[1:]]\n"
+        "try: runpy.run_module('crosspack', run_name='__main__')\n"
+        "finally: print(sorted({'torch', 'jax', 'transformers', 'datasets', 'pyarrow'} & set(sys.modules)))"
+    )
+    (tmp_path / "data.jsonl").write_text('{"txt": "a misspelt column"}')
+    for command, mistake in (
+        (["train"], ["--data", "absent.jsonl"]),
+        (["train"], ["--data", "data.jsonl"]),
+        (["train"], ["--tokenizer", "./absent"]),
+        (["train"], ["--output", "data.jsonl"]),
+    ):
+        result = subprocess.run(
+            [sys.executable, "-c", code, *command, *mistake], capture_output=True, text=True, timeout=120, cwd=tmp_path
+        )
+        assert result.returncode == 2, result.stderr
+        assert result.stdout.strip() == "[]", (command, mistake)
+
+
 def test_a_contaminated_model_ends_with_an_error(small, monkeypatch):
     from crosspack.cli import train
     from packing_core.training import job
@@ -212,7 +336,7 @@ def test_a_contaminated_model_ends_with_an_error(small, monkeypatch):
         records = [wanted.record("packed", step, 1.0, 0.1) for step in range(len(wanted.schedule))]
         return job.TrainResult({"packed": records}, job.Audit(False, "logits 3e-01"), "abacus", "beads")
 
-    monkeypatch.setattr(train, "trainer", lambda backend: contaminated)
+    monkeypatch.setattr(train, "loaded", lambda entry, extra: contaminated)
     assert "audit: documents that are packed together see each other: logits 3e-01" in one_line(run(*small))
 
 
@@ -239,12 +363,36 @@ def test_a_hub_name_is_found_in_the_hub_cache(small, data, tmp_path):
     )
     assert result.returncode == 0, result.stderr
     assert "owner/name on" in result.stdout
+    assert "%|" not in result.stdout + result.stderr  # no bar, transformers' neither, where the output is piped
     assert losses(tmp_path / "again")[0] < losses(out)[0] - 0.2  # it starts from what was trained
 
 
 def test_it_refuses_to_run_once_per_rank(small, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "runs in one process" in one_line(run(*small))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "--backend", "abacus"],
+        ["train", "--model", "./absent"],
+        ["train", "--tokenizer", "./absent"],
+        ["train", "--resume"],
+        ["train", "--resume", "--output", "absent"],
+        ["bench", "--model", "./absent"],
+        ["report", "--tokenizer", "./absent"],
+        ["audit"],
+    ],
+)
+def test_a_mistake_is_reported_before_a_framework_is_imported(arguments):
+    code = (
+        f"import sys; sys.argv = ['crosspack', *{arguments}]\n"
+        "from crosspack.cli import main\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    print(end.code, {'torch', 'transformers'} & set(sys.modules))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.stdout == "2 set()\n", result.stderr
 
 
 def test_the_installed_command_fails_with_one_line_too(tmp_path):

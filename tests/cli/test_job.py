@@ -12,10 +12,13 @@ import pytest
 from crosspack.cli.tables import loss_difference, padded_slots, padding, rate
 from crosspack.cli.text import Document
 from packing_core.errors import PackingError
+from packing_core.extras import registered
 from packing_core.plan import plan
-from packing_core.training.checkpoints import newest_checkpoint, save_checkpoint
-from packing_core.training.job import Options, TrainJob, trainer
+from packing_core.training import timing
+from packing_core.training.checkpoints import check_resume, newest_checkpoint, save_checkpoint
+from packing_core.training.job import GROUP, Options, TrainJob
 from packing_core.training.schedule import Corpus, Schedule
+from packing_core.training.timing import in_turn
 
 
 @pytest.fixture
@@ -58,7 +61,36 @@ def test_tokens_without_an_embedding_are_refused(job):
 
 def test_an_unknown_backend_names_the_installed_ones():
     with pytest.raises(PackingError, match="--backend abacus: the installed ones are jax, torch"):
-        trainer("abacus")
+        registered(GROUP, "abacus")
+
+
+def test_contenders_take_their_steps_in_turn_and_in_changing_order():
+    taken = []
+
+    def contender(name, steps):
+        for step in range(steps):
+            taken.append((name, step))
+            yield
+        return name.upper()
+
+    outcomes = in_turn({"a": contender("a", 3), "b": contender("b", 2), "c": contender("c", 3)})
+    assert taken == [("a", 0), ("b", 0), ("c", 0), ("c", 1), ("b", 1), ("a", 1), ("a", 2), ("c", 2)]
+    assert outcomes == {"a": "A", "b": "B", "c": "C"} and list(outcomes) == ["a", "b", "c"]
+
+
+def test_the_clock_says_what_the_steps_got_of_the_processors(monkeypatch):
+    now, processor = [0.0], [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timing.time, "process_time", lambda: processor[0])
+    clock = timing.Clock(threads=2)
+    assert clock.cpu is None
+    for wall, used in ((2.0, 4.0), (6.0, 4.0)):  # alone, and then on a busy machine
+        with clock.timed():
+            now[0] += wall
+            processor[0] += used
+        assert clock.seconds == wall
+        now[0] += 100.0  # between steps nothing counts
+    assert clock.cpu == 8.0 / (8.0 * 2)
 
 
 def write_nothing(folder):
@@ -92,13 +124,39 @@ def test_an_interrupted_save_leaves_the_checkpoint_before_it(job):
 
 def test_a_checkpoint_of_another_run_is_refused_and_says_what_differs(job):
     save_checkpoint(job, [job.record("packed", 0, 2.0, 0.1)], write_nothing)
-    other = dataclasses.replace(job, options=Options(lr=0.5, seed=3))
-    with pytest.raises(PackingError, match="was written with another lr, seed: pass the options it was started with"):
+    other = dataclasses.replace(job, options=Options(weight_decay=0.5, seed=3))
+    says = "was written with another --weight-decay, --seed: pass the options it was started with"
+    with pytest.raises(PackingError, match=says):
         newest_checkpoint(other)
+    with pytest.raises(PackingError, match=says):  # before any data is read
+        check_resume(job.output, other.options, None)
+    with pytest.raises(PackingError, match="was written with another --model"):
+        check_resume(job.output, job.options, "another-model")
+    check_resume(job.output, job.options, None)
     documents = job.schedule.corpus.documents
     replanned = dataclasses.replace(job.schedule, plans=(plan(documents.lengths, 9),))
-    with pytest.raises(PackingError, match="was written with another plan"):
+    with pytest.raises(PackingError, match="was written with another --capacity, --overflow, --rows-per-step"):
         newest_checkpoint(dataclasses.replace(job, schedule=replanned))
+
+
+def limited(job: TrainJob, steps: int, **options) -> TrainJob:
+    return dataclasses.replace(job, options=Options(**options), schedule=dataclasses.replace(job.schedule, limit=steps))
+
+
+def test_a_run_is_extended_where_its_finished_steps_stay_what_they_were(job):
+    constant = {"decay": "constant", "warmup": 0.0}
+    first = limited(job, 2, **constant)
+    records = [first.record("packed", step, 2.0, 0.1) for step in range(2)]
+    save_checkpoint(first, records, write_nothing)
+    assert newest_checkpoint(limited(job, 4, **constant))[1] == records
+
+
+def test_a_run_whose_learning_rates_would_change_is_not_extended(job):
+    first = limited(job, 3)  # a cosine that ends at step 3
+    save_checkpoint(first, [first.record("packed", step, 2.0, 0.1) for step in range(3)], write_nothing)
+    says = "had other learning rates.*pass the --steps.*--decay constant and --warmup 0"
+    with pytest.raises(PackingError, match=says):
+        newest_checkpoint(limited(job, 4))
 
 
 def test_resuming_nothing_is_an_error(job):
@@ -112,7 +170,8 @@ def test_resuming_nothing_is_an_error(job):
 
 def test_rates_leave_the_first_step_out_and_padding_counts_all(job):
     records = [job.record("padded", step, 2.0, 10.0 if step == 0 else 0.5) for step in range(3)]
-    assert rate(records) == sum(record.tokens for record in records[1:]) / 1.0
+    records.append(job.record("padded", 0, 2.0, 100.0))  # something else ran
+    assert rate(records) == sorted(record.tokens / record.seconds for record in records[1:])[1]
     assert rate(records[:1]) == records[0].tokens / 10.0
     assert padding(records) == 1 - sum(r.tokens for r in records) / sum(r.slots for r in records)
     others = [dataclasses.replace(record, loss=record.loss + 0.25 * record.step) for record in records]

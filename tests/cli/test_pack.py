@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from crosspack.cli import app
+from crosspack.cli import fit as fit_module
+from crosspack.cli.fit import Fit
 from crosspack.cli.pack import _Files
 from crosspack.cli.records import open_records
 from crosspack.cli.text import Encoder, Policy, load_tokenizer
+from packing_core.training.schedule import Document
 
 
 def pack(*arguments: object):
@@ -42,11 +48,16 @@ def arguments(data, tokenizer_folder, tmp_path) -> tuple[object, ...]:
 
 def documents(data: Path, tokenizer_folder: Path) -> list[tuple[list[int], list[bool]]]:
     """Documents with, for each token, whether it is a target (the first never is)."""
+    return sorted(located(data, tokenizer_folder))
+
+
+def located(data: Path, tokenizer_folder: Path) -> list[tuple[list[int], list[bool]]]:
+    """The same, in the order of the data."""
     encoder = Encoder(load_tokenizer(str(tokenizer_folder)), Policy())
-    return sorted(
+    return [
         (document.ids.tolist(), [False, *document.trained[1:].tolist()])
         for document in encoder(open_records(str(data)))
-    )
+    ]
 
 
 @pytest.mark.parametrize("form", ["parquet", "arrow"])
@@ -90,14 +101,18 @@ def test_the_same_arguments_write_the_same_bytes_and_another_seed_another_order(
 
 
 @pytest.mark.parametrize(("overflow", "listed"), [("truncate", "truncated"), ("drop", "dropped")])
-def test_what_is_cut_or_left_out_is_listed(arguments, tmp_path, overflow, listed):
+def test_what_is_cut_or_left_out_is_listed(arguments, data, tokenizer_folder, tmp_path, overflow, listed):
     result = pack(*arguments, "--capacity", 20, "--overflow", overflow)
     assert result.exit_code == 0, result.output
     manifest = json.loads((tmp_path / "packed/manifest.json").read_text())
-    assert 0 < len(manifest[listed]) < 90
-    assert f"{len(manifest[listed])} documents {listed}" in result.output
-    if overflow == "drop":
-        assert manifest["documents"] == 90 - len(manifest["dropped"])
+    notes = [json.loads(line) for line in (tmp_path / "packed/incomplete.jsonl").read_text().splitlines()]
+    assert 0 < manifest[listed] == len(notes) < 90
+    assert f"{manifest[listed]} documents {listed}, see incomplete.jsonl" in result.output
+    lengths = [len(ids) for ids, _ in located(data, tokenizer_folder)]
+    assert [(note["what"], note["where"], note["tokens"]) for note in notes] == [
+        (listed, f"{data}:{line}", length) for line, length in enumerate(lengths, 1) if length > 20
+    ]
+    assert manifest["documents"] == 90 - manifest["dropped"]
 
 
 def test_split_documents_are_counted_once(arguments, tmp_path):
@@ -107,8 +122,8 @@ def test_split_documents_are_counted_once(arguments, tmp_path):
 
 
 def test_rows_are_written_while_the_data_is_still_being_read(arguments, monkeypatch):
-    read, held = [0], []
-    encode, write = Encoder.__call__, _Files.write
+    read, packed, held = [0], [0], []
+    encode, write = Encoder.located, _Files.write
 
     def counting(self, records):
         for document in encode(self, records):
@@ -117,9 +132,10 @@ def test_rows_are_written_while_the_data_is_still_being_read(arguments, monkeypa
 
     def watching(self, batch):
         write(self, batch)
-        held.append(read[0] - self.documents)
+        packed[0] += batch.n_segments
+        held.append(read[0] - packed[0])
 
-    monkeypatch.setattr(Encoder, "__call__", counting)
+    monkeypatch.setattr(Encoder, "located", counting)
     monkeypatch.setattr(_Files, "write", watching)
     assert pack(*arguments, "--buffer", 10).exit_code == 0
     assert len(held) > 5
@@ -128,11 +144,13 @@ def test_rows_are_written_while_the_data_is_still_being_read(arguments, monkeypa
 
 def test_an_interrupted_run_leaves_nothing_that_looks_finished(arguments, tmp_path, monkeypatch):
     def full(self):
-        raise OSError("no space left on device")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as broken:
         broken.setattr(_Files, "close", full)
-        assert pack(*arguments).exit_code == 1
+        result = pack(*arguments)
+    assert result.exit_code == 2
+    assert "packed: No space left on device: pass a folder that can be written" in result.stderr.replace("\n", " ")
     assert not (tmp_path / "packed").exists()
     assert pack(*arguments).exit_code == 0
 
@@ -144,9 +162,102 @@ def test_a_folder_that_holds_something_is_not_replaced_unasked(arguments, tmp_pa
     assert "is not empty: pass --overwrite or another folder" in " ".join(again.stderr.split())
 
 
-def test_a_document_that_does_not_fit_is_one_line(arguments, tmp_path):
+def test_overwrite_replaces_only_what_pack_wrote(arguments, tmp_path):
+    packed = tmp_path / "packed"
+    assert pack(*arguments, "--rows-per-file", 7).exit_code == 0
+    (packed / "notes.txt").write_text("mine")
+    assert pack(*arguments, "--overwrite").exit_code == 0
+    assert (packed / "notes.txt").read_text() == "mine"
+    assert [path.name for path in packed.glob("train-*")] == ["train-00000.parquet"]
+
+
+def test_a_strangers_manifest_is_never_replaced(arguments, tmp_path):
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    (packed / "manifest.json").write_text("theirs")
+    for more, says in (((), "is not empty"), (("--overwrite",), "has no crosspack-files.json")):
+        result = pack(*arguments, *more)
+        assert result.exit_code == 2
+        assert says in " ".join(result.stderr.split())
+    assert [path.read_text() for path in packed.iterdir()] == ["theirs"]
+
+
+def test_a_document_that_does_not_fit_is_one_line(arguments, data, tokenizer_folder, tmp_path):
     result = pack(*arguments, "--capacity", 8)
     assert result.exit_code == 2
     (line,) = result.stderr.strip().splitlines()
-    assert line.startswith("crosspack: document 0 has ")
+    assert (
+        f"data.jsonl:1: a document has {len(located(data, tokenizer_folder)[0][0])} tokens and capacity is 8: pass --o"
+        in line
+    )
     assert not (tmp_path / "packed").exists()
+
+
+def test_what_is_cut_to_its_prompt_is_left_out_and_counted(tokenizer_folder, write, tmp_path):
+    data = write("data.jsonl", [{"prompt": "fox " * 30, "completion": "dog"}, {"text": "lazy dog"}, {"text": ""}])
+    options = ("--data", data, "--tokenizer", tokenizer_folder, "--capacity", 20, "--output", tmp_path / "packed")
+    result = pack(*options, "--overflow", "truncate")
+    assert result.exit_code == 0, result.output
+    manifest = json.loads((tmp_path / "packed/manifest.json").read_text())
+    counts = {name: manifest[name] for name in ("documents", "left_out", "truncated", "dropped", "untrained")}
+    assert counts == {"documents": 1, "left_out": 1, "truncated": 1, "dropped": 0, "untrained": 1}
+    assert "1 pieces of long documents left out, nothing to train on, see incomplete.jsonl" in result.output
+    assert "1 documents left out, nothing to train on, see incomplete.jsonl" in result.output
+    for row in open_records(str(tmp_path / "packed")):
+        assert (row["labels"] != -100).any()
+    notes = [json.loads(line) for line in (tmp_path / "packed/incomplete.jsonl").read_text().splitlines()]
+    assert {(note["what"], note["where"].rpartition(":")[2]) for note in notes} == {
+        ("truncated", "1"),
+        ("untrained", "1"),
+        ("left_out", "3"),
+    }
+
+
+def test_data_without_anything_to_train_is_one_line(tokenizer_folder, write, tmp_path):
+    data = write("data.jsonl", [{"text": ""}])
+    result = pack("--data", data, "--tokenizer", tokenizer_folder, "--output", tmp_path / "packed")
+    assert result.exit_code == 2
+    assert "no document has a token to train on" in " ".join(result.stderr.split())
+    assert not (tmp_path / "packed").exists()
+
+
+def test_long_documents_do_not_wait_together(tmp_path):
+    """However many documents the buffer may hold, those that wait have a bounded number of tokens."""
+    read: list[weakref.ref[Any]] = []
+    most = 0
+
+    def documents():
+        nonlocal most
+        for number in range(400):
+            ids = np.full(1 << 17, number, np.int32)
+            read.append(weakref.ref(ids))
+            most = max(most, sum(reference() is not None for reference in read))
+            yield f"data:{number}", Document(ids, np.ones(len(ids), np.bool_))
+
+    with open(tmp_path / "notes", "w") as notes:
+        fit = Fit(1 << 17, "error", notes)
+        rows = 0
+        for block in fit.blocks(documents()):
+            pieces = list(block)
+            rows += len(pieces)
+            assert sum(len(piece["input_ids"]) for piece in pieces) <= 1 << 24
+    assert rows == fit.documents == 400
+    assert most <= 2  # the pieces are copies: what was cut off is not kept
+
+
+def test_many_blocks_pack_what_one_does(arguments, data, tokenizer_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(fit_module, "_BLOCK_TOKENS", 500)
+    monkeypatch.setattr(fit_module, "_BLOCK_ROWS", 1)
+    assert pack(*arguments).exit_code == 0
+    packed = tmp_path / "packed"
+    assert documents(packed, packed / "tokenizer") == documents(data, tokenizer_folder)
+
+
+def test_one_row_is_singular_and_json_prints_the_manifest(write, tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    data = write("one.jsonl", [{"text": "fox"}])
+    arguments = ["pack", "--data", str(data), "--tokenizer", str(tmp_path / "tokenizer"), "--capacity", "64"]
+    result = CliRunner().invoke(app, [*arguments, "--output", str(tmp_path / "out")])
+    assert "1 document, " in result.output and " in 1 row of 64" in result.output
+    printed = CliRunner().invoke(app, [*arguments, "--output", str(tmp_path / "again"), "--json"])
+    assert json.loads(printed.stdout) == json.loads((tmp_path / "again" / "manifest.json").read_text())

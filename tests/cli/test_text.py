@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 
+from crosspack.cli import text as text_module
 from crosspack.cli.text import Encoder, Policy, load_tokenizer, plain_texts, train_tokenizer
 from packing_core.errors import PackingError
 
@@ -133,18 +134,110 @@ def test_packed_rows_are_cut_into_their_documents_again(tokenizer):
     assert (second.ids.tolist(), second.trained.tolist()) == ([7, 8, 9], [False, False, True])
 
 
+def ids_and_trained(tokenizer, record):
+    return [(document.ids.tolist(), document.trained.tolist()) for document in encode(tokenizer, [record])]
+
+
+def test_padding_of_tokenised_rows_is_cut_off(tokenizer):
+    row = {"input_ids": [0, 5, 6, 7, 0], "attention_mask": [0, 1, 1, 1, 0]}
+    assert ids_and_trained(tokenizer, row) == [([5, 6, 7], [True] * 3)]
+
+
+@pytest.mark.parametrize(
+    "marks",
+    [
+        {"position_ids": [0, 1, 0, 1, 2]},
+        {"attention_mask": [1, 1, 2, 2, 2]},
+        {"segment_ids": [1, 1, 2, 2, 2]},
+        {"seq_lengths": [2, 3], "position_ids": [0, 1, 0, 1, 2]},
+    ],
+)
+def test_rows_that_others_packed_are_cut_into_their_documents(tokenizer, marks):
+    row = {"input_ids": [5, 6, 7, 8, 9], **marks}
+    assert ids_and_trained(tokenizer, row) == [([5, 6], [True] * 2), ([7, 8, 9], [True] * 3)]
+
+
+def test_masks_and_prompts_of_tokenised_rows_are_honoured(tokenizer):
+    row = {"input_ids": [5, 6, 7, 8, 9], "labels": [5, 6, 7, 8, -100], "loss_mask": [1, 1, 1, 0, 1], "prompt_length": 2}
+    assert ids_and_trained(tokenizer, row) == [([5, 6, 7, 8, 9], [False, False, True, False, False])]
+
+
+def test_a_long_chat_is_rendered_in_linear_time(tokenizer, monkeypatch):
+    chat = with_template(tokenizer, PLAIN_TEMPLATE)
+    written = [0]
+    render = type(chat).apply_chat_template
+
+    def counting(self, messages, **options):
+        written[0] += len(messages)
+        return render(self, messages, **options)
+
+    monkeypatch.setattr(type(chat), "apply_chat_template", counting)
+    roles = ["user", "assistant"] * 50
+    messages = [{"role": role, "content": f" fox {n} dog\n"} for n, role in enumerate(roles)]
+    (document,) = encode(chat, [{"messages": messages}])
+    assert written[0] <= 8 * len(messages)
+    said = "".join(f" fox {n} dog\n<|im_end|>\n" for n in range(1, 100, 2))
+    assert trained_text(chat, document) == said
+
+
+def test_records_are_tokenised_some_bytes_at_a_time(tokenizer, monkeypatch):
+    sizes = []
+    ids = Encoder._ids
+
+    def watched(self, texts):
+        texts = list(texts)
+        sizes.append(sum(map(len, texts)))
+        return ids(self, texts)
+
+    monkeypatch.setattr(Encoder, "_ids", watched)
+    monkeypatch.setattr(text_module, "_CHUNK_BYTES", 1000)
+    read = [0]
+
+    def records():
+        for _ in range(40):
+            read[0] += 1
+            yield {"text": "fox " * 75}
+
+    documents = Encoder(tokenizer, Policy())(records())
+    next(documents)
+    assert read[0] <= 5
+    assert sum(1 for _ in documents) == 39
+    assert max(sizes) < 2000
+
+
 @pytest.mark.parametrize(
     ("record", "says"),
     [
+        ({"input_ids": [1, 2**31 + 5]}, "record 0: input_ids has 2147483653: a token id is 0 to 2,147,483,647"),
+        ({"input_ids": [1, -7]}, "record 0: input_ids has -7: a token id is 0 to"),
+        ({"input_ids": [1, 2.5]}, "record 0: input_ids is not a list of whole numbers"),
+        ({"input_ids": [1, 2.0]}, "record 0: input_ids is not a list of whole numbers"),
+        ({"input_ids": [1, None]}, "record 0: input_ids is not a list of whole numbers"),
+        ({"input_ids": [1, 2**80]}, "record 0: input_ids is not a list of whole numbers"),
+        ({"input_ids": [[1], [2, 3]]}, "record 0: input_ids is not a list of whole numbers"),
+        ({"input_ids": "12"}, "record 0: input_ids is not a list of whole numbers"),
+        ({"input_ids": 12}, "record 0: input_ids is not a list of whole numbers"),
+        ({"input_ids": [1, 2], "labels": [1, None]}, "record 0: labels is not a list of whole numbers"),
+        ({"input_ids": [1, 2], "labels": [1]}, "record 0: example 0 has 1 labels and 2 input_ids"),
+        ({"input_ids": [1, 2, 3, 4], "seq_lengths": [5, -1]}, "record 0: seq_lengths holds -1"),
+        ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "token 1 of example 0 is padding inside a document"),
+        ({"input_ids": [1, 2, 3], "attention_mask": [0, 0, 0]}, "example 0 has no tokens but padding"),
+        ({"input_ids": [1, 2, 3], "position_ids": [5, 6, 7]}, "position_ids of example 0 do not count 0, 1, 2"),
+        ({"input_ids": [1, 2], "loss_mask": [0, 7]}, "record 0: loss_mask has values other than 0 and 1"),
+        ({"input_ids": [1, 2], "prompt_length": 3}, "record 0: prompt_length is 3 and the document has 2 tokens"),
+        ({"prompt": "a", "completion": 7}, "record 0: prompt is a str and completion is a int: both must be strings"),
+        ({"prompt": "a", "completion": [{"role": "assistant"}]}, "both must be strings, or both lists of messages"),
+        ({"text": "\ud83d"}, "the text is not valid Unicode, repair it"),
+        ({"messages": "hello"}, "record 0: messages is a list of objects with role and content"),
         (
             {"input_ids": [1, 2, 3], "seq_lengths": [2]},
-            "record 0 has 3 input_ids, 3 labels and seq_lengths that add up",
+            "record 0: seq_lengths add up to 2 and input_ids has 3 tokens",
         ),
         ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "labels that are neither its input_ids nor -100"),
         ({"question": "a", "answer": "b"}, "record 0 has the columns question, answer: a record needs text, prompt +"),
         ({"text": None}, "a record needs text"),
         ({"text": 7}, "record 0: text is a int, not a string"),
-        ({"messages": ["hello"]}, "record 0: a message is an object with role and content"),
+        ({"messages": ["hello"]}, "record 0: messages is a list of objects with role and content"),
     ],
 )
 def test_a_record_that_cannot_be_read_says_why(tokenizer, record, says):
@@ -154,9 +247,10 @@ def test_a_record_that_cannot_be_read_says_why(tokenizer, record, says):
 
 def test_records_without_anything_to_train_are_left_out_and_counted(tokenizer):
     encoder = Encoder(tokenizer, Policy())
-    records = [{"text": ""}, {"text": "lazy dog"}, {"prompt": "dog", "completion": ""}]
+    empty = [{"text": ""}, {"messages": []}, {"prompt": [], "completion": []}, {"input_ids": []}]
+    records = [*empty, {"text": "lazy dog"}, {"prompt": "dog", "completion": ""}]
     assert len(list(encoder(records))) == 2  # the empty completion still has its EOS
-    assert encoder.left_out == 1
+    assert encoder.left_out == 4
 
 
 def test_kinds_may_alternate_and_order_is_kept(tokenizer):
@@ -168,12 +262,12 @@ def test_kinds_may_alternate_and_order_is_kept(tokenizer):
 def test_the_policy_is_stated_in_one_line(tokenizer):
     assert Encoder(tokenizer, Policy()).describe() == (
         "BOS none, EOS <|endoftext|> (trained); chats as their template writes them; "
-        "trained: completions and assistant turns; text whole"
+        "loss on: completions and assistant turns; plain text in full"
     )
     assert (
         Encoder(tokenizer, Policy("all", eos=False))
         .describe()
-        .endswith("EOS none; chats as their template writes them; trained: all tokens")
+        .endswith("EOS none; chats as their template writes them; loss on: all tokens")
     )
 
 

@@ -99,7 +99,7 @@ def test_the_console_command_compares_packed_with_padded(data, tmp_path) -> None
     command += ["--capacity", 128, "--steps", 2, "--rows-per-step", 2, "--device", "cpu", "--output", out]
     result = CliRunner(env={"NO_COLOR": "1", "COLUMNS": "130"}).invoke(app, [str(word) for word in command])
     assert result.exit_code == 0, result.output
-    for line in ("real tokens/s", "largest loss difference from packed", "chunked on cpu", "audit: exact"):
+    for line in ("real tokens/s", "max loss difference from packed", "chunked on cpu", "audit: exact"):
         assert line in result.output
     runs = json.loads((out / "crosspack.json").read_text())["runs"]
     packed = [record["loss"] for record in runs["packed"]]

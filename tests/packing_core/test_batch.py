@@ -213,10 +213,10 @@ BAD = {
         LayoutError,
         r"columns\['x'\] has dtype <U1: pass numbers",
     ),
-    "int32 bounds": (
-        {"cu_seqlens": np.array([0, 3, 5, 6], np.int32)},
+    "float bounds": (
+        {"cu_seqlens": np.array([0.0, 3.0, 5.0, 6.0])},
         LayoutError,
-        r"cu_seqlens is int32 \[4\]: pass int64",
+        r"cu_seqlens is float64 \[4\]: pass integers in one dimension",
     ),
     "2-D rows": ({"rows": np.zeros((3, 1), int)}, LayoutError, r"rows is int64 \[3, 1\]"),
     "no bounds": ({"cu_seqlens": np.zeros(0, int)}, LayoutError, "cu_seqlens marks -1 segments"),

@@ -116,7 +116,7 @@ CONTRADICTIONS = {
     "dropped and kept": ({"dropped": [2]}, "document 2 is listed as dropped and stands in a row"),
     "dropped unknown": ({"dropped": [3]}, "dropped names a document outside 0..2"),
     "truncated unknown": ({"truncated": [-1]}, "truncated names a document outside 0..2"),
-    "floats": ({"length": [5.0, 3.0, 4.0]}, "length must be a 1-D integer array; got float64 of shape [3]"),
+    "floats": ({"length": [5.0, 3.0, 4.0]}, "length is float64 [3]: pass integers in one dimension"),
     "no documents": ({"n_documents": 0}, "n_documents must be an integer of at least 1, got 0"),
 }
 
@@ -135,7 +135,7 @@ def test_contradictions_are_refused(changes, message):
         ([2], "there is no row 2: the plan has 2 rows, counted from 0"),
         ([-1], "there is no row -1"),
         ([1, 1], "row 1 is selected twice"),
-        ([0.5], "rows must be a 1-D integer array"),
+        ([0.5], "rows is float64 [1]: pass integers in one dimension"),
     ],
 )
 def test_rows_that_cannot_be_selected(rows, message):

@@ -20,6 +20,14 @@ def arrow(kind=pa.list_, value=None, documents=DOCUMENTS):
     return pa.array(documents, type=kind(value or pa.int32()))
 
 
+def off_by_a_byte():
+    """The second and third document at an address that no other int32 array has."""
+    values = pa.py_buffer(b"." + FLAT[3:].tobytes()).slice(1)
+    return pa.ListArray.from_arrays(
+        pa.array([0, 1, 5], pa.int32()), pa.Array.from_buffers(pa.int32(), 5, [None, values])
+    )
+
+
 def forms(tmp_path):
     """The same three documents in every form that Ragged.of takes."""
     Ragged(FLAT, OFFSETS).save(tmp_path)
@@ -36,6 +44,9 @@ def forms(tmp_path):
         "arrow large_list": Ragged.of(arrow(pa.large_list)),
         "arrow sliced": Ragged.of(arrow(documents=[[1, 2], *DOCUMENTS, [3]])[1:4]),
         "arrow chunked": Ragged.of(pa.chunked_array([arrow(documents=DOCUMENTS[:1]), arrow(documents=DOCUMENTS[1:])])),
+        "arrow chunks that do not line up": Ragged.of(
+            pa.chunked_array([arrow(documents=DOCUMENTS[:1]), off_by_a_byte()])
+        ),
         "arrow chunked, empty chunks": Ragged.of(pa.chunked_array([arrow(documents=[]), arrow(), arrow(documents=[])])),
         "lists and arrays of mixed dtypes": Ragged.of([[5, 6, 7], [8], np.array([9, 10, 11, 12], np.uint8)]),
     }
@@ -92,7 +103,7 @@ def test_fixed_size_lists_and_matrices_are_not_copied():
 
 def test_arrays_are_not_copied():
     arrays = [np.arange(3), np.arange(5)]
-    assert all(kept is given for kept, given in zip(Ragged.of(arrays), arrays))
+    assert all(np.shares_memory(kept, given) for kept, given in zip(Ragged.of(arrays), arrays, strict=True))
 
 
 def test_tensors_and_arrow_bools_are_taken():
@@ -189,20 +200,20 @@ BAD = {
         lambda: Ragged(FLAT, np.array([0, 5, 3, 8])),
         r"sequences\[1\] has length -2 \(offsets 5 to 3\): offsets must never decrease",
     ),
-    "offsets outside": (lambda: Ragged(FLAT, np.array([0, 3, 9])), "run from 0 to 9 and there are 8 values"),
-    "offsets negative": (lambda: Ragged(FLAT, np.array([-1, 3])), "run from -1 to 3"),
+    "offsets outside": (lambda: Ragged(FLAT, np.array([0, 3, 9])), "runs from 0 to 9 and there are 8 values"),
+    "offsets negative": (lambda: Ragged(FLAT, np.array([-1, 3])), "runs from -1 to 3"),
     "offsets float": (
         lambda: Ragged(FLAT, np.array([0.0, 3.0])),
-        "the offsets of sequences have dtype float64: pass int",
+        "sequences.offsets has dtype float64: pass int",
     ),
-    "one offset": (lambda: Ragged(FLAT, np.array([0])), r"offsets of sequences have shape \[1\]: pass \[N\+1\]"),
+    "one offset": (lambda: Ragged(FLAT, np.array([0])), r"sequences.offsets has shape \[1\]: pass \[N\+1\]"),
     "values 2-D": (lambda: Ragged(FLAT.reshape(2, 4), OFFSETS), r"shape \[2, 4\].*np.ascontiguousarray"),
     "values strided": (lambda: Ragged(FLAT[::2], np.array([0, 3])), r"strides \[8\]: Ragged needs one flat contiguous"),
     "values a list": (
         lambda: Ragged([1, 2], np.array([0, 2])),
-        "the values of sequences are a list: pass a numpy array",
+        "sequences.values is a list: pass a numpy array",
     ),
-    "values text": (lambda: Ragged(np.array(["a"]), np.array([0, 1])), "have dtype <U1: pass numbers"),
+    "values text": (lambda: Ragged(np.array(["a"]), np.array([0, 1])), "sequences.values has dtype <U1: pass numbers"),
     "empty list": (lambda: Ragged.of([]), "sequences is empty: pass at least one sequence"),
     "empty chunked": (lambda: Ragged.of(pa.chunked_array([], pa.list_(pa.int32()))), "sequences is empty"),
     "generator": (lambda: Ragged.of(d for d in DOCUMENTS), "sequences is a generator: .*packing_core.stream"),
@@ -223,7 +234,7 @@ BAD = {
         lambda: Ragged.of(pa.array([[1]], type=pa.list_view(pa.int32()))),
         "Arrow array of list_view<item: int32>: cast it to list",
     ),
-    "arrow strings": (lambda: Ragged.of(pa.array([["a"]])), "the values of sequences have dtype object: pass numbers"),
+    "arrow strings": (lambda: Ragged.of(pa.array([["a"]])), "sequences.values has dtype object: pass numbers"),
 }
 
 

@@ -182,7 +182,7 @@ def test_what_cannot_be_judged_says_why(tmp_path) -> None:
     data = documents(4)
     trainer.train_dataset = data.map(lambda row: {"labels": [-100] * len(row["labels"])})
     with pytest.raises(PackingError, match="nothing is trained in the trainer's first batch"):
-        torch_backend.audit(trainer)
+        torch_backend.audit(enable_packing(trainer, verify=False))
     trainer.args._n_gpu = 2
     with pytest.raises(
         UnsupportedError, match="Trainer spreads its model or its batches over devices: audit it in one"

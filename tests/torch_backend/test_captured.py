@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -34,7 +32,7 @@ def stand_in(monkeypatch):
             step.result.copy_(step.step(step.batch))
 
     @contextmanager
-    def recording(graph, stream):
+    def recording(graph, **options):
         seen.recorded += 1
         yield
 
@@ -56,30 +54,6 @@ def test_it_warms_up_records_once_and_replays_on_the_batch_of_each_call(stand_in
     step = stand_in.step = CapturedStep(lambda batch: batch["input_ids"].sum(), warm_up=2)
     found = [int(step(row(value))) for value in (1, 2, 3, 4, 5)]
     assert found == [4, 8, 12, 16, 20]
-    assert stand_in.recorded == 1
-
-
-def test_the_guides_step_trains(stand_in, monkeypatch, tmp_path):
-    """The block of docs/speed.md as it stands, but smaller, on the CPU, and compiled by nobody."""
-    page = (Path(__file__).parents[2] / "docs/speed.md").read_text()
-    (code,) = re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
-    smaller = {".cuda()": "", '"cuda"': '"cpu"', "16_384": "128", "2_048": "64", "256": "32", ", capturable=True": ""}
-    smaller |= {"loss = step(batch)": "losses.append(float(step(batch)))"}
-    smaller |= {"step = CapturedStep(train)": "step = recorded(CapturedStep(train))"}
-    for shown, tried in smaller.items():
-        assert shown in code
-        code = code.replace(shown, tried)
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: None)
-    monkeypatch.chdir(tmp_path)
-    tiny("qwen2").save_pretrained("my-model")
-
-    def recorded(step: CapturedStep) -> CapturedStep:
-        stand_in.step = step
-        return step
-
-    losses: list[float] = []
-    exec(code, {"losses": losses, "recorded": recorded})
-    assert len(losses) > 6 and all(0 < loss < 10 for loss in losses) and len(set(losses)) == len(losses)
     assert stand_in.recorded == 1
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from packing_core.columns import documents_of
 from packing_core.errors import LayoutError, PackingError
 from torch_backend import PackedCollator, pack_dataset
-from torch_backend.collate.columns import documents_of
 
 datasets = pytest.importorskip("datasets", reason="pack_dataset takes and returns one")
 

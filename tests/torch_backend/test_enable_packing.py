@@ -160,7 +160,7 @@ def test_a_collator_that_packs_is_wrapped(tmp_path, options) -> None:
 
 def test_positions_that_every_example_has_are_no_packing(tmp_path) -> None:
     data = {"input_ids": [[5, 6, 7], [8, 9, 10]], "position_ids": [[0, 1, 2], [0, 1, 2]]}
-    trainer = enabled(plain(tmp_path, {**data, "labels": data["input_ids"]}))
+    trainer = enabled(plain(tmp_path, {**data, "labels": data["input_ids"]}), capacity=6)
     assert isinstance(trainer.data_collator, PackedCollator)
     assert next(iter(trainer.get_train_dataloader()))["packed_lengths"] == (3, 3)
 

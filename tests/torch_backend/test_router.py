@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import torch_backend
-from packing_core.errors import UnsupportedModelError
+from packing_core.errors import LayoutError, UnsupportedModelError
 from tests.torch_backend.models import collate, documents, tiny
 from torch_backend.auditing.tiny import all_families
 from torch_backend.losses.causal_lm import causal_lm_loss
@@ -56,6 +56,17 @@ def test_it_is_that_of_the_real_tokens(family: str) -> None:
     for capacity in CAPACITIES:
         found = model(**with_mask(collate(docs, capacity=capacity)), output_router_logits=True).aux_loss
         assert float(found.detach()) == pytest.approx(want, rel=1e-5), capacity
+
+
+def test_a_batch_that_does_not_mark_its_padding_is_refused_and_our_collators_mark_it() -> None:
+    model, docs = torch_backend.patch(tiny("mixtral", output_router_logits=True)), documents(LENGTHS)
+    unmarked = collate(docs)
+    with pytest.raises(LayoutError, match="MixtralForCausalLM computes a router's auxiliary loss .* no attention_mask"):
+        model(**unmarked)
+    features = [{"input_ids": d} for d in docs]
+    found = model(**torch_backend.PackedCollator(model, capacity=64)(features)).aux_loss
+    again = model(**torch_backend.with_boundaries(dict, model)(collate(docs, capacity=None))).aux_loss
+    assert float(found.detach()) == pytest.approx(float(again.detach()), rel=1e-5)
 
 
 @pytest.mark.parametrize("family", PER_DOCUMENT)

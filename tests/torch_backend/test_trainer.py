@@ -126,15 +126,24 @@ def differences(one, other) -> float:
     return max(float((a - b).abs().max()) for (_, a), (_, b) in pairs)
 
 
-@pytest.mark.parametrize("capacity", [None, CAPACITY])
-def test_trainer_with_documents_trains_as_each_document_alone(tmp_path, capacity) -> None:
+def test_trainer_with_documents_trains_as_each_document_alone(tmp_path) -> None:
     model, alone = llama(), llama()
     trainer = transformers.Trainer(
         model, arguments(transformers.TrainingArguments, tmp_path), train_dataset=documents()
     )
-    assert enable_packing(trainer, capacity=capacity, verify=False) is trainer
+    assert enable_packing(trainer, capacity=CAPACITY, verify=False) is trainer
     losses, batches = train_recorded(trainer)
-    assert all(len(batch["packed_lengths"]) > len(batch["input_ids"]) for batch in batches)
+    assert all(batch["input_ids"].shape[1] == CAPACITY for batch in batches)
+    assert losses == pytest.approx(per_document_losses(alone, batches), abs=1e-4)
+    assert differences(model, alone) < 1e-5
+
+
+def test_sft_trainer_without_packing_trains_as_each_document_alone(tmp_path) -> None:
+    model, alone = llama(), llama()
+    trainer = sft(model, tmp_path, documents(), max_length=CAPACITY, loss_type="nll", bf16=False)
+    enable_packing(trainer, verify=False)
+    losses, batches = train_recorded(trainer)
+    assert all(batch["input_ids"].shape[1] == CAPACITY for batch in batches)
     assert losses == pytest.approx(per_document_losses(alone, batches), abs=1e-4)
     assert differences(model, alone) < 1e-5
 

@@ -1,6 +1,6 @@
 """Run by ``torchrun`` in test_torchrun: two optimizer steps of packed training; rank 0 writes what came out.
 
-Arguments: the folder to write to, documents per rank and microbatch, microbatches per step.
+Arguments: the folder to write to, rows per rank and microbatch, microbatches per step.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from pathlib import Path
 import torch
 import transformers
 
-from tests.torch_backend.test_trainer import arguments, documents, gpt_oss
+from tests.torch_backend.test_trainer import CAPACITY, arguments, documents, gpt_oss
 from tests.torch_backend.torchrun import leave
 from torch_backend.training.trainer import enable_packing
+
+DOCUMENTS = 48  # 16 rows in the order of the documents: 2 steps of 8 rows
 
 
 class Counting(transformers.Trainer):
@@ -27,14 +29,14 @@ class Counting(transformers.Trainer):
         return batches, count
 
 
-def main(folder: Path, documents_at_once: int, accumulation: int) -> None:
+def main(folder: Path, rows_at_once: int, accumulation: int) -> None:
     model = gpt_oss()
     given = arguments(transformers.TrainingArguments, folder)
-    given.per_device_train_batch_size, given.gradient_accumulation_steps = documents_at_once, accumulation
+    given.per_device_train_batch_size, given.gradient_accumulation_steps = rows_at_once, accumulation
     given.max_steps = 2
     given.train_sampling_strategy = "sequential"
-    trainer = Counting(model, given, train_dataset=documents(16))
-    enable_packing(trainer, verify=False)
+    trainer = Counting(model, given, train_dataset=documents(DOCUMENTS))
+    enable_packing(trainer, capacity=CAPACITY, verify=False)
     trainer.train()
     if trainer.accelerator.is_main_process:
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from packing_core import PackedBatch
 from packing_core.batch import IGNORE_INDEX
+from packing_core.columns import documents_of
 from packing_core.errors import LayoutError, PackingError, UnsupportedError
 from torch_backend.auditing.compare import gradients_error
 from torch_backend.auditing.model import MOVED
 from torch_backend.collate import Batch
-from torch_backend.collate.columns import documents_of
 from torch_backend.hf.patch import causal_lm
 from torch_backend.hf.router import no_router_loss
 

@@ -1,13 +1,14 @@
 """Collators that carry the segments of a batch to a patched model.
 
 :class:`PackedCollator` takes documents, or rows of a ``PackedDataset``, and packs them. :class:`BoundaryCollator` wraps
-another collator and reads the documents of its batches (:mod:`.marks`). Both return CPU tensors under the
+another collator and reads the documents of its batches (``packing_core.marks``). Both return CPU tensors under the
 names that Hugging Face models take, and plain Python values that device movers leave alone. A ``PackedDataset`` is a
 map-style dataset: ``DataLoader(PackedDataset(...), batch_size=2, collate_fn=PackedCollator(model))``.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,12 +20,15 @@ from torch import Tensor, nn
 
 from packing_core import PackedBatch, pack
 from packing_core.batch import IGNORE_INDEX
+from packing_core.columns import TRAINED, read_examples, trained_tokens
 from packing_core.errors import LayoutError
+from packing_core.marks import MARKS, PER_TOKEN, Segments, counts_through, is_numbered, read_segments
 from packing_core.views import KernelView
-from torch_backend.collate.columns import TRAINED, read_examples, trained_tokens
-from torch_backend.collate.marks import MARKS, PER_TOKEN, Segments, counts_through, is_numbered, read_segments
+
+logger = logging.getLogger(__name__)
 
 Batch = dict[str, Any]
+FULL = 0.7  # rows that are less full than this are worth a warning
 ROUTER_LOSS = ("output_router_logits", "router_aux_loss_coef")  # a config that has one may have a router with a loss
 _READ_AND_LEFT_OUT = ("segment_ids", "seq_lengths", "packed_seq_lengths")  # no argument of a model
 
@@ -32,8 +36,9 @@ _READ_AND_LEFT_OUT = ("segment_ids", "seq_lengths", "packed_seq_lengths")  # no 
 class PackedCollator:
     """Packs the documents of each batch, or takes rows that are packed, and emits what a patched model needs.
 
-    Documents are packed within a batch, never across batches: with ``capacity``, a batch of few documents leaves much
-    padding. To pack a whole dataset, use ``PackedDataset`` or ``pack_dataset``, whose rows this collator takes.
+    Documents are packed inside a batch, never across batches: with ``capacity``, a batch of few documents leaves much
+    padding, and the first batch that fills less than 70% of its rows is logged. To pack a whole dataset, use
+    ``enable_packing(trainer)``, ``PackedDataset`` or ``pack_dataset``, whose rows this collator takes.
 
     Args:
         model: gives the token that fills padding (``config.pad_token_id``). If it has a router with an auxiliary loss,
@@ -45,7 +50,7 @@ class PackedCollator:
         plan_options: ``overflow``, ``max_segments`` and the other options of ``packing_core.plan``.
 
     A feature is a ``PackedBatch``, or a mapping with ``input_ids`` and the columns that
-    :func:`torch_backend.collate.columns.read_columns` names: ``labels``, masks and prompt lengths say what is trained,
+    :func:`packing_core.columns.read_columns` names: ``labels``, masks and prompt lengths say what is trained,
     ``attention_mask`` says what is padding, and ``seq_lengths`` cuts a packed row into its documents.
     """
 
@@ -62,14 +67,14 @@ class PackedCollator:
         configs = _configs(model)
         pads = [config.pad_token_id for config in configs if getattr(config, "pad_token_id", None) is not None]
         self.pad_id = int(pads[0]) if pads else 0
-        # without a model, padding is marked in case the model has a router
-        self.marks_padding = not configs or any(hasattr(config, field) for config in configs for field in ROUTER_LOSS)
+        self.has_router = _has_router(model)
         self.labels_every_token = _labels_every_token(model)
         self.capacity = capacity
         self.padding_free = padding_free
         self.max_seqlen = max_seqlen
         self.bucket = bucket
         self.plan_options = {"seed": None, **plan_options}
+        self._warned = False
 
     def __call__(self, features: PackedBatch | Sequence[Any]) -> Batch:
         """One batch.
@@ -77,8 +82,8 @@ class PackedCollator:
         Returns:
             ``input_ids``, ``labels``, ``position_ids`` int64 [B, S]; ``seq_idx`` int32 [B, S]; ``cu_seq_lens_q`` and
             ``_k`` int32 [N+1] over the B * S tokens, padding in segments of its own; ints ``max_length_q`` and ``_k``;
-            ``packed_lengths``, the segments' lengths as a tuple; for a model with a router loss, or none given,
-            ``attention_mask`` int64 [B, S], 0 at padding; and the user's own columns [B, S].
+            ``packed_lengths``, the segments' lengths as a tuple; for a model with a router loss ``attention_mask``
+            int64 [B, S], 0 at padding; and the user's own columns [B, S].
         """
         if isinstance(features, PackedBatch):
             return self._emit(features)
@@ -96,14 +101,14 @@ class PackedCollator:
         emitted = _to_torch(view, rows=1 if self.padding_free else len(batch))
         if self.labels_every_token:
             emitted["labels"] = emitted.pop(_EVERY_LABEL).long() + IGNORE_INDEX
-        if self.marks_padding:
+        if self.has_router:
             real = np.repeat(~np.array(view.is_padding), view.lengths)
             emitted["attention_mask"] = torch.from_numpy(real.astype(np.int64)).view_as(emitted["input_ids"])
         return emitted
 
     def _pack(self, features: Sequence[Mapping[str, Any]]) -> PackedBatch:
         documents = read_examples(features)
-        return pack(
+        packed = pack(
             documents.input_ids,
             self.capacity or int(documents.input_ids.lengths.sum()),
             labels=documents.labels,
@@ -113,17 +118,27 @@ class PackedCollator:
             pad_id=self.pad_id,
             **(self.plan_options if self.capacity else {"strategy": "sequential", "seed": None}),
         )
+        if self.capacity and packed.efficiency < FULL and not self._warned:
+            self._warned = True
+            logger.warning(
+                "rows of %d tokens are %.0f%% full, because PackedCollator packs inside a batch, here of %d documents: "
+                "pack the whole data set by enable_packing(trainer), pack_dataset or PackedDataset",
+                packed.capacity,
+                100 * packed.efficiency,
+                len(documents.input_ids),
+            )
+        return packed
 
 
 class BoundaryCollator:
     """Calls another collator and adds the segments of its batches, read and checked on the host.
 
-    What marks documents and padding is read by :func:`torch_backend.collate.marks.read_segments`: ``cu_seq_lens_q``,
+    What marks documents and padding is read by :func:`packing_core.marks.read_segments`: ``cu_seq_lens_q``,
     ``seq_lengths``, ``segment_ids``, ``seq_idx``, an ``attention_mask`` of 1, 2, 3, or ``position_ids`` that restart.
 
     - ``labels`` become -100 at the start of each segment, at padding, and where a mask of trained tokens
       (``completion_mask`` and others) is 0; ``shift_labels`` at the end of each segment.
-    - ``attention_mask`` stays, 1 and 0, if there is padding, and is left out if it would be 1 everywhere.
+    - ``attention_mask`` stays, 1 and 0, if there is padding or the model has a router loss; else it is left out.
     - ``position_ids`` stay as they are, also the [3, B, S] of M-RoPE. If there are none, or if they count through
       the whole row, they become 0, 1, 2 in each segment.
 
@@ -133,6 +148,7 @@ class BoundaryCollator:
     def __init__(self, collator: Callable[[Any], Mapping[str, Any]], model: Any = None) -> None:
         self.collator = collator
         self.labels_every_token = _labels_every_token(model)
+        self.has_router = _has_router(model)
 
     def __call__(self, features: Any) -> Batch:
         """The collator's batch with ``cu_seq_lens_q``, ``packed_lengths`` and the rest that ``PackedCollator`` emits.
@@ -150,7 +166,7 @@ class BoundaryCollator:
         starts, padding = (torch.from_numpy(x).view(ids.shape) for x in (segments.starts, segments.padding))
         _mask_labels(batch, torch.zeros_like(starts) if self.labels_every_token else starts, padding)
         mask = batch.pop("attention_mask", None)
-        if segments.padding.any():
+        if self.has_router or segments.padding.any():
             batch["attention_mask"] = (~padding).to(torch.int64 if mask is None else mask.dtype)
         positions, added = batch.get("position_ids"), _metadata(segments.lengths, ids.shape)
         if positions is not None and not _counts_through(positions, segments, rows):
@@ -158,16 +174,15 @@ class BoundaryCollator:
         return {"input_ids": ids, **{k: v for k, v in batch.items() if k not in _READ_AND_LEFT_OUT}, **added}
 
 
-def with_boundaries(
-    collator: Callable[[Any], Mapping[str, Any]], model: Any = None
-) -> BoundaryCollator | PackedCollator:
+def with_boundaries(collator: Callable[[Any], Mapping[str, Any]], model: Any = None) -> Callable[[Any], Batch]:
     """``collator`` with the segments of its batches added, read from whatever it marks them with.
 
     A collator whose batches carry segments already, one of this package, is returned as it is.
 
     Args:
         collator: returns a mapping with ``input_ids`` [B, S] and some mark of its documents.
-        model: only a token classifier changes anything: it keeps the labels of its documents' first tokens.
+        model: a token classifier keeps the labels of its documents' first tokens, and a model with a router loss gets
+            an ``attention_mask`` in every batch.
 
     >>> ids = torch.tensor([[5, 6, 7, 8, 9]])
     >>> batch = with_boundaries(dict)({"input_ids": ids, "seq_lengths": [[3, 2]]})
@@ -217,6 +232,11 @@ def concatenate(batches: Sequence[PackedBatch]) -> PackedBatch:
         pad_id=first.pad_id,
         weighting=first.weighting,
     )
+
+
+def _has_router(model: Any) -> bool:
+    """Whether the model may have an auxiliary loss, which has to leave padding out."""
+    return any(hasattr(config, field) for config in _configs(model) for field in ROUTER_LOSS)
 
 
 def _labels_every_token(model: Any) -> bool:

@@ -6,7 +6,8 @@ the first packed forward only the layers and their routes are known.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import nn
 
@@ -54,12 +55,18 @@ class Explanation:
         return "\n".join([*lines, *self.notes])
 
 
-def explain(model: nn.Module) -> Explanation:
+def explain(model: Any) -> Explanation:
     """Which implementation runs each attention and mixer layer of a patched model, and why.
 
+    Args:
+        model: a patched model; or a trainer after ``enable_packing``, or what ``make_train_step`` returned, whose notes
+            also say which parts of its training step are fast, and why the others are not.
+
     Raises:
-        UnsupportedError: the model is not patched.
+        UnsupportedError: the model is not patched, or the trainer not enabled.
     """
+    if not isinstance(model, nn.Module):
+        return _explain_step(model)
     state = state_of(causal_lm(model))
     if state is None:
         raise UnsupportedError(f"{type(model).__name__} is not patched: call torch_backend.patch(model) first")
@@ -70,6 +77,19 @@ def explain(model: nn.Module) -> Explanation:
         for name, layer in state.layers.items()
     ]
     return Explanation(layers, state.notes())
+
+
+def _explain_step(trainer: Any) -> Explanation:
+    """A trainer or a training step; a trainer keeps its step as ``packed_step``."""
+    step = getattr(trainer, "packed_step", trainer)
+    parts = getattr(step, "parts", None)
+    if parts is None:
+        raise UnsupportedError(
+            f"explain takes a patched model, a trainer after enable_packing or a step of make_train_step, "
+            f"got a {type(trainer).__name__}"
+        )
+    found = explain(step.model)
+    return replace(found, notes=[*found.notes, *(f"{part} of the step: {what}" for part, what in parts.items())])
 
 
 def _explain_mixer(name: str, layer: nn.Module, choice: Choice | None, whole_decoder: bool) -> LayerExplanation:

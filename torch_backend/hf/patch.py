@@ -260,6 +260,8 @@ class Patched:
         if forward is None:
             return args, kwargs
         router.refuse_per_document(self.root, self.mixers.values(), kwargs)
+        if self.shifted:
+            router.require_mask(self.root, kwargs)
         self._refuse_sharding()
         self._resume()
         forward.handed_over = True

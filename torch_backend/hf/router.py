@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from packing_core.errors import UnsupportedModelError
+from packing_core.errors import LayoutError, UnsupportedModelError
 
 SWITCH = "output_router_logits"
 
@@ -35,6 +35,16 @@ def refuse_per_document(root: Any, layers: Iterable[nn.Module], batch: Mapping[s
         raise UnsupportedModelError(
             f"{type(root).__name__} routes inside layers that run per document, so its router loss would "
             f"count padding: set {SWITCH}=False"
+        )
+
+
+def require_mask(root: Any, batch: Mapping[str, Any]) -> None:
+    """Raise if a packed batch computes a router's loss and nothing says which of its tokens are padding."""
+    if batch.get("attention_mask") is None and asks_for_router_loss(root, batch):
+        raise LayoutError(
+            f"{type(root).__name__} computes a router's auxiliary loss ({SWITCH}), which would count padding, because "
+            "the packed batch has no attention_mask: use PackedCollator(model) or with_boundaries(collator, model), "
+            "which add it"
         )
 
 

@@ -1,16 +1,15 @@
 """What ``crosspack bench`` measures with torch: a model on its data, padded, packed by stock transformers, and patched.
 
-A TrainJob -> the model, once per way -> the first row's logits against each document alone -> optimizer steps for a
-given time -> :class:`crosspack.cli.bench.Measured`, with the rate of the median step. A way is exact if its logits
-are as near to those of the documents alone in float32 as the documents alone are in the precision that is timed,
-rounding counted twice.
+A TrainJob -> the model, once per way -> the first row's logits against each document alone -> optimizer steps, which
+the ways take in turn so that other load on the machine slows all of them alike -> one Measured per way, with the rate
+of its median step. A way is exact if its logits are as near to those of the documents alone in float32 as the documents
+alone are in the precision that is timed, rounding counted twice.
 """
 
 from __future__ import annotations
 
 import gc
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from itertools import cycle
 from statistics import median
@@ -21,20 +20,30 @@ from torch import Tensor, nn
 
 from packing_core.errors import PackingError, UnsupportedModelError
 from packing_core.training.job import Measured, TrainJob
+from packing_core.training.timing import Clock, in_turn
 from torch_backend.collate import Batch
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.losses.cross_entropy import next_token_targets, packed_cross_entropy
 from torch_backend.patching import patch
 from torch_backend.segments import to_device
-from torch_backend.training.job import batches, build_model, device_of
+from torch_backend.training.job import Memory, batches, build_model, device_of
 
 Loss = Callable[[Mapping[str, Any]], Tensor]
+OURS = "crosspack"
+# What each way passes to the model besides the batch. Most people leave use_cache at its default, under which stock
+# transformers does not look for segments.
+WAYS: dict[str, dict[str, Any]] = {
+    "padded": {"use_cache": False},
+    "stock packed": {},
+    "stock packed, use_cache=False": {"use_cache": False},
+    OURS: {"use_cache": False},
+}
 _ROUNDINGS = 2.0
 _FLOOR = 1e-5  # of the largest logit: rounding of float32 itself
 
 
 def race(job: TrainJob, seconds: float) -> Iterator[Measured]:
-    """Measure each way in turn; see the module's docstring.
+    """Measure every way; see the module's docstring.
 
     Args:
         job: its schedule has one row a step; ``options`` decide precision and seed.
@@ -44,48 +53,55 @@ def race(job: TrainJob, seconds: float) -> Iterator[Measured]:
         PackingError: the model cannot be loaded or does not fit the data.
     """
     device = device_of(job.device)
-    for way in ("padded", "stock packed", "crosspack"):
-        model = build_model(job).to(device).train()
-        job.check_vocabulary(model.get_input_embeddings().num_embeddings)
-        job.check_positions(getattr(model.config.get_text_config(), "max_position_embeddings", None))
-        try:
-            measured = _measure(model, job, way, device, seconds)
-        except (ImportError, PackingError, RuntimeError, ValueError) as reason:  # too little memory, say, for one way
-            measured = Measured(way, failure=" ".join(str(reason).split())[:160])
-        del model  # or the next way would be charged with its memory
-        yield measured
+    clock = Clock(torch.get_num_threads())
+    yield from in_turn({way: _measure(job, way, device, seconds, clock) for way in WAYS}).values()
 
 
-def _measure(model: Any, job: TrainJob, way: str, device: torch.device, seconds: float) -> Measured:
-    computing = _precision(job, device)
-    difference, allowed = _exactness(model, job, way, device, computing)
-    _release(device)
-    loss = _patched_loss(model) if way == "crosspack" else _stock_loss(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=job.options.lr, fused=True)
-    rates: list[float] = []
-    begin = time.perf_counter()
-    for count, step in enumerate(cycle(range(len(job.schedule)))):
-        step_begin = time.perf_counter()
-        for batch in _inputs(job, way, step, device):
-            with computing():
-                value = loss(batch)
-            value.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        _wait(device)
-        now = time.perf_counter()
-        if count == 0:
-            begin = now  # the first step warms up
-            continue
-        rates.append(int(job.schedule.steps[step].length.sum()) / (now - step_begin))
-        if now - begin > seconds:
-            break
+def _measure(
+    job: TrainJob, way: str, device: torch.device, seconds: float, clock: Clock
+) -> Generator[None, None, Measured]:
+    """One way, a step per ``next``; what fails, for want of memory say, is a Measured too."""
+    memory = Memory(device)
+    model = build_model(job)
+    job.check_vocabulary(model.get_input_embeddings().num_embeddings)
+    job.check_positions(getattr(model.config.get_text_config(), "max_position_embeddings", None))
+    job.on_phase(f"{way}: comparing its logits with each document alone")
+    try:
+        computing = _precision(job, device)
+        with memory.counted():
+            model = model.to(device).train()
+            difference, allowed = _exactness(model, job, way, device, computing)
+            _release(device)
+        memory.peak = 0  # of training alone
+        loss = _patched_loss(model) if way == OURS else _stock_loss(model, WAYS[way])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=job.options.lr, fused=True)
+        rates: list[float] = []
+        timed = 0.0
+        for count, step in enumerate(cycle(range(len(job.schedule)))):
+            yield
+            with memory.counted(), clock.timed():
+                for batch in _inputs(job, way, step, device):
+                    with computing():
+                        value = loss(batch)
+                    value.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                _wait(device)
+            if count == 0:
+                continue  # it warms up
+            rates.append(int(job.schedule.steps[step].length.sum()) / clock.seconds)
+            timed += clock.seconds
+            if timed > seconds:
+                break
+    except (ImportError, PackingError, RuntimeError, ValueError) as reason:
+        return Measured(way, failure=" ".join(str(reason).split())[:160])
     return Measured(
         way,
         tokens_per_second=median(rates),  # what is compiled or allocated once, for a new length, does not come again
-        peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        peak_bytes=memory.peak or None,
         difference=difference,
         allowed=allowed,
+        cpu=clock.cpu if device.type == "cpu" else None,
     )
 
 
@@ -94,7 +110,7 @@ def _exactness(
 ) -> tuple[float, float]:
     """How far the first batch's logits are from those of its documents alone, and may be; leaves the model patched."""
     alone, allowed = _alone(model, job, device, computing)
-    if way == "crosspack":
+    if way == OURS:
         patch(model, implementation=job.attention)
     with torch.no_grad(), computing():
         found = _logits(model, next(_inputs(job, way, 0, device)), way)
@@ -103,11 +119,10 @@ def _exactness(
 
 
 def _release(device: torch.device) -> None:
-    """Begin to count memory anew, without what is no longer used: patched models hold themselves in cycles."""
+    """Give back what is no longer used: patched models hold themselves in cycles."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
 
 
 def _precision(job: TrainJob, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
@@ -118,7 +133,7 @@ def _precision(job: TrainJob, device: torch.device) -> Callable[[], AbstractCont
 def _inputs(job: TrainJob, way: str, step: int, device: torch.device) -> Iterator[Batch]:
     """The batches of a step; stock packing gets what its users give it: restarting positions, no mask, no segments."""
     for batch in batches(job, step, "padded" if way == "padded" else "packed", device):
-        if way == "stock packed":
+        if way.startswith("stock"):
             batch = {name: batch[name] for name in ("input_ids", "position_ids", "labels")}
         yield batch
 
@@ -144,7 +159,7 @@ def _alone(
 def _logits(model: nn.Module, batch: Batch, way: str) -> list[Tensor]:
     """Per document of the batch, in its order."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
-    logits = model(**inputs, use_cache=False).logits.float()
+    logits = model(**inputs, **WAYS[way]).logits.float()
     if way == "padded":
         return [row[mask.bool()] for row, mask in zip(logits, batch["attention_mask"], strict=True)]
     starts = (batch["position_ids"].flatten() == 0).nonzero().flatten().tolist()
@@ -159,12 +174,10 @@ def _difference(found: list[Tensor], right: list[Tensor]) -> float:
     return off / largest if off == off else float("inf")
 
 
-def _stock_loss(model: nn.Module) -> Loss:
+def _stock_loss(model: nn.Module, arguments: Mapping[str, Any]) -> Loss:
     def loss(batch: Mapping[str, Any]) -> Tensor:
         inputs = {name: value for name, value in batch.items() if name != "labels"}
-        total, weight = packed_cross_entropy(
-            model(**inputs, use_cache=False).logits, next_token_targets(batch["labels"])
-        )
+        total, weight = packed_cross_entropy(model(**inputs, **arguments).logits, next_token_targets(batch["labels"]))
         return total / weight
 
     return loss
@@ -172,7 +185,7 @@ def _stock_loss(model: nn.Module) -> Loss:
 
 def _patched_loss(model: nn.Module) -> Loss:
     """Without the logits, where the family's loss allows that."""
-    stock = _stock_loss(model)
+    stock = _stock_loss(model, WAYS[OURS])
 
     def loss(batch: Mapping[str, Any]) -> Tensor:
         try:

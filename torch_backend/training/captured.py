@@ -13,7 +13,7 @@ learning rate a tensor if it is scheduled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -84,7 +84,9 @@ class CapturedStep:
         self.batch: dict[str, Any] = {}
         self.graph: torch.cuda.CUDAGraph | None = None
         self.stream: torch.cuda.Stream | None = None
+        self.pool: Any = None  # of another graph, to share its memory
         self.result: Any = None
+        self.recording = False  # also after a recording that failed
 
     def __call__(self, batch: Mapping[str, Any]) -> Any:
         """One step on ``batch``, whose tensors may be on the host.
@@ -106,6 +108,12 @@ class CapturedStep:
             return self.result.clone()
         return tuple(x.clone() for x in self.result)
 
+    def uncaptured(self, batch: Mapping[str, Any]) -> Any:
+        """One step on ``batch`` as usual, whatever was recorded; it counts for the warm-up."""
+        self.calls += 1
+        self._take(batch)
+        return self._aside()
+
     def _take(self, batch: Mapping[str, Any]) -> None:
         """Copy the batch into the memory that the graph reads."""
         given = {name: value for name, value in batch.items() if name not in _HOST_ONLY}
@@ -115,7 +123,7 @@ class CapturedStep:
                 for name, value in given.items()
             }
             return
-        if (now := _form(given)) != (first := _form(self.batch)):
+        if (now := form_of(given)) != (first := form_of(self.batch)):
             changed = sorted({name for name, _ in now.items() ^ first.items()})
             raise LayoutError(
                 f"a captured step takes batches of one form, and {', '.join(changed)} changed: "
@@ -135,11 +143,62 @@ class CapturedStep:
         return result
 
     def _record(self) -> None:
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, stream=self.stream):
+        self.recording = True
+        graph = torch.cuda.CUDAGraph()
+        # Only this thread's calls matter: a data loader's may pin memory meanwhile.
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
             self.result = self.step(self.batch)
+        self.graph, self.recording = graph, False
 
 
-def _form(batch: Mapping[str, Any]) -> dict[str, Any]:
+class CapturedBackward:
+    """Calls ``backward(batch)``, which adds to the gradients of ``parameters``, by replaying CUDA graphs.
+
+    One graph writes the gradients and another one, in the same memory, adds to them. So a step may have any number of
+    microbatches, and optimizer, clipping and schedule run as usual after it: the host queues them while the GPU works.
+
+    Args:
+        backward: takes a mapping of CUDA tensors and plain values, calls backward, returns the loss without a graph.
+        parameters: all whose gradients it changes. Set them to None between the steps (``optimizer.zero_grad()``).
+        warm_up: calls that run as usual before the recording.
+    """
+
+    def __init__(
+        self, backward: Callable[[Mapping[str, Any]], Tensor], parameters: Iterable[nn.Parameter], *, warm_up: int = 2
+    ) -> None:
+        self.parameters = list(parameters)
+        self.write = CapturedStep(backward, warm_up=warm_up)
+        self.add = CapturedStep(backward, warm_up=0)
+        self.gradients: list[Tensor | None] = []
+
+    def __call__(self, batch: Mapping[str, Any]) -> Tensor:
+        """The loss of the batch, whose gradients are added.
+
+        Raises:
+            LayoutError: the batch differs in more than its tensors' values from the first one.
+        """
+        found = [parameter.grad for parameter in self.parameters]
+        if all(gradient is None for gradient in found):
+            loss: Tensor = self.write(batch)
+            if self.write.graph is not None:
+                self.gradients = self.gradients or [parameter.grad for parameter in self.parameters]
+                for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+                    parameter.grad = gradient
+            return loss
+        if not self.gradients or any(x is not y for x, y in zip(found, self.gradients, strict=True)):
+            return self.write.uncaptured(batch)  # somebody else's gradients, which no graph knows
+        assert self.write.graph is not None
+        self.add.stream, self.add.pool = self.write.stream, self.write.graph.pool()
+        found_loss: Tensor = self.add(batch)
+        return found_loss
+
+    @property
+    def recording(self) -> bool:
+        """Whether a graph is being recorded, or its recording failed."""
+        return self.write.recording or self.add.recording
+
+
+def form_of(batch: Mapping[str, Any]) -> dict[str, Any]:
     """What must not change: shapes and dtypes of tensors, and everything else as it is."""
-    return {name: (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for name, x in batch.items()}
+    given = {name: value for name, value in batch.items() if name not in _HOST_ONLY}
+    return {name: (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for name, x in given.items()}

@@ -1,15 +1,16 @@
 """The torch trainer behind ``crosspack train``: a TrainJob goes in, a TrainResult comes out.
 
-Every run builds the model anew from the same source and seed; the packed one is patched. One loop trains all kinds:
-each batch of a step adds ``loss sum / trained tokens of the step`` to the loss, so nothing depends on how the step's
+Every run builds the model anew from the same source and seed; the packed one is patched. One generator trains all
+kinds, and runs that are compared take their steps in turn, so that other load on the machine slows all of them alike.
+Each batch of a step adds ``loss sum / trained tokens of the step`` to the loss, so nothing depends on how the step's
 documents were arranged. Weights and optimizer states leave and enter as safetensors only.
 """
 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packing_core.errors import PackingError, first_line
+from packing_core.errors import PackingError, first_line, plural
 from packing_core.extras import require
 from packing_core.training.checkpoints import newest_checkpoint, save_checkpoint
 from packing_core.training.job import Audit, StepRecord, TrainJob, TrainResult, is_hub_name
 from packing_core.training.schedule import Run
+from packing_core.training.timing import Clock, in_turn
 from torch_backend.auditing.model import AuditReport, verify
 from torch_backend.collate import Batch, PackedCollator
 from torch_backend.hf.explain import explain
@@ -43,14 +45,9 @@ def train(job: TrainJob) -> TrainResult:
     if job.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    finished: dict[Run, _Finished] = {}
-    peaks: dict[Run, int] = {}
-    for run in job.runs:
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        finished[run] = _run(job, run, device)
-        if device.type == "cuda":
-            peaks[run] = torch.cuda.max_memory_allocated(device)
+    clock = Clock(torch.get_num_threads())
+    memory = {run: Memory(device) for run in job.runs}
+    finished = in_turn({run: _run(job, run, device, clock, memory[run]) for run in job.runs})
     packed = finished["packed"]
     assert packed.audit is not None
     return TrainResult(
@@ -58,7 +55,8 @@ def train(job: TrainJob) -> TrainResult:
         audit=packed.audit,
         device=_device_name(device),
         attention=packed.attention,
-        peak_bytes=peaks,
+        peak_bytes={run: counted.peak for run, counted in memory.items() if counted.peak},
+        cpu=clock.cpu if device.type == "cpu" else None,
     )
 
 
@@ -107,12 +105,61 @@ class _Finished:
     attention: str = ""
 
 
-def _run(job: TrainJob, run: Run, device: torch.device) -> _Finished:
-    """Train one run from the initial weights or the newest checkpoint; the packed one is written to the output."""
+class Memory:
+    """Device memory of one contender while others stay in memory beside it; 0 where the device does not count.
+
+    Attributes:
+        peak: the most that it had at one time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.peak = 0
+        self._device = device
+        self._own = 0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count what the block allocates."""
+        if self._device.type != "cuda":
+            yield
+            return
+        before = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        yield
+        self.peak = max(self.peak, self._own + torch.cuda.max_memory_allocated(self._device) - before)
+        self._own += torch.cuda.memory_allocated(self._device) - before
+
+
+def _run(
+    job: TrainJob, run: Run, device: torch.device, clock: Clock, memory: Memory
+) -> Generator[None, None, _Finished]:
+    """Train one run, a step per ``next``, from the initial weights or the newest checkpoint; write the packed one."""
+    with memory.counted():
+        model, optimizer, records, report = _begin(job, run, device)
+    for step in range(len(records), len(job.schedule)):
+        yield
+        with memory.counted(), clock.timed():
+            loss = _step(job, step, model, optimizer, batches(job, step, run, device))
+        records.append(job.record(run, step, loss, clock.seconds))
+        if job.save_every and (step + 1) % job.save_every == 0:
+            save_checkpoint(job, records, lambda folder: _save(folder, model, optimizer))
+    if run != "packed":
+        return _Finished(records)
+    served = sorted({layer.serves for layer in explain(model).layers if layer.serves})
+    if job.output is not None:
+        unpatch(model).save_pretrained(job.output)
+    return _Finished(records, _audit(report), ", ".join(served) or job.attention)
+
+
+def _begin(
+    job: TrainJob, run: Run, device: torch.device
+) -> tuple[Any, torch.optim.Optimizer, list[StepRecord], AuditReport | None]:
+    """The model, its optimizer, the records of the steps that a checkpoint holds, and the packed run's audit."""
     job.on_phase(f"building the model ({run})")
     model = build_model(job).to(device)
     job.check_vocabulary(model.get_input_embeddings().num_embeddings)
     job.check_positions(getattr(model.config.get_text_config(), "max_position_embeddings", None))
+    report = None
     if run == "packed":
         job.on_phase("patching and auditing it")
         report = verify(model, job.attention)
@@ -126,27 +173,16 @@ def _run(job: TrainJob, run: Run, device: torch.device) -> _Finished:
         # transformers 5.23 renamed it, and warns under the old name
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
-    model.train()
-    for step in range(len(records), len(job.schedule)):
-        begin = time.perf_counter()
-        loss = _step(job, step, model, optimizer, batches(job, step, run, device))
-        records.append(job.record(run, step, loss, time.perf_counter() - begin))
-        if job.save_every and (step + 1) % job.save_every == 0:
-            save_checkpoint(job, records, lambda folder: _save(folder, model, optimizer))
-    if run != "packed":
-        return _Finished(records)
-    served = sorted({layer.serves for layer in explain(model).layers if layer.serves})
-    if job.output is not None:
-        unpatch(model).save_pretrained(job.output)
-    return _Finished(records, _audit(report), ", ".join(served) or job.attention)
+    return model.train(), optimizer, records, report
 
 
-def _audit(report: AuditReport) -> Audit:
+def _audit(report: AuditReport | None) -> Audit:
+    assert report is not None
     return Audit(
         exact=report.verdict == "exact",
-        line=f"packed against each document alone, worst relative difference: logits {report.logits:.0e}, loss "
-        f"{report.loss:.0e}, gradients {report.gradients:.0e}; a document pushed away moves the others by "
-        f"{report.leak:.0e}",
+        line=f"max relative error against each document alone: logits {report.logits:.0e}, loss {report.loss:.0e}, "
+        f"gradients {report.gradients:.0e} (tolerance {report.tolerance:.0e}); perturbing one document changes the "
+        f"others by {f'{report.leak:.0e}' if report.leak else '0 (no leak)'}",
     )
 
 
@@ -241,4 +277,4 @@ def device_of(name: str) -> torch.device:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{device.type}, {torch.get_num_threads()} threads"
+    return f"{device.type}, {plural(torch.get_num_threads(), 'thread')}"

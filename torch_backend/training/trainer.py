@@ -1,8 +1,8 @@
 """``enable_packing(trainer)``: packing inside a ``Trainer`` or an ``SFTTrainer`` that somebody else built.
 
-A built trainer -> checks of its class, its arguments and its first examples -> its model is patched, and its collator
-carries the segments of every batch. A trainer that cannot be made exact is refused here, before anything is changed.
-The trainer's loop, loss, optimizer and arguments stay as they are.
+A built trainer -> checks of its class, its arguments and its first examples -> its model is patched, its documents are
+packed into rows (:mod:`.rows`), and its collator carries the segments of every batch. A trainer that cannot be made
+exact is refused here, before anything is changed. The trainer's loop, loss, optimizer and arguments stay as they are.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ import numpy as np
 
 from packing_core import PackedBatch
 from packing_core.batch import IGNORE_INDEX
+from packing_core.columns import READ
 from packing_core.errors import LayoutError, PackingError, UnsupportedError, first_line
+from packing_core.marks import MARKS, first_true, is_numbered
+from packing_core.plan import Overflow
 from torch_backend.auditing.trainer import refuse_cut_documents
 from torch_backend.collate import Batch, BoundaryCollator, PackedCollator
-from torch_backend.collate.columns import READ
-from torch_backend.collate.marks import MARKS, first_true, is_numbered
 from torch_backend.hf.boundaries import refuse_split_rows
 from torch_backend.patching import patch
+from torch_backend.training.packed_step import speed_up
+from torch_backend.training.rows import pack_training_data, use_rows
 
 Trainer = TypeVar("Trainer")
 
@@ -45,8 +48,10 @@ def enable_packing(
     trainer: Trainer,
     *,
     capacity: int | None = None,
+    overflow: Overflow = "error",
     implementation: str | Sequence[str] = "auto",
     verify: bool = True,
+    fast: bool = True,
 ) -> Trainer:
     """Make a trainer train packed documents without contamination; call it once, between building and ``train()``.
 
@@ -55,13 +60,23 @@ def enable_packing(
     other is replaced by :class:`torch_backend.PackedCollator`, if both train the same tokens of the first examples.
     Labels at segment starts are -100, so ``num_items_in_batch`` counts only targets that something predicts.
 
+    Where the collator is replaced, the whole training set is packed, again in each epoch by the trainer's seed
+    (:mod:`torch_backend.training.rows`). A batch is ``per_device_train_batch_size`` rows of ``capacity`` tokens, so
+    ``len(dataloader)`` and every option that counts steps count rows. All lengths are checked at this call. A stream
+    (``IterableDataset``) is packed as its documents come. If a trainer makes its dataloader or sampler itself, or its
+    dataset does not tell its lengths, the documents of each batch are packed together, and a warning says so.
+    Evaluation puts the documents of a batch into one row.
+
     Args:
         trainer: a ``transformers.Trainer`` or a subclass of it, with its model, also one under PEFT, and with training
             or evaluation data.
-        capacity: tokens of a row, where the collator is replaced; None puts a batch's documents into one row. The
-            documents of one batch are packed, ``per_device_train_batch_size`` of them; to fill rows from the whole
-            dataset, train on ``torch_backend.pack_dataset(dataset, capacity)`` or a ``PackedDataset``.
+        capacity: tokens of a row, by default ``max_length`` of the trainer's arguments, else the model's
+            ``max_position_embeddings``; which of them it is, is logged.
+        overflow: what to do with a document longer than ``capacity``, as in ``packing_core.plan``.
         implementation, verify: as in :func:`torch_backend.patch`.
+        fast: train without logits, through compiled layers and as a CUDA graph, each where nothing forbids it
+            (:mod:`.packed_step`); ``explain(trainer)`` says what is fast and why the rest is not. False leaves the
+            training step as it is.
 
     Returns:
         ``trainer`` itself.
@@ -71,6 +86,7 @@ def enable_packing(
         UnsupportedError: the trainer computes its loss per example, or its rows hold cut documents, or
             context or sequence parallelism splits them over ranks.
         LayoutError: the data are not tokenised, or a collator that packs does not mark its documents.
+        CapacityError: a document is longer than ``capacity``, and ``overflow`` does not say what to do with it.
         PackingError: what is passed is no trainer or has no data, ``capacity`` has no effect, or the present collator
             trains other tokens than packing would.
     """
@@ -78,12 +94,17 @@ def enable_packing(
     any_trainer: Any = trainer
     refuse_split_rows(any_trainer.accelerator.parallelism_config)
     any_trainer._set_signature_columns_if_needed()
-    collator = _packing_collator(any_trainer, capacity)
+    collator, rows = _packing_collator(any_trainer, capacity, overflow), None
+    if isinstance(collator, PackedCollator):
+        collator, rows = pack_training_data(any_trainer, collator, capacity, overflow)
     patch(any_trainer.model, implementation=implementation, verify=verify)
     any_trainer._signature_columns += [name for name in READ if name not in any_trainer._signature_columns]
     any_trainer.data_collator = collator
+    use_rows(any_trainer, rows)
     # accelerate would let the first rank read for all and concatenate batches, which plain ints cannot be.
     any_trainer.accelerator.dataloader_config.dispatch_batches = False
+    if fast:
+        speed_up(any_trainer)
     return trainer
 
 
@@ -107,7 +128,7 @@ def _refuse_trainer(trainer: Any) -> None:
     refuse_cut_documents(trainer.args)
 
 
-def _packing_collator(trainer: Any, capacity: int | None) -> PackedCollator | BoundaryCollator:
+def _packing_collator(trainer: Any, capacity: int | None, overflow: Overflow) -> PackedCollator | BoundaryCollator:
     """The trainer's collator if it packs, with boundaries, else one that packs and trains the same tokens."""
     collator, examples = trainer.data_collator, _first_examples(trainer)
     ours = isinstance(collator, PackedCollator | BoundaryCollator)
@@ -117,8 +138,10 @@ def _packing_collator(trainer: Any, capacity: int | None) -> PackedCollator | Bo
             "examples show whether its collator packs and what it trains"
         )
     packs = ours or _packs(trainer, *next(iter(examples.items())))
-    if packs and capacity is not None:
-        raise PackingError(f"{_name(collator)} packs by itself, so capacity={capacity:,} has no effect: leave it out")
+    packs_documents = packs and not (isinstance(collator, PackedCollator) and collator.capacity is None)
+    if packs_documents and (capacity is not None or overflow != "error"):
+        given = f"overflow={overflow!r}" if capacity is None else f"capacity={capacity:,}"
+        raise PackingError(f"{_name(collator)} packs by itself, so {given} has no effect: leave it out")
     if ours:
         return collator
     if packs:
@@ -131,7 +154,7 @@ def _packing_collator(trainer: Any, capacity: int | None) -> PackedCollator | Bo
             if isinstance(example, Mapping):
                 theirs, packed = _seen(trainer, example), _seen(trainer, example, READ)
                 _compare(_name(collator), f"{kind} example {number}", collator([theirs]), packed)
-    return PackedCollator(trainer.model, capacity=capacity)
+    return PackedCollator(trainer.model)
 
 
 def _first_examples(trainer: Any) -> dict[str, list[Any]]:

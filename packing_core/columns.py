@@ -7,25 +7,25 @@ they agree; a batch's masks of trained tokens mean the same to ``with_boundaries
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from packing_core import Ragged
 from packing_core.errors import LayoutError
-from packing_core.runs import Int64, ranges
-from torch_backend.collate.marks import (
+from packing_core.marks import (
     LENGTHS,
     PER_TOKEN,
-    Array,
     Bool,
     Segments,
     first_true,
     is_numbered,
     read_segments,
 )
+from packing_core.ragged import Ragged
+from packing_core.runs import Int64, ranges
 
 # Masks, 0 where a token is not trained, under the names that TRL and this project give them. All of them must agree.
 TRAINED = ("loss_mask", "completion_mask", "assistant_masks")
@@ -77,6 +77,8 @@ def read_columns(columns: Mapping[str, Any]) -> Documents:
     ragged = {name: Ragged.of(x, name=name) for name, x in columns.items() if name != PROMPT and name not in LENGTHS}
     _check_sizes(ragged)
     marks = lengths | {name: ragged.pop(name).flat().values for name in PER_TOKEN if name in ragged}
+    if "attention_mask" in marks and np.all(marks["attention_mask"] == 1):  # as most tokenisers give it: no padding
+        del marks["attention_mask"]
     loss_mask = trained_tokens({name: ragged.pop(name).flat().values for name in TRAINED if name in ragged})
     offsets = _offsets(ragged["input_ids"].lengths)
     if marks:
@@ -108,10 +110,31 @@ def read_examples(examples: Sequence[Mapping[str, Any]]) -> Documents:
     return read_columns({name: [_value(examples, number, name) for number in range(len(examples))] for name in names})
 
 
-def documents_of(example: Mapping[str, Any]) -> list[dict[str, Array]]:
+def documents_of(example: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The documents of one example: itself without padding, or the pieces that its marks cut it into."""
-    read = read_examples([example])
-    columns = {"input_ids": read.input_ids, "labels": read.labels, "loss_mask": read.loss_mask, **read.columns}
+    return _each(read_examples([example]))
+
+
+def stream_documents(examples: Iterable[Mapping[str, Any]], at_once: int) -> Iterator[dict[str, Any]]:
+    """The documents of examples that come one after the other, as ``packing_core.stream`` takes them.
+
+    Args:
+        examples: as in :func:`read_examples`.
+        at_once: how many examples are read together.
+    """
+    source = iter(examples)
+    while chunk := list(islice(source, at_once)):
+        yield from _each(read_examples(chunk))
+
+
+def _each(read: Documents) -> list[dict[str, Any]]:
+    columns = {
+        "input_ids": read.input_ids,
+        "labels": read.labels,
+        "loss_mask": read.loss_mask,
+        PROMPT: read.prompt_lengths,
+        **read.columns,
+    }
     return [{name: x[d] for name, x in columns.items() if x is not None} for d in range(len(read.input_ids))]
 
 
@@ -160,7 +183,7 @@ def _segments(marks: Mapping[str, Any], offsets: Int64) -> Segments:
             raise LayoutError(
                 f"position_ids of example {np.searchsorted(offsets, place, side='right') - 1} do not count 0, 1, 2 "
                 "from the start of each document, as those of packed rows do: leave the column out, or wrap a collator "
-                "that hands them through, torch_backend.with_boundaries(collator)"
+                "that hands them through, with_boundaries(collator)"
             )
     return segments
 

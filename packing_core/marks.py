@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from packing_core import Ragged
 from packing_core.errors import LayoutError
+from packing_core.ragged import Ragged
 from packing_core.runs import Int64, indexes, ranges
 
 Array = NDArray[Any]
@@ -283,7 +283,7 @@ def _lists(name: str, given: Any) -> Ragged:
         given = np.diff(marks)
     if not isinstance(given, Ragged):
         given = Ragged.of([np.asarray(x) for x in (given if np.ndim(given[0]) else [given])], name=name)
-    lists = given.flat()
+    lists: Ragged = given.flat()
     if lists.values.size and lists.values.min() < 0:
         raise LayoutError(f"{name} holds {lists.values.min()}: lengths count tokens")
     return lists

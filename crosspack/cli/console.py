@@ -1,0 +1,91 @@
+"""What commands print and where: tables and progress on standard output, errors on standard error, figures as JSON.
+
+Every command has the options that are added here. ``--json`` leaves standard output to the figures, which a command
+passes to :func:`figures`; everything else goes to standard error then, whoever prints it. Rich leaves out colours where
+the output is not a terminal.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
+from functools import wraps
+from typing import Annotated, Any, TextIO
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+OUT = Console()
+_LOGGED = ("packing_core", "torch_backend", "jax_backend", "crosspack")
+# Variables that turn off the bars of transformers and huggingface_hub, and of datasets; read when these are imported.
+_OTHERS_BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
+_OPTIONS: dict[str, Any] = {
+    "verbose": Annotated[
+        bool, typer.Option("--verbose", "-v", help="Log which implementations run and why; show errors in full.")
+    ],
+    "quiet": Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")],
+    "as_json": Annotated[
+        bool, typer.Option("--json", help="Print the figures as JSON, and everything else on standard error.")
+    ],
+}
+_figures: TextIO | None = None
+
+
+def with_output_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """``command`` with ``--verbose``, ``--quiet`` and ``--json``."""
+
+    @wraps(command)
+    def run(*, verbose: bool, quiet: bool, as_json: bool, **options: Any) -> Any:
+        global _figures
+        _figures = sys.stdout if as_json else None
+        _log(verbose)
+        if not (sys.stdout.isatty() and sys.stderr.isatty()):
+            os.environ.update(dict.fromkeys(_OTHERS_BARS, "1"))
+        with redirect_stdout(sys.stderr) if as_json else nullcontext():
+            vars(OUT).update(vars(Console(quiet=quiet)))  # every module holds this console by its name
+            return command(**options)
+
+    signature = inspect.signature(command, eval_str=True)
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=annotation)
+        for name, annotation in _OPTIONS.items()
+    ]
+    parameters = [*signature.parameters.values(), *added]
+    vars(run)["__signature__"] = signature.replace(parameters=parameters)
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def figures(data: Any) -> None:
+    """Print a command's figures, as plain data, if ``--json`` was given."""
+    if _figures is not None:
+        _figures.write(json.dumps(data, indent=1, allow_nan=False) + "\n")
+
+
+def warn(line: str) -> None:
+    """Print a warning in one line on standard error, unless ``--quiet`` was given."""
+    if not OUT.quiet:
+        _to_stderr("[bold yellow]crosspack: warning:[/]", line)
+
+
+def fail(line: str) -> None:
+    """Print an error in one line on standard error."""
+    _to_stderr("[bold red]crosspack:[/]", line)
+
+
+def _to_stderr(prefix: str, line: str) -> None:
+    Console(stderr=True, soft_wrap=True).print(f"{prefix} {escape(' '.join(line.split()))}", highlight=False)
+
+
+def _log(verbose: bool) -> None:
+    """Send the project's own log to standard error, or nowhere."""
+    for name in _LOGGED:
+        logger = logging.getLogger(name)
+        logger.handlers = [logging.StreamHandler()] if verbose else []
+        logger.setLevel(logging.INFO if verbose else logging.NOTSET)

@@ -1,0 +1,297 @@
+"""Output folders of ``pack`` and ``train``: results appear complete, one writer at a time, and nobody's file is lost.
+
+A command writes into a temporary folder of its own inside the output, so the output may be a link or a mount point.
+When the result is complete, :meth:`Output.publish` moves its files into place and lists them, with sizes and SHA-256,
+in ``crosspack-files.json``. Only that list shows that a file is ours: ``--overwrite`` replaces and deletes listed
+files that are unchanged, and nothing else, and only in ``publish``. A lock file says who is writing.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path, PurePosixPath
+from typing import Any
+from uuid import uuid4
+
+from packing_core.errors import PackingError, first_line
+from packing_core.training.files import replace, sync, sync_tree
+
+LISTING, LOCK, TEMPORARY = "crosspack-files.json", ".crosspack-lock", ".crosspack-partial-"
+FORMAT = "crosspack files 1"
+# What a folder may hold and still count as empty; new file systems begin with lost+found.
+_INVISIBLE = (LISTING, LOCK, "lost+found")
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A file that a command wrote: its path below the output, with ``/``, its size and its SHA-256."""
+
+    name: str
+    size: int
+    sha256: str
+
+    @staticmethod
+    def of(path: Path, name: str) -> Listed:
+        with open(path, "rb") as file:
+            return Listed(name, os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+@dataclass
+class Output:
+    """An output folder that this process alone writes.
+
+    Attributes:
+        folder: what ``--output`` names.
+        partial: the temporary folder for the result; everything in it is published.
+        summary: the file of the result that says what it is; it goes first and comes last.
+    """
+
+    folder: Path
+    partial: Path
+    summary: str
+    old: list[Listed] = field(default_factory=list)
+
+    def publish(self) -> None:
+        """Put the complete result in place of what an earlier run listed.
+
+        Raises:
+            PackingError: a file that is not ours has the name of one of the result.
+        """
+        new = [Listed.of(path, path.relative_to(self.partial).as_posix()) for path in _files(self.partial)]
+        new.sort(key=lambda file: (file.name == self.summary, file.name))
+        _check_unchanged(self.folder, self.old)
+        names, ours = {file.name for file in new}, {file.name for file in self.old}
+        _check_free(self.folder, names - ours)
+        sync_tree(self.partial)
+        _write_listing(self.folder, [*self.old, *new])  # from here on an interrupted run owns both
+        for file in sorted(self.old, key=lambda file: file.name != self.summary):
+            if file.name not in names or file.name == self.summary:
+                (self.folder / file.name).unlink(missing_ok=True)
+        for file in new:
+            (self.folder / file.name).parent.mkdir(parents=True, exist_ok=True)
+            replace(self.partial / file.name, self.folder / file.name)
+        parents = {parent for file in self.old for parent in PurePosixPath(file.name).parents[:-1]}
+        for parent in sorted(parents, reverse=True):  # the inner ones first
+            with suppress(OSError):  # it holds files still
+                (self.folder / parent).rmdir()
+        _write_listing(self.folder, new)
+
+
+@contextmanager
+def writing(
+    folder: Path, summary: str, *, names: Sequence[str] = (), overwrite: bool = False, ways: str = "--overwrite"
+) -> Iterator[Output]:
+    """Lock ``folder`` and hand out a temporary folder in it; without ``publish`` nothing of the folder changes.
+
+    Args:
+        folder: what ``--output`` names. It is made if need be.
+        summary: the file of the result that says what it is.
+        names: patterns of files that the result will have, so that a file in their place is an error at once.
+        overwrite: whether what an earlier run listed may be replaced.
+        ways: the options that the error about a folder that is not empty offers.
+
+    Raises:
+        PackingError: the folder holds files that are not ours to replace, another process writes there, or the
+            operating system refuses.
+    """
+    if "\0" in str(folder):
+        raise PackingError("--output holds a null character: pass a folder")
+    try:
+        made = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with _locked(folder):
+                yield from _written(folder, summary, names, overwrite, ways)
+        finally:
+            if made:
+                with suppress(OSError):  # it holds the result
+                    folder.rmdir()
+    except OSError as error:
+        if error.errno is None:  # a library's own message, about something else
+            raise
+        named = error.filename
+        if isinstance(named, str) and not Path(named).absolute().is_relative_to(folder.absolute()):
+            raise PackingError(f"{named}: {error.strerror}") from error
+        raise PackingError(f"--output {folder}: {_reason(error)}") from error
+
+
+def _written(folder: Path, summary: str, names: Sequence[str], overwrite: bool, ways: str) -> Iterator[Output]:
+    old = _check(folder, [summary, *names], overwrite, ways)
+    for stale in folder.glob(f"{TEMPORARY}*"):  # of a run that was killed: we hold the lock
+        shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
+    listed = (folder / LISTING).exists()
+    if not listed:
+        _write_listing(folder, [])  # says whose folder it is, should the run be interrupted
+    partial = folder / f"{TEMPORARY}{uuid4().hex}"
+    partial.mkdir()
+    try:
+        yield Output(folder, partial, summary, old)
+    finally:
+        shutil.rmtree(partial)
+        if not listed and set(os.listdir(folder)) <= {LISTING, LOCK}:
+            (folder / LISTING).unlink()
+
+
+def check(folder: Path, *, overwrite: bool, ways: str = "--overwrite") -> None:
+    """Raise at once where :func:`writing` would, as far as the contents of the folder are concerned."""
+    try:
+        _check(folder, [], overwrite, ways)
+    except OSError as error:
+        raise PackingError(f"--output {folder}: {_reason(error)}") from error
+
+
+def _check(folder: Path, names: Iterable[str], overwrite: bool, ways: str) -> list[Listed]:
+    """The files that may be replaced."""
+    held = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    if not {name for name in held - {*_INVISIBLE} if not name.startswith(TEMPORARY)}:
+        return []
+    if not overwrite:
+        raise PackingError(f"--output {folder} is not empty: pass {ways} or another folder")
+    if LISTING not in held:
+        raise PackingError(f"--overwrite: {folder} has no {LISTING}, so it holds something else: pass another folder")
+    old = _read_listing(folder)
+    _check_unchanged(folder, old)
+    ours = {file.name for file in old}
+    there = {path.relative_to(folder).as_posix() for pattern in names for path in folder.glob(pattern)}
+    _check_free(folder, there - ours - {*_INVISIBLE})
+    return old
+
+
+def _check_unchanged(folder: Path, files: Iterable[Listed]) -> None:
+    """Raise if a listed file is there and has other content; an interrupted publication lists old and new content."""
+    known: dict[str, list[Listed]] = {}
+    for file in files:
+        known.setdefault(file.name, []).append(file)
+    for name, versions in known.items():
+        path = folder / name
+        if path.is_symlink() or (path.exists() and not _is_one_of(path, versions)):
+            raise PackingError(f"--overwrite: {path} was changed since crosspack wrote it: move it elsewhere first")
+
+
+def _is_one_of(path: Path, versions: list[Listed]) -> bool:
+    if not path.is_file() or path.stat().st_size not in {version.size for version in versions}:
+        return False
+    return Listed.of(path, versions[0].name) in versions
+
+
+def _check_free(folder: Path, names: set[str]) -> None:
+    """Raise where a file of the result would replace one, or would leave the folder through a link."""
+    parents = {str(parent) for name in names for parent in PurePosixPath(name).parents[:-1]}
+    for name in sorted([*names, *parents]):
+        path = folder / name
+        if path.is_symlink() or (path.exists() and not (name in parents and path.is_dir())):
+            raise PackingError(f"--output {folder}: {name} is not a file that crosspack wrote: move it elsewhere first")
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (Path(root, name) for root, _, names in os.walk(folder) for name in names)
+
+
+def _read_listing(folder: Path) -> list[Listed]:
+    """What the listing says, if it is one of ours and names files inside the folder only."""
+    path = folder / LISTING
+    try:
+        content = json.loads(path.read_bytes())
+        files = [Listed(**file) for file in content["files"]]
+        inside = all(_is_inside(folder, file.name) for file in files)
+        if content["format"] != FORMAT or not inside or content["sha256"] != _digest(files):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise PackingError(f"--overwrite: {path} is not a list that crosspack wrote: pass another folder") from None
+    return files
+
+
+def _is_inside(folder: Path, name: str) -> bool:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts:
+        return False
+    return (folder / path).parent.resolve().is_relative_to(folder.resolve())
+
+
+def _write_listing(folder: Path, files: list[Listed]) -> None:
+    content = {"format": FORMAT, "files": [asdict(file) for file in files], "sha256": _digest(files)}
+    temporary = folder / f"{TEMPORARY}{uuid4().hex}"
+    with open(temporary, "x") as file:
+        json.dump(content, file, indent=1)
+    sync(temporary)
+    replace(temporary, folder / LISTING)
+
+
+def _digest(files: Iterable[Listed]) -> str:
+    return hashlib.sha256(json.dumps([asdict(file) for file in files]).encode()).hexdigest()
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder, a file that says which process writes there; one of a dead process is taken over.
+
+    A file and not ``flock``, which network file systems do not all have.
+    """
+    path = folder / LOCK
+    mine = {"pid": os.getpid(), "host": socket.gethostname(), "since": datetime.now(UTC).isoformat(timespec="seconds")}
+    while True:
+        try:
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+            break
+        except FileExistsError:
+            _remove_stale_lock(path)
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(mine, file)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _remove_stale_lock(path: Path) -> None:
+    """Remove the lock of a process that no longer runs on this machine.
+
+    Raises:
+        PackingError: somebody may hold it.
+    """
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return
+    try:
+        holder: dict[str, Any] = json.loads(text)
+        who = f"process {int(holder['pid'])} on {holder['host']} has been writing there since {holder['since']}"
+        stale = holder["host"] == socket.gethostname() and not _runs(int(holder["pid"]))
+    except (ValueError, KeyError, TypeError):
+        who, stale = "another process is about to write there", False
+    if not stale:
+        raise PackingError(
+            f"--output {path.parent}: {who}: wait for it, or pass another folder; if it no longer runs, remove {path}"
+        )
+    taken = path.with_name(f"{TEMPORARY}{uuid4().hex}")
+    with suppress(FileNotFoundError):
+        os.replace(path, taken)  # of several who find it stale, one renames it
+        if taken.read_text() != text:  # somebody was faster and holds it by now
+            os.replace(taken, path)
+        else:
+            taken.unlink()
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
+
+
+def _reason(error: OSError) -> str:
+    if error.errno in (errno.EEXIST, errno.ENOTDIR):
+        return "a file stands in the way: pass a folder"
+    return f"{error.strerror or first_line(error)}: pass a folder that can be written"

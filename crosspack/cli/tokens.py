@@ -1,0 +1,72 @@
+"""Records that hold token ids: checked, and cut into their documents by the rule that collators and datasets follow.
+
+``input_ids`` may be a document or a packed row, and what marks documents, padding and trained tokens is what
+``packing_core.columns`` reads. Here every column must be of whole numbers in range, since a file can hold anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packing_core.batch import IGNORE_INDEX
+from packing_core.columns import PROMPT, READ, TRAINED, read_examples
+from packing_core.errors import PackingError
+from packing_core.training.schedule import Document
+
+COLUMNS = ("input_ids", "labels", *READ)
+_LARGEST = np.iinfo(np.int32).max
+
+
+def token_documents(record: Mapping[str, Any], where: str) -> Iterator[Document]:
+    """The documents of a record; a column that is null counts as absent.
+
+    Raises:
+        PackingError: a column is not of whole numbers, or they contradict each other.
+    """
+    columns = {name: _numbers(record[name], name, where) for name in COLUMNS if record.get(name) is not None}
+    ids = columns["input_ids"]
+    if not len(ids):
+        yield Document(ids.astype(np.int32), np.zeros(0, np.bool_))
+        return
+    if (outside := (ids < 0) | (ids > _LARGEST)).any():
+        raise PackingError(f"{where}: input_ids has {ids[outside][0]}: a token id is 0 to {_LARGEST:,}")
+    for name in TRAINED:
+        if name in columns and not np.isin(columns[name], (0, 1)).all():
+            raise PackingError(f"{where}: {name} has values other than 0 and 1: 1 marks a trained token")
+    try:
+        read = read_examples([columns])
+    except PackingError as error:
+        raise PackingError(f"{where}: {error}") from error
+    for number, document in enumerate(read.input_ids):
+        trained = np.ones(len(document), np.bool_)
+        if read.labels is not None:
+            labels = read.labels[number]
+            trained = labels != IGNORE_INDEX
+            if (trained & (labels != document)).any():
+                raise PackingError(f"{where} has labels that are neither its input_ids nor -100: unshift them")
+        if read.loss_mask is not None:
+            trained = trained & read.loss_mask[number]
+        if read.prompt_lengths is not None:
+            prompt = int(read.prompt_lengths[number])
+            if not 0 <= prompt <= len(document):
+                raise PackingError(f"{where}: {PROMPT} is {prompt} and the document has {len(document):,} tokens")
+            trained = trained & (np.arange(len(document)) >= prompt)
+        yield Document(document.astype(np.int32), trained)
+
+
+def _numbers(value: Any, name: str, where: str) -> NDArray[Any]:
+    try:
+        array = np.asarray(value)
+    except (ValueError, OverflowError):  # lists of several lengths
+        array = np.asarray(None)
+    if array.size == 0 and array.ndim == 1:
+        return array.astype(np.int64)
+    if array.dtype.kind not in "biu" or array.ndim > 1 or (array.ndim == 0 and name != PROMPT):
+        raise PackingError(f"{where}: {name} is not a list of whole numbers of at most 64 bits")
+    if array.dtype.kind == "u" and array.max() > np.iinfo(np.int64).max:
+        raise PackingError(f"{where}: {name} has {array.max()}, which does not fit 64 bits with a sign")
+    return array.astype(np.int64)

@@ -1,0 +1,188 @@
+"""What holds for every command: version, completion, output options, errors in one line, exit statuses."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from crosspack.cli import COMMANDS, app, console, progress, with_console_names
+from crosspack.cli.progress import TrainProgress, counted, tracked
+from packing_core.errors import ContaminationError, PackingError, plural
+from packing_core.training.job import StepRecord
+
+
+def run(*arguments: str):
+    return CliRunner(env={"NO_COLOR": "1"}).invoke(app, list(arguments), prog_name="crosspack")
+
+
+def module(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "crosspack", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **environment})
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """Put a function in the place of ``crosspack bench``."""
+
+    def put(function) -> None:
+        monkeypatch.setattr("crosspack.cli.bench.bench", function)
+
+    return put
+
+
+def test_the_version_is_that_of_the_package():
+    import crosspack
+
+    result = module("--version")
+    assert (result.returncode, result.stdout) == (0, f"crosspack {crosspack.__version__}\n")
+
+
+def test_the_module_without_arguments_shows_the_commands():
+    result = module()
+    assert all(command in result.stdout + result.stderr for command in COMMANDS)
+
+
+@pytest.mark.parametrize(("typed", "offered"), [("crosspack tr", "train"), ("crosspack report --cap", "--capacity")])
+def test_the_shell_completes_commands_and_options(typed, offered):
+    words = {"COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+    assert module(_CROSSPACK_COMPLETE="complete_bash", **words).stdout.split() == [offered]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--nonsense"], "No such option: --nonsense: see `crosspack --help`"),
+        (["trian"], "No such command 'trian': see `crosspack --help`"),
+        (["report", "--capcity", "8"], "see `crosspack report --help`"),
+        (["report", "--capacity", "many"], "see `crosspack report --help`"),
+        (["report", "--capacity", "0"], "see `crosspack report --help`"),
+        (["pack"], "Missing option '--output': see `crosspack pack --help`"),
+    ],
+)
+def test_a_mistyped_command_line_is_one_line_that_names_the_help(arguments, says):
+    result = run(*arguments)
+    assert result.exit_code == 2 and result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("crosspack: ") and says in line
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "says"),
+    [
+        (PackingError("pass\n two lines"), 2, "crosspack: pass two lines"),
+        (ContaminationError("they see each other"), 2, "crosspack: they see each other"),
+        (PermissionError(13, "Permission denied", "/far"), 2, "crosspack: /far: Permission denied"),
+        (KeyError("gone"), 3, "crosspack: an error of Crosspack's own, KeyError: 'gone': run it again with --verbose"),
+    ],
+)
+def test_every_error_is_one_line_and_verbose_shows_where_it_was_raised(command, error, status, says):
+    def bench() -> None:
+        raise error
+
+    command(bench)
+    result = run("bench")
+    assert result.exit_code == status
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(says)
+    assert "in bench" in run("bench", "--verbose").stderr
+    assert len(run("bench").stderr.splitlines()) == 1  # the option holds for one run
+
+
+def test_errors_name_options_and_not_keywords():
+    given = 'document 3 has 9 tokens and capacity is 8: pass overflow="split", "truncate" or "drop", or raise capacity'
+    assert with_console_names(given) == (
+        "document 3 has 9 tokens and capacity is 8: pass --overflow split, truncate or drop, or raise --capacity"
+    )
+    assert (
+        with_console_names('Pass implementation="auto" or another of a, b')
+        == "Pass --attention auto or another of a, b"
+    )
+    assert with_console_names('no column "text"') == 'no column "text"'
+
+
+def printing_bench() -> None:
+    print("a library's line")
+    console.OUT.print("a table")
+    console.warn("look out")
+    logging.getLogger("packing_core.plan").info("a choice")
+    console.figures({"rate": 1.5})
+
+
+def test_json_leaves_standard_output_to_the_figures(command):
+    command(printing_bench)
+    result = run("bench", "--json")
+    assert json.loads(result.stdout) == {"rate": 1.5}
+    assert "a table" in result.stderr and "a library's line" in result.stderr
+
+
+def test_figures_are_printed_for_json_alone(command):
+    command(printing_bench)
+    assert run("bench").stdout == "a library's line\na table\n"
+    assert run("bench").stderr == "crosspack: warning: look out\n"
+
+
+def test_quiet_prints_neither_tables_nor_warnings(command):
+    command(printing_bench)
+    result = run("bench", "--quiet")
+    assert "a table" not in result.output and "look out" not in result.output
+    assert json.loads(run("bench", "--quiet", "--json").stdout) == {"rate": 1.5}
+
+
+def test_verbose_prints_the_log(command):
+    command(printing_bench)
+    assert "a choice" in run("bench", "--verbose").stderr
+    assert "a choice" not in run("bench").output
+
+
+def test_exit_statuses_of_a_command_pass(command):
+    def bench() -> None:
+        raise typer.Exit(1)
+
+    command(bench)
+    assert run("bench").exit_code == 1
+
+
+@pytest.fixture
+def piped(monkeypatch):
+    """A console that is no terminal, and the seconds that its clock shows."""
+    clock = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    return Console(force_terminal=False, width=80), clock
+
+
+def test_a_piped_training_run_prints_a_line_now_and_then(piped, capsys):
+    out, clock = piped
+    with TrainProgress(out, 100) as bars:
+        for step in range(100):
+            clock[0] += 1.0
+            bars.step(StepRecord("packed", step, 2.0, 50, 64, 1.0))
+    lines = capsys.readouterr().out.splitlines()
+    assert [int(line.split()[2]) for line in lines] == [*range(1, 100, 10), 100]
+    assert lines[0] == "packed: step 1 of 100, 50 tokens/s, loss 2.0000"
+
+
+def test_piped_counts_print_a_line_now_and_then(piped, capsys):
+    out, clock = piped
+
+    def items():
+        for number in range(25):
+            clock[0] += 1.0
+            yield number
+
+    assert list(counted(out, "documents read", items())) == list(range(25))
+    assert capsys.readouterr().out.splitlines() == ["documents read: 9", "documents read: 19"]
+    for _ in tracked(out, "auditing", range(15)):
+        clock[0] += 1.0
+    assert capsys.readouterr().out.splitlines() == ["auditing: 0 of 15", "auditing: 10 of 15"]
+
+
+def test_one_thing_is_singular():
+    assert (plural(1, "thread"), plural(2_000, "row"), plural(0, "row")) == ("1 thread", "2,000 rows", "0 rows")

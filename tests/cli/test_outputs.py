@@ -1,0 +1,252 @@
+"""Output folders: nothing of anybody is lost, results appear complete, and one process writes at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from crosspack.cli import outputs
+from crosspack.cli.outputs import LISTING, LOCK, TEMPORARY, writing
+from packing_core.errors import PackingError
+
+
+def run(folder, files: dict[str, str], **options) -> None:
+    """Publish a result of these files, as a command does."""
+    with writing(folder, "manifest.json", names=("train-*",), **options) as output:
+        for name, text in {"manifest.json": "{}", **files}.items():
+            path = output.partial / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        output.publish()
+
+
+def held(folder) -> dict[str, str]:
+    """Every file below the folder but the listing."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_text()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != LISTING
+    }
+
+
+def test_a_result_replaces_an_earlier_one_and_leaves_nothing_of_it(tmp_path):
+    out = tmp_path / "out"
+    run(out, {"train-0": "a", "train-1": "b", "old/deep/file": "c"})
+    run(out, {"train-0": "d"}, overwrite=True)
+    assert held(out) == {"manifest.json": "{}", "train-0": "d"}
+    assert not (out / "old").exists()
+
+
+def test_files_of_others_stay_when_ours_are_replaced(tmp_path):
+    out = tmp_path / "out"
+    run(out, {"train-0": "a", "tokenizer/vocabulary": "v"})
+    (out / ".git").mkdir()
+    others = {".git/HEAD": "ref", "thesis.txt": "the only copy", "tokenizer/mine": "m"}
+    for name, text in others.items():
+        (out / name).write_text(text)
+    run(out, {"train-1": "b"}, overwrite=True)
+    assert held(out) == {"manifest.json": "{}", "train-1": "b", **others}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_strangers_manifest_does_not_make_a_folder_ours(tmp_path, overwrite):
+    (tmp_path / "manifest.json").write_text('{"of": "somebody"}')
+    (tmp_path / "notes").write_text("n")
+    with pytest.raises(PackingError, match="is not empty|has no crosspack-files.json, so it holds something else"):
+        run(tmp_path, {}, overwrite=overwrite)
+    assert held(tmp_path) == {"manifest.json": '{"of": "somebody"}', "notes": "n"}
+
+
+@pytest.mark.parametrize(
+    "listing",
+    [
+        "",
+        "[]",
+        "[" * 100_000,
+        '{"format": "crosspack files 1"}',
+        '{"format": "crosspack files 1", "files": [{"name": "notes", "size": 1, "sha256": ""}], "sha256": ""}',
+        "signed, outside",
+        "signed, through a link",
+    ],
+    ids=range(7),
+)
+def test_a_listing_that_we_did_not_write_makes_nothing_ours(tmp_path, listing):
+    out, victim = tmp_path / "out", tmp_path / "victim"
+    out.mkdir()
+    victim.write_text("v")
+    (out / "notes").write_text("n")
+    (out / "link").symlink_to(tmp_path)
+    if listing.startswith("signed"):
+        name = "../victim" if listing.endswith("outside") else "link/victim"
+        outputs._write_listing(out, [outputs.Listed.of(victim, name)])
+    else:
+        (out / LISTING).write_text(listing)
+    with pytest.raises(PackingError, match="is not a list that crosspack wrote"):
+        run(out, {}, overwrite=True)
+    assert victim.read_text() == "v" and (out / "notes").read_text() == "n"
+
+
+def test_a_listed_file_that_was_changed_is_not_ours_any_more(tmp_path):
+    run(tmp_path / "out", {"train-0": "a"})
+    (tmp_path / "out/train-0").write_text("b")  # of the same size
+    with pytest.raises(PackingError, match="train-0 was changed since crosspack wrote it: move it elsewhere"):
+        run(tmp_path / "out", {}, overwrite=True)
+    assert (tmp_path / "out/train-0").read_text() == "b"
+
+
+def test_a_strangers_file_in_the_place_of_a_result_is_refused_before_the_work(tmp_path):
+    run(tmp_path, {"train-0": "a"})
+    (tmp_path / "train-1").write_text("mine")
+    work = writing(tmp_path, "manifest.json", names=("train-*",), overwrite=True)
+    with pytest.raises(PackingError, match="train-1 is not a file that crosspack wrote"):
+        work.__enter__()
+
+
+def test_a_file_that_appears_during_the_work_is_not_replaced(tmp_path):
+    with writing(tmp_path, "manifest.json") as output:
+        (output.partial / "x").write_text("ours")
+        (tmp_path / "x").write_text("mine")
+        with pytest.raises(PackingError, match="x is not a file that crosspack wrote"):
+            output.publish()
+    assert held(tmp_path) == {"x": "mine"}
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_a_result_goes_through_nobodys_file_or_link(tmp_path, kind):
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    run(out, {"train-0": "a"})
+    elsewhere.mkdir()
+    (out / "tokenizer").symlink_to(elsewhere) if kind == "link" else (out / "tokenizer").write_text("mine")
+    before = held(tmp_path)
+    with pytest.raises(PackingError, match="tokenizer is not a file that crosspack wrote"):
+        run(out, {"tokenizer/vocabulary": "v"}, overwrite=True)
+    assert held(tmp_path) == before
+
+
+@pytest.mark.parametrize("error", [PackingError("no"), KeyboardInterrupt()])
+def test_a_run_that_fails_changes_nothing(tmp_path, error):
+    run(tmp_path / "old", {"train-0": "a"})
+    for folder in (tmp_path / "old", tmp_path / "new"):
+        before = held(tmp_path)
+        work = writing(folder, "manifest.json", overwrite=True)
+        (work.__enter__().partial / "x").write_text("x")
+        assert not work.__exit__(type(error), error, None)
+        assert held(tmp_path) == before
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_interrupted_publication_owns_what_it_left(tmp_path, monkeypatch):
+    run(tmp_path, {"train-0": "a", "train-1": "b"})
+    moved = []
+
+    def broken(source, target):
+        if target.name == "train-1":
+            raise KeyboardInterrupt
+        moved.append(target.name)
+        os.replace(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(outputs, "replace", broken)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, {"train-0": "c", "train-1": "d"}, overwrite=True)
+    assert "train-0" in moved and "manifest.json" not in held(tmp_path)  # it does not look finished
+    run(tmp_path, {"train-2": "e"}, overwrite=True)
+    assert held(tmp_path) == {"manifest.json": "{}", "train-2": "e"}
+
+
+def test_what_a_killed_run_left_is_no_obstacle(tmp_path):
+    code = (
+        "import os, sys; from pathlib import Path; from crosspack.cli.outputs import writing\n"
+        "with writing(Path(sys.argv[1]), 'manifest.json') as output:\n"
+        "    (output.partial / 'x').write_text('x'); os._exit(9)"
+    )
+    out = tmp_path / "out"
+    assert subprocess.run([sys.executable, "-c", code, str(out)], timeout=60).returncode == 9
+    assert (out / LOCK).exists() and list(out.glob(f"{TEMPORARY}*"))
+    run(out, {"train-0": "a"})
+    assert held(out) == {"manifest.json": "{}", "train-0": "a"}
+
+
+def test_a_second_writer_is_refused_and_says_who_the_first_is(tmp_path):
+    out = tmp_path / "out"
+    with writing(out, "manifest.json") as output:
+        with pytest.raises(PackingError, match=rf"process {os.getpid()} on {socket.gethostname()} has been writing"):
+            run(out, {})
+        (output.partial / "train-0").write_text("a")
+        output.publish()
+    assert held(out) == {"train-0": "a"}
+
+
+@pytest.mark.parametrize("holder", ["", "{}", json.dumps({"pid": 1, "host": "elsewhere", "since": "then"})])
+def test_a_lock_of_somebody_unknown_is_left_and_the_way_out_named(tmp_path, holder):
+    (tmp_path / LOCK).write_text(holder)
+    with pytest.raises(PackingError, match=rf"if it no longer runs, remove .*{LOCK}"):
+        run(tmp_path, {})
+    assert (tmp_path / LOCK).read_text() == holder
+
+
+def test_an_output_that_is_a_link_stays_one(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    run(tmp_path / "out", {"train-0": "a"})
+    run(tmp_path / "out", {"train-1": "b"}, overwrite=True)
+    assert (tmp_path / "out").is_symlink()
+    assert held(tmp_path / "disk") == {"manifest.json": "{}", "train-1": "b"}
+
+
+def test_a_mount_point_is_written_inside(tmp_path, monkeypatch):
+    (tmp_path / "lost+found").mkdir()
+    removed = []
+    monkeypatch.setattr(os, "rmdir", lambda path, **options: removed.append(path))  # a mount point is busy
+    run(tmp_path, {"train-0": "a"})
+    assert held(tmp_path) == {"manifest.json": "{}", "train-0": "a"}
+    assert str(tmp_path) not in map(str, removed)
+
+
+@pytest.mark.parametrize("made", ["file", "below a file", "null", "long", "dangling"])
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path, made):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    places = {"below a file": "file/out", "null": "a\0b", "long": "a" * 5000}
+    with pytest.raises(PackingError, match=r"^--output [^\n]*: pass a folder"):
+        run(tmp_path / places.get(made, made), {})
+    assert (tmp_path / "file").read_text() == "x"
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(PackingError, match=r"^--output .*out: File too large: pass a folder that can be written$"):
+            run(tmp_path / "out", {"train-0": "a" * 2000})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_error_about_another_file_names_that_file(tmp_path):
+    work = writing(tmp_path / "out", "manifest.json")
+    work.__enter__()
+    try:
+        (tmp_path / "absent").read_text()
+    except OSError as error:
+        with pytest.raises(PackingError, match=f"^{tmp_path / 'absent'}: No such file or directory$"):
+            work.__exit__(type(error), error, error.__traceback__)
+
+
+def test_the_result_reaches_the_device_before_its_names_do(tmp_path, monkeypatch):
+    seen = []
+    fsync, replace = os.fsync, os.replace
+    name = "/proc/self/fd/{}".format
+    monkeypatch.setattr(os, "fsync", lambda fd: (seen.append(("sync", os.readlink(name(fd)))), fsync(fd)))
+    monkeypatch.setattr(os, "replace", lambda a, b: (seen.append(("rename", str(b))), replace(a, b)))
+    run(tmp_path, {"train-0": "a"})
+    kinds = [(what, os.path.basename(path)) for what, path in seen]
+    assert kinds.index(("sync", "train-0")) < kinds.index(("rename", "train-0"))
+    assert ("sync", str(tmp_path)) in seen[kinds.index(("rename", "manifest.json")) :]

@@ -1,0 +1,243 @@
+"""stream when things go wrong: sources that raise, bad documents, limits, and states that do not belong to it."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from packing_core.errors import PackingError
+from packing_core.stream import stream
+from tests.packing_core.test_stream import LENGTHS, OPTIONS, PackStreamSpy, contents, documents, segments
+
+STREAM = sys.modules["packing_core.stream"]  # the package has a function of that name
+
+
+class Failing:
+    """A source that raises once at each of the given documents, before it gives them."""
+
+    def __init__(self, given, places) -> None:
+        self.given, self.places = given, set(places)
+
+    def __call__(self, start):
+        for number in range(start, len(self.given)):
+            if number in self.places:
+                self.places.remove(number)
+                raise ConnectionError(f"lost at {number}")
+            yield self.given[number]
+
+
+def persistently(packed):
+    """All rows of a stream whose source fails now and then, and how often it did."""
+    rows, failures = [], 0
+    while True:
+        try:
+            rows.append(next(packed))
+        except StopIteration:
+            return rows, failures
+        except ConnectionError:
+            failures += 1
+            state = json.loads(json.dumps(packed.state_dict()))
+            again = stream(packed_source(packed), 20, **OPTIONS, overflow=packed.overflow)
+            again.load_state_dict(state)  # a checkpoint taken now is one that can be loaded
+
+
+def packed_source(packed):
+    return packed._open.given
+
+
+@pytest.mark.parametrize("overflow", ["error", "split", "drop"])
+def test_an_exception_in_the_source_loses_nothing_and_changes_no_row(overflow) -> None:
+    source = documents(LENGTHS if overflow == "error" else LENGTHS * 2)
+    whole = contents(stream(source, 20, **OPTIONS, overflow=overflow))
+    places = [0, 3, 4, 17, 30, 48, 59]
+    rows, failures = persistently(stream(Failing(source, places), 20, **OPTIONS, overflow=overflow))
+    assert failures == len(places)
+    assert contents(rows) == whole
+
+
+def test_an_exception_on_one_shard_leaves_its_state_equal_to_that_of_the_others() -> None:
+    source = documents(LENGTHS)
+    calm = [stream(source, 20, **OPTIONS, shard=(i, 3)) for i in range(3)]
+    for position in range(5):
+        failing = stream(Failing(source, range(60)), 20, **OPTIONS, shard=(2, 3))
+        for packed in calm:
+            next(packed)
+        taken = 0
+        while taken <= position:
+            try:
+                next(failing)
+                taken += 1
+            except ConnectionError:
+                pass
+        assert contents(_continued(source, failing)) == contents(_continued(source, calm[0]))
+
+
+def _continued(source, stopped):
+    again = stream(source, 20, **OPTIONS)
+    again.load_state_dict(stopped.state_dict())
+    return again
+
+
+@pytest.mark.parametrize("bad", [[], [1] * 30, None, {"labels": [1]}, "text", {"input_ids": [1], "x": [1, 2]}])
+def test_a_bad_document_stops_the_stream_every_time(bad) -> None:
+    packed = stream([[1, 2], [3], bad, [4]], 20, buffer=2)
+    for _ in range(3):
+        with pytest.raises(PackingError, match="document 2 "):
+            list(packed)
+
+
+def test_no_document_waits_longer_than_max_age_while_others_are_dropped() -> None:
+    lengths = [5] + [99] * 40 + [5] * 3 + [99] * 200 + [6, 7] * 20 + [99]
+    packed = PackStreamSpy(documents(lengths), 13, buffer=4, max_age=10, overflow="drop")
+    kept = []
+    for row in packed:
+        assert packed.read - min(row.sources) <= 10
+        kept += row.sources.tolist()
+    assert sorted(kept) == [i for i, n in enumerate(lengths) if n < 99]
+
+
+def test_the_documents_named_as_dropped_or_truncated_are_the_last_ones_and_all_are_counted(monkeypatch) -> None:
+    monkeypatch.setattr(STREAM, "REMEMBERED", 3)
+    for overflow, kept in (("drop", "dropped"), ("truncate", "truncated")):
+        packed = stream(documents([30] * 10 + [3]), 20, overflow=overflow)
+        list(packed)
+        assert getattr(packed, kept) == [7, 8, 9]
+        assert getattr(packed, f"n_{kept}") == 10
+
+
+def test_what_is_pending_and_what_is_made_at_a_time_is_bounded_in_tokens(monkeypatch) -> None:
+    monkeypatch.setattr(STREAM, "CHUNK_TOKENS", 60)
+    packed = PackStreamSpy(documents([15] * 50), 20, buffer=1000, buffer_tokens=100)
+    whole, held = [], []
+    for chunk in packed.packed.chunks():
+        assert len(chunk) * chunk.capacity <= 60
+        whole += contents(chunk[row] for row in range(len(chunk)))
+        held.append(packed.read - len(whole))
+    assert max(held) <= 100 / 15 + 1
+    assert len(whole) == 50
+    assert whole == contents(stream(documents([15] * 50), 20, buffer=1000, buffer_tokens=100))
+
+
+def test_few_long_documents_fill_the_buffer() -> None:
+    packed = PackStreamSpy(documents([500] * 100), 20, buffer=1000, buffer_tokens=1000, overflow="split")
+    next(packed.packed)
+    assert packed.read == 2
+
+
+def _state(position=10, **options):
+    stopped = stream(documents(LENGTHS), 20, **OPTIONS, **options)
+    for _ in range(position):
+        next(stopped)
+    return stopped.state_dict()
+
+
+def _other_content():
+    source = documents(LENGTHS)
+    source[_state()["cursor"] - 1] = source[_state()["cursor"] - 1] + 1
+    return source
+
+
+REFUSED = {
+    "other content": (_state, _other_content, {}, "fingerprint of the state does not match: .* gives other documents"),
+    "other pad_id": (
+        _state,
+        lambda: documents(LENGTHS),
+        {"pad_id": 7},
+        "taken with pad_id=0 and this stream has pad_id=7",
+    ),
+    "other weighting": (_state, lambda: documents(LENGTHS), {"weighting": "document"}, "taken with weighting=token"),
+    "more rows": (lambda: _state() | {"rows": 25}, lambda: documents(LENGTHS), {}, "fingerprint of the state does not"),
+    "nonsense rows": (
+        lambda: _state() | {"rows": -3},
+        lambda: documents(LENGTHS),
+        {},
+        "rows of the state is -3: it coun",
+    ),
+    "text rows": (
+        lambda: _state() | {"rows": "9"},
+        lambda: documents(LENGTHS),
+        {},
+        "rows of the state is '9': it counts",
+    ),
+    "fewer rows": (lambda: _state() | {"rows": 0}, lambda: documents(LENGTHS), {}, "numbers of the state contradict"),
+    "pending text": (
+        lambda: _state() | {"pending": 5},
+        lambda: documents(LENGTHS),
+        {},
+        "numbers of the state contradict",
+    ),
+    "pending later": (
+        lambda: _state() | {"pending": [[10**6, 0]]},
+        lambda: documents(LENGTHS),
+        {},
+        "numbers of the state contradict",
+    ),
+    "an array": (lambda: _state() | {"seed": np.arange(2)}, lambda: documents(LENGTHS), {}, "taken with seed="),
+    "no mapping": (lambda: [1], lambda: documents(LENGTHS), {}, "the state is a list: pass what state_dict"),
+    "a short source": (_state, lambda: documents(LENGTHS[:3]), {}, "and the source ends before it: give the source"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_state_that_does_not_belong_here_is_refused_and_changes_nothing(case) -> None:
+    state, source, options, message = REFUSED[case]
+    packed, calm = (stream(source(), 20, **OPTIONS, **options) for _ in range(2))
+    first = contents([next(packed)])
+    with pytest.raises(PackingError, match=message):
+        packed.load_state_dict(state())
+    assert first + contents(packed) == contents(calm)
+
+
+def test_a_state_loads_onto_the_same_documents_in_another_form() -> None:
+    lists = [{"input_ids": document.tolist()} for document in documents(LENGTHS)]
+    again = stream(lists, 20, **OPTIONS)
+    again.load_state_dict(_state())
+    assert contents(again) == contents(stream(documents(LENGTHS), 20, **OPTIONS))[10:]
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: stream([[1]], 4, shard=3), r"shard is 3: pass \(index, count\) with 0 <= index < count"),
+        (lambda: stream([[1]], 4, shard=(0, 1, 2)), r"shard is \(0, 1, 2\): pass"),
+        (lambda: stream([[1]], 2**70), r"capacity must be an integer of at most 2\*\*60, got 1180591620717411303424"),
+        (lambda: stream([[1]], 4, pad_id="x"), "pad_id is 'x': pass an integer"),
+        (lambda: stream([[1]], 4, weighting="row"), "weighting must be one of"),
+        (lambda: stream({"input_ids": [[1]]}, 4), "source is a dict: pass a sequence of documents, or a function"),
+        (lambda: stream(lambda: iter(()), 4), r"a function that does not take one number: pass open\(start\)"),
+        (lambda: list(stream(lambda start: 5, 4)), r"open\(0\) returned a int: return an iterable of documents"),
+        (
+            lambda: list(stream([[1], 5], 4)),
+            "document 1 is a int: pass an array of token ids, or a mapping with input_",
+        ),
+        (lambda: list(stream([[1], {"text": "a"}], 4)), "document 1 has text and no input_ids: tokenise it first"),
+        (lambda: list(stream([[1], [2.5]], 4)), "document 1 of the stream: sequences has dtype float64: pass integer"),
+        (lambda: list(stream([[1], [-1]], 4)), r"document 1 of the stream: sequences\[0\]\[0\] is -1: token ids run"),
+        (lambda: list(stream([[1], {"input_ids": [1]}], 4)), "document . has (input_ids|no columns) and the first one"),
+        (
+            lambda: list(stream([{"input_ids": [1] * 9, "x": [1] * 8}], 4, overflow="truncate")),
+            "x of document 0 has 8 entries and input_ids 9: give one per token",
+        ),
+        (
+            lambda: list(stream([{"input_ids": [1] * 9, "x": 8}], 4, overflow="split")),
+            "x of document 0 is a int: give it one entry per token",
+        ),
+        (
+            lambda: list(stream([{"input_ids": [1] * 9, "prompt_length": -1}], 4, overflow="split")),
+            "prompt_length of document 0 is -1: pass an integer from 0 to 9",
+        ),
+    ],
+)
+def test_odd_input_is_named_with_the_way_out(call, text) -> None:
+    with pytest.raises(PackingError, match=text):
+        call()
+
+
+def test_arrow_columns_are_sources() -> None:
+    import pyarrow as pa
+
+    column = pa.chunked_array([[[1, 2], [3]], [[4, 5, 6]]])
+    assert sorted(segments(stream(column, 3))) == [(1, 2), (3,), (4, 5, 6)]

@@ -1,0 +1,270 @@
+"""The fast training step of enable_packing: losses and updates of the step that the trainer has without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.nn import functional as F
+
+from packing_core.errors import UnsupportedError
+from tests.torch_backend.test_train_step import graphs as graphs
+from tests.torch_backend.test_trainer import CAPACITY, differences, documents, gpt_oss, llama, peft, sft
+from torch_backend import audit, explain
+from torch_backend.losses.causal_lm import causal_lm_loss
+from torch_backend.training import packed_step
+from torch_backend.training.trainer import enable_packing
+
+FAST = "without logits"
+OF_THE_TRAINER = ("compute_loss_func", "compute_metrics", "callbacks")
+SETTINGS = {
+    "max_steps": 3,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "logging_steps": 1,
+    "learning_rate": 0.1,
+    "lr_scheduler_type": "constant",
+    "optim": "sgd",
+    "max_grad_norm": 0.0,
+    "report_to": [],
+    "save_strategy": "no",
+    "use_cpu": True,
+    "disable_tqdm": True,
+}
+
+
+def built(folder: Path, fast: bool, make: Callable[[], Any] = llama, kind: Any = None, **options: Any) -> Any:
+    """A trainer after enable_packing."""
+    own = {name: options.pop(name) for name in OF_THE_TRAINER if name in options}
+    given = transformers.TrainingArguments(str(folder), **SETTINGS | options)
+    kind = kind or transformers.Trainer
+    trainer = kind(make(), given, train_dataset=documents(), eval_dataset=documents(6), **own)
+    return enable_packing(trainer, capacity=CAPACITY, verify=False, fast=fast)
+
+
+def trained(trainer: Any, **options: Any) -> list[dict[str, float]]:
+    """What was logged, without times."""
+    torch.manual_seed(1)
+    trainer.train(**options)
+    names = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_mean")
+    return [{name: entry[name] for name in names if name in entry} for entry in trainer.state.log_history]
+
+
+def assert_same(fast: Any, plain: Any, make: Callable[[], Any] = llama, tolerance: float = 1e-6) -> None:
+    """Both trainers log the same and do the same when they train, and they train something."""
+    for found, wanted in zip(trained(fast), trained(plain), strict=True):
+        assert found == pytest.approx(wanted, rel=10 * tolerance, abs=tolerance)
+    assert differences(fast.model, plain.model) < tolerance
+    assert differences(plain.model, make()) > 1e-4
+
+
+def adapted() -> Any:
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    return peft.get_peft_model(llama(), config)
+
+
+def routed() -> Any:
+    model = gpt_oss()
+    model.config.output_router_logits, model.config.router_aux_loss_coef = True, 0.01
+    return model
+
+
+def own_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    logits = outputs.logits[:, :-1].flatten(0, 1)
+    return F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "accumulation": ({"gradient_accumulation_steps": 3}, FAST),
+    "clipping and a schedule": ({"max_grad_norm": 0.1, "lr_scheduler_type": "linear"}, FAST),
+    "gradient checkpointing": ({"activation_checkpointing": True}, FAST),
+    "no accumulation, Adam": ({"gradient_accumulation_steps": 1, "optim": "adamw_torch", "adam_epsilon": 1.0}, FAST),
+    "tokens of one device": ({"average_tokens_across_devices": False}, FAST),
+    "label smoothing": ({"label_smoothing_factor": 0.1}, "with logits: label smoothing reads them"),
+    "compute_loss_func": ({"compute_loss_func": own_loss}, "with logits: compute_loss_func reads them"),
+    "NEFTune": ({"neftune_noise_alpha": 5.0}, FAST),
+    "torch.compile": ({"torch_compile": True, "torch_compile_backend": "eager"}, FAST),
+    "LoRA": ({"make": adapted}, FAST),
+    "per-document scans": ({"make": gpt_oss}, FAST),
+    "router loss": ({"make": routed}, "with logits: the trainer adds the router's auxiliary loss of each microbatch"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_losses_and_updates_are_those_of_the_plain_step(name: str, tmp_path: Path) -> None:
+    options, loss = OPTIONS[name]
+    fast, plain = (built(tmp_path / str(kind), kind, **options) for kind in (True, False))
+    assert_same(fast, plain, options.get("make", llama))
+    assert fast.packed_step.parts["loss"].startswith(loss)
+
+
+@pytest.mark.parametrize("options", [{"make": lambda: llama().bfloat16()}, {"bf16": True}], ids=["weights", "autocast"])
+def test_in_bfloat16_they_differ_by_rounding(options: dict[str, Any], tmp_path: Path) -> None:
+    fast, plain = (built(tmp_path / str(kind), kind, **options) for kind in (True, False))
+    assert_same(fast, plain, options.get("make", llama), tolerance=1e-2)
+    assert fast.packed_step.parts["loss"] == FAST
+
+
+def test_the_kernels_of_liger_keep_their_own_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for liger_kernel, which replaces the model's forward and never makes logits."""
+
+    def apply(model: Any, config: Any) -> None:
+        def forward(input_ids: Any, labels: Any, num_items_in_batch: Any = None, use_cache: Any = None, **more: Any):
+            hidden = model.model(input_ids=input_ids, **more).last_hidden_state
+            logits = F.linear(hidden, model.lm_head.weight)[:, :-1].flatten(0, 1)
+            count = (labels[:, 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch
+            return {"loss": F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / count}
+
+        model.forward = forward
+
+    monkeypatch.setattr(transformers.trainer, "apply_liger_kernel", apply)
+    fast, plain = (built(tmp_path / str(kind), kind, use_liger_kernel=True) for kind in (True, False))
+    assert_same(fast, plain)
+    assert fast.packed_step.parts["loss"].startswith("with logits: LlamaForCausalLM does not make its loss")
+
+
+class Doubled(transformers.Trainer):
+    """A loss of its own."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
+        return super().compute_loss(model, inputs, return_outputs, **more) * 2
+
+
+def test_a_trainer_that_computes_its_loss_itself_keeps_it(tmp_path: Path) -> None:
+    fast, plain = (built(tmp_path / str(kind), kind, kind=Doubled) for kind in (True, False))
+    assert_same(fast, plain)
+    assert fast.packed_step.parts["loss"] == "with logits: Doubled computes its loss itself (compute_loss)"
+
+
+def test_sft_trainer_keeps_its_loss_and_its_metrics(tmp_path: Path) -> None:
+    fast, plain = (
+        enable_packing(
+            sft(llama(), tmp_path / str(kind), documents(), packing=True, max_length=CAPACITY, bf16=False),
+            verify=False,
+            fast=kind,
+        )
+        for kind in (True, False)
+    )
+    assert_same(fast, plain)
+    assert all("mean_token_accuracy" in entry for entry in fast.state.log_history if "loss" in entry)
+    assert fast.packed_step.parts["loss"] == "with logits: SFTTrainer computes its loss itself (compute_loss)"
+
+
+# -- evaluation, callbacks, checkpoints --------------------------------------------------------------------------------
+
+
+def test_evaluation_has_logits_where_somebody_reads_them(tmp_path: Path) -> None:
+    def metrics(prediction: Any) -> dict[str, float]:
+        return {"mean": float(prediction.predictions.mean())}
+
+    options = {"compute_metrics": metrics, "eval_strategy": "steps", "eval_steps": 1}
+    fast, plain = (built(tmp_path / str(kind), kind, **options) for kind in (True, False))
+    assert_same(fast, plain)
+    assert all("eval_mean" in entry for entry in fast.state.log_history if "eval_loss" in entry)
+    found, wanted = (trainer.predict(documents(4)).predictions for trainer in (fast, plain))
+    assert found.shape == wanted.shape and found == pytest.approx(wanted, abs=1e-5)
+
+
+def test_evaluation_of_the_loss_alone_makes_no_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def counted(model: Any, batch: Any) -> Any:
+        calls.append(1)
+        return causal_lm_loss(model, batch)
+
+    fast, plain = (built(tmp_path / str(kind), kind) for kind in (True, False))
+    monkeypatch.setattr(packed_step, "causal_lm_loss", counted)
+    assert fast.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], abs=1e-5)
+    assert calls
+    calls.clear()
+    assert len(fast.predict(documents(4)).predictions) and not calls
+
+
+def test_a_callback_stops_it_and_a_checkpoint_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    class Stop(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = state.global_step == 2
+
+    options = {"save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "adam_epsilon": 1.0}
+    whole = built(tmp_path / "whole", True, **options)
+    trained(whole)
+    stopped = built(tmp_path / "cut", True, callbacks=[Stop()], **options)
+    trained(stopped)
+    assert stopped.state.global_step == 2
+    resumed = built(tmp_path / "cut", True, **options)
+    trained(resumed, resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-2"))
+    assert resumed.state.global_step == 3
+    assert differences(whole.model, resumed.model) < 1e-6
+
+
+def test_training_twice_goes_on(tmp_path: Path) -> None:
+    fast, plain = (built(tmp_path / str(kind), kind) for kind in (True, False))
+    for trainer in (fast, plain):
+        trained(trainer)
+    assert_same(fast, plain)
+
+
+# -- graphs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_as_cuda_graphs_it_trains_the_same(graphs: SimpleNamespace, accumulation: int, tmp_path: Path) -> None:
+    options = {"gradient_accumulation_steps": accumulation, "max_steps": 5, "max_grad_norm": 0.5}
+    fast, plain = (built(tmp_path / str(kind), kind, **options) for kind in (True, False))
+    graphs.model = fast.model
+    assert_same(fast, plain)
+    assert graphs.recorded >= min(accumulation, 2) and graphs.replayed >= 2
+    assert fast.packed_step.parts == {"loss": FAST, "layers": "compiled", "graph": "CUDA graph"}
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"label_smoothing_factor": 0.1}, "the loss is the trainer's own"),
+        ({"torch_empty_cache_steps": 1}, "torch_empty_cache_steps empties the cache during the step"),
+        ({"neftune_noise_alpha": 5.0}, "the noise of NEFTune depends on the shape of a batch"),
+        ({"torch_compile": True, "torch_compile_backend": "eager"}, "torch_compile=True compiles the model as a whole"),
+        ({"activation_checkpointing": True}, "gradient checkpointing reads the random state"),
+    ],
+)
+def test_what_forbids_a_graph(graphs: SimpleNamespace, options: Any, reason: str, tmp_path: Path) -> None:
+    fast, plain = (built(tmp_path / str(kind), kind, **options) for kind in (True, False))
+    assert_same(fast, plain)
+    assert fast.packed_step.parts["graph"] == f"no CUDA graph: {reason}"
+
+
+# -- explain, audit, and the plain step --------------------------------------------------------------------------------
+
+
+def test_explain_says_what_is_fast_before_and_after_a_step(tmp_path: Path) -> None:
+    trainer = built(tmp_path, True)
+    assert "loss of the step: decided at the first step" in str(explain(trainer))
+    trained(trainer)
+    notes = explain(trainer).notes
+    assert "loss of the step: without logits" in notes
+    if not torch.cuda.is_available():
+        assert "layers of the step: not compiled: the model computes on cpu" in notes
+    with pytest.raises(UnsupportedError, match="a trainer after enable_packing"):
+        explain(built(tmp_path, False))
+
+
+def test_a_fast_trainer_is_exact_by_its_audit(tmp_path: Path) -> None:
+    assert audit(built(tmp_path, True)).verdict == "exact"
+
+
+def test_without_fast_the_trainer_keeps_its_methods(tmp_path: Path) -> None:
+    trainer = built(tmp_path, False)
+    assert not {"training_step", "compute_loss", "prediction_step", "packed_step"} & set(vars(trainer))
+
+
+def test_enabling_twice_is_enabling_once(tmp_path: Path) -> None:
+    trainer = built(tmp_path, True)
+    step = trainer.packed_step
+    assert enable_packing(trainer, verify=False).packed_step is step
+    assert isinstance(step, packed_step.PackedStep)

@@ -1,0 +1,252 @@
+"""enable_packing packs the whole training set: which rows a trainer is given, on which rank, in which epoch."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from packing_core.errors import CapacityError, PackingError
+from tests.torch_backend.test_trainer import CAPACITY, arguments, datasets, differences, documents, llama, sft
+from tests.torch_backend.torchrun import torchrun
+from torch_backend import PackedCollator, pack_dataset
+from torch_backend.training.rows import PackedRows, RowBatches
+from torch_backend.training.trainer import enable_packing
+
+
+def numbered(count: int = 60, longest: int = 24) -> datasets.Dataset:
+    """Document d is the token d + 3, 2 to ``longest`` times."""
+    lengths = np.random.default_rng(0).integers(2, longest + 1, count)
+    return datasets.Dataset.from_dict({"input_ids": [[d + 3] * n for d, n in enumerate(lengths.tolist())]})
+
+
+def build(tmp_path, data, *, kind=transformers.Trainer, size: int = 2, **options):
+    given = arguments(transformers.TrainingArguments, tmp_path)
+    given.per_device_train_batch_size = size
+    for name, value in options.items():
+        setattr(given, name, value)
+    return kind(llama(), given, train_dataset=data)
+
+
+def enabled(trainer, capacity: int | None = CAPACITY, **options):
+    return enable_packing(trainer, capacity=capacity, verify=False, **options)
+
+
+def held(batches) -> list[tuple[int, int]]:
+    """(document, tokens) of every segment in some batches."""
+    found = []
+    for batch in batches:
+        for ids in batch["input_ids"].flatten().split(batch["packed_lengths"]):
+            assert (ids == ids[0]).all()
+            if ids[0]:
+                found.append((int(ids[0]) - 3, len(ids)))
+    return found
+
+
+def lengths_of(data) -> list[tuple[int, int]]:
+    return [(d, len(ids)) for d, ids in enumerate(data["input_ids"])]
+
+
+@pytest.mark.parametrize("size", [1, 4, 8])
+def test_rows_are_full_whatever_the_batch_size(tmp_path, size) -> None:
+    """Documents of 200 tokens and less fill 14% of rows of 2,048 if only the 8 of a batch are packed."""
+    data = numbered(400, 200)
+    batches = list(enabled(build(tmp_path, data, size=size), 2048).get_train_dataloader())
+    slots = sum(batch["input_ids"].numel() for batch in batches)
+    assert sum(length for _, length in held(batches)) / slots > 0.97
+    assert sum((batch["labels"] != -100).sum() for batch in batches) / slots > 0.95
+
+
+def test_every_epoch_holds_every_document_once_beside_other_neighbours(tmp_path) -> None:
+    data = numbered()
+    trainer = enabled(build(tmp_path, data))
+    loader = trainer.get_train_dataloader()
+    epochs = []
+    for epoch in range(3):
+        loader.set_epoch(epoch)
+        epochs.append(held(loader))
+        assert sorted(epochs[-1]) == lengths_of(data)
+        assert len(loader) == 10, "20 rows of 40 tokens, two at a time"
+    assert epochs[0] != epochs[1] != epochs[2]
+    again = enabled(build(tmp_path, data)).get_train_dataloader()
+    assert held(again) == epochs[0]
+    assert held(enabled(build(tmp_path, data, seed=1)).get_train_dataloader()) != epochs[0]
+    assert held(enabled(build(tmp_path, data, data_seed=42, seed=1)).get_train_dataloader()) == epochs[0]
+
+
+def test_steps_and_epochs_count_rows(tmp_path) -> None:
+    trainer = enabled(build(tmp_path, numbered(), size=3, max_steps=-1, num_train_epochs=2))
+    trainer.train()
+    assert trainer.state.max_steps == trainer.state.global_step == 2 * 4, "20 rows are 7 batches, two a step"
+    assert trainer.state.epoch == 2
+    assert trainer.num_examples(trainer.get_train_dataloader()) == 20
+    dropping = enabled(build(tmp_path, numbered(), size=3, dataloader_drop_last=True))
+    assert len(dropping.get_train_dataloader()) == len(list(dropping.get_train_dataloader())) == 6
+
+
+@pytest.mark.parametrize("strategy", ["group_by_length", "batch_rebalance", "random"])
+def test_grouping_by_length_has_nothing_to_group(tmp_path, strategy) -> None:
+    trainer = enabled(build(tmp_path, numbered(), train_sampling_strategy=strategy))
+    assert sorted(held(trainer.get_train_dataloader())) == lengths_of(numbered())
+
+
+def test_sequential_sampling_keeps_the_order_of_the_documents(tmp_path) -> None:
+    trainer = enabled(build(tmp_path, numbered(), train_sampling_strategy="sequential"))
+    assert held(trainer.get_train_dataloader()) == lengths_of(numbered())
+
+
+def test_a_run_that_resumes_inside_an_epoch_equals_one_that_was_not_stopped(tmp_path) -> None:
+    def run(folder: Path, resume: str | None = None) -> torch.nn.Module:
+        options = {"max_steps": 8, "save_strategy": "steps", "save_steps": 7}
+        trainer = enabled(build(folder, documents(60), lr_scheduler_type="linear", **options))
+        assert len(trainer.get_train_dataloader()) == 9, "five steps an epoch: step 7 is inside the second one"
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer.model
+
+    whole = run(tmp_path)
+    assert differences(whole, run(tmp_path, str(tmp_path / "checkpoint-7"))) == 0.0
+
+
+# What is said at the call.
+
+
+def test_a_document_longer_than_the_capacity_is_an_error_at_the_call(tmp_path) -> None:
+    data = datasets.Dataset.from_dict({"input_ids": [[5] * 8] * 50 + [[6] * 41]})
+    trainer = build(tmp_path, data)
+    with pytest.raises(CapacityError, match='document 50 has 41 tokens and capacity is 40: pass overflow="split"'):
+        enabled(trainer)
+    assert trainer.model.config._attn_implementation == "sdpa", "a refused trainer keeps the model that it had"
+    for overflow, tokens in (("split", 441), ("truncate", 440), ("drop", 400)):
+        batches = list(enabled(trainer, overflow=overflow).get_train_dataloader())
+        assert sum(length for _, length in held(batches)) == tokens
+
+
+def test_without_a_capacity_the_trainer_or_the_model_gives_it(tmp_path, caplog) -> None:
+    trainer = enabled(build(tmp_path, numbered()), None)
+    assert "rows of 2048 tokens, after LlamaConfig.max_position_embeddings" in caplog.text
+    assert next(iter(trainer.get_train_dataloader()))["input_ids"].shape[1] == 2048
+    trainer = enabled(sft(llama(), tmp_path, documents(), max_length=48, bf16=False), None)
+    assert "rows of 48 tokens, after SFTConfig.max_length" in caplog.text
+    assert next(iter(trainer.get_train_dataloader()))["input_ids"].shape[1] == 48
+
+
+def test_rows_that_stay_empty_are_warned_of(tmp_path, caplog) -> None:
+    enabled(build(tmp_path, numbered()))
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING and "full" in record.message]
+    enabled(build(tmp_path, numbered()), 2048)
+    assert "60 documents, in 1 rows of 2,048 tokens, 37.9% full: a smaller capacity leaves less padding" in caplog.text
+
+
+class OwnSampler(transformers.Trainer):
+    def _get_train_sampler(self, *args):
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+class Unknown(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> dict:
+        return numbered()[index]
+
+
+def test_where_only_a_batch_can_be_packed_it_says_so_and_how_full_rows_get(tmp_path, caplog) -> None:
+    trainer = enabled(build(tmp_path, numbered(), kind=OwnSampler))
+    assert "packs the 2 documents of each batch and not the whole data set, because OwnSampler has a" in caplog.text
+    assert sorted(held([next(iter(trainer.get_train_dataloader()))])) == lengths_of(numbered())[:2]
+    assert "full, because PackedCollator packs inside a batch, here of 2 documents: pack the whole" in caplog.text
+    enabled(build(tmp_path, Unknown()))
+    assert "because a Unknown does not tell its lengths: pass a datasets.Dataset or a list" in caplog.text
+    enabled(build(tmp_path, numbered().with_transform(dict)))
+    assert "because its examples are made on access (set_transform)" in caplog.text
+
+
+def test_a_list_of_examples_is_packed_whole(tmp_path) -> None:
+    data = [{"input_ids": ids} for ids in numbered()["input_ids"]]
+    loader = enabled(build(tmp_path, data)).get_train_dataloader()
+    assert len(loader) == 10 and sorted(held(loader)) == lengths_of(numbered())
+
+
+def test_a_packed_collator_without_a_capacity_stays_and_takes_rows(tmp_path) -> None:
+    trainer = build(tmp_path, numbered())
+    collator = trainer.data_collator = PackedCollator(trainer.model, bucket=8)
+    loader = enabled(trainer).get_train_dataloader()
+    assert trainer.data_collator is collator and len(loader) == 10
+
+
+def test_rows_that_are_packed_already_stay_unless_a_capacity_is_given(tmp_path) -> None:
+    rows = pack_dataset(numbered(), 80)
+    assert len(enabled(build(tmp_path, rows), None).get_train_dataloader().dataset) == len(rows)
+    assert sorted(held(enabled(build(tmp_path, rows), 40).get_train_dataloader())) == lengths_of(numbered())
+
+
+def test_another_dataset_has_to_be_enabled_again(tmp_path) -> None:
+    trainer = enabled(build(tmp_path, numbered()))
+    trainer.train_dataset = numbered(10)
+    with pytest.raises(
+        PackingError, match=r"train_dataset was exchanged after enable_packing\(trainer\): call it again"
+    ):
+        trainer.get_train_dataloader()
+    assert sorted(held(enabled(trainer).get_train_dataloader())) == lengths_of(numbered(10))
+    trainer.train_dataset = pack_dataset(numbered(), CAPACITY)
+    assert len(enabled(trainer, None).get_train_dataloader().dataset) == 20
+
+
+# Workers, ranks and streams.
+
+
+def test_workers_give_the_same_rows_in_every_epoch(tmp_path) -> None:
+    options = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True, "dataloader_prefetch_factor": 2}
+    loaders = [enabled(build(tmp_path, numbered(), **x)).get_train_dataloader() for x in (options, {})]
+    for epoch in range(2):
+        for loader in loaders:
+            loader.set_epoch(epoch)
+        assert held(loaders[0]) == held(loaders[1])
+
+
+def test_rows_are_pickled_without_their_tokens_and_plans(tmp_path) -> None:
+    numbered(3000).save_to_disk(tmp_path)
+    rows = PackedRows(datasets.load_from_disk(tmp_path), ["input_ids"], CAPACITY)
+    wanted = rows[5 + len(rows)]
+    assert len(pickled := pickle.dumps(rows)) < 5_000
+    assert pickle.loads(pickled)[5 + len(rows)].input_ids.tolist() == wanted.input_ids.tolist()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 7])
+def test_batches_belong_to_the_ranks_in_turn_and_are_alike_on_all(ranks) -> None:
+    rows = PackedRows(numbered(600), ["input_ids"], CAPACITY)
+    rows.ranks = ranks
+    batches = list(RowBatches(rows, 2))
+    assert len(batches) == len(RowBatches(rows, 2)) and len(batches) % ranks == 0
+    assert sorted(number for batch in batches for number in batch) == list(range(len(rows)))
+    for step in range(0, len(batches), ranks):
+        assert len({len(batch) for batch in batches[step : step + ranks]}) == 1
+    assert rows.dealt(0).imbalance < 1.05
+
+
+def test_a_stream_is_packed_as_its_documents_come(tmp_path) -> None:
+    stream = numbered(400).to_iterable_dataset()
+    with pytest.raises(ValueError, match="max_steps"):
+        enabled(build(tmp_path, stream, max_steps=-1))
+    batches = list(enabled(build(tmp_path, stream)).get_train_dataloader())
+    assert sorted(held(batches)) == lengths_of(numbered(400))
+    assert sum(n for _, n in held(batches)) / sum(batch["input_ids"].numel() for batch in batches) > 0.9
+    trainer = enabled(build(tmp_path, numbered().to_iterable_dataset()))
+    trainer.train()
+    assert trainer.state.global_step == 3
+
+
+@pytest.mark.parametrize("kind", ["documents", "stream", "three long documents"])
+def test_two_ranks_hold_every_document_once_and_train_as_the_documents_alone(tmp_path, kind) -> None:
+    torchrun("torchrun_rows.py", str(tmp_path), kind)
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    for epoch in range(2):
+        one, two = (rank["epochs"][epoch] for rank in ranks)
+        assert sorted(one["held"] + two["held"]) == ranks[0]["wanted"]
+        assert one["shapes"] == two["shapes"]
+    assert ranks[0]["error"] < 1e-6

@@ -1,0 +1,325 @@
+"""make_train_step: a step is the step of all its documents, however they are cut into microbatches and graphs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import crosspack
+import torch_backend
+from packing_core.errors import LayoutError, UnsupportedError
+from tests.torch_backend.models import alone, collate, documents, tiny
+from torch_backend import explain, make_train_step, patch
+from torch_backend.training import captured, gradients
+from torch_backend.training.captured import CapturedStep
+from torch_backend.training.shapes import FixedShapes
+
+LENGTHS = (5, 19, 33, 7, 40, 1, 2, 18)
+WHOLE = [slice(0, 8)]
+SKEWED = [slice(4, 5), slice(5, 7), slice(0, 4), slice(7, 8)]  # of 39, 1, 60 and 17 targets
+
+
+def batches(cuts: list[slice], **options: Any) -> list[dict[str, Any]]:
+    docs = documents(LENGTHS)
+    return [collate(docs[cut], **options) for cut in cuts]
+
+
+def steps(model: nn.Module, given: list[list[dict[str, Any]]], **options: Any) -> list[dict[str, Any]]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step = make_train_step(model, optimizer, **options)
+    return [step(each) for each in given]
+
+
+def patched(family: str = "qwen2") -> Any:
+    return patch(tiny(family), verify=False)
+
+
+def distance(one: nn.Module, other: nn.Module) -> float:
+    return max(float((x - y).detach().abs().max()) for x, y in zip(one.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "qwen3_5_text", "bloom"])
+def test_a_step_is_the_step_of_its_documents_however_they_are_cut(family: str) -> None:
+    right = alone(tiny(family), documents(LENGTHS))
+    start, found = tiny(family), {}
+    for name, cuts in (("whole", WHOLE), ("skewed", SKEWED)):
+        model = found[name] = patched(family)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        metrics = make_train_step(model, optimizer)(batches(cuts))
+        assert metrics["tokens"] == sum(LENGTHS) - len(LENGTHS)
+        torch.testing.assert_close(metrics["loss"], right.loss)
+        norm = torch.stack([gradient.norm() for gradient in right.gradients.values()]).norm()
+        torch.testing.assert_close(metrics["grad_norm"], norm)
+        before = dict(start.named_parameters())
+        for key, parameter in model.named_parameters():
+            if key in right.gradients:
+                torch.testing.assert_close(parameter, before[key] - 0.1 * right.gradients[key], rtol=1e-5, atol=1e-6)
+    assert distance(found["whole"], found["skewed"]) < 1e-6
+
+
+def test_the_mean_of_means_would_differ() -> None:
+    """Otherwise the test above could not fail."""
+    model, cut = patched(), batches(SKEWED)
+    means = torch.stack([model(**batch).loss for batch in cut]).mean()
+    assert abs(float(means.detach() - make_train_step(model, torch.optim.SGD(model.parameters()))(cut)["loss"])) > 1e-2
+
+
+def test_it_clips_and_follows_a_schedule() -> None:
+    model, right = patched(), patched()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 1 / (count + 1))
+    step = make_train_step(model, optimizer, scheduler=schedule, max_grad_norm=0.1)
+    (batch,) = batches(WHOLE)
+    for rate in (0.5, 0.25):
+        metrics = step(batch)
+        assert metrics["learning_rate"] == rate
+        right.zero_grad()
+        right(**batch).loss.backward()
+        assert metrics["grad_norm"] == pytest.approx(float(nn.utils.clip_grad_norm_(right.parameters(), 0.1)))
+        with torch.no_grad():
+            for parameter in right.parameters():
+                parameter -= rate * parameter.grad
+    assert distance(model, right) < 1e-6
+
+
+def test_a_model_whose_loss_needs_logits_trains_with_its_own() -> None:
+    one, other = patched(), patched()
+    own = other.loss_function  # a user's function of the same values, which causal_lm_loss refuses
+    other.loss_function = lambda *args, **kwargs: own(*args, **kwargs)
+    found, wanted = steps(other, [batches(SKEWED)] * 2), steps(one, [batches(SKEWED)] * 2)
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, y)
+    assert distance(one, other) < 1e-6
+    step = make_train_step(other, torch.optim.SGD(other.parameters()))
+    step(batches(WHOLE))
+    assert step.parts["loss"].startswith("with logits: Qwen2ForCausalLM has a loss function of its own")
+
+
+def test_a_token_classifier_counts_every_label() -> None:
+    from transformers import Qwen2ForTokenClassification
+
+    docs = [{"input_ids": d.tolist(), "labels": [int(x) % 3 for x in d]} for d in documents(LENGTHS)]
+    config = tiny("qwen2").config
+    config.num_labels, config.classifier_dropout = 3, 0.0
+
+    def trained(cuts: list[slice]) -> tuple[dict[str, Any], nn.Module]:
+        torch.manual_seed(0)
+        model = patch(Qwen2ForTokenClassification(config).train(), verify=False)
+        collator = torch_backend.PackedCollator(model, capacity=64)
+        return steps(model, [[collator(docs[cut]) for cut in cuts]])[0], model
+
+    (one, whole), (other, cut) = trained(WHOLE), trained(SKEWED)
+    assert one["tokens"] == other["tokens"] == sum(LENGTHS)
+    torch.testing.assert_close(one["loss"], other["loss"])
+    assert distance(whole, cut) < 1e-6
+
+
+@pytest.mark.parametrize("own_loss", [False, True])
+def test_without_targets_only_weight_decay_acts(own_loss: bool) -> None:
+    model, before = patched(), patched()
+    if own_loss:
+        own = model.loss_function
+        model.loss_function = lambda *args, **kwargs: own(*args, **kwargs)
+    (batch,) = batches(WHOLE)
+    nothing = batch | {"labels": torch.full_like(batch["labels"], -100)}
+    step = make_train_step(model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5))
+    metrics = step(nothing)
+    assert metrics["loss"] == metrics["tokens"] == metrics["grad_norm"] == 0
+    with torch.no_grad():
+        for parameter in before.parameters():
+            parameter *= 1 - 0.1 * 0.5
+    assert distance(model, before) < 1e-7
+    # one of several microbatches without targets changes nothing
+    both, one = (steps(patched(), [given])[0] for given in ([nothing, batch], [batch]))
+    torch.testing.assert_close(both, one)
+
+
+def test_autocast_runs_the_forward_in_bfloat16() -> None:
+    (batch,) = batches(WHOLE)
+    model = patched()
+    dtypes = set()
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: dtypes.add(output.dtype))
+    metrics = steps(model, [[batch]], autocast=torch.bfloat16)[0]
+    assert dtypes == {torch.bfloat16} and model.lm_head.weight.grad.dtype == torch.float32
+    torch.testing.assert_close(metrics["loss"], steps(patched(), [[batch]])[0]["loss"], rtol=1e-2, atol=0)
+
+
+def test_the_first_step_draws_no_random_numbers_of_its_own() -> None:
+    def trained() -> tuple[nn.Module, Any]:
+        torch.manual_seed(3)
+        model = patch(tiny("gpt2", attn_pdrop=0.0, embd_pdrop=0.5, resid_pdrop=0.0), verify=False)
+        return model, torch.get_rng_state()
+
+    (model, state), (plain, _) = trained(), trained()
+    (batch,) = batches(WHOLE)
+    torch.set_rng_state(state)
+    loss = steps(model, [[batch]])[0]["loss"]
+    torch.set_rng_state(state)
+    torch.testing.assert_close(loss, plain(**batch).loss.detach())
+
+
+# -- what cannot be ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nothing", [[], [{"input_ids": torch.ones(1, 4)}]])
+def test_a_step_needs_batches_with_labels(nothing: Any) -> None:
+    model = patched()
+    with pytest.raises(LayoutError, match="a step takes a batch with labels, or a list of at least one"):
+        make_train_step(model, torch.optim.SGD(model.parameters()))(nothing)
+
+
+@pytest.mark.parametrize("option", ["compile", "capture"])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it is possible")
+def test_what_is_not_possible_is_refused_where_it_is_demanded_and_explained_where_not(option: str) -> None:
+    model = patched()
+    with pytest.raises(UnsupportedError, match=rf"{option}=True is not possible, because the model computes on cpu: "):
+        steps(model, [batches(WHOLE)], **{option: True})
+    step = make_train_step(model, torch.optim.SGD(model.parameters()), **{option: False})
+    step(batches(WHOLE))
+    part = {"compile": "layers", "capture": "graph"}[option]
+    assert step.parts[part].endswith(f"{option}=False")
+    assert f"{part} of the step: {step.parts[part]}" in explain(step).notes
+
+
+def test_explain_says_what_it_takes() -> None:
+    with pytest.raises(
+        UnsupportedError, match="a trainer after enable_packing or a step of make_train_step, got a int"
+    ):
+        explain(3)
+
+
+def test_it_is_public() -> None:
+    assert torch_backend.make_train_step is crosspack.make_train_step is make_train_step
+
+
+# -- fixed shapes and graphs -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_fixed_shapes_change_no_document(rows: int) -> None:
+    """Two rows of 64 with one row of padding appended, or one row of 128 with 32 tokens of padding at its end."""
+    lengths, tokens = ((40, 20, 40), 160) if rows == 1 else ((40, 20), None)
+    fixed = FixedShapes(tokens)
+    fixed(collate(documents((60, 60, 3)), capacity=64 if rows == 2 else 128))
+    batch = collate(documents(lengths), capacity=64 if rows == 2 else 128)
+    wide = fixed(batch)
+    assert wide["input_ids"].shape == ((1, 160) if rows == 1 else (2, 64))
+    assert wide["max_length_q"] == 64 and len(wide["cu_seq_lens_q"]) == 17
+    assert wide["cu_seq_lens_q"][-1] == sum(wide["packed_lengths"]) == wide["input_ids"].numel()
+    model = patched()
+    torch.testing.assert_close(model(**wide).loss, model(**batch).loss)
+    assert captured.form_of(fixed(batch)) == captured.form_of(wide)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """CUDA graphs on the CPU. Recording runs nothing; replaying writes into, or adds to, the recorded gradients."""
+    seen = SimpleNamespace(recorded=0, replayed=0, model=None, fails=False)
+
+    def record(step: CapturedStep) -> None:
+        seen.recorded += 1
+        step.recording = True
+        parameters = list(seen.model.parameters())
+        before = [p.grad if p.grad is None else p.grad.clone() for p in parameters]
+        writes = all(gradient is None for gradient in before)
+        step.result = step.step(step.batch)
+        if seen.fails:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        static = [p.grad for p in parameters]
+        for gradient, value in zip(static, before, strict=True):
+            gradient.copy_(torch.nan if value is None else value)
+
+        def replay() -> None:
+            seen.replayed += 1
+            found = [parameter.grad for parameter in parameters]
+            for parameter, gradient in zip(parameters, static, strict=True):
+                parameter.grad = None if writes else gradient
+            step.result.copy_(step.step(step.batch))
+            for parameter, gradient, old in zip(parameters, static, found, strict=True):
+                gradient.copy_(parameter.grad)
+                parameter.grad = old  # a graph knows nothing of Python's attributes
+
+        step.graph, step.recording = SimpleNamespace(replay=replay, pool=lambda: None), False
+
+    monkeypatch.setattr(CapturedStep, "_record", record)
+    monkeypatch.setattr(CapturedStep, "_aside", lambda step: step.step(step.batch))
+    monkeypatch.setattr(captured, "DEVICE", "cpu")
+    monkeypatch.setattr(gradients, "_why_not_fixed", lambda model, batch: None)
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **options: None)
+    return seen
+
+
+def test_graphs_train_as_plain_steps_do_for_any_number_of_microbatches(graphs: SimpleNamespace) -> None:
+    model, right = patched(), patched()
+    graphs.model = model
+    rows = [slice(0, 3), slice(3, 5), slice(5, 8)]  # 57, 47, 21 tokens in a row of 64
+    given = [batches([rows[i % 3] for i in range(n)], capacity=64) for n in (1, 1, 1, 2, 3, 1, 3)]
+    found, wanted = steps(model, given), steps(right, given, capture=False, compile=False)
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, y)
+    assert distance(model, right) < 1e-6
+    assert graphs.recorded == 2  # one writes gradients, one adds to them
+    assert graphs.replayed == 10
+
+
+def test_a_batch_of_another_form_runs_as_usual_and_the_graph_stays(graphs: SimpleNamespace) -> None:
+    model, right = patched(), patched()
+    graphs.model = model
+    sizes = (64, 64, 64, 64, 80, 64, 64)
+    given = [batches([slice(0, 3)], capacity=size) for size in sizes]
+    found, wanted = steps(model, given), steps(right, given, capture=False, compile=False)
+    torch.testing.assert_close(found, wanted)
+    assert distance(model, right) < 1e-6
+    assert (graphs.recorded, graphs.replayed) == (1, 4)
+
+
+def test_frozen_weights_are_recorded_again(graphs: SimpleNamespace) -> None:
+    model, right = patched(), patched()
+    graphs.model = model
+    given = [batches([slice(0, 3)], capacity=64)] * 5
+    for trained, options in ((model, {}), (right, {"capture": False, "compile": False})):
+        step = make_train_step(trained, torch.optim.SGD(trained.parameters(), lr=0.1), **options)
+        for number, batch in enumerate(given):
+            trained.model.embed_tokens.requires_grad_(number < 4)
+            step(batch)
+    assert distance(model, right) < 1e-6
+
+
+def test_a_recording_that_fails_leaves_the_step_as_usual_and_says_why(graphs: SimpleNamespace, caplog: Any) -> None:
+    model, right = patched(), patched()
+    graphs.model, graphs.fails = model, True
+    given = [batches([slice(0, 3)], capacity=64)] * 5
+    step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    for batch in given:
+        step(batch)
+    steps(right, given, capture=False, compile=False)
+    assert distance(model, right) < 1e-6
+    assert step.parts["graph"] == "none: recording it failed, operation not permitted when stream is capturing"
+    assert "runs without a CUDA graph" in caplog.text
+    model = graphs.model = patched()
+    with pytest.raises(RuntimeError, match="not permitted"):
+        steps(model, given, capture=True)
+
+
+def test_the_guides_step_trains(graphs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The block of docs/speed.md as it stands, but smaller, on the CPU, and compiled by nobody."""
+    page = (Path(__file__).parents[2] / "docs/speed.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    smaller = {".cuda()": "", "16_384": "128", "2_048": "64"}
+    smaller |= {"metrics = step(batch)": "losses.append(float(step(batch)['loss']))"}
+    smaller |= {"step = make_train_step(": "graphs.model = model\nstep = make_train_step("}
+    for shown, tried in smaller.items():
+        assert shown in code
+        code = code.replace(shown, tried)
+    monkeypatch.chdir(tmp_path)
+    tiny("qwen2").save_pretrained("my-model")
+    losses: list[float] = []
+    exec(code, {"losses": losses, "graphs": graphs})
+    assert len(losses) > 6 and all(0 < loss < 10 for loss in losses) and len(set(losses)) == len(losses)
+    assert graphs.recorded == 1 and graphs.replayed > 3

@@ -1,0 +1,234 @@
+"""The gradients of one batch by the fastest way that is exact for it: what ``make_train_step`` and trainers share.
+
+A batch -> fixed shapes -> the loss without logits, or the model's own -> backward through compiled layers, replayed as
+a CUDA graph. What a part cannot do runs as usual, and :attr:`Gradients.parts` says why.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from packing_core.errors import UnsupportedError, UnsupportedModelError
+from torch_backend.hf.patch import Patched, causal_lm, state_of
+from torch_backend.losses.causal_lm import causal_lm_loss
+from torch_backend.training import captured
+from torch_backend.training.captured import CapturedBackward, compile_layers, form_of
+from torch_backend.training.shapes import FixedShapes
+
+Choice = bool | Literal["auto"]
+Batch = Mapping[str, Any]
+log = logging.getLogger("crosspack")
+
+LOSS, LAYERS, GRAPH = "loss", "layers", "graph"  # the parts of a step that can be fast
+# Beside the arguments of the model: the targets of the whole step, by which its loss is divided.
+TARGETS = "targets_of_the_step"
+
+
+class Gradients:
+    """``loss = gradients(batch)``: adds the batch's gradients to those of the parameters.
+
+    Layers are compiled, and graphs recorded, for one form of batches at a time: that of the first batch, and later any
+    that comes twice in a row. Others, such as the smaller last batch of an epoch, run as usual. Outside of a call the
+    layers are as they were, so evaluation and generation run as usual too.
+
+    Args:
+        model: what is called, with all its wrappers.
+        backward: (batch) -> loss without a graph: forward and backward as usual. To be captured it must not read from
+            the device, and must reach everything that changes between calls through the batch.
+        probe: (batch, forward) -> the reason why the loss cannot do without logits, None if it does. Called once, on
+            the first batch, without gradients and with the random state kept. If ``forward``, it must run the layers,
+            see :func:`run_layers`.
+        compile, capture: True raises where it is not possible, "auto" says why not.
+        no_layers, no_graph: reasons against compiling and capturing that the caller knows.
+        tokens: of a row, to which batches of a single row are padded where shapes must not change.
+
+    Attributes:
+        parts: "loss", "layers" and "graph", each with what runs, or why nothing faster does.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        backward: Callable[[Batch], Tensor],
+        probe: Callable[[Batch, bool], str | None],
+        *,
+        compile: Choice = "auto",
+        capture: Choice = "auto",
+        no_layers: str | None = None,
+        no_graph: str | None = None,
+        tokens: int | None = None,
+    ) -> None:
+        self.model = model
+        self.backward = backward
+        self.probe = probe
+        self.compile = compile
+        self.capture = capture
+        self.no_layers, self.no_graph = no_layers, no_graph
+        self.tokens = tokens
+        self.parts = dict.fromkeys((LOSS, LAYERS, GRAPH), "decided at the first step")
+        self.fixed: FixedShapes | None = None
+        self.ready = False
+        self.layers: dict[nn.Module, Any] = {}  # compiled ones, each with its compiled call
+        self.requests: Any = set()
+        self.form: Any = None  # of the batches that compiled layers and graphs serve
+        self.last: Any = None
+        self.graphs: CapturedBackward | None = None
+        self.weights: Any = None  # where those lie that the graphs use
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """The loss that ``backward`` returns."""
+        if not self.ready:
+            self._prepare(batch)
+        if self.fixed is None:
+            return self.backward(batch)
+        batch = self.fixed(batch)
+        form = form_of(batch)
+        if self.form is None or form == self.last:
+            self.form = form
+        self.last = form
+        if form != self.form:
+            return self.backward(batch)
+        with self._compiled():
+            return self._captured(batch) if self.capture else self.backward(batch)
+
+    @contextmanager
+    def _compiled(self) -> Iterator[None]:
+        """Inside, the layers are compiled, if they shall be."""
+        if not self.compile:
+            yield
+            return
+        state = state_of(causal_lm(self.model))
+        assert state is not None
+        if not self.layers:
+            compile_layers(self.model)
+            self.layers = {m: m._compiled_call_impl for m in self.model.modules() if m._compiled_call_impl is not None}
+            self.requests = state.compiled
+        for module, call in self.layers.items():
+            module._compiled_call_impl = call
+        state.compiled = self.requests
+        try:
+            yield
+        finally:
+            for module in self.layers:
+                module._compiled_call_impl = None
+            state.compiled = set()
+
+    def _captured(self, batch: Batch) -> Tensor:
+        weights = [(p.data_ptr(), p.requires_grad) for p in self.model.parameters()]
+        if self.graphs is None or (weights, self.form) != self.weights:
+            self.weights = weights, self.form
+            self.graphs = CapturedBackward(self.backward, [p for p in self.model.parameters() if p.requires_grad])
+        before = [parameter.grad for parameter in self.graphs.parameters]
+        try:
+            return self.graphs(batch)
+        except torch.OutOfMemoryError:
+            self.graphs = None  # whoever catches it goes on with smaller batches
+            raise
+        except RuntimeError as error:
+            if self.capture is True or not self.graphs.recording:
+                raise
+            for parameter, gradient in zip(self.graphs.parameters, before, strict=True):
+                parameter.grad = gradient  # a recording runs nothing, so the values are those from before
+            self.parts[GRAPH] = f"none: recording it failed, {error}".splitlines()[0]
+            log.warning("the training step runs without a CUDA graph: %s", error)
+            self.capture, self.graphs = False, None
+            return self.backward(batch)
+
+    def _prepare(self, batch: Batch) -> None:
+        """Choose what is fast, and try the loss on the first batch."""
+        layers = _refused("compile", self.compile, self.no_layers or why_not_compiled(self.model, batch))
+        graph = _refused("capture", self.capture, self.no_graph or why_not_captured(self.model, batch))
+        if layers is None or graph is None:
+            self.fixed = FixedShapes(self.tokens)
+        with torch.random.fork_rng(_cuda_devices()), torch.no_grad():
+            reason = self.probe(batch if self.fixed is None else self.fixed(batch), layers is None)
+        self.parts = {
+            LOSS: "without logits" if reason is None else f"with logits: {reason}",
+            LAYERS: "compiled" if layers is None else f"not compiled: {layers}",
+            GRAPH: "CUDA graph" if graph is None else f"no CUDA graph: {graph}",
+        }
+        self.compile, self.capture = layers is None and self.compile, graph is None and self.capture
+        self.ready = True
+
+
+def fast_loss_refused(model: nn.Module, batch: Batch) -> str | None:
+    """Why the loss of a model cannot do without logits; None if it can."""
+    try:
+        causal_lm_loss(model, batch)
+    except UnsupportedModelError as refusal:
+        return str(refusal)
+    return None
+
+
+def run_layers(model: nn.Module, batch: Batch) -> None:
+    """Run the decoder of a model, so that each layer asks the attention implementations.
+
+    They cannot be asked inside a compiled layer.
+    """
+    names = ("labels", "shift_labels", TARGETS)
+    sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
+    run = model if sharded else causal_lm(model).get_decoder()  # the latter makes no logits
+    run(**{name: x for name, x in batch.items() if name not in names})
+
+
+def why_not_compiled(model: nn.Module, batch: Batch) -> str | None:
+    """Why the layers of a model cannot be compiled, None if they can."""
+    if any(isinstance(module, OptimizedModule) or module._compiled_call_impl for module in model.modules()):
+        return "it is compiled already"
+    return _why_not_fixed(model, batch)
+
+
+def why_not_captured(model: nn.Module, batch: Batch) -> str | None:
+    """Why forward and backward of a model cannot be recorded as a CUDA graph, None if they can."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return "gradients are reduced over ranks during the backward"
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        return "gradient checkpointing reads the random state"
+    return _why_not_fixed(model, batch)
+
+
+def _why_not_fixed(model: nn.Module, batch: Batch) -> str | None:
+    """Why batches cannot have shapes that do not depend on their documents."""
+    root = causal_lm(model)
+    state: Patched | None = state_of(root)
+    if state is None:
+        return "the model is not patched"
+    if state.device.type != captured.DEVICE:
+        return f"the model computes on {state.device.type}"
+    if state.needs_lengths:
+        return "its layers need the lengths of documents on the host, which differ from batch to batch"
+    if state.mixers:
+        return "it has recurrent layers, which were not tried"
+    if getattr(root, "is_quantized", False):
+        return "its weights are quantised"
+    if len({parameter.device for parameter in root.parameters()}) > 1:
+        return "its weights lie on several devices"
+    if getattr(root.config.get_text_config(), "output_router_logits", False):
+        return "its router's auxiliary loss would count the padding that fixed shapes need"
+    if not FixedShapes.takes(batch):
+        return "batches do not carry the lengths of their documents (packed_lengths)"
+    return None
+
+
+def _refused(name: str, choice: Choice, reason: str | None) -> str | None:
+    """Why a part is not fast, None if it is.
+
+    Raises:
+        UnsupportedError: the caller insists on what is not possible.
+    """
+    if choice is True and reason is not None:
+        raise UnsupportedError(f'{name}=True is not possible, because {reason}: pass {name}="auto"')
+    return f"{name}=False" if choice is False else reason
+
+
+def _cuda_devices() -> list[int]:
+    return [torch.cuda.current_device()] if torch.cuda.is_available() else []
