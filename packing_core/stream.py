@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from packing_core._hints import hinted
 from packing_core._mixed import mixed
-from packing_core._pending import Pending, Piece, cut, iterate, length_of, opener
+from packing_core._pending import Pending, Piece, Read, cut, iterate, length_of, opener
 from packing_core._pieces import Overflow, check_seed, choice, integer, positive
 from packing_core._rounds import leaving, make_rows
 from packing_core._state import Mark, read_state, sealed
@@ -315,8 +315,10 @@ class PackStream:
                 self._no_rows = make_rows(*self._leaves, np.zeros(1, np.int64), self._pack_options)[:0]
             gone = self._leaving(rows)
             self._todo = gone[self._mine(len(gone))]
+            goes = np.zeros(rows.n_rows, np.bool_)
+            goes[gone] = True
             stay = np.ones(len(self._pending.ids), np.bool_)
-            stay[rows.select(gone).source] = False
+            stay[rows.source[np.repeat(goes, np.diff(rows.row_offsets))]] = False
             self._pending = self._pending.keep(np.flatnonzero(stay))
             self._rows_before += len(gone)
         self._round += 1
@@ -330,35 +332,49 @@ class PackStream:
         """
         if self._reader is None:
             self._reader = iterate(self._open(self._cursor), self._cursor)
-        held, tokens, number = len(self._pending.ids), int(self._pending.lengths.sum()), self._cursor
+        held, tokens = len(self._pending.ids), int(self._pending.lengths.sum())
         last_number = int(self._pending.ids.min()) + self.max_age if held else None
-        read: list[Piece] = []
+        read = Read(self._cursor, [], [], {})
+        documents, lengths, array = read.documents, read.lengths, np.ndarray  # locals are read faster
+        capacity, most_tokens = self.capacity, self.buffer_tokens
         try:
-            while held < self.buffer and tokens < self.buffer_tokens and (last_number is None or number < last_number):
-                try:
-                    document = next(self._reader)
-                except StopIteration:
-                    self._exhausted = True
+            while tokens < most_tokens and not self._exhausted:
+                number = read.end
+                room = self.buffer - held if last_number is None else min(self.buffer - held, last_number - number)
+                if room <= 0:
                     break
-                if (
-                    type(document) is np.ndarray and document.ndim == 1 and 0 < len(document) <= self.capacity
-                ):  # the usual kind, in less time
-                    pieces = [(number, 0, len(document), document)]
+                for document in islice(self._reader, room):  # a document is read when it is in ``documents``
+                    kind = type(document)
+                    try:  # the usual kinds, in less time; an array without dimensions has no length
+                        length = len(document) if kind is array or kind is list else length_of(document, read.end)
+                    except TypeError:
+                        length = length_of(document, read.end)
+                    if 0 < length <= capacity:
+                        lengths.append(length)
+                        documents.append(document)
+                        tokens += length
+                        if tokens < most_tokens:
+                            continue
+                    else:
+                        pieces = self._cut(read.end, document)
+                        read.cut[len(documents)] = pieces
+                        lengths.append(length)
+                        documents.append(document)
+                        tokens += sum(piece[2] for piece in pieces)
+                        held += len(pieces) - 1
+                    break
                 else:
-                    pieces = self._cut(number, document)
-                if pieces and last_number is None:
+                    self._exhausted = read.end < number + room
+                held += read.end - number
+                if held and last_number is None:
                     last_number = number + self.max_age
-                read += pieces
-                held += len(pieces)
-                for piece in pieces:
-                    tokens += piece[2]
-                self._last = document
-                number += 1
         except BaseException:
             self._reader = None  # an iterator that raised is at its end: open the source again
             raise
         finally:
-            self._pending, self._cursor = self._pending.and_then(Pending.of(read)), number
+            if documents:
+                self._last = documents[-1]
+            self._pending, self._cursor = self._pending.and_then(read.pending()), read.end
 
     def _cut(self, number: int, document: Any) -> list[Piece]:
         """The pieces of a document under ``overflow``; notes what is lost of it."""
