@@ -3,6 +3,7 @@
     python -m benchmarks.plan            # a few minutes, most of them spent in other packers
     python -m benchmarks.plan --quick    # ours alone, up to a million documents
     python -m benchmarks.plan --composition    # only what the rows are made of, and the time
+    python -m benchmarks.plan --steps    # only what balance and stream make of mixed rows
 
 One thread, lengths as a NumPy array (as a list for packers that want one, made before the clock starts). Ours includes
 checking the lengths and writing the shuffled plan; the others return lists of ids, or, for TRL, a table whose tokens it
@@ -16,13 +17,14 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks._report import best, machine, table, versions
-from packing_core import PackPlan, plan
+from packing_core import Cost, PackPlan, balance, plan, stream
 from packing_core.composition import Composition, composition
 
 REAL = Path(__file__).parents[2] / "shared" / "data" / "token_lengths.npz"
@@ -33,13 +35,18 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--quick", action="store_true", help="ours alone, up to a million documents")
     options.add_argument("--composition", action="store_true", help="only the table of what rows are made of")
+    options.add_argument("--steps", action="store_true", help="only the tables of balanced steps and of streams")
     options.add_argument("--repeat", type=int, default=15, help="the best of so many runs of ours is reported")
     chosen = options.parse_args()
     sys.stdout.reconfigure(line_buffering=True)  # a table is worth reading before the next one is done
     print(machine())
     print(versions("numpy", "lightbinpack", "numba", "trl", "axolotl", "llamafactory"), end="\n\n")
-    compositions([10_000, 100_000, MILLION], chosen.repeat, peers=not chosen.quick)
-    if chosen.composition:
+    if not chosen.steps:
+        compositions([10_000, 100_000, MILLION], chosen.repeat, peers=not chosen.quick)
+    if not chosen.composition:
+        balanced_steps()
+        streamed()
+    if chosen.composition or chosen.steps:
         return
     sets(chosen.repeat, peers=not chosen.quick)
     scaling([10_000, 100_000, MILLION] + ([] if chosen.quick else [10 * MILLION]), chosen.repeat)
@@ -121,6 +128,39 @@ def compositions(counts: list[int], repeat: int, *, peers: bool) -> None:
         "attention",
     ]
     print(table(header, lines), end="\n\n")
+
+
+def balanced_steps(count: int = 300_000, ranks: int = 64) -> None:
+    """How even the ranks are, and how mixed the steps, beside steps of as many rows in random order."""
+    lines = []
+    for name, lengths, capacity in islice(distributions(count), 2):
+        random = plan(lengths, capacity, strategy="sequential")
+        made = {strategy: plan(lengths, capacity, strategy=strategy) for strategy in ("best_fit", "mixed")}
+        costs = {"default": Cost(), "attention alone": Cost(tokens=0, squares=1)}
+        for (strategy, rows), (title, cost), per_rank in product(made.items(), costs.items(), (1, 2, 4, 8)):
+            dealt = balance(rows, ranks, cost=cost, rows_per_step=per_rank)
+            steps, drawn = dealt.composition(), random.composition(ranks * per_rank)
+            spreads = steps.documents_per_step_deviation, drawn.documents_per_step_deviation
+            distances = steps.step_distance, drawn.step_distance
+            figures = [f"{figure:.3f}" for figure in (dealt.imbalance, *spreads, *distances)]
+            lines.append([name, strategy, title, str(per_rank), *figures])
+    header = [f"{count:,} documents, {ranks} ranks", "rows", "cost", "rows per rank", "slowest / mean"]
+    header += ["spread, balanced", "spread, random", "KS, balanced", "KS, random"]
+    print(table(header, lines), end="\n\n")
+
+
+def streamed(count: int = 60_000) -> None:
+    """How full and how mixed the rows of a stream are."""
+    lines = []
+    for name, lengths, capacity in islice(distributions(count), 2):
+        tokens = np.zeros(capacity, np.int32)
+        documents = [tokens[:length] for length in lengths.tolist()]
+        for strategy in ("best_fit", "mixed"):
+            chunks = list(stream(documents, capacity, strategy=strategy, seed=0).chunks())
+            rows = np.concatenate([np.bincount(chunk.rows, minlength=len(chunk)) for chunk in chunks])
+            efficiency = int(lengths.sum()) / (len(rows) * capacity)
+            lines.append([f"{name}, {count:,}", strategy, f"{efficiency:.4f}", f"{rows.std() / rows.mean():.2f}"])
+    print(table(["stream, buffer 8,192", "rows", "efficiency", "documents per row, deviation"], lines), end="\n\n")
 
 
 def scaling(counts: list[int], repeat: int) -> None:

@@ -65,6 +65,12 @@ def test_the_step_that_is_not_whole_is_left_out_of_a_balanced_composition():
     assert balance(rows, 2, seed=None).composition().documents_per_step == 2.0
 
 
+def test_where_no_step_is_whole_the_rows_that_there_are_make_one():
+    rows = plan([6, 5, 4], 6, max_segments=1, seed=None)
+    found = balance(rows, 2, rows_per_step=2, seed=None).composition()
+    assert (found.rows_per_step, found.documents_per_step) == (3, 3.0)
+
+
 def test_a_composition_reads_as_text():
     text = str(plan([5, 3, 4, 4], 8, seed=None).composition(2))
     assert text.startswith("documents per row 2.0 (deviation 0.00), per step of 2 rows 4.0 (0.00)\n")
