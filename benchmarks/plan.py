@@ -2,6 +2,8 @@
 
     python -m benchmarks.plan            # a few minutes, most of them spent in other packers
     python -m benchmarks.plan --quick    # ours alone, up to a million documents
+    python -m benchmarks.plan --composition    # only what the rows are made of, and the time
+    python -m benchmarks.plan --steps    # only what balance and stream make of mixed rows
 
 One thread, lengths as a NumPy array (as a list for packers that want one, made before the clock starts). Ours includes
 checking the lengths and writing the shuffled plan; the others return lists of ids, or, for TRL, a table whose tokens it
@@ -15,13 +17,15 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks._report import best, machine, table, versions
-from packing_core import PackPlan, plan
+from packing_core import Cost, PackPlan, balance, plan, stream
+from packing_core.composition import Composition, composition
 
 REAL = Path(__file__).parents[2] / "shared" / "data" / "token_lengths.npz"
 MILLION = 1_000_000
@@ -30,11 +34,20 @@ MILLION = 1_000_000
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--quick", action="store_true", help="ours alone, up to a million documents")
+    options.add_argument("--composition", action="store_true", help="only the table of what rows are made of")
+    options.add_argument("--steps", action="store_true", help="only the tables of balanced steps and of streams")
     options.add_argument("--repeat", type=int, default=15, help="the best of so many runs of ours is reported")
     chosen = options.parse_args()
     sys.stdout.reconfigure(line_buffering=True)  # a table is worth reading before the next one is done
     print(machine())
     print(versions("numpy", "lightbinpack", "numba", "trl", "axolotl", "llamafactory"), end="\n\n")
+    if not chosen.steps:
+        compositions([10_000, 100_000, MILLION], chosen.repeat, peers=not chosen.quick)
+    if not chosen.composition:
+        balanced_steps()
+        streamed()
+    if chosen.composition or chosen.steps:
+        return
     sets(chosen.repeat, peers=not chosen.quick)
     scaling([10_000, 100_000, MILLION] + ([] if chosen.quick else [10 * MILLION]), chosen.repeat)
     capacities(chosen.repeat)
@@ -81,12 +94,81 @@ def sets(repeat: int, *, peers: bool) -> None:
     print(table(header, lines), end="\n\n")
 
 
+def compositions(counts: list[int], repeat: int, *, peers: bool) -> None:
+    """What rows, and steps of 8 rows, are made of; ``sequential`` on these lengths is a random draw."""
+    lines = []
+    for count in counts:
+        for name, lengths, capacity in distributions(count):
+            label, base = f"{name}, {count:,}", None
+            for strategy in ("best_fit", "mixed", "sequential"):
+                made = plan(lengths, capacity, strategy=strategy)
+                seconds = best(repeat, lambda n=lengths, c=capacity, s=strategy: plan(n, c, strategy=s))
+                base = base or seconds
+                figures = _figures(seconds, base, made.n_rows, made.efficiency)
+                lines.append([label, f"crosspack {strategy}", *figures, *_composed(made.composition())])
+            for title, rows_of in ROWS_OF_PEERS.items() if peers and count < MILLION / 10 else ():
+                try:
+                    rows = rows_of(lengths, capacity)
+                except ImportError as missing:
+                    lines.append([label, title, f"not installed ({missing.name})", *[""] * 9])
+                    continue
+                shuffled = [rows[r] for r in np.random.default_rng(0).permutation(len(rows))]
+                offsets = np.concatenate([[0], np.cumsum([len(row) for row in shuffled])])
+                steps = np.arange(len(rows) // 8 * 8).reshape(-1, 8)
+                figures = composition(offsets, np.concatenate(shuffled), steps)
+                efficiency = f"{int(lengths.sum()) / (len(rows) * capacity):.4f}"
+                lines.append([label, title, "", "", f"{len(rows):,}", efficiency, *_composed(figures)])
+    header = ["set, documents", "packer", "ms", "time, ratio to best_fit", "rows", "efficiency"]
+    header += [
+        "documents per row, deviation",
+        "of a step of 8",
+        "log spread in a row",
+        "KS row",
+        "KS step",
+        "attention",
+    ]
+    print(table(header, lines), end="\n\n")
+
+
+def balanced_steps(count: int = 300_000, ranks: int = 64) -> None:
+    """How even the ranks are, and how mixed the steps, beside steps of as many rows in random order."""
+    lines = []
+    for name, lengths, capacity in islice(distributions(count), 2):
+        random = plan(lengths, capacity, strategy="sequential")
+        made = {strategy: plan(lengths, capacity, strategy=strategy) for strategy in ("best_fit", "mixed")}
+        costs = {"default": Cost(), "attention alone": Cost(tokens=0, squares=1)}
+        for (strategy, rows), (title, cost), per_rank in product(made.items(), costs.items(), (1, 2, 4, 8)):
+            dealt = balance(rows, ranks, cost=cost, rows_per_step=per_rank)
+            steps, drawn = dealt.composition(), random.composition(ranks * per_rank)
+            spreads = steps.documents_per_step_deviation, drawn.documents_per_step_deviation
+            distances = steps.step_distance, drawn.step_distance
+            figures = [f"{figure:.3f}" for figure in (dealt.imbalance, *spreads, *distances)]
+            lines.append([name, strategy, title, str(per_rank), *figures])
+    header = [f"{count:,} documents, {ranks} ranks", "rows", "cost", "rows per rank", "slowest / mean"]
+    header += ["spread, balanced", "spread, random", "KS, balanced", "KS, random"]
+    print(table(header, lines), end="\n\n")
+
+
+def streamed(count: int = 60_000) -> None:
+    """How full and how mixed the rows of a stream are."""
+    lines = []
+    for name, lengths, capacity in islice(distributions(count), 2):
+        tokens = np.zeros(capacity, np.int32)
+        documents = [tokens[:length] for length in lengths.tolist()]
+        for strategy in ("best_fit", "mixed"):
+            chunks = list(stream(documents, capacity, strategy=strategy, seed=0).chunks())
+            rows = np.concatenate([np.bincount(chunk.rows, minlength=len(chunk)) for chunk in chunks])
+            efficiency = int(lengths.sum()) / (len(rows) * capacity)
+            lines.append([f"{name}, {count:,}", strategy, f"{efficiency:.4f}", f"{rows.std() / rows.mean():.2f}"])
+    print(table(["stream, buffer 8,192", "rows", "efficiency", "documents per row, deviation"], lines), end="\n\n")
+
+
 def scaling(counts: list[int], repeat: int) -> None:
     """Time over the number of documents, short set."""
     lines = []
     for count in counts:
         lengths = lognormal(270, 0.9, count, 2048)
-        for strategy in ("best_fit", "first_fit", "sequential"):
+        for strategy in ("best_fit", "mixed", "first_fit", "sequential"):
             seconds = best(repeat if count <= MILLION else 3, lambda n=lengths, s=strategy: plan(n, 2048, strategy=s))
             made = plan(lengths, 2048, strategy=strategy)
             lines.append([f"{count:,}", strategy, f"{seconds * 1e3:,.1f}", f"{made.efficiency:.5f}"])
@@ -127,6 +209,17 @@ def utilisation() -> None:
         padded = made.n_tokens / (made.n_documents * made.capacity)
         lines.append([str(mean), f"{padded:.1%}", f"{made.efficiency:.2%}", f"{made.efficiency / padded:.2f}"])
     print(table(["mean length, rows of 2,048", "padded", "packed", "ratio"], lines))
+
+
+def _composed(made: Composition) -> list[str]:
+    return [
+        f"{made.documents_per_row_deviation:.2f}",
+        f"{made.documents_per_step_deviation:.2f}",
+        f"{made.length_spread:.2f} of {made.data_length_spread:.2f}",
+        f"{made.row_distance:.2f}",
+        f"{made.step_distance:.2f}",
+        f"{made.attention_per_row_deviation:.2f}",
+    ]
 
 
 def _fill(made: PackPlan) -> list[str]:
@@ -171,6 +264,18 @@ def _llamafactory(lengths: np.ndarray, capacity: int) -> Callable[[], int]:
     return lambda: len(module.greedy_knapsack(list(numbers), capacity))
 
 
+def _rows_of_lightbinpack(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
+    return [lengths[row] for row in import_module("lightbinpack").obfd(lengths.tolist(), capacity)]
+
+
+def _rows_of_trl(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
+    pa, packer = import_module("pyarrow"), import_module("trl.data_utils")._pack_bfd
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    tokens = pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.zeros(offsets[-1], np.uint8)))
+    return [np.array(row) for row in packer(pa.table({"input_ids": tokens}), capacity)["seq_lengths"].to_pylist()]
+
+
+ROWS_OF_PEERS = {"lightbinpack obfd (C++)": _rows_of_lightbinpack, "TRL bfd": _rows_of_trl}
 FAST_PEERS = {"lightbinpack obfd (C++)": _lightbinpack}
 SLOW_PEERS = {
     "lightbinpack obfd (C++)": _lightbinpack,

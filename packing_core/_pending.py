@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import count, pairwise, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,6 +47,35 @@ class Pending(NamedTuple):
     def keep(self, places: Int64) -> Pending:
         contents = [self.contents[i] for i in places.tolist()]
         return Pending(self.ids[places], self.starts[places], self.lengths[places], contents)
+
+
+@dataclass(frozen=True)
+class Read:
+    """Documents ``first``, ``first + 1``, ... that a round has read.
+
+    Attributes:
+        lengths: tokens of each. It may have one entry more than ``documents`` where an interrupt came between the two.
+        cut: the pieces of the documents that are not one piece as they are, by place in ``documents``.
+    """
+
+    first: int
+    documents: list[Any]
+    lengths: list[int]
+    cut: dict[int, list[Piece]]
+
+    @property
+    def end(self) -> int:
+        """Number of the first document that was not read."""
+        return self.first + len(self.documents)
+
+    def pending(self) -> Pending:
+        """Their pieces."""
+        lengths = self.lengths[: len(self.documents)]
+        if self.cut:
+            whole = zip(count(self.first), repeat(0), lengths, self.documents)
+            return Pending.of([piece for at, one in enumerate(whole) for piece in self.cut.get(at, (one,))])
+        ids = np.arange(self.first, self.end)
+        return Pending(ids, np.zeros_like(ids), np.array(lengths, np.int64), self.documents)
 
 
 def opener(source: Any) -> Open:

@@ -1,8 +1,9 @@
 """Rows onto ranks and steps: a PackPlan and a cost per row in, which rank takes which row at which step out.
 
-The ranks of a step wait for the slowest, so a step should hold rows of one cost. Rows are sorted by cost, consecutive
-groups form steps, each step's rows are dealt to its ranks longest first, and the steps are shuffled, so that training
-order tells nothing of cost.
+The ranks of a step wait for the slowest, so what its ranks carry should cost the same. Rows are bundled, one bundle per
+rank and step: each gets a row from every class of cost, so that bundles cost nearly the same and hold lengths of every
+kind. Bundles of close costs form a step, and the steps are shuffled, so that training order tells nothing of cost. With
+one row per rank there is nothing to bundle: a step then holds rows of close costs.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from numpy.typing import NDArray
 from packing_core._arrays import as_array, read_only
 from packing_core._hints import hinted
 from packing_core._pieces import MOST_TOKENS, check_seed, integer, positive
+from packing_core.composition import Composition, composition
 from packing_core.errors import LayoutError, PackingError, within_memory
 from packing_core.plan import PackPlan
 
 Int64 = NDArray[np.int64]
 Float64 = NDArray[np.float64]
+
+CLOSE = 0.005  # difference in cost, relative, that a step may have between its ranks
 
 
 @dataclass(frozen=True)
@@ -167,6 +171,14 @@ class ShardedPlan:
         loads: Float64 = costs[self.steps].sum(axis=2)
         return read_only(loads)
 
+    def composition(self) -> Composition:
+        """How far the steps are from random draws of the documents; the step that is not whole is left out."""
+        steps = self.steps.reshape(len(self), -1)
+        taken = np.count_nonzero(steps < self.plan.n_rows, axis=1)
+        fullest = steps[taken == taken.max()]
+        rows = fullest[fullest < self.plan.n_rows].reshape(len(fullest), -1)
+        return composition(self.plan.row_offsets, self.plan.length, rows)
+
     @property
     def imbalance(self) -> float:
         """Time of all steps over the time that perfect balance would take: slowest rank over mean, 1.0 at best."""
@@ -179,16 +191,18 @@ def balance(
 ) -> ShardedPlan:
     """Deal the rows of a plan to ranks so that the ranks of a step finish together.
 
-    Inside a step rows are dealt in rounds, one row a rank, largest first to the rank that carries least: the
-    longest-processing-time rule (Graham 1969) under an equal number of rows.
+    Rows are dealt in K rounds to bundles of K rows, the most expensive rows first, each round to the bundle that costs
+    least so far: the longest-processing-time rule (Graham 1969) under an equal number of rows. The bundles, by falling
+    cost, are then the ranks of one step after another; ``seed`` shuffles those whose costs differ by less than
+    ``CLOSE``, so that a step is not chosen by cost more narrowly than it needs to be.
 
     Args:
         plan: the rows.
         world_size: ranks W, 1 or more.
         cost: what a row costs; by default ``Cost()``.
         rows_per_step: rows K that each rank takes at a step.
-        seed: shuffles the steps, and which rank carries what in each; None keeps them by falling cost. A step with
-            idle places is the last one in any case.
+        seed: shuffles bundles of close costs, the steps, and which rank carries what in each; None keeps them by
+            falling cost. A step with idle places is the last one in any case.
 
     Raises:
         PackingError: ``world_size`` or ``rows_per_step`` is not an integer of at least 1, ``seed`` is not one of at
@@ -215,24 +229,37 @@ def _deal(costs: Float64, world_size: int, rows_per_step: int, seed: int | None)
     per_step = world_size * rows_per_step
     if per_step > MOST_TOKENS // 8:
         raise MemoryError
-    n_steps = -(-len(costs) // per_step)
+    n_steps, rest = -(-len(costs) // per_step), len(costs) % per_step
     order = np.full(n_steps * per_step, len(costs), np.int64)
     order[: len(costs)] = np.argsort(-costs, kind="stable")  # what does not divide is the cheapest step
-    rounds = order.reshape(n_steps, rows_per_step, world_size)
-    weights = np.append(costs, 0.0)[rounds]
+    costs = np.append(costs, 0.0)
+    whole = (n_steps - bool(rest)) * per_step
+    random = None if seed is None else np.random.default_rng(seed)
 
-    loads = weights[:, 0].copy()
-    steps = np.empty((n_steps, world_size, rows_per_step), np.int64)
-    steps[:, :, 0] = rounds[:, 0]
-    for k in range(1, rows_per_step):
-        least_first = np.argsort(loads, axis=1, kind="stable")
-        np.put_along_axis(steps[:, :, k], least_first, rounds[:, k], axis=1)
-        np.put_along_axis(loads, least_first, np.take_along_axis(loads, least_first, axis=1) + weights[:, k], axis=1)
+    parts = []
+    if whole:
+        bundles, loads = _bundles(order[:whole].reshape(rows_per_step, -1), costs)
+        if random is not None:
+            drawn = random.permutation(len(bundles))
+            bundles, loads = bundles[drawn], np.floor(np.log(loads[drawn]) / CLOSE)
+        parts.append(bundles[np.argsort(-loads, kind="stable")])
+    if rest:
+        parts.append(_bundles(order[whole:].reshape(rows_per_step, -1), costs)[0])
+    steps = np.concatenate(parts).reshape(n_steps, world_size, rows_per_step)
 
-    if seed is not None:
-        random = np.random.default_rng(seed)
+    if random is not None:
         ranks = np.argsort(random.random(steps.shape[:2]), axis=1)  # a rank's rows stay together
-        shuffled = random.permutation(len(costs) // per_step)
-        order = np.append(shuffled, np.arange(len(shuffled), n_steps))
-        steps = np.take_along_axis(steps, ranks[:, :, None], axis=1)[order]
+        shuffled = np.append(random.permutation(whole // per_step), np.arange(whole // per_step, n_steps))
+        steps = np.take_along_axis(steps, ranks[:, :, None], axis=1)[shuffled]
     return steps
+
+
+def _bundles(rounds: Int64, costs: Float64) -> tuple[Int64, Float64]:
+    """Rows [K, B] by falling cost into B bundles: the bundles [B, K], and the cost of each."""
+    bundles = rounds.T.copy()
+    loads = costs[rounds[0]]
+    for k in range(1, len(rounds)):
+        least_first = np.argsort(loads, kind="stable")
+        bundles[least_first, k] = rounds[k]
+        loads[least_first] += costs[rounds[k]]
+    return bundles, loads

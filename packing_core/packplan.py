@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from packing_core import _bins
 from packing_core._arrays import as_int64, read_only
 from packing_core._pieces import MOST_TOKENS, check_alignment, positive
+from packing_core.composition import Composition, composition
 from packing_core.errors import CapacityError, LayoutError, reading
 from packing_core.runs import indexes, sliced
 
@@ -178,6 +179,15 @@ class PackPlan:
         """No plan of these pieces has fewer rows (Martello and Toth 1990, bound L2, in units of the alignment)."""
         sizes, counts = np.unique(-(-self.length // self.alignment), return_counts=True)
         return _bins.lower_bound(sizes[::-1], counts[::-1], self.capacity // self.alignment)
+
+    def composition(self, rows_per_step: int = 8) -> Composition:
+        """How far rows, and steps of ``rows_per_step`` consecutive rows, are from random draws of the documents.
+
+        Rows that do not make a whole step are left out of the figures of steps; fewer rows than a step are one step.
+        """
+        size = min(positive("rows_per_step", rows_per_step), self.n_rows)
+        steps = np.arange(self.n_rows // size * size).reshape(-1, size)
+        return composition(self.row_offsets, self.length, steps)
 
     def to_lists(self) -> list[list[int]]:
         """Document ids of each row, for samplers.

@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from packing_core import _rows
 from packing_core._hints import hinted
+from packing_core._mixed import mixed
 from packing_core._pieces import Overflow, check_alignment, check_lengths, check_seed, choice, cut, positive
 from packing_core.errors import PackingError, within_memory
 from packing_core.packplan import PackPlan
@@ -21,7 +22,7 @@ from packing_core.packplan import PackPlan
 __all__ = ["Effort", "Overflow", "PackPlan", "Strategy", "plan"]
 
 Int64 = NDArray[np.int64]
-Strategy = Literal["best_fit", "first_fit", "sequential"]
+Strategy = Literal["best_fit", "mixed", "first_fit", "sequential"]
 Effort = Literal["fast", "max"]
 
 
@@ -49,7 +50,10 @@ def plan(
         lengths: [N] tokens of each document, integers of at least 1.
         capacity: tokens a row can hold.
         strategy: ``best_fit`` takes documents by decreasing length and puts each into the fullest row that takes it
-            (best-fit-decreasing); ``first_fit`` into the earliest opened one (first-fit-decreasing); ``sequential``
+            (best-fit-decreasing). ``mixed`` makes rows whose lengths look like a random draw: it fills rows with
+            documents in random order and their ends with the longest documents that still fit; rows are at least 99.9%
+            full or no more than under ``best_fit`` (exact definition: ``packing_core._mixed.mixed``). ``first_fit``
+            puts documents by decreasing length into the earliest opened one (first-fit-decreasing); ``sequential``
             keeps the order of the documents and closes a row when the next one does not fit (next fit).
         effort: ``max`` improves on ``best_fit`` by column generation where that misses the lower bound by more than
             0.5%, at the cost of up to a second; the plan never gets worse.
@@ -58,6 +62,7 @@ def plan(
         max_segments: most pieces in a row; None for no limit.
         alignment: every piece starts at a multiple of this within its row; it must divide ``capacity``.
         seed: shuffles the finished rows, so that planning order is not training order; None keeps the planner's.
+            Under ``mixed`` it also draws the documents; None takes them in their own order as the draw.
         window: packs this many documents at a time, after shuffling the documents by ``seed``; rows are then shuffled
             inside their window only. None packs all at once.
 
@@ -115,6 +120,7 @@ def _windows(pack: Callable[[Int64], _rows.Rows], sizes: Int64, window: int, shu
 
 _STRATEGIES: dict[str, Callable[[Int64, int, int, _rows.Shuffle], _rows.Rows]] = {
     "best_fit": _rows.best_fit,
+    "mixed": mixed,
     "first_fit": _rows.first_fit,
     "sequential": _rows.sequential,
 }

@@ -1,6 +1,6 @@
 """Documents one after another in, packed rows out: packing without knowing all lengths, in bounded memory, resumable.
 
-A buffer of pending documents is planned by best fit (``plan``); rows that came out full leave, the others stay pending
+A buffer of pending documents is planned (``plan``); rows that came out full leave, the others stay pending
 and are planned again with the documents that follow. Every shard plans the same rows and materialises its own: row r
 belongs to shard r modulo N. The state is a few counters and the numbers of the pending documents, so a run goes on
 where it stopped, also with another number of shards.
@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from packing_core._hints import hinted
-from packing_core._pending import Pending, Piece, cut, iterate, length_of, opener
+from packing_core._mixed import mixed
+from packing_core._pending import Pending, Piece, Read, cut, iterate, length_of, opener
 from packing_core._pieces import Overflow, check_seed, choice, integer, positive
 from packing_core._rounds import leaving, make_rows
 from packing_core._state import Mark, read_state, sealed
@@ -28,10 +29,12 @@ from packing_core.plan import PackPlan, plan
 
 Int64 = NDArray[np.int64]
 
+StreamStrategy = Literal["best_fit", "mixed"]
+
 CHUNK_TOKENS = 2**22  # slots of the rows that are made at a time
 REMEMBERED = 2**16  # numbers of documents that a stream lists as truncated or dropped
 _LIMITS = ("capacity", "buffer", "buffer_tokens", "max_age", "alignment", "max_segments")
-_OPTIONS = (*_LIMITS, "seed", "overflow", "pad_id", "weighting")
+_OPTIONS = (*_LIMITS, "seed", "overflow", "strategy", "pad_id", "weighting")
 
 
 @hinted()
@@ -47,6 +50,7 @@ def stream(
     overflow: Overflow = "error",
     alignment: int = 1,
     max_segments: int | None = None,
+    strategy: StreamStrategy = "best_fit",
     pad_id: int = 0,
     weighting: Weighting = "token",
 ) -> PackStream:
@@ -69,7 +73,8 @@ def stream(
         seed: shuffles the rows that leave together, differently in every epoch; None keeps the planner's order.
         shard: (index, count). All shards get equally many rows: at the very end, up to ``count - 1`` shards get one row
             that is nothing but padding, so that none waits for the others.
-        overflow, alignment, max_segments: as in ``plan``.
+        overflow, alignment, max_segments, strategy: as in ``plan``; under ``mixed`` every round draws from the pending
+            documents, by the seed, or without one in their own order.
         pad_id, weighting: as in ``pack``.
 
     Raises:
@@ -90,6 +95,7 @@ def stream(
         overflow=overflow,
         alignment=alignment,
         max_segments=max_segments,
+        strategy=strategy,
         pad_id=pad_id,
         weighting=weighting,
     )
@@ -127,6 +133,7 @@ class PackStream:
         overflow: Overflow,
         alignment: int,
         max_segments: int | None,
+        strategy: StreamStrategy,
         pad_id: int,
         weighting: Weighting,
     ) -> None:
@@ -145,6 +152,8 @@ class PackStream:
         self.overflow = overflow
         self.alignment = positive("alignment", alignment)
         self.max_segments = None if max_segments is None else positive("max_segments", max_segments)
+        choice("strategy", strategy, get_args(StreamStrategy))
+        self.strategy = strategy
         plan([1], self.capacity, alignment=self.alignment)  # checks that the two agree
         number = integer(pad_id)
         if number is None:
@@ -306,8 +315,10 @@ class PackStream:
                 self._no_rows = make_rows(*self._leaves, np.zeros(1, np.int64), self._pack_options)[:0]
             gone = self._leaving(rows)
             self._todo = gone[self._mine(len(gone))]
+            goes = np.zeros(rows.n_rows, np.bool_)
+            goes[gone] = True
             stay = np.ones(len(self._pending.ids), np.bool_)
-            stay[rows.select(gone).source] = False
+            stay[rows.source[np.repeat(goes, np.diff(rows.row_offsets))]] = False
             self._pending = self._pending.keep(np.flatnonzero(stay))
             self._rows_before += len(gone)
         self._round += 1
@@ -321,35 +332,49 @@ class PackStream:
         """
         if self._reader is None:
             self._reader = iterate(self._open(self._cursor), self._cursor)
-        held, tokens, number = len(self._pending.ids), int(self._pending.lengths.sum()), self._cursor
+        held, tokens = len(self._pending.ids), int(self._pending.lengths.sum())
         last_number = int(self._pending.ids.min()) + self.max_age if held else None
-        read: list[Piece] = []
+        read = Read(self._cursor, [], [], {})
+        documents, lengths, array = read.documents, read.lengths, np.ndarray  # locals are read faster
+        capacity, most_tokens = self.capacity, self.buffer_tokens
         try:
-            while held < self.buffer and tokens < self.buffer_tokens and (last_number is None or number < last_number):
-                try:
-                    document = next(self._reader)
-                except StopIteration:
-                    self._exhausted = True
+            while tokens < most_tokens and not self._exhausted:
+                number = read.end
+                room = self.buffer - held if last_number is None else min(self.buffer - held, last_number - number)
+                if room <= 0:
                     break
-                if (
-                    type(document) is np.ndarray and document.ndim == 1 and 0 < len(document) <= self.capacity
-                ):  # the usual kind, in less time
-                    pieces = [(number, 0, len(document), document)]
+                for document in islice(self._reader, room):  # a document is read when it is in ``documents``
+                    kind = type(document)
+                    try:  # the usual kinds, in less time; an array without dimensions has no length
+                        length = len(document) if kind is array or kind is list else length_of(document, read.end)
+                    except TypeError:
+                        length = length_of(document, read.end)
+                    if 0 < length <= capacity:
+                        lengths.append(length)
+                        documents.append(document)
+                        tokens += length
+                        if tokens < most_tokens:
+                            continue
+                    else:
+                        pieces = self._cut(read.end, document)
+                        read.cut[len(documents)] = pieces
+                        lengths.append(length)
+                        documents.append(document)
+                        tokens += sum(piece[2] for piece in pieces)
+                        held += len(pieces) - 1
+                    break
                 else:
-                    pieces = self._cut(number, document)
-                if pieces and last_number is None:
+                    self._exhausted = read.end < number + room
+                held += read.end - number
+                if held and last_number is None:
                     last_number = number + self.max_age
-                read += pieces
-                held += len(pieces)
-                for piece in pieces:
-                    tokens += piece[2]
-                self._last = document
-                number += 1
         except BaseException:
             self._reader = None  # an iterator that raised is at its end: open the source again
             raise
         finally:
-            self._pending, self._cursor = self._pending.and_then(Pending.of(read)), number
+            if documents:
+                self._last = documents[-1]
+            self._pending, self._cursor = self._pending.and_then(read.pending()), read.end
 
     def _cut(self, number: int, document: Any) -> list[Piece]:
         """The pieces of a document under ``overflow``; notes what is lost of it."""
@@ -366,12 +391,35 @@ class PackStream:
     def _plan_round(self) -> PackPlan | None:
         if not len(self._pending.ids):
             return None
+        if self.strategy == "mixed":
+            return self._draw_round()
         return plan(
             self._pending.lengths,
             self.capacity,
             alignment=self.alignment,
             max_segments=self.max_segments,
             seed=None,
+        )
+
+    def _draw_round(self) -> PackPlan:
+        """Mixed rows of the pending documents. Rows that are not full stay, so the first draw will do until the end."""
+        lengths = self._pending.lengths
+        rows = mixed(
+            -(-lengths // self.alignment),
+            self.capacity // self.alignment,
+            min(self.max_segments or len(lengths), len(lengths)),
+            None if self.seed is None else np.random.PCG64([self.seed, self._epoch, self._round]),
+            once=not self._exhausted,
+        )
+        return PackPlan(
+            rows.offsets,
+            rows.order,
+            np.zeros_like(rows.order),
+            lengths[rows.order],
+            capacity=self.capacity,
+            n_documents=len(lengths),
+            alignment=self.alignment,
+            check=False,
         )
 
     def _leaving(self, rows: PackPlan) -> Int64:

@@ -5,6 +5,7 @@ Only the lengths of the documents are kept; only the picture needs matplotlib.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -58,6 +59,7 @@ def report(
     OUT.print(lengths_table(documents, trained=trained))
     long = int(np.count_nonzero(documents > capacity))
     lost = int(documents.sum()) - packed.n_tokens
+    composition = packed.composition()
     if long:
         OUT.print(
             f"{plural(long, 'document')} longer than {capacity:,} tokens, under --overflow {overflow}: "
@@ -65,6 +67,7 @@ def report(
             highlight=False,
         )
     OUT.print(savings_table(packed, batches=BATCHES, seed=seed))
+    OUT.print(composition, highlight=False)
     figures(
         {
             "data": source.records.name,
@@ -78,6 +81,7 @@ def report(
             "longer_than_capacity": long,
             "tokens_left_out": lost,
             "computed_tokens": computed_tokens(packed, batches=BATCHES, seed=seed),
+            "composition": asdict(composition),
         }
     )
     if output is not None:

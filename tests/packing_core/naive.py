@@ -4,6 +4,8 @@ Nothing here imports the planner. Rows come out in the order in which they were 
 order in which they were placed; documents of equal length are taken in the order of their ids.
 """
 
+import math
+
 
 def best_fit_decreasing(lengths, capacity, max_segments=None, alignment=1):
     """Longest first, each into the fullest row that takes it: fewest segments, then earliest opened among equals."""
@@ -23,6 +25,52 @@ def next_fit(lengths, capacity, max_segments=None, alignment=1):
             rows.append([])
         rows[-1].append(document)
     return rows
+
+
+def mixed(lengths, capacity, max_segments=None, alignment=1):
+    """Next fit on documents in their order, then the longest ones left into what is free, one a row and round."""
+    sizes = [tokens_taken([document], lengths, alignment) for document in range(len(lengths))]
+    bound = max(sum(sizes) / capacity, len(sizes) / (max_segments or len(sizes)))
+    enough = max(bound / 0.999, len(best_fit_decreasing(lengths, capacity, max_segments, alignment)))
+    sections = cut_evenly(list(range(len(sizes))), max(1, math.ceil(bound) // 64))
+    for section in sections:
+        fifth = len(section) // 5
+        for place in range(fifth):
+            late, early = len(section) - fifth + place, 4 * place
+            if sizes[section[late]] > capacity / 2 >= sizes[section[early]]:
+                section[late], section[early] = section[early], section[late]
+    for percent in (100, 95, 85, 70, 50, 0):
+        rows_of_sections = cut_evenly(range(math.ceil(bound) * percent // 100), len(sections))
+        rows, held = [], []
+        for section, share in zip(sections, rows_of_sections, strict=True):
+            started = next_fit([lengths[document] for document in section], capacity, max_segments, alignment)
+            rows += [[section[place] for place in row] for row in started[: len(share)]]
+            held += [section[place] for row in started[len(share) :] for place in row]
+        rows += _in_turns(rows, held, lengths, capacity, max_segments, alignment)
+        if len(rows) <= enough:
+            return rows
+    raise AssertionError("the last round is best fit")
+
+
+def _in_turns(rows, held, lengths, capacity, max_segments, alignment):
+    """Fill ``rows`` from ``held``, and return the rows of what fits none of them."""
+
+    def choices(row):
+        return [d for d in held if fits(row, d, lengths, capacity, max_segments, alignment)]
+
+    while any(choices(row) for row in rows):
+        for row in sorted(rows, key=lambda row: len(choices(row))):
+            if found := choices(row):
+                best = max(found, key=lambda d: tokens_taken([d], lengths, alignment))
+                row.append(best)
+                held.remove(best)
+    rest = best_fit_decreasing([lengths[d] for d in held], capacity, max_segments, alignment)
+    return [[held[place] for place in row] for row in rest]
+
+
+def cut_evenly(items, parts):
+    """``items`` in consecutive parts whose lengths differ by one at most, the shorter ones first."""
+    return [items[part * len(items) // parts : (part + 1) * len(items) // parts] for part in range(parts)]
 
 
 def fits(row, document, lengths, capacity, max_segments=None, alignment=1):

@@ -62,9 +62,10 @@ def test_rows_of_a_step_are_dealt_largest_first_to_the_rank_that_carries_least()
 
 def test_what_a_rank_took_in_every_round_before_counts() -> None:
     # Costs 9 8 | 7 3 | 2 1 over two ranks: 9 and 8, then 9 + 3 and 8 + 7, then 9 + 3 + 2 and 8 + 7 + 1.
+    # Ranks by falling cost.
     rows = plan([9, 8, 7, 3, 2, 1], 9, max_segments=1, seed=None)
     sharded = balance(rows, 2, cost=Cost(1, 0), rows_per_step=3, seed=None)
-    assert sharded.loads.tolist() == [[14.0, 16.0]]
+    assert sharded.loads.tolist() == [[16.0, 14.0]]
 
 
 def test_no_rank_always_carries_the_most() -> None:

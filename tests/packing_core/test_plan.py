@@ -14,6 +14,7 @@ from tests.packing_core import naive
 
 TEXTBOOK = {
     "best_fit": naive.best_fit_decreasing,
+    "mixed": naive.mixed,
     "first_fit": naive.first_fit_decreasing,
     "sequential": naive.next_fit,
 }
@@ -105,13 +106,39 @@ def test_aligned_pieces_leave_gaps():
     assert made.offset.tolist() == [0, 8, 0]
 
 
-@given(problems(), st.sampled_from(sorted(TEXTBOOK)), st.integers(0, 2**63))
+@given(problems(), st.sampled_from(sorted(set(TEXTBOOK) - {"mixed"})), st.integers(0, 2**63))
 def test_a_seed_moves_whole_rows_and_nothing_else(problem, strategy, seed):
     lengths, capacity, options = problem
     shuffled = plan(lengths, capacity, strategy=strategy, seed=seed, **options).to_lists()
     planned = plan(lengths, capacity, strategy=strategy, seed=None, **options).to_lists()
     assert sorted(shuffled) == sorted(planned)
     assert shuffled == plan(lengths, capacity, strategy=strategy, seed=seed, **options).to_lists()
+
+
+@given(problems(), st.integers(0, 9))
+def test_mixed_rows_are_full_or_no_more_than_best_fits(problem, seed):
+    lengths, capacity, options = problem
+    made = plan(lengths, capacity, strategy="mixed", seed=seed, **options)
+    assert made == plan(lengths, capacity, strategy="mixed", seed=seed, **options)
+    most = options["max_segments"] or len(lengths)
+    units = [-(-n // options["alignment"]) for n in lengths]
+    bound = max(sum(units) * options["alignment"] / capacity, len(lengths) / most)
+    assert made.n_rows <= max(bound / 0.999, len(naive.best_fit_decreasing(lengths, capacity, **options)))
+
+
+def test_the_seed_draws_the_documents_of_mixed_rows():
+    lengths = np.random.default_rng(0).lognormal(5.2, 0.9, 3000).clip(1, 2048).astype(int)
+    one, other = ({frozenset(row) for row in plan(lengths, 2048, strategy="mixed", seed=s).to_lists()} for s in (0, 1))
+    assert len(one & other) < 0.05 * len(one)
+    in_order = plan(lengths, 2048, strategy="mixed", seed=None)
+    assert np.mean(np.diff(in_order.source) == 1) > 0.5
+
+
+@pytest.mark.parametrize(("sigma", "capacity", "mean"), [(0.9, 2048, 270), (1.3, 65_536, 3000)])
+def test_mixed_rows_are_full_from_ten_thousand_documents_on(sigma, capacity, mean):
+    drawn = np.random.default_rng(0).lognormal(np.log(mean) - sigma**2 / 2, sigma, 10_000)
+    lengths = drawn.clip(1, capacity).astype(int)
+    assert min(plan(lengths, capacity, strategy="mixed", seed=seed).efficiency for seed in range(5)) >= 0.999
 
 
 def test_the_shuffle_is_fixed_by_the_bit_stream_that_numpy_guarantees():
@@ -264,7 +291,7 @@ REFUSED = {
     "strategy": (
         ([3], 8),
         {"strategy": "bfd"},
-        "strategy must be one of 'best_fit', 'first_fit', 'sequential'; got 'bfd'",
+        "strategy must be one of 'best_fit', 'mixed', 'first_fit', 'sequential'; got 'bfd'",
     ),
     "effort": (([3], 8), {"effort": "high"}, "effort must be one of 'fast', 'max'; got 'high'"),
     "effort of another": (

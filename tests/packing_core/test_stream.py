@@ -152,6 +152,34 @@ def test_rows_of_a_stream_are_full(tail) -> None:
     assert sum(c.n_tokens for c in chunks) == lengths.sum()
 
 
+def test_mixed_rows_of_a_stream_are_full_and_mixed() -> None:
+    lengths = np.clip(np.random.default_rng(0).lognormal(np.log(270) - 0.9**2 / 2, 0.9, 30_000), 1, 2048).astype(int)
+    tokens = np.zeros(2048, np.int32)
+    deviation = {}
+    for strategy in ("best_fit", "mixed"):
+        chunks = list(stream([tokens[:n] for n in lengths], 2048, strategy=strategy, seed=0).chunks())
+        assert sum(c.n_tokens for c in chunks) / sum(c.input_ids.size for c in chunks) >= 0.999
+        counts = np.concatenate([np.bincount(c.rows, minlength=len(c)) for c in chunks])
+        deviation[strategy] = counts.std() / counts.mean()
+    assert deviation["mixed"] < 0.5 < deviation["best_fit"]
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_mixed_stream_resumes_exactly(seed) -> None:
+    options = {"buffer": 12, "max_age": 24, "seed": seed, "strategy": "mixed", "alignment": 2, "max_segments": 4}
+    source = documents(LENGTHS)
+    whole = contents(stream(source, 20, **options))
+    found = segments(stream(source, 20, **options))
+    assert sorted(found) == sorted(tuple(d.tolist()) for d in source)
+    for position in range(len(whole)):
+        stopped = stream(source, 20, **options)
+        for _ in range(position):
+            next(stopped)
+        continued = stream(source, 20, **options)
+        continued.load_state_dict(stopped.state_dict())
+        assert contents(continued) == whole[position:]
+
+
 def test_a_round_lets_half_a_buffer_go_so_that_planning_stays_cheap() -> None:
     lengths = np.random.default_rng(1).integers(7, 11, 500)  # no row is ever full
     packed = stream(documents(lengths), 13, buffer=20)
@@ -276,6 +304,7 @@ def test_a_stop_between_the_pieces_of_a_split_document_resumes_exactly() -> None
         (lambda: stream([[1]], 4, seed=-1), PackingError, "seed must be an integer of at least 0, or None"),
         (lambda: stream([[1]], 4, buffer=0), PackingError, "buffer must be an integer of at least 1, got 0"),
         (lambda: stream([[1]], 4, overflow="cut"), PackingError, "overflow must be one of 'error', 'truncate'"),
+        (lambda: stream([[1]], 4, strategy="first_fit"), PackingError, "strategy must be one of 'best_fit', 'mixed'"),
         (lambda: stream([[1]], 4, max_segments=0), PackingError, "max_segments must be an integer of at least 1"),
         (lambda: stream([[1]], 4).load_state_dict({}), PackingError, r"the state has no 'capacity': pass what state_d"),
         (lambda: stream([[1]], 4, buffer=8, max_age=7), PackingError, "max_age is 7 and buffer 8"),

@@ -132,7 +132,7 @@ BAD = {
     ),
     "strategy in a list": (
         lambda: plan([1], 4, strategy=["best_fit"]),
-        "strategy must be one of 'best_fit', 'first_fit'",
+        "strategy must be one of 'best_fit', 'mixed', 'first_fit'",
     ),
     "overflow in an array": (lambda: plan([1], 4, overflow=np.array(["drop"])), "overflow must be one of"),
     "null lengths": (lambda: plan([1, None], 4), "lengths must be integers, got object: convert"),
