@@ -278,7 +278,7 @@ def test_training_a_tokenizer_repeats_and_reads_every_column():
     first, second = (train_tokenizer(texts * 9, 300) for _ in range(2))
     assert first.get_vocab() == second.get_vocab()
     assert len(first) <= 300
-    with pytest.raises(PackingError, match="record 0 holds token ids: pass --tokenizer or --model"):
+    with pytest.raises(PackingError, match="record 0 holds token ids: pass --tokenizer, the one they were made with"):
         list(plain_texts([{"input_ids": [1]}]))
 
 

@@ -205,6 +205,7 @@ def test_a_prepared_model_keeps_its_autocast(batch):
 
     model = torch_backend.patch(tiny("qwen2"), verify=False)
     full, _ = causal_lm_loss(model, batch)
+    AcceleratorState._reset_state(reset_partial_state=True)  # what another test's trainer left
     try:
         prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
         loss, _ = causal_lm_loss(prepared, batch)

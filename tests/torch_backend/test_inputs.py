@@ -91,7 +91,7 @@ def test_any_other_mask_beside_the_boundaries_is_refused(mask: Any, message: str
 
 def test_a_mask_passed_by_position_is_checked_too() -> None:
     batch = batch_of()
-    ids, _ = batch.pop("input_ids"), batch.pop("attention_mask")
+    ids = batch.pop("input_ids")
     with pytest.raises(LayoutError, match="attention_mask contradicts the boundaries"):
         patched()(ids, with_hole(), **batch)
 
@@ -99,8 +99,8 @@ def test_a_mask_passed_by_position_is_checked_too() -> None:
 def test_arguments_passed_by_position_reach_the_model() -> None:
     model, batch = patched().eval(), batch_of()
     want = model(**batch).logits
-    ids, mask, positions = (batch.pop(name) for name in ("input_ids", "attention_mask", "position_ids"))
-    assert torch.equal(model(ids, mask, positions, **batch).logits, want)
+    ids, positions = batch.pop("input_ids"), batch.pop("position_ids")
+    assert torch.equal(model(ids, ones(), positions, **batch).logits, want)
 
 
 # ---- positions and labels beside the boundaries

@@ -212,6 +212,7 @@ TOUCHED = (
     "transformers.masking_utils:ALL_MASK_ATTENTION_FUNCTIONS",
     "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS",
     "transformers.loss.loss_utils:ForCausalLMLoss",
+    "transformers:Trainer",
     "transformers:TrainingArguments",
     "transformers.modeling_layers:GradientCheckpointingLayer",
     "transformers.models.auto.modeling_auto:MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
