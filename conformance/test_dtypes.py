@@ -124,6 +124,7 @@ def test_isolation_and_padding_of_a_scan(judge: Judge, dtype: str) -> None:
 
 
 @requirement("DTYPE-12")
+@heavy
 @every_dtype
 def test_isolation_of_logits(judge: Judge, dtype: str) -> None:
     drawn = documents(7, 16, 1, 33, 24, 15)
@@ -131,6 +132,7 @@ def test_isolation_of_logits(judge: Judge, dtype: str) -> None:
 
 
 @requirement("DTYPE-13")
+@heavy
 @every_dtype
 def test_isolation_of_weight_gradients(judge: Judge, dtype: str) -> None:
     models.check_untrained_isolated(judge, dtype)

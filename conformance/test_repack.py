@@ -98,6 +98,7 @@ def test_gradients_in_any_layout(judge: Judge, rows: list[list[int]]) -> None:
 
 
 @requirement("REP-08")
+@pytest.mark.heavy
 @pytest.mark.parametrize("lengths", [LONG_DOCUMENTS, MANY_DOCUMENTS], ids=["long", "many"])
 def test_logits_in_long_rows(judge: Judge, lengths: tuple[int, ...]) -> None:
     drawn = models.drawn(judge, *lengths)
