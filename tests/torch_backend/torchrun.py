@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 90
@@ -36,6 +38,16 @@ def torchrun(script: str, *arguments: str, ranks: int = 2) -> None:
             process.wait()
         output.seek(0)
         assert code == 0, f"{found}: {output.read()[-3000:]}"
+
+
+def whole(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors gathered from all ranks, under the names of the model that no wrapper is around."""
+    return {
+        name.removeprefix("module.").replace("_fsdp_wrapped_module.", ""): (
+            x.full_tensor() if isinstance(x, DTensor) else x
+        ).clone()
+        for name, x in found.items()
+    }
 
 
 def leave() -> None:

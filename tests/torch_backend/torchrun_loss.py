@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.torch_backend.models import collate, documents, tiny
-from tests.torch_backend.torchrun import leave
+from tests.torch_backend.torchrun import leave, whole
 from torch_backend import normalise, patch
 from torch_backend.losses.causal_lm import causal_lm_loss
 
@@ -146,12 +146,7 @@ def gradients(model: Model) -> dict[str, Tensor]:
     """Whole gradients under the names of the model that is not wrapped."""
     with FSDP1.summon_full_params(model, with_grads=True) if isinstance(model, FSDP1) else nullcontext():
         found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        return {
-            name.removeprefix("module.").replace("_fsdp_wrapped_module.", ""): (
-                g.full_tensor() if isinstance(g, DTensor) else g
-            ).clone()
-            for name, g in found.items()
-        }
+        return whole(found)
 
 
 def main(target: Path) -> None:

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.torch_backend.models import collate, documents, tiny
-from tests.torch_backend.torchrun import leave
+from tests.torch_backend.torchrun import leave, whole
 from tests.torch_backend.torchrun_loss import plain, sharded, sharded_by_fsdp_1
 from torch_backend import make_train_step
 
@@ -63,12 +62,7 @@ def weights(model: Model) -> dict[str, torch.Tensor]:
     """Whole weights under the names of the model that is not wrapped."""
     with FSDP1.summon_full_params(model) if isinstance(model, FSDP1) else nullcontext():
         found = {name: p.detach() for name, p in model.named_parameters()}
-        return {
-            name.removeprefix("module.").replace("_fsdp_wrapped_module.", ""): (
-                x.full_tensor() if isinstance(x, DTensor) else x
-            ).clone()
-            for name, x in found.items()
-        }
+        return whole(found)
 
 
 def main(target: Path) -> None:
