@@ -23,7 +23,7 @@ from packing_core.training.job import Measured, TrainJob
 from packing_core.training.timing import Clock, in_turn
 from torch_backend.collate import Batch
 from torch_backend.losses.causal_lm import causal_lm_loss
-from torch_backend.losses.cross_entropy import next_token_targets, packed_cross_entropy
+from torch_backend.losses.cross_entropy import next_token_targets, normalise, packed_cross_entropy
 from torch_backend.patching import patch
 from torch_backend.segments import to_device
 from torch_backend.training.job import Memory, batches, build_model, device_of
@@ -178,7 +178,7 @@ def _stock_loss(model: nn.Module, arguments: Mapping[str, Any]) -> Loss:
     def loss(batch: Mapping[str, Any]) -> Tensor:
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         total, weight = packed_cross_entropy(model(**inputs, **arguments).logits, next_token_targets(batch["labels"]))
-        return total / weight
+        return normalise(total, weight)
 
     return loss
 
@@ -192,7 +192,7 @@ def _patched_loss(model: nn.Module) -> Loss:
             total, weight = causal_lm_loss(model, batch)
         except UnsupportedModelError:
             return stock(batch)
-        return total / weight
+        return normalise(total, weight)
 
     return loss
 
