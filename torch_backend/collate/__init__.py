@@ -67,7 +67,7 @@ class PackedCollator:
         configs = _configs(model)
         pads = [config.pad_token_id for config in configs if getattr(config, "pad_token_id", None) is not None]
         self.pad_id = int(pads[0]) if pads else 0
-        self.has_router = _has_router(model)
+        self.marks_padding = _has_router(model)
         self.labels_every_token = _labels_every_token(model)
         self.capacity = capacity
         self.padding_free = padding_free
@@ -101,7 +101,7 @@ class PackedCollator:
         emitted = _to_torch(view, rows=1 if self.padding_free else len(batch))
         if self.labels_every_token:
             emitted["labels"] = emitted.pop(_EVERY_LABEL).long() + IGNORE_INDEX
-        if self.has_router:
+        if self.marks_padding:
             real = np.repeat(~np.array(view.is_padding), view.lengths)
             emitted["attention_mask"] = torch.from_numpy(real.astype(np.int64)).view_as(emitted["input_ids"])
         return emitted
