@@ -37,7 +37,10 @@ class TrainState(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What a step's microbatches add up to before the one division."""
+    """What a step's microbatches add up to before the one division, all float32 whatever the weights' dtype.
+
+    A bfloat16 sum stops growing once it is 256 times as large as what is added.
+    """
 
     loss: jax.Array
     weight: jax.Array
@@ -149,18 +152,20 @@ class TrainStep:
         return packed_cross_entropy(logits, micro["targets"], weights=micro["loss_weights"])
 
     def _zeros(self, params: nnx.State) -> Sums:
-        return Sums(jnp.zeros(()), jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+        return Sums(jnp.zeros(()), jnp.zeros(()), jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), params))
 
     def _add_microbatch(self, params: nnx.State, sums: Sums, micro: dict[str, jax.Array]) -> Sums:
         with nullcontext() if self.precision is None else jax.default_matmul_precision(self.precision):
             (loss, weight), grads = jax.value_and_grad(self._loss_sum, has_aux=True)(params, micro)
-        return jax.tree.map(jnp.add, sums, Sums(loss, weight, grads))
+        return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, Sums(loss, weight, grads))
 
     def _divide_and_update(self, state: TrainState, sums: Sums) -> tuple[TrainState, Metrics]:
         # One division for the whole step: a mean of the microbatches' means would weigh their tokens unequally.
         share = jnp.where(sums.weight > 0, 1 / jnp.where(sums.weight > 0, sums.weight, 1), 0)
-        grads = jax.tree.map(lambda grad: (grad * share).astype(grad.dtype), sums.grads)
-        updates, opt_state = self.tx.update(grads, state.opt_state, state.params)
+        grads = jax.tree.map(lambda grad: grad * share, sums.grads)
+        # Rounded once: float32 gradients would turn the optimizer's moments of bfloat16 weights into float32.
+        rounded = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, state.params)
+        updates, opt_state = self.tx.update(rounded, state.opt_state, state.params)
         metrics = {
             "loss": sums.loss * share,
             "loss_sum": sums.loss,
