@@ -19,7 +19,6 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_backend.loss import packed_cross_entropy
 from jax_backend.model import Decoder
 from jax_backend.placement import auto_axes, place_rows, weight_shardings
 from packing_core.errors import LayoutError, PackingError
@@ -77,6 +76,7 @@ class TrainStep:
         else:
             self._make, self._params, self._rest = model, None, None
             self._graph, params, rest = self._split(nnx.eval_shape(model))
+        self._rest_shapes = jax.eval_shape(lambda rest: rest, rest)
         self._rest_shardings = weight_shardings(rest, mesh)
         self.shapes: TrainState = jax.eval_shape(self._fresh, params)
         self._shardings: Any = weight_shardings(self.shapes, mesh)
@@ -84,6 +84,7 @@ class TrainStep:
         sums: Any = None
         if mesh is not None:
             self.shapes = jax.tree.map(_with_sharding, self.shapes, self._shardings)
+            self._rest_shapes = jax.tree.map(_with_sharding, self._rest_shapes, self._rest_shardings)
             whole: Any = NamedSharding(mesh, PartitionSpec())
             out, sums = (self._shardings, whole), Sums(whole, whole, self._shardings.params)
         self._step = jax.jit(self._accumulate_and_update, donate_argnums=0, out_shardings=out)
@@ -148,6 +149,17 @@ class TrainStep:
         """Divide the sums once and take the optimizer step; ``state`` is donated."""
         return self._update(state, sums)
 
+    def compile(self, *, rows: int, tokens: int, microbatches: int = 1) -> jax.stages.Compiled:
+        """The step for batches of one shape, compiled for its ``memory_analysis()`` and the like; nothing is allocated.
+
+        ``rows`` counts those of all processes.
+        """
+        spread = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec(None, self.mesh.axis_names))
+        shape = (microbatches, rows, tokens)
+        dtypes = {key: jnp.float32 if key == "loss_weights" else jnp.int32 for key in BATCH_KEYS}
+        batch = {key: jax.ShapeDtypeStruct(shape, dtype, sharding=spread) for key, dtype in dtypes.items()}
+        return self._step.lower(self.shapes, self._rest_shapes, batch).compile()
+
     def place(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Check the batch and put it on the mesh: this process's rows are spread over its devices."""
         missing = [key for key in BATCH_KEYS if key not in batch]
@@ -178,9 +190,7 @@ class TrainStep:
         return TrainState(params, self.tx.init(params), jnp.zeros((), jnp.int32))
 
     def _loss_sum(self, params: nnx.State, rest: nnx.State, micro: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        model = nnx.merge(self._graph, params, rest)
-        logits = model(micro["input_ids"], micro["segment_ids"], micro["position_ids"])
-        return packed_cross_entropy(logits, micro["targets"], weights=micro["loss_weights"])
+        return nnx.merge(self._graph, params, rest).loss(micro)
 
     def _add_first(self, params: nnx.State, rest: nnx.State, sums: Sums, batch: dict[str, jax.Array]) -> Sums:
         return self._add_microbatch(params, rest, sums, {key: value[0] for key, value in batch.items()})
