@@ -11,7 +11,8 @@ Only calls that ask for it are changed: those with ``document_lengths``, which a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -29,7 +30,21 @@ from torch_backend.segments import to_device
 LENGTHS = "document_lengths"  # key of a batch: real tokens of each row, a tuple of ints on the host
 SCORED = "fused_lm_head"  # argument by which TRL's trainers ask a model for log-probabilities
 _STATE = "_crosspack_unpadding"
+# Trainers of TRL that compute their loss from padded calls: of answers in pairs, of single ones, of completions.
+PAIRS, SINGLE, GENERATING = ("DPOTrainer", "RewardTrainer"), ("KTOTrainer",), ("GRPOTrainer", "RLOOTrainer")
 _NOT_OF_THE_MODEL = ("margin",)  # what RewardTrainer hands on to the model with the rest of its batch
+
+
+def kind_of(trainer: Any) -> str | None:
+    """The name of the trainer of TRL in ``PAIRS``, ``SINGLE`` or ``GENERATING`` that this one is or derives from.
+
+    TRL's own subclasses (``trl.experimental``) call models in ways of their own and are not among them, except those
+    that carry the name of the class itself.
+    """
+    for base in type(trainer).__mro__:
+        if base.__module__.split(".")[0] == "trl":
+            return base.__name__ if base.__name__ in (*PAIRS, *SINGLE, *GENERATING) else None
+    return None
 
 
 def unpad_calls(model: nn.Module) -> None:
@@ -39,11 +54,25 @@ def unpad_calls(model: nn.Module) -> None:
         root.__dict__[_STATE] = _Unpadding(root)
 
 
+@contextmanager
+def padded_calls(model: nn.Module) -> Iterator[None]:
+    """Inside, the calls of a model stay padded; without effect on one whose calls are."""
+    unpadding = causal_lm(model).__dict__.get(_STATE)
+    if unpadding is None:
+        yield
+        return
+    unpadding.active = False
+    try:
+        yield
+    finally:
+        unpadding.active = True
+
+
 class LengthsCollator:
     """Calls another collator and adds the number of real tokens of each row, as far as its batches are padded.
 
-    With them no forward waits for the device. A batch of several inputs, as KTO's, has one tuple for each of them, under
-    the prefix of its ``attention_mask``.
+    With them no forward waits for the device. A batch of several inputs, as KTO's, has one tuple for each of them,
+    under the prefix of its ``attention_mask``.
     """
 
     def __init__(self, collator: Callable[[Any], Mapping[str, Any]]) -> None:
@@ -117,6 +146,7 @@ class _Unpadding:
         self.root = root
         self.names = forward_names(root)
         self.padded: Padded | None = None
+        self.active = True
         root.register_forward_pre_hook(self._take_out, with_kwargs=True, prepend=True)  # before the hook of the patch
         root.register_forward_hook(self._put_back, always_call=True)
 
@@ -126,7 +156,7 @@ class _Unpadding:
         lengths = kwargs.pop(LENGTHS, None)
         for name in [name for name in kwargs if name.endswith(LENGTHS)]:
             del kwargs[name]  # of another input of the same batch
-        asked = lengths is not None or kwargs.get(SCORED)
+        asked = self.active and (lengths is not None or kwargs.get(SCORED))
         mask, ids, state = kwargs.get("attention_mask"), kwargs.get("input_ids"), state_of(root)
         if not asked or state is None or is_packed(kwargs) or ids is None or mask is None:
             return args, kwargs
@@ -160,6 +190,6 @@ def _interrupted(mask: Tensor) -> Tensor:
 
 def _hole(row: int) -> PackingError:
     return LayoutError(
-        f"attention_mask leaves out tokens inside row {row}: a document is packed from consecutive tokens, with padding "
-        "before and after it alone"
+        f"attention_mask leaves out tokens inside row {row}: a document is packed from consecutive tokens, with "
+        "padding before and after it alone"
     )

@@ -17,28 +17,13 @@ from packing_core.errors import PackingError, UnsupportedError
 from torch_backend.hf.boundaries import refuse_split_rows
 from torch_backend.hf.patch import causal_lm
 from torch_backend.hf.rotary import find_batch_dependent
-from torch_backend.hf.unpadding import LENGTHS, LengthsCollator, unpad_calls
+from torch_backend.hf.unpadding import GENERATING, LENGTHS, PAIRS, LengthsCollator, kind_of, unpad_calls
 from torch_backend.patching import patch
 
 logger = logging.getLogger(__name__)
 
-# What one example of a micro-batch is, by the class of TRL; the rows of a micro-batch for each of them.
-PAIRS = ("DPOTrainer", "RewardTrainer")
-GENERATING = ("GRPOTrainer", "RLOOTrainer")
-SUPPORTED = (*PAIRS, "KTOTrainer", *GENERATING)
-REFERENCE = ("ref_logps", "ref_KL_logps", "ref_chosen_logps", "ref_rejected_logps")  # columns that TRL computes ahead
-
-
-def kind_of(trainer: Any) -> str | None:
-    """The class of TRL that a trainer is or derives from, if its loss reads each document and packing serves it.
-
-    TRL's own subclasses (``trl.experimental``) call models in ways of their own and are not among them, except those
-    that carry the name of the class itself.
-    """
-    for base in type(trainer).__mro__:
-        if base.__module__.split(".")[0] == "trl":
-            return base.__name__ if base.__name__ in SUPPORTED else None
-    return None
+# Columns that TRL computes ahead.
+REFERENCE = ("ref_logps", "ref_KL_logps", "ref_chosen_logps", "ref_rejected_logps")
 
 
 def enable_unpadding(trainer: Any, *, capacity: int | None, overflow: str, implementation: Any, verify: bool) -> None:
@@ -134,8 +119,8 @@ def _tell_lengths_of_kl(trainer: Any) -> None:
 def _renew_reference(trainer: Any) -> None:
     """Compute the reference's log-probabilities again, packed, where padding has made them wrong.
 
-    TRL computes them when the trainer is built, on padded batches. These are right unless the model's rotary frequencies
-    depend on the longest document of a batch.
+    TRL computes them when the trainer is built, on padded batches. These are right unless the model's rotary
+    frequencies depend on the longest document of a batch.
     """
     if not getattr(trainer, "precompute_ref_logps", False) or not find_batch_dependent(causal_lm(trainer.model)):
         return
