@@ -58,7 +58,7 @@ def arguments(kind: Any, path: Any, **options: Any) -> Any:
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
         "logging_steps": 1,
-        "max_steps": 2,
+        "max_steps": 1,
         "learning_rate": 0.02,
         "lr_scheduler_type": "constant",
         "optim": "sgd",

@@ -16,6 +16,7 @@ from tests.torch_backend.preference import (
     tokenizer,
     trained,
 )
+from tests.torch_backend.torchrun import torchrun
 from torch_backend.training.trainer import enable_packing
 
 trl = pytest.importorskip("trl", reason="the trainers are TRL's")
@@ -68,13 +69,12 @@ LOSSES = [
 
 @pytest.mark.parametrize("options", LOSSES, ids=lambda options: "-".join(options["loss_type"]))
 def test_every_loss_type_is_that_of_the_documents_alone(tmp_path, options) -> None:
-    options = {**options, "max_steps": 1}
     assert_same_training(packed(dpo(tmp_path, **options)), alone(dpo(tmp_path, **options)))
 
 
 def test_no_padding_reaches_the_model(tmp_path) -> None:
     seen = []
-    trainer = enable_packing(dpo(tmp_path, max_steps=1), verify=False)
+    trainer = enable_packing(dpo(tmp_path), verify=False)
     for model in (trainer.model, trainer.ref_model):
         model.base_model.register_forward_pre_hook(
             lambda module, args, kwargs: seen.append(kwargs["input_ids"].clone()), with_kwargs=True
@@ -92,14 +92,14 @@ def test_an_adapter_is_its_own_reference(tmp_path) -> None:
 @pytest.mark.parametrize("family", ["qwen3", "phi3"])
 def test_a_reference_computed_ahead_is_that_of_the_documents_alone(tmp_path, family) -> None:
     """TRL computes it from padded batches, which give phi3's short documents the frequencies of the long ones."""
-    options = {"precompute_ref_log_probs": True, "max_steps": 1}
+    options = {"precompute_ref_log_probs": True}
     assert_same_training(packed(dpo(tmp_path, family, **options)), alone(dpo(tmp_path, family)))
 
 
 def test_pairs_weigh_the_same_in_every_micro_batch(tmp_path) -> None:
     """Five pairs: | 0 1 | 2 3 | 4 | is the step | 0 | 1 | 2 | 3 | 4 |, which TRL's mean of means is not."""
     data = pairs(5)
-    split = {"data": data, "max_steps": 1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
+    split = {"data": data, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
     single = {**split, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 5}
     weights, logs = packed(dpo(tmp_path, **split))
     truth, true_logs = alone(dpo(tmp_path, **single))
@@ -148,3 +148,15 @@ def test_enabling_twice_is_enabling_once(tmp_path) -> None:
     enable_packing(trainer, verify=False)
     assert trainer.data_collator is collator
     assert_same_training(trained(trainer), packed(dpo(tmp_path)), 0)
+
+
+def test_pairs_split_over_two_ranks_are_those_of_one(tmp_path) -> None:
+    """Eight pairs: two ranks with micro-batches of three and one, the second one of the step."""
+    torchrun("torchrun_preference.py", str(tmp_path), "3", "2")
+    found = torch.load(tmp_path / "result.pt")
+    single = dpo(tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=8)
+    _, logs = alone(single)
+    assert found["loss"] == pytest.approx(logs[0]["loss"], rel=1e-5)
+    for name, weight in single.model.state_dict().items():
+        difference = (found["model"][name] - weight).abs().max() / weight.abs().max()
+        assert difference <= 1e-5, f"{name}: {difference:.1e}"

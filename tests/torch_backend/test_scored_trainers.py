@@ -43,7 +43,7 @@ def kto(path, family="qwen3", **options):
     rows = [
         {"prompt": text(rng, 2, 10), "completion": f" {text(rng, 2, 40)} w2", "label": bool(i % 2)} for i in range(9)
     ]
-    defaults = {"per_device_train_batch_size": 3, "max_steps": 1}
+    defaults = {"per_device_train_batch_size": 3}
     return trl.KTOTrainer(
         model_of(family),
         model_of(family, seed=1),
@@ -78,7 +78,6 @@ def policy(name, path, family="qwen3", adapter=True, model=None, **options):
         "per_device_train_batch_size": 4,
         "num_generations": 4,
         "max_completion_length": 20,
-        "max_steps": 1,
         "beta": 0.1,
         "temperature": 0.8,
     }
