@@ -151,8 +151,8 @@ def test_enabling_twice_is_enabling_once(tmp_path) -> None:
 
 
 def test_pairs_split_over_two_ranks_are_those_of_one(tmp_path) -> None:
-    """Eight pairs: two ranks with micro-batches of three and one, the second one of the step."""
-    torchrun("torchrun_preference.py", str(tmp_path), "3", "2")
+    """Eight pairs: two ranks with two micro-batches of two pairs."""
+    torchrun("torchrun_preference.py", str(tmp_path), "2", "2")
     found = torch.load(tmp_path / "result.pt")
     single = dpo(tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=8)
     _, logs = alone(single)

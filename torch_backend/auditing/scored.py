@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from packing_core.batch import IGNORE_INDEX
 from packing_core.errors import PackingError, UnsupportedError
-from torch_backend.auditing.compare import cosine, gradients_error, relative_error
+from torch_backend.auditing.compare import cosine, gradients_error
 from torch_backend.collate import Batch
 from torch_backend.hf.boundaries import METADATA_KEYS
 from torch_backend.hf.patch import causal_lm
@@ -82,7 +82,10 @@ class ScoredStep:
         return float(loss.detach()), gradients
 
     def _probe(self) -> dict[str, float]:
-        """How far the model's answers move, of the document that is replaced and of the others."""
+        """How far what the model says of a document moves, when it is replaced and when another one is.
+
+        Relative to the largest deviation from the mean among all documents.
+        """
         call = self.calls[0]
         ids, mask = call[_ROWS], call["attention_mask"].bool()
         if len(ids) < 2:
@@ -93,11 +96,12 @@ class ScoredStep:
         replaced[changed, mask[changed]] = known[(where + max(len(known) // 2, 1)) % len(known)]
         with torch.no_grad(), self.trainer.compute_loss_context_manager(), self.trainer.accelerator.autocast():
             before, after = (self._answers(self.trainer.model(**{**call, _ROWS: x})) for x in (ids, replaced))
+        labels = call.get("labels")
+        scored = torch.ones_like(before, dtype=torch.bool) if labels is None else labels[:, 1:] != IGNORE_INDEX
+        spread = (before[scored] - before[scored].mean()).abs().max()  # log-probabilities alone are all near their mean
+        moved = (after - before).masked_fill(~scored, 0.0).abs().amax(1) / spread
         others = torch.arange(len(ids), device=ids.device) != changed
-        return {
-            "leak": relative_error(after[others], before[others]),
-            "moved": relative_error(after[changed], before[changed]),
-        }
+        return {"leak": float(moved[others].max()), "moved": float(moved[changed])}
 
     @staticmethod
     def _answers(output: Any) -> Tensor:
@@ -166,7 +170,8 @@ def _divided(root: Any) -> Iterator[None]:
         if args or ids is None or mask is None or mask.shape != ids.shape or kwargs.get("past_key_values") is not None:
             return stock(*args, **kwargs)
         kwargs.pop(LENGTHS, None)
-        outputs = [_alone(stock, kwargs, row) for row in range(len(ids))]
+        per_token = root.get_output_embeddings() is not None
+        outputs = [_alone(stock, kwargs, row, per_token) for row in range(len(ids))]
         first = outputs[0]
         joined = {k: torch.cat([o[k] for o in outputs]) for k, x in first.items() if isinstance(x, Tensor) and x.ndim}
         return type(first)(**joined)
@@ -181,8 +186,8 @@ def _divided(root: Any) -> Iterator[None]:
             del root.forward
 
 
-def _alone(stock: Any, kwargs: Batch, row: int) -> Any:
-    """One row of a call without its padding, its outputs per token where the row has them."""
+def _alone(stock: Any, kwargs: Batch, row: int, per_token: bool) -> Any:
+    """One row of a call without its padding; outputs per token, if the model has such, where the row has them."""
     mask = kwargs["attention_mask"][row : row + 1]
     padded = Padded.of(mask, lengths_of(mask))
     alone = {
@@ -191,7 +196,7 @@ def _alone(stock: Any, kwargs: Batch, row: int) -> Any:
         if name not in ("attention_mask", "margin")
     }
     output = stock(**alone)
-    for name, value in output.items():
+    for name, value in output.items() if per_token else ():
         if (returned := padded.returned(value)) is not value:
             output[name] = returned
     return output

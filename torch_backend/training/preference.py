@@ -103,7 +103,7 @@ class _MeanOverStep:
         return (found[0] * weight, *found[1:]) if return_outputs else found * weight
 
     def _examples(self, batch: Any) -> int:
-        return len(batch[LENGTHS]) // self.rows_of_example
+        return len(batch["input_ids"]) // self.rows_of_example
 
 
 def _tell_lengths_of_kl(trainer: Any) -> None:
