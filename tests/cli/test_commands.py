@@ -334,11 +334,6 @@ def test_a_hub_name_is_found_in_the_hub_cache(small, data, tmp_path):
     assert losses(tmp_path / "again")[0] < losses(out)[0] - 0.2  # it starts from what was trained
 
 
-def test_it_refuses_to_run_once_per_rank(small, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "runs in one process" in one_line(run(*small))
-
-
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -17,8 +17,9 @@ from packing_core.training.job import Options, TrainJob
 from packing_core.training.schedule import Schedule
 from tests.training_jobs import LLAMA, losses, small_job
 from torch_backend.training.job import train
-from torch_backend.training.job_models import build_model
-from torch_backend.training.states import MasterWeights
+from torch_backend.training.job_models import build_model, with_adapters
+from torch_backend.training.memory import states_bytes
+from torch_backend.training.states import MasterWeights, make_optimizer
 
 LAYER = {**LLAMA, "num_hidden_layers": 1}
 HALF = {"precision": "bfloat16", "dtype": "bfloat16"}
@@ -156,3 +157,22 @@ def test_options_that_contradict_each_other_are_refused():
 def test_layers_that_cannot_be_compiled_are_refused_when_they_must_be(job):
     with pytest.raises(UnsupportedError, match="compile=True is not possible, because the model computes on cpu"):
         train(dataclasses.replace(job, compile=True))
+
+
+@pytest.mark.parametrize("options", [{}, HALF, {**HALF, "master_weights": True}, {"lora": 2}], ids=str)
+def test_the_memory_that_is_announced_is_that_of_the_tensors(job, options):
+    job, lines = with_options(job, **options), []
+    model = build_model(job)
+    if job.options.lora:
+        model = with_adapters(model, 2, 0)
+    optimizer = make_optimizer(model, job.options)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.grad = torch.ones_like(parameter)
+    gradients = [parameter.grad for parameter in trained]
+    optimizer.step()
+    moments = [x for values in optimizer.state_dict()["state"].values() for x in values.values() if x.ndim]
+    held = [*model.parameters(), *gradients, *moments]
+    assert states_bytes(model, job) == sum(tensor.numel() * tensor.element_size() for tensor in held)
+    train(dataclasses.replace(job, on_phase=lines.append))
+    assert any(line.startswith("memory: 0.00 GiB of weights, gradients and optimizer states") for line in lines)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +30,7 @@ from torch_backend.patching import patch, unpatch
 from torch_backend.training import states
 from torch_backend.training.gradients import Choice
 from torch_backend.training.job_models import build_model, with_adapters
+from torch_backend.training.memory import Memory, memory_line
 from torch_backend.training.ranks import ALONE, Ranks, unwrapped, whole
 from torch_backend.training.states import make_optimizer
 from torch_backend.training.step import TrainStep, make_train_step
@@ -71,31 +71,6 @@ class _Finished:
     records: list[StepRecord]
     audit: Audit | None = None
     attention: str = ""
-
-
-class Memory:
-    """Device memory of one contender while others stay in memory beside it; 0 where the device does not count.
-
-    Attributes:
-        peak: the most that it had at one time.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.peak = 0
-        self._device = device
-        self._own = 0
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Count what the block allocates."""
-        if self._device.type != "cuda":
-            yield
-            return
-        before = torch.cuda.memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        yield
-        self.peak = max(self.peak, self._own + torch.cuda.max_memory_allocated(self._device) - before)
-        self._own += torch.cuda.memory_allocated(self._device) - before
 
 
 def _run(
@@ -147,6 +122,8 @@ def _begin(
         # transformers 5.23 renamed it, and warns under the old name
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
+    if run == "packed":
+        job.on_phase(memory_line(model, job, ranks, device))
     folder, records = newest_checkpoint(job) if job.resume else (None, [])
     if folder is not None:
         states.load_weights(folder, model)
