@@ -134,6 +134,7 @@ def build(contender: Contender, make: Any, pairs: Any, folder: str, updates: int
         lr_scheduler_type="constant", optim="adamw_torch_fused", gradient_checkpointing=contender.checkpointing,
         train_sampling_strategy=contender.sampling, length_column_name="length", max_length=None, bf16=not TOY,
         logging_steps=updates, report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=TOY,
+        remove_unused_columns=False,
     )  # fmt: skip
     trainer = Tokenised(
         model(), model(), args=arguments, train_dataset=pairs, processing_class=_tokenizer(), callbacks=[clock]
