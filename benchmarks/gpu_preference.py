@@ -122,8 +122,8 @@ def build(contender: Contender, make: Any, pairs: Any, folder: str, updates: int
         def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
             return dataset
 
-    def model() -> Any:
-        torch.manual_seed(0)
+    def model(seed: int) -> Any:
+        torch.manual_seed(seed)
         attention = "sdpa" if contender.packed else contender.attention
         with torch.device(DEVICE):
             return AutoModelForCausalLM.from_config(make(False), attn_implementation=attention, dtype=DTYPE)
@@ -137,7 +137,7 @@ def build(contender: Contender, make: Any, pairs: Any, folder: str, updates: int
         remove_unused_columns=False,
     )  # fmt: skip
     trainer = Tokenised(
-        model(), model(), args=arguments, train_dataset=pairs, processing_class=_tokenizer(), callbacks=[clock]
+        model(0), model(1), args=arguments, train_dataset=pairs, processing_class=_tokenizer(), callbacks=[clock]
     )
     return enable_packing(trainer, verify=False) if contender.packed else trainer
 

@@ -24,7 +24,7 @@ from torch_backend.hf.boundaries import METADATA_KEYS
 from torch_backend.hf.patch import causal_lm
 from torch_backend.hf.unpadding import GENERATING, LENGTHS, Padded, kind_of, lengths_of, padded_calls
 
-SMALLEST_LOSS = 1e-2  # a smaller loss, such as that of advantages whose mean is 0, is compared with this much
+SMALLEST_LOSS = 1.0  # a smaller loss is compared with this much: advantages, whose mean is 0, cancel in it
 _MARKS = ("position_ids", *METADATA_KEYS)
 _ROWS = "input_ids"
 
