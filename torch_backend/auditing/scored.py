@@ -90,7 +90,7 @@ class ScoredStep:
         ids, mask = call[_ROWS], call["attention_mask"].bool()
         if len(ids) < 2:
             raise PackingError("the trainer's first batch holds one document: raise its batch size to audit packing")
-        changed, known = int(mask.sum(1).argmax()), torch.unique(ids[mask])
+        changed, known = 0, torch.unique(ids[mask])  # the first one, because what leaks in a packed row leaks forward
         where = torch.searchsorted(known, ids[changed, mask[changed]])
         replaced = ids.clone()
         replaced[changed, mask[changed]] = known[(where + max(len(known) // 2, 1)) % len(known)]
