@@ -9,6 +9,7 @@ metrics, generation and the loop are the trainer's own, so every loss type keeps
 from __future__ import annotations
 
 import logging
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -64,6 +65,11 @@ def enable_unpadding(trainer: Any, *, capacity: int | None, overflow: str, imple
 def _refuse(trainer: Any) -> None:
     """Raise for what packed calls cannot serve."""
     name = type(trainer).__name__
+    utilities = import_module("trl.trainer.utils")
+    if kind_of(trainer) != "RewardTrainer" and not hasattr(utilities, "add_fused_lm_head"):
+        raise UnsupportedError(
+            f"{name} of this TRL computes log-probabilities from padded logits: install trl 1.16 or newer"
+        )
     columns = getattr(trainer.train_dataset, "column_names", None) or ()
     if getattr(trainer, "_is_vision_dataset", False) or {"image", "images"} & set(columns):
         raise UnsupportedError(f"{name} trains on images, which are not packed: leave it as it is")
