@@ -135,6 +135,23 @@ def test_an_interpreted_backend_runs_a_reduced_selection_and_says_so(tmp_path):
     assert "reduced" not in many.output and "4 passed" in many.output
 
 
+def test_parts_are_all_tests_and_two_backends_try_different_ones(tmp_path):
+    backends = ["reference", f"{HERE}:Interpreted"]
+    chosen = [*(f"--backend={name}" for name in backends), *only("LAY-01", "LAY-02", "LAY-03", "LAY-04", "LAY-05")]
+    counted = []
+    for part in (1, 2):
+        outcome = run(tmp_path, *chosen, f"--part={part}/2")
+        assert outcome.code == 0 and f"part {part} of 2: each backend was judged by one test in 2" in outcome.output
+        tried = {
+            name: {i for i, verdict in outcome.report["backends"][name]["requirements"].items() if verdict["passed"]}
+            for name in backends
+        }
+        assert set.union(*tried.values()) == {"LAY-01", "LAY-02", "LAY-03", "LAY-04", "LAY-05"}
+        counted += [tried[backends[0]]]
+    assert not counted[0] & counted[1]
+    assert run(tmp_path, *chosen, "--part=3/2").code == 4
+
+
 def test_workers_hand_over_the_same_report(tmp_path):
     options = ["--backend=reference", f"--backend={HERE}:Interpreted", *only("ISO-01", "MASK-02", "SHAPE-03", "LAY-05")]
     alone, shared = run(tmp_path, *options), run(tmp_path, *options, "-n", "2", "--dist", "loadgroup")
