@@ -4,41 +4,65 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 import psutil
 
 LIMIT = 90
 
 
-def run(
-    command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None, limit: float = LIMIT
-) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, whatever its exit status; its output comes back as text.
+def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run one command; see :func:`run_together`."""
+    (done,) = run_together([command], **options)
+    return done
+
+
+def run_together(
+    commands: Sequence[Sequence[str]],
+    *,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    limit: float = LIMIT,
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run commands at the same time to their ends, whatever their exit statuses; their output comes back as text.
 
     Raises:
-        AssertionError: it ran for more than ``limit`` seconds, with the end of what it wrote.
+        AssertionError: one ran for more than ``limit`` seconds, with the end of what it wrote.
     """
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:  # a pipe lives as long as any child
-        process = subprocess.Popen(command, cwd=cwd, env=env, stdout=out, stderr=err, start_new_session=True)
+    with ExitStack() as stack:
+        # Files and not pipes: a pipe stays open as long as any child lives, and blocks when it is full.
+        outputs = [stack.enter_context(TemporaryFile("w+")) for _ in commands]
+        errors = [stack.enter_context(TemporaryFile("w+")) for _ in commands]
+        started = [
+            subprocess.Popen(command, cwd=cwd, env=env, stdout=out, stderr=err, start_new_session=True)
+            for command, out, err in zip(commands, outputs, errors, strict=True)
+        ]
+        stop = time.monotonic() + limit
         try:
-            code: int | None = process.wait(timeout=limit)
-        except subprocess.TimeoutExpired:
-            code = None
+            for process in started:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(max(stop - time.monotonic(), 0))
+            late = [process.poll() is None for process in started]
         finally:
-            if process.poll() is None:
-                end([psutil.Process(process.pid)])
-                process.wait()
-        texts = []
-        for stream in (out, err):
-            stream.seek(0)
-            texts.append(stream.read())
-    assert code is not None, f"{' '.join(command)} ran for more than {limit} seconds: {''.join(texts)[-3000:]}"
-    return subprocess.CompletedProcess(command, code, *texts)
+            end([psutil.Process(process.pid) for process in started if process.poll() is None])
+        done = [
+            subprocess.CompletedProcess(command, process.wait(), _text(out), _text(err))
+            for command, process, out, err in zip(commands, started, outputs, errors, strict=True)
+        ]
+    for each, is_late in zip(done, late, strict=True):
+        written = (each.stdout + each.stderr)[-3000:]
+        assert not is_late, f"{' '.join(each.args)} ran for more than {limit} seconds: {written}"
+    return done
+
+
+def _text(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
 
 
 def end(processes: Sequence[psutil.Process]) -> None:

@@ -1,6 +1,7 @@
 """What ``make test`` leaves for another day: the cases of parametrised tests by turns, and slow tests once a week.
 
-Every test that is not in `WEEKLY` runs every day with at least one of its cases, and a week of runs covers everything.
+A test that has cases runs every day with at least one of them, and one without every other day or more often, unless
+it is in `WEEKLY`; a week of runs covers everything.
 ``CROSSPACK_TEST_ALL`` (``make test-all``) turns this off, and so does choosing tests on the
 command line: a file, a test, ``-k`` or ``-m``.
 """
@@ -15,20 +16,25 @@ from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 
 WEEK = 7
-# Folder or file -> in how many turns the cases of each of its tests are taken.
+# Folder or file -> in how many turns the cases of each of its tests are taken, and its tests without cases.
 CASES = {
-    "tests/jax_backend": 7,
-    "tests/torch_backend": 7,
-    "tests/conformance": 7,
-    "tests/house/test_readme.py": 7,
-    "tests/cli": 3,
-    "tests/packing_core": 3,
+    "tests/jax_backend": (7, 2),
+    "tests/torch_backend": (7, 2),
+    "tests/conformance": (7, 2),
+    "tests/house/test_readme.py": (7, 1),
+    "tests/cli": (3, 1),
+    "tests/packing_core": (7, 1),
 }
 # File -> tests that take seconds; none for a whole file, whose tests share what takes them. What they prove is proved
 # every day by quicker ones; these add whole runs: a process, a console command, ranks, a compiled step, a page of docs.
 WEEKLY: dict[str, tuple[str, ...]] = {
     "tests/cli/test_commands.py": ("test_the_built_in_default_trains", "test_a_hub_name_is_found_in_the_hub_cache"),
-    "tests/cli/test_examples.py": ("test_a_torch_loop_learns_on_packed_rows",),
+    "tests/cli/test_examples.py": (
+        "test_a_torch_loop_learns_on_packed_rows",
+        "test_dpo_learns_on_packed_pairs_what_is_exact",
+        "test_a_reward_model_learns_on_packed_answers",
+        "test_grpo_learns_on_packed_completions",
+    ),
     "tests/cli/test_records.py": ("test_the_standard_library_has_about_four_thousand_documents",),
     "tests/conformance/test_docs.py": (
         "test_the_plugin_is_right_at_first",
@@ -47,6 +53,9 @@ WEEKLY: dict[str, tuple[str, ...]] = {
         "test_without_segment_ids_maxtexts_rows_are_one_document_each",
         "test_the_flax_model_gives_what_its_dense_mask_gave",
     ),
+    "tests/jax_backend/test_placement.py": (
+        "test_two_processes_train_on_rows_of_their_own_as_one_process_on_all_rows",
+    ),
     "tests/jax_backend/test_train.py": (
         "test_the_console_command_compares_packed_with_padded",
         "test_a_resumed_run_repeats_to_the_bit",
@@ -55,17 +64,16 @@ WEEKLY: dict[str, tuple[str, ...]] = {
     "tests/jax_backend/test_train_step.py": ("test_fifty_steps_follow_torch_on_each_document_alone",),
     "tests/torch_backend/test_captured.py": ("test_compiled_layers_share_a_graph_over_layers_and_segmentations",),
     "tests/torch_backend/test_causal_lm_loss.py": ("test_a_compiled_model_is_compiled_once",),
-    "tests/torch_backend/test_composition.py": (
-        "test_a_saved_model_loads_in_another_process",
-        "test_continuous_batching_runs_and_packed_training_goes_on_after_it",
-    ),
+    "tests/torch_backend/test_composition.py": ("test_a_saved_model_loads_in_another_process",),
     "tests/torch_backend/test_conditions.py": ("test_compiled_once_for_eight_segmentations",),
     "tests/torch_backend/test_distributed_loss.py": (),
     "tests/torch_backend/test_distributed_step.py": (),
+    "tests/torch_backend/test_preference.py": ("test_pairs_split_over_two_ranks_are_those_of_one",),
     "tests/torch_backend/test_rotary.py": ("test_a_patched_layer_compiles_into_one_graph",),
     "tests/torch_backend/test_rows.py": ("test_two_ranks_hold_every_document_once_and_train_as_the_documents_alone",),
     "tests/torch_backend/test_sharded.py": (),
     "tests/torch_backend/test_torchrun.py": (),
+    "tests/torch_backend/test_triton_attention.py": ("test_compiles_into_one_graph_whatever_the_segmentation",),
 }
 
 # The weekly ones in order, which spreads them evenly over the days.
@@ -101,5 +109,6 @@ def _waiting_of(test: str, cases: list[str], day: int) -> list[str]:
         return cases if (day + SLOTS.index((file, ""))) % WEEK else []
     if (file, name) in SLOTS:
         return [case for number, case in enumerate(cases) if (day + SLOTS.index((file, name)) + number) % WEEK]
-    turns = min(next((n for folder, n in CASES.items() if f"{file}/".startswith(folder + "/")), 1), len(cases))
+    several, alone = next((n for folder, n in CASES.items() if f"{file}/".startswith(folder + "/")), (1, 1))
+    turns = alone if len(cases) == 1 else min(several, len(cases))
     return [case for number, case in enumerate(cases) if (day + zlib.crc32(test.encode()) + number) % turns]

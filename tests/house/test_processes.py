@@ -6,6 +6,7 @@ import multiprocessing
 import re
 import sys
 import time
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import psutil
@@ -35,6 +36,7 @@ def test_output_and_exit_status_come_back() -> None:
 
 
 def test_workers_that_hang_end() -> None:
+    resource_tracker.ensure_running()  # it serves later tests too
     worker = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
 
     def wait() -> None:

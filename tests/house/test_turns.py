@@ -29,7 +29,7 @@ def test_a_week_runs_everything_and_a_day_a_part() -> None:
         assert 2 <= sum("test_many" in name for name in ran) <= 3
         assert sum("test_three" in name for name in ran) == 1
         assert sum("test_quick" in name for name in ran) == 9
-        assert "tests/torch_backend/test_x.py::test_alone" in ran
+    assert 3 <= sum("tests/torch_backend/test_x.py::test_alone" in ran for ran in days) <= 4
     assert sum(SLOW in ran for ran in days) == 1
     assert [len(ran & set(SHARED)) for ran in days if ran & set(SHARED)] == [len(SHARED)]
 
