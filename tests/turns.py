@@ -1,7 +1,7 @@
 """What ``make test`` leaves for another day: the cases of parametrised tests by turns, and slow tests once a week.
 
-A test that has cases runs every day with at least one of them, and one without every other day or more often, unless
-it is in `WEEKLY`; a week of runs covers everything.
+Every test runs every day, one that has cases with at least one of them, unless `ALTERNATING` or `WEEKLY` names it; a week
+of runs covers everything.
 ``CROSSPACK_TEST_ALL`` (``make test-all``) turns this off, and so does choosing tests on the
 command line: a file, a test, ``-k`` or ``-m``.
 """
@@ -16,15 +16,28 @@ from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 
 WEEK = 7
-# Folder or file -> in how many turns the cases of each of its tests are taken, and its tests without cases.
+# Folder or file -> in how many turns the cases of each of its tests are taken.
 CASES = {
-    "tests/jax_backend": (7, 2),
-    "tests/torch_backend": (7, 2),
-    "tests/conformance": (7, 2),
-    "tests/house/test_readme.py": (7, 1),
-    "tests/cli": (3, 1),
-    "tests/packing_core": (7, 1),
+    "tests/jax_backend": 7,
+    "tests/torch_backend": 7,
+    "tests/conformance": 7,
+    "tests/house/test_readme.py": 7,
+    "tests/cli": 3,
+    "tests/packing_core": 7,
 }
+# Files whose tests without cases run every other day: about a second each, and many.
+ALTERNATING = (
+    "tests/conformance/test_conform.py",
+    "tests/conformance/test_run.py",
+    "tests/jax_backend/test_train_step.py",
+    "tests/torch_backend/test_audit_trainer.py",
+    "tests/torch_backend/test_packed_step.py",
+    "tests/torch_backend/test_preference.py",
+    "tests/torch_backend/test_router.py",
+    "tests/torch_backend/test_scored_trainers.py",
+    "tests/torch_backend/test_train.py",
+    "tests/torch_backend/test_trainer.py",
+)
 # File -> tests that take seconds; none for a whole file, whose tests share what takes them. What they prove is proved
 # every day by quicker ones; these add whole runs: a process, a console command, ranks, a compiled step, a page of docs.
 WEEKLY: dict[str, tuple[str, ...]] = {
@@ -109,6 +122,6 @@ def _waiting_of(test: str, cases: list[str], day: int) -> list[str]:
         return cases if (day + SLOTS.index((file, ""))) % WEEK else []
     if (file, name) in SLOTS:
         return [case for number, case in enumerate(cases) if (day + SLOTS.index((file, name)) + number) % WEEK]
-    several, alone = next((n for folder, n in CASES.items() if f"{file}/".startswith(folder + "/")), (1, 1))
-    turns = alone if len(cases) == 1 else min(several, len(cases))
+    several = next((n for folder, n in CASES.items() if f"{file}/".startswith(folder + "/")), 1)
+    turns = min(several, len(cases)) if len(cases) > 1 else 1 + (file in ALTERNATING)
     return [case for number, case in enumerate(cases) if (day + zlib.crc32(test.encode()) + number) % turns]

@@ -16,6 +16,7 @@ IDS = [
     *(f"tests/torch_backend/test_x.py::test_many[{case}]" for case in range(20)),
     *(f"tests/jax_backend/test_x.py::test_three[{case}]" for case in range(3)),
     "tests/torch_backend/test_x.py::test_alone",
+    f"{turns.ALTERNATING[0]}::test_alternating",
     *(f"tests/house/test_x.py::test_quick[{case}]" for case in range(9)),
     SLOW,
     *SHARED,
@@ -29,7 +30,8 @@ def test_a_week_runs_everything_and_a_day_a_part() -> None:
         assert 2 <= sum("test_many" in name for name in ran) <= 3
         assert sum("test_three" in name for name in ran) == 1
         assert sum("test_quick" in name for name in ran) == 9
-    assert 3 <= sum("tests/torch_backend/test_x.py::test_alone" in ran for ran in days) <= 4
+        assert "tests/torch_backend/test_x.py::test_alone" in ran
+    assert 3 <= sum(f"{turns.ALTERNATING[0]}::test_alternating" in ran for ran in days) <= 4
     assert sum(SLOW in ran for ran in days) == 1
     assert [len(ran & set(SHARED)) for ran in days if ran & set(SHARED)] == [len(SHARED)]
 
@@ -57,4 +59,5 @@ def test_contributing_names_what_waits() -> None:
     rows = re.findall(r"^\| `(\S+)` \| (.*) \|$", section, re.MULTILINE)
     listed = {file: tuple(re.findall(r"`(\w+)`", names)) for file, names in rows}
     assert listed == turns.WEEKLY
-    assert all(f"`{folder}`" in section for folder in turns.CASES)
+    assert all(f"`{path}`" in section for path in (*turns.CASES, *turns.ALTERNATING))
+    assert all((ROOT / path).exists() for path in (*turns.CASES, *turns.ALTERNATING))
