@@ -1,9 +1,8 @@
 """What ``make test`` leaves for another day: the cases of parametrised tests by turns, and slow tests once a week.
 
-Every test runs every day, one that has cases with at least one of them, unless `ALTERNATING` or `WEEKLY` names it; a week
-of runs covers everything.
-``CROSSPACK_TEST_ALL`` (``make test-all``) turns this off, and so does choosing tests on the
-command line: a file, a test, ``-k`` or ``-m``.
+Every test runs every day, one that has cases with at least one of them, unless `ALTERNATING` or `WEEKLY` names it; a
+week of runs covers everything. ``CROSSPACK_TEST_ALL`` (``make test-all``) turns this off, and so does choosing tests on
+the command line: a file, a test, ``-k`` or ``-m``.
 """
 
 from __future__ import annotations
