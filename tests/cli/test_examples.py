@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import processes
 from tests.torch_backend.torchrun import on_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def output(name: str) -> str:
-    result = subprocess.run([sys.executable, str(EXAMPLES / name)], capture_output=True, text=True, timeout=300)
+    result = processes.run([sys.executable, str(EXAMPLES / name)])
     assert result.returncode == 0, result.stderr
     return result.stdout
 
