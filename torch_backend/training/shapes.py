@@ -61,8 +61,6 @@ class FixedShapes:
         for name in ("max_length_q", "max_length_k"):
             if batch.get(name) is not None:
                 fixed[name] = longest
-        if batch.get("packed_sources") is not None:
-            fixed["packed_sources"] = (*batch["packed_sources"], *[-1] * len(pieces))
         return fixed | {"packed_lengths": (*lengths, *pieces)}
 
     def forget_rows(self) -> None:
