@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from packing_core.plan import plan
 from packing_core.training.job import TrainJob
 from packing_core.training.schedule import Schedule
+from tests.torch_backend.torchrun import leave
 from tests.training_jobs import LLAMA, losses, small_job
 from torch_backend.training.job import train
 from torch_backend.training.ranks import Ranks
@@ -49,6 +52,7 @@ def found(result: Any) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
+    dist.init_process_group("gloo")
     results = {}
     for name in CASES:
         results[name] = found(train(job(name, folder / "start", folder / "two" / name)))
@@ -59,3 +63,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    leave()
