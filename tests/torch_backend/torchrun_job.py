@@ -48,7 +48,8 @@ def job(name: str, start: Path, output: Path | None) -> TrainJob:
 
 
 def found(result: Any) -> dict[str, Any]:
-    return {"losses": losses(result), "evaluations": [record.eval_loss for record in result.records["packed"]]}
+    evaluated = [record.eval_loss for record in result.records["packed"] if record.eval_loss is not None]
+    return {"losses": losses(result), "evaluations": evaluated}
 
 
 def main(folder: Path) -> None:
