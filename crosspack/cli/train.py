@@ -46,8 +46,14 @@ from packing_core.training.job import (
 from packing_core.training.schedule import Corpus, Schedule
 
 SUMMARY, PICTURE = "crosspack.json", "compare.png"
-# What the files of a result are called; peft writes a README.md beside adapters.
-RESULTS = (PICTURE, RUN_FILE, "*.json", "*.safetensors", "tokenizer*", "*.jinja", "README.md")
+RESULTS = (
+    PICTURE,
+    RUN_FILE,
+    "*.json",
+    "*.safetensors",
+    "tokenizer*",
+    "*.jinja",
+)  # what the files of a result are called
 BUSY = 0.7  # of the processor time that an idle machine gives
 
 
@@ -226,6 +232,7 @@ def train(
             OUT.print(_outcome(result.records["packed"]), highlight=False)
         about = _about(result, backend)
         if kept is not None:
+            (kept.partial / "README.md").unlink(missing_ok=True)  # of peft, an empty form
             encoder.tokenizer.save_pretrained(kept.partial)
             _write_run(about, kept.partial)
             (kept.partial / RUN_FILE).write_text(as_file)
