@@ -17,17 +17,9 @@ from crosspack.cli import COMMANDS, app
 from crosspack.cli.figures import compare_titles
 from packing_core.training.job import Audit, StepRecord, TrainResult
 from tests import processes
+from tests.cli.conftest import LLAMA
 
 PNG = b"\x89PNG"
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
 
 
 def run(*arguments: object):
@@ -36,31 +28,6 @@ def run(*arguments: object):
 
 def words(result) -> str:
     return " ".join(result.output.split())
-
-
-@pytest.fixture
-def data(write) -> Path:
-    rng = np.random.default_rng(7)
-    vocabulary = ["fox", "dog", "box", "jugs", "quick", "lazy", "zebras", "jump"]
-    records = [
-        {"prompt": " ".join(rng.choice(vocabulary, rng.integers(1, 6))), "completion": " fox" * rng.integers(1, 12)}
-        for _ in range(60)
-    ]
-    return write("data.jsonl", records)
-
-
-@pytest.fixture
-def model(tokenizer, tmp_path) -> Path:
-    """A folder with a config.json and a tokenizer, and no weights."""
-    folder = tmp_path / "start"
-    tokenizer.save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(LLAMA))
-    return folder / "config.json"
-
-
-@pytest.fixture
-def small(model, data) -> tuple[object, ...]:
-    return ("train", "--model", model, "--data", data, "--capacity", 64, "--device", "cpu", "--lr", 0.01)
 
 
 def losses(folder: Path, run: str = "packed") -> list[float]:
@@ -360,11 +327,6 @@ def test_a_hub_name_is_found_in_the_hub_cache(small, data, tmp_path):
     assert "owner/name on" in result.stdout
     assert "%|" not in result.stdout + result.stderr  # no bar, transformers' neither, where the output is piped
     assert losses(tmp_path / "again")[0] < losses(out)[0] - 0.2  # it starts from what was trained
-
-
-def test_it_refuses_to_run_once_per_rank(small, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "runs in one process" in one_line(run(*small))
 
 
 @pytest.mark.parametrize(

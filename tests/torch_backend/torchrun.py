@@ -16,15 +16,22 @@ ROOT = Path(__file__).parents[2]
 
 
 def torchrun(script: str, *arguments: str, ranks: int = 2) -> None:
-    """Run ``script`` of this folder with ``torchrun``; one thread for each rank.
+    """Run ``script`` of this folder with ``torchrun``, as :func:`on_ranks` does."""
+    on_ranks(str(Path(__file__).with_name(script)), *arguments, ranks=ranks)
+
+
+def on_ranks(*command: str, ranks: int = 2) -> str:
+    """Run what follows the options of ``torchrun``, with one thread for each rank, and return what it printed.
 
     Raises:
         AssertionError: it failed, with the end of what it wrote, or ran for more than 90 seconds.
     """
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    result = run([*launch, str(Path(__file__).with_name(script)), *arguments], env=environment)
-    assert result.returncode == 0, f"{script} ended with {result.returncode}: {(result.stdout + result.stderr)[-3000:]}"
+    result = run([*launch, *command], env=environment)
+    text = result.stdout + result.stderr
+    assert result.returncode == 0, f"{Path(command[0]).name} ended with {result.returncode}: {text[-3000:]}"
+    return text
 
 
 def whole(found: dict[str, Tensor]) -> dict[str, Tensor]:
