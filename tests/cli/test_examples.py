@@ -22,6 +22,7 @@ def test_every_example_is_run_here():
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
         "torch_loop.py",
         "ranks.py",
+        "classification.py",
         "dpo.py",
         "reward.py",
         "grpo.py",
@@ -34,6 +35,11 @@ def test_a_torch_loop_learns_on_packed_rows():
     assert len(losses) > 5
     assert losses[0] == pytest.approx(6.24, abs=0.1)  # log of the vocabulary
     assert "attention -> " in text
+
+
+def test_a_classifier_learns_on_packed_rows():
+    accuracy, loss = re.search(r"accuracy ([\d.]+), loss ([\d.]+)", output("classification.py")).groups()
+    assert float(accuracy) > 0.9 and float(loss) < 0.5
 
 
 def test_ranks_finish_together_and_a_stream_goes_on_with_fewer_of_them():
