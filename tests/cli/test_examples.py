@@ -28,6 +28,7 @@ def test_every_example_is_run_here():
         "trainer.py",
         "trl_sft.py",
         "ranks.py",
+        "classification.py",
         "dpo.py",
         "reward.py",
         "grpo.py",
@@ -90,6 +91,11 @@ def test_sft_trainer_is_exact_by_one_line(capsys):
     assert "metrics of the step: TRL's entropy and mean_token_accuracy need logits" in text
     losses = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", text)]
     assert losses[-1] < losses[0]
+
+
+def test_a_classifier_learns_on_packed_rows():
+    accuracy, loss = re.search(r"accuracy ([\d.]+), loss ([\d.]+)", output("classification.py")).groups()
+    assert float(accuracy) > 0.9 and float(loss) < 0.5
 
 
 def test_ranks_finish_together_and_a_stream_goes_on_with_fewer_of_them():
