@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from packing_core.batch import IGNORE_INDEX
 from packing_core.errors import LayoutError, UnsupportedError
-from torch_backend.hf.heads import trains_first_token
+from torch_backend.hf.heads import labels_documents, trains_first_token
 from torch_backend.hf.patch import causal_lm
 from torch_backend.hf.placement import execution_device
 from torch_backend.losses.causal_lm import causal_lm_loss
@@ -95,7 +95,7 @@ class TrainStep:
         self._precision: Callable[[], AbstractContextManager[Any]] = lambda: torch.autocast(
             self.device.type, autocast, enabled=autocast is not None
         )
-        self._first_token = 0 if trains_first_token(model) else 1
+        self._first_token = 0 if trains_first_token(model) or labels_documents(model) else 1
         self._takes_count = _takes_count(causal_lm(model))
         self._without_logits = False
         self._gradients = Gradients(model, self._backward, self._probe, compile=compile, capture=capture)
@@ -157,7 +157,7 @@ class TrainStep:
     def _targets(self, batch: Batch) -> Tensor:
         """Where something is predicted."""
         shifted = batch.get("shift_labels")
-        labels: Tensor = batch["labels"][:, self._first_token :] if shifted is None else shifted
+        labels: Tensor = batch["labels"][..., self._first_token :] if shifted is None else shifted
         return labels != IGNORE_INDEX
 
     def _backward(self, batch: Batch) -> Tensor:
