@@ -83,7 +83,6 @@ WEEKLY: dict[str, tuple[str, ...]] = {
     "tests/torch_backend/test_causal_lm_loss.py": ("test_a_compiled_model_is_compiled_once",),
     "tests/torch_backend/test_composition.py": ("test_a_saved_model_loads_in_another_process",),
     "tests/torch_backend/test_conditions.py": ("test_compiled_once_for_eight_segmentations",),
-    "tests/torch_backend/test_deepspeed.py": (),
     "tests/torch_backend/test_distributed_job.py": (),
     "tests/torch_backend/test_distributed_loss.py": (),
     "tests/torch_backend/test_distributed_step.py": (),
