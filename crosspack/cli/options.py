@@ -50,10 +50,10 @@ OverflowPolicy = Annotated[
     Literal["error", "truncate", "split", "drop"],
     typer.Option("--overflow", help="What to do with a document longer than the capacity."),
 ]
-_ROWS_HELP = "Fill rows by length, or with a random mix of lengths, as nearly full."
-Strategy = Annotated[Literal["best_fit", "mixed"], typer.Option("--strategy", help=_ROWS_HELP)]
-# the same in `train`, whose --strategy is that of several processes
-Packing = Annotated[Literal["best_fit", "mixed"], typer.Option("--packing", help=_ROWS_HELP)]
+Packing = Annotated[
+    Literal["best_fit", "mixed"],
+    typer.Option("--packing", help="Fill rows by length, or with a random mix of lengths, as nearly full."),
+]
 Seed = Annotated[int, typer.Option(help="Everything random follows from it.")]
 TrustRemoteCode = Annotated[
     bool,
