@@ -13,9 +13,11 @@ if TYPE_CHECKING:
     from jax_backend.data import GrainSource, GrainStream
     from jax_backend.loss import packed_cross_entropy, shift_labels
     from jax_backend.model import Decoder, DecoderConfig
+    from jax_backend.reduction import reduce, spread
     from jax_backend.rope import apply_rope
     from jax_backend.scan import selective_scan
     from jax_backend.segments import Segments, find_segments, segment_positions
+    from jax_backend.token_logprobs import TokenLogprobs, token_logprobs
     from jax_backend.train_step import TrainState, make_train_step
     from jax_backend.weights import load, save
 
@@ -28,6 +30,7 @@ _HOME: dict[str, str] = {
     "make_train_step": "jax_backend.train_step",
     "merge_attention": "jax_backend.attention",
     "packed_cross_entropy": "jax_backend.loss",
+    "reduce": "jax_backend.reduction",
     "restore_state": "jax_backend.checkpoint",
     "save": "jax_backend.weights",
     "save_state": "jax_backend.checkpoint",
@@ -35,12 +38,15 @@ _HOME: dict[str, str] = {
     "segment_positions": "jax_backend.segments",
     "selective_scan": "jax_backend.scan",
     "shift_labels": "jax_backend.loss",
+    "spread": "jax_backend.reduction",
     "to_batch": "jax_backend.batches",
+    "token_logprobs": "jax_backend.token_logprobs",
     "Decoder": "jax_backend.model",
     "DecoderConfig": "jax_backend.model",
     "GrainSource": "jax_backend.data",
     "GrainStream": "jax_backend.data",
     "Segments": "jax_backend.segments",
+    "TokenLogprobs": "jax_backend.token_logprobs",
     "TrainState": "jax_backend.train_step",
 }
 __all__ = [
@@ -49,6 +55,7 @@ __all__ = [
     "GrainSource",
     "GrainStream",
     "Segments",
+    "TokenLogprobs",
     "TrainState",
     "apply_rope",
     "audit",
@@ -57,6 +64,7 @@ __all__ = [
     "make_train_step",
     "merge_attention",
     "packed_cross_entropy",
+    "reduce",
     "restore_state",
     "save",
     "save_state",
@@ -64,7 +72,9 @@ __all__ = [
     "segment_positions",
     "selective_scan",
     "shift_labels",
+    "spread",
     "to_batch",
+    "token_logprobs",
 ]
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from packing_core import PackedBatch, pack
 from packing_core.batch import IGNORE_INDEX
 from packing_core.columns import TRAINED, read_examples, trained_tokens
+from packing_core.documents import segments_by_document
 from packing_core.errors import LayoutError
 from packing_core.marks import MARKS, PER_TOKEN, Segments, counts_through, is_numbered, read_segments
 from packing_core.views import KernelView
@@ -82,7 +83,9 @@ class PackedCollator:
         Returns:
             ``input_ids``, ``labels``, ``position_ids`` int64 [B, S]; ``seq_idx`` int32 [B, S]; ``cu_seq_lens_q`` and
             ``_k`` int32 [N+1] over the B * S tokens, padding in segments of its own; ints ``max_length_q`` and ``_k``;
-            ``packed_lengths``, the segments' lengths as a tuple; for a model with a router loss ``attention_mask``
+            ``packed_lengths``, the segments' lengths as a tuple; ``packed_documents``, a tuple with the numbers of each
+            document's segments, in source order (see :func:`torch_backend.reduce`), left out if a document is in the
+            batch twice; for a model with a router loss ``attention_mask``
             int64 [B, S], 0 at padding; and the user's own columns [B, S].
         """
         if isinstance(features, PackedBatch):
@@ -98,7 +101,7 @@ class PackedCollator:
             batch = _with_every_label(batch)
         make = batch.padding_free if self.padding_free else batch.kernel_view
         view = make(max_seqlen=self.max_seqlen, bucket=self.bucket)
-        emitted = _to_torch(view, rows=1 if self.padding_free else len(batch))
+        emitted = _to_torch(view, rows=1 if self.padding_free else len(batch)) | _documents(batch, view)
         if self.labels_every_token:
             emitted["labels"] = emitted.pop(_EVERY_LABEL).long() + IGNORE_INDEX
         if self.has_router:
@@ -169,6 +172,8 @@ class BoundaryCollator:
         if self.has_router or segments.padding.any():
             batch["attention_mask"] = (~padding).to(torch.int64 if mask is None else mask.dtype)
         positions, added = batch.get("position_ids"), _metadata(segments.lengths, ids.shape)
+        real = ~segments.padding[segments.starts]
+        added["packed_documents"] = tuple((number,) for number in np.flatnonzero(real).tolist())
         if positions is not None and not _counts_through(positions, segments, rows):
             del added["position_ids"]
         return {"input_ids": ids, **{k: v for k, v in batch.items() if k not in _READ_AND_LEFT_OUT}, **added}
@@ -280,6 +285,17 @@ def _to_torch(view: KernelView, rows: int) -> Batch:
         "packed_lengths": view.lengths,
         **{name: tensor(array) for name, array in view.columns.items()},
     }
+
+
+def _documents(batch: PackedBatch, view: KernelView) -> Batch:
+    """The segments of each document, by their numbers in the view; nothing if a document is in the batch twice."""
+    try:
+        _, order, counts = segments_by_document(batch)
+    except LayoutError:
+        return {}
+    numbers = np.flatnonzero(~np.array(view.is_padding, np.bool_))[order]
+    pieces = np.split(numbers, np.cumsum(counts)[:-1]) if len(counts) else []
+    return {"packed_documents": tuple(tuple(piece.tolist()) for piece in pieces)}
 
 
 def _metadata(lengths: NDArray[np.int64], shape: torch.Size) -> Batch:

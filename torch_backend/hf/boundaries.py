@@ -22,6 +22,7 @@ from torch_backend.segments import PackedMetadata, to_device
 # What a packed batch holds beside input_ids, labels and position_ids.
 METADATA_KEYS = (
     "packed_lengths",
+    "packed_documents",
     "cu_seq_lens_q",
     "cu_seq_lens_k",
     "max_length_q",
