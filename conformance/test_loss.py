@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,7 @@ from conformance import models
 from conformance.draws import FOUR_ROWS, FULL, DecoderCase, LossCase, Rows, documents, untrained
 from conformance.golden import Case, golden
 from conformance.judge import Judge
-from packing_core.protocol import Document, segments
+from packing_core.protocol import Array, Document, segments
 
 requirement = pytest.mark.requirement
 
@@ -122,8 +124,13 @@ def test_a_step_without_targets(judge: Judge) -> None:
     judge.promised("train", "untrained_batches")
     step = microbatches()[:2]
     silent = [[untrained(document) for document in microbatch] for microbatch in step]
+
+    def trained() -> Mapping[str, Array]:
+        return models.train(judge, DecoderCase(), [step], capacity=96)[1]
+
     losses, weights = models.train(judge, DecoderCase(), [step, silent], capacity=96)
-    _, before = models.train(judge, DecoderCase(), [step], capacity=96)
+    before = trained()
+    noise = judge.noise(trained, before)
     judge.equal("the loss of a step without targets", losses[1], 0.0)
     for name, weight in weights.items():
-        judge.unmoved(name, before[name], weight, because="a step had no targets")
+        judge.unmoved(name, before[name], weight, because="a step had no targets", noise=noise[name])

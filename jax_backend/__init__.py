@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from jax_backend.batches import to_batch
     from jax_backend.checkpoint import restore_state, save_state
     from jax_backend.data import GrainSource, GrainStream
+    from jax_backend.linear_cross_entropy import linear_cross_entropy
     from jax_backend.loss import packed_cross_entropy, shift_labels
     from jax_backend.model import Decoder, DecoderConfig
     from jax_backend.reduction import reduce, spread
@@ -26,6 +27,7 @@ _HOME: dict[str, str] = {
     "apply_rope": "jax_backend.rope",
     "audit": "jax_backend.audit",
     "find_segments": "jax_backend.segments",
+    "linear_cross_entropy": "jax_backend.linear_cross_entropy",
     "load": "jax_backend.weights",
     "make_train_step": "jax_backend.train_step",
     "merge_attention": "jax_backend.attention",
@@ -60,6 +62,7 @@ __all__ = [
     "apply_rope",
     "audit",
     "find_segments",
+    "linear_cross_entropy",
     "load",
     "make_train_step",
     "merge_attention",

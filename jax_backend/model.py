@@ -17,6 +17,8 @@ import numpy as np
 from flax import nnx
 
 from jax_backend.attention import segment_attention
+from jax_backend.linear_cross_entropy import linear_cross_entropy
+from jax_backend.loss import packed_cross_entropy
 from jax_backend.rope import apply_rope
 from jax_backend.segments import find_segments
 from packing_core.errors import UnsupportedModelError
@@ -324,6 +326,21 @@ class Decoder(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Logits [..., V] of hidden states [..., M], through the output head or the tied embedding."""
         return self.model.embed_tokens.attend(hidden) if self.lm_head is None else self.lm_head(hidden)
+
+    def loss(self, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Loss sum and weight sum of a batch as ``to_batch`` makes it, arrays [B, S], without keeping the logits.
+
+        An output head that is no plain ``nnx.Linear`` (LoRA, a quantised one) is called, and its logits are kept.
+        """
+        hidden = self.hidden(batch["input_ids"], batch["segment_ids"], batch["position_ids"])
+        targets, weights = batch["targets"], batch["loss_weights"]
+        if self.lm_head is None:
+            kernel = self.model.embed_tokens.embedding[...].T
+        elif type(self.lm_head) is nnx.Linear:
+            kernel = self.lm_head.kernel[...]
+        else:
+            return packed_cross_entropy(self.logits(hidden), targets, weights=weights)
+        return linear_cross_entropy(hidden, kernel, targets, weights=weights, mesh=self.mesh)
 
     def __call__(self, input_ids: jax.Array, segment_ids: jax.Array, position_ids: jax.Array) -> jax.Array:
         """Logits [B, S, V] of packed rows; a padding position's logits mean nothing and influence nothing."""

@@ -8,7 +8,7 @@ row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_backend.loss import packed_cross_entropy
 from jax_backend.model import Decoder
-from packing_core.errors import LayoutError
+from jax_backend.placement import auto_axes, place_rows, weight_shardings
+from packing_core.errors import LayoutError, PackingError
 
 Metrics = dict[str, jax.Array]
 
@@ -37,7 +37,10 @@ class TrainState(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What a step's microbatches add up to before the one division."""
+    """What a step's microbatches add up to before the one division, all float32 whatever the weights' dtype.
+
+    A bfloat16 sum stops growing once it is 256 times as large as what is added.
+    """
 
     loss: jax.Array
     weight: jax.Array
@@ -55,37 +58,66 @@ class TrainStep:
     """
 
     def __init__(
-        self, model: Decoder, tx: optax.GradientTransformation, mesh: Mesh | None, precision: str | None = None
+        self,
+        model: Decoder | Callable[[], Decoder],
+        tx: optax.GradientTransformation,
+        mesh: Mesh | None,
+        precision: str | None = None,
     ) -> None:
-        if mesh is not None:
-            # Inside the step the compiler propagates shardings (Auto axes), whatever axes the caller's mesh has.
-            mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
-        self.mesh = mesh
+        self.mesh = mesh = None if mesh is None else auto_axes(mesh)
         self.tx = tx
         self.precision = precision
         self.compilations = 0
-        model = nnx.clone(model)
-        model.mesh = mesh
-        graph, params, *rest = nnx.split(model, nnx.Param, ...)
-        self._graph, self._params, self._rest = graph, params, rest[0]
-        abstract = jax.eval_shape(self._fresh, self._params)
-        self._sharding = None if mesh is None else jax.tree.map(lambda leaf: _leaf_sharding(leaf.shape, mesh), abstract)
-        self._step = jax.jit(self._accumulate_and_update, donate_argnums=0, out_shardings=self._out_shardings())
-        self._add = jax.jit(self._add_microbatch, donate_argnums=1)
-        self._update = jax.jit(self._divide_and_update, donate_argnums=0, out_shardings=self._out_shardings())
+        if isinstance(model, nnx.Module):
+            self._make: Callable[[], Decoder] | None = None
+            self._graph, params, rest = self._split(nnx.clone(model))
+            self._params: nnx.State | None = params  # the model's own arrays, not a copy
+            self._rest: nnx.State | None = _put(rest, weight_shardings(rest, mesh))
+        else:
+            self._make, self._params, self._rest = model, None, None
+            self._graph, params, rest = self._split(nnx.eval_shape(model))
+        self._rest_shapes = jax.eval_shape(lambda rest: rest, rest)
+        self._rest_shardings = weight_shardings(rest, mesh)
+        self.shapes: TrainState = jax.eval_shape(self._fresh, params)
+        self._shardings: Any = weight_shardings(self.shapes, mesh)
+        out: Any = None
+        sums: Any = None
+        if mesh is not None:
+            self.shapes = jax.tree.map(_with_sharding, self.shapes, self._shardings)
+            self._rest_shapes = jax.tree.map(_with_sharding, self._rest_shapes, self._rest_shardings)
+            whole: Any = NamedSharding(mesh, PartitionSpec())
+            out, sums = (self._shardings, whole), Sums(whole, whole, self._shardings.params)
+        self._step = jax.jit(self._accumulate_and_update, donate_argnums=0, out_shardings=out)
+        self._zeros = jax.jit(_zeros, out_shardings=sums)
+        self._add = jax.jit(self._add_first, donate_argnums=2, out_shardings=sums)
+        self._update = jax.jit(self._divide_and_update, donate_argnums=0, out_shardings=out)
 
-    def init(self) -> TrainState:
-        """The state before the first step, from the model's own weights, placed on the mesh."""
-        return jax.jit(self._fresh, out_shardings=self._sharding)(self._params)
+    def init(self, *, donate: bool = False) -> TrainState:
+        """The state before the first step: the model's own weights, or those that its function makes, on the mesh.
 
-    @property
-    def shapes(self) -> TrainState:
-        """Shape, dtype and sharding of every leaf of a state, without its values."""
-        return jax.eval_shape(jax.jit(self._fresh, out_shardings=self._sharding), self._params)
+        A function's weights are made on the devices that keep them. A model's weights are copied, so that the model
+        stays usable and ``init`` can be called again; with ``donate`` they become the state's, without a second copy.
+
+        Raises:
+            PackingError: the model's weights were donated before.
+        """
+        if self._make is not None:
+            make, shardings = self._make, self._shardings and self._shardings.params
+            params = jax.jit(lambda: self._split(make())[1], out_shardings=shardings)()
+        elif self._params is None:
+            raise PackingError("init(donate=True) gave the model's weights away: build a new step from a new model")
+        else:
+            params = _put(self._params, self._shardings and self._shardings.params, donate=donate)
+            self._params = None if donate else self._params
+        opt_state = jax.jit(self.tx.init, out_shardings=self._shardings and self._shardings.opt_state)(params)
+        return TrainState(params, opt_state, _put(jnp.zeros((), jnp.int32), self._shardings and self._shardings.step))
 
     def model(self, state: TrainState) -> Decoder:
-        """A model that holds the state's weights, for evaluation or :func:`jax_backend.weights.save`."""
-        return nnx.merge(self._graph, state.params, self._rest)
+        """A model that holds the state's weights, for evaluation or :func:`jax_backend.weights.save`.
+
+        It shares the state's arrays: the next step donates them, so use the model before it.
+        """
+        return nnx.merge(self._graph, state.params, self._others())
 
     def __call__(self, state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, Metrics]:
         """Take one optimizer step.
@@ -93,7 +125,8 @@ class TrainStep:
         Args:
             state: what :meth:`init` or the last step returned; its buffers are donated.
             batch: integer ``input_ids``, ``segment_ids``, ``position_ids``, ``targets`` and float ``loss_weights`` (0
-                where nothing is trained), each [A, B, S], or [B, S] for a single microbatch.
+                where nothing is trained), each [A, B, S], or [B, S] for a single microbatch. In a job of several
+                processes the rows are this process's own, as many in each.
 
         Returns:
             The new state and ``loss`` (mean over the weights of the whole step), ``loss_sum``, ``weight_sum``,
@@ -102,22 +135,33 @@ class TrainStep:
         Raises:
             LayoutError: a key lacks, shapes differ, or the rows do not divide over the devices.
         """
-        return self._step(state, self.place(batch))
+        return self._step(state, self._others(), self.place(batch))
 
     def accumulate(self, state: TrainState, sums: Sums | None, batch: Mapping[str, Any]) -> Sums:
         """Add one microbatch [B, S] to the sums of a step whose microbatches differ in shape; ``sums`` is donated.
 
         Finish the step with :meth:`update`. Each new shape is compiled.
         """
-        micro = {key: value[0] for key, value in self.place(batch).items()}
-        return self._add(state.params, self._zeros(state.params) if sums is None else sums, micro)
+        sums = self._zeros(state.params) if sums is None else sums
+        return self._add(state.params, self._others(), sums, self.place(batch))
 
     def update(self, state: TrainState, sums: Sums) -> tuple[TrainState, Metrics]:
         """Divide the sums once and take the optimizer step; ``state`` is donated."""
         return self._update(state, sums)
 
+    def compile(self, *, rows: int, tokens: int, microbatches: int = 1) -> jax.stages.Compiled:
+        """The step for batches of one shape, compiled for its ``memory_analysis()`` and the like; nothing is allocated.
+
+        ``rows`` counts those of all processes.
+        """
+        spread = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec(None, self.mesh.axis_names))
+        shape = (microbatches, rows, tokens)
+        dtypes = {key: jnp.float32 if key == "loss_weights" else jnp.int32 for key in BATCH_KEYS}
+        batch = {key: jax.ShapeDtypeStruct(shape, dtype, sharding=spread) for key, dtype in dtypes.items()}
+        return self._step.lower(self.shapes, self._rest_shapes, batch).compile()
+
     def place(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Check the batch and put it on the mesh: rows are spread over all its axes."""
+        """Check the batch and put it on the mesh: this process's rows are spread over its devices."""
         missing = [key for key in BATCH_KEYS if key not in batch]
         if missing:
             raise LayoutError(f"the batch lacks {', '.join(missing)}: jax_backend.to_batch makes all of them")
@@ -127,40 +171,42 @@ class TrainStep:
         arrays = {key: batch[key] if batch[key].ndim == 3 else batch[key][None] for key in BATCH_KEYS}
         if self.mesh is None:
             return {key: jnp.asarray(value) for key, value in arrays.items()}
-        rows, devices = shapes["input_ids"][-2], self.mesh.size
-        if rows % devices:
-            raise LayoutError(
-                f"{rows} rows do not divide over {devices} devices: take a multiple of {devices} rows a microbatch"
-            )
-        spread = NamedSharding(self.mesh, PartitionSpec(None, self.mesh.axis_names, None))
-        return {key: jax.device_put(value, spread) for key, value in arrays.items()}
+        return place_rows(arrays, self.mesh)
+
+    def _split(self, model: Any) -> tuple[Any, nnx.State, nnx.State]:
+        model.mesh = self.mesh
+        graph, params, *rest = nnx.split(model, nnx.Param, ...)
+        return graph, params, rest[0]
+
+    def _others(self) -> nnx.State:
+        """What the model holds besides its weights, on the mesh."""
+        if self._rest is None:
+            make = self._make
+            assert make is not None
+            self._rest = jax.jit(lambda: self._split(make())[2], out_shardings=self._rest_shardings)()
+        return self._rest
 
     def _fresh(self, params: nnx.State) -> TrainState:
         return TrainState(params, self.tx.init(params), jnp.zeros((), jnp.int32))
 
-    def _out_shardings(self) -> Any:
-        if self.mesh is None:
-            return None
-        return self._sharding, NamedSharding(self.mesh, PartitionSpec())
+    def _loss_sum(self, params: nnx.State, rest: nnx.State, micro: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return nnx.merge(self._graph, params, rest).loss(micro)
 
-    def _loss_sum(self, params: nnx.State, micro: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        model = nnx.merge(self._graph, params, self._rest)
-        logits = model(micro["input_ids"], micro["segment_ids"], micro["position_ids"])
-        return packed_cross_entropy(logits, micro["targets"], weights=micro["loss_weights"])
+    def _add_first(self, params: nnx.State, rest: nnx.State, sums: Sums, batch: dict[str, jax.Array]) -> Sums:
+        return self._add_microbatch(params, rest, sums, {key: value[0] for key, value in batch.items()})
 
-    def _zeros(self, params: nnx.State) -> Sums:
-        return Sums(jnp.zeros(()), jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
-
-    def _add_microbatch(self, params: nnx.State, sums: Sums, micro: dict[str, jax.Array]) -> Sums:
+    def _add_microbatch(self, params: nnx.State, rest: nnx.State, sums: Sums, micro: dict[str, jax.Array]) -> Sums:
         with nullcontext() if self.precision is None else jax.default_matmul_precision(self.precision):
-            (loss, weight), grads = jax.value_and_grad(self._loss_sum, has_aux=True)(params, micro)
-        return jax.tree.map(jnp.add, sums, Sums(loss, weight, grads))
+            (loss, weight), grads = jax.value_and_grad(self._loss_sum, has_aux=True)(params, rest, micro)
+        return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, Sums(loss, weight, grads))
 
     def _divide_and_update(self, state: TrainState, sums: Sums) -> tuple[TrainState, Metrics]:
         # One division for the whole step: a mean of the microbatches' means would weigh their tokens unequally.
         share = jnp.where(sums.weight > 0, 1 / jnp.where(sums.weight > 0, sums.weight, 1), 0)
-        grads = jax.tree.map(lambda grad: (grad * share).astype(grad.dtype), sums.grads)
-        updates, opt_state = self.tx.update(grads, state.opt_state, state.params)
+        grads = jax.tree.map(lambda grad: grad * share, sums.grads)
+        # Rounded once: float32 gradients would turn the optimizer's moments of bfloat16 weights into float32.
+        rounded = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, state.params)
+        updates, opt_state = self.tx.update(rounded, state.opt_state, state.params)
         metrics = {
             "loss": sums.loss * share,
             "loss_sum": sums.loss,
@@ -169,18 +215,24 @@ class TrainStep:
         }
         return TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1), metrics
 
-    def _accumulate_and_update(self, state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, Metrics]:
+    def _accumulate_and_update(
+        self, state: TrainState, rest: nnx.State, batch: dict[str, jax.Array]
+    ) -> tuple[TrainState, Metrics]:
         self.compilations += 1  # this body runs when it is traced, not when it is executed
 
         def add(sums: Sums, micro: dict[str, jax.Array]) -> tuple[Sums, None]:
-            return self._add_microbatch(state.params, sums, micro), None
+            return self._add_microbatch(state.params, rest, sums, micro), None
 
-        sums, _ = jax.lax.scan(add, self._zeros(state.params), batch)
+        sums, _ = jax.lax.scan(add, _zeros(state.params), batch)
         return self._divide_and_update(state, sums)
 
 
 def make_train_step(
-    model: Decoder, tx: optax.GradientTransformation, mesh: Mesh | None = None, *, precision: str | None = None
+    model: Decoder | Callable[[], Decoder],
+    tx: optax.GradientTransformation,
+    mesh: Mesh | None = None,
+    *,
+    precision: str | None = None,
 ) -> TrainStep:
     """Build the training step of ``model`` under the optimizer ``tx``.
 
@@ -189,7 +241,8 @@ def make_train_step(
 
     Args:
         model: a decoder; its ``param_dtype`` is what the master weights keep, its ``dtype`` what the layers compute in,
-            its ``remat`` whether layers are recomputed in the backward.
+            its ``remat`` whether layers are recomputed in the backward. Or a function that makes one: `TrainStep.init`
+            then makes the weights where they are kept, and no device ever holds them whole.
         tx: an optax transformation.
         mesh: None for one device. Rows are spread over all of the mesh's axes; weights, gradients and the optimizer's
             state are cut over the axis named ``fsdp`` where the mesh has one, and replicated over the others.
@@ -199,11 +252,16 @@ def make_train_step(
     return TrainStep(model, tx, mesh, precision)
 
 
-def _leaf_sharding(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
-    """Cut the largest dimension that the ``fsdp`` axis divides; scalars and odd shapes are replicated."""
-    parts = mesh.shape.get("fsdp", 1)
-    fitting = [axis for axis, size in enumerate(shape) if parts > 1 and size % parts == 0]
-    spec: list[str | None] = [None] * len(shape)
-    if fitting:
-        spec[max(fitting, key=lambda axis: shape[axis])] = "fsdp"
-    return NamedSharding(mesh, PartitionSpec(*spec))
+def _zeros(params: nnx.State) -> Sums:
+    return Sums(jnp.zeros(()), jnp.zeros(()), jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), params))
+
+
+def _put(tree: Any, shardings: Any, *, donate: bool = False) -> Any:
+    """The tree's arrays where they belong: new ones, or with ``donate`` the same ones if they are there already."""
+    if shardings is None:
+        return tree if donate else jax.tree.map(jnp.copy, tree)
+    return jax.device_put(tree, shardings, donate=donate, may_alias=None if donate else False)
+
+
+def _with_sharding(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

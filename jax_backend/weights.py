@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from jax_backend.model import Decoder, DecoderConfig
+from jax_backend.placement import to_host, weight_sharding
 from packing_core.errors import LayoutError, PackingError
 from packing_core.extras import require
 
@@ -28,7 +31,8 @@ def load(folder: str | Path, **options: Any) -> Decoder:
 
     Args:
         folder: holds ``config.json`` and ``model.safetensors`` (or its shards and their index).
-        options: ``dtype``, ``param_dtype``, ``remat``, ``implementation``, ``mesh`` of the decoder.
+        options: ``dtype``, ``param_dtype``, ``remat``, ``implementation``, ``mesh`` of the decoder. With a ``mesh``
+            each device reads the part of each tensor that it keeps, laid out as `make_train_step` lays weights out.
 
     Raises:
         PackingError: a file is missing; pickled checkpoints are never read.
@@ -41,44 +45,74 @@ def load(folder: str | Path, **options: Any) -> Decoder:
     config = DecoderConfig.from_hf(json.loads((folder / "config.json").read_text()))
     abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), **options))
     graph, state = nnx.split(abstract)
-    assign(state, _read(folder))
+    _fill(state, _open(folder), options.get("mesh"))
     return nnx.merge(graph, state)
 
 
 def save(model: Decoder, folder: str | Path) -> None:
-    """Write ``config.json`` and ``model.safetensors`` that transformers loads; weights keep their dtype."""
-    numpy_file = require("safetensors.flax", extra="jax")
+    """Write ``config.json`` and ``model.safetensors`` that transformers loads; weights keep their dtype.
+
+    Weights are gathered on the host. In a job of several processes all must call it; the first one writes.
+    """
+    writer = require("safetensors.numpy", extra="jax")
     folder = Path(folder)
+    tensors = export(nnx.state(model, nnx.Param))
+    if jax.process_index():
+        return
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(model.config.to_hf(), indent=2, sort_keys=True) + "\n")
-    numpy_file.save_file(export(nnx.state(model, nnx.Param)), folder / "model.safetensors", metadata={"format": "pt"})
+    writer.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def export(state: nnx.State) -> dict[str, jax.Array]:
-    """Checkpoint name -> array, in the checkpoint's orientation, of a decoder's parameters (or of their gradients)."""
-    return {name: _turn(path, jnp.asarray(leaf[...])) for name, path, leaf in _named(state)}
+def export(state: nnx.State) -> dict[str, np.ndarray]:
+    """Checkpoint name -> array on the host, in the checkpoint's orientation, of a decoder's parameters (or of their
+    gradients)."""
+    return {name: np.ascontiguousarray(_turn(path, to_host(leaf[...]))) for name, path, leaf in _named(state)}
 
 
 def assign(state: nnx.State, tensors: Mapping[str, Any]) -> None:
-    """Fill ``state`` in place from checkpoint-named ``tensors``, casting to each parameter's dtype.
+    """Fill ``state`` in place from checkpoint-named arrays, casting to each parameter's dtype and keeping its sharding.
 
     Raises:
         LayoutError: names that lack or that nothing takes, or a shape that differs; nothing is filled then.
     """
-    wanted = {name: (path, leaf) for name, path, leaf in _named(state)}
-    missing, extra = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
+    for name, path, leaf in _checked(state, {name: tensor.shape for name, tensor in tensors.items()}):
+        turned = np.asarray(_turn(path, np.asarray(tensors[name])), leaf.dtype)
+        leaf.set_value(jax.device_put(turned, leaf[...].sharding))
+
+
+def _fill(state: nnx.State, tensors: Mapping[str, Any], mesh: Mesh | None) -> None:
+    """Fill abstract ``state`` from open safetensors slices, each device with what it keeps."""
+    for name, path, leaf in _checked(state, {name: tuple(part.get_shape()) for name, part in tensors.items()}):
+        read = partial(_read, tensors[name], path, leaf.dtype)
+        if mesh is None:
+            leaf.set_value(jnp.asarray(read((slice(None),) * len(leaf.shape))))
+        else:
+            sharding = weight_sharding(leaf.shape, mesh)
+            leaf.set_value(jax.make_array_from_callback(leaf.shape, sharding, read, dtype=leaf.dtype))
+
+
+def _read(part: Any, path: tuple[Any, ...], dtype: Any, index: Any) -> np.ndarray:
+    """The part ``index`` of a parameter from its safetensors slice."""
+    return np.ascontiguousarray(_turn(path, part[index[::-1] if _is_turned(path) else index]), dtype)
+
+
+def _checked(state: nnx.State, shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, tuple[Any, ...], Any]]:
+    """Name, path and leaf of all parameters, whose names and shapes are those of a checkpoint."""
+    wanted = list(_named(state))
+    names = {name for name, _, _ in wanted}
+    missing, extra = sorted(names - shapes.keys()), sorted(shapes.keys() - names)
     extra = [name for name in extra if name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq")]
     if missing or extra:
         raise LayoutError(
             f"the checkpoint lacks {missing or 'nothing'} and has {extra or 'nothing'} that the config does not: "
             "the config.json beside it describes another model"
         )
-    turned = {name: _turn(path, jnp.asarray(tensors[name])) for name, (path, _) in wanted.items()}
-    for name, (_, leaf) in wanted.items():
-        if turned[name].shape != leaf.shape:
-            raise LayoutError(f"{name} has shape {turned[name].shape} and the config asks for {leaf.shape}")
-    for name, (_, leaf) in wanted.items():
-        leaf.set_value(turned[name].astype(leaf.dtype))
+    for name, path, leaf in wanted:
+        found = shapes[name][::-1] if _is_turned(path) else shapes[name]
+        if found != leaf.shape:
+            raise LayoutError(f"{name} has shape {found} and the config asks for {leaf.shape}")
+    return wanted
 
 
 def _named(state: nnx.State) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
@@ -88,12 +122,17 @@ def _named(state: nnx.State) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
         yield ".".join(parts), path, leaf
 
 
-def _turn(path: tuple[Any, ...], array: jax.Array) -> jax.Array:
-    return array.T if path[-1] == "kernel" else array
+def _is_turned(path: tuple[Any, ...]) -> bool:
+    return bool(path[-1] == "kernel")
 
 
-def _read(folder: Path) -> dict[str, np.ndarray]:
-    reader = require("safetensors.flax", extra="jax")
+def _turn(path: tuple[Any, ...], array: np.ndarray) -> np.ndarray:
+    return array.T if _is_turned(path) else array
+
+
+def _open(folder: Path) -> dict[str, Any]:
+    """Name -> safetensors slice, of which nothing is read yet."""
+    safetensors = require("safetensors", extra="jax")
     if (folder / _INDEX).is_file():
         files = sorted(set(json.loads((folder / _INDEX).read_text())["weight_map"].values()))
     else:
@@ -101,4 +140,5 @@ def _read(folder: Path) -> dict[str, np.ndarray]:
     absent = [name for name in files if not (folder / name).is_file()]
     if absent:
         raise PackingError(f"{folder} lacks {', '.join(absent)}: only safetensors are read, never pickled weights")
-    return {name: tensor for file in files for name, tensor in reader.load_file(folder / file).items()}
+    opened = (safetensors.safe_open(folder / file, "numpy") for file in files)
+    return {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118  # no mapping

@@ -22,11 +22,12 @@ Int64 = NDArray[np.int64]
 SECTION = 64  # rows that one section of the draw fills: sections are filled side by side
 TAIL = 5  # one part in so many, the end of a section, gives its long pieces to the part before it
 FULL = 0.999  # efficiency below which more pieces are held back
-DRAWN = (100, 95, 85, 70, 50, 0)  # percent of the fewest rows possible that the draw fills; the next where one fails
+CLOSE = 1.005  # times the rows of best fit, where those are not full either
+DRAWN = (100, 90, 80, 65, 40, 0)  # percent of the fewest rows possible that the draw fills; the next where one fails
 
 
 def mixed(sizes: Int64, capacity: int, max_segments: int, shuffle: Shuffle, *, once: bool = False) -> Rows:
-    """Rows of random composition, ``FULL`` or no more of them than best fit needs.
+    """Rows of random composition, ``FULL``, or ``CLOSE`` to the number of best fit's rows where those are not ``FULL``.
 
     1. The pieces are drawn in random order (in their own order without ``shuffle``), and the draw is cut into sections.
        Long pieces, of more than half a row, leave the last fifth of their section: one at place ``p`` of this fifth
@@ -36,11 +37,11 @@ def mixed(sizes: Int64, capacity: int, max_segments: int, shuffle: Shuffle, *, o
        the rows that the fewest pieces fit first. So a row takes one piece a round.
     4. What fits no row is packed by best fit into rows of its own.
 
-    If the rows are not ``FULL`` and more than best fit needs, fewer are filled in step 2, down to none, which is best
-    fit itself. With ``once`` the first rows are taken as they are, for callers who keep back rows that are not full.
+    If there are too many rows, fewer are filled in step 2, down to none, which is best fit itself. With ``once`` the
+    first rows are taken as they are, for callers who keep back rows that are not full.
     """
     order = np.arange(len(sizes)) if shuffle is None else permutation(len(sizes), shuffle)
-    sizes = sizes[order]
+    sizes = sizes.take(order)
     bound = max(int(sizes.sum()) / capacity, len(sizes) / max_segments)
     sections = _shares(len(sizes), max(1, ceil(bound) // SECTION))
     _move_long_forward(order, sizes, sections, capacity)
@@ -48,7 +49,8 @@ def mixed(sizes: Int64, capacity: int, max_segments: int, shuffle: Shuffle, *, o
     for share in DRAWN:
         drawn = _draw(sizes, sections, share * ceil(bound) // 100, capacity, max_segments)
         if drawn.n_rows > enough and share == DRAWN[0]:
-            enough = max(enough, _best_fit_rows(sizes, capacity, max_segments))
+            fewest = _best_fit_rows(sizes, capacity, max_segments)
+            enough = enough if fewest <= enough else fewest * CLOSE
         if drawn.n_rows <= enough:
             break
     return _written(drawn, order, sizes, shuffle)
@@ -88,7 +90,7 @@ def _move_long_forward(order: Int64, sizes: Int64, sections: Int64, capacity: in
 def _draw(sizes: Int64, sections: Int64, fewest: int, capacity: int, max_segments: int) -> _Draw:
     """Steps 2 to 4."""
     before = _offsets(sizes)
-    begin, end = _next_fit(before, sections, fewest, capacity, max_segments)
+    begin, end = _next_fit(sizes, before, sections, fewest, capacity, max_segments)
     counts = end - begin
     is_held = np.ones(len(sizes), np.bool_)
     is_held[indexes(begin, counts)] = False
@@ -106,42 +108,43 @@ def _draw(sizes: Int64, sections: Int64, fewest: int, capacity: int, max_segment
 
 
 def _written(drawn: _Draw, order: Int64, sizes: Int64, shuffle: Shuffle) -> Rows:
-    counts = np.bincount(drawn.row, minlength=drawn.n_rows)
-    counts[: len(drawn.counts)] += drawn.counts
-    if shuffle is None:
-        offsets = _offsets(counts)
-        first = offsets[:-1]
-    else:
+    """Each row's pieces of the draw, then those it took, both copied as runs."""
+    taken = np.bincount(drawn.row, minlength=drawn.n_rows)
+    first = _offsets(taken)
+    begin, counts = np.zeros((2, drawn.n_rows, 2), np.int64)
+    begin[: len(drawn.begin), 0], counts[: len(drawn.begin), 0] = drawn.begin, drawn.counts
+    begin[:, 1], counts[:, 1] = len(order) + first[:-1], taken
+    late = np.empty(len(drawn.place), np.int64)
+    late[(first[:-1] - counts[:, 0])[drawn.row] + drawn.slot] = drawn.place
+    if shuffle is not None:
         rows = permutation(drawn.n_rows, shuffle)
-        offsets = _offsets(counts[rows])
-        first = np.empty(drawn.n_rows, np.int64)
-        first[rows] = offsets[:-1]
-    source = indexes(drawn.begin, drawn.counts)
-    target = indexes(first[: len(drawn.begin)], drawn.counts)
-    late = first[drawn.row] + drawn.slot
-    written = []
-    for array in (order, sizes):
-        out = np.empty(len(array), np.int64)
-        out[target] = array[source]
-        out[late] = array[drawn.place]
-        written.append(out)
-    return Rows(offsets, *written)
+        begin, counts = begin.take(rows, axis=0), counts.take(rows, axis=0)
+    at = indexes(begin.reshape(-1), counts.reshape(-1))
+    offsets = _offsets(counts[:, 0] + counts[:, 1])
+    return Rows(offsets, *(np.concatenate([array, array[late]]).take(at) for array in (order, sizes)))
 
 
-def _next_fit(before: Int64, sections: Int64, rows: int, capacity: int, max_segments: int) -> tuple[Int64, Int64]:
+def _next_fit(
+    sizes: Int64, before: Int64, sections: Int64, rows: int, capacity: int, max_segments: int
+) -> tuple[Int64, Int64]:
     """Begin and end of each of at most ``rows`` rows, which are divided evenly among the sections.
 
     Args:
         before: [N + 1] units before each piece of the draw.
     """
     wanted = np.diff(_shares(rows, len(sections) - 1))
-    at, stop = sections[:-1], sections[1:]
-    starts = [at]
-    for _ in range(int(wanted.max())):
-        fits = np.searchsorted(before, before[at] + capacity, side="right") - 1
-        at = np.minimum(np.minimum(fits, at + max_segments), stop)
-        starts.append(at)
-    edges = np.stack(starts, axis=1)
+    most = min(max_segments, capacity // int(sizes.min()), int(np.diff(sections).max()))  # pieces of a row
+    begin, stop = sections[:-1], sections[1:]
+    edges = np.empty((int(wanted.max()) + 1, len(begin)), np.int64)
+    edges[0] = begin
+    for k in range(1, len(edges)):  # of all sections at once: a binary search for the last piece that fits
+        last, room = np.minimum(begin + most, stop), before[begin] + capacity
+        end = begin
+        for width in (1 << bit for bit in reversed(range(most.bit_length()))):
+            further = np.minimum(end + width, last)
+            end = np.where(before[further] <= room, further, end)
+        edges[k] = begin = end
+    edges = edges.T
     made = (np.arange(edges.shape[1] - 1) < wanted[:, None]) & (edges[:, 1:] > edges[:, :-1])
     return edges[:, :-1][made], edges[:, 1:][made]
 
@@ -197,17 +200,22 @@ def _match(fits: Int64) -> tuple[Int64, Int64]:
     Returns:
         The rows that took a piece, in any order, and the piece of each.
     """
-    # Pieces and rows in one sequence, each row after the pieces that fit it, match as opening and closing brackets do:
-    # a closing bracket belongs to the nearest opening one of its depth.
-    n = int(fits.max(initial=0)) + len(fits)
+    # Which pieces are taken does not depend on the order of the rows. Seen from the last row, each takes the next
+    # smaller piece, or the last one that fits it.
+    rows = np.arange(len(fits))
+    taken = np.minimum.accumulate((fits - rows)[::-1])[::-1] + rows - 1
+    taken = taken[np.searchsorted(taken, 0) :]
+    # These pieces and the rows in one sequence, each row after the pieces that fit it, match as opening and closing
+    # brackets do: a closing bracket belongs to the nearest opening one of its depth.
+    n = len(taken) + len(fits)
     step = np.ones(n, np.int64)
-    step[fits + np.arange(len(fits))] = -1
+    step[np.searchsorted(taken, fits) + rows] = -1
     pieces = np.cumsum(step > 0)  # up to here
     depth = 2 * pieces - np.arange(1, n + 1) + (step < 0) + len(fits)  # both brackets of a pair have that of the first
     at, depth = _sorted_together(depth, np.arange(n))
     pair = np.flatnonzero((depth[1:] == depth[:-1]) & (step[at[:-1]] > 0) & (step[at[1:]] < 0))
     opening, closing = at[pair], at[pair + 1]
-    return closing - pieces[closing], pieces[opening] - 1
+    return closing - pieces[closing], taken[pieces[opening] - 1]
 
 
 def _best_fit_rows(sizes: Int64, capacity: int, max_segments: int) -> int:

@@ -52,9 +52,10 @@ def plan(
         strategy: ``best_fit`` takes documents by decreasing length and puts each into the fullest row that takes it
             (best-fit-decreasing). ``mixed`` makes rows whose lengths look like a random draw: it fills rows with
             documents in random order and their ends with the longest documents that still fit; rows are at least 99.9%
-            full or no more than under ``best_fit`` (exact definition: ``packing_core._mixed.mixed``). ``first_fit``
-            puts documents by decreasing length into the earliest opened one (first-fit-decreasing); ``sequential``
-            keeps the order of the documents and closes a row when the next one does not fit (next fit).
+            full or, where those of ``best_fit`` are not, at most 0.5% more of them (exact definition:
+            ``packing_core._mixed.mixed``). ``first_fit`` puts documents by decreasing length into the earliest opened
+            one (first-fit-decreasing); ``sequential`` keeps the order of the documents and closes a row when the next
+            one does not fit (next fit).
         effort: ``max`` improves on ``best_fit`` by column generation where that misses the lower bound by more than
             0.5%, at the cost of up to a second; the plan never gets worse.
         overflow: what to do with a document longer than ``capacity``. ``error`` raises, ``truncate`` keeps its first

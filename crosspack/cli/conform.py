@@ -12,6 +12,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -52,7 +53,8 @@ def conform(
     if workers is not None:
         require("xdist", extra="test", distribution="pytest-xdist")
     command = command_line(backend or [], requirement or [], report, thorough, mutants, workers)
-    raise typer.Exit(subprocess.run(command, env=environment(), check=False).returncode)
+    with TemporaryDirectory() as compiled:
+        raise typer.Exit(subprocess.run(command, env=environment(Path(compiled)), check=False).returncode)
 
 
 def command_line(
@@ -77,8 +79,16 @@ def command_line(
     return [sys.executable, "-m", "pytest", str(folder), *own, "-p", "no:cacheprovider", "-q", *options]
 
 
-def environment() -> dict[str, str]:
-    """The caller's environment without what would change how pytest runs."""
+def environment(compiled: Path) -> dict[str, str]:
+    """The caller's environment without what would change how pytest runs.
+
+    Workers share what they share on a machine: a GPU, of which each JAX process would take most for itself, and what
+    JAX compiles, which goes into the folder ``compiled``.
+    """
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS")}
-    # Workers share a GPU, of which each JAX process would take most for itself.
-    return {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | kept | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    shared = {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "JAX_COMPILATION_CACHE_DIR": str(compiled),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    return shared | kept | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

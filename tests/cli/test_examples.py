@@ -19,7 +19,13 @@ def output(name: str) -> str:
 
 
 def test_every_example_is_run_here():
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {"torch_loop.py", "ranks.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {
+        "torch_loop.py",
+        "ranks.py",
+        "dpo.py",
+        "reward.py",
+        "grpo.py",
+    }
 
 
 def test_a_torch_loop_learns_on_packed_rows():
@@ -34,3 +40,24 @@ def test_ranks_finish_together_and_a_stream_goes_on_with_fewer_of_them():
     text = output("ranks.py")
     assert float(re.search(r"slowest rank over mean ([\d.]+)", text).group(1)) < 1.05
     assert "the same as without the stop: True" in text
+
+
+def test_dpo_learns_on_packed_pairs_what_is_exact():
+    text = output("dpo.py")
+    assert re.search(r"as it is: DPOTrainer .* 16 documents in 16 rows\): exact", text)
+    assert re.search(r"packed: +DPOTrainer .* 16 documents in 1 rows\): exact", text)
+    margins = [float(margin) for margin in re.findall(r"margin (-?[\d.]+)", text)]
+    assert len(margins) > 5 and margins[-1] > margins[0] + 0.5
+
+
+def test_a_reward_model_learns_on_packed_answers():
+    text = output("reward.py")
+    assert re.search(r"packed: RewardTrainer .* 16 documents in 1 rows\): exact", text)
+    assert re.findall(r"accuracy ([\d.]+)", text)[-1] == "1.00"
+
+
+def test_grpo_learns_on_packed_completions():
+    text = output("grpo.py")
+    assert re.search(r"packed: GRPOTrainer .* 16 documents in 1 rows\): exact", text)
+    rewards = [float(reward) for reward in re.findall(r"reward ([\d.]+)", text)]
+    assert rewards[-1] > rewards[0] + 0.2

@@ -102,6 +102,21 @@ def test_bfloat16_computes_with_float32_master_weights() -> None:
     assert losses == pytest.approx(wanted, rel=2e-2) and losses != wanted
 
 
+def test_gradients_of_bfloat16_weights_add_up_in_float32() -> None:
+    one = {name: array[:1][None] for name, array in BATCHES[0].items()}
+    many = {name: np.repeat(array, 256, axis=0) for name, array in one.items()}
+    train_step = make_train_step(decoder(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16), optax.adamw(1e-2))
+    norms = []
+    for batch in (one, many):
+        state, metrics = train_step(train_step.init(), batch)
+        norms.append(float(metrics["grad_norm"]))
+        # the optimizer keeps the weights' dtype, so that a state has one layout for the whole run
+        assert {leaf.dtype for leaf in jax.tree.leaves((state.params, state.opt_state[0].mu))} == {
+            jnp.dtype("bfloat16")
+        }
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+
+
 def test_a_step_in_which_nothing_is_trained_moves_nothing() -> None:
     nothing = BATCHES[0] | {"loss_weights": np.zeros_like(BATCHES[0]["loss_weights"])}
     train_step, state, losses = run([nothing], tx=optax.sgd(0.1))

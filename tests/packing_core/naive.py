@@ -31,7 +31,9 @@ def mixed(lengths, capacity, max_segments=None, alignment=1):
     """Next fit on documents in their order, then the longest ones left into what is free, one a row and round."""
     sizes = [tokens_taken([document], lengths, alignment) for document in range(len(lengths))]
     bound = max(sum(sizes) / capacity, len(sizes) / (max_segments or len(sizes)))
-    enough = max(bound / 0.999, len(best_fit_decreasing(lengths, capacity, max_segments, alignment)))
+    enough = bound / 0.999
+    if (best := len(best_fit_decreasing(lengths, capacity, max_segments, alignment))) > enough:
+        enough = 1.005 * best
     sections = cut_evenly(list(range(len(sizes))), max(1, math.ceil(bound) // 64))
     for section in sections:
         fifth = len(section) // 5
@@ -39,7 +41,7 @@ def mixed(lengths, capacity, max_segments=None, alignment=1):
             late, early = len(section) - fifth + place, 4 * place
             if sizes[section[late]] > capacity / 2 >= sizes[section[early]]:
                 section[late], section[early] = section[early], section[late]
-    for percent in (100, 95, 85, 70, 50, 0):
+    for percent in (100, 90, 80, 65, 40, 0):
         rows_of_sections = cut_evenly(range(math.ceil(bound) * percent // 100), len(sections))
         rows, held = [], []
         for section, share in zip(sections, rows_of_sections, strict=True):

@@ -51,6 +51,13 @@ def test_mixed_rows_look_like_random_draws_and_best_fit_rows_do_not():
     assert best.row_distance > 3 * random.row_distance
 
 
+def test_mixed_rows_stay_mixed_where_no_packing_is_full():
+    lengths = np.random.default_rng(0).lognormal(np.log(512) - 0.18, 0.6, 20_000).clip(1, 2048).astype(int)
+    random, mixed, best = (plan(lengths, 2048, strategy=s) for s in ("sequential", "mixed", "best_fit"))
+    assert best.efficiency < 0.999 and mixed.n_rows <= 1.005 * best.n_rows
+    assert mixed.composition().row_distance < 1.2 * random.composition().row_distance < best.composition().row_distance
+
+
 def test_balanced_steps_of_mixed_rows_are_even_in_cost_and_in_documents():
     lengths = heavy_tail(300_000)
     rows = plan(lengths, 65_536, strategy="mixed")

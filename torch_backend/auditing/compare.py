@@ -91,6 +91,15 @@ def gradients_error(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> tu
     return errors[worst], worst
 
 
+def cosine(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> float:
+    """Of two sets of gradients, as if each were one vector."""
+
+    def product(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+        return sum(float((a[name].double() * b[name].double()).sum()) for name in a.keys() & b.keys())
+
+    return product(got, want) / max(product(got, got) * product(want, want), 1e-60) ** 0.5
+
+
 def _tokens(model: Any) -> tuple[int, int]:
     """The first token that documents use, and the one after the last."""
     vocabulary = model.get_input_embeddings().num_embeddings

@@ -23,11 +23,13 @@ from packing_core import PackedBatch
 from packing_core.batch import IGNORE_INDEX
 from packing_core.columns import documents_of
 from packing_core.errors import LayoutError, PackingError, UnsupportedError
-from torch_backend.auditing.compare import gradients_error
+from torch_backend.auditing.compare import cosine, gradients_error
 from torch_backend.auditing.model import MOVED
+from torch_backend.auditing.scored import ScoredStep, scored_batches, without_workers
 from torch_backend.collate import Batch
 from torch_backend.hf.patch import causal_lm
 from torch_backend.hf.router import no_router_loss
+from torch_backend.hf.unpadding import kind_of
 
 FLOAT32, HALF = 1e-4, 2e-2  # what figures may be in float32, and where anything is computed in fewer bits
 # Keys that say which tokens belong together, of which a document alone has no need.
@@ -44,8 +46,9 @@ class TrainerReport:
         targets: trained tokens of the documents alone; counted: what the trainer divides by, None if by nothing.
         loss: packed against the documents alone.
         cosine: of the two gradients; gradients: the worst parameter's max error / max, worst_parameter: its name.
-        leak: how far the gradient of the other documents' loss moves when every token of one document is replaced.
-        moved: how far the gradient of that document's own loss moves; the probe is void unless it does.
+        leak: how far the gradient of the other documents' loss moves when every token of one document is replaced; of
+            trainers that score answers, how far the scores or log-probabilities of the others move.
+        moved: how far the gradient of that document's own loss moves, or its scores; the probe is void unless it does.
         noise: how far the packed gradient moves when it is simply taken again.
         tolerance: what loss, 1 - cosine and leak may be, and in float32 gradients too: 1e-4, below float32 2e-2.
     """
@@ -91,7 +94,8 @@ def audit_trainer(trainer: Any, *, batches: int = 1) -> TrainerReport:
     """Compare what a trainer computes on its own first batches with each of their documents alone.
 
     Dropout is off and a router's auxiliary loss is left out, because both are defined over the whole batch. Parameters,
-    gradients, logged metrics and the random state are as before when it returns.
+    gradients, logged metrics and the random state are as before when it returns. Of DPO, KTO, reward, GRPO and RLOO
+    trainers of TRL the padded or packed forwards are compared with forwards of single answers (:mod:`.scored`).
 
     Args:
         trainer: a ``transformers.Trainer`` or a subclass, before ``train()``; patched or not.
@@ -110,7 +114,11 @@ def audit_trainer(trainer: Any, *, batches: int = 1) -> TrainerReport:
             "audit it in one process that sees one"
         )
     with torch.random.fork_rng(), _as_before(trainer):
-        reports = [_Step(trainer, batch, features).report() for batch, features in _batches(trainer, batches)]
+        if kind_of(trainer) is not None:
+            figures = [ScoredStep(trainer, batch).measure() for batch in scored_batches(trainer, batches)]
+        else:
+            figures = [_Step(trainer, batch, features).measure() for batch, features in _batches(trainer, batches)]
+        reports = [_report(trainer, found) for found in figures]
     return max(reports, key=lambda r: (r.verdict != "exact", r.loss, r.leak))
 
 
@@ -143,7 +151,8 @@ class _Step:
         _, counted = trainer.get_batch_samples(iter([batch]), 1, trainer.args.device)
         self.counted = None if counted is None else int(counted)
 
-    def report(self) -> TrainerReport:
+    def measure(self) -> dict[str, Any]:
+        """The figures of a report."""
         truth_loss, truth = self._truth()
         loss, packed = self._run(self.batch, self.counted)
         _, again = self._run(self.batch, self.counted)
@@ -154,25 +163,19 @@ class _Step:
         _, own = self._run(one, self.counted)
         _, own_after = self._run({**one, "input_ids": self._replaced(changed)}, self.counted)
         gradients, worst = gradients_error(packed, truth)
-        model, half = self.trainer.model, self._half()
-        return TrainerReport(
-            trainer=type(self.trainer).__name__,
-            model=type(causal_lm(model)).__name__,
-            device=self.trainer.args.device.type,
-            dtype=half or "float32",
-            documents=len(self.places),
-            rows=len(self.batch["input_ids"]),
-            targets=sum(self.targets),
-            counted=self.counted,
-            loss=abs(loss - truth_loss) / abs(truth_loss),
-            cosine=_cosine(packed, truth),
-            gradients=gradients,
-            worst_parameter=worst,
-            leak=gradients_error(after, before)[0],
-            moved=gradients_error(own_after, own)[0],
-            noise=gradients_error(again, packed)[0],
-            tolerance=HALF if half else FLOAT32,
-        )
+        return {
+            "documents": len(self.places),
+            "rows": len(self.batch["input_ids"]),
+            "targets": sum(self.targets),
+            "counted": self.counted,
+            "loss": abs(loss - truth_loss) / abs(truth_loss),
+            "cosine": cosine(packed, truth),
+            "gradients": gradients,
+            "worst_parameter": worst,
+            "leak": gradients_error(after, before)[0],
+            "moved": gradients_error(own_after, own)[0],
+            "noise": gradients_error(again, packed)[0],
+        }
 
     def _truth(self) -> tuple[float, dict[str, Tensor]]:
         """Loss and gradients of the documents one by one, divided by all their targets once."""
@@ -251,13 +254,26 @@ class _Step:
         ids[place[0], place[1]] = known[(where + max(len(known) // 2, 1)) % len(known)]
         return ids
 
-    def _half(self) -> str:
-        """The name of the narrower dtype that something is computed in, "" if there is none."""
-        mixed = str(getattr(self.trainer.accelerator, "mixed_precision", "no"))
-        if mixed != "no":
-            return {"bf16": "bfloat16", "fp16": "float16"}.get(mixed, mixed)
-        dtypes = {p.dtype for p in self.trainer.model.parameters()} - {torch.float32, torch.float64}
-        return str(min(dtypes, key=str)).removeprefix("torch.") if dtypes else ""
+
+def _report(trainer: Any, figures: dict[str, Any]) -> TrainerReport:
+    half = _half(trainer)
+    return TrainerReport(
+        trainer=type(trainer).__name__,
+        model=type(causal_lm(trainer.model)).__name__,
+        device=trainer.args.device.type,
+        dtype=half or "float32",
+        tolerance=HALF if half else FLOAT32,
+        **figures,
+    )
+
+
+def _half(trainer: Any) -> str:
+    """The name of the narrower dtype that something is computed in, "" if there is none."""
+    mixed = str(getattr(trainer.accelerator, "mixed_precision", "no"))
+    if mixed != "no":
+        return {"bf16": "bfloat16", "fp16": "float16"}.get(mixed, mixed)
+    dtypes = {p.dtype for p in trainer.model.parameters()} - {torch.float32, torch.float64}
+    return str(min(dtypes, key=str)).removeprefix("torch.") if dtypes else ""
 
 
 def _batches(trainer: Any, count: int) -> Iterator[tuple[Batch, list[Any]]]:
@@ -269,14 +285,11 @@ def _batches(trainer: Any, count: int) -> Iterator[tuple[Batch, list[Any]]]:
         return collator(features)
 
     trainer.data_collator = recorded
-    workers, trainer.args.dataloader_num_workers = trainer.args.dataloader_num_workers, 0
-    factor, trainer.args.dataloader_prefetch_factor = trainer.args.dataloader_prefetch_factor, None
     try:
-        loader = iter(trainer.get_train_dataloader())
-        found = [batch for _, batch in zip(range(count), loader, strict=False)]
+        with without_workers(trainer):
+            found = [batch for _, batch in zip(range(count), iter(trainer.get_train_dataloader()), strict=False)]
     finally:
         trainer.data_collator = collator
-        trainer.args.dataloader_num_workers, trainer.args.dataloader_prefetch_factor = workers, factor
     for batch, features in zip(found, seen, strict=False):
         yield dict(trainer._prepare_inputs(dict(batch))), features
 
@@ -358,10 +371,3 @@ def _free_places(text: list[bytes], wanted: bytes, free: NDArray[np.bool_]) -> I
 def _targets(inputs: Batch) -> int:
     shifted = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][:, 1:]
     return int((shifted != IGNORE_INDEX).sum())
-
-
-def _cosine(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
-    def product(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-        return sum(float((a[name].double() * b[name].double()).sum()) for name in a.keys() & b.keys())
-
-    return product(got, want) / max(product(got, got) * product(want, want), 1e-60) ** 0.5

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig
 
 from packing_core import plan, protocol
 from packing_core.errors import UnsupportedError
@@ -225,12 +225,14 @@ def _patched(config: protocol.DecoderConfig, name: str, dtype: str, device: torc
     if config.dynamic_rope_factor is not None:
         rope |= {"rope_type": "dynamic", "factor": config.dynamic_rope_factor}
     # Llama with a window is Mistral, down to the names of its weights.
-    model: nn.Module
+    family: PretrainedConfig
     if config.sliding_window is None:
-        model = LlamaForCausalLM(LlamaConfig(**shape, rope_parameters=rope))
+        family = LlamaConfig(**shape, rope_parameters=rope)
     else:
-        model = MistralForCausalLM(MistralConfig(**shape, rope_parameters=rope, sliding_window=config.sliding_window))
-    model.train().to(device, getattr(torch, dtype))
+        family = MistralConfig(**shape, rope_parameters=rope, sliding_window=config.sliding_window)
+    # Made in its dtype, as from_pretrained does. Cast later, the frequencies of RoPE would be cast with the weights; a
+    # rounding of 2^-11 in a frequency is an angle of 0.17 at position 352.
+    model = AutoModelForCausalLM.from_config(family, dtype=getattr(torch, dtype)).train().to(device)
     return patch(model, implementation=name, verify=False)
 
 

@@ -23,6 +23,7 @@ from torch_backend.auditing.trainer import refuse_cut_documents
 from torch_backend.collate import Batch, BoundaryCollator, PackedCollator
 from torch_backend.hf.boundaries import refuse_split_rows
 from torch_backend.patching import patch
+from torch_backend.training import preference
 from torch_backend.training.packed_step import speed_up
 from torch_backend.training.rows import pack_training_data, use_rows
 
@@ -90,8 +91,13 @@ def enable_packing(
         PackingError: what is passed is no trainer or has no data, ``capacity`` has no effect, or the present collator
             trains other tokens than packing would.
     """
-    _refuse_trainer(trainer)
     any_trainer: Any = trainer
+    if preference.kind_of(trainer) is not None:
+        preference.enable_unpadding(
+            any_trainer, capacity=capacity, overflow=overflow, implementation=implementation, verify=verify
+        )
+        return trainer
+    _refuse_trainer(trainer)
     refuse_split_rows(any_trainer.accelerator.parallelism_config)
     any_trainer._set_signature_columns_if_needed()
     collator, rows = _packing_collator(any_trainer, capacity, overflow), None

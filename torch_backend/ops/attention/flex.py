@@ -37,8 +37,8 @@ class Flex(Probed):
             return "no dropout"
         if request.device.type == "cpu":
             return "no backward on the CPU" if request.requires_grad else None
-        if request.head_dim < 16 or request.value_dim < 16:
-            return "takes heads of at least 16 channels"
+        if not all(16 <= width <= 256 for width in (request.head_dim, request.value_dim)):
+            return "takes heads of 16 to 256 channels"  # at 512 a tile needs more shared memory than a GPU has
         return not_on_cuda(request)
 
     def __call__(

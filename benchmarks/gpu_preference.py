@@ -1,0 +1,247 @@
+"""DPO by TRL's DPOTrainer: as it is, under its best settings, and after enable_packing.
+
+    python -m benchmarks.gpu_preference                      # 0.5B and 4B shapes, bfloat16 weights, fused AdamW
+    python -m benchmarks.gpu_preference --shape 4B --match "enable_packing|group_by_length"
+    python -m benchmarks.gpu_preference --tiny               # every contender on the CPU; its times mean nothing
+
+Pairs are like those of UltraFeedback: a prompt that both answers share (lognormal, mean 200 tokens) and two answers
+(lognormal, mean 700), 2,048 tokens at most. Every contender makes the same number of updates of 32 pairs on the same
+pairs, with random weights, a reference model beside the policy, gradient checkpointing or not, and micro-batches of
+several sizes. The first updates warm up, the next ones are timed as a whole. Memory is the most that was allocated in
+the whole run. A contender that fails, for lack of memory too, is a line in the table. The last lines compare the
+fastest stock setting with the fastest packed one that takes no more memory.
+
+TRL is needed (``pip install trl``); where it cannot be installed, unpack its wheel into a folder on ``PYTHONPATH``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+if "--tiny" in sys.argv:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
+
+import numpy as np
+import torch
+
+from benchmarks.gpu import as_table, header, in_one_line, survived, write
+from benchmarks.gpu_clock import DEVICE, TOY, Result, set_match, synchronize, wanted
+from benchmarks.gpu_workload import DTYPE, qwen2
+from torch_backend import enable_packing
+
+SECTION = "preference" if not TOY else "preference, toy"
+PAIRS_PER_UPDATE = 4 if TOY else 32
+LONGEST, PROMPT, ANSWER, SPREAD = (96, 12, 24, 0.6) if TOY else (2_048, 200, 700, 0.6)
+WARM_UP = 1 if TOY else 2
+
+
+@dataclass(frozen=True)
+class Contender:
+    """How the trainer is run.
+
+    Attributes:
+        packed: whether packing is enabled.
+        micro: pairs of a micro-batch.
+        checkpointing: of gradients.
+        sampling: the order of the pairs; by length, little of a padded batch is padding.
+        attention: transformers' implementation of the stock model.
+    """
+
+    packed: bool
+    micro: int
+    checkpointing: bool
+    sampling: str = "random"
+    attention: str = "sdpa"
+
+    @property
+    def name(self) -> str:
+        who = "enable_packing" if self.packed else f"stock, {self.attention}, {self.sampling}"
+        return f"{who}, micro-batches of {self.micro}{', checkpointing' if self.checkpointing else ''}"
+
+
+def contenders() -> list[Contender]:
+    """Packed ones first, so that their result survives a run that is cut short."""
+    sizes = (2,) if TOY else (2, 4, 8)
+    found = [Contender(True, micro, checkpointing) for checkpointing in (False, True) for micro in sizes]
+    for attention in ("sdpa", "flash_attention_2"):
+        for sampling in ("random", "group_by_length"):
+            sizes = (2,) if TOY else (1, 2, 4, 8)
+            found += [Contender(False, micro, c, sampling, attention) for c in (False, True) for micro in sizes]
+    return found
+
+
+def qwen3_4b(few: bool) -> Any:
+    """The shape of Qwen3-4B."""
+    from transformers import Qwen3Config
+
+    if TOY:
+        return qwen2(few)
+    return Qwen3Config(
+        hidden_size=2_560, intermediate_size=9_728, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+        num_hidden_layers=2 if few else 36, vocab_size=151_936, tie_word_embeddings=True,
+        max_position_embeddings=32_768,
+    )  # fmt: skip
+
+
+SHAPES = {"0.5B": qwen2, "4B": qwen3_4b}
+
+
+def preference_pairs(count: int) -> list[dict[str, Any]]:
+    """Prompts and two answers for each, as token ids, with the length of both together for sampling by length."""
+    generator = np.random.default_rng(0)
+
+    def tokens(mean: float, most: int) -> list[int]:
+        length = generator.lognormal(np.log(mean) - SPREAD**2 / 2, SPREAD)
+        ids: list[int] = generator.integers(4, 190 if TOY else 100_000, int(np.clip(length, 4, most))).tolist()
+        return ids
+
+    found = []
+    for _ in range(count):
+        prompt = tokens(PROMPT, LONGEST // 2)
+        chosen, rejected = (tokens(ANSWER, LONGEST - len(prompt)) for _ in range(2))
+        longest = len(prompt) + max(len(chosen), len(rejected))
+        found.append({"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected, "length": longest})
+    return found
+
+
+def build(contender: Contender, make: Any, pairs: Any, folder: str, updates: int, clock: Any) -> Any:
+    """A DPOTrainer over random weights, whose pairs are tokens already."""
+    import trl
+    from transformers import AutoModelForCausalLM
+
+    class Tokenised(trl.DPOTrainer):
+        def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
+            return dataset
+
+    def model() -> Any:
+        torch.manual_seed(0)
+        attention = "sdpa" if contender.packed else contender.attention
+        with torch.device(DEVICE):
+            return AutoModelForCausalLM.from_config(make(False), attn_implementation=attention, dtype=DTYPE)
+
+    arguments = trl.DPOConfig(
+        folder, max_steps=updates, per_device_train_batch_size=contender.micro,
+        gradient_accumulation_steps=PAIRS_PER_UPDATE // contender.micro, learning_rate=1e-6,
+        lr_scheduler_type="constant", optim="adamw_torch_fused", gradient_checkpointing=contender.checkpointing,
+        train_sampling_strategy=contender.sampling, length_column_name="length", max_length=None, bf16=not TOY,
+        logging_steps=updates, report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=TOY,
+    )  # fmt: skip
+    trainer = Tokenised(
+        model(), model(), args=arguments, train_dataset=pairs, processing_class=_tokenizer(), callbacks=[clock]
+    )
+    return enable_packing(trainer, verify=False) if contender.packed else trainer
+
+
+def measure(contender: Contender, shape: str, updates: int) -> Iterator[Result]:
+    from datasets import Dataset
+    from transformers import TrainerCallback
+
+    class Clock(TrainerCallback):
+        began = warm = ended = 0.0
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self.began = time.perf_counter()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step in (WARM_UP, WARM_UP + updates):
+                synchronize()
+                self.warm, self.ended = self.ended, time.perf_counter()
+
+    clock, pairs = Clock(), preference_pairs(PAIRS_PER_UPDATE * (WARM_UP + updates))
+    if not TOY:
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        with TemporaryDirectory() as folder:
+            data = Dataset.from_list(pairs)
+            trainer = build(contender, SHAPES[shape], data, folder, WARM_UP + updates, clock)
+            trainer.train()
+            loss = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+            trainer.accelerator.free_memory()
+            del trainer
+    except Exception as failure:  # a contender that fails is a line in the table
+        reason = str(failure).strip().splitlines()[0][:120] if str(failure) else ""
+        yield Result(SECTION, shape, contender.name, None, "pairs/s", f"{type(failure).__name__}: {reason}")
+        return
+    yield Result(SECTION, shape, contender.name, PAIRS_PER_UPDATE * updates / (clock.ended - clock.warm), "pairs/s")
+    yield Result(SECTION, shape, contender.name, _peak(), "GiB at most")
+    yield Result(SECTION, shape, contender.name, float(loss), "mean loss")
+
+
+def verdict(shape: str, results: Sequence[Result]) -> str:
+    """The fastest stock setting, and the fastest packed one within its memory."""
+    figures: dict[str, dict[str, float]] = {}
+    for result in results:
+        if result.case == shape and result.value is not None:
+            figures.setdefault(result.contender, {})[result.unit] = result.value
+    stock = {name: found for name, found in figures.items() if name.startswith("stock")}
+    packed = {name: found for name, found in figures.items() if not name.startswith("stock")}
+    if not stock or not packed:
+        return f"{shape}: nothing to compare"
+    best = max(stock, key=lambda name: stock[name]["pairs/s"])
+    within = [name for name in packed if packed[name]["GiB at most"] <= stock[best]["GiB at most"]]
+    lines = [f"{shape}: {best}: {_figures(stock[best])}"]
+    for what, names in (("within its memory", within), ("whatever its memory", list(packed))):
+        if names:
+            ours = max(names, key=lambda name: packed[name]["pairs/s"])
+            ratio = packed[ours]["pairs/s"] / stock[best]["pairs/s"]
+            lines.append(f"    {ratio:.2f} times as fast {what}: {ours}: {_figures(packed[ours])}")
+    return "\n".join(lines)
+
+
+def _figures(found: dict[str, float]) -> str:
+    return f"{found['pairs/s']:.2f} pairs/s, {found['GiB at most']:.1f} GiB"
+
+
+def _tokenizer() -> Any:
+    """What a trainer needs to be built; the pairs are tokens already."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"<{i}>": i for i in range(4)}, unk_token="<3>"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<0>", eos_token="<2>", unk_token="<3>")
+
+
+def _peak() -> float:
+    return 0.0 if TOY else torch.cuda.max_memory_allocated() / 2**30
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Result]:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--shape", choices=SHAPES, nargs="+", default=list(SHAPES))
+    options.add_argument("--updates", type=int, default=1 if TOY else 4, help="timed, after the warm-up")
+    options.add_argument("--match", default="", metavar="PATTERN", help="only contenders whose name it matches")
+    options.add_argument("--output", type=Path, help="folder for gpu.json")
+    options.add_argument("--tiny", action="store_true", help="on the CPU, to see that everything runs")
+    chosen = options.parse_args(arguments)
+    set_match(chosen.match)
+    about = header()
+    print(about, flush=True)
+    results: list[Result] = []
+    for shape in chosen.shape:
+        for contender in contenders():
+            if not wanted(contender.name):
+                continue
+            found = list(survived(contender.name, measure(contender, shape, chosen.updates)))
+            results += found
+            print(f"{shape}, {contender.name}: {in_one_line(found)}", flush=True)
+            if chosen.output:
+                write(chosen.output, about, results)
+            gc.collect()
+            if not TOY:
+                torch.cuda.empty_cache()
+        print(verdict(shape, results), flush=True)
+    print(f"\n{as_table(results)}")
+    return results
+
+
+if __name__ == "__main__":
+    main()

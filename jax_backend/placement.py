@@ -1,0 +1,69 @@
+"""Which device holds which part of the weights and of the rows.
+
+Weights, gradients and optimizer state are cut over the mesh's axis named ``fsdp``; rows are spread over all axes, and
+every process of a job gives the rows of its own devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from packing_core.errors import LayoutError
+
+
+def auto_axes(mesh: Mesh) -> Mesh:
+    """The same devices and names with Auto axes, so that the compiler propagates shardings inside the step."""
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
+
+
+def weight_sharding(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
+    """Cut the largest dimension that the ``fsdp`` axis divides; scalars and odd shapes are replicated."""
+    parts = mesh.shape.get("fsdp", 1)
+    fitting = [axis for axis, size in enumerate(shape) if parts > 1 and size % parts == 0]
+    spec: list[str | None] = [None] * len(shape)
+    if fitting:
+        spec[max(fitting, key=lambda axis: shape[axis])] = "fsdp"
+    return NamedSharding(auto_axes(mesh), PartitionSpec(*spec))
+
+
+def weight_shardings(tree: Any, mesh: Mesh | None) -> Any:
+    """The sharding of every leaf of a tree of weights; None without a mesh."""
+    return None if mesh is None else jax.tree.map(lambda leaf: weight_sharding(leaf.shape, mesh), tree)
+
+
+def place_rows(arrays: Mapping[str, Any], mesh: Mesh) -> dict[str, jax.Array]:
+    """Spread arrays [A, B, S] over the mesh by their rows B, which are those of this process alone.
+
+    Arrays that are already spread so are passed on.
+
+    Raises:
+        LayoutError: the rows do not divide over this process's devices of the mesh.
+    """
+    spread = NamedSharding(mesh, PartitionSpec(None, mesh.axis_names, None))
+    devices = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
+    placed = {}
+    for name, array in arrays.items():
+        if isinstance(array, jax.Array) and array.sharding.is_equivalent_to(spread, array.ndim):
+            placed[name] = array
+            continue
+        if array.shape[1] % devices:
+            raise LayoutError(
+                f"{array.shape[1]} rows do not divide over {devices} devices: take a multiple of {devices} rows a "
+                "microbatch" + (" and process" if jax.process_count() > 1 else "")
+            )
+        placed[name] = jax.make_array_from_process_local_data(spread, np.asarray(array))
+    return placed
+
+
+def to_host(array: jax.Array) -> np.ndarray:
+    """The whole array in this process's memory, from wherever its shards are; all processes must call it."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))

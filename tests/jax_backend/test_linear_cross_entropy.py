@@ -1,0 +1,123 @@
+"""The fused head and loss: the numbers of the two steps, in chunks, over a mesh, and without the logits' memory."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from conformance.numerics import over_budget
+from jax_backend import linear_cross_entropy, packed_cross_entropy
+from jax_backend.model import Decoder, DecoderConfig
+from jax_backend.train_step import make_train_step
+from packing_core.errors import LayoutError, PackingError
+from tests.jax_backend.models import CONFIGS
+
+B, S, M, V = 4, 7, 8, 11
+
+
+def case(dtype: str = "float32") -> dict[str, jax.Array]:
+    rng = np.random.default_rng(0)
+    targets = rng.integers(0, V, (B, S))
+    targets[rng.random((B, S)) < 0.3] = -100
+    return {
+        "hidden": jnp.asarray(rng.standard_normal((B, S, M)), dtype),
+        "weight": jnp.asarray(rng.standard_normal((M, V)), jnp.float32),
+        "targets": jnp.asarray(targets),
+        "weights": jnp.asarray(rng.random((B, S)), jnp.float32),
+    }
+
+
+def two_steps(hidden, weight, targets, *, weights, softcap=None, logit_scale=1.0) -> Any:
+    """Full logits in the dtype of ``hidden`` and weight, then the cross-entropy."""
+    logits = logit_scale * (hidden @ weight)
+    logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+    if logits.dtype != jnp.float64:
+        return packed_cross_entropy(logits, targets, weights=weights)
+    counts = targets >= 0
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.where(counts, targets, 0)[..., None], -1)[..., 0]
+    return -jnp.where(counts, weights * picked, 0).sum(), jnp.where(counts, weights, 0).sum()
+
+
+def sums_and_gradients(function: Any, hidden: Any, weight: Any, *data: Any, **options: Any) -> list[np.ndarray]:
+    def run(hidden, weight):
+        return function(hidden, weight, data[0], weights=data[1], **options)
+
+    found = jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True))(hidden, weight)
+    return [np.asarray(x, np.float64) for x in jax.tree.leaves(found)]
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 1.5, "logit_scale": 0.7}], ids=["plain", "softcap-and-scale"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("chunk", [5, None])
+def test_sums_and_gradients_are_within_the_error_budget(chunk, dtype, options) -> None:
+    arrays = case(dtype)
+    found = sums_and_gradients(linear_cross_entropy, *arrays.values(), chunk=chunk, **options)
+    rounded = sums_and_gradients(
+        two_steps, arrays["hidden"], arrays["weight"].astype(dtype), *list(arrays.values())[2:], **options
+    )
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x), jnp.float64) for x in (arrays["hidden"], arrays["weight"])]
+        if dtype == "bfloat16":
+            wide[1] = wide[1].astype(jnp.bfloat16).astype(jnp.float64)
+        exact = sums_and_gradients(two_steps, *wide, *(np.asarray(x) for x in list(arrays.values())[2:]), **options)
+    for one, truth, like in zip(found, exact, rounded, strict=True):
+        assert over_budget(one, truth, like, scale=float(np.abs(truth).max()), dtype=dtype).max() <= 1
+
+
+def test_rows_over_a_mesh_with_a_sharded_head_give_the_numbers_of_one_device() -> None:
+    arrays = case()
+    mesh = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    rows, cut = (jax.sharding.NamedSharding(mesh, jax.P(spec)) for spec in (("data", "fsdp"), "fsdp"))
+    spread = {name: jax.device_put(x, cut if name == "weight" else rows) for name, x in arrays.items()}
+    found = sums_and_gradients(linear_cross_entropy, *spread.values(), chunk=3, mesh=mesh)
+    for one, other in zip(found, sums_and_gradients(two_steps, *arrays.values()), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_loss_that_is_scaled_scales_its_gradients() -> None:
+    arrays = case()
+
+    def mean(hidden):
+        total, weight = linear_cross_entropy(hidden, *list(arrays.values())[1:3], weights=arrays["weights"])
+        return total / weight
+
+    total, weight = linear_cross_entropy(**arrays)
+    whole = sums_and_gradients(linear_cross_entropy, *arrays.values())[2]
+    np.testing.assert_allclose(jax.grad(mean)(arrays["hidden"]), whole / weight, rtol=1e-5, atol=1e-7)
+    assert mean(arrays["hidden"]) == pytest.approx(float(total / weight))
+
+
+def test_the_step_of_a_large_vocabulary_holds_no_logits() -> None:
+    vocabulary, tokens = 151_936, 16_384
+    tiny = CONFIGS["llama"]().to_dict() | {"num_hidden_layers": 1, "vocab_size": vocabulary}
+    config = DecoderConfig.from_hf(tiny)
+    train_step = make_train_step(lambda: Decoder(config, rngs=nnx.Rngs(0)), optax.sgd(0.1))
+    compiled = train_step.compile(rows=1, tokens=tokens)  # nothing is allocated
+    assert compiled.memory_analysis().temp_size_in_bytes < tokens * vocabulary * 4 / 4
+
+
+@pytest.mark.parametrize("wrong", [V, -1])
+def test_a_target_that_is_no_class_makes_the_loss_nan(wrong: int) -> None:
+    arrays = case()
+    assert jnp.isnan(linear_cross_entropy(**arrays | {"targets": arrays["targets"].at[1, 2].set(wrong)})[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"weight": jnp.ones((V, M))}, LayoutError, "hidden (4, 7, 8) must end in the first axis of weight [M, V]"),
+        ({"targets": jnp.ones((B, 3), int)}, LayoutError, "hidden (4, 7, 8) must be targets (4, 3) with a last axis"),
+        ({"weights": jnp.ones((B, 3))}, LayoutError, "weights (4, 3) and targets (4, 7) must have the same shape"),
+        ({"chunk": 0}, PackingError, "chunk is 0: it counts tokens"),
+    ],
+)
+def test_what_does_not_fit_raises(change, error, message) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        linear_cross_entropy(**case() | change)

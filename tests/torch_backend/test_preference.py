@@ -1,0 +1,162 @@
+"""enable_packing with DPOTrainer: one update is that of TRL's own loss with every document in a forward of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from packing_core.errors import PackingError, UnsupportedError
+from tests.torch_backend.preference import (
+    ROUTES,
+    arguments,
+    assert_same_training,
+    model_of,
+    one_document_per_call,
+    pairs,
+    tokenizer,
+    trained,
+)
+from tests.torch_backend.torchrun import torchrun
+from torch_backend.training.trainer import enable_packing
+
+trl = pytest.importorskip("trl", reason="the trainers are TRL's")
+peft = pytest.importorskip("peft", reason="TRL applies adapters")
+
+
+def dpo(path, family="qwen3", *, data=None, ref_model=True, changes=None, **options):
+    """A DPOTrainer whose reference is another model than the one that is trained."""
+    adapter = options.pop("peft_config", None)
+    model = model_of(family, **(changes or {}))
+    reference = model_of(family, seed=1, **(changes or {})) if ref_model else None
+    return trl.DPOTrainer(
+        model,
+        reference,
+        args=arguments(trl.DPOConfig, path, **options),
+        train_dataset=pairs() if data is None else data,
+        processing_class=tokenizer(),
+        peft_config=adapter,
+    )
+
+
+def divide(trainer):
+    for model in (trainer.model, trainer.ref_model):
+        if model is not None:
+            one_document_per_call(model)
+    return trainer
+
+
+def alone(trainer):
+    return trained(divide(trainer))
+
+
+def packed(trainer):
+    return trained(enable_packing(trainer, verify=False))
+
+
+@pytest.mark.parametrize("family", ROUTES)
+def test_an_update_is_that_of_each_document_alone(tmp_path, family) -> None:
+    assert_same_training(packed(dpo(tmp_path, family)), alone(dpo(tmp_path, family)))
+
+
+LOSSES = [
+    {"loss_type": ["sigmoid", "hinge", "ipo", "robust"], "label_smoothing": 0.1},
+    {"loss_type": ["exo_pair", "nca_pair", "bco_pair", "sppo_hard"], "label_smoothing": 0.1},
+    {"loss_type": ["aot", "aot_unpaired", "apo_zero", "apo_down"]},
+    {"loss_type": ["discopop", "sft", "sigmoid_norm"], "f_divergence_type": "js_divergence", "ld_alpha": 0.5},
+    {"loss_type": ["sigmoid"], "use_weighting": True},
+]
+
+
+@pytest.mark.parametrize("options", LOSSES, ids=lambda options: "-".join(options["loss_type"]))
+def test_every_loss_type_is_that_of_the_documents_alone(tmp_path, options) -> None:
+    assert_same_training(packed(dpo(tmp_path, **options)), alone(dpo(tmp_path, **options)))
+
+
+def test_no_padding_reaches_the_model(tmp_path) -> None:
+    seen = []
+    trainer = enable_packing(dpo(tmp_path), verify=False)
+    for model in (trainer.model, trainer.ref_model):
+        model.base_model.register_forward_pre_hook(
+            lambda module, args, kwargs: seen.append(kwargs["input_ids"].clone()), with_kwargs=True
+        )
+    trainer.train()
+    assert len(seen) == 4, "two micro-batches, each through the model and through its reference"
+    assert all(ids.shape[0] == 1 and (ids != 0).all() for ids in seen)
+
+
+def test_an_adapter_is_its_own_reference(tmp_path) -> None:
+    options = {"ref_model": False, "peft_config": peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"])}
+    assert_same_training(packed(dpo(tmp_path, **options)), alone(dpo(tmp_path, **options)))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "phi3"])
+def test_a_reference_computed_ahead_is_that_of_the_documents_alone(tmp_path, family) -> None:
+    """TRL computes it from padded batches, which give phi3's short documents the frequencies of the long ones."""
+    options = {"precompute_ref_log_probs": True}
+    assert_same_training(packed(dpo(tmp_path, family, **options)), alone(dpo(tmp_path, family)))
+
+
+def test_pairs_weigh_the_same_in_every_micro_batch(tmp_path) -> None:
+    """Five pairs: | 0 1 | 2 3 | 4 | is the step | 0 | 1 | 2 | 3 | 4 |, which TRL's mean of means is not."""
+    data = pairs(5)
+    split = {"data": data, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
+    single = {**split, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 5}
+    weights, logs = packed(dpo(tmp_path, **split))
+    truth, true_logs = alone(dpo(tmp_path, **single))
+    kept = [{name: log[name] for name in log.keys() & {"loss", "train_loss", "grad_norm"}} for log in logs]
+    wanted = [{name: log[name] for name in log.keys() & {"loss", "train_loss", "grad_norm"}} for log in true_logs]
+    assert_same_training((weights, kept), (truth, wanted))
+
+
+def test_evaluation_is_that_of_each_document_alone(tmp_path) -> None:
+    found = []
+    for prepare in (lambda trainer: enable_packing(trainer, verify=False), divide):
+        trainer = dpo(tmp_path, "phi3")
+        prepare(trainer)
+        found.append(trainer.evaluate(pairs(5, seed=3)))
+    ours, truth = found
+    for name in truth:
+        if not any(word in name for word in ("runtime", "per_second")):
+            assert ours[name] == pytest.approx(truth[name], rel=1e-4), name
+
+
+def test_generation_is_stock(tmp_path) -> None:
+    trainer = dpo(tmp_path, "phi3")
+    prompt = torch.arange(4, 12)[None]
+    before = trainer.model.generate(prompt, max_new_tokens=30, do_sample=False)
+    enable_packing(trainer, verify=False)
+    assert torch.equal(trainer.model.generate(prompt, max_new_tokens=30, do_sample=False), before)
+
+
+@pytest.mark.parametrize("option", [{"capacity": 64}, {"overflow": "split"}])
+def test_options_of_rows_have_no_effect(tmp_path, option) -> None:
+    with pytest.raises(PackingError, match="DPOTrainer puts the documents of each micro-batch into one row"):
+        enable_packing(dpo(tmp_path), verify=False, **option)
+
+
+def test_virtual_tokens_are_refused_before_training(tmp_path) -> None:
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    trainer = dpo(tmp_path, ref_model=False, peft_config=config)
+    with pytest.raises(UnsupportedError, match="virtual tokens every document of a row would need: use LoRA"):
+        enable_packing(trainer, verify=False)
+    assert trainer.model.get_base_model().config._attn_implementation == "sdpa"
+
+
+def test_enabling_twice_is_enabling_once(tmp_path) -> None:
+    trainer = enable_packing(dpo(tmp_path), verify=False)
+    collator = trainer.data_collator
+    enable_packing(trainer, verify=False)
+    assert trainer.data_collator is collator
+    assert_same_training(trained(trainer), packed(dpo(tmp_path)), 0)
+
+
+def test_pairs_split_over_two_ranks_are_those_of_one(tmp_path) -> None:
+    """Eight pairs: two ranks with two micro-batches of two pairs."""
+    torchrun("torchrun_preference.py", str(tmp_path), "2", "2")
+    found = torch.load(tmp_path / "result.pt")
+    single = dpo(tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=8)
+    _, logs = alone(single)
+    assert found["loss"] == pytest.approx(logs[0]["loss"], rel=1e-5)
+    for name, weight in single.model.state_dict().items():
+        difference = (found["model"][name] - weight).abs().max() / weight.abs().max()
+        assert difference <= 1e-5, f"{name}: {difference:.1e}"

@@ -1,0 +1,120 @@
+"""enable_packing with KTOTrainer, GRPOTrainer and RLOOTrainer: updates are those of every document alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.torch_backend.preference import (
+    ROUTES,
+    arguments,
+    assert_same_training,
+    model_of,
+    one_document_per_call,
+    text,
+    tokenizer,
+    trained,
+)
+from torch_backend.training.trainer import enable_packing
+
+datasets = pytest.importorskip("datasets", reason="trainers take their data as datasets")
+trl = pytest.importorskip("trl", reason="the trainers are TRL's")
+peft = pytest.importorskip("peft", reason="TRL applies adapters")
+
+LORA = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
+
+
+def alone(trainer):
+    for model in (trainer.model, trainer.ref_model):
+        if model is not None:
+            one_document_per_call(model)
+    return trained(trainer)
+
+
+def packed(trainer):
+    return trained(enable_packing(trainer, verify=False))
+
+
+# KTO
+
+
+def kto(path, family="qwen3", **options):
+    rng = np.random.default_rng(0)
+    rows = [
+        {"prompt": text(rng, 2, 10), "completion": f" {text(rng, 2, 40)} w2", "label": bool(i % 2)} for i in range(9)
+    ]
+    defaults = {"per_device_train_batch_size": 3}
+    return trl.KTOTrainer(
+        model_of(family),
+        model_of(family, seed=1),
+        args=arguments(trl.KTOConfig, path, **{**defaults, **options}),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer(),
+    )
+
+
+@pytest.mark.parametrize("family", ROUTES)
+def test_an_update_of_kto_is_that_of_each_document_alone(tmp_path, family) -> None:
+    assert_same_training(packed(kto(tmp_path, family)), alone(kto(tmp_path, family)))
+
+
+@pytest.mark.parametrize("options", [{"loss_type": "apo_zero_unpaired"}, {"precompute_ref_log_probs": True}])
+def test_kto_without_its_kl_and_with_a_reference_computed_ahead(tmp_path, options) -> None:
+    assert_same_training(packed(kto(tmp_path, **options)), alone(kto(tmp_path, **options)))
+
+
+# GRPO and RLOO
+
+
+def rewards(completion_ids, **_):
+    """Differ among the completions of a prompt."""
+    return [float(sum(ids) % 17) / 17 for ids in completion_ids]
+
+
+def policy(name, path, family="qwen3", adapter=True, model=None, **options):
+    """A trainer of completions of 2 to 20 words, whose reference is the model without its adapter."""
+    rng = np.random.default_rng(0)
+    defaults = {
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "max_completion_length": 20,
+        "beta": 0.1,
+        "temperature": 0.8,
+    }
+    return getattr(trl, f"{name}Trainer")(
+        model_of(family) if model is None else model,
+        rewards,
+        args=arguments(getattr(trl, f"{name}Config"), path, **{**defaults, **options}),
+        train_dataset=datasets.Dataset.from_list([{"prompt": text(rng, 2, 20)} for _ in range(8)]),
+        processing_class=tokenizer(),
+        peft_config=peft.LoraConfig(**LORA) if adapter else None,
+    )
+
+
+@pytest.mark.parametrize("family", ROUTES)
+def test_an_update_of_grpo_is_that_of_each_document_alone(tmp_path, family) -> None:
+    assert_same_training(packed(policy("GRPO", tmp_path, family)), alone(policy("GRPO", tmp_path, family)))
+
+
+GRPO = [
+    {"loss_type": "grpo", "num_iterations": 2, "max_steps": 2},
+    {"loss_type": "dr_grpo", "scale_rewards": False, "epsilon_high": 0.3},
+    {"loss_type": "bnpo", "importance_sampling_level": "sequence", "top_entropy_quantile": 0.5},
+    {"loss_type": "dapo", "mask_truncated_completions": True},
+    {"loss_type": "cispo", "epsilon_high": 5.0},
+]
+
+
+@pytest.mark.parametrize("options", GRPO, ids=lambda options: options["loss_type"])
+def test_losses_of_grpo_are_those_of_the_documents_alone(tmp_path, options) -> None:
+    assert_same_training(packed(policy("GRPO", tmp_path, **options)), alone(policy("GRPO", tmp_path, **options)))
+
+
+def test_grpo_with_a_reference_model_runs_it_packed_too(tmp_path) -> None:
+    model_of("phi3").save_pretrained(tmp_path / "model")
+    options = {"adapter": False, "model": str(tmp_path / "model")}
+    assert_same_training(packed(policy("GRPO", tmp_path, **options)), alone(policy("GRPO", tmp_path, **options)))
+
+
+def test_an_update_of_rloo_is_that_of_each_document_alone(tmp_path) -> None:
+    assert_same_training(packed(policy("RLOO", tmp_path, "phi3")), alone(policy("RLOO", tmp_path, "phi3")))

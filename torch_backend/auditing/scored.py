@@ -1,0 +1,213 @@
+"""``audit(trainer)`` for TRL's trainers whose loss reads each document: DPO, KTO, reward models, GRPO and RLOO.
+
+A built trainer -> the first batches of its own dataloader, with completions that it generates itself -> its own
+``compute_loss`` and backward, once as it is, patched or not, and once with every row of every padded call in a forward
+of its own, without padding -> the figures of a :class:`~torch_backend.auditing.trainer.TrainerReport`. Then every token
+of one document is replaced, and what the model says of the others must not move. Nothing is changed in the trainer.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packing_core.batch import IGNORE_INDEX
+from packing_core.errors import PackingError, UnsupportedError
+from torch_backend.auditing.compare import cosine, gradients_error
+from torch_backend.collate import Batch
+from torch_backend.hf.boundaries import METADATA_KEYS
+from torch_backend.hf.patch import causal_lm
+from torch_backend.hf.unpadding import GENERATING, LENGTHS, Padded, kind_of, lengths_of, padded_calls
+
+SMALLEST_LOSS = 1e-2  # a smaller loss, such as that of advantages whose mean is 0, is compared with this much
+_MARKS = ("position_ids", *METADATA_KEYS)
+_ROWS = "input_ids"
+
+
+class ScoredStep:
+    """One batch of a trainer whose loss reads each document.
+
+    Attributes:
+        rows, documents: of the model's first call in ``compute_loss``: those that its decoder saw, those of the batch.
+        targets: scored tokens of that call.
+    """
+
+    def __init__(self, trainer: Any, inputs: Batch) -> None:
+        self.trainer = trainer
+        self.inputs = inputs
+        self.root = causal_lm(trainer.model)
+        self.calls: list[Batch] = []
+        self.rows = 0
+
+    def measure(self) -> dict[str, Any]:
+        """The figures of a report: what the class TrainerReport calls them."""
+        with self._one_document_per_call():
+            true_loss, truth = self._run()
+        if not any(bool(g.any()) for g in truth.values()):
+            raise PackingError(
+                f"{type(self.trainer).__name__}: nothing is trained in the first batch, because every gradient of its "
+                "documents is 0; answers with equal rewards have no advantage"
+            )
+        with self._recorded():
+            loss, found = self._run()
+        _, again = self._run()
+        gradients, worst = gradients_error(found, truth)
+        return {
+            "documents": len(self.calls[0][_ROWS]),
+            "rows": self.rows,
+            "targets": self._targets(),
+            "counted": None,
+            "loss": abs(loss - true_loss) / max(abs(true_loss), SMALLEST_LOSS),
+            "cosine": cosine(found, truth),
+            "gradients": gradients,
+            "worst_parameter": worst,
+            "noise": gradients_error(again, found)[0],
+            **self._probe(),
+        }
+
+    def _run(self) -> tuple[float, dict[str, Tensor]]:
+        """Loss and gradients of the trainer's own loss."""
+        trainer, model = self.trainer, self.trainer.model
+        model.zero_grad(set_to_none=True)
+        with trainer.compute_loss_context_manager(), trainer.accelerator.autocast():
+            loss: Tensor = trainer.compute_loss(model, dict(self.inputs))
+        loss.backward()
+        gradients = {name: p.grad.float().clone() for name, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad(set_to_none=True)
+        return float(loss.detach()), gradients
+
+    def _probe(self) -> dict[str, float]:
+        """How far what the model says of a document moves, when it is replaced and when another one is.
+
+        Relative to the largest deviation from the mean among all documents.
+        """
+        call = self.calls[0]
+        ids, mask = call[_ROWS], call["attention_mask"].bool()
+        if len(ids) < 2:
+            raise PackingError("the trainer's first batch holds one document: raise its batch size to audit packing")
+        changed, known = int(mask.sum(1).argmax()), torch.unique(ids[mask])
+        where = torch.searchsorted(known, ids[changed, mask[changed]])
+        replaced = ids.clone()
+        replaced[changed, mask[changed]] = known[(where + max(len(known) // 2, 1)) % len(known)]
+        with torch.no_grad(), self.trainer.compute_loss_context_manager(), self.trainer.accelerator.autocast():
+            before, after = (self._answers(self.trainer.model(**{**call, _ROWS: x})) for x in (ids, replaced))
+        labels = call.get("labels")
+        scored = torch.ones_like(before, dtype=torch.bool) if labels is None else labels[:, 1:] != IGNORE_INDEX
+        spread = (before[scored] - before[scored].mean()).abs().max()  # log-probabilities alone are all near their mean
+        moved = (after - before).masked_fill(~scored, 0.0).abs().amax(1) / spread
+        others = torch.arange(len(ids), device=ids.device) != changed
+        return {"leak": float(moved[others].max()), "moved": float(moved[changed])}
+
+    @staticmethod
+    def _answers(output: Any) -> Tensor:
+        """Of each document: log-probabilities [B, S - 1], or scores [B, 1]."""
+        scored: Tensor | None = getattr(output, "log_probs", None)
+        return (output.logits if scored is None else scored).detach().float()
+
+    def _targets(self) -> int:
+        labels = self.calls[0].get("labels")
+        return len(self.calls[0][_ROWS]) if labels is None else int((labels[:, 1:] != IGNORE_INDEX).sum())
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        """Keep the arguments of the model's calls, and how many rows its decoder sees."""
+
+        def call(model: nn.Module, args: tuple[Any, ...], kwargs: Batch) -> None:
+            self.calls.append(dict(kwargs))
+
+        def rows(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            self.rows = self.rows or (len(args[0]) if args[0].ndim > 1 else 1)
+
+        handles = [
+            self.trainer.model.register_forward_pre_hook(call, with_kwargs=True, prepend=True),
+            self.root.get_input_embeddings().register_forward_pre_hook(rows),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def _one_document_per_call(self) -> Iterator[None]:
+        """Inside, the trainer's models run every row of a padded call by itself, without its padding."""
+        models = [m for m in (self.trainer.model, getattr(self.trainer, "ref_model", None)) if m is not None]
+        with ExitStack() as stack:
+            for model in models:
+                stack.enter_context(padded_calls(model))
+                stack.enter_context(_divided(causal_lm(model)))
+            yield
+
+
+def scored_batches(trainer: Any, count: int) -> Iterator[Batch]:
+    """The first batches that reach ``compute_loss``, on the trainer's device; policy trainers generate in them."""
+    with without_workers(trainer):
+        batches = [batch for _, batch in zip(range(count), iter(trainer.get_train_dataloader()), strict=False)]
+    trainer.state, trainer._logs = copy.deepcopy(trainer.state), copy.deepcopy(getattr(trainer, "_logs", None))
+    for batch in batches:
+        if kind_of(trainer) in GENERATING:
+            trainer._buffered_inputs, trainer.current_gradient_accumulation_steps = None, 1
+        yield dict(trainer._prepare_inputs(batch))
+
+
+@contextmanager
+def _divided(root: Any) -> Iterator[None]:
+    """Inside, a transformers model runs the rows of a padded call one by one."""
+    stock, own = root.forward, "forward" in root.__dict__
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        ids, mask = kwargs.get(_ROWS), kwargs.get("attention_mask")
+        if any(kwargs.get(mark) is not None for mark in _MARKS):
+            raise UnsupportedError(
+                f"the trainer calls {type(root).__name__} on rows that it has packed itself, not on padded answers: "
+                "the audit cannot tell which tokens its loss takes for one answer"
+            )
+        if args or ids is None or mask is None or mask.shape != ids.shape or kwargs.get("past_key_values") is not None:
+            return stock(*args, **kwargs)
+        kwargs.pop(LENGTHS, None)
+        per_token = root.get_output_embeddings() is not None
+        outputs = [_alone(stock, kwargs, row, per_token) for row in range(len(ids))]
+        first = outputs[0]
+        joined = {k: torch.cat([o[k] for o in outputs]) for k, x in first.items() if isinstance(x, Tensor) and x.ndim}
+        return type(first)(**joined)
+
+    root.forward = forward
+    try:
+        yield
+    finally:
+        if own:
+            root.forward = stock
+        else:
+            del root.forward
+
+
+def _alone(stock: Any, kwargs: Batch, row: int, per_token: bool) -> Any:
+    """One row of a call without its padding; outputs per token, if the model has such, where the row has them."""
+    mask = kwargs["attention_mask"][row : row + 1]
+    padded = Padded.of(mask, lengths_of(mask))
+    alone = {
+        name: padded.row(x[row : row + 1]) if isinstance(x, Tensor) and x.shape[:2] == kwargs[_ROWS].shape else x
+        for name, x in kwargs.items()
+        if name not in ("attention_mask", "margin")
+    }
+    output = stock(**alone)
+    for name, value in output.items() if per_token else ():
+        if (returned := padded.returned(value)) is not value:
+            output[name] = returned
+    return output
+
+
+@contextmanager
+def without_workers(trainer: Any) -> Iterator[None]:
+    """Inside, a trainer's dataloader reads in this process."""
+    workers, trainer.args.dataloader_num_workers = trainer.args.dataloader_num_workers, 0
+    factor, trainer.args.dataloader_prefetch_factor = trainer.args.dataloader_prefetch_factor, None
+    try:
+        yield
+    finally:
+        trainer.args.dataloader_num_workers, trainer.args.dataloader_prefetch_factor = workers, factor
