@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from jax_backend.checkpoint import restore_state, save_state
     from jax_backend.data import GrainSource, GrainStream
     from jax_backend.linear_cross_entropy import linear_cross_entropy
+    from jax_backend.logprobs import TokenLogprobs, token_logprobs
     from jax_backend.loss import packed_cross_entropy, shift_labels
     from jax_backend.model import Decoder, DecoderConfig
     from jax_backend.reduction import reduce, spread
     from jax_backend.rope import apply_rope
     from jax_backend.scan import selective_scan
     from jax_backend.segments import Segments, find_segments, segment_positions
-    from jax_backend.token_logprobs import TokenLogprobs, token_logprobs
     from jax_backend.train_step import TrainState, make_train_step
     from jax_backend.weights import load, save
 
@@ -42,13 +42,13 @@ _HOME: dict[str, str] = {
     "shift_labels": "jax_backend.loss",
     "spread": "jax_backend.reduction",
     "to_batch": "jax_backend.batches",
-    "token_logprobs": "jax_backend.token_logprobs",
+    "token_logprobs": "jax_backend.logprobs",
     "Decoder": "jax_backend.model",
     "DecoderConfig": "jax_backend.model",
     "GrainSource": "jax_backend.data",
     "GrainStream": "jax_backend.data",
     "Segments": "jax_backend.segments",
-    "TokenLogprobs": "jax_backend.token_logprobs",
+    "TokenLogprobs": "jax_backend.logprobs",
     "TrainState": "jax_backend.train_step",
 }
 __all__ = [

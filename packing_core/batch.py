@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from packing_core import documents
+from packing_core import documents as by_document
 from packing_core._arrays import NUMBERS, as_array, as_int64, check_names
 from packing_core._arrays import read_only as _read_only
 from packing_core._pieces import MOST_TOKENS, check_pad_id, choice, positive
@@ -295,7 +295,7 @@ class PackedBatch:
         if not isinstance(array, np.ndarray) or array.shape != self.input_ids.shape:
             known = ", ".join(["input_ids", "labels", "loss_mask", *self.columns])
             raise LayoutError(f"this batch has no per-token array {name!r}: it has {known} and the derived ones")
-        return documents.unpack(self, array)
+        return by_document.unpack(self, array)
 
     @cached_property
     def documents(self) -> Int64:
@@ -306,19 +306,19 @@ class PackedBatch:
         Raises:
             LayoutError: the batch holds the same tokens of a document twice.
         """
-        return _read_only(documents.segments_by_document(self)[0])
+        return _read_only(by_document.segments_by_document(self)[0])
 
     @property
     def document_ids(self) -> Int32:
         """int32 [R, capacity]: the place of each token's document in ``documents``; -1 in padding."""
-        return _read_only(documents.document_ids(self))
+        return _read_only(by_document.document_ids(self))
 
     @property
     def document_positions(self) -> Int32:
         """int32 [R, capacity]: the place of each token in its document, whether that was split or not; 0 in padding."""
         return _read_only(self.position_ids + self._spread(self.starts, 0))
 
-    def reduce(self, values: Any, how: documents.Reduction, *, where: Any = None) -> Array:
+    def reduce(self, values: Any, how: by_document.Reduction, *, where: Any = None) -> Array:
         """One value per document of this batch, from one per token.
 
         Padding never counts. The pieces of a document that was split count as one document, in reading order. A
@@ -343,7 +343,7 @@ class PackedBatch:
         >>> batch.input_ids.tolist(), batch.reduce(batch.input_ids, "sum").tolist()
         ([[1, 2, 3, 4], [5, 6, 0, 0]], [6.0, 4.0, 11.0])
         """
-        return documents.reduce(self, values, how, where)
+        return by_document.reduce(self, values, how, where)
 
     def spread(self, values: Any) -> Array:
         """[R, capacity, ...] in the dtype of ``values`` [documents, ...]: each document's at its tokens, 0 in padding.
@@ -351,7 +351,7 @@ class PackedBatch:
         Raises:
             LayoutError: there is not one value per document, or the batch holds the same tokens of a document twice.
         """
-        return documents.spread(self, values)
+        return by_document.spread(self, values)
 
     def kernel_view(self, *, max_seqlen: int | None = None, bucket: int = 1) -> KernelView:
         """This batch flattened to ``rows * capacity`` tokens, as kernels take one step; see ``views.KernelView``.

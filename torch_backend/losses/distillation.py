@@ -39,7 +39,7 @@ def distillation_loss(
         raise PackingError(f"direction must be 'forward' or 'reverse', got {direction!r}")
     if student.shape != teacher.shape or student.ndim < 1:
         raise LayoutError(
-            f"student and teacher are [..., K] of the same ids: {list(student.shape)}, {list(teacher.shape)}"
+            f"student and teacher must be [..., K] of the same ids: {list(student.shape)}, {list(teacher.shape)}"
         )
     untrained = ((student == 0) & (teacher == 0)).all(-1)
     inside = torch.where(untrained[..., None], -1.0, student), torch.where(untrained[..., None], -1.0, teacher.detach())

@@ -148,7 +148,7 @@ def kto_loss(
     if desirable.dtype != torch.bool:
         raise LayoutError(f"desirable must be bool [documents], got {desirable.dtype}")
     above = beta * (_wide(policy) - _wide(reference) - baseline.detach())
-    weight = torch.where(desirable, desirable_weight, undesirable_weight)
+    weight = undesirable_weight + (desirable_weight - undesirable_weight) * desirable.to(above.dtype)
     return weight * torch.sigmoid(torch.where(desirable, -above, above))
 
 
