@@ -34,7 +34,7 @@ def reduce(
         values: [B, S, ...] or [B * S, ...].
         batch: of :func:`jax_backend.to_batch`, with ``document_ids`` and ``document_positions`` [B, S].
         how: ``"sum"``, ``"mean"`` (over the tokens that count), ``"first"`` or ``"last"`` (of the tokens that count).
-        documents: N, static: at least as many as the batch holds. If it holds more, every result is NaN.
+        documents: N, static: at least as many as the batch holds. If it holds more, every floating result is NaN.
         where: bool [B, S] or [B * S], the tokens that count; all real ones if None. Trained tokens stand where
             ``batch["loss_weights"] > 0``, one before the token that they predict, as everything in such a batch.
 

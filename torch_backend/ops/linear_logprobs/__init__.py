@@ -21,7 +21,7 @@ from packing_core.errors import LayoutError
 from torch_backend.ops.linear_cross_entropy import accumulate
 from torch_backend.ops.operators import operator, runs_triton
 
-_CHUNK_BYTES = 2**28
+_CHUNK_BYTES = 2**29
 _BLOCK, _WARPS = 8192, 16
 
 
