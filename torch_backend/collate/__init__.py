@@ -25,6 +25,7 @@ from packing_core.documents import segments_by_document
 from packing_core.errors import LayoutError
 from packing_core.marks import MARKS, PER_TOKEN, Segments, counts_through, is_numbered, read_segments
 from packing_core.views import KernelView
+from torch_backend.collate.documents import LABELS, check_whole, labels_in_order, take_labels
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +69,9 @@ class PackedCollator:
         configs = _configs(model)
         pads = [config.pad_token_id for config in configs if getattr(config, "pad_token_id", None) is not None]
         self.pad_id = int(pads[0]) if pads else 0
-        self.has_router = _has_router(model)
+        self.marks_padding = _has_router(model)
         self.labels_every_token = _labels_every_token(model)
+        self.labels_documents = _labels_documents(model)
         self.capacity = capacity
         self.padding_free = padding_free
         self.max_seqlen = max_seqlen
@@ -83,10 +85,15 @@ class PackedCollator:
         Returns:
             ``input_ids``, ``labels``, ``position_ids`` int64 [B, S]; ``seq_idx`` int32 [B, S]; ``cu_seq_lens_q`` and
             ``_k`` int32 [N+1] over the B * S tokens, padding in segments of its own; ints ``max_length_q`` and ``_k``;
-            ``packed_lengths``, the segments' lengths as a tuple; ``packed_documents``, a tuple with the numbers of each
-            document's segments, in source order (see :func:`torch_backend.reduce`), left out if a document is in the
-            batch twice; for a model with a router loss ``attention_mask``
-            int64 [B, S], 0 at padding; and the user's own columns [B, S].
+            ``packed_lengths``, the segments' lengths as a tuple; ``packed_documents``, the numbers of each document's
+            segments in source order (see :func:`torch_backend.reduce`), left out if a document is in the batch twice;
+            for a model with a router loss ``attention_mask`` int64 [B, S], 0 at padding; and the user's own columns
+            [B, S]. A model that classifies documents gets ``labels`` [documents] or [documents, C] in source order, or
+            none.
+
+        Raises:
+            LayoutError: the features contradict each other, or a document is split or there twice and the model
+                classifies documents.
         """
         if isinstance(features, PackedBatch):
             return self._emit(features)
@@ -99,17 +106,27 @@ class PackedCollator:
     def _emit(self, batch: PackedBatch) -> Batch:
         if self.labels_every_token:
             batch = _with_every_label(batch)
+        if self.labels_documents:
+            check_whole(batch)
         make = batch.padding_free if self.padding_free else batch.kernel_view
         view = make(max_seqlen=self.max_seqlen, bucket=self.bucket)
-        emitted = _to_torch(view, rows=1 if self.padding_free else len(batch)) | _documents(batch, view)
+        emitted = _to_torch(view, rows=1 if self.padding_free else len(batch))
+        emitted |= _documents(batch, view, needed=self.labels_documents)
         if self.labels_every_token:
             emitted["labels"] = emitted.pop(_EVERY_LABEL).long() + IGNORE_INDEX
-        if self.has_router:
+        if self.labels_documents:
+            labels = labels_in_order(batch)
+            emitted = {name: x for name, x in emitted.items() if name != LABELS or labels is not None}
+            emitted |= {} if labels is None else {LABELS: labels}
+        if self.marks_padding:
             real = np.repeat(~np.array(view.is_padding), view.lengths)
             emitted["attention_mask"] = torch.from_numpy(real.astype(np.int64)).view_as(emitted["input_ids"])
         return emitted
 
     def _pack(self, features: Sequence[Mapping[str, Any]]) -> PackedBatch:
+        labels = None
+        if self.labels_documents:
+            features, labels = take_labels(features)
         documents = read_examples(features)
         packed = pack(
             documents.input_ids,
@@ -118,6 +135,7 @@ class PackedCollator:
             loss_mask=documents.loss_mask,
             prompt_lengths=documents.prompt_lengths,
             columns=documents.columns,
+            per_document=None if labels is None else {LABELS: labels},
             pad_id=self.pad_id,
             **(self.plan_options if self.capacity else {"strategy": "sequential", "seed": None}),
         )
@@ -209,12 +227,14 @@ def concatenate(batches: Sequence[PackedBatch]) -> PackedBatch:
     if len(batches) == 1:
         return batches[0]
     first = batches[0]
+    per_document = set(first.per_document)
     for batch in batches:
-        same = (batch.capacity, batch.alignment, batch.weighting, set(batch.columns)) == (
+        same = (batch.capacity, batch.alignment, batch.weighting, set(batch.columns), set(batch.per_document)) == (
             first.capacity,
             first.alignment,
             first.weighting,
             set(first.columns),
+            per_document,
         )
         if not same or any((getattr(batch, n) is None) != (getattr(first, n) is None) for n in ("labels", "loss_mask")):
             raise LayoutError("packed rows of different capacities or columns cannot make one batch")
@@ -233,6 +253,7 @@ def concatenate(batches: Sequence[PackedBatch]) -> PackedBatch:
         labels=joined("labels"),
         loss_mask=joined("loss_mask"),
         columns={name: np.concatenate([batch.columns[name] for batch in batches]) for name in first.columns},
+        per_document={name: np.concatenate([batch.per_document[name] for batch in batches]) for name in per_document},
         alignment=first.alignment,
         pad_id=first.pad_id,
         weighting=first.weighting,
@@ -251,6 +272,15 @@ def _labels_every_token(model: Any) -> bool:
     from torch_backend.hf.heads import trains_first_token
 
     return trains_first_token(model)
+
+
+def _labels_documents(model: Any) -> bool:
+    """Whether a model classifies documents."""
+    if not isinstance(model, nn.Module):
+        return False
+    from torch_backend.hf.heads import labels_documents
+
+    return labels_documents(model)
 
 
 # A token classifier's labels travel as a column, so that first tokens keep theirs; 0 is what is not trained.
@@ -287,11 +317,17 @@ def _to_torch(view: KernelView, rows: int) -> Batch:
     }
 
 
-def _documents(batch: PackedBatch, view: KernelView) -> Batch:
-    """The segments of each document, by their numbers in the view; nothing if a document is in the batch twice."""
+def _documents(batch: PackedBatch, view: KernelView, *, needed: bool) -> Batch:
+    """The segments of each document, by their numbers in the view; nothing if a document is in the batch twice.
+
+    Raises:
+        LayoutError: a document is in the batch twice, and they are ``needed``.
+    """
     try:
         _, order, counts = segments_by_document(batch)
     except LayoutError:
+        if needed:
+            raise
         return {}
     numbers = np.flatnonzero(~np.array(view.is_padding, np.bool_))[order]
     pieces = np.split(numbers, np.cumsum(counts)[:-1]) if len(counts) else []

@@ -49,7 +49,7 @@ def compile_layers(model: nn.Module, *, recompute: bool = True, backend: str | C
     if state is None or not state.requests:
         raise LayoutError("compile_layers takes a patched model that has run a packed batch: call patch(model) and it")
     state.compiled = {replace(request, requires_grad=True) for request in state.requests}
-    decoder = root.get_decoder()
+    decoder = state.decoder
     layers = [module for module in decoder.modules() if isinstance(module, DecoderLayer)]
     chosen = _recompute_cheap if recompute and backend == "inductor" else backend
     for module in (*layers, getattr(decoder, "norm", None)):
