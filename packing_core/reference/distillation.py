@@ -13,7 +13,7 @@ def divergence(student: npt.ArrayLike, teacher: npt.ArrayLike, *, direction: str
 
     ``"forward"`` is KL(teacher, student) (arXiv:1503.02531), ``"reverse"`` KL(student, teacher) (arXiv:2306.08543).
     """
-    p, q = np.float64(teacher), np.float64(student)
+    p, q = np.asarray(teacher, np.float64), np.asarray(student, np.float64)
     if direction == "reverse":
         p, q = q, p
     return (np.exp(p) * (p - q)).sum(-1)

@@ -25,7 +25,7 @@ def advantages(rewards: npt.ArrayLike, groups: npt.ArrayLike, *, kind: str = "gr
     Raises:
         PackingError: an unknown kind.
     """
-    rewards, groups = np.float64(rewards), np.asarray(groups)
+    rewards, groups = np.asarray(rewards, np.float64), np.asarray(groups)
     found = np.zeros(len(rewards))
     for d, group in enumerate(groups):
         mine = rewards[groups == group]
@@ -65,9 +65,9 @@ def loss(
         advantages: [documents].
     """
     total, divisor = 0.0, 0.0
-    for d, advantage in enumerate(np.float64(advantages)):
+    for d, advantage in enumerate(np.asarray(advantages, np.float64)):
         tokens = len(logprobs[d])
-        log_ratio = np.float64(logprobs[d]) - np.float64(old[d])
+        log_ratio = np.asarray(logprobs[d], np.float64) - np.asarray(old[d], np.float64)
         if ratio == "sequence" and tokens:
             log_ratio = np.full(tokens, log_ratio.mean())
         elif ratio == "sequence sum":
@@ -76,7 +76,7 @@ def loss(
         clipped = np.clip(weight, 1 - clip[0], 1 + clip[1])
         losses = -np.minimum(np.minimum(weight, delta) * advantage, clipped * advantage)
         if reference is not None:
-            above = np.float64(reference[d]) - np.float64(logprobs[d])
+            above = np.asarray(reference[d], np.float64) - np.asarray(logprobs[d], np.float64)
             losses = losses + beta * (np.exp(above) - above - 1)
         total += float(losses.sum()) / (max(1, tokens) if per == "document" else 1)
         divisor += {"document": 1, "token": tokens, "constant": max_length}[per]

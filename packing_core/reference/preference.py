@@ -34,8 +34,8 @@ def dpo(
     Raises:
         PackingError: an unknown kind.
     """
-    log_ratio_chosen = np.float64(chosen) - np.float64(reference_chosen)
-    log_ratio_rejected = np.float64(rejected) - np.float64(reference_rejected)
+    log_ratio_chosen = np.asarray(chosen, np.float64) - np.asarray(reference_chosen, np.float64)
+    log_ratio_rejected = np.asarray(rejected, np.float64) - np.asarray(reference_rejected, np.float64)
     margin = log_ratio_chosen - log_ratio_rejected
     right, flipped = softplus(-beta * margin), softplus(beta * margin)
     losses: dict[str, Any] = {
@@ -51,7 +51,7 @@ def dpo(
 
 def orpo(chosen: npt.ArrayLike, rejected: npt.ArrayLike, *, beta: float = 0.1) -> Float64:
     """Losses [pairs] of mean log-probabilities [pairs] (arXiv:2403.07691 equations 4, 6 and 7)."""
-    p, q = np.exp(np.float64(chosen)), np.exp(np.float64(rejected))
+    p, q = np.exp(np.asarray(chosen, np.float64)), np.exp(np.asarray(rejected, np.float64))
     odds_ratio = (p / (1 - p)) / (q / (1 - q))
     return np.asarray(-np.log(p) + beta * softplus(-np.log(odds_ratio)))
 
@@ -65,7 +65,7 @@ def simpo(
     label_smoothing: float = 0.0,
 ) -> Float64:
     """Losses [pairs] of mean log-probabilities [pairs] (arXiv:2405.14734 equation 6)."""
-    margin = beta * np.float64(chosen) - beta * np.float64(rejected) - gamma
+    margin = beta * np.asarray(chosen, np.float64) - beta * np.asarray(rejected, np.float64) - gamma
     return np.asarray((1 - label_smoothing) * softplus(-margin) + label_smoothing * softplus(margin))
 
 
@@ -80,22 +80,22 @@ def kto(
     undesirable_weight: float = 1.0,
 ) -> Float64:
     """Losses [documents] of log-probabilities [documents] (arXiv:2402.01306 equation 8)."""
-    reward = np.float64(policy) - np.float64(reference)
+    reward = np.asarray(policy, np.float64) - np.asarray(reference, np.float64)
     value = np.where(desirable, sigmoid(beta * (reward - baseline)), sigmoid(beta * (baseline - reward)))
     return np.asarray(np.where(desirable, desirable_weight, undesirable_weight) * (1 - value))
 
 
 def kto_baseline(policy: npt.ArrayLike, reference: npt.ArrayLike) -> float:
     """The mean of ``policy - reference`` over mismatched documents, at least 0 (arXiv:2402.01306 section 4.1)."""
-    return max(0.0, float(np.mean(np.float64(policy) - np.float64(reference))))
+    return max(0.0, float(np.mean(np.asarray(policy, np.float64) - np.asarray(reference, np.float64))))
 
 
 def reward(
     chosen: npt.ArrayLike, rejected: npt.ArrayLike, *, margin: npt.ArrayLike = 0.0, center_coefficient: float = 0.0
 ) -> Float64:
     """Losses [pairs] of scores [pairs] (arXiv:2203.02155 equation 1, arXiv:2307.09288 equation 2)."""
-    chosen, rejected = np.float64(chosen), np.float64(rejected)
-    difference = chosen - rejected - np.float64(margin)
+    chosen, rejected = np.asarray(chosen, np.float64), np.asarray(rejected, np.float64)
+    difference = chosen - rejected - np.asarray(margin, np.float64)
     return np.asarray(softplus(-difference) + center_coefficient * (chosen + rejected) ** 2)
 
 
@@ -106,4 +106,4 @@ def softplus(x: npt.ArrayLike) -> Any:
 
 def sigmoid(x: npt.ArrayLike) -> Any:
     """``1 / (1 + exp(-x))``."""
-    return np.exp(-softplus(-np.float64(x)))
+    return np.exp(-softplus(-np.asarray(x, np.float64)))

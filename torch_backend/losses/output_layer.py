@@ -117,7 +117,7 @@ def output_layer_logprobs(
             logprobs, entropies = _called_with(head, fused, hidden)
             return logprobs, entropies
         return fused(hidden)
-    rows = max(1, CHUNK_BYTES // (4 * entries))
+    rows = max(1, CHUNK_BYTES // (32 * entries))  # several tensors as large as the logits live at a time
     if isinstance(head, FSDPModule | FullyShardedDataParallel):
         rows = ids.shape[0] * ids.shape[1]  # every call communicates: see output_layer_loss
     parts = (x.flatten(0, 1)[None].split(rows, 1) for x in (hidden, ids))
