@@ -85,19 +85,19 @@ def token_logprobs(
     ids = targets[..., None] if candidates is None else jnp.concatenate([targets[..., None], candidates], axis=-1)
     trained = weights != 0
     hidden = model.hidden(input_ids, segment_ids, position_ids)
-    tokens = max(1, chunk_bytes // (4 * model.config.vocab_size * len(input_ids)))
-    rest = -input_ids.shape[1] % tokens if tokens < input_ids.shape[1] else 0
-    chunks = 1 if tokens >= input_ids.shape[1] else (input_ids.shape[1] + rest) // tokens
+    rows, length = input_ids.shape
+    tokens = min(length, max(1, chunk_bytes // (4 * model.config.vocab_size * rows)))
+    chunks = -(-length // tokens)
 
     def cut(x: jax.Array) -> jax.Array:
         """[B, S, ...] -> [chunks, B, tokens, ...]."""
-        padded = jnp.pad(x, [(0, 0), (0, rest), *[(0, 0)] * (x.ndim - 2)])
-        return jnp.moveaxis(padded.reshape(len(x), chunks, -1, *x.shape[2:]), 1, 0)
+        padded = jnp.pad(x, [(0, 0), (0, chunks * tokens - length), *[(0, 0)] * (x.ndim - 2)])
+        return jnp.moveaxis(padded.reshape(rows, chunks, tokens, *x.shape[2:]), 1, 0)
 
     def joined(x: jax.Array | None) -> jax.Array | None:
         if x is None:
             return None
-        whole = jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, : input_ids.shape[1]]
+        whole = jnp.moveaxis(x, 0, 1).reshape(rows, chunks * tokens, *x.shape[3:])[:, :length]
         return jnp.where(trained.reshape(*trained.shape, *[1] * (whole.ndim - 2)), whole, 0)
 
     found = jax.lax.map(jax.checkpoint(of_chunk), (cut(hidden), cut(jnp.where(trained[..., None], ids, 0))))
