@@ -175,6 +175,9 @@ if TYPE_CHECKING:
         token_logprobs as token_logprobs,
     )
     from torch_backend import (
+        unpad as unpad,
+    )
+    from torch_backend import (
         unpatch as unpatch,
     )
     from torch_backend import (

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch_backend.losses.token_logprobs import TokenLogprobs, token_logprobs
     from torch_backend.ops.attention import attention
     from torch_backend.ops.reduction import reduce, spread
-    from torch_backend.patching import patch, unpatch
+    from torch_backend.patching import patch, unpad, unpatch
     from torch_backend.segments import PackedMetadata
     from torch_backend.training.dataset import pack_dataset
     from torch_backend.training.step import TrainStep, make_train_step
@@ -41,6 +41,7 @@ _HOME: dict[str, str] = {
     "reduce": "torch_backend.ops.reduction",
     "spread": "torch_backend.ops.reduction",
     "token_logprobs": "torch_backend.losses.token_logprobs",
+    "unpad": "torch_backend.patching",
     "unpatch": "torch_backend.patching",
     "with_boundaries": "torch_backend.collate",
 }
@@ -64,6 +65,7 @@ __all__ = [
     "reduce",
     "spread",
     "token_logprobs",
+    "unpad",
     "unpatch",
     "with_boundaries",
 ]
