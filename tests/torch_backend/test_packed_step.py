@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn import functional as F
 
 from packing_core.errors import UnsupportedError
 from tests.torch_backend.test_train_step import graphs as graphs
-from tests.torch_backend.test_trainer import CAPACITY, differences, documents, gpt_oss, llama, peft, sft
+from tests.torch_backend.test_trainer import CAPACITY, differences, documents, gpt_oss, llama, peft
 from torch_backend import audit, explain
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.training import packed_step
@@ -63,15 +65,23 @@ def assert_same(fast: Any, plain: Any, make: Callable[[], Any] = llama, toleranc
     assert differences(plain.model, make()) > 1e-4
 
 
-def adapted() -> Any:
+def adapted(**options: Any) -> Any:
     torch.manual_seed(0)
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False, **options)
     return peft.get_peft_model(llama(), config)
 
 
 def routed() -> Any:
     model = gpt_oss()
     model.config.output_router_logits, model.config.router_aux_loss_coef = True, 0.01
+    return model
+
+
+def shallow() -> torch.nn.Module:
+    """One layer, for what compiles every layer at every shape."""
+    model = llama()
+    del model.model.layers[1:]
+    model.config.num_hidden_layers = 1
     return model
 
 
@@ -89,8 +99,9 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "label smoothing": ({"label_smoothing_factor": 0.1}, "with logits: label smoothing reads them"),
     "compute_loss_func": ({"compute_loss_func": own_loss}, "with logits: compute_loss_func reads them"),
     "NEFTune": ({"neftune_noise_alpha": 5.0}, FAST),
-    "torch.compile": ({"torch_compile": True, "torch_compile_backend": "eager"}, FAST),
+    "torch.compile": ({"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 1, "make": shallow}, FAST),
     "LoRA": ({"make": adapted}, FAST),
+    "DoRA": ({"make": partial(adapted, use_dora=True)}, FAST),
     "per-document scans": ({"make": gpt_oss}, FAST),
     "router loss": ({"make": routed}, "with logits: the trainer adds the router's auxiliary loss of each microbatch"),
 }
@@ -109,6 +120,30 @@ def test_in_bfloat16_they_differ_by_rounding(options: dict[str, Any], tmp_path: 
     fast, plain = (built(tmp_path / str(kind), kind, **options) for kind in (True, False))
     assert_same(fast, plain, options.get("make", llama), tolerance=1e-2)
     assert fast.packed_step.parts["loss"] == FAST
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_adapters_of_4_bit_weights_train_as_in_the_plain_step(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="4-bit weights need bitsandbytes")
+    llama().save_pretrained(tmp_path / "model")
+    quantised = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+    )
+
+    def make() -> Any:
+        model = transformers.LlamaForCausalLM.from_pretrained(
+            tmp_path / "model", quantization_config=quantised, device_map={"": 0}
+        )
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+        return peft.get_peft_model(peft.prepare_model_for_kbit_training(model), config)
+
+    fast, plain = (built(tmp_path / str(kind), kind, make=make, use_cpu=False) for kind in (True, False))
+    for found, wanted in zip(trained(fast), trained(plain), strict=True):
+        assert found == pytest.approx(wanted, rel=2e-2)
+    assert fast.packed_step.parts["loss"] == FAST
+    assert fast.packed_step.parts["layers"] == "not compiled: its weights are quantised"
 
 
 def test_the_kernels_of_liger_keep_their_own_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,20 +175,6 @@ def test_a_trainer_that_computes_its_loss_itself_keeps_it(tmp_path: Path) -> Non
     fast, plain = (built(tmp_path / str(kind), kind, kind=Doubled) for kind in (True, False))
     assert_same(fast, plain)
     assert fast.packed_step.parts["loss"] == "with logits: Doubled computes its loss itself (compute_loss)"
-
-
-def test_sft_trainer_keeps_its_loss_and_its_metrics(tmp_path: Path) -> None:
-    fast, plain = (
-        enable_packing(
-            sft(llama(), tmp_path / str(kind), documents(), packing=True, max_length=CAPACITY, bf16=False),
-            verify=False,
-            fast=kind,
-        )
-        for kind in (True, False)
-    )
-    assert_same(fast, plain)
-    assert all("mean_token_accuracy" in entry for entry in fast.state.log_history if "loss" in entry)
-    assert fast.packed_step.parts["loss"] == "with logits: SFTTrainer computes its loss itself (compute_loss)"
 
 
 # -- evaluation, callbacks, checkpoints --------------------------------------------------------------------------------
@@ -229,7 +250,6 @@ def test_as_cuda_graphs_it_trains_the_same(graphs: SimpleNamespace, accumulation
         ({"label_smoothing_factor": 0.1}, "the loss is the trainer's own"),
         ({"torch_empty_cache_steps": 1}, "torch_empty_cache_steps empties the cache during the step"),
         ({"neftune_noise_alpha": 5.0}, "the noise of NEFTune depends on the shape of a batch"),
-        ({"torch_compile": True, "torch_compile_backend": "eager"}, "torch_compile=True compiles the model as a whole"),
         ({"activation_checkpointing": True}, "gradient checkpointing reads the random state"),
     ],
 )
@@ -237,6 +257,51 @@ def test_what_forbids_a_graph(graphs: SimpleNamespace, options: Any, reason: str
     fast, plain = (built(tmp_path / str(kind), kind, **options) for kind in (True, False))
     assert_same(fast, plain)
     assert fast.packed_step.parts["graph"] == f"no CUDA graph: {reason}"
+
+
+def test_shapes_are_chosen_from_the_data_so_that_all_steps_have_one_form(
+    graphs: SimpleNamespace, tmp_path: Path
+) -> None:
+    options = {"gradient_accumulation_steps": 1, "max_steps": 12, "num_train_epochs": 3}
+    fast, plain = (built(tmp_path / str(kind), kind, **options) for kind in (True, False))
+    graphs.model = fast.model
+    assert_same(fast, plain)
+    assert (graphs.recorded, graphs.replayed) == (1, 10)
+
+
+def test_torch_compile_gives_way_to_compiled_layers(graphs: SimpleNamespace, tmp_path: Path) -> None:
+    options = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 4}
+    fast, plain = (built(tmp_path / str(kind), kind, **options) for kind in (True, False))
+    graphs.model = fast.model
+    assert_same(fast, plain)
+    assert isinstance(plain.model_wrapped, OptimizedModule) and not isinstance(fast.model_wrapped, OptimizedModule)
+    assert graphs.replayed
+    layers = "compiled, one by one, in place of the model as a whole (torch_compile=True)"
+    assert f"layers of the step: {layers}" in explain(fast).notes
+
+
+@pytest.mark.parametrize("faked", [True, False], ids=["fixed shapes", "as on this machine"])
+def test_auto_find_batch_size_goes_on_with_smaller_batches(
+    faked: bool, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    graphs = request.getfixturevalue("graphs") if faked else SimpleNamespace()
+
+    def small() -> Any:
+        model = llama()
+
+        def refuse(module: Any, args: Any, kwargs: Any) -> None:
+            if kwargs["input_ids"].shape[0] > 1 and torch.is_grad_enabled():
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        model.register_forward_pre_hook(refuse, with_kwargs=True)
+        return model
+
+    options = {"auto_find_batch_size": True, "max_steps": 5, "make": small}
+    fast, plain = (built(tmp_path / str(kind), kind, **options) for kind in (True, False))
+    graphs.model = fast.model
+    assert_same(fast, plain)
+    assert fast._train_batch_size == plain._train_batch_size == 1
+    assert not faked or graphs.replayed
 
 
 # -- explain, audit, and the plain step --------------------------------------------------------------------------------

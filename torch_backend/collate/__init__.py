@@ -71,7 +71,7 @@ class PackedCollator:
         configs = _configs(model)
         pads = [config.pad_token_id for config in configs if getattr(config, "pad_token_id", None) is not None]
         self.pad_id = int(pads[0]) if pads else 0
-        self.has_router = _has_router(model)
+        self.marks_padding = _has_router(model)
         self.labels_every_token = _labels_every_token(model)
         self.labels_documents = _labels_documents(model)
         self.capacity = capacity
@@ -119,7 +119,7 @@ class PackedCollator:
             labels = labels_in_order(batch)
             emitted = {name: x for name, x in emitted.items() if name != LABELS or labels is not None}
             emitted |= {} if labels is None else {LABELS: labels}
-        if self.has_router:
+        if self.marks_padding:
             real = np.repeat(~np.array(view.is_padding), view.lengths)
             emitted["attention_mask"] = torch.from_numpy(real.astype(np.int64)).view_as(emitted["input_ids"])
         if self.masking is not None:

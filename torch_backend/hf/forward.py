@@ -39,11 +39,11 @@ class RowChoice:
 
     Attributes:
         triton: whether its convolution ran in Triton; otherwise it ran on batches of documents.
-        scan: its request to a scan, None if it has none.
+        scan: what its scan ran on, or its request to one; None if it has none.
     """
 
     triton: bool
-    scan: ScanRequest | None
+    scan: ScanRequest | str | None
 
     def __str__(self) -> str:
         convolution = f"convolution by {'Triton' if self.triton else 'plain torch on batches of documents'}"

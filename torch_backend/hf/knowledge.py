@@ -243,6 +243,7 @@ TOUCHED = (
     "transformers:MistralForCausalLM",
     "transformers:PreTrainedModel",
     "transformers:PreTrainedTokenizerFast",
+    "transformers:PretrainedConfig",
     "transformers.masking_utils:ALL_MASK_ATTENTION_FUNCTIONS",
     "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS",
     "transformers.loss.loss_utils:ForCausalLMLoss",

@@ -287,6 +287,12 @@ def use_rows(trainer: Any, rows: PackedRows | PackedStream | None) -> None:
         del trainer.get_train_dataloader
 
 
+def rows_of(trainer: Any) -> PackedRows | PackedStream | None:
+    """What :func:`use_rows` gave to a trainer."""
+    method = vars(trainer).get("get_train_dataloader")
+    return method.args[1] if _makes_rows(method) else None
+
+
 def _makes_rows(method: Any) -> bool:
     return isinstance(method, partial) and method.func is _dataloader
 

@@ -69,6 +69,9 @@ def enable_packing(
     dataset does not tell its lengths, the documents of each batch are packed together, and a warning says so.
     Evaluation puts the documents of a batch into one row.
 
+    TRL's DPO, KTO, reward, GRPO and RLOO trainers keep their batches, and their forwards run without padding
+    (:mod:`torch_backend.training.preference`).
+
     Args:
         trainer: a ``transformers.Trainer`` or a subclass of it, with its model, also one under PEFT, and with training
             or evaluation data.
