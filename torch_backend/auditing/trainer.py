@@ -117,8 +117,8 @@ def audit_trainer(trainer: Any, *, batches: int = 1) -> TrainerReport:
         )
     if kind_of(trainer) is None and (labels_documents(trainer.model) or trains_first_token(trainer.model)):
         raise UnsupportedError(
-            f"{type(trainer).__name__} trains a classifier or a masked language model, and audit(trainer) judges losses "
-            "of next tokens and of answers: audit its model, audit(trainer.model)"
+            f"{type(trainer).__name__} trains a classifier or a masked language model, and audit(trainer) judges "
+            "losses of next tokens and of answers: audit its model, audit(trainer.model)"
         )
     with torch.random.fork_rng(), _as_before(trainer):
         if kind_of(trainer) is not None:
