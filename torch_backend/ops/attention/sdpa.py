@@ -33,8 +33,8 @@ _SMALLEST_BLOCK = 32
 _SCORES, _SCORES_ON_CPU = 2**26, 2**22
 _MASK = 2**26  # entries of the largest mask
 _ALIGNMENT = 8  # channels; torch's fused kernels take heads of such widths in every dtype
-# All but cuDNN's, whose gradients are wrong by more than their size for some layouts of the output's gradient: seen with
-# torch 2.11 and cuDNN 9.19 on an H200, held by a GPU test.
+# All but cuDNN's, whose gradients are wrong by more than their size for some layouts of the output's gradient, as seen
+# with torch 2.11 and cuDNN 9.19 on an H200 and held by a GPU test.
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
