@@ -44,7 +44,13 @@ ALTERNATING = (
 WEEKLY: dict[str, tuple[str, ...]] = {
     "tests/cli/test_commands.py": ("test_the_built_in_default_trains", "test_a_hub_name_is_found_in_the_hub_cache"),
     "tests/cli/test_examples.py": (
+        "test_ranks_share_weights_and_steps",
+        "test_deepspeed_trains_packed_rows",
         "test_a_plain_loop_learns_on_packed_rows",
+        "test_accelerate_counts_tokens_over_its_ranks",
+        "test_a_trainer_packs_its_data_set_by_one_line",
+        "test_sft_trainer_is_exact_by_one_line",
+        "test_a_classifier_learns_on_packed_rows",
         "test_dpo_learns_on_packed_pairs_what_is_exact",
         "test_a_reward_model_learns_on_packed_answers",
         "test_grpo_learns_on_packed_completions",

@@ -48,10 +48,10 @@ def test_sums_and_gradient_are_within_the_error_budget(dtype: str, weighted: boo
 
 
 def test_targets_are_the_next_labels_of_the_same_segment() -> None:
-    #                       1  1  1  2  2  .  3  .
-    ids = jnp.array([[1, 1, 1, 2, 2, 0, 3, 0]])
-    labels = jnp.array([[10, 11, 12, 20, 21, 99, 30, 99]])
-    assert shift_labels(labels, ids).tolist() == [[11, 12, -100, 21, -100, -100, -100, -100]]
+    #                       1  1  1  2  2  .  .  3  .
+    ids = jnp.array([[1, 1, 1, 2, 2, 0, 0, 3, 0]])
+    labels = jnp.array([[10, 11, 12, 20, 21, 99, 99, 30, 99]])
+    assert shift_labels(labels, ids).tolist() == [[11, 12, -100, 21, -100, -100, -100, -100, -100]]
 
 
 def test_a_sum_of_two_halves_is_the_whole() -> None:

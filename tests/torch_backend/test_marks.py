@@ -93,7 +93,7 @@ def test_rows_are_divided_each_by_its_own_marks() -> None:
 @pytest.mark.parametrize("mark", ["segment_ids", "attention_mask", "seq_idx"])
 def test_numbers_begin_anew_in_every_row(mark: str) -> None:
     # rows: | 0 1 | padding |  and  | 3 | 4 5 |
-    numbers = torch.tensor([[1, 1, 0], [1, 2, 2]]) - (mark == "seq_idx")
+    numbers = torch.tensor([[1, 1, 0], [1, 2, 2]]) - int(mark == "seq_idx")
     batch = collate(input_ids=torch.arange(6).view(2, 3), **{mark: numbers})
     assert batch["packed_lengths"] == (2, 1, 1, 2)
 
