@@ -122,8 +122,8 @@ def build(contender: Contender, make: Any, pairs: Any, folder: str, updates: int
         def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
             return dataset
 
-    def model() -> Any:
-        torch.manual_seed(0)
+    def model(seed: int) -> Any:
+        torch.manual_seed(seed)
         attention = "sdpa" if contender.packed else contender.attention
         with torch.device(DEVICE):
             return AutoModelForCausalLM.from_config(make(False), attn_implementation=attention, dtype=DTYPE)
@@ -134,9 +134,10 @@ def build(contender: Contender, make: Any, pairs: Any, folder: str, updates: int
         lr_scheduler_type="constant", optim="adamw_torch_fused", gradient_checkpointing=contender.checkpointing,
         train_sampling_strategy=contender.sampling, length_column_name="length", max_length=None, bf16=not TOY,
         logging_steps=updates, report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=TOY,
+        remove_unused_columns=False,
     )  # fmt: skip
     trainer = Tokenised(
-        model(), model(), args=arguments, train_dataset=pairs, processing_class=_tokenizer(), callbacks=[clock]
+        model(0), model(1), args=arguments, train_dataset=pairs, processing_class=_tokenizer(), callbacks=[clock]
     )
     return enable_packing(trainer, verify=False) if contender.packed else trainer
 

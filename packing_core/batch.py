@@ -58,6 +58,7 @@ class PackedBatch:
             ids are the labels.
         loss_mask: bool [R, capacity], False at tokens that are never targets (prompts); None when all may be.
         columns: the user's other per-token arrays, [R, capacity] each, 0 in padding.
+        per_document: the user's values per document, [S, ...] each: those of the document of each segment.
         alignment: every segment starts at a multiple of it within its row.
         pad_id: the token that fills padding.
         weighting: ``"token"``: every target weighs 1. ``"document"``: the targets of one document in this batch weigh
@@ -79,6 +80,7 @@ class PackedBatch:
     alignment: int = 1
     pad_id: int = 0
     weighting: Weighting = "token"
+    per_document: Mapping[str, Array] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, kinds in (("input_ids", "iu"), ("labels", "i"), ("loss_mask", "b")):
@@ -91,6 +93,7 @@ class PackedBatch:
         self._set("columns", columns)
         for name in ("cu_seqlens", "rows", "sources", "starts"):
             self._set(name, _read_only(as_int64(getattr(self, name), name)))
+        self._set("per_document", {name: _read_only(np.asarray(x)) for name, x in self.per_document.items()})
         self._set("alignment", positive("alignment", self.alignment))
         self._set("pad_id", check_pad_id(self.pad_id, self.input_ids.dtype))
         choice("weighting", self.weighting, WEIGHTINGS)
@@ -106,6 +109,12 @@ class PackedBatch:
                 raise LayoutError(
                     f"{name} has {len(getattr(self, name))} entries and cu_seqlens marks {count} segments: they must "
                     f"agree"
+                )
+        for name, values in self.per_document.items():
+            if values.ndim < 1 or len(values) != count:
+                raise LayoutError(
+                    f"per_document[{name!r}] has shape {list(values.shape)} and cu_seqlens marks {count} segments: "
+                    "give one entry per segment, that of its document"
                 )
         if count < 0 or self.cu_seqlens[0] != 0 or (self.cu_seqlens[1:] <= self.cu_seqlens[:-1]).any():
             raise LayoutError("cu_seqlens must start at 0 and strictly increase: padding is no segment, leave it out")
@@ -276,6 +285,7 @@ class PackedBatch:
             alignment=self.alignment,
             pad_id=self.pad_id,
             weighting=self.weighting,
+            per_document={name: values[picked] for name, values in self.per_document.items()},
         )
 
     def unpack(self, name: str = "input_ids") -> dict[int, Array]:
@@ -354,6 +364,7 @@ class PackedBatch:
             columns={name: flat(array) for name, array in self.columns.items()},
             pad_id=self.pad_id,
             weighting=self.weighting,
+            per_document=self.per_document,
         )
 
     @cached_property

@@ -32,6 +32,7 @@ def pack(
     loss_mask: Any = None,
     prompt_lengths: ArrayLike | None = None,
     columns: Mapping[str, Any] | None = None,
+    per_document: Mapping[str, ArrayLike] | None = None,
     pad_id: int = 0,
     weighting: Weighting = "token",
     **plan_options: Any,
@@ -57,6 +58,7 @@ def pack(
         prompt_lengths: [N] integers: that many first tokens of each document are never targets. May stand beside
             ``loss_mask``; then both hold.
         columns: other per-token sequences by name, as long as the documents; numbers of any kind.
+        per_document: [N, ...] values by name, one entry for each document, such as the label of its class.
         pad_id: the token that fills padding.
         weighting: see ``PackedBatch``.
         plan_options: ``strategy``, ``overflow``, ``seed`` and the other options of ``plan``.
@@ -71,6 +73,7 @@ def pack(
         loss_mask=loss_mask,
         prompt_lengths=prompt_lengths,
         columns=columns,
+        per_document=per_document,
         pad_id=pad_id,
         weighting=weighting,
         **plan_options,
@@ -100,6 +103,7 @@ class PackedDataset:
         loss_mask: Any = None,
         prompt_lengths: ArrayLike | None = None,
         columns: Mapping[str, Any] | None = None,
+        per_document: Mapping[str, ArrayLike] | None = None,
         pad_id: int = 0,
         weighting: Weighting = "token",
         **plan_options: Any,
@@ -130,6 +134,7 @@ class PackedDataset:
         check_names(columns, RESERVED)
         for name, column in columns.items():
             self.columns[name] = _beside(column, f"columns[{name!r}]", lengths)
+        self.per_document = {name: _each(name, values, lengths) for name, values in (per_document or {}).items()}
 
     def __len__(self) -> int:
         return self.plan.n_rows
@@ -205,6 +210,7 @@ class PackedDataset:
             alignment=self.plan.alignment,
             pad_id=self.pad_id,
             weighting=self.weighting,
+            per_document={name: values[source] for name, values in self.per_document.items()},
         )
 
 
@@ -250,6 +256,17 @@ def _beside(column: Any, name: str, lengths: Int64) -> Ragged:
             f"per token ({int(unequal.sum()):,} documents differ)"
         )
     return ragged
+
+
+def _each(name: str, values: ArrayLike, lengths: Int64) -> Array:
+    """Values per document as an array [N, ...]."""
+    array = as_array(values, f"per_document[{name!r}]")
+    if array.ndim < 1 or len(array) != len(lengths):
+        raise LayoutError(
+            f"per_document[{name!r}] has shape {list(array.shape)} and there are {len(lengths):,} documents: give one "
+            "entry per document"
+        )
+    return array
 
 
 def _prompts(prompt_lengths: ArrayLike, lengths: Int64) -> Int64:

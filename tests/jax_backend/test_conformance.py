@@ -1,6 +1,5 @@
 """What the JAX conformance adapter offers, declares and refuses; that it is right is for the suite to say."""
 
-import subprocess
 import sys
 
 import jax
@@ -13,6 +12,7 @@ from jax_backend.conformance import Stack, _precision, _train, backends, capabil
 from jax_backend.train_step import TrainStep
 from packing_core.errors import UnsupportedError
 from packing_core.protocol import ALL_OPTIONS, LEVELS, DecoderConfig
+from tests import processes
 
 
 def offered_methods(name):
@@ -54,9 +54,11 @@ def test_what_is_declared(name, lacks):
     assert declared.atomic_embedding == (name in ("xla", "chunked", "pallas"))
 
 
-def test_the_adapter_loads_without_grain():
-    code = "import sys; sys.modules['grain'] = None; import jax_backend.conformance as c; print(c.backends()['xla']())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize(
+    "code", ["import jax_backend.conformance as c; print(c.backends()['xla']())", "import jax_backend.train"]
+)
+def test_the_adapter_and_the_trainer_load_without_grain(code):
+    done = processes.run([sys.executable, "-c", f"import sys; sys.modules['grain'] = None; {code}"])
     assert done.returncode == 0, done.stderr
 
 

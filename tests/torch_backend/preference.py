@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from tests.torch_backend.models import tiny
 from tests.torch_backend.test_conditions import CHANGES
+from torch_backend.auditing.compare import gradients_error, relative_error
 from torch_backend.hf.patch import causal_lm
 
+GRADIENT = "gradient of "
 ROUTES = ("qwen3", "gpt_oss", "qwen3_5_text", "phi3", "bloom")
 WORDS = 96
 
@@ -115,7 +117,7 @@ class _Gradients(transformers.TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        self.found |= {f"gradient of {name} in step {state.global_step}": x for name, x in gradients.items()}
+        self.found |= {f"{GRADIENT}{name} in step {state.global_step}": x for name, x in gradients.items()}
 
 
 def trained(trainer: Any) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
@@ -134,9 +136,11 @@ def assert_same_training(got: Any, want: Any, tolerance: float = 1e-5) -> None:
     """Gradients, weights and every logged figure agree: max error / max."""
     (weights, logs), (true_weights, true_logs) = got, want
     assert weights.keys() == true_weights.keys()
-    for name, weight in weights.items():
-        largest = true_weights[name].abs().max().clamp_min(1e-6)
-        difference = float((weight - true_weights[name]).abs().max() / largest)
+    gradients = {name: x for name, x in true_weights.items() if name.startswith(GRADIENT)}
+    difference, worst = gradients_error({name: weights[name] for name in gradients}, gradients)
+    assert difference <= tolerance, f"{worst}: {difference:.1e}"
+    for name in weights.keys() - gradients.keys():
+        difference = relative_error(weights[name], true_weights[name])
         assert difference <= tolerance, f"{name}: {difference:.1e}"
     assert len(logs) == len(true_logs)
     for log, truth in zip(logs, true_logs, strict=True):

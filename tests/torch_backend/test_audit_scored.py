@@ -47,7 +47,8 @@ def test_a_row_without_boundaries_is_found(tmp_path, monkeypatch) -> None:
 
     def lost(root, args, kwargs):
         args, kwargs = stock(root, args, kwargs)
-        kwargs["packed_lengths"] = (sum(kwargs["packed_lengths"]),)
+        if "packed_lengths" in kwargs:
+            kwargs["packed_lengths"] = (sum(kwargs["packed_lengths"]),)
         return args, kwargs
 
     stock = state._take_out
@@ -73,7 +74,10 @@ def test_the_trainer_is_as_it_was(tmp_path) -> None:
     weights = copy.deepcopy(trainer.model.state_dict())
     attributes, metrics, random = dict(trainer.__dict__), copy.deepcopy(trainer._metrics), torch.get_rng_state()
     torch_backend.audit(trainer)
-    assert trainer.__dict__ == attributes and trainer._metrics == metrics
+    assert trainer._metrics == metrics
+    assert {k: v for k, v in trainer.__dict__.items() if k != "_metrics"} == {
+        k: v for k, v in attributes.items() if k != "_metrics"
+    }
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(value, weights[name]) for name, value in trainer.model.state_dict().items())
     assert all(parameter.grad is None for parameter in trainer.model.parameters())

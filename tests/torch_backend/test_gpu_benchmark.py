@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_clock, gpu_options, gpu_step
+from benchmarks import gpu, gpu_clock, gpu_options, gpu_preference, gpu_step
 from benchmarks.gpu_clock import Result, gated
 from benchmarks.gpu_step import Contender, Shape
 
@@ -81,3 +81,23 @@ def test_a_wrong_attention_with_options_has_no_figure(monkeypatch):
     layer, documents = gpu_options.LAYERS["ALiBi"], (5, 20)
     figures, note = gpu_options.measured(layer, documents, "sdpa")
     assert figures == {} and note.startswith("WRONG: error")
+
+
+def test_preference_trainers_are_compared_on_the_same_pairs_at_equal_memory():
+    trained = "^(enable_packing|stock, sdpa, random), micro-batches of 2$"
+    results = gpu_preference.main(["--shape", "0.5B", "--match", trained])
+    figures = {(r.contender.partition(",")[0], r.unit): r.value for r in results}
+    assert figures["stock", "pairs/s"] > 0 and figures["enable_packing", "pairs/s"] > 0
+    assert figures["stock", "mean loss"] == pytest.approx(figures["enable_packing", "mean loss"], rel=1e-5)
+
+    def of(contender, pairs, memory):
+        units = {"pairs/s": pairs, "GiB at most": memory}
+        return [Result("preference", "4B", contender, value, unit) for unit, value in units.items()]
+
+    found = (
+        of("stock, a", 2.0, 40.0) + of("stock, b", 1.0, 20.0) + of("packed, a", 5.0, 39.0) + of("packed, b", 8.0, 50)
+    )
+    text = gpu_preference.verdict("4B", found)
+    assert "stock, a: 2.00 pairs/s" in text
+    assert "2.50 times as fast within its memory: packed, a" in text
+    assert "4.00 times as fast whatever its memory: packed, b" in text

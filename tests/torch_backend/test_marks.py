@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from packing_core.errors import LayoutError
+from tests.processes import limited
 from torch_backend import PackedCollator, with_boundaries
 
 # One row: | 1 2 3 | 4 5 | padding |
@@ -87,6 +88,14 @@ def test_rows_are_divided_each_by_its_own_marks() -> None:
         assert batch["seq_idx"].tolist() == [[0, 0, 1, 1], [2, 2, 2, 3]]
     one_per_row = collate(input_ids=ids, seq_lengths=torch.tensor([4, 3]))
     assert one_per_row["packed_lengths"] == (4, 3, 1)
+
+
+@pytest.mark.parametrize("mark", ["segment_ids", "attention_mask", "seq_idx"])
+def test_numbers_begin_anew_in_every_row(mark: str) -> None:
+    # rows: | 0 1 | padding |  and  | 3 | 4 5 |
+    numbers = torch.tensor([[1, 1, 0], [1, 2, 2]]) - (mark == "seq_idx")
+    batch = collate(input_ids=torch.arange(6).view(2, 3), **{mark: numbers})
+    assert batch["packed_lengths"] == (2, 1, 1, 2)
 
 
 def test_a_batch_without_marks_is_refused() -> None:
@@ -311,6 +320,7 @@ def test_collators_are_picklable() -> None:
     assert packed([{"input_ids": [1, 2, 3]}])["packed_lengths"] == (3, 1)
 
 
+@limited()
 def test_workers_that_are_spawned_carry_boundaries() -> None:
     data = [{"input_ids": IDS, "seq_lengths": [[3, 2]]}]
     loader = DataLoader(

@@ -77,6 +77,14 @@ def routed() -> Any:
     return model
 
 
+def shallow() -> torch.nn.Module:
+    """One layer, for what compiles every layer at every shape."""
+    model = llama()
+    del model.model.layers[1:]
+    model.config.num_hidden_layers = 1
+    return model
+
+
 def own_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
     logits = outputs.logits[:, :-1].flatten(0, 1)
     return F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
@@ -91,7 +99,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "label smoothing": ({"label_smoothing_factor": 0.1}, "with logits: label smoothing reads them"),
     "compute_loss_func": ({"compute_loss_func": own_loss}, "with logits: compute_loss_func reads them"),
     "NEFTune": ({"neftune_noise_alpha": 5.0}, FAST),
-    "torch.compile": ({"torch_compile": True, "torch_compile_backend": "eager"}, FAST),
+    "torch.compile": ({"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 1, "make": shallow}, FAST),
     "LoRA": ({"make": adapted}, FAST),
     "DoRA": ({"make": partial(adapted, use_dora=True)}, FAST),
     "per-document scans": ({"make": gpt_oss}, FAST),

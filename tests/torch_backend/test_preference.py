@@ -116,7 +116,7 @@ def test_evaluation_is_that_of_each_document_alone(tmp_path) -> None:
         found.append(trainer.evaluate(pairs(5, seed=3)))
     ours, truth = found
     for name in truth:
-        if not any(word in name for word in ("runtime", "per_second")):
+        if not any(word in name for word in ("time", "per_second")):
             assert ours[name] == pytest.approx(truth[name], rel=1e-4), name
 
 
@@ -140,6 +140,21 @@ def test_virtual_tokens_are_refused_before_training(tmp_path) -> None:
     with pytest.raises(UnsupportedError, match="virtual tokens every document of a row would need: use LoRA"):
         enable_packing(trainer, verify=False)
     assert trainer.model.get_base_model().config._attn_implementation == "sdpa"
+
+
+def test_a_trl_without_its_fused_head_is_refused(tmp_path, monkeypatch) -> None:
+    trainer = dpo(tmp_path)
+    monkeypatch.delattr("trl.trainer.utils.add_fused_lm_head")
+    with pytest.raises(UnsupportedError, match="DPOTrainer of this TRL .* install trl 1.16 or newer"):
+        enable_packing(trainer, verify=False)
+
+
+def test_a_reference_that_is_refused_leaves_both_models_as_they_were(tmp_path) -> None:
+    trainer = dpo(tmp_path)
+    trainer.ref_model = torch.nn.Linear(2, 2)
+    with pytest.raises(PackingError, match="no transformers model in Linear"):
+        enable_packing(trainer, verify=False)
+    assert trainer.model.config._attn_implementation == "sdpa"
 
 
 def test_enabling_twice_is_enabling_once(tmp_path) -> None:

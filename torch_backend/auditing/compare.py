@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from packing_core.batch import IGNORE_INDEX
 from torch_backend.losses.cross_entropy import next_token_targets, packed_cross_entropy
 
 FIRST_TOKEN, LAST_TOKEN = 4, 90  # tokens that mean nothing special in a tiny model's vocabulary
@@ -41,6 +42,28 @@ def random_documents(model: Any, lengths: Sequence[int]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(7)
     documents = [torch.randint(*_tokens(model), (length,), generator=generator) for length in lengths]
     return [document.to(model.get_input_embeddings().weight.device) for document in documents]
+
+
+def labels_of(model: Any, head: str, documents: Sequence[Tensor]) -> list[Tensor]:
+    """Labels of the documents for a model's head: [L] per token, or a scalar or [C] per document.
+
+    A language model's are its tokens, and a model without a head has none: both get the tokens.
+    """
+    config = model.config
+    if head == "token":
+        return [document % config.num_labels for document in documents]
+    if head == "masked token":
+        return [
+            replaced(model, d).where(torch.arange(len(d), device=d.device) % 3 == 0, IGNORE_INDEX) for d in documents
+        ]
+    if head != "document":
+        return list(documents)
+    classes, numbers = config.num_labels, [document.sum() for document in documents]
+    kind = config.problem_type or ("regression" if classes == 1 else "single_label_classification")
+    if kind == "single_label_classification":
+        return [number % classes for number in numbers]
+    vectors = [(number + torch.arange(classes, device=number.device)) % 2 * 1.0 for number in numbers]
+    return [vector[0] for vector in vectors] if classes == 1 else vectors
 
 
 def replaced(model: Any, document: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from packing_core.errors import ContaminationError, UnsupportedModelError
 from torch_backend.auditing.compare import (
     Run,
     gradients_error,
+    labels_of,
     next_token_loss,
     outputs_error,
     random_documents,
@@ -49,7 +50,7 @@ CAPACITY = 64
 CHANGED = 2  # the document whose tokens the probe replaces
 TOLERANCE = 1e-4
 LEAK = 0.02  # at most what rounding may do to the others; a leak of a whole document moves them by their own size
-MOVED = 0.1
+MOVED = 0.02
 
 
 _verdicts: dict[tuple[Any, ...], AuditReport] = {}
@@ -268,9 +269,13 @@ class _Proof:
         self.model = model
         self.head = head_of(model)
         self.documents = random_documents(model, LENGTHS)
-        self.classes = [document % model.config.num_labels for document in self.documents]  # of a token classifier
+        self.labels = labels_of(model, self.head, self.documents)
 
     def alone(self) -> Run:
+        if self.head == "document":
+            pairs = zip(self.documents, self.labels, strict=True)
+            found = [self.model(input_ids=document[None], labels=label[None]) for document, label in pairs]
+            return run(self.model, [x.logits[0] for x in found], torch.stack([x.loss for x in found]).mean())
         outputs = [self._outputs(self.model(input_ids=document[None]))[0] for document in self.documents]
         return run(self.model, outputs, self._loss(outputs))
 
@@ -279,6 +284,8 @@ class _Proof:
         documents = [replaced(self.model, d) if i == changed else d for i, d in enumerate(self.documents)]
         batch = self._batch(documents, CAPACITY)
         output = self.model(**batch)
+        if self.head == "document":
+            return run(self.model, list(output.logits), output.loss)
         outputs = list(self._outputs(output).flatten(0, 1).split(batch["packed_lengths"])[: len(documents)])
         return run(self.model, outputs, self._loss(outputs) if self.head == "hidden states" else output.loss)
 
@@ -299,8 +306,8 @@ class _Proof:
         """The mean over the targets of all documents, or something that depends on every hidden state."""
         if self.head == "next token":
             return next_token_loss(outputs, self.documents)
-        if self.head == "token":
-            loss, weight = packed_cross_entropy(torch.cat(outputs), torch.cat(self.classes))
+        if self.head in ("token", "masked token"):
+            loss, weight = packed_cross_entropy(torch.cat(outputs), torch.cat(self.labels))
             return loss / weight
         direction = torch.randn(outputs[0].shape[-1], generator=torch.Generator().manual_seed(11))
         return (torch.cat(outputs).float() @ direction.to(outputs[0].device)).square().mean()
@@ -311,8 +318,10 @@ class _Proof:
         batch = {name: x.to(documents[0].device) if isinstance(x, Tensor) else x for name, x in batch.items()}
         if self.head == "hidden states":
             del batch["labels"]
-        elif self.head == "token":
-            batch["labels"] = _laid_out(self.classes, batch, IGNORE_INDEX)
+        elif self.head == "document":
+            batch["labels"] = torch.stack(self.labels)
+        elif self.head != "next token":
+            batch["labels"] = _laid_out(self.labels, batch, IGNORE_INDEX)
         return batch
 
 

@@ -24,7 +24,7 @@ from torch_backend.hf.boundaries import METADATA_KEYS
 from torch_backend.hf.patch import causal_lm
 from torch_backend.hf.unpadding import GENERATING, LENGTHS, Padded, kind_of, lengths_of, padded_calls
 
-SMALLEST_LOSS = 1e-2  # a smaller loss, such as that of advantages whose mean is 0, is compared with this much
+SMALLEST_LOSS = 1.0  # a smaller loss is compared with this much: advantages, whose mean is 0, cancel in it
 _MARKS = ("position_ids", *METADATA_KEYS)
 _ROWS = "input_ids"
 
@@ -90,7 +90,7 @@ class ScoredStep:
         ids, mask = call[_ROWS], call["attention_mask"].bool()
         if len(ids) < 2:
             raise PackingError("the trainer's first batch holds one document: raise its batch size to audit packing")
-        changed, known = int(mask.sum(1).argmax()), torch.unique(ids[mask])
+        changed, known = 0, torch.unique(ids[mask])  # the first one, because what leaks in a packed row leaks forward
         where = torch.searchsorted(known, ids[changed, mask[changed]])
         replaced = ids.clone()
         replaced[changed, mask[changed]] = known[(where + max(len(known) // 2, 1)) % len(known)]

@@ -24,7 +24,7 @@ ROOM = 64  # positions for the longest document of an audit, also where the larg
 _NAMES = {
     "layers": "num_hidden_layers n_layer n_layers num_layers decoder_layers num_decoder_layers num_blocks "
     "encoder_layers num_encoder_layers num_layers_per_stack",
-    "hidden": "hidden_size d_model n_embd emb_dim embedding_dim embedding_size word_embed_proj_dim",
+    "hidden": "hidden_size d_model n_embd emb_dim embedding_dim embedding_size word_embed_proj_dim pooler_hidden_size",
     "heads": "num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads "
     "encoder_attention_heads num_decoder_attention_heads num_encoder_attention_heads swa_num_attention_heads",
     "kv_heads": "num_key_value_heads num_kv_heads swa_num_key_value_heads",

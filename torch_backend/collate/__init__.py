@@ -24,6 +24,8 @@ from packing_core.columns import TRAINED, read_examples, trained_tokens
 from packing_core.errors import LayoutError
 from packing_core.marks import MARKS, PER_TOKEN, Segments, counts_through, is_numbered, read_segments
 from packing_core.views import KernelView
+from torch_backend.collate.documents import LABELS, check_whole, labels_in_order, take_labels
+from torch_backend.collate.tokens import EVERY_LABEL, masked, with_every_label
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,8 @@ class PackedCollator:
             padding, so the number of tokens changes from batch to batch.
         padding_free: puts rows that come packed into one row, without their padding.
         max_seqlen, bucket: fixed sizes for compiled kernels, see ``PackedBatch.kernel_view``.
+        masking: a ``DataCollatorForLanguageModeling`` with ``mlm=True``, which hides tokens of every batch and makes
+            the labels, for masked language models.
         plan_options: ``overflow``, ``max_segments`` and the other options of ``packing_core.plan``.
 
     A feature is a ``PackedBatch``, or a mapping with ``input_ids`` and the columns that
@@ -62,6 +66,7 @@ class PackedCollator:
         padding_free: bool = False,
         max_seqlen: int | None = None,
         bucket: int = 1,
+        masking: Any = None,
         **plan_options: Any,
     ) -> None:
         configs = _configs(model)
@@ -69,10 +74,12 @@ class PackedCollator:
         self.pad_id = int(pads[0]) if pads else 0
         self.marks_padding = _has_router(model)
         self.labels_every_token = _labels_every_token(model)
+        self.labels_documents = _labels_documents(model)
         self.capacity = capacity
         self.padding_free = padding_free
         self.max_seqlen = max_seqlen
         self.bucket = bucket
+        self.masking = masking
         self.plan_options = {"seed": None, **plan_options}
         self._warned = False
 
@@ -82,8 +89,13 @@ class PackedCollator:
         Returns:
             ``input_ids``, ``labels``, ``position_ids`` int64 [B, S]; ``seq_idx`` int32 [B, S]; ``cu_seq_lens_q`` and
             ``_k`` int32 [N+1] over the B * S tokens, padding in segments of its own; ints ``max_length_q`` and ``_k``;
-            ``packed_lengths``, the segments' lengths as a tuple; for a model with a router loss ``attention_mask``
-            int64 [B, S], 0 at padding; and the user's own columns [B, S].
+            ``packed_lengths``, the segments' lengths as a tuple, ``packed_documents``, the numbers of each
+            document's segments in source order; for a model with a router loss ``attention_mask`` int64 [B, S], 0 at
+            padding; and the user's own columns [B, S]. A model that classifies documents gets ``labels`` [documents] or
+            [documents, C] in source order, or none.
+
+        Raises:
+            LayoutError: the features contradict each other, or a document is split and the model classifies documents.
         """
         if isinstance(features, PackedBatch):
             return self._emit(features)
@@ -94,19 +106,33 @@ class PackedCollator:
         return self._emit(self._pack(features))
 
     def _emit(self, batch: PackedBatch) -> Batch:
-        if self.labels_every_token:
-            batch = _with_every_label(batch)
+        labeled = self.labels_every_token and self.masking is None
+        if labeled:
+            batch = with_every_label(batch)
+        if self.labels_documents:
+            check_whole(batch)
         make = batch.padding_free if self.padding_free else batch.kernel_view
         view = make(max_seqlen=self.max_seqlen, bucket=self.bucket)
-        emitted = _to_torch(view, rows=1 if self.padding_free else len(batch))
-        if self.labels_every_token:
-            emitted["labels"] = emitted.pop(_EVERY_LABEL).long() + IGNORE_INDEX
+        emitted = _to_torch(view, rows=1 if self.padding_free else len(batch)) | _documents(batch, view)
+        if labeled:
+            emitted["labels"] = emitted.pop(EVERY_LABEL).long() + IGNORE_INDEX
+        if self.labels_documents:
+            labels = labels_in_order(batch)
+            emitted = {name: x for name, x in emitted.items() if name != LABELS or labels is not None}
+            emitted |= {} if labels is None else {LABELS: labels}
         if self.marks_padding:
             real = np.repeat(~np.array(view.is_padding), view.lengths)
             emitted["attention_mask"] = torch.from_numpy(real.astype(np.int64)).view_as(emitted["input_ids"])
+        if self.masking is not None:
+            special = emitted.pop("special_tokens_mask", None)
+            padding = np.repeat(view.is_padding, view.lengths)
+            emitted |= masked(self.masking, emitted["input_ids"], padding, special)
         return emitted
 
     def _pack(self, features: Sequence[Mapping[str, Any]]) -> PackedBatch:
+        labels = None
+        if self.labels_documents:
+            features, labels = take_labels(features)
         documents = read_examples(features)
         packed = pack(
             documents.input_ids,
@@ -115,6 +141,7 @@ class PackedCollator:
             loss_mask=documents.loss_mask,
             prompt_lengths=documents.prompt_lengths,
             columns=documents.columns,
+            per_document=None if labels is None else {LABELS: labels},
             pad_id=self.pad_id,
             **(self.plan_options if self.capacity else {"strategy": "sequential", "seed": None}),
         )
@@ -169,6 +196,8 @@ class BoundaryCollator:
         if self.has_router or segments.padding.any():
             batch["attention_mask"] = (~padding).to(torch.int64 if mask is None else mask.dtype)
         positions, added = batch.get("position_ids"), _metadata(segments.lengths, ids.shape)
+        real = ~segments.padding[segments.starts]
+        added["packed_documents"] = tuple((number,) for number in np.flatnonzero(real).tolist())
         if positions is not None and not _counts_through(positions, segments, rows):
             del added["position_ids"]
         return {"input_ids": ids, **{k: v for k, v in batch.items() if k not in _READ_AND_LEFT_OUT}, **added}
@@ -204,12 +233,14 @@ def concatenate(batches: Sequence[PackedBatch]) -> PackedBatch:
     if len(batches) == 1:
         return batches[0]
     first = batches[0]
+    per_document = set(first.per_document)
     for batch in batches:
-        same = (batch.capacity, batch.alignment, batch.weighting, set(batch.columns)) == (
+        same = (batch.capacity, batch.alignment, batch.weighting, set(batch.columns), set(batch.per_document)) == (
             first.capacity,
             first.alignment,
             first.weighting,
             set(first.columns),
+            per_document,
         )
         if not same or any((getattr(batch, n) is None) != (getattr(first, n) is None) for n in ("labels", "loss_mask")):
             raise LayoutError("packed rows of different capacities or columns cannot make one batch")
@@ -228,6 +259,7 @@ def concatenate(batches: Sequence[PackedBatch]) -> PackedBatch:
         labels=joined("labels"),
         loss_mask=joined("loss_mask"),
         columns={name: np.concatenate([batch.columns[name] for batch in batches]) for name in first.columns},
+        per_document={name: np.concatenate([batch.per_document[name] for batch in batches]) for name in per_document},
         alignment=first.alignment,
         pad_id=first.pad_id,
         weighting=first.weighting,
@@ -248,19 +280,13 @@ def _labels_every_token(model: Any) -> bool:
     return trains_first_token(model)
 
 
-# A token classifier's labels travel as a column, so that first tokens keep theirs; 0 is what is not trained.
-_EVERY_LABEL = "_every_label"
+def _labels_documents(model: Any) -> bool:
+    """Whether a model classifies documents."""
+    if not isinstance(model, nn.Module):
+        return False
+    from torch_backend.hf.heads import labels_documents
 
-
-def _with_every_label(batch: PackedBatch) -> PackedBatch:
-    """The batch with its labels, as they were given, in a column that is 0 where nothing is trained."""
-    if batch.labels is None:
-        raise LayoutError("a token classifier is trained on labels, one per token, and the documents have none")
-    trained = batch.segment_ids != 0
-    if batch.loss_mask is not None:
-        trained = trained & batch.loss_mask
-    every = np.where(trained, batch.labels.astype(np.int64) - IGNORE_INDEX, 0)
-    return replace(batch, columns={**batch.columns, _EVERY_LABEL: every})
+    return labels_documents(model)
 
 
 def _to_torch(view: KernelView, rows: int) -> Batch:
@@ -280,6 +306,15 @@ def _to_torch(view: KernelView, rows: int) -> Batch:
         "packed_lengths": view.lengths,
         **{name: tensor(array) for name, array in view.columns.items()},
     }
+
+
+def _documents(batch: PackedBatch, view: KernelView) -> Batch:
+    """The segments of each document in source order, by their numbers in the view."""
+    order = np.lexsort((batch.starts, batch.sources))
+    numbers = np.flatnonzero(~np.array(view.is_padding, np.bool_))[order]
+    counts = np.unique(batch.sources, return_counts=True)[1]
+    pieces = np.split(numbers, np.cumsum(counts)[:-1]) if len(counts) else []
+    return {"packed_documents": tuple(tuple(piece.tolist()) for piece in pieces)}
 
 
 def _metadata(lengths: NDArray[np.int64], shape: torch.Size) -> Batch:

@@ -139,10 +139,6 @@ def _packed(
         )
     if others.get("output_attentions"):
         raise UnsupportedModelError(f"{_where(module)}: packed attention has no attention weights to return")
-    if is_causal is False or getattr(module, "is_causal", True) is False:
-        raise UnsupportedModelError(
-            f"{_where(module)} is not causal; only causal language models can be trained packed"
-        )
     if key.shape[2] != query.shape[2]:
         raise UnsupportedModelError(
             f"{_where(module)} has {key.shape[2]} keys for {query.shape[2]} queries: "
@@ -157,6 +153,7 @@ def _packed(
         k,
         v,
         packed,
+        causal=bool(getattr(module, "is_causal", True) if is_causal is None else is_causal),
         window=sliding_window,
         softcap=softcap or None,
         sinks=s_aux,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from packing_core.errors import UnsupportedModelError
+from torch_backend.hf.documents import DocumentRows
 from torch_backend.ops.attention import AttentionRequest
 from torch_backend.ops.documents import FINE, PerBatch, per_document
 from torch_backend.ops.scan import ScanRequest
@@ -37,11 +39,11 @@ class RowChoice:
 
     Attributes:
         triton: whether its convolution ran in Triton; otherwise it ran on batches of documents.
-        scan: its request to a scan, None if it has none.
+        scan: what its scan ran on, or its request to one; None if it has none.
     """
 
     triton: bool
-    scan: ScanRequest | None
+    scan: ScanRequest | str | None
 
     def __str__(self) -> str:
         convolution = f"convolution by {'Triton' if self.triton else 'plain torch on batches of documents'}"
@@ -75,6 +77,10 @@ class PackedForward(BlockMask):
         choices: what each layer chose, by ``id``; shared by the copies on other devices.
         reached: names of the layers that ran; shared likewise.
         handed_over: whether the decoder has put it in place.
+        numbers: of each document's segments, in source order; None if the batch does not say.
+        waiting: arguments of the model that wait for its inner model, while the head gets rows of documents.
+        encoded: the last hidden states [B, S, D], for a pooler that gets the first token of each row alone.
+        share: of the step's targets that are in this batch, None where it was not asked for.
     """
 
     def __init__(
@@ -84,8 +90,13 @@ class PackedForward(BlockMask):
         implementation: str | tuple[str, ...] = "auto",
         *,
         sizes: int = FINE,
+        numbers: tuple[tuple[int, ...], ...] | None = None,
     ) -> None:
         self.segments = segments
+        self.numbers = numbers
+        self.waiting: dict[str, Any] = {}
+        self.share: Tensor | None = None
+        self.encoded: Tensor | None = None
         self.implementation = implementation
         self.sizes = sizes
         self.choices: dict[int, Choice] = {}
@@ -93,6 +104,11 @@ class PackedForward(BlockMask):
         self.handed_over = False
         self._shape = (shape[0], 1, shape[1], shape[1])
         self._copies: dict[torch.device, PackedForward] = {segments.device: self}
+
+    @cached_property
+    def documents(self) -> DocumentRows:
+        """The documents as rows; their lengths are known on the host."""
+        return DocumentRows(self.segments, self.numbers)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ The outermost transformers model -> :func:`head_of` -> what it predicts, or a re
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Literal
 
 from torch import nn
@@ -17,15 +18,24 @@ require("transformers", extra="hf")
 from transformers import PreTrainedModel  # noqa: E402
 from transformers.loss.loss_utils import ForCausalLMLoss  # noqa: E402
 
-# "next token": logits of the following token. "token": a class for each token. "hidden states": no head.
-Head = Literal["next token", "token", "hidden states"]
+# What the outputs and labels of a model belong to. "next token": logits of the following token. "masked token": of the
+# token itself, which its input hides. "token": a class for each token. "document": logits of each document.
+# "hidden states": no head.
+Head = Literal["next token", "masked token", "token", "document", "hidden states"]
 
-PER_TOKEN = "ForTokenClassification"
+# By the end of a class's name.
+ENDINGS: dict[str, Head] = {
+    "ForSequenceClassification": "document",
+    "ForTokenClassification": "token",
+    "ForMaskedLM": "masked token",
+}
 # Heads whose result and labels belong to a row, by the end of their class's name.
 PER_ROW = {
-    "ForSequenceClassification": "it classifies each row, not each document in it",
     "ForQuestionAnswering": "it predicts one span for each row, not for each document in it",
+    "ForQuestionAnsweringSimple": "it predicts one span for each row, not for each document in it",
     "ForMultipleChoice": "it reads each choice as a row",
+    "ForNextSentencePrediction": "it classifies each row, not each document in it, and takes no other labels",
+    "ForPreTraining": "one of its heads reads one token of each row, not of each document in it",
     "DoubleHeadsModel": "its second head reads one token of each row, not of each document in it",
 }
 WAY_OUT = "patch its decoder alone (AutoModel), and apply a head of your own to the hidden states of each document"
@@ -41,14 +51,15 @@ def head_of(root: Any) -> Head:
     for ending, reason in PER_ROW.items():
         if _is_a(root, ending):
             raise UnsupportedModelError(f"{name} cannot be trained packed, because {reason}: {WAY_OUT}")
-    if _is_a(root, PER_TOKEN):
-        return "token"
+    if (known := _known(root)) is not None:
+        return known
     if root.get_output_embeddings() is not None:
         return "next token"
     if root.base_model is root:
         return "hidden states"
     raise UnsupportedModelError(
-        f"{name} cannot be trained packed, because it is no language model, token classifier or decoder: {WAY_OUT}"
+        f"{name} cannot be trained packed, because it is no language model, classifier or model without a head: "
+        f"{WAY_OUT}"
     )
 
 
@@ -58,13 +69,34 @@ def trains_first_token(model: Any) -> bool:
     A language model has no prediction for a document's first token, so a collator masks its label. ``model`` may be a
     wrapper of a transformers model, or anything else, for which the answer is False.
     """
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    return any(_is_a(module, PER_TOKEN) for module in modules if isinstance(module, PreTrainedModel))
+    return _head_inside(model) in ("token", "masked token")
+
+
+def labels_documents(model: Any) -> bool:
+    """Whether labels belong to documents and not to tokens; ``model`` as in :func:`trains_first_token`."""
+    return _head_inside(model) == "document"
+
+
+def reads_last_token(root: Any) -> bool:
+    """Whether a head for sequences reads the last token that is no padding, which it finds by ``pad_token_id``."""
+    code = getattr(inspect.unwrap(type(root).forward), "__code__", None)
+    return code is not None and {"pad_token_id", "argmax"} <= set(code.co_names)
 
 
 def takes_next_token_loss(root: Any) -> bool:
     """Whether a model's ``loss_function`` is transformers' next-token loss, and not one that a user has set."""
     return root.loss_function is ForCausalLMLoss
+
+
+def _known(model: nn.Module) -> Head | None:
+    return next((head for ending, head in ENDINGS.items() if _is_a(model, ending)), None)
+
+
+def _head_inside(model: Any) -> Head | None:
+    """The head of the transformers models inside ``model``, where it is known by its class."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    found = (_known(module) for module in modules if isinstance(module, PreTrainedModel))
+    return next((head for head in found if head is not None), None)
 
 
 def _is_a(model: nn.Module, ending: str) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from packing_core.batch import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
 from torch_backend.hf.boundaries import METADATA_KEYS, PAGED_CACHE, WAY_OUT
 from torch_backend.hf.guard import Guard
-from torch_backend.hf.knowledge import BOTH_WAYS, EXACT_KEYS, M_ROPE
+from torch_backend.hf.knowledge import BOTH_WAYS, EXACT_KEYS, M_ROPE, exact_in_encoders
 from torch_backend.segments import PackedMetadata, to_device
 
 # Arguments that have a rule of their own, and those that say nothing about single documents; of every family.
@@ -27,6 +27,7 @@ _RULED = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "label
 HARMLESS = frozenset((*_RULED, "num_items_in_batch", "logits_to_keep", "cache_position"))
 CACHES = (PAGED_CACHE, "past_key_values", "cache_params", "layer_past", "mems", "state")
 
+Labels = Literal["next", "token", "document"]
 UNPACKED = "pack text alone, and give the model such documents unpacked: one to a row, without cu_seq_lens_q"
 
 
@@ -76,6 +77,7 @@ def check_arguments(model: nn.Module, kwargs: Mapping[str, Any], guard: Guard, *
     config: Any = model.config
     family, name = config.model_type, type(model).__name__
     exact, both_ways = EXACT_KEYS.get(family, frozenset()), BOTH_WAYS.get(family)
+    exact = exact | exact_in_encoders(config)
     given = [key for key, value in kwargs.items() if not _is_plain(value)]
     for key in given:
         if key in CACHES:
@@ -113,7 +115,7 @@ def check_packed(
     packed: PackedMetadata,
     guard: Guard,
     *,
-    shifted: bool,
+    labels: Labels,
     renumbered: bool,
     axes: bool,
     wait: bool = True,
@@ -124,7 +126,7 @@ def check_packed(
         kwargs: all arguments of the model.
         packed: the segments.
         guard, wait: see :meth:`Guard.check`.
-        shifted: whether the labels are those of the next token, as language-model heads take them.
+        labels: what they belong to: the next token, as language-model heads take them, the token, or the document.
         renumbered: whether every document will run at positions 0, 1, 2, ... whatever ``position_ids`` says.
         axes: whether positions may have several axes, [3, B, S].
 
@@ -137,14 +139,14 @@ def check_packed(
     check_mask(kwargs.get("attention_mask"), packed, guard, shape=shape, wait=wait)
     positions = kwargs.get("position_ids")
     check_positions(positions, packed, guard, shape=shape, renumbered=renumbered, axes=axes, wait=wait)
-    for name, ahead in (("labels", 0), ("shift_labels", 1)):
+    for name, ahead in (("labels", 0), ("shift_labels", 1)) if labels != "document" else ():
         check_labels(
             kwargs.get(name),
             packed,
             guard,
             name=name,
             shape=shape,
-            ahead=ahead if shifted else None,
+            ahead=ahead if labels == "next" else None,
             wait=wait,
         )
 

@@ -17,18 +17,22 @@ Route = Literal["attention", "documents"]
 # Families with attention that transformers' interface cannot serve, and what it does instead.
 DOCUMENTS = {
     "axk2": "an indexer picks keys along the row",
+    "convbert": "its attention convolves along the row",
     "deepseek_v32": "an indexer picks keys along the row",
     "deepseek_v4": "keys are compressed along the row",
     "doge": "a dynamic mask picks keys along the row",
     "dots3_note": "an indexer picks keys along the row",
     "dots3_note_text": "an indexer picks keys along the row",
+    "esm": "its rotary embedding counts along the row",
     "glm_moe_dsa": "an indexer picks keys along the row",
     "hy_v4": "an indexer picks keys along the row",
     "inkling2_text": "a relative position bias runs along the row",
     "inkling_text": "a relative position bias runs along the row",
     "minimax_m3_vl_text": "an indexer picks blocks of keys along the row",
+    "mobilebert": "its embeddings join neighbouring tokens of the row",
     "qwen4_exp": "an indexer picks keys along the row",
     "qwen4_exp_text": "an indexer picks keys along the row",
+    "squeezebert": "its layers are convolutions",
     "zaya": "a convolution inside its attention does not receive the segments",
 }
 OWN_ATTENTION = "its attention is its own and not transformers' interface"
@@ -44,6 +48,17 @@ REFUSED = {
     "git": "its loss skips as many tokens of a row as an image would take",
     "xlstm": "transformers' own code for it updates states in place, and no gradient can be taken",
 }
+# Encoders that cannot be trained packed.
+REFUSED_ENCODERS = {
+    "big_bird": "its attention picks random blocks along the row",
+    "flaubert": "its heads are of XLM's kind",
+    "funnel": "it pools tokens along the row",
+    "layoutlm": "it reads places on a page, which packed batches do not carry",
+    "longformer": "some of its tokens see the whole row",
+    "perceiver": "its latents read the whole row",
+    "reformer": "it sorts the tokens of a row into buckets",
+    "tapas": "it reads rows and columns of a table, which packed batches do not carry",
+}
 # Families that are no causal decoders; most are known by their config, see refusal().
 NO_DECODERS = {
     "cpmant": "it sees tokens on both sides",
@@ -55,28 +70,39 @@ NO_DECODERS = {
 PURE_DECODERS = ("gpt_neox", "gpt_neox_japanese")
 
 
-def refusal(family: str, config: Any) -> str | None:
-    """Why a family cannot be trained packed, None if it can; ``config`` is not looked at where the name says enough."""
-    reason = REFUSED.get(family) or NO_DECODERS.get(family)
+def refusal(family: str, config: Any, *, next_token: bool = True) -> str | None:
+    """Why a family cannot be trained packed, None if it can; ``config`` is not looked at where the name says enough.
+
+    Args:
+        next_token: whether the model predicts the next token, which no encoder does.
+    """
+    reason = REFUSED.get(family) or NO_DECODERS.get(family) or (None if next_token else REFUSED_ENCODERS.get(family))
     if reason is None:
-        has_switch = "is_decoder" in config.to_dict() and family not in PURE_DECODERS
-        if has_switch or getattr(config, "is_encoder_decoder", False):
+        if getattr(config, "is_encoder_decoder", False) or (_has_switch(family, config) and next_token):
             reason = "it is an encoder, or the decoder of an encoder-decoder"
+        elif _has_switch(family, config) and config.is_decoder:
+            reason = "it is the decoder of an encoder-decoder"
     return None if reason is None else f"{family} cannot be trained packed: {reason}"
 
 
-def route_of(config: Any, decoder: Any, *, uses_interface: bool) -> tuple[Route, str]:
+def _has_switch(family: str, config: Any) -> bool:
+    """Whether a config can make its model the decoder half of something; in all but a few families it is an encoder."""
+    return family not in PURE_DECODERS and "is_decoder" in config.to_dict()
+
+
+def route_of(config: Any, decoder: Any, *, head: str, uses_interface: bool) -> tuple[Route, str]:
     """The route of a family and the reason for it.
 
     Args:
         config: of the outermost model.
         decoder: the config of the decoder inside it, which is of another family in vision-language models.
+        head: of the outermost model, see :mod:`.heads`.
         uses_interface: whether its decoder has layers that call transformers' attention interface, or mixers.
 
     Raises:
         UnsupportedModelError: the family is refused.
     """
-    reason = refusal(config.model_type, config)
+    reason = refusal(config.model_type, config, next_token=head == "next token")
     if reason is not None:
         raise UnsupportedModelError(reason)
     if decoder.model_type in REFUSED:
@@ -110,6 +136,13 @@ EXACT_KEYS: Mapping[str, frozenset[str]] = {
     "lfm2_vl": _PIXEL_MASK | {"spatial_shapes"},
     "gpt2": frozenset(("token_type_ids",)),
 }
+
+
+def exact_in_encoders(config: Any) -> frozenset[str]:
+    """Tensor arguments with which an encoder is exact when packed: the kinds of its tokens, one by one."""
+    return frozenset(("token_type_ids",)) if getattr(config, "type_vocab_size", None) else frozenset()
+
+
 # Arguments that mark tokens which see each other in both directions, by family; exact while they mark none.
 BOTH_WAYS: Mapping[str, str] = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"}
 
@@ -167,6 +200,7 @@ _INDEXER = {
 }
 # What the default configs of some families leave open.
 LEFT_OPEN: dict[str, dict[str, Any]] = {
+    "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "hunyuan_v1_dense": {"head_dim": 64},
@@ -209,6 +243,7 @@ TOUCHED = (
     "transformers:MistralForCausalLM",
     "transformers:PreTrainedModel",
     "transformers:PreTrainedTokenizerFast",
+    "transformers:PretrainedConfig",
     "transformers.masking_utils:ALL_MASK_ATTENTION_FUNCTIONS",
     "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS",
     "transformers.loss.loss_utils:ForCausalLMLoss",

@@ -22,6 +22,7 @@ from torch_backend.hf import inputs, router
 from torch_backend.hf.attention import PreTrainedModel, register, uses_interface
 from torch_backend.hf.boundaries import is_packed, take_metadata
 from torch_backend.hf.edits import AttentionName, ContinuousBatching, Edit, Hook, LayerOverride, Rotation
+from torch_backend.hf.encoders import is_encoder, numbering, sees_both_sides, takes_positions
 from torch_backend.hf.forward import CARRIED, AttentionChoice, Choice, PackedForward
 from torch_backend.hf.guard import Guard
 from torch_backend.hf.heads import head_of
@@ -30,6 +31,7 @@ from torch_backend.hf.mixers import find_mixers, override_decoder, override_mixe
 from torch_backend.hf.override import original_class
 from torch_backend.hf.placement import execution_device
 from torch_backend.hf.rotary import find_batch_dependent, has_position_axes, override_frequencies, restore_frequencies
+from torch_backend.hf.rows import HeadRows
 from torch_backend.ops.attention import AttentionRequest, candidates, needs_host_lengths, prepare
 from torch_backend.ops.documents import FINE, OWN
 from torch_backend.ops.operators import runs_triton
@@ -118,12 +120,17 @@ class Patched:
         self.mixers = {name: m for name, m in find_mixers(self.decoder).items() if name in own}
         self.rotaries = find_batch_dependent(self.decoder)
         configs = root.config, self.decoder.config
-        self.route, self.why = route_of(*configs, uses_interface=bool(self.attention or self.mixers))
-        head_of(root)  # a head that reads rows raises here
+        self.head = head_of(root)  # a head that reads rows raises here
+        served = (self.attention or self.mixers) and takes_positions(self.decoder)
+        self.route, self.why = route_of(*configs, head=self.head, uses_interface=bool(served))
+        if (reason := sees_both_sides(self.head, self.attention.values())) is not None:
+            raise UnsupportedModelError(f"{type(root).__name__} cannot be trained packed, because {reason}")
+        self.rows = HeadRows(root, self.decoder, self.head, per_document=self.route == "documents")
+        self.numbering = numbering(self.decoder)
         see_padding = {config.model_type for config in configs} & set(SEE_PADDING)
         self.sizes = OWN if see_padding else FINE
         if self.route == "documents":
-            self.sizes = OWN if self.rotaries else self.sizes
+            self.sizes = OWN if self.rotaries or is_encoder(root.config, self.head) else self.sizes
             self.attention, self.mixers, self.rotaries = {}, {"the decoder": self.decoder}, {}
         self.divided = {n: m for n, m in self.mixers.items() if self.route == "documents" or why_not_on_the_row(m)}
         candidates(self.device, implementation)  # an unknown name raises here
@@ -136,7 +143,7 @@ class Patched:
         self.compiled: set[AttentionRequest] = set()
         self.guard = Guard()
         self.root_names, self.decoder_names = inputs.forward_names(root), inputs.forward_names(self.decoder)
-        self.shifted = root.get_output_embeddings() is not None  # a language-model head's labels are the next tokens
+        self.shifted = self.head == "next token"
 
     @property
     def device(self) -> torch.device:
@@ -184,6 +191,7 @@ class Patched:
         if self.decoder is not self.root:
             yield Hook(partial(self.root.register_forward_pre_hook, self._begin, with_kwargs=True))
             yield Hook(partial(self.root.register_forward_hook, self._end, always_call=True))
+        yield from self.rows.edits(self._current)
         yield Hook(partial(self.decoder.register_forward_pre_hook, self._hand_over, with_kwargs=True))
         yield Hook(partial(self.decoder.register_forward_hook, self._check, always_call=True))
         for name, layer in self.layers.items():
@@ -217,7 +225,7 @@ class Patched:
     @property
     def needs_lengths(self) -> bool:
         """Whether something in the model needs the segments' lengths on the host, whatever the batch."""
-        if self.rotaries or getattr(self.decoder.config, "attention_chunk_size", None):
+        if self.rotaries or self.rows.needs_lengths or getattr(self.decoder.config, "attention_chunk_size", None):
             return True
         if self.divided:
             return True
@@ -240,9 +248,9 @@ class Patched:
         self.guard.poll()
         self._in_root = True
         self.current = self._forward_of(root, self.root_names, kwargs)
-        return args, kwargs
+        return args, kwargs if self.current is None else self.rows.begin(self.current, kwargs)
 
-    def _end(self, root: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _end(self, root: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """The decoder must have used the PackedForward; ``output`` is None if the model raised."""
         forward, self.current, self._in_root = self.current, None, False
         if forward is not None and output is not None and not forward.handed_over:
@@ -250,6 +258,7 @@ class Patched:
                 f"{type(root).__name__} does not call its decoder {type(self.decoder).__name__} as a module: "
                 "its documents would see each other"
             )
+        return output if forward is None else self.rows.end(forward, output)
 
     def _hand_over(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Put the PackedForward where the decoder's layers receive it."""
@@ -266,9 +275,12 @@ class Patched:
         self._resume()
         forward.handed_over = True
         forward.reached.clear()
-        kwargs["use_cache"] = False  # a cache of a row of several documents could not be used
+        if self.head == "next token" or "use_cache" in self.decoder_names:
+            kwargs["use_cache"] = False  # a cache of a row of several documents could not be used
         if self.route == "documents":
-            kwargs |= {"packed": forward, "attention_mask": None, "position_ids": None}
+            kwargs |= {"packed": forward, "attention_mask": None}
+            if self.head == "next token" or kwargs.get("position_ids") is not None:
+                kwargs["position_ids"] = None
             return args, kwargs
         if self.compiled:
             if not self.needs_lengths:
@@ -318,24 +330,26 @@ class Patched:
         if not is_packed(kwargs):
             inputs.check_unmarked(kwargs, self.guard, wait=wait)
             return None
-        tokens = inputs.tokens_of(kwargs)
+        tokens, numbers = inputs.tokens_of(kwargs), kwargs.get("packed_documents")
         inputs.check_arguments(module, kwargs, self.guard, wait=wait)
         segments = take_metadata(kwargs, tokens=tokens, host_lengths=self.needs_lengths, guard=self.guard, wait=wait)
         inputs.check_packed(
             kwargs,
             segments,
             self.guard,
-            shifted=self.shifted,
-            renumbered=self.route == "documents",
+            labels="document" if self.rows.head == "document" else "next" if self.shifted else "token",
+            renumbered=self.route == "documents" or self.numbering is not None,
             axes=self.route != "documents" and not self.rotaries and has_position_axes(self.decoder.config),
             wait=wait,
         )
         rows, row_length = tokens.shape[:2]
-        if kwargs.get("position_ids") is None:
+        if self.numbering is not None:
+            kwargs["position_ids"] = self.numbering(kwargs.get("input_ids"), segments).view(rows, row_length)
+        elif kwargs.get("position_ids") is None:
             kwargs["position_ids"] = segments.position_ids.view(rows, row_length)
         if "use_cache" in names:  # a model above the decoder may make a cache for it
             kwargs["use_cache"] = False
-        return PackedForward(segments, (rows, row_length), self.implementation, sizes=self.sizes)
+        return PackedForward(segments, (rows, row_length), self.implementation, sizes=self.sizes, numbers=numbers)
 
     def _refuse_sharding(self) -> None:
         """Layers that run per document are called as often as a rank has kinds of documents."""

@@ -20,6 +20,7 @@ from torch_backend.auditing.trainer import audit_trainer
 from torch_backend.training.trainer import enable_packing
 
 HEAD_DIM, WORDS = 16, 64
+LENGTHS = (2, 6), (40, 48)  # of answers, from and below; longrope changes its frequencies between the two
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -52,7 +53,7 @@ def scored_verdict(name: str, family: str, *, packed: bool) -> str:
             report = audit_trainer(enable_packing(trainer, verify=False) if packed else trainer)
         except (PackingError, ValueError, RuntimeError, NotImplementedError) as refusal:
             return f"refused: {first_line(refusal)}"
-    return "right" if report.verdict == "exact" else f"contaminated ({report.cosine:.2f})"
+    return "right" if report.verdict == "exact" else f"contaminated ({report.cosine:.3f})"
 
 
 def scored_model(family: str, *, scores: bool = False) -> Any:
@@ -90,7 +91,7 @@ def _build(
     rng = np.random.default_rng(0)
     arguments = getattr(trl, f"{name}Config")(
         folder,
-        per_device_train_batch_size=4,
+        per_device_train_batch_size=8,
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
@@ -109,22 +110,24 @@ def _build(
 
 def _dpo(family: str, folder: str) -> Any:
     def pair(rng: np.random.Generator, number: int) -> dict[str, str]:
-        answers = {name: f" {words(rng, 2, 48)} w2" for name in ("chosen", "rejected")}
-        return {"prompt": words(rng, 2, 10), **answers}
+        chosen, rejected = (f" {words(rng, *LENGTHS[(number + i) % 2])} w2" for i in range(2))
+        return {"prompt": words(rng, 2, 10), "chosen": chosen, "rejected": rejected}
 
     return _build("DPO", folder, pair, scored_model(family), scored_model(family))
 
 
 def _kto(family: str, folder: str) -> Any:
     def answer(rng: np.random.Generator, number: int) -> dict[str, Any]:
-        return {"prompt": words(rng, 2, 10), "completion": f" {words(rng, 2, 48)} w2", "label": number % 2 == 0}
+        completion = f" {words(rng, *LENGTHS[number % 2])} w2"
+        return {"prompt": words(rng, 2, 10), "completion": completion, "label": number % 4 < 2}
 
     return _build("KTO", folder, answer, scored_model(family), scored_model(family))
 
 
 def _reward(family: str, folder: str) -> Any:
     def pair(rng: np.random.Generator, number: int) -> dict[str, str]:
-        return {name: f"{words(rng, 4, 56)} w2" for name in ("chosen", "rejected")}
+        chosen, rejected = (f"{words(rng, *LENGTHS[(number + i) % 2])} w2" for i in range(2))
+        return {"chosen": chosen, "rejected": rejected}
 
     return _build("Reward", folder, pair, scored_model(family, scores=True))
 
@@ -135,9 +138,9 @@ def _policy(name: str) -> Callable[[str, str], Any]:
             return [float(sum(ids) % 17) for ids in completion_ids]
 
         def prompt(rng: np.random.Generator, number: int) -> dict[str, str]:
-            return {"prompt": words(rng, 2, 30)}
+            return {"prompt": words(rng, *LENGTHS[number % 2])}
 
-        more = {"num_generations": 2, "max_completion_length": 16, "beta": 0.0}
+        more = {"num_generations": 2, "max_completion_length": 8, "beta": 0.0}
         return _build(name, folder, prompt, scored_model(family), rewards, **more)
 
     return build

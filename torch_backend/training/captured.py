@@ -25,7 +25,7 @@ from torch_backend.hf.attention import DecoderLayer
 from torch_backend.hf.patch import causal_lm, state_of
 
 # Host values that follow a batch around; inside a graph they would stay those of the batch that was recorded.
-_HOST_ONLY = ("packed_lengths",)
+_HOST_ONLY = ("packed_lengths", "packed_documents")
 DEVICE = "cuda"
 
 
@@ -49,7 +49,7 @@ def compile_layers(model: nn.Module, *, recompute: bool = True, backend: str | C
     if state is None or not state.requests:
         raise LayoutError("compile_layers takes a patched model that has run a packed batch: call patch(model) and it")
     state.compiled = {replace(request, requires_grad=True) for request in state.requests}
-    decoder = root.get_decoder()
+    decoder = state.decoder
     layers = [module for module in decoder.modules() if isinstance(module, DecoderLayer)]
     chosen = _recompute_cheap if recompute and backend == "inductor" else backend
     for module in (*layers, getattr(decoder, "norm", None)):

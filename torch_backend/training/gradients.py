@@ -198,7 +198,7 @@ def run_layers(model: nn.Module, batch: Batch) -> None:
     """
     names = ("labels", "shift_labels", TARGETS)
     sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
-    run = model if sharded else causal_lm(model).get_decoder()  # the latter makes no logits
+    run = model if sharded or (state := state_of(causal_lm(model))) is None else state.decoder  # which makes no logits
     run(**{name: x for name, x in batch.items() if name not in names})
 
 

@@ -9,16 +9,17 @@ metrics, generation and the loop are the trainer's own, so every loss type keeps
 from __future__ import annotations
 
 import logging
+from importlib import import_module
 from typing import Any
 
 import torch
 
 from packing_core.errors import PackingError, UnsupportedError
 from torch_backend.hf.boundaries import refuse_split_rows
-from torch_backend.hf.patch import causal_lm
+from torch_backend.hf.patch import causal_lm, state_of
 from torch_backend.hf.rotary import find_batch_dependent
 from torch_backend.hf.unpadding import GENERATING, LENGTHS, PAIRS, LengthsCollator, kind_of, unpad_calls
-from torch_backend.patching import patch
+from torch_backend.patching import patch, unpatch
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +39,15 @@ def enable_unpadding(trainer: Any, *, capacity: int | None, overflow: str, imple
     refuse_split_rows(trainer.accelerator.parallelism_config)
     _refuse(trainer)
     models = [m for m in (trainer.model, getattr(trainer, "ref_model", None)) if m is not None]
-    for model in models:
-        patch(model, implementation=implementation, verify=verify)
+    patched: list[Any] = []
+    try:
+        for model in models:
+            patched += [] if state_of(causal_lm(model)) else [model]
+            patch(model, implementation=implementation, verify=verify)
+    except PackingError:
+        for model in patched:
+            unpatch(model)
+        raise
     for model in models:
         unpad_calls(model)
     if kind_of(trainer) in GENERATING:
@@ -51,13 +59,19 @@ def enable_unpadding(trainer: Any, *, capacity: int | None, overflow: str, imple
         _MeanOverStep(trainer)
         if kind_of(trainer) == "KTOTrainer":
             _tell_lengths_of_kl(trainer)
-    _renew_reference(trainer)
+        _renew_reference(trainer)
 
 
 def _refuse(trainer: Any) -> None:
     """Raise for what packed calls cannot serve."""
     name = type(trainer).__name__
-    if getattr(trainer, "_is_vision_dataset", False):
+    utilities = import_module("trl.trainer.utils")
+    if kind_of(trainer) != "RewardTrainer" and not hasattr(utilities, "add_fused_lm_head"):
+        raise UnsupportedError(
+            f"{name} of this TRL computes log-probabilities from padded logits: install trl 1.16 or newer"
+        )
+    columns = getattr(trainer.train_dataset, "column_names", None) or ()
+    if getattr(trainer, "_is_vision_dataset", False) or {"image", "images"} & set(columns):
         raise UnsupportedError(f"{name} trains on images, which are not packed: leave it as it is")
     for config in (getattr(trainer.model, "peft_config", None) or {}).values():
         if getattr(config, "is_prompt_learning", False):
