@@ -1,7 +1,7 @@
 """Accelerate on one process or several: rows dealt so that ranks finish together, the loss over the tokens of all.
 
 Run it: python examples/accelerate_ddp.py
-Or:     accelerate launch --cpu --num_processes 2 examples/accelerate_ddp.py
+Or:     torchrun --nproc-per-node 2 examples/accelerate_ddp.py
 """
 
 import numpy as np

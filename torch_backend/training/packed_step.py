@@ -62,6 +62,7 @@ class PackedStep:
         self.loss_only = False
         self.in_place_of_compile = False  # of the whole model, torch_compile=True
         self.gradients: Gradients | None = None
+        self.size = 0  # of the batches that it was made for
         self.metrics = sft.Metrics(trainer) if _loss_is_of_trl(trainer) else None
         trainer.training_step = self.training_step
         if self.refused is None:
@@ -95,8 +96,9 @@ class PackedStep:
         model.train()  # a graph replays kernels, not this
         if callable(getattr(self.trainer.optimizer, "train", None)):
             self.trainer.optimizer.train()
-        if self.gradients is None or self.gradients.model is not model:
-            self.gradients = self._gradients(model)
+        size = self.trainer._train_batch_size  # auto_find_batch_size reduces it
+        if self.gradients is None or self.gradients.model is not model or size != self.size:
+            self.size, self.gradients = size, self._gradients(model)
         if self.metrics is not None:
             inputs = self.metrics.count(inputs)
         more = {} if num_items_in_batch is None else {TARGETS: num_items_in_batch}
@@ -233,7 +235,7 @@ def _why_not_graph(trainer: Any) -> str | None:
 def _tokens(trainer: Any) -> int | None:
     """Tokens of the single row that TRL's packing makes of a batch, at most."""
     longest = getattr(trainer.args, "max_length", None) if getattr(trainer.args, "packing", False) else None
-    return None if longest is None else longest * trainer.args.per_device_train_batch_size
+    return None if longest is None else longest * trainer._train_batch_size
 
 
 def _fixed_shapes(trainer: Any) -> FixedShapes:

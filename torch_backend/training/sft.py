@@ -43,7 +43,7 @@ class Metrics:
         self.trainer = trainer
         self.stock_log = trainer.log
         self.total = trainer._total_train_tokens
-        self.new: Tensor | None = None
+        self.new: int | Tensor = 0  # counted since the last update
         trainer.log = self.log
         collator = trainer.data_collator
         self.counts_by_mask = isinstance(collator, PackedCollator) and not collator.marks_padding
@@ -52,19 +52,18 @@ class Metrics:
 
     def count(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Count a batch, and return it without the mask that was made for this alone."""
-        mask, ids = batch.get("attention_mask"), batch["input_ids"]
-        tokens = torch.tensor(ids.numel(), device=ids.device) if mask is None else (mask != 0).sum()
-        self.new = tokens if self.new is None else self.new + tokens
+        mask = batch.get("attention_mask")
+        self.new = self.new + (batch["input_ids"].numel() if mask is None else (mask != 0).sum())
         return {name: x for name, x in batch.items() if not (self.counts_by_mask and name == "attention_mask")}
 
     def update(self) -> None:
         """Tell the trainer of what was counted since the last time; it waits for the GPU."""
-        if self.new is None:
+        if isinstance(self.new, int) and self.new == 0:
             return
         accelerator = self.trainer.accelerator
-        on_device = self.new.to(accelerator.device)
-        self.total += int(accelerator.reduce(on_device)) // getattr(self.trainer, "_tp_size", 1)
-        self.new = None
+        new = torch.as_tensor(self.new, device=accelerator.device)
+        self.total += int(accelerator.reduce(new)) // getattr(self.trainer, "_tp_size", 1)
+        self.new = 0
         self.trainer._total_train_tokens = self.total
         self.trainer._metrics["train"]["num_tokens"] = [self.total]
 
