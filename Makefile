@@ -6,6 +6,8 @@ BIN := .venv/bin
 QUICK_JAX := JAX_DISABLE_MOST_OPTIMIZATIONS=1 XLA_FLAGS=--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters
 # Triton's kernels run on the CPU too. Only for this one: the other backends would take them up and be slow.
 INTERPRETED := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1
+# Another seventh of the conformance suite every day; empty for `make test-all`.
+PART = $(if $(CROSSPACK_TEST_ALL),,--part $(shell expr $$(date +%s) / 86400 % 7 + 1)/7)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: demo test test-all lint types clean
@@ -15,10 +17,14 @@ demo: .venv/.demo
 
 # Two workers on two cores: with a thread for every core each, torch's threads would wait for one another.
 test: export OMP_NUM_THREADS = 1
+# Workers compile many programs in common; a second run compiles none.
+test: export JAX_COMPILATION_CACHE_DIR = $(CURDIR)/.pytest_cache/jax
+test: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS = 0
+test: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES = -1
 test: .venv/.dev
 	$(BIN)/python -m pytest tests --numprocesses 2 --dist loadscope
-	$(QUICK_JAX) $(BIN)/python -m pytest conformance --numprocesses 2 --dist loadgroup
-	$(INTERPRETED) $(BIN)/python -m pytest conformance --numprocesses 2 --dist loadgroup --backend torch:triton
+	$(QUICK_JAX) $(BIN)/python -m pytest conformance --numprocesses 2 --dist loadgroup $(PART)
+	$(INTERPRETED) $(BIN)/python -m pytest conformance --numprocesses 2 --dist loadgroup $(PART) --backend torch:triton
 
 # Also what `make test` takes by turns: before a release, and after a change to conformance/.
 test-all: export CROSSPACK_TEST_ALL = 1

@@ -1,4 +1,4 @@
-"""Training by the lines that people write: Trainer as it is, Trainer with enable_packing, make_train_step, the recipe.
+"""Training by the lines that people write: Trainer and SFTTrainer, as they are and packed, make_train_step, the recipe.
 
     python -m benchmarks.gpu_trainers                       # Qwen2-0.5B shape, rows of 16,384, bfloat16, fused AdamW
     python -m benchmarks.gpu_trainers --capacity 65536
@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -49,6 +50,7 @@ WARM_UP = 14  # steps at least, in two or more whole epochs
 class Run:
     """What a contender trains on, and its clock."""
 
+    documents: Sequence[Any]
     rows: PackedDataset
     epochs: int
     began: float = 0.0
@@ -60,18 +62,21 @@ class Run:
     last_loss: float = 0.0
     note: str = ""
 
+    def __post_init__(self) -> None:
+        self.row_count = len(self.rows)
+
     @property
     def steps(self) -> int:
-        return len(self.rows) * (self.warm_up + self.epochs)
+        return self.row_count * (self.warm_up + self.epochs)
 
     @property
     def warm_up(self) -> int:
         """Epochs before the timed ones."""
-        return max(2, -(-WARM_UP // len(self.rows)))
+        return max(2, -(-WARM_UP // self.row_count))
 
     def tick(self, step: int) -> None:
         """Called after every step; ``step`` counts from 1. It waits for the GPU three times in all."""
-        warm = len(self.rows) * self.warm_up
+        warm = self.row_count * self.warm_up
         if step not in (1, warm, self.steps):
             return
         synchronize()
@@ -129,10 +134,35 @@ def recipe(run: Run, model: Any) -> None:
     _loop(run, loader, CapturedStep(train, enabled=not TOY))
 
 
+def sft(run: Run, model: Any, *, packed: bool = True, fast: bool = True, checkpointing: bool = False) -> None:
+    """TRL packs the documents by itself, in rows of the same length; checkpointing is its default."""
+    import datasets
+    import trl
+
+    documents = datasets.Dataset.from_dict({"input_ids": [document.tolist() for document in run.documents]})
+    with TemporaryDirectory() as folder:
+        arguments = trl.SFTConfig(
+            folder, **_options(run), packing=True, max_length=run.rows.plan.capacity, bf16=not TOY,
+            gradient_checkpointing=checkpointing,
+        )  # fmt: skip
+        trainer = trl.SFTTrainer(
+            model, arguments, train_dataset=documents, processing_class=_tokenizer(), callbacks=[_clock(run)]
+        )
+        run.row_count = len(trainer.train_dataset)
+        arguments.max_steps, arguments.logging_steps = run.steps, run.row_count
+        if packed:
+            enable_packing(trainer, verify=False, fast=fast)
+        _train(run, trainer, packed)
+
+
 CONTENDERS: dict[str, Callable[[Run, Any], None]] = {
     "make_train_step": train_step,
     "Trainer, enable_packing": packed_trainer,
     "by hand: causal_lm_loss, compile_layers, CapturedStep": recipe,
+    "SFTTrainer(packing=True), enable_packing": partial(sft, fast=True),
+    "SFTTrainer(packing=True), enable_packing, checkpointing": partial(sft, fast=True, checkpointing=True),
+    "SFTTrainer(packing=True), enable_packing(fast=False)": partial(sft, fast=False),
+    "SFTTrainer(packing=True), stock SDPA": partial(sft, packed=False),
     "Trainer, stock SDPA": stock_trainer,
 }
 
@@ -165,7 +195,35 @@ def _loop(run: Run, loader: Any, step: Callable[[Any], torch.Tensor]) -> None:
 
 
 def _run_trainer(run: Run, model: Any, rows: Any, *, packed: bool) -> None:
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import Trainer, TrainingArguments
+
+    with TemporaryDirectory() as folder:
+        arguments = TrainingArguments(folder, **_options(run), remove_unused_columns=False)
+        trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[_clock(run)])
+        if packed:
+            enable_packing(trainer, verify=False)
+        _train(run, trainer, packed)
+
+
+def _options(run: Run) -> dict[str, Any]:
+    """Arguments of every trainer."""
+    return {
+        "max_steps": run.steps,
+        "per_device_train_batch_size": 1,
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "optim": "adamw_torch_fused",
+        "logging_steps": run.row_count,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": TOY,
+        "train_sampling_strategy": "sequential",
+    }
+
+
+def _clock(run: Run) -> Any:
+    from transformers import TrainerCallback
 
     class Clock(TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -174,27 +232,31 @@ def _run_trainer(run: Run, model: Any, rows: Any, *, packed: bool) -> None:
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             run.tick(state.global_step)
 
-    with TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            folder, max_steps=run.steps, per_device_train_batch_size=1, learning_rate=LEARNING_RATE,
-            lr_scheduler_type="constant", optim="adamw_torch_fused", logging_steps=len(run.rows), report_to=[],
-            save_strategy="no", disable_tqdm=True, use_cpu=TOY, train_sampling_strategy="sequential",
-            remove_unused_columns=False,
-        )  # fmt: skip
-        trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[Clock()])
-        if packed:
-            enable_packing(trainer, verify=False)
-        trainer.train()
+    return Clock()
+
+
+def _train(run: Run, trainer: Any, packed: bool) -> None:
+    trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     run.first_loss, run.last_loss = losses[0], losses[-1]  # means over an epoch
-    if packed:
-        run.note = "; ".join(note for note in explain(trainer).notes if "of the step" in note)
+    if packed and hasattr(trainer, "packed_step"):
+        run.note += "; ".join(note for note in explain(trainer).notes if "of the step" in note)
     trainer.accelerator.free_memory()
+
+
+def _tokenizer() -> Any:
+    """SFTTrainer takes one, also for data that are tokenised."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<eos>": 1}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
 
 
 def measure(name: str, capacity: int, epochs: int) -> Iterator[Result]:
     docs = documents()
-    run = Run(PackedDataset(docs, tight(docs, capacity)), epochs)
+    run = Run(docs, PackedDataset(docs, tight(docs, capacity)), epochs)
     if not TOY:
         torch.cuda.reset_peak_memory_stats()
     model = make_model(Shape("trainers", qwen2, (capacity,)), "sdpa", few=TOY)
@@ -210,7 +272,7 @@ def measure(name: str, capacity: int, epochs: int) -> Iterator[Result]:
     tokens = sum(map(len, docs)) * epochs
     figures = {
         "real tokens/s": tokens / (run.ended - run.warm),
-        "ms per step": (run.ended - run.warm) / (len(run.rows) * epochs) * 1e3,
+        "ms per step": (run.ended - run.warm) / (run.row_count * epochs) * 1e3,
         "GiB at most, whole run": max(run.warm_peak, _peak()),
         "GiB at most, after the warm-up": _peak(),
         "first step, s": run.first_step,

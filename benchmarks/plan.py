@@ -140,7 +140,8 @@ def balanced_steps(count: int = 300_000, ranks: int = 64) -> None:
         for (strategy, rows), (title, cost), per_rank in product(made.items(), costs.items(), (1, 2, 4, 8)):
             dealt = balance(rows, ranks, cost=cost, rows_per_step=per_rank)
             steps, drawn = dealt.composition(), random.composition(ranks * per_rank)
-            spreads = steps.documents_per_step_deviation, drawn.documents_per_step_deviation
+            of_a_row = drawn.documents_per_row_deviation  # rows drawn at random are independent
+            spreads = steps.documents_per_step_deviation, of_a_row / np.sqrt(ranks * per_rank)
             distances = steps.step_distance, drawn.step_distance
             figures = [f"{figure:.3f}" for figure in (dealt.imbalance, *spreads, *distances)]
             lines.append([name, strategy, title, str(per_rank), *figures])

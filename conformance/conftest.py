@@ -6,6 +6,7 @@ over) --> report and table, in the controlling process
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--requirement", action="append", default=[], metavar="ID", help="only this one (repeatable)")
     group.addoption("--report", type=Path, metavar="FILE", help="write the outcome as JSON")
     group.addoption("--thorough", action="store_true", help="the large shapes too, and no reduced selection")
+    group.addoption(
+        "--part", type=_part, default=(1, 1), metavar="K/N",
+        help="every N-th test of each backend, from the K-th on, and from the next one for the next backend",
+    )  # fmt: skip
     group.addoption("--mutants", action="store_true", help="judge deliberately wrong backends: each must be rejected")
+
+
+def _part(text: str) -> tuple[int, int]:
+    """K and N of ``K/N``."""
+    number, _, of = text.partition("/")
+    if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not K/N with 1 <= K <= N, such as 2/7")
+    return int(number), int(of)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -67,6 +80,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ours = [item for item in items if "judge" in getattr(item, "fixturenames", ())]
     asked, thorough = config.getoption("requirement"), config.getoption("thorough")
     dropped = {item for item in ours if _judged(item) is None or (asked and _id(item) not in asked)}
+    number, of = config.getoption("part")
+    for offset, name in enumerate(config.stash[ROSTER].backends):  # backends try different tests: together, all of them
+        mine = [item for item in ours if _judged(item) == name and item not in dropped]
+        dropped |= {item for place, item in enumerate(mine) if (place + offset) % of != number - 1}
     if not thorough:
         dropped |= {item for item in ours if item.get_closest_marker("thorough")}
         for name, backend in config.stash[ROSTER].backends.items():
@@ -187,6 +204,9 @@ class Run:
         lines = self._mutant_lines() if self._config.getoption("mutants") else reporting.table(found)
         for name, (kept, every) in self._config.stash[REDUCED].items():
             lines.append(f"{name}: interpreted, reduced selection of {kept} out of {every} tests (--thorough for all)")
+        number, of = self._config.getoption("part")
+        if of > 1:
+            lines.append(f"part {number} of {of}: each backend was judged by one test in {of}")
         if self._nothing_ran():
             lines.append("FAILED: not one test was executed")
         for line in lines:

@@ -2,7 +2,8 @@
 
 The ranks of a step wait for the slowest, so what its ranks carry should cost the same. Rows are bundled, one bundle per
 rank and step: each gets a row from every class of cost, so that bundles cost nearly the same and hold lengths of every
-kind. Bundles of close costs form a step, and the steps are shuffled, so that training order tells nothing of cost. With
+kind. A step holds bundles of costs as close as its ranks must be to finish together, and no closer, so that it is not
+chosen by cost more narrowly than it needs to be. Steps are shuffled, so that training order tells nothing of cost. With
 one row per rank there is nothing to bundle: a step then holds rows of close costs.
 """
 
@@ -28,7 +29,8 @@ from packing_core.plan import PackPlan
 Int64 = NDArray[np.int64]
 Float64 = NDArray[np.float64]
 
-CLOSE = 0.005  # difference in cost, relative, that a step may have between its ranks
+EVEN = 1.01  # slowest rank over mean, up to which bundles are shuffled
+CLOSE = (0.05, 0.02, 0.01, 0.005, 0.002)  # relative differences of costs within which they are, the widest that is even
 
 
 @dataclass(frozen=True)
@@ -193,8 +195,9 @@ def balance(
 
     Rows are dealt in K rounds to bundles of K rows, the most expensive rows first, each round to the bundle that costs
     least so far: the longest-processing-time rule (Graham 1969) under an equal number of rows. The bundles, by falling
-    cost, are then the ranks of one step after another; ``seed`` shuffles those whose costs differ by less than
-    ``CLOSE``, so that a step is not chosen by cost more narrowly than it needs to be.
+    cost, are then the ranks of one step after another. ``seed`` shuffles bundles of close costs before, as far as the
+    slowest rank stays within 1% of the mean; without a shuffle, no other choice of steps from these bundles is more
+    even.
 
     Args:
         plan: the rows.
@@ -239,10 +242,7 @@ def _deal(costs: Float64, world_size: int, rows_per_step: int, seed: int | None)
     parts = []
     if whole:
         bundles, loads = _bundles(order[:whole].reshape(rows_per_step, -1), costs)
-        if random is not None:
-            drawn = random.permutation(len(bundles))
-            bundles, loads = bundles[drawn], np.floor(np.log(loads[drawn]) / CLOSE)
-        parts.append(bundles[np.argsort(-loads, kind="stable")])
+        parts.append(bundles[_by_cost(loads, world_size, random)])
     if rest:
         parts.append(_bundles(order[whole:].reshape(rows_per_step, -1), costs)[0])
     steps = np.concatenate(parts).reshape(n_steps, world_size, rows_per_step)
@@ -252,6 +252,20 @@ def _deal(costs: Float64, world_size: int, rows_per_step: int, seed: int | None)
         shuffled = np.append(random.permutation(whole // per_step), np.arange(whole // per_step, n_steps))
         steps = np.take_along_axis(steps, ranks[:, :, None], axis=1)[shuffled]
     return steps
+
+
+def _by_cost(loads: Float64, world_size: int, random: np.random.Generator | None) -> Int64:
+    """The order of bundles for steps of ``world_size``: by falling cost, those of close costs shuffled."""
+    if random is None:
+        return np.argsort(-loads, kind="stable")
+    drawn = random.permutation(len(loads))
+    loads = loads[drawn]
+    for close in CLOSE:
+        order = np.argsort(-np.floor(np.log(loads) / close), kind="stable")
+        ranks = loads[order].reshape(-1, world_size)
+        if ranks.max(axis=1).sum() <= EVEN * ranks.mean(axis=1).sum():
+            return drawn[order]
+    return drawn[np.argsort(-loads, kind="stable")]
 
 
 def _bundles(rounds: Int64, costs: Float64) -> tuple[Int64, Float64]:

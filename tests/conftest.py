@@ -1,4 +1,5 @@
-"""One thread for each process, and Triton's library functions interpretable where there is no GPU.
+"""One thread for each process, a cache of what JAX compiles, tests by turns (``tests.turns``), and Triton's library
+functions interpretable where there is no GPU.
 
 The suite runs in several workers, and some of its tests start processes; with a thread for every core each, torch's
 threads would wait for one another.
@@ -10,8 +11,18 @@ Triton. The variable does not stay set: the code under test sees it in the tests
 
 import os
 from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests import turns
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch and numpy are first imported, which is below
+
+# Workers, and the processes that tests start, compile many programs in common; a second run compiles none.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 if find_spec("torch") and find_spec("triton") and "TRITON_INTERPRET" not in os.environ:
     import torch
@@ -21,3 +32,15 @@ if find_spec("torch") and find_spec("triton") and "TRITON_INTERPRET" not in os.e
         import triton  # noqa: F401
 
         del os.environ["TRITON_INTERPRET"]
+
+
+def pytest_configure() -> None:
+    turns.today()  # before workers start, which inherit it
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if turns.everything(config.args) or config.getoption("keyword") or config.getoption("markexpr"):
+        return
+    waiting = turns.waiting([item.nodeid for item in items], turns.today())
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in waiting])
+    items[:] = [item for item in items if item.nodeid not in waiting]

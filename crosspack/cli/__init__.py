@@ -36,7 +36,12 @@ logger = logging.getLogger(__name__)
 
 _UsageError: Any = typer.BadParameter.__base__  # click's in one release of typer, and its own in the next
 # Errors name a function's keywords; these are the console's names for them.
-_KEYWORDS = {r'\boverflow="(\w+)"': r"--overflow \1", r'\bimplementation="(\w+)"': r"--attention \1"}
+_KEYWORDS = {
+    r'\boverflow="(\w+)"': r"--overflow \1",
+    r'\bimplementation="(\w+)"': r"--attention \1",
+    r"^compile=True\b": "--compile",
+    r'\bpass compile="auto"': "leave --compile out",
+}
 _BESIDE_KEYWORDS = {r'(?<=\s)"(\w+)"': r"\1", r"\braise capacity\b": "raise --capacity"}
 
 

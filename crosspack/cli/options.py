@@ -112,17 +112,25 @@ def check_length(where: str, document: Document, capacity: int) -> None:
         )
 
 
-def check_data(data: str | None, split: str, tokenizer: str | None = None) -> Records:
-    """Open the data and look at its first record; imports no framework for local files.
+def option_of_split(option: str) -> str:
+    """The option that names a split of what ``option`` names: ``--eval-split`` for ``--eval-data``."""
+    return option.removesuffix("data") + "split"
+
+
+def check_data(data: str | None, split: str, tokenizer: str | None = None, *, option: str = "--data") -> Records:
+    """Open the data and look at its first record; imports no framework for local files. Errors name the ``option``.
 
     Raises:
         PackingError: the data or the tokenizer is nowhere, or the data has no records that can be read.
     """
     if tokenizer is not None:
         check_tokenizer(tokenizer)
-    records = open_records(data, split=split, columns=COLUMNS)
-    first = next(iter(records), None)
+    try:
+        records = open_records(data, split=split, columns=COLUMNS)
+        first = next(iter(records), None)
+    except PackingError as error:
+        raise type(error)(str(error).replace("--data", option).replace("--split", option_of_split(option))) from error
     if first is None:
-        raise PackingError(f"--data {records.name} has no records: check the file and --split")
+        raise PackingError(f"{option} {records.name} has no records: check the file and {option_of_split(option)}")
     kind_of(first, first.where)
     return records

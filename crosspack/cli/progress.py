@@ -64,6 +64,10 @@ class TrainProgress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Leave the bars as they are; what is printed next comes after them."""
         self._progress.stop()
 
     def phase(self, line: str) -> None:
@@ -83,6 +87,8 @@ class TrainProgress:
             self._progress.update(self._tasks[run], completed=done, rate=rate, loss=loss)
         elif self._tickers.setdefault(run, Ticker()).due() or done == self._steps:
             self._console.print(f"{LABELS[run]}: step {done:,} of {self._steps:,}, {rate}, {loss}", highlight=False)
+        if record.eval_loss is not None:
+            self.phase(f"after step {done:,}: evaluation loss {record.eval_loss:.4f}")
 
 
 def tracked(console: Console, what: str, items: Sequence[Item]) -> Iterator[Item]:

@@ -15,11 +15,11 @@ import typer
 from crosspack.cli import options
 from crosspack.cli.console import OUT, figures
 from crosspack.cli.figures import report_figure
+from crosspack.cli.models import check_name
 from crosspack.cli.options import Source
 from crosspack.cli.progress import counted
 from crosspack.cli.tables import computed_tokens, lengths_table, savings_table
 from crosspack.cli.text import Policy
-from crosspack.cli.train import check_name
 from packing_core.errors import PackingError, plural
 from packing_core.extras import require
 from packing_core.plan import plan as make_plan

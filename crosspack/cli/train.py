@@ -7,51 +7,60 @@ files. The model is written by the backend; the tokenizer and everything else of
 from __future__ import annotations
 
 import json
-import os
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
 import typer
 from rich.markup import escape
 
-from crosspack.cli import options
+from crosspack.cli import launch, options
+from crosspack.cli.checks import check_contradictions, check_output, used_options
 from crosspack.cli.console import OUT, figures, warn
 from crosspack.cli.figures import compare_figure
+from crosspack.cli.models import SMALL_LLAMA, check_name, model_source, special_tokens
 from crosspack.cli.options import Source, check_data
-from crosspack.cli.outputs import check, writing
+from crosspack.cli.outputs import writing
 from crosspack.cli.progress import TrainProgress, counted
-from crosspack.cli.tables import comparison_table, lengths_table, padding, rate, steps_table
+from crosspack.cli.reporting import Service, check_service, reporting, scalars
+from crosspack.cli.runfile import RUN_FILE, as_yaml, effective, take_file
+from crosspack.cli.tables import comparison_table, lengths_table, padding, rate, saving_line, steps_table
 from crosspack.cli.text import Policy
+from packing_core._pieces import Overflow
 from packing_core.errors import ContaminationError, PackingError, plural
 from packing_core.extras import loaded, registered, require
 from packing_core.plan import plan as make_plan
 from packing_core.training.checkpoints import FOLDER, check_resume, remove_checkpoints
-from packing_core.training.job import GROUP, Options, TrainJob, TrainResult, is_hub_name
+from packing_core.training.job import (
+    GROUP,
+    Options,
+    StepRecord,
+    TrainJob,
+    TrainResult,
+    check_honoured,
+)
 from packing_core.training.schedule import Corpus, Schedule
 
-RUN_FILE, PICTURE = "crosspack.json", "compare.png"
-RESULTS = (PICTURE, "*.json", "*.safetensors", "tokenizer*", "*.jinja")  # what the files of a result are called
+SUMMARY, PICTURE = "crosspack.json", "compare.png"
+# What the files of a result are called; peft writes a README.md beside adapters.
+RESULTS = (PICTURE, RUN_FILE, "*.json", "*.safetensors", "tokenizer*", "*.jinja", "README.md")
 BUSY = 0.7  # of the processor time that an idle machine gives
-
-# The model that is trained from random weights when none is named: small enough for two cores.
-SMALL_LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 96,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 8192,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    "tie_word_embeddings": True,
-}
 
 
 def train(
+    context: typer.Context,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            is_eager=True,
+            callback=take_file,
+            help="A YAML file of options, `run.yaml` of an earlier run for example. The command line wins over it.",
+        ),
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(help="A folder, a hub name, or a config.json (random weights). Default: a small random Llama."),
@@ -59,6 +68,13 @@ def train(
     data: options.Data = None,
     split: options.Split = "train",
     tokenizer: options.TokenizerName = None,
+    eval_data: Annotated[
+        str | None, typer.Option(help="Documents to evaluate on, packed: whatever --data takes.")
+    ] = None,
+    eval_split: Annotated[
+        str | None, typer.Option(help="Which split of --eval-data. Default: validation, where it has splits.")
+    ] = None,
+    eval_every: Annotated[int, typer.Option(min=0, help="Steps between evaluations; 0 for one at the end.")] = 0,
     compare: Annotated[
         bool, typer.Option("--compare", help="Train padded too, from the same weights on the same documents per step.")
     ] = False,
@@ -83,8 +99,25 @@ def train(
     warmup: Annotated[float, typer.Option(min=0.0, max=1.0, help="Fraction of steps used for warm-up.")] = 0.05,
     weight_decay: Annotated[float, typer.Option(min=0.0)] = 0.0,
     clip: Annotated[float, typer.Option(min=0.0, help="Largest gradient norm; 0 leaves the gradient.")] = 1.0,
-    precision: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the forward pass.")] = "float32",
+    precision: Annotated[
+        Literal["float32", "bfloat16"] | None, typer.Option(help="Of the forward pass. Default: as --dtype.")
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="Of the weights and of the optimizer's states.")
+    ] = "float32",
+    master_weights: Annotated[
+        bool, typer.Option("--master-weights", help="Float32 weights and states in the optimizer of bfloat16 weights.")
+    ] = False,
+    lora: Annotated[int, typer.Option(min=0, help="Train low-rank adapters of this rank; 0 trains the weights.")] = 0,
     gradient_checkpointing: Annotated[bool, typer.Option("--gradient-checkpointing")] = False,
+    compile: Annotated[
+        bool | None, typer.Option("--compile/--no-compile", help="Compile layers. Default: where it is possible.")
+    ] = None,
+    nproc: Annotated[int, typer.Option(min=1, help="Processes on this machine that train together.")] = 1,
+    strategy: Annotated[
+        Literal["ddp", "fsdp"], typer.Option(help="Of several processes: all weights on each, or sharded weights.")
+    ] = "ddp",
+    report_to: Annotated[Service, typer.Option(help="Where figures of each step go.")] = "none",
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Repeat to the bit on a GPU too.")] = False,
     seed: options.Seed = 0,
     loss: options.LossOn = "completion",
@@ -94,19 +127,34 @@ def train(
 ) -> None:
     """Fine-tune a causal language model on packed documents; --compare measures it against padding."""
     entry = registered(GROUP, backend)
-    _check_output(output, compare=compare, overwrite=overwrite, resume=resume, save_every=save_every)
+    resume = resume or (launch.restarted() and output is not None and (output / FOLDER).exists())
+    check_output(output, compare=compare, overwrite=overwrite, resume=resume, save_every=save_every)
+    check_contradictions(context.params)
     built_from, model_folder = model_source(model)
+    if lora and not isinstance(built_from, str):
+        raise PackingError("--lora adapts the weights of a --model, and random weights are not kept: leave --lora out")
     check_name("--tokenizer", tokenizer)
     check_data(data, split, tokenizer or model_folder)  # before the frameworks, which take long to import
+    if eval_data is not None:
+        eval_split = eval_split or ("train" if Path(eval_data).is_file() else "validation")
+        check_data(eval_data, eval_split, option="--eval-data")
+    check_service(report_to)
     if lr is None:
         lr = 2e-5 if isinstance(built_from, str) else 3e-3
-    training = Options(lr, decay, warmup, weight_decay, clip, precision, seed)
+    precision = precision or dtype
+    training = Options(lr, decay, warmup, weight_decay, clip, precision, seed, dtype, master_weights, lora)
     if resume and output is not None:
         check_resume(output, training, built_from if isinstance(built_from, str) else None)
     run = loaded(entry, extra=backend)
+    check_honoured(run, backend, used_options(context.params))
     require("transformers", extra="hf")
     if compare:
         require("matplotlib.figure", extra="plot")
+    as_file = as_yaml(settled := effective(context, lr=lr, precision=precision, eval_split=eval_split))
+    if nproc > 1 and launch.world_size() == 1:
+        raise typer.Exit(_launched(nproc, as_file, context.params))
+    leads = launch.rank() == 0
+    OUT.quiet = OUT.quiet or not leads
 
     source = Source.open(
         data, split, tokenizer or model_folder, Policy(loss, bos, eos), trust_remote_code=trust_remote_code
@@ -118,39 +166,55 @@ def train(
     lengths = corpus.documents.lengths
     plans = tuple(make_plan(lengths, capacity, overflow=overflow, seed=seed + epoch) for epoch in range(epochs))
     pad = encoder.tokenizer.pad_token_id
-    schedule = Schedule(
-        corpus, plans, rows_per_step, padded_batch, seed=seed, limit=steps, pad_id=0 if pad is None else pad
-    )
+    pad_id = 0 if pad is None else pad
+    schedule = Schedule(corpus, plans, rows_per_step, padded_batch, seed=seed, limit=steps, pad_id=pad_id)
     name = model or "a small Llama, random weights"
     OUT.print(f"[bold]{escape(name)}[/] on {source.describe()}", highlight=False)
     OUT.print(lengths_table(lengths, trained=corpus.n_trained))
     OUT.print(steps_table(schedule))
+    OUT.print(saving_line(schedule), highlight=False)
+    evaluation = None
+    if eval_data is not None:
+        held_out = replace(source, records=check_data(eval_data, eval_split or "", option="--eval-data"))
+        evaluation = _evaluation(held_out, capacity, overflow, pad_id)
 
     with ExitStack() as stack:
         kept = checkpoints = None
         if output is not None:
-            kept = stack.enter_context(writing(output, RUN_FILE, names=RESULTS, overwrite=overwrite or resume))
+            if leads:
+                kept = stack.enter_context(writing(output, SUMMARY, names=RESULTS, overwrite=overwrite or resume))
             checkpoints = output / FOLDER
-        with TrainProgress(OUT, len(schedule)) as progress:
-            result = run(
-                TrainJob(
-                    model=built_from,
-                    schedule=schedule,
-                    options=training,
-                    runs=("padded", "grouped", "packed") if compare else ("packed",),
-                    device=device,
-                    attention=attention,
-                    gradient_checkpointing=gradient_checkpointing,
-                    deterministic=deterministic,
-                    trust_remote_code=trust_remote_code,
-                    output=None if kept is None else kept.partial,
-                    checkpoints=checkpoints,
-                    save_every=save_every,
-                    resume=resume,
-                    on_step=progress.step,
-                    on_phase=progress.phase,
-                )
+        log = stack.enter_context(reporting(report_to if leads else "none", output, settled))
+        progress = stack.enter_context(TrainProgress(OUT, len(schedule)))
+
+        def on_step(record: StepRecord) -> None:
+            progress.step(record)
+            log(scalars(record, training.learning_rate(record.step, len(schedule))), record.step + 1)
+
+        result = run(
+            TrainJob(
+                model=built_from,
+                schedule=schedule,
+                options=training,
+                evaluation=evaluation,
+                eval_every=eval_every,
+                compile=compile,
+                strategy=strategy,
+                runs=("padded", "grouped", "packed") if compare else ("packed",),
+                device=device,
+                attention=attention,
+                gradient_checkpointing=gradient_checkpointing,
+                deterministic=deterministic,
+                trust_remote_code=trust_remote_code,
+                output=output if kept is None else kept.partial,
+                checkpoints=checkpoints,
+                save_every=save_every,
+                resume=resume,
+                on_step=on_step,
+                on_phase=progress.phase,
             )
+        )
+        progress.stop()
         OUT.print(f"attention: {result.attention} on {result.device}", highlight=False)
         warn_if_busy(result.cpu)
         if compare:
@@ -159,26 +223,45 @@ def train(
             compare_figure(result, schedule, folder / PICTURE, title=f"{name}, {result.device}")
             OUT.print(f"picture: {(output or folder) / PICTURE}", highlight=False)
         else:
-            records = result.records["packed"]
-            OUT.print(
-                f"{plural(len(records), 'step')}, {rate(records):,.0f} real tokens/s (median step), "
-                f"{padding(records):.1%} padding, loss {records[0].loss:.4f} to {records[-1].loss:.4f}",
-                highlight=False,
-            )
+            OUT.print(_outcome(result.records["packed"]), highlight=False)
         about = _about(result, backend)
         if kept is not None:
             encoder.tokenizer.save_pretrained(kept.partial)
             _write_run(about, kept.partial)
+            (kept.partial / RUN_FILE).write_text(as_file)
             kept.publish()
             if checkpoints is not None and not (resume or save_every):
                 remove_checkpoints(checkpoints)  # of the run that was overwritten
             OUT.print(f"model: {output}", highlight=False)
-        elif not compare:
+        elif output is None and not compare:
             OUT.print("nothing is kept: pass --output to keep the model")
-    figures(about)
+    if leads:
+        figures(about)
     if not result.audit.exact:
         raise ContaminationError(f"audit: documents that are packed together see each other: {result.audit.line}")
     OUT.print(f"audit: [green]exact[/]: {result.audit.line}", highlight=False)
+
+
+def _evaluation(source: Source, capacity: int, overflow: Overflow, pad_id: int) -> Schedule:
+    """The documents to evaluate on, packed; with as many rows at once as there are processes."""
+    corpus = Corpus.collect(source.documents(capacity, overflow), option="--eval-data")
+    rows = make_plan(corpus.documents.lengths, capacity, overflow=overflow)
+    OUT.print(
+        f"evaluation on {escape(source.records.name)}: {plural(len(corpus.documents), 'document')} in "
+        f"{plural(rows.n_rows, 'row')}, {corpus.n_trained:,} trained tokens",
+        highlight=False,
+    )
+    return Schedule(corpus, (rows,), launch.world_size(), pad_id=pad_id)
+
+
+def _outcome(records: list[StepRecord]) -> str:
+    """What a run without ``--compare`` came to, in a line."""
+    eval_loss = records[-1].eval_loss
+    evaluated = "" if eval_loss is None else f", evaluation loss {eval_loss:.4f}"
+    return (
+        f"{plural(len(records), 'step')}, {rate(records):,.0f} real tokens/s (median step), "
+        f"{padding(records):.1%} padding, loss {records[0].loss:.4f} to {records[-1].loss:.4f}{evaluated}"
+    )
 
 
 def warn_if_busy(cpu: float | None) -> None:
@@ -202,47 +285,15 @@ def _about(result: TrainResult, backend: str) -> dict[str, Any]:
     }
 
 
-def _check_output(output: Path | None, *, compare: bool, overwrite: bool, resume: bool, save_every: int) -> None:
-    """Refuse contradictory options and any folder that somebody still needs."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise PackingError("crosspack train runs in one process: start it without torchrun or accelerate launch")
-    if compare and (resume or save_every):
-        raise PackingError("--compare measures whole runs: pass it without --resume and --save-every")
-    if output is None:
-        if resume or save_every:
-            raise PackingError("--resume and --save-every need --output, the folder of the run")
-        return
-    if not resume:
-        check(output, overwrite=overwrite, ways="--resume, --overwrite")
-
-
-def model_source(model: str | None) -> tuple[str | dict[str, Any], str | None]:
-    """What the trainer builds the model from, and the folder or hub name whose tokenizer belongs to it."""
-    if model is None:
-        return SMALL_LLAMA, None  # the tokenizer is not known yet
-    check_name("--model", model)
-    path = Path(model)
-    if not path.is_file():
-        return model, model
-    try:
-        config = json.loads(path.read_text())
-        config["model_type"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise PackingError(f"--model {model}: a file must be a config.json with a model_type") from error
-    return config, str(path.parent) if (path.parent / "tokenizer_config.json").is_file() else None
-
-
-def check_name(option: str, name: str | None) -> None:
-    """Raise unless ``name`` is a file, a folder or can be a hub name; before a framework is imported."""
-    if name is not None and not Path(name).exists() and not is_hub_name(name):
-        raise PackingError(f"{option} {name}: no such folder or file, and not a hub name (`owner/name`)")
-
-
-def special_tokens(tokenizer: Any) -> dict[str, Any]:
-    """What a config says of its tokenizer."""
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    return {"vocab_size": len(tokenizer), **{name: getattr(tokenizer, name) for name in names}}
+def _launched(processes: int, run_file: str, given: Mapping[str, Any]) -> int:
+    """Start the same run as several processes; its exit status."""
+    flags = ("resume", "overwrite", "verbose", "quiet")
+    with TemporaryDirectory() as folder:
+        path = Path(folder, RUN_FILE)
+        path.write_text(run_file)
+        chosen = [f"--{flag}" for flag in flags if given[flag]] + ["--json"] * given["as_json"]
+        return launch.start(processes, ["train", "--config", str(path), *chosen])
 
 
 def _write_run(content: dict[str, Any], output: Path) -> None:
-    (output / RUN_FILE).write_text(json.dumps({"crosspack": version("crosspack"), **content}, indent=1))
+    (output / SUMMARY).write_text(json.dumps({"crosspack": version("crosspack"), **content}, indent=1))

@@ -12,16 +12,41 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from packing_core.errors import PackingError
+from packing_core.errors import PackingError, UnsupportedError
 from packing_core.training.schedule import Run, Schedule
 
 GROUP = "crosspack.trainers"
+_HONOURS = "honours"  # the attribute of a trainer that names the options it honours beyond those of every trainer
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+Trainer = TypeVar("Trainer", bound=Callable[..., Any])
+
+
+def honours(*options: str) -> Callable[[Trainer], Trainer]:
+    """Mark a trainer as one that honours options which not every backend has, named as on the command line."""
+
+    def mark(trainer: Trainer) -> Trainer:
+        vars(trainer)[_HONOURS] = frozenset(options)
+        return trainer
+
+    return mark
+
+
+def check_honoured(trainer: Callable[..., Any], backend: str, used: Iterable[str]) -> None:
+    """Raise unless a trainer honours the options that are ``used``, of those that not every backend has.
+
+    Raises:
+        UnsupportedError: it would ignore one.
+    """
+    for option in used:
+        if option not in getattr(trainer, _HONOURS, ()):
+            raise UnsupportedError(f"--backend {backend} has no {option}: leave it out, or pass another --backend")
 
 
 @dataclass(frozen=True)
@@ -34,8 +59,16 @@ class Options:
         warmup: share of the steps over which the rate rises linearly to its peak.
         weight_decay: decoupled weight decay.
         clip: the gradient is scaled down to this norm; 0 leaves it.
-        precision: what the forward computes in; parameters and optimizer states are float32 either way.
+        precision: what the forward computes in; weights in bfloat16 compute in bfloat16.
         seed: initial weights, dropout and the order of documents.
+        dtype: of the trained weights, and of the optimizer's states.
+        master_weights: with ``dtype="bfloat16"``, the optimizer keeps float32 copies of the weights and float32 states,
+            and rounds to bfloat16 after each step.
+        lora: rank of low-rank adapters on every linear layer but the output layer, trained in place of the weights; 0
+            trains the weights. The adapters are scaled by 2 (alpha is twice the rank).
+
+    Raises:
+        PackingError: two of them contradict each other.
     """
 
     lr: float = 1e-3
@@ -45,6 +78,17 @@ class Options:
     clip: float = 1.0
     precision: Literal["float32", "bfloat16"] = "float32"
     seed: int = 0
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    master_weights: bool = False
+    lora: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dtype == "bfloat16" and self.precision == "float32":
+            raise PackingError(
+                "--dtype bfloat16 computes in bfloat16 and --precision is float32: leave one of them out"
+            )
+        if self.master_weights and self.dtype == "float32":
+            raise PackingError("--master-weights keeps float32 copies of bfloat16 weights: pass --dtype bfloat16 too")
 
     def learning_rate(self, step: int, steps: int) -> float:
         """The rate of 0-based ``step`` of ``steps``."""
@@ -67,6 +111,8 @@ class StepRecord:
         tokens: real tokens.
         slots: tokens that the model computed, padding included.
         seconds: wall time, from building the first batch to the end of the update on the device.
+        eval_loss: sum of the cross-entropies of the evaluation's targets over their number, after the update; None
+            where there was no evaluation.
     """
 
     run: Run
@@ -75,6 +121,7 @@ class StepRecord:
     tokens: int
     slots: int
     seconds: float
+    eval_loss: float | None = None
 
 
 @dataclass(frozen=True)
@@ -85,13 +132,18 @@ class TrainJob:
         model: a local folder, a hub name, or the contents of a ``config.json`` (random weights by ``options.seed``).
         schedule: the batches of every step.
         options: what decides the losses.
+        evaluation: the documents that are evaluated, packed; None evaluates nothing.
+        eval_every: steps between evaluations of the packed run; there is one after its last step in any case.
+        compile: whether layers are compiled; None leaves it to the backend.
+        strategy: how several ranks train: ``ddp`` keeps all weights on each, ``fsdp`` shards them.
         runs: which runs, each from the same initial weights, step by step in turn; only ``packed`` is kept.
         device: ``auto`` or what the framework calls it.
         attention: the name of an attention implementation, or ``auto``.
         gradient_checkpointing: recompute activations in the backward pass.
         deterministic: use only kernels that repeat to the bit.
         trust_remote_code: whether code in the model's folder may run.
-        output: where the trained model goes, in the Hugging Face format; None keeps nothing.
+        output: where the trained model goes, in the Hugging Face format; None keeps nothing. Of several ranks, rank 0
+            writes.
         checkpoints: where checkpoints go; by default ``checkpoints`` in ``output``.
         save_every: steps between checkpoints; 0 for none.
         resume: continue from the newest checkpoint.
@@ -102,6 +154,10 @@ class TrainJob:
     model: str | Mapping[str, Any]
     schedule: Schedule
     options: Options = field(default_factory=Options)
+    evaluation: Schedule | None = None
+    eval_every: int = 0
+    compile: bool | None = None
+    strategy: Literal["ddp", "fsdp"] = "ddp"
     runs: tuple[Run, ...] = ("packed",)
     device: str = "auto"
     attention: str = "auto"
@@ -121,7 +177,7 @@ class TrainJob:
         Raises:
             PackingError: the tokenizer is not the model's.
         """
-        largest = int(self.schedule.corpus.documents.values.max())
+        largest = max(int(schedule.corpus.documents.values.max()) for schedule in self._schedules)
         if largest >= size:
             raise PackingError(
                 f"the data has token {largest:,} and the model {size:,} embeddings: pass the model's own --tokenizer"
@@ -133,27 +189,38 @@ class TrainJob:
         Raises:
             PackingError: a segment is longer than the model allows.
         """
-        longest = max(int(plan.length.max()) for plan in self.schedule.plans)
+        longest = max(int(plan.length.max()) for schedule in self._schedules for plan in schedule.plans)
         if size is not None and longest > size:
             raise PackingError(
                 f"a document has {longest:,} tokens and the model {size:,} positions: pass --capacity {size} and "
                 f"--overflow split, truncate or drop"
             )
 
+    @property
+    def _schedules(self) -> list[Schedule]:
+        return [self.schedule] if self.evaluation is None else [self.schedule, self.evaluation]
+
+    def evaluates_after(self, step: int) -> bool:
+        """Whether an evaluation follows 0-based ``step`` of the packed run."""
+        done = step + 1
+        due = done == len(self.schedule) or (self.eval_every > 0 and done % self.eval_every == 0)
+        return self.evaluation is not None and due
+
     def learning_rate(self, step: int) -> float:
         """The learning rate of 0-based ``step``."""
         return self.options.learning_rate(step, len(self.schedule))
 
-    def record(self, run: Run, step: int, loss: float, seconds: float) -> StepRecord:
+    def record(self, run: Run, step: int, loss: float, seconds: float, *, eval_loss: float | None = None) -> StepRecord:
         """Make the record of a finished step, report it and return it.
 
         Raises:
-            PackingError: the loss is not finite.
+            PackingError: a loss is not finite.
         """
-        if not math.isfinite(loss):
-            raise PackingError(f"the loss of step {step} ({run}) is {loss}: lower --lr, or train in float32")
-        schedule = self.schedule
-        record = StepRecord(run, step, loss, schedule.steps[step].n_tokens, schedule.slots(step, run), seconds)
+        for name, value in (("loss", loss), ("evaluation loss", eval_loss)):
+            if value is not None and not math.isfinite(value):
+                raise PackingError(f"the {name} of step {step} ({run}) is {value}: lower --lr, or train in float32")
+        slots = self.schedule.slots(step, run)
+        record = StepRecord(run, step, loss, self.schedule.steps[step].n_tokens, slots, seconds, eval_loss)
         self.on_step(record)
         return record
 

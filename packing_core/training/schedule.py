@@ -15,8 +15,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from packing_core.balance import Cost, balance
 from packing_core.batch import IGNORE_INDEX, PackedBatch
-from packing_core.dataset import PackedDataset
+from packing_core.dataset import PackedDataset, with_empty_row
 from packing_core.errors import PackingError
 from packing_core.plan import PackPlan
 from packing_core.ragged import Ragged
@@ -54,15 +55,15 @@ class Corpus:
         )
 
     @staticmethod
-    def collect(documents: Iterator[Document]) -> Corpus:
-        """Read all documents.
+    def collect(documents: Iterator[Document], *, option: str = "--data") -> Corpus:
+        """Read all documents; the error names the ``option`` that they came by.
 
         Raises:
             PackingError: there are none.
         """
         kept = list(documents)
         if not kept:
-            raise PackingError("no document has a token to train on: check --data, its columns and --loss")
+            raise PackingError(f"no document has a token to train on: check {option}, its columns and --loss")
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum([len(document.ids) for document in kept])])
         return Corpus(
             Ragged(np.concatenate([document.ids for document in kept]), offsets),
@@ -145,11 +146,28 @@ class Schedule:
             return plan.n_rows * plan.capacity
         return sum(len(pieces) * int(plan.length[pieces].max()) for pieces in self.batches(step, run))
 
-    def packed(self, step: int) -> Iterator[PackedBatch]:
-        """The step's rows, one at a time."""
+    def packed(self, step: int, *, rank: int = 0, ranks: int = 1, cost: Cost | None = None) -> Iterator[PackedBatch]:
+        """The step's rows, one at a time; of several ranks, those of one.
+
+        The rows of a step are dealt to ranks at equal cost (:func:`packing_core.balance`), so a step holds the same
+        documents however many ranks there are. Every rank has equally many rows: where they do not divide, some are
+        padding alone.
+
+        Args:
+            step: its number.
+            rank: which of the ranks.
+            ranks: how many there are.
+            cost: of a row, by which they are dealt.
+        """
         plan = self.steps[step]
         dataset = PackedDataset(self.corpus.documents, plan, loss_mask=self.corpus.trained, pad_id=self.pad_id)
-        return (dataset[row] for row in range(plan.n_rows))
+        if ranks == 1:
+            return (dataset[row] for row in range(plan.n_rows))
+        own, each = [rank] if rank < plan.n_rows else [], -(-plan.n_rows // ranks)
+        if plan.n_rows > ranks:
+            own = balance(plan, ranks, cost=cost, rows_per_step=each, seed=None).rank(rank)[0].tolist()
+        padding = with_empty_row(dataset[0])[1:]
+        return (dataset[own[number]] if number < len(own) else padding for number in range(each))
 
     def padded(self, step: int, run: Run) -> Iterator[PaddedBatch]:
         """The same documents in padded batches, ``padded`` or ``grouped``."""

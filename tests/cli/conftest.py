@@ -1,4 +1,4 @@
-"""A small tokenizer, trained once, and ways to write data files."""
+"""A small tokenizer, trained once, ways to write data files, and the arguments of a small training run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 SENTENCES = [
@@ -15,6 +16,16 @@ SENTENCES = [
     "How vexingly quick daft zebras jump!",
     "user assistant system question answer",
 ]
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -51,3 +62,28 @@ def write(tmp_path: Path) -> Callable[[str, list[dict[str, Any]]], Path]:
         return path
 
     return write
+
+
+@pytest.fixture
+def data(write) -> Path:
+    rng = np.random.default_rng(7)
+    vocabulary = ["fox", "dog", "box", "jugs", "quick", "lazy", "zebras", "jump"]
+    records = [
+        {"prompt": " ".join(rng.choice(vocabulary, rng.integers(1, 6))), "completion": " fox" * rng.integers(1, 12)}
+        for _ in range(60)
+    ]
+    return write("data.jsonl", records)
+
+
+@pytest.fixture
+def model(tokenizer, tmp_path) -> Path:
+    """A folder with a config.json and a tokenizer, and no weights."""
+    folder = tmp_path / "start"
+    tokenizer.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    return folder / "config.json"
+
+
+@pytest.fixture
+def small(model, data) -> tuple[object, ...]:
+    return ("train", "--model", model, "--data", data, "--capacity", 64, "--device", "cpu", "--lr", 0.01)

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,17 +16,10 @@ from typer.testing import CliRunner
 from crosspack.cli import COMMANDS, app
 from crosspack.cli.figures import compare_titles
 from packing_core.training.job import Audit, StepRecord, TrainResult
+from tests import processes
+from tests.cli.conftest import LLAMA
 
 PNG = b"\x89PNG"
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
 
 
 def run(*arguments: object):
@@ -36,31 +28,6 @@ def run(*arguments: object):
 
 def words(result) -> str:
     return " ".join(result.output.split())
-
-
-@pytest.fixture
-def data(write) -> Path:
-    rng = np.random.default_rng(7)
-    vocabulary = ["fox", "dog", "box", "jugs", "quick", "lazy", "zebras", "jump"]
-    records = [
-        {"prompt": " ".join(rng.choice(vocabulary, rng.integers(1, 6))), "completion": " fox" * rng.integers(1, 12)}
-        for _ in range(60)
-    ]
-    return write("data.jsonl", records)
-
-
-@pytest.fixture
-def model(tokenizer, tmp_path) -> Path:
-    """A folder with a config.json and a tokenizer, and no weights."""
-    folder = tmp_path / "start"
-    tokenizer.save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(LLAMA))
-    return folder / "config.json"
-
-
-@pytest.fixture
-def small(model, data) -> tuple[object, ...]:
-    return ("train", "--model", model, "--data", data, "--capacity", 64, "--device", "cpu", "--lr", 0.01)
 
 
 def losses(folder: Path, run: str = "packed") -> list[float]:
@@ -321,9 +288,7 @@ def test_a_typo_is_found_before_any_framework_is_imported(tmp_path):
         (["train"], ["--tokenizer", "./absent"]),
         (["train"], ["--output", "data.jsonl"]),
     ):
-        result = subprocess.run(
-            [sys.executable, "-c", code, *command, *mistake], capture_output=True, text=True, timeout=120, cwd=tmp_path
-        )
+        result = processes.run([sys.executable, "-c", code, *command, *mistake], cwd=tmp_path)
         assert result.returncode == 2, result.stderr
         assert result.stdout.strip() == "[]", (command, mistake)
 
@@ -354,22 +319,14 @@ def test_a_hub_name_is_found_in_the_hub_cache(small, data, tmp_path):
     (cache / "models--owner--name" / "refs").mkdir()
     (cache / "models--owner--name" / "refs" / "main").write_text("0123")
     command = ["train", "--model", "owner/name", "--data", str(data), "--capacity", "64", "--steps", "1"]
-    result = subprocess.run(
+    result = processes.run(
         [sys.executable, "-m", "crosspack", *command, "--device", "cpu", "--output", str(tmp_path / "again")],
-        capture_output=True,
-        text=True,
-        timeout=300,
         env={**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"},
     )
     assert result.returncode == 0, result.stderr
     assert "owner/name on" in result.stdout
     assert "%|" not in result.stdout + result.stderr  # no bar, transformers' neither, where the output is piped
     assert losses(tmp_path / "again")[0] < losses(out)[0] - 0.2  # it starts from what was trained
-
-
-def test_it_refuses_to_run_once_per_rank(small, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "runs in one process" in one_line(run(*small))
 
 
 @pytest.mark.parametrize(
@@ -391,13 +348,13 @@ def test_a_mistake_is_reported_before_a_framework_is_imported(arguments):
         "from crosspack.cli import main\n"
         "try:\n    main()\nexcept SystemExit as end:\n    print(end.code, {'torch', 'transformers'} & set(sys.modules))"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    result = processes.run([sys.executable, "-c", code])
     assert result.stdout == "2 set()\n", result.stderr
 
 
 def test_the_installed_command_fails_with_one_line_too(tmp_path):
     command = [sys.executable, "-m", "crosspack", "report", "--data", str(tmp_path / "absent.jsonl")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = processes.run(command)
     assert result.returncode == 2
     assert result.stderr.startswith("crosspack: --data ")
     assert len(result.stderr.strip().splitlines()) == 1

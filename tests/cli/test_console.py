@@ -17,6 +17,7 @@ from crosspack.cli import COMMANDS, app, console, progress, with_console_names
 from crosspack.cli.progress import TrainProgress, counted, tracked
 from packing_core.errors import ContaminationError, PackingError, plural
 from packing_core.training.job import StepRecord
+from tests import processes
 
 
 def run(*arguments: str):
@@ -25,7 +26,7 @@ def run(*arguments: str):
 
 def module(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "crosspack", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **environment})
+    return processes.run(command, env={**os.environ, **environment})
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from importlib.metadata import EntryPoint
 
@@ -14,6 +13,7 @@ from crosspack.cli import app, doctor
 from packing_core import extras
 from packing_core.diagnosis import Diagnosis, LayerChoice, first_served
 from packing_core.errors import MissingExtraError
+from tests import processes
 from tests.house.test_import_hygiene import BLOCK
 from torch_backend.doctor import RECURRENT
 
@@ -87,7 +87,7 @@ def test_what_is_too_old_or_missing_is_named(backends, monkeypatch):
 def test_it_works_where_no_framework_is_installed():
     code = BLOCK.format(names=["torch", "jax", "jaxlib", "transformers", "flax", "datasets", "pyarrow", "matplotlib"])
     code += "import sys; sys.argv = ['crosspack', 'doctor', '--json']\nfrom crosspack.cli import main\nmain()"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    result = processes.run([sys.executable, "-c", code])
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)["backends"]
     assert {name: backend["unusable"] for name, backend in found.items()} == {

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import processes
+from tests.torch_backend.torchrun import on_ranks
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def output(name: str) -> str:
-    result = subprocess.run([sys.executable, str(EXAMPLES / name)], capture_output=True, text=True, timeout=300)
+    result = processes.run([sys.executable, str(EXAMPLES / name)])
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -25,7 +27,29 @@ def test_every_example_is_run_here():
         "dpo.py",
         "reward.py",
         "grpo.py",
+        "fsdp2.py",
+        "deepspeed_zero3.py",
     }
+
+
+def test_ranks_share_weights_and_steps():
+    text = on_ranks(str(EXAMPLES / "fsdp2.py"))
+    losses = [float(loss) for loss in re.findall(r"on 2 ranks, loss ([\d.]+)", text)]
+    assert len(losses) > 5 and losses[0] == pytest.approx(6.24, abs=0.1) and losses[-1] < losses[0]
+
+
+def test_the_page_on_many_gpus_has_the_lines_of_the_examples():
+    page = (EXAMPLES.parent / "docs/distributed.md").read_text()
+    for name in ("fsdp2", "deepspeed_zero3"):
+        (block,) = re.findall(rf"^```{name}\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+        example = (EXAMPLES / f"{name}.py").read_text().splitlines()
+        assert not [line for line in block.splitlines() if line not in example]
+
+
+def test_deepspeed_trains_packed_rows():
+    pytest.importorskip("deepspeed", reason="unsupported here: DeepSpeed is no dependency of any extra")
+    text = on_ranks(str(EXAMPLES / "deepspeed_zero3.py"))
+    assert float(re.search(r"2 ranks, ZeRO-3: loss ([\d.]+)", text).group(1)) == pytest.approx(6.24, abs=0.1)
 
 
 def test_a_torch_loop_learns_on_packed_rows():

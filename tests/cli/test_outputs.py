@@ -6,7 +6,6 @@ import json
 import os
 import resource
 import socket
-import subprocess
 import sys
 
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from crosspack.cli import outputs
 from crosspack.cli.outputs import LISTING, LOCK, TEMPORARY, writing
 from packing_core.errors import PackingError
+from tests import processes
 
 
 def run(folder, files: dict[str, str], **options) -> None:
@@ -167,7 +167,7 @@ def test_what_a_killed_run_left_is_no_obstacle(tmp_path):
         "    (output.partial / 'x').write_text('x'); os._exit(9)"
     )
     out = tmp_path / "out"
-    assert subprocess.run([sys.executable, "-c", code, str(out)], timeout=60).returncode == 9
+    assert processes.run([sys.executable, "-c", code, str(out)]).returncode == 9
     assert (out / LOCK).exists() and list(out.glob(f"{TEMPORARY}*"))
     run(out, {"train-0": "a"})
     assert held(out) == {"manifest.json": "{}", "train-0": "a"}

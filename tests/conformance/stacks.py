@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from conformance.reference import Reference
 from packing_core.errors import UnsupportedError
 from packing_core.protocol import ALL_OPTIONS, Backend, Capabilities
+from tests import processes
 
 ROOT = Path(__file__).parents[2]
 HERE = "tests.conformance.stacks"
@@ -133,6 +133,6 @@ def run(folder, *options, report=True):
     # Other plugins of the machine have no part in it, and take longer to import than most of these runs.
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     environment.pop("PYTEST_ADDOPTS", None)
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = processes.run(command, cwd=folder, env=environment)
     found = json.loads(path.read_text()) if path.exists() else None
     return Outcome(done.returncode, done.stdout + done.stderr, found)

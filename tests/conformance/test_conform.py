@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 import zipfile
 from types import SimpleNamespace
@@ -12,16 +11,14 @@ import pytest
 import typer
 
 from packing_core.errors import PackingError
+from tests import processes
 from tests.conformance.stacks import ROOT
 
 RUN = "import typer; from crosspack.cli.conform import conform; app = typer.Typer(); app.command()(conform); app()"
 
 
 def conform(folder, *options, **environment):
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, *options], cwd=folder, env=os.environ | environment,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = processes.run([sys.executable, "-c", RUN, *options], cwd=folder, env=os.environ | environment)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -66,7 +63,8 @@ def test_it_runs_from_an_installed_wheel(tmp_path):
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*build, "--wheel-dir", str(tmp_path), str(source)], check=True, capture_output=True)
+    built = processes.run([*build, "--wheel-dir", str(tmp_path), str(source)])
+    assert built.returncode == 0, built.stderr
     (wheel,) = tmp_path.glob("crosspack-*.whl")
     installed = tmp_path / "installed"
     zipfile.ZipFile(wheel).extractall(installed)
@@ -77,10 +75,11 @@ def test_it_runs_from_an_installed_wheel(tmp_path):
         PYTHONPATH=str(installed),
     )  # fmt: skip
     assert code == 0, output
-    found = subprocess.run(
-        [sys.executable, "-c", "import conformance; print(conformance.__file__)"], cwd=caller,
-        env=os.environ | {"PYTHONPATH": str(installed)}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    found = processes.run(
+        [sys.executable, "-c", "import conformance; print(conformance.__file__)"],
+        cwd=caller,
+        env=os.environ | {"PYTHONPATH": str(installed)},
+    )
     assert found.stdout.strip().startswith(str(installed))
 
 

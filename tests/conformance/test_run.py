@@ -1,5 +1,7 @@
 """A run's options, statuses, exit status and report, by running it."""
 
+from collections import Counter
+
 import pytest
 
 from conformance.spec import requirements
@@ -133,6 +135,22 @@ def test_an_interpreted_backend_runs_a_reduced_selection_and_says_so(tmp_path):
     assert status(few, f"{HERE}:Interpreted", "DTYPE-03") == "not run"
     many = run(tmp_path, f"--backend={HERE}:Interpreted", "--thorough", *only("SHAPE-05"))
     assert "reduced" not in many.output and "4 passed" in many.output
+
+
+def test_parts_are_all_tests_and_neighbouring_backends_take_different_ones(tmp_path):
+    names = ["reference", f"{HERE}:Unpromising"]
+
+    def passed(*options):
+        outcome = run(tmp_path, *(f"--backend={name}" for name in names), *only("DET-02", "LAY-01", "LAY-02"), *options)
+        assert outcome.code == 0, outcome.output
+        assert ("each backend was judged by one test in 2" in outcome.output) == bool(options)
+        found = [outcome.report["backends"][name]["requirements"].items() for name in names]
+        return [Counter({i: verdict["passed"] for i, verdict in verdicts}) for verdicts in found]
+
+    whole, one, two = passed(), passed("--part=1/2"), passed("--part=2/2")
+    assert [a + b for a, b in zip(one, two, strict=True)] == [+count for count in whole]
+    assert +one[0] == +two[1] and +one[1] == +two[0] and one[0] != one[1]
+    assert run(tmp_path, "--part=3/2", report=False).code == 4
 
 
 def test_workers_hand_over_the_same_report(tmp_path):

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests import processes
+
 FRAMEWORKS = [
     "torch",
     "jax",
@@ -33,7 +35,7 @@ REPORT = "\nimport sys; print('loaded:', sorted(set({names!r}) & set(sys.modules
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    return processes.run([sys.executable, "-c", code])
 
 
 @pytest.mark.parametrize(

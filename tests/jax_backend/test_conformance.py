@@ -1,6 +1,5 @@
 """What the JAX conformance adapter offers, declares and refuses; that it is right is for the suite to say."""
 
-import subprocess
 import sys
 
 import jax
@@ -13,6 +12,7 @@ from jax_backend.conformance import Stack, _precision, _train, backends, capabil
 from jax_backend.train_step import TrainStep
 from packing_core.errors import UnsupportedError
 from packing_core.protocol import ALL_OPTIONS, LEVELS, DecoderConfig
+from tests import processes
 
 
 def offered_methods(name):
@@ -56,7 +56,7 @@ def test_what_is_declared(name, lacks):
 
 def test_the_adapter_loads_without_grain():
     code = "import sys; sys.modules['grain'] = None; import jax_backend.conformance as c; print(c.backends()['xla']())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = processes.run([sys.executable, "-c", code])
     assert done.returncode == 0, done.stderr
 
 

@@ -10,6 +10,7 @@ from absl import flags
 import packing_core
 from jax_backend.data import GrainSource, GrainStream, to_batch
 from packing_core.errors import PackingError
+from tests.processes import limited
 
 DOCUMENTS = [np.arange(3 + n % 17, dtype=np.int32) + 100 * n for n in range(1, 61)]
 
@@ -72,6 +73,7 @@ def test_grains_loader_checkpoints_belong_to_their_source() -> None:
     assert repr(GrainSource(dataset())) != repr(GrainSource(packing_core.PackedDataset(DOCUMENTS, 32, seed=0)))
 
 
+@limited()
 def test_rows_travel_to_grains_worker_processes() -> None:
     flags.FLAGS.mark_as_parsed()  # what absl's own main does in a grain program
     rows = grain.MapDataset.source(GrainSource(dataset())).to_iter_dataset()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packing_core import PackingError, balance, plan
+from packing_core import Cost, PackingError, balance, plan
 
 
 def heavy_tail(count):
@@ -58,13 +58,29 @@ def test_mixed_rows_stay_mixed_where_no_packing_is_full():
     assert mixed.composition().row_distance < 1.2 * random.composition().row_distance < best.composition().row_distance
 
 
-def test_balanced_steps_of_mixed_rows_are_even_in_cost_and_in_documents():
+@pytest.mark.parametrize("cost", [Cost(), Cost(tokens=0, squares=1)], ids=["default", "attention alone"])
+@pytest.mark.parametrize("rows_per_step", [2, 4])
+def test_balanced_steps_of_mixed_rows_are_even_in_cost_and_in_documents(rows_per_step, cost):
     lengths = heavy_tail(300_000)
-    rows = plan(lengths, 65_536, strategy="mixed")
-    sharded = balance(rows, 64, rows_per_step=4)
+    sharded = balance(plan(lengths, 65_536, strategy="mixed"), 64, cost=cost, rows_per_step=rows_per_step)
     assert sharded.imbalance < 1.01
-    random = plan(lengths, 65_536, strategy="sequential").composition(256)
-    assert sharded.composition().documents_per_step_deviation < 1.15 * random.documents_per_step_deviation
+    of_a_row = plan(lengths, 65_536, strategy="sequential").composition().documents_per_row_deviation
+    random = of_a_row / np.sqrt(64 * rows_per_step)
+    assert sharded.composition().documents_per_step_deviation < 1.15 * random
+
+
+def test_steps_are_chosen_by_cost_no_more_narrowly_than_one_percent_allows():
+    lengths = np.random.default_rng(0).lognormal(np.log(270) - 0.4, 0.9, 300_000).clip(1, 2048).astype(int)
+    rows = plan(lengths, 2048, strategy="mixed")
+    shuffled, sorted_ = (balance(rows, 64, rows_per_step=2, seed=seed) for seed in (0, None))
+    assert sorted_.imbalance < shuffled.imbalance < 1.01
+    spread, widest = (dealt.composition().documents_per_step_deviation for dealt in (shuffled, sorted_))
+    assert spread < 0.5 * widest
+
+
+def test_where_one_percent_is_out_of_reach_steps_are_as_even_as_can_be():
+    rows = plan([64, 49, 36, 25, 16, 9, 4, 2], 64, max_segments=1, seed=None)
+    assert balance(rows, 2, seed=0).imbalance == balance(rows, 2, seed=None).imbalance > 1.01
 
 
 def test_the_step_that_is_not_whole_is_left_out_of_a_balanced_composition():

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from packing_core import CapacityError, LayoutError, PackedDataset, PackingError, Ragged, pack, plan
 from tests.packing_core.packings import packings
+from tests.processes import limited
 
 STORED = ("input_ids", "cu_seqlens", "rows", "sources", "starts", "labels", "loss_mask")
 
@@ -108,12 +109,14 @@ def row_sums(dataset, rows):
     return [int(dataset[row].input_ids.sum()) for row in rows]
 
 
+@limited()
 def test_spawned_workers_read_the_same_rows(tmp_path):
     dataset = mapped(tmp_path)
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.apply(row_sums, (dataset, [0, 7, -1])) == row_sums(dataset, [0, 7, -1])
 
 
+@limited()
 def test_torch_loaders_take_batches_of_rows_through_workers(tmp_path):
     from torch.utils.data import DataLoader
 

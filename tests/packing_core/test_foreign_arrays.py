@@ -10,6 +10,7 @@ import pytest
 
 from packing_core import LayoutError, PackedBatch, PackingError, PackPlan, Ragged, pack, plan
 from tests.packing_core.test_ragged import tokens_of
+from tests.processes import limited
 
 BIG = [np.array([5, 6, 7], ">i4"), np.array([8, 9], ">i4")]
 
@@ -134,6 +135,7 @@ def arrow_file(folder, rows_per_batch=500):
 
 
 @pytest.mark.parametrize("rows_per_batch", [500, 2000])
+@limited()
 def test_a_mapped_arrow_column_is_pickled_by_path(tmp_path, rows_per_batch) -> None:
     documents, column = arrow_file(tmp_path, rows_per_batch)
     ragged = Ragged.of(column)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packing_core import LayoutError, PackingError, Ragged
+from tests.processes import limited
 
 DOCUMENTS = [[5, 6, 7], [8], [9, 10, 11, 12]]
 FLAT = np.array([5, 6, 7, 8, 9, 10, 11, 12], np.int32)
@@ -165,6 +166,7 @@ def tokens_of(ragged):
     return [list(map(int, document)) for document in ragged]
 
 
+@limited()
 def test_mapped_storage_is_pickled_by_path_and_opens_in_a_spawned_process(tmp_path):
     documents = [np.arange(i, i + 5000) for i in range(20)]
     Ragged.of(documents).save(tmp_path)

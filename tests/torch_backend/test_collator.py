@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForTokenClassification
 import torch_backend
 from packing_core import PackedDataset
 from packing_core.errors import CapacityError, LayoutError
+from tests.processes import limited
 from tests.torch_backend.models import tiny
 from torch_backend import PackedCollator, with_boundaries
 from torch_backend.collate import concatenate
@@ -139,6 +140,7 @@ def test_a_packed_row_with_its_lengths_is_cut_into_its_documents() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@limited()
 def test_a_packed_dataset_feeds_a_dataloader(workers: int) -> None:
     dataset = PackedDataset([d["input_ids"] for d in DOCUMENTS], 4, seed=None)
     loader = DataLoader(dataset, batch_size=2, collate_fn=PackedCollator(), num_workers=workers)

@@ -6,7 +6,6 @@ import copy
 import io
 import logging
 import pickle
-import subprocess
 import sys
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import nn
 
 import torch_backend
 from packing_core.errors import LayoutError, UnsupportedModelError
+from tests import processes
 from tests.torch_backend.models import alone, assert_same, collate, documents, packed, tiny
 from torch_backend.hf.attention import PREFIX
 from torch_backend.hf.mixers import find_mixers
@@ -179,7 +179,7 @@ def test_a_saved_model_loads_in_another_process(tmp_path: Any) -> None:
         f"model, batch, want = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)\n"
         "assert torch.equal(model(**batch).logits, want)\n"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90)
+    result = processes.run([sys.executable, "-c", code])
     assert result.returncode == 0, result.stderr
 
 
@@ -259,13 +259,20 @@ def test_generation_with_left_padding_is_unchanged(options: dict[str, Any]) -> N
 
 
 def test_continuous_batching_runs_and_packed_training_goes_on_after_it() -> None:
-    from transformers import GenerationConfig
+    from transformers import ContinuousBatchingConfig, GenerationConfig
 
     model, docs = tiny("llama").eval(), documents((9, 5))
     config = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0)
 
+    small = ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=16)  # its default fills most of the memory
+
     def run() -> list[list[int]]:
-        results = model.generate_batch([d.tolist() for d in docs], generation_config=config, progress_bar=False)
+        results = model.generate_batch(
+            [d.tolist() for d in docs],
+            generation_config=config,
+            continuous_batching_config=small,
+            progress_bar=False,
+        )
         return sorted(list(result.generated_tokens) for result in results.values())
 
     want = run()

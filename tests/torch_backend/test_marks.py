@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from packing_core.errors import LayoutError
+from tests.processes import limited
 from torch_backend import PackedCollator, with_boundaries
 
 # One row: | 1 2 3 | 4 5 | padding |
@@ -311,6 +312,7 @@ def test_collators_are_picklable() -> None:
     assert packed([{"input_ids": [1, 2, 3]}])["packed_lengths"] == (3, 1)
 
 
+@limited()
 def test_workers_that_are_spawned_carry_boundaries() -> None:
     data = [{"input_ids": IDS, "seq_lengths": [[3, 2]]}]
     loader = DataLoader(

@@ -246,10 +246,10 @@ def test_states_and_missing_segments_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=f"a layer called {CONVOLUTION} with a state"):
         stand_ins.convolve(causal_conv1d_fn, x, torch.zeros(3, 2), seq_idx=segments, initial_states=x)
     with pytest.raises(UnsupportedModelError, match="a layer called a scan without its segments"):
-        stand_ins.scan(unknown_scan, "fla", x)
+        stand_ins.scan("unknown_scan", unknown_scan, "fla", x)
     for state in ({"initial_state": x}, {"output_final_state": True}):
         with pytest.raises(UnsupportedModelError, match="a layer called a scan with a state"):
-            stand_ins.scan(unknown_scan, "fla", x, packed=segments, **state)
+            stand_ins.scan("unknown_scan", unknown_scan, "fla", x, packed=segments, **state)
 
 
 def test_what_the_kernel_does_not_know_is_left_to_the_model(convolved: list[int]) -> None:
@@ -271,4 +271,4 @@ def test_a_scan_is_given_what_it_takes_and_nothing_else_of_the_model(monkeypatch
 
     packed, x = LayerSegments(PackedMetadata.from_lengths((4, 3))), torch.randn(1, 7, 2)
     options = {"scale": 2.0, "packed": packed, "position_ids": torch.arange(7)[None], "cu_seqlens": None}
-    assert torch.equal(stand_ins.scan(double, "fla", x, **options), x * 2)
+    assert torch.equal(stand_ins.scan("double", double, "fla", x, **options), x * 2)

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn import functional as F
 
 from packing_core.errors import UnsupportedError
 from tests.torch_backend.test_train_step import graphs as graphs
-from tests.torch_backend.test_trainer import CAPACITY, differences, documents, gpt_oss, llama, peft, sft
+from tests.torch_backend.test_trainer import CAPACITY, differences, documents, gpt_oss, llama, peft
 from torch_backend import audit, explain
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.training import packed_step
@@ -75,6 +76,14 @@ def routed() -> Any:
     return model
 
 
+def shallow() -> torch.nn.Module:
+    """One layer, for what compiles every layer at every shape."""
+    model = llama()
+    del model.model.layers[1:]
+    model.config.num_hidden_layers = 1
+    return model
+
+
 def own_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
     logits = outputs.logits[:, :-1].flatten(0, 1)
     return F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
@@ -89,7 +98,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "label smoothing": ({"label_smoothing_factor": 0.1}, "with logits: label smoothing reads them"),
     "compute_loss_func": ({"compute_loss_func": own_loss}, "with logits: compute_loss_func reads them"),
     "NEFTune": ({"neftune_noise_alpha": 5.0}, FAST),
-    "torch.compile": ({"torch_compile": True, "torch_compile_backend": "eager"}, FAST),
+    "torch.compile": ({"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 1, "make": shallow}, FAST),
     "LoRA": ({"make": adapted}, FAST),
     "per-document scans": ({"make": gpt_oss}, FAST),
     "router loss": ({"make": routed}, "with logits: the trainer adds the router's auxiliary loss of each microbatch"),
@@ -140,20 +149,6 @@ def test_a_trainer_that_computes_its_loss_itself_keeps_it(tmp_path: Path) -> Non
     fast, plain = (built(tmp_path / str(kind), kind, kind=Doubled) for kind in (True, False))
     assert_same(fast, plain)
     assert fast.packed_step.parts["loss"] == "with logits: Doubled computes its loss itself (compute_loss)"
-
-
-def test_sft_trainer_keeps_its_loss_and_its_metrics(tmp_path: Path) -> None:
-    fast, plain = (
-        enable_packing(
-            sft(llama(), tmp_path / str(kind), documents(), packing=True, max_length=CAPACITY, bf16=False),
-            verify=False,
-            fast=kind,
-        )
-        for kind in (True, False)
-    )
-    assert_same(fast, plain)
-    assert all("mean_token_accuracy" in entry for entry in fast.state.log_history if "loss" in entry)
-    assert fast.packed_step.parts["loss"] == "with logits: SFTTrainer computes its loss itself (compute_loss)"
 
 
 # -- evaluation, callbacks, checkpoints --------------------------------------------------------------------------------
@@ -229,7 +224,6 @@ def test_as_cuda_graphs_it_trains_the_same(graphs: SimpleNamespace, accumulation
         ({"label_smoothing_factor": 0.1}, "the loss is the trainer's own"),
         ({"torch_empty_cache_steps": 1}, "torch_empty_cache_steps empties the cache during the step"),
         ({"neftune_noise_alpha": 5.0}, "the noise of NEFTune depends on the shape of a batch"),
-        ({"torch_compile": True, "torch_compile_backend": "eager"}, "torch_compile=True compiles the model as a whole"),
         ({"activation_checkpointing": True}, "gradient checkpointing reads the random state"),
     ],
 )
@@ -237,6 +231,51 @@ def test_what_forbids_a_graph(graphs: SimpleNamespace, options: Any, reason: str
     fast, plain = (built(tmp_path / str(kind), kind, **options) for kind in (True, False))
     assert_same(fast, plain)
     assert fast.packed_step.parts["graph"] == f"no CUDA graph: {reason}"
+
+
+def test_shapes_are_chosen_from_the_data_so_that_all_steps_have_one_form(
+    graphs: SimpleNamespace, tmp_path: Path
+) -> None:
+    options = {"gradient_accumulation_steps": 1, "max_steps": 12, "num_train_epochs": 3}
+    fast, plain = (built(tmp_path / str(kind), kind, **options) for kind in (True, False))
+    graphs.model = fast.model
+    assert_same(fast, plain)
+    assert (graphs.recorded, graphs.replayed) == (1, 10)
+
+
+def test_torch_compile_gives_way_to_compiled_layers(graphs: SimpleNamespace, tmp_path: Path) -> None:
+    options = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 4}
+    fast, plain = (built(tmp_path / str(kind), kind, **options) for kind in (True, False))
+    graphs.model = fast.model
+    assert_same(fast, plain)
+    assert isinstance(plain.model_wrapped, OptimizedModule) and not isinstance(fast.model_wrapped, OptimizedModule)
+    assert graphs.replayed
+    layers = "compiled, one by one, in place of the model as a whole (torch_compile=True)"
+    assert f"layers of the step: {layers}" in explain(fast).notes
+
+
+@pytest.mark.parametrize("faked", [True, False], ids=["fixed shapes", "as on this machine"])
+def test_auto_find_batch_size_goes_on_with_smaller_batches(
+    faked: bool, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    graphs = request.getfixturevalue("graphs") if faked else SimpleNamespace()
+
+    def small() -> Any:
+        model = llama()
+
+        def refuse(module: Any, args: Any, kwargs: Any) -> None:
+            if kwargs["input_ids"].shape[0] > 1 and torch.is_grad_enabled():
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        model.register_forward_pre_hook(refuse, with_kwargs=True)
+        return model
+
+    options = {"auto_find_batch_size": True, "max_steps": 5, "make": small}
+    fast, plain = (built(tmp_path / str(kind), kind, **options) for kind in (True, False))
+    graphs.model = fast.model
+    assert_same(fast, plain)
+    assert fast._train_batch_size == plain._train_batch_size == 1
+    assert not faked or graphs.replayed
 
 
 # -- explain, audit, and the plain step --------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from packing_core.errors import CapacityError, PackingError
+from tests.processes import limited
 from tests.torch_backend.test_trainer import CAPACITY, arguments, datasets, differences, documents, llama, sft
 from tests.torch_backend.torchrun import torchrun
 from torch_backend import PackedCollator, pack_dataset
@@ -200,6 +201,7 @@ def test_another_dataset_has_to_be_enabled_again(tmp_path) -> None:
 # Workers, ranks and streams.
 
 
+@limited()
 def test_workers_give_the_same_rows_in_every_epoch(tmp_path) -> None:
     options = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True, "dataloader_prefetch_factor": 2}
     loaders = [enabled(build(tmp_path, numbered(), **x)).get_train_dataloader() for x in (options, {})]

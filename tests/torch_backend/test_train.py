@@ -13,7 +13,8 @@ import torch
 from packing_core.errors import PackingError
 from packing_core.training.job import TrainJob
 from tests.training_jobs import LLAMA, losses, small_job
-from torch_backend.training.job import build_model, train
+from torch_backend.training.job import train
+from torch_backend.training.job_models import build_model
 
 NOISY = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.3}
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import TorchDynamoException
 
 import crosspack
 import torch_backend
@@ -305,6 +306,58 @@ def test_a_recording_that_fails_leaves_the_step_as_usual_and_says_why(graphs: Si
     model = graphs.model = patched()
     with pytest.raises(RuntimeError, match="not permitted"):
         steps(model, given, capture=True)
+
+
+@pytest.fixture
+def compiled(graphs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Layers that only count their calls in place of being compiled; ``fails`` may be an error that they raise."""
+    graphs.calls, graphs.error = 0, None
+
+    def compile(module: nn.Module, **options: Any) -> None:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            graphs.calls += 1
+            if graphs.error is not None:
+                raise graphs.error
+            return module._call_impl(*args, **kwargs)
+
+        module._compiled_call_impl = call
+
+    monkeypatch.setattr(nn.Module, "compile", compile)
+    return graphs
+
+
+def test_every_step_of_as_many_tokens_runs_through_compiled_layers(compiled: SimpleNamespace) -> None:
+    """Also the first one, and those whose longer documents make another form, so that none takes more memory."""
+    model, right = patched(), patched()
+    compiled.model = model
+    calls: list[int] = []
+    model.model.layers[0].register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    lengths = [(8, 8, 20), (8, 20), (40, 20), (64,), (3, 3), (64,)]
+    given = [[collate(documents(each), capacity=64)] for each in lengths]
+    found, wanted = steps(model, given), steps(right, given, capture=False, compile=False)
+    torch.testing.assert_close(found, wanted)
+    assert distance(model, right) < 1e-6
+    modules = len(model.model.layers) + 1  # and the last norm
+    assert compiled.calls == sum(calls) * modules
+    assert len(calls) == len(given) + 1  # the first batch chooses kernels in a forward without gradients
+    steps(model, [[collate(documents((8, 8, 20)), capacity=64)], [collate(documents((60, 20)), capacity=80)]])
+    assert compiled.calls == (6 + 1) * modules  # rows of another length run as usual
+
+
+def test_layers_that_do_not_compile_run_as_usual_and_the_step_says_so(compiled: SimpleNamespace, caplog: Any) -> None:
+    model, right = patched(), patched()
+    compiled.model, compiled.error = model, TorchDynamoException("no kernel for this\nmore")
+    given = [batches([slice(0, 3)], capacity=64)] * 5
+    step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    for batch in given:
+        step(batch)
+    steps(right, given, capture=False, compile=False)
+    assert distance(model, right) < 1e-6
+    assert compiled.calls == 1 and compiled.replayed
+    assert step.parts["layers"] == "not compiled: it failed, no kernel for this"
+    assert "layers that are not compiled" in caplog.text
+    with pytest.raises(TorchDynamoException):
+        steps(patched(), given, compile=True)
 
 
 def test_the_guides_step_trains(graphs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,41 +3,35 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-import psutil
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tests.processes import run
+
 ROOT = Path(__file__).parents[2]
-LIMIT = 90
 
 
 def torchrun(script: str, *arguments: str, ranks: int = 2) -> None:
-    """Run ``script`` of this folder with ``torchrun``; one thread for each rank.
+    """Run ``script`` of this folder with ``torchrun``, as :func:`on_ranks` does."""
+    on_ranks(str(Path(__file__).with_name(script)), *arguments, ranks=ranks)
+
+
+def on_ranks(*command: str, ranks: int = 2) -> str:
+    """Run what follows the options of ``torchrun``, with one thread for each rank, and return what it printed.
 
     Raises:
         AssertionError: it failed, with the end of what it wrote, or ran for more than 90 seconds.
     """
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    command = [*launch, str(Path(__file__).with_name(script)), *arguments]
-    with tempfile.TemporaryFile("w+") as output:  # a pipe would stay open as long as any rank lives
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            code = process.wait(timeout=LIMIT)
-            found = f"{script} ended with {code}"
-        except subprocess.TimeoutExpired:
-            code, found = 1, f"{script} ran for more than {LIMIT} seconds"
-            for each in (*psutil.Process(process.pid).children(recursive=True), process):
-                each.kill()  # each rank has a session of its own and outlives torchrun
-            process.wait()
-        output.seek(0)
-        assert code == 0, f"{found}: {output.read()[-3000:]}"
+    result = run([*launch, *command], env=environment)
+    text = result.stdout + result.stderr
+    assert result.returncode == 0, f"{Path(command[0]).name} ended with {result.returncode}: {text[-3000:]}"
+    return text
 
 
 def whole(found: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -41,6 +41,9 @@ CASES: dict[str, tuple[str, Callable[[Model], Model], bool]] = {
     "DDP, uneven microbatches": ("qwen2", ddp(), True),
     "DDP, static graph": ("qwen2", ddp(static_graph=True), False),
     "FSDP2": ("qwen2", sharded, False),
+    "FSDP2, qwen3": ("qwen3", sharded, False),
+    "FSDP2, gpt_oss": ("gpt_oss", sharded, False),
+    "FSDP2, qwen3_5_text": ("qwen3_5_text", sharded, False),
     "FSDP1": ("qwen2", sharded_by_fsdp_1, False),
     "nothing": ("qwen2", plain, False),
 }

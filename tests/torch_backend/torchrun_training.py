@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 
+from tests.torch_backend.models import tiny
 from tests.torch_backend.test_trainer import CAPACITY, arguments, documents, gpt_oss
 from tests.torch_backend.torchrun import leave
 from torch_backend.training.trainer import enable_packing
 
 DOCUMENTS = 48  # 16 rows in the order of the documents: 2 steps of 8 rows
+FAMILIES = ("qwen3", "gpt_oss", "qwen3_5_text", "bloom")  # rotary and plain attention, sinks, recurrent layers, ALiBi
 
 
 class Counting(transformers.Trainer):
@@ -29,8 +32,8 @@ class Counting(transformers.Trainer):
         return batches, count
 
 
-def main(folder: Path, rows_at_once: int, accumulation: int) -> None:
-    model = gpt_oss()
+def train(family: str, folder: Path, rows_at_once: int, accumulation: int) -> dict[str, Any]:
+    model = gpt_oss() if family == "gpt_oss" else tiny(family)
     given = arguments(transformers.TrainingArguments, folder)
     given.per_device_train_batch_size, given.gradient_accumulation_steps = rows_at_once, accumulation
     given.max_steps = 2
@@ -38,9 +41,14 @@ def main(folder: Path, rows_at_once: int, accumulation: int) -> None:
     trainer = Counting(model, given, train_dataset=documents(DOCUMENTS))
     enable_packing(trainer, capacity=CAPACITY, verify=False)
     trainer.train()
-    if trainer.accelerator.is_main_process:
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        torch.save({"model": model.state_dict(), "losses": losses, "counts": trainer.counts}, folder / "result.pt")
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return {"model": model.state_dict(), "losses": losses, "counts": trainer.counts}
+
+
+def main(folder: Path, rows_at_once: int, accumulation: int) -> None:
+    found = {family: train(family, folder, rows_at_once, accumulation) for family in FAMILIES}
+    if torch.distributed.get_rank() == 0:
+        torch.save(found, folder / "result.pt")
 
 
 if __name__ == "__main__":

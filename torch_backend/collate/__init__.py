@@ -24,7 +24,7 @@ from packing_core.columns import TRAINED, read_examples, trained_tokens
 from packing_core.errors import LayoutError
 from packing_core.marks import MARKS, PER_TOKEN, Segments, counts_through, is_numbered, read_segments
 from packing_core.views import KernelView
-from torch_backend.collate.documents import LABELS, PADDING, check_whole, labels_in_order, sources_of, take_labels
+from torch_backend.collate.documents import LABELS, check_whole, labels_in_order, take_labels
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class PackedCollator:
         configs = _configs(model)
         pads = [config.pad_token_id for config in configs if getattr(config, "pad_token_id", None) is not None]
         self.pad_id = int(pads[0]) if pads else 0
-        self.has_router = _has_router(model)
+        self.marks_padding = _has_router(model)
         self.labels_every_token = _labels_every_token(model)
         self.labels_documents = _labels_documents(model)
         self.capacity = capacity
@@ -84,10 +84,10 @@ class PackedCollator:
         Returns:
             ``input_ids``, ``labels``, ``position_ids`` int64 [B, S]; ``seq_idx`` int32 [B, S]; ``cu_seq_lens_q`` and
             ``_k`` int32 [N+1] over the B * S tokens, padding in segments of its own; ints ``max_length_q`` and ``_k``;
-            ``packed_lengths``, the segments' lengths as a tuple, and ``packed_sources``, the numbers of their
-            documents, -1 at padding; for a model with a router loss ``attention_mask`` int64 [B, S], 0 at padding; and
-            the user's own columns [B, S]. A model that classifies documents gets ``labels`` [documents] or
-            [documents, C] in the order of their numbers, or none.
+            ``packed_lengths``, the segments' lengths as a tuple, ``packed_documents``, the numbers of each
+            document's segments in source order; for a model with a router loss ``attention_mask`` int64 [B, S], 0 at
+            padding; and the user's own columns [B, S]. A model that classifies documents gets ``labels`` [documents] or
+            [documents, C] in source order, or none.
 
         Raises:
             LayoutError: the features contradict each other, or a document is split and the model classifies documents.
@@ -107,15 +107,14 @@ class PackedCollator:
             check_whole(batch)
         make = batch.padding_free if self.padding_free else batch.kernel_view
         view = make(max_seqlen=self.max_seqlen, bucket=self.bucket)
-        emitted = _to_torch(view, rows=1 if self.padding_free else len(batch))
-        emitted["packed_sources"] = sources_of(batch, view)
+        emitted = _to_torch(view, rows=1 if self.padding_free else len(batch)) | _documents(batch, view)
         if self.labels_every_token:
             emitted["labels"] = emitted.pop(_EVERY_LABEL).long() + IGNORE_INDEX
         if self.labels_documents:
             labels = labels_in_order(batch)
             emitted = {name: x for name, x in emitted.items() if name != LABELS or labels is not None}
             emitted |= {} if labels is None else {LABELS: labels}
-        if self.has_router:
+        if self.marks_padding:
             real = np.repeat(~np.array(view.is_padding), view.lengths)
             emitted["attention_mask"] = torch.from_numpy(real.astype(np.int64)).view_as(emitted["input_ids"])
         return emitted
@@ -187,7 +186,8 @@ class BoundaryCollator:
         if self.has_router or segments.padding.any():
             batch["attention_mask"] = (~padding).to(torch.int64 if mask is None else mask.dtype)
         positions, added = batch.get("position_ids"), _metadata(segments.lengths, ids.shape)
-        added["packed_sources"] = _numbers(segments)
+        real = ~segments.padding[segments.starts]
+        added["packed_documents"] = tuple((number,) for number in np.flatnonzero(real).tolist())
         if positions is not None and not _counts_through(positions, segments, rows):
             del added["position_ids"]
         return {"input_ids": ids, **{k: v for k, v in batch.items() if k not in _READ_AND_LEFT_OUT}, **added}
@@ -313,6 +313,15 @@ def _to_torch(view: KernelView, rows: int) -> Batch:
     }
 
 
+def _documents(batch: PackedBatch, view: KernelView) -> Batch:
+    """The segments of each document in source order, by their numbers in the view."""
+    order = np.lexsort((batch.starts, batch.sources))
+    numbers = np.flatnonzero(~np.array(view.is_padding, np.bool_))[order]
+    counts = np.unique(batch.sources, return_counts=True)[1]
+    pieces = np.split(numbers, np.cumsum(counts)[:-1]) if len(counts) else []
+    return {"packed_documents": tuple(tuple(piece.tolist()) for piece in pieces)}
+
+
 def _metadata(lengths: NDArray[np.int64], shape: torch.Size) -> Batch:
     cu_seqlens = torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int32))
     positions = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -342,12 +351,6 @@ def _segments(batch: Batch, ids: Tensor, rows: NDArray[np.int64]) -> Segments:
     if "shift_labels" in labels:
         predicts |= np.asarray(labels["shift_labels"]) != IGNORE_INDEX
     return read_segments(marks, rows, needed=predicts.reshape(-1))
-
-
-def _numbers(segments: Segments) -> tuple[int, ...]:
-    """The documents of segments, counted in the order they stand; -1 at padding."""
-    padding = segments.padding[segments.starts]
-    return tuple(np.where(padding, PADDING, np.cumsum(~padding) - 1).tolist())
 
 
 def _labels(batch: Batch, shape: torch.Size) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What belongs to whole documents in a batch: the number of each segment's document, and labels per document.
+"""Labels that belong to whole documents.
 
 Examples with a scalar label or a vector of them -> :func:`take_labels` -> ``PackedBatch.per_document`` ->
 :func:`labels_in_order`, one entry for each document in the order of their numbers (source order).
@@ -16,11 +16,9 @@ from torch import Tensor
 
 from packing_core import PackedBatch
 from packing_core.errors import LayoutError
-from packing_core.views import KernelView
 
 LABELS = "labels"
 NAMES = (LABELS, "label", "label_ids")  # of a column of labels, as transformers' collators read them
-PADDING = -1
 
 
 def take_labels(examples: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], NDArray[Any] | None]:
@@ -77,10 +75,3 @@ def labels_in_order(batch: PackedBatch) -> Tensor | None:
     """[documents] or [documents, C]: the labels of a batch in source order, None if it has none."""
     values = batch.per_document.get(LABELS)
     return None if values is None else torch.from_numpy(as_labels(values)[np.argsort(batch.sources, kind="stable")])
-
-
-def sources_of(batch: PackedBatch, view: KernelView) -> tuple[int, ...]:
-    """The number of the document of each segment of a view, -1 at padding."""
-    numbers = np.full(len(view.lengths), PADDING)
-    numbers[~np.array(view.is_padding, np.bool_)] = batch.sources
-    return tuple(numbers.tolist())

@@ -1,9 +1,9 @@
 """The segments of a batch: from the metadata keys that a collator emits to one :class:`PackedMetadata`, checked.
 
-``packed_lengths`` (a tuple of ints on the host), ``packed_sources`` (likewise, the numbers of the segments' documents),
+``packed_lengths`` (a tuple of ints on the host), ``packed_documents`` (each document's segments, likewise),
 ``cu_seq_lens_q`` and ``_k`` (int tensors [N+1], on the host or the device), ``max_length_q`` and ``_k``, ``seq_idx`` ->
-:func:`take_metadata` -> PackedMetadata. Whatever the host knows is
-checked at once, and the messages say which segment is wrong. What only the device knows goes through a Guard.
+:func:`take_metadata` -> PackedMetadata. Whatever the host knows is checked at once, and the messages say which segment
+is wrong. What only the device knows goes through a Guard.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch_backend.segments import PackedMetadata, to_device
 # What a packed batch holds beside input_ids, labels and position_ids.
 METADATA_KEYS = (
     "packed_lengths",
-    "packed_sources",
+    "packed_documents",
     "cu_seq_lens_q",
     "cu_seq_lens_k",
     "max_length_q",

@@ -3,7 +3,7 @@
     the model's arguments [B, S] -> DocumentRows.arguments -> the head sees n documents [n, W], padded at their ends
     hidden states [B, S, D]      -> DocumentRows.hidden    -> [n, W, D], which the head pools by its family's own rule
 
-Between the two, the decoder runs on the packed rows. Documents stand in source order, that of their numbers. W is 1 for
+Between the two, the decoder runs on the packed rows. Documents stand in source order. W is 1 for
 heads that read the last token, else the length of the longest document.
 """
 
@@ -19,40 +19,39 @@ from torch import Tensor
 from packing_core.errors import LayoutError
 from torch_backend.segments import PackedMetadata, host_lengths, to_device
 
-PADDING = -1  # in packed_sources
-
 
 class DocumentRows:
     """n documents of a packed batch as the rows of a padded one.
 
     Args:
         segments: of the batch, their lengths known on the host.
-        sources: the number of each segment's document, -1 at padding; None if every segment is a document, in order.
+        documents: the numbers of each document's segments, in source order; None if every segment is a document.
 
     Attributes:
         index: int64 [n, W], the flat token at each place; places past the end of a document repeat its last token.
         real: bool [n, W], which places hold a token.
 
     Raises:
-        LayoutError: there are not as many numbers as segments, or a document stands in two of them.
+        LayoutError: there is no such segment, or a document stands in several.
 
-    >>> rows = DocumentRows(PackedMetadata.from_lengths([2, 3, 1]), (7, 4, -1))
+    >>> rows = DocumentRows(PackedMetadata.from_lengths([2, 3, 1]), ((1,), (0,)))
     >>> rows.index.tolist(), rows.real.tolist()
     ([[2, 3, 4], [0, 1, 1]], [[True, True, True], [True, True, False]])
     """
 
-    def __init__(self, segments: PackedMetadata, sources: Sequence[int] | None = None) -> None:
+    def __init__(self, segments: PackedMetadata, documents: Sequence[Sequence[int]] | None = None) -> None:
         lengths = np.asarray(host_lengths(segments), np.int64)
-        numbers = np.arange(len(lengths)) if sources is None else np.asarray(sources, np.int64)
-        if len(numbers) != len(lengths):
-            raise LayoutError(f"packed_sources numbers {len(numbers)} segments and there are {len(lengths)}")
-        order = np.argsort(numbers, kind="stable")[np.count_nonzero(numbers < 0) :]
-        twice = np.flatnonzero(np.diff(numbers[order]) == 0)
-        if len(twice):
+        if documents is None:
+            documents = [(segment,) for segment in range(len(lengths))]
+        split = next((number for number, found in enumerate(documents) if len(found) != 1), None)
+        if split is not None:
             raise LayoutError(
-                f"document {numbers[order][twice[0]]} stands in two segments, and this model reads documents whole: "
-                'pack them with overflow="error" or "truncate", in rows that hold the longest'
+                f"document {split} of the batch stands in {len(documents[split])} segments, and this model reads "
+                'documents whole: pack them with overflow="error" or "truncate", in rows that hold the longest'
             )
+        order = np.array([segment for (segment,) in documents], np.int64)
+        if len(order) and not 0 <= order.min() <= order.max() < len(lengths):
+            raise LayoutError(f"packed_documents names segment {order.max()} and the batch has {len(lengths)}")
         starts, kept = (np.cumsum(lengths) - lengths)[order], lengths[order]
         places = np.arange(kept.max(initial=1))
         index = starts[:, None] + np.minimum(places, kept[:, None] - 1)

@@ -39,11 +39,11 @@ class RowChoice:
 
     Attributes:
         triton: whether its convolution ran in Triton; otherwise it ran on batches of documents.
-        scan: its request to a scan, None if it has none.
+        scan: what its scan ran on, or its request to one; None if it has none.
     """
 
     triton: bool
-    scan: ScanRequest | None
+    scan: ScanRequest | str | None
 
     def __str__(self) -> str:
         convolution = f"convolution by {'Triton' if self.triton else 'plain torch on batches of documents'}"
@@ -77,7 +77,7 @@ class PackedForward(BlockMask):
         choices: what each layer chose, by ``id``; shared by the copies on other devices.
         reached: names of the layers that ran; shared likewise.
         handed_over: whether the decoder has put it in place.
-        sources: the number of each segment's document, -1 at padding; None if the batch does not say.
+        numbers: of each document's segments, in source order; None if the batch does not say.
         waiting: arguments of the model that wait for its inner model, while the head gets rows of documents.
         encoded: the last hidden states [B, S, D], for a pooler that gets the first token of each row alone.
         share: of the step's targets that are in this batch, None where it was not asked for.
@@ -90,10 +90,10 @@ class PackedForward(BlockMask):
         implementation: str | tuple[str, ...] = "auto",
         *,
         sizes: int = FINE,
-        sources: tuple[int, ...] | None = None,
+        numbers: tuple[tuple[int, ...], ...] | None = None,
     ) -> None:
         self.segments = segments
-        self.sources = sources
+        self.numbers = numbers
         self.waiting: dict[str, Any] = {}
         self.share: Tensor | None = None
         self.encoded: Tensor | None = None
@@ -108,7 +108,7 @@ class PackedForward(BlockMask):
     @cached_property
     def documents(self) -> DocumentRows:
         """The documents as rows; their lengths are known on the host."""
-        return DocumentRows(self.segments, self.sources)
+        return DocumentRows(self.segments, self.numbers)
 
     @property
     def shape(self) -> tuple[int, ...]:

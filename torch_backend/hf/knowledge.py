@@ -22,11 +22,13 @@ DOCUMENTS = {
     "doge": "a dynamic mask picks keys along the row",
     "dots3_note": "an indexer picks keys along the row",
     "dots3_note_text": "an indexer picks keys along the row",
+    "esm": "its rotary embedding counts along the row",
     "glm_moe_dsa": "an indexer picks keys along the row",
     "hy_v4": "an indexer picks keys along the row",
     "inkling2_text": "a relative position bias runs along the row",
     "inkling_text": "a relative position bias runs along the row",
     "minimax_m3_vl_text": "an indexer picks blocks of keys along the row",
+    "mobilebert": "its embeddings join neighbouring tokens of the row",
     "qwen4_exp": "an indexer picks keys along the row",
     "qwen4_exp_text": "an indexer picks keys along the row",
     "zaya": "a convolution inside its attention does not receive the segments",
@@ -43,6 +45,17 @@ REFUSED = {
     "gemma4_unified_assistant": "it drafts for another model and reads that one's states",
     "git": "its loss skips as many tokens of a row as an image would take",
     "xlstm": "transformers' own code for it updates states in place, and no gradient can be taken",
+}
+# Encoders that cannot be trained packed.
+REFUSED_ENCODERS = {
+    "big_bird": "its attention picks random blocks along the row",
+    "flaubert": "its heads are of XLM's kind",
+    "funnel": "it pools tokens along the row",
+    "layoutlm": "it reads places on a page, which packed batches do not carry",
+    "longformer": "some of its tokens see the whole row",
+    "perceiver": "its latents read the whole row",
+    "reformer": "it sorts the tokens of a row into buckets",
+    "tapas": "it reads rows and columns of a table, which packed batches do not carry",
 }
 # Families that are no causal decoders; most are known by their config, see refusal().
 NO_DECODERS = {
@@ -61,7 +74,7 @@ def refusal(family: str, config: Any, *, next_token: bool = True) -> str | None:
     Args:
         next_token: whether the model predicts the next token, which no encoder does.
     """
-    reason = REFUSED.get(family) or NO_DECODERS.get(family)
+    reason = REFUSED.get(family) or NO_DECODERS.get(family) or (None if next_token else REFUSED_ENCODERS.get(family))
     if reason is None:
         if getattr(config, "is_encoder_decoder", False) or (_has_switch(family, config) and next_token):
             reason = "it is an encoder, or the decoder of an encoder-decoder"
@@ -185,6 +198,7 @@ _INDEXER = {
 }
 # What the default configs of some families leave open.
 LEFT_OPEN: dict[str, dict[str, Any]] = {
+    "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "hunyuan_v1_dense": {"head_dim": 64},
@@ -227,6 +241,7 @@ TOUCHED = (
     "transformers:MistralForCausalLM",
     "transformers:PreTrainedModel",
     "transformers:PreTrainedTokenizerFast",
+    "transformers:PretrainedConfig",
     "transformers.masking_utils:ALL_MASK_ATTENTION_FUNCTIONS",
     "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS",
     "transformers.loss.loss_utils:ForCausalLMLoss",

@@ -104,7 +104,7 @@ def _rebound_row_forward(
         if name == CONVOLUTION:
             stand_ins[name] = partial(convolve, function)
         elif name in SCANS:
-            stand_ins[name] = partial(scan, function, SCANS[name])
+            stand_ins[name] = partial(scan, name, function, SCANS[name])
         elif name in FUSED_STEPS:
             stand_ins[name] = no_fused_steps
     return rebound(forward, stand_ins)

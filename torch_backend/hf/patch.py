@@ -330,7 +330,7 @@ class Patched:
         if not is_packed(kwargs):
             inputs.check_unmarked(kwargs, self.guard, wait=wait)
             return None
-        tokens, sources = inputs.tokens_of(kwargs), kwargs.get("packed_sources")
+        tokens, numbers = inputs.tokens_of(kwargs), kwargs.get("packed_documents")
         inputs.check_arguments(module, kwargs, self.guard, wait=wait)
         segments = take_metadata(kwargs, tokens=tokens, host_lengths=self.needs_lengths, guard=self.guard, wait=wait)
         inputs.check_packed(
@@ -349,7 +349,7 @@ class Patched:
             kwargs["position_ids"] = segments.position_ids.view(rows, row_length)
         if "use_cache" in names:  # a model above the decoder may make a cache for it
             kwargs["use_cache"] = False
-        return PackedForward(segments, (rows, row_length), self.implementation, sizes=self.sizes, sources=sources)
+        return PackedForward(segments, (rows, row_length), self.implementation, sizes=self.sizes, numbers=numbers)
 
     def _refuse_sharding(self) -> None:
         """Layers that run per document are called as often as a rank has kinds of documents."""

@@ -63,10 +63,13 @@ class HeadRows:
 
     def edits(self, current: Any) -> Iterator[Edit]:
         """The hooks inside the model; ``current()`` is the packed forward that is running."""
+        yield from self._pooling(current)  # before the hidden states become rows of documents
         if self.head == "document":
             restore, by_document = partial(self._restore, current), partial(self._by_document, current)
             yield Hook(partial(self.body.register_forward_pre_hook, restore, with_kwargs=True))
             yield Hook(partial(self.body.register_forward_hook, by_document))
+
+    def _pooling(self, current: Any) -> Iterator[Edit]:
         if self.pooler is None:
             return
         if self.per_document:

@@ -18,6 +18,7 @@ from torch_backend.ops.conv import short_convolution
 from torch_backend.ops.documents import per_document
 from torch_backend.ops.operators import runs_triton
 from torch_backend.ops.scan import ScanRequest
+from torch_backend.ops.scan import triton as triton_scans
 from torch_backend.segments import PackedMetadata
 
 
@@ -26,12 +27,12 @@ class LayerSegments:
 
     Attributes:
         packed: the segments.
-        scan: the request of the layer's scan, None until it was made.
+        scan: what the layer's scan ran on, or its request; None until it was made.
     """
 
     def __init__(self, packed: PackedMetadata) -> None:
         self.packed = packed
-        self.scan: ScanRequest | None = None
+        self.scan: ScanRequest | str | None = None
 
 
 def _segments_of(function: str, arguments: dict[str, Any]) -> LayerSegments:
@@ -83,10 +84,23 @@ def convolve(
     return together.transpose(1, 2)
 
 
-@torch.compiler.disable  # the libraries disable compilation of their kernels too: one graph break instead of several
-def scan(function: Callable[..., Any], library: str, *args: Any, **kwargs: Any) -> Any:
-    """The scan that a modeling file calls, with its state restarted at every segment; see ``ops.scan``."""
+def scan(name: str, function: Callable[..., Any], library: str, *args: Any, **kwargs: Any) -> Any:
+    """The scan that a modeling file calls by a name, with its state restarted at every segment.
+
+    It runs on our kernels (``ops.scan.triton``) where they serve it, and otherwise as ``ops.scan`` says.
+    """
     segments = _segments_of("a scan", kwargs)
+    kwargs = {name: value for name, value in kwargs.items() if not isinstance(value, LayerSegments)}
+    if triton_scans.refused(name, args, kwargs) is None:
+        segments.scan = "scan by Triton"
+        return triton_scans.scan(name, segments.packed, args, kwargs)
+    return _scan_elsewhere(segments, function, library, args, kwargs)
+
+
+@torch.compiler.disable  # the libraries disable compilation of their kernels too: one graph break instead of several
+def _scan_elsewhere(
+    segments: LayerSegments, function: Callable[..., Any], library: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     known = scans.parameters(function)
     kwargs = {name: kwargs[name] for name in known if name in kwargs and name not in BOUNDARY_ARGUMENTS}
     segments.scan = scans.request_of(function, library, args, kwargs)

@@ -26,7 +26,9 @@ from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.losses.cross_entropy import next_token_targets, normalise, packed_cross_entropy
 from torch_backend.patching import patch
 from torch_backend.segments import to_device
-from torch_backend.training.job import Memory, batches, build_model, device_of
+from torch_backend.training.job import batches, device_of
+from torch_backend.training.job_models import build_model
+from torch_backend.training.memory import Memory
 
 Loss = Callable[[Mapping[str, Any]], Tensor]
 OURS = "crosspack"

@@ -25,7 +25,7 @@ from torch_backend.hf.attention import DecoderLayer
 from torch_backend.hf.patch import causal_lm, state_of
 
 # Host values that follow a batch around; inside a graph they would stay those of the batch that was recorded.
-_HOST_ONLY = ("packed_lengths", "packed_sources")
+_HOST_ONLY = ("packed_lengths", "packed_documents")
 DEVICE = "cuda"
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.exc import TorchDynamoException
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from packing_core.errors import UnsupportedError, UnsupportedModelError
@@ -36,9 +37,10 @@ TARGETS = "targets_of_the_step"
 class Gradients:
     """``loss = gradients(batch)``: adds the batch's gradients to those of the parameters.
 
-    Layers are compiled, and graphs recorded, for one form of batches at a time: that of the first batch, and later any
-    that comes twice in a row. Others, such as the smaller last batch of an epoch, run as usual. Outside of a call the
-    layers are as they were, so evaluation and generation run as usual too.
+    Graphs are recorded for one form of batches at a time: that of the first batch, and later any that comes twice in a
+    row. Compiled layers also run batches of as many tokens that differ in their segments, so that no step takes more
+    memory than a compiled one. Batches of another size run as usual. Outside of a call the layers are as they were, so
+    evaluation and generation run as usual too.
 
     Args:
         model: what is called, with all its wrappers.
@@ -49,7 +51,7 @@ class Gradients:
             see :func:`run_layers`.
         compile, capture: True raises where it is not possible, "auto" says why not.
         no_layers, no_graph: reasons against compiling and capturing that the caller knows.
-        tokens: of a row, to which batches of a single row are padded where shapes must not change.
+        fixed: makes batches of one form where shapes must not change.
 
     Attributes:
         parts: "loss", "layers" and "graph", each with what runs, or why nothing faster does.
@@ -65,7 +67,7 @@ class Gradients:
         capture: Choice = "auto",
         no_layers: str | None = None,
         no_graph: str | None = None,
-        tokens: int | None = None,
+        fixed: FixedShapes | None = None,
     ) -> None:
         self.model = model
         self.backward = backward
@@ -73,32 +75,53 @@ class Gradients:
         self.compile = compile
         self.capture = capture
         self.no_layers, self.no_graph = no_layers, no_graph
-        self.tokens = tokens
+        self.shapes = fixed or FixedShapes()
         self.parts = dict.fromkeys((LOSS, LAYERS, GRAPH), "decided at the first step")
         self.fixed: FixedShapes | None = None
         self.ready = False
         self.layers: dict[nn.Module, Any] = {}  # compiled ones, each with its compiled call
         self.requests: Any = set()
-        self.form: Any = None  # of the batches that compiled layers and graphs serve
+        self.form: Any = None  # of the batches that graphs serve
         self.last: Any = None
         self.graphs: CapturedBackward | None = None
         self.weights: Any = None  # where those lie that the graphs use
 
     def __call__(self, batch: Batch) -> Tensor:
         """The loss that ``backward`` returns."""
-        if not self.ready:
-            self._prepare(batch)
-        if self.fixed is None:
-            return self.backward(batch)
-        batch = self.fixed(batch)
+        try:
+            if not self.ready:
+                self._prepare(batch)
+            return self.backward(batch) if self.fixed is None else self._by_form(self.fixed(batch))
+        except torch.OutOfMemoryError:
+            # whoever catches it goes on with smaller batches
+            self.graphs = self.form = self.last = None
+            self.shapes.forget_rows()
+            raise
+
+    def _by_form(self, batch: Batch) -> Tensor:
         form = form_of(batch)
         if self.form is None or form == self.last:
             self.form = form
         self.last = form
-        if form != self.form:
+        if form["input_ids"] != self.form["input_ids"]:
             return self.backward(batch)
-        with self._compiled():
-            return self._captured(batch) if self.capture else self.backward(batch)
+        return self._through_layers(batch, self._captured if self.capture and form == self.form else self.backward)
+
+    def _through_layers(self, batch: Batch, run: Callable[[Batch], Tensor]) -> Tensor:
+        """``run`` with compiled layers, or with plain ones if these turn out not to compile."""
+        started = any(parameter.grad is not None for parameter in self.model.parameters())
+        try:
+            with self._compiled():
+                return run(batch)
+        except TorchDynamoException as error:
+            if self.compile != "auto" or started:
+                raise
+            for parameter in self.model.parameters():
+                parameter.grad = None
+            self.parts[LAYERS] = f"not compiled: it failed, {error}".splitlines()[0]
+            log.warning("the training step runs with layers that are not compiled: %s", error)
+            self.compile, self.layers, self.graphs = False, {}, None
+            return run(batch)
 
     @contextmanager
     def _compiled(self) -> Iterator[None]:
@@ -131,7 +154,6 @@ class Gradients:
         try:
             return self.graphs(batch)
         except torch.OutOfMemoryError:
-            self.graphs = None  # whoever catches it goes on with smaller batches
             raise
         except RuntimeError as error:
             if self.capture is True or not self.graphs.recording:
@@ -148,7 +170,7 @@ class Gradients:
         layers = _refused("compile", self.compile, self.no_layers or why_not_compiled(self.model, batch))
         graph = _refused("capture", self.capture, self.no_graph or why_not_captured(self.model, batch))
         if layers is None or graph is None:
-            self.fixed = FixedShapes(self.tokens)
+            self.fixed = self.shapes
         with torch.random.fork_rng(_cuda_devices()), torch.no_grad():
             reason = self.probe(batch if self.fixed is None else self.fixed(batch), layers is None)
         self.parts = {
@@ -176,12 +198,12 @@ def run_layers(model: nn.Module, batch: Batch) -> None:
     """
     names = ("labels", "shift_labels", TARGETS)
     sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
-    run = model if sharded else causal_lm(model).get_decoder()  # the latter makes no logits
+    run = model if sharded or (state := state_of(causal_lm(model))) is None else state.decoder  # which makes no logits
     run(**{name: x for name, x in batch.items() if name not in names})
 
 
-def why_not_compiled(model: nn.Module, batch: Batch) -> str | None:
-    """Why the layers of a model cannot be compiled, None if they can."""
+def why_not_compiled(model: nn.Module, batch: Batch | None = None) -> str | None:
+    """Why the layers of a model cannot be compiled, None if they can; without a batch, what the model says of it."""
     if any(isinstance(module, OptimizedModule) or module._compiled_call_impl for module in model.modules()):
         return "it is compiled already"
     return _why_not_fixed(model, batch)
@@ -196,7 +218,7 @@ def why_not_captured(model: nn.Module, batch: Batch) -> str | None:
     return _why_not_fixed(model, batch)
 
 
-def _why_not_fixed(model: nn.Module, batch: Batch) -> str | None:
+def _why_not_fixed(model: nn.Module, batch: Batch | None) -> str | None:
     """Why batches cannot have shapes that do not depend on their documents."""
     root = causal_lm(model)
     state: Patched | None = state_of(root)
@@ -214,7 +236,7 @@ def _why_not_fixed(model: nn.Module, batch: Batch) -> str | None:
         return "its weights lie on several devices"
     if getattr(root.config.get_text_config(), "output_router_logits", False):
         return "its router's auxiliary loss would count the padding that fixed shapes need"
-    if not FixedShapes.takes(batch):
+    if batch is not None and not FixedShapes.takes(batch):
         return "batches do not carry the lengths of their documents (packed_lengths)"
     return None
 

@@ -3,98 +3,65 @@
 Every run builds the model anew from the same source and seed; the packed one is patched. One generator trains all
 kinds, and runs that are compared take their steps in turn, so that other load on the machine slows all of them alike.
 All take the step of :func:`torch_backend.make_train_step`, whose loss is the mean over the step's trained tokens, so
-nothing depends on how the step's documents were arranged. Weights and optimizer states leave and enter as safetensors
-only.
+nothing depends on how the step's documents were arranged.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from packing_core.balance import Cost
 from packing_core.errors import PackingError, first_line, plural
-from packing_core.extras import require
 from packing_core.training.checkpoints import newest_checkpoint, save_checkpoint
-from packing_core.training.job import Audit, StepRecord, TrainJob, TrainResult, is_hub_name
+from packing_core.training.job import Audit, StepRecord, TrainJob, TrainResult, honours
 from packing_core.training.schedule import Run
 from packing_core.training.timing import Clock, in_turn
 from torch_backend.auditing.model import AuditReport, verify
 from torch_backend.collate import Batch, PackedCollator
 from torch_backend.hf.explain import explain
+from torch_backend.hf.patch import causal_lm
 from torch_backend.patching import patch, unpatch
+from torch_backend.training import states
 from torch_backend.training.gradients import Choice
+from torch_backend.training.job_models import build_model, with_adapters
+from torch_backend.training.memory import Memory, memory_line
+from torch_backend.training.ranks import ALONE, Ranks, unwrapped, whole
+from torch_backend.training.states import make_optimizer
 from torch_backend.training.step import TrainStep, make_train_step
 
-WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
-_RANDOM = "random."  # prefix of the generators' states among the optimizer's tensors
 
-
+@honours("--dtype bfloat16", "--lora", "--eval-data", "--compile", "--nproc or torchrun")
 def train(job: TrainJob) -> TrainResult:
     """Run the job; see ``packing_core.training.job``.
 
     Raises:
         PackingError: the model cannot be loaded, cannot be packed without contamination, or does not fit the data.
     """
-    device = device_of(job.device)
+    ranks = Ranks.from_environment()
+    device = device_of(job.device, ranks.local)
     if job.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     clock = Clock(torch.get_num_threads())
     memory = {run: Memory(device) for run in job.runs}
-    finished = in_turn({run: _run(job, run, device, clock, memory[run]) for run in job.runs})
+    with ranks.joined(device):
+        finished = in_turn({run: _run(job, run, device, ranks, clock, memory[run]) for run in job.runs})
     packed = finished["packed"]
     assert packed.audit is not None
     return TrainResult(
         records={run: done.records for run, done in finished.items()},
         audit=packed.audit,
-        device=_device_name(device),
+        device=_device_name(device) + (f", {ranks.world} processes ({job.strategy})" if ranks.world > 1 else ""),
         attention=packed.attention,
         peak_bytes={run: counted.peak for run, counted in memory.items() if counted.peak},
         cpu=clock.cpu if device.type == "cpu" else None,
     )
-
-
-def build_model(job: TrainJob) -> Any:
-    """The job's model in float32 on the CPU: its own safetensors, or random weights that follow from the seed.
-
-    Raises:
-        PackingError: the folder or hub name has no such model, no safetensors, or needs code of its own to run.
-    """
-    transformers = require("transformers", extra="hf")
-    torch.manual_seed(job.options.seed)
-    arguments: dict[str, Any] = {"trust_remote_code": job.trust_remote_code}
-    try:
-        if not isinstance(job.model, str):
-            config = transformers.AutoConfig.for_model(**job.model)
-            return transformers.AutoModelForCausalLM.from_config(_settled(config, job), **arguments).float()
-        if not Path(job.model).is_dir() and not is_hub_name(job.model):
-            raise PackingError(f"--model {job.model}: no such folder or file, and not a hub name (`owner/name`)")
-        config = transformers.AutoConfig.from_pretrained(job.model, **arguments)
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            job.model, config=_settled(config, job), dtype=torch.float32, use_safetensors=True, **arguments
-        )
-    except (OSError, ValueError, KeyError) as error:
-        if isinstance(error, PackingError):
-            raise
-        raise PackingError(f"--model {job.model}: {first_line(error)}") from error
-
-
-def _settled(config: Any, job: TrainJob) -> Any:
-    """The config without what a model's author may not decide here: kernels from the hub, and noise in a comparison."""
-    if not job.trust_remote_code:
-        config._attn_implementation = None
-    if len(job.runs) > 1:  # runs are compared loss by loss
-        for name, value in config.to_dict().items():
-            if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
-                setattr(config, name, 0.0)
-    return config
 
 
 @dataclass(frozen=True)
@@ -106,57 +73,38 @@ class _Finished:
     attention: str = ""
 
 
-class Memory:
-    """Device memory of one contender while others stay in memory beside it; 0 where the device does not count.
-
-    Attributes:
-        peak: the most that it had at one time.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.peak = 0
-        self._device = device
-        self._own = 0
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Count what the block allocates."""
-        if self._device.type != "cuda":
-            yield
-            return
-        before = torch.cuda.memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        yield
-        self.peak = max(self.peak, self._own + torch.cuda.max_memory_allocated(self._device) - before)
-        self._own += torch.cuda.memory_allocated(self._device) - before
-
-
 def _run(
-    job: TrainJob, run: Run, device: torch.device, clock: Clock, memory: Memory
+    job: TrainJob, run: Run, device: torch.device, ranks: Ranks, clock: Clock, memory: Memory
 ) -> Generator[None, None, _Finished]:
     """Train one run, a step per ``next``, from the initial weights or the newest checkpoint; write the packed one."""
     with memory.counted():
-        model, optimizer, records, report = _begin(job, run, device)
+        model, optimizer, records, report = _begin(job, run, device, ranks)
         take_step = _train_step(job, model, optimizer)
     for step in range(len(records), len(job.schedule)):
         yield
         with memory.counted(), clock.timed():
             for group in optimizer.param_groups:
                 group["lr"] = job.learning_rate(step)
-            loss = take_step(list(batches(job, step, run, model)))["loss"].item()
-        records.append(job.record(run, step, loss, clock.seconds))
+            loss = take_step(list(batches(job, step, run, model, ranks)))["loss"].item()
+        evaluated = None
+        if run == "packed" and job.evaluates_after(step):
+            with memory.counted():
+                evaluated = take_step.evaluate(evaluation_batches(job, model, ranks))["loss"].item()
+        records.append(job.record(run, step, loss, clock.seconds, eval_loss=evaluated))
         if job.save_every and (step + 1) % job.save_every == 0:
-            save_checkpoint(job, records, lambda folder: _save(folder, model, optimizer))
+            state = states.gathered(unwrapped(model), optimizer, ranks)
+            if ranks.rank == 0:
+                save_checkpoint(job, records, lambda folder: states.save(folder, *state))  # noqa: B023
     if run != "packed":
         return _Finished(records)
     served = sorted({layer.serves for layer in explain(model).layers if layer.serves})
     if job.output is not None:
-        unpatch(model).save_pretrained(job.output)
+        _write(job, unwrapped(model), ranks)
     return _Finished(records, _audit(report), ", ".join(served) or job.attention)
 
 
 def _begin(
-    job: TrainJob, run: Run, device: torch.device
+    job: TrainJob, run: Run, device: torch.device, ranks: Ranks
 ) -> tuple[Any, torch.optim.Optimizer, list[StepRecord], AuditReport | None]:
     """The model, its optimizer, the records of the steps that a checkpoint holds, and the packed run's audit."""
     job.on_phase(f"building the model ({run})")
@@ -168,16 +116,39 @@ def _begin(
         job.on_phase("patching and auditing it")
         report = verify(model, job.attention)
         patch(model, implementation=job.attention, verify=False)
-    optimizer = _optimizer(model, job)
-    records: list[StepRecord] = []
-    if job.resume:
-        folder, records = newest_checkpoint(job)
-        _load(folder, model, optimizer)
+    if job.options.lora:
+        model = with_adapters(model, job.options.lora, job.options.seed)
     if job.gradient_checkpointing:
         # transformers 5.23 renamed it, and warns under the old name
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
+    if run == "packed":
+        job.on_phase(memory_line(model, job, ranks, device))
+    folder, records = newest_checkpoint(job) if job.resume else (None, [])
+    if folder is not None:
+        states.load_weights(folder, model)
+    model = ranks.wrapped(model, job.strategy, device)
+    optimizer = make_optimizer(model, job.options)
+    if ranks.rank:
+        torch.manual_seed(hash((job.options.seed, ranks.rank, len(records))))  # dropout of its own
+    if folder is not None:
+        states.load_states(folder, optimizer, ranks)
     return model.train(), optimizer, records, report
+
+
+def _write(job: TrainJob, model: Any, ranks: Ranks) -> None:
+    """Write the trained model by rank 0; of a sharded one, all ranks gather the weights."""
+    assert job.output is not None
+    if job.strategy == "fsdp":
+        weights = {name: whole(x).cpu() for name, x in states.changing(model).items()}
+        if ranks.rank:
+            return
+        model = build_model(job)
+        if job.options.lora:
+            model = with_adapters(model, job.options.lora, job.options.seed)
+        model.load_state_dict(weights, strict=False)
+    if ranks.rank == 0:
+        unpatch(model).save_pretrained(job.output)
 
 
 def _audit(report: AuditReport | None) -> Audit:
@@ -192,70 +163,52 @@ def _audit(report: AuditReport | None) -> Audit:
 
 def _train_step(job: TrainJob, model: Any, optimizer: torch.optim.Optimizer) -> TrainStep:
     """The step of a run. Runs that are compared differ in their rows alone: none is compiled or captured."""
-    fast: Choice = False if len(job.runs) > 1 or job.deterministic else "auto"
-    autocast = torch.bfloat16 if job.options.precision == "bfloat16" else None
+    plain = len(job.runs) > 1 or job.deterministic
+    fast: Choice = False if plain else "auto"
+    compile = fast if job.compile is None else job.compile
+    mixed = job.options.dtype == "float32" and job.options.precision == "bfloat16"
+    autocast = torch.bfloat16 if mixed else None
     return make_train_step(
-        model, optimizer, max_grad_norm=job.options.clip or None, autocast=autocast, compile=fast, capture=fast
+        model, optimizer, max_grad_norm=job.options.clip or None, autocast=autocast, compile=compile, capture=fast
     )
 
 
-def batches(job: TrainJob, step: int, run: Run, model: nn.Module | None = None) -> Iterator[Batch]:
+def batches(
+    job: TrainJob, step: int, run: Run, model: nn.Module | None = None, ranks: Ranks = ALONE
+) -> Iterator[Batch]:
     """The model's arguments and ``labels`` int64 [B, S], unshifted, -100 where nothing is trained; on the host."""
     if run == "packed":
-        yield from map(PackedCollator(model), job.schedule.packed(step))
+        rows = job.schedule.packed(step, rank=ranks.rank, ranks=ranks.world, cost=_cost(model))
+        yield from map(PackedCollator(unwrapped(model)), rows)
         return
     for padded in job.schedule.padded(step, run):
         arrays = {"input_ids": padded.input_ids, "attention_mask": padded.attention_mask, "labels": padded.targets}
         yield {name: torch.from_numpy(array).long() for name, array in arrays.items()}
 
 
-def _optimizer(model: nn.Module, job: TrainJob) -> torch.optim.Optimizer:
-    """AdamW; weight decay acts on matrices, not on norms and biases."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": job.options.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=job.options.lr, fused=True)
+def evaluation_batches(job: TrainJob, model: nn.Module, ranks: Ranks) -> Iterator[Batch]:
+    """The rows of the evaluation, one at a time."""
+    assert job.evaluation is not None
+    collate = PackedCollator(unwrapped(model))
+    for step in range(len(job.evaluation)):
+        yield from map(collate, job.evaluation.packed(step, rank=ranks.rank, ranks=ranks.world))
 
 
-def _save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write weights, optimizer state and random generators to ``folder``, as safetensors."""
-    safetensors = require("safetensors.torch", extra="hf")
-    safetensors.save_model(model, str(folder / WEIGHTS))
-    state = {
-        f"{number}.{key}": value.contiguous()
-        for number, values in optimizer.state_dict()["state"].items()
-        for key, value in values.items()
-    }
-    state[f"{_RANDOM}cpu"] = torch.get_rng_state()
-    if torch.cuda.is_available():
-        state[f"{_RANDOM}cuda"] = torch.cuda.get_rng_state()
-    safetensors.save_file(state, str(folder / OPTIMIZER))
-
-
-def _load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Read what ``_save`` wrote."""
-    safetensors = require("safetensors.torch", extra="hf")
-    safetensors.load_model(model, str(folder / WEIGHTS))
-    state: dict[int, dict[str, Tensor]] = {}
-    for name, value in safetensors.load_file(str(folder / OPTIMIZER)).items():
-        if name == f"{_RANDOM}cpu":
-            torch.set_rng_state(value)
-        elif name == f"{_RANDOM}cuda":
-            torch.cuda.set_rng_state(value)
-        else:
-            number, _, key = name.partition(".")
-            state.setdefault(int(number), {})[key] = value
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def device_of(name: str) -> torch.device:
-    """The device that ``--device`` names; auto is the GPU if there is one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def _cost(model: nn.Module | None) -> Cost | None:
+    """What a row costs the model, as far as its config says."""
     try:
-        device = torch.device(name)
+        return None if model is None else Cost.from_config(causal_lm(model).config.get_text_config())
+    except PackingError:
+        return None
+
+
+def device_of(name: str, local: int = 0) -> torch.device:
+    """The device that ``--device`` names; auto is the GPU if there is one. ``local`` picks one of several GPUs."""
+    if name in ("auto", "cuda") and torch.cuda.is_available():
+        torch.cuda.set_device(local)
+        return torch.device("cuda", local)
+    try:
+        device = torch.device("cpu" if name == "auto" else name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise PackingError(f"--device {name}: {first_line(error)}") from error

@@ -27,6 +27,7 @@ from packing_core.extras import require
 from packing_core.marks import LENGTHS
 from packing_core.plan import Overflow
 from torch_backend.collate import FULL, PackedCollator
+from torch_backend.collate.documents import LABELS, NAMES, as_labels
 from torch_backend.training.dataset import arrow_documents
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class PackedRows(Dataset[PackedBatch]):
         capacity, overflow: as in ``packing_core.plan``.
         seed, cost, in_order: as in ``packing_core.epochs.plan_epoch``.
         pad_id: the token that fills padding.
+        label: the column of labels per document, None if there is none.
 
     Attributes:
         epoch: which one the next pass over :class:`RowBatches` is.
@@ -60,9 +62,11 @@ class PackedRows(Dataset[PackedBatch]):
         pad_id: int = 0,
         cost: Cost | None = None,
         in_order: bool = False,
+        label: str | None = None,
     ) -> None:
         self.source = source
         self.names = list(names)
+        self.label = label
         self.capacity = capacity
         self.pad_id = pad_id
         self.options: dict[str, Any] = {"overflow": overflow, "seed": seed, "cost": cost, "in_order": in_order}
@@ -76,6 +80,17 @@ class PackedRows(Dataset[PackedBatch]):
         if hasattr(self.source, "select_columns"):
             return arrow_documents(self.source, self.names)
         return read_examples([{name: x[name] for name in self.names if name in x} for x in self.source])
+
+    @cached_property
+    def per_document(self) -> dict[str, Any]:
+        """What every document has one of: its label."""
+        if self.label is None:
+            return {}
+        if hasattr(self.source, "select_columns"):
+            given = self.source.select_columns([self.label]).with_format(None)[:][self.label]
+        else:
+            given = [example[self.label] for example in self.source]
+        return {LABELS: as_labels(given)}
 
     def dealt(self, epoch: int) -> ShardedPlan:
         """The rows of an epoch and which rank takes which."""
@@ -96,6 +111,7 @@ class PackedRows(Dataset[PackedBatch]):
                 loss_mask=documents.loss_mask,
                 prompt_lengths=documents.prompt_lengths,
                 columns=documents.columns,
+                per_document=self.per_document,
                 pad_id=self.pad_id,
             )
             kept = {key: value for key, value in self._made.items() if key == (0, self.ranks)}
@@ -126,7 +142,10 @@ class PackedRows(Dataset[PackedBatch]):
         return batch
 
     def __getstate__(self) -> dict[str, Any]:  # a spawned worker maps the files again and plans for itself
-        return {**{name: value for name, value in vars(self).items() if name != "documents"}, "_made": {}}
+        return {
+            **{name: value for name, value in vars(self).items() if name not in ("documents", "per_document")},
+            "_made": {},
+        }
 
     def __str__(self) -> str:
         rows = self.dealt(0).plan
@@ -257,7 +276,7 @@ def pack_training_data(
     if capacity is None:
         capacity, source = _longest(trainer)
         logger.warning("enable_packing makes rows of %d tokens, after %s: capacity=... changes it", capacity, source)
-    return collator, _rows(trainer, capacity, overflow, collator.pad_id)
+    return collator, _rows(trainer, collator, capacity, overflow)
 
 
 def use_rows(trainer: Any, rows: PackedRows | PackedStream | None) -> None:
@@ -266,6 +285,12 @@ def use_rows(trainer: Any, rows: PackedRows | PackedStream | None) -> None:
         trainer.get_train_dataloader = partial(_dataloader, trainer, rows)
     elif _makes_rows(vars(trainer).get("get_train_dataloader")):
         del trainer.get_train_dataloader
+
+
+def rows_of(trainer: Any) -> PackedRows | PackedStream | None:
+    """What :func:`use_rows` gave to a trainer."""
+    method = vars(trainer).get("get_train_dataloader")
+    return method.args[1] if _makes_rows(method) else None
 
 
 def _makes_rows(method: Any) -> bool:
@@ -297,24 +322,29 @@ def _dataloader(trainer: Any, rows: PackedRows | PackedStream) -> DataLoader[Pac
     return prepared
 
 
-def _rows(trainer: Any, capacity: int, overflow: Overflow, pad_id: int) -> PackedRows | PackedStream:
-    args, data = trainer.args, trainer.train_dataset
+def _rows(trainer: Any, collator: PackedCollator, capacity: int, overflow: Overflow) -> PackedRows | PackedStream:
+    args, data, pad_id = trainer.args, trainer.train_dataset, collator.pad_id
     read = (*trainer._signature_columns, *READ) if args.remove_unused_columns else None
     seed = args.seed if args.data_seed is None else args.data_seed
     if _is_stream(data):
         if args.max_steps <= 0:
             raise PackingError("a stream has no number of rows: pass max_steps to the trainer's arguments")
+        if collator.labels_documents:
+            raise PackingError("a stream cannot carry one label per document: pass a datasets.Dataset or a list")
         return PackedStream(data, read, capacity, overflow=overflow, seed=seed, pad_id=pad_id)
     names = data.column_names if hasattr(data, "column_names") else list(dict.fromkeys(n for x in data for n in x))
+    names = [name for name in names if read is None or name in read]
+    label = next((name for name in NAMES if name in names), None) if collator.labels_documents else None
     rows = PackedRows(
         data,
-        [name for name in names if read is None or name in read],
+        [name for name in names if label is None or name not in NAMES],
         capacity,
         overflow=overflow,
         seed=seed,
         pad_id=pad_id,
         cost=_cost(trainer.model),
         in_order=getattr(args, "train_sampling_strategy", "random") == "sequential",
+        label=label,
     )
     logger.info("enable_packing: %s", rows)
     if rows.dealt(0).plan.efficiency < FULL:

@@ -23,15 +23,19 @@ class FixedShapes:
     """``batch = fixed(batch)``: the largest number of rows, longest segment and number of segments seen so far.
 
     Sizes only grow, in steps: the number of segments by ``tokens / 64``, the longest segment to powers of two. So a run
-    has few forms, and soon only one.
+    has few forms, and soon only one; only one at all if the sizes of its data are given.
 
     Args:
         tokens: of a row, to which batches of a single row are padded; None keeps their length.
+        longest: a segment length that is expected.
+        segments: a number of segments in a batch that is expected, padding not counted.
     """
 
-    def __init__(self, tokens: int | None = None) -> None:
+    def __init__(self, tokens: int | None = None, longest: int = 1, segments: int = 0) -> None:
         self.tokens = tokens or 0
-        self.rows = self.row_length = self.longest = self.entries = 0
+        self.segments = segments
+        self.longest = _power_of_two(longest)
+        self.rows = self.row_length = self.entries = 0
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The batch, which :meth:`takes` takes, in fixed shapes."""
@@ -45,7 +49,8 @@ class FixedShapes:
         padding = self.rows * wide - rows * length
         longest = min(self.longest, wide)
         pieces = [longest] * (padding // longest) + [padding % longest] * (padding % longest > 0)
-        self.entries = max(self.entries, _rounded(len(lengths) + len(pieces), self.rows * wide), len(boundaries) - 1)
+        segments = max(len(lengths) + len(pieces), self.segments)
+        self.entries = max(self.entries, _rounded(segments, self.rows * wide), len(boundaries) - 1)
         fixed = {name: self._padded(name, x, (rows, length), longest) for name, x in batch.items()}
         ends = [rows * length + end for end in accumulate(pieces)]
         ends += [self.rows * wide] * (self.entries - len(lengths) - len(pieces))
@@ -56,9 +61,11 @@ class FixedShapes:
         for name in ("max_length_q", "max_length_k"):
             if batch.get(name) is not None:
                 fixed[name] = longest
-        if batch.get("packed_sources") is not None:
-            fixed["packed_sources"] = (*batch["packed_sources"], *[-1] * len(pieces))
         return fixed | {"packed_lengths": (*lengths, *pieces)}
+
+    def forget_rows(self) -> None:
+        """Let the next batch say how many rows batches have."""
+        self.rows = self.row_length = self.entries = 0
 
     @staticmethod
     def takes(batch: Mapping[str, Any]) -> bool:

@@ -8,7 +8,7 @@ microbatches nor their distribution over ranks makes a difference.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypedDict
 
@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from packing_core.batch import IGNORE_INDEX
 from packing_core.errors import LayoutError, UnsupportedError
-from torch_backend.hf.heads import trains_first_token
+from torch_backend.hf.heads import labels_documents, trains_first_token
 from torch_backend.hf.patch import causal_lm
 from torch_backend.hf.placement import execution_device
 from torch_backend.losses.causal_lm import causal_lm_loss
@@ -45,6 +45,18 @@ class Metrics(TypedDict):
     tokens: Tensor
     grad_norm: Tensor
     learning_rate: float | Tensor
+
+
+class Evaluation(TypedDict):
+    """What an evaluation found, as scalars on the model's device.
+
+    Attributes:
+        loss: mean over all targets, float64.
+        tokens: the number of these targets.
+    """
+
+    loss: Tensor
+    tokens: Tensor
 
 
 class TrainStep:
@@ -83,7 +95,7 @@ class TrainStep:
         self._precision: Callable[[], AbstractContextManager[Any]] = lambda: torch.autocast(
             self.device.type, autocast, enabled=autocast is not None
         )
-        self._first_token = 0 if trains_first_token(model) else 1
+        self._first_token = 0 if trains_first_token(model) or labels_documents(model) else 1
         self._takes_count = _takes_count(causal_lm(model))
         self._without_logits = False
         self._gradients = Gradients(model, self._backward, self._probe, compile=compile, capture=capture)
@@ -110,7 +122,7 @@ class TrainStep:
         self.optimizer.zero_grad()
         loss = torch.zeros((), device=self.device)
         for number, each in enumerate(microbatches):
-            given = {name: to_device(x, self.device) if isinstance(x, Tensor) else x for name, x in each.items()}
+            given = self._on_device(each)
             with self._accumulating(last=number == len(microbatches) - 1):
                 loss += self._gradients({**given, TARGETS: tokens})
         norm = self._clip()
@@ -121,21 +133,48 @@ class TrainStep:
             self.scheduler.step()
         return {"loss": self._reduced(loss) / self.world, "tokens": tokens, "grad_norm": norm, "learning_rate": rate}
 
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> Evaluation:
+        """The loss of batches as a step counts it: over all their targets, in all batches and on all ranks.
+
+        The model computes in evaluation mode, and nothing of it changes. Under DDP and FSDP every rank passes as many
+        batches as the others.
+        """
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # of losses, and the number of targets
+        training = self.model.training
+        self.model.eval()
+        try:
+            for batch in batches:
+                given = self._on_device(batch)
+                with self._precision():
+                    loss = self._loss_sum(given)
+                sums += torch.stack([loss.double(), self._targets(given).sum().double()])
+        finally:
+            self.model.train(training)
+        loss, tokens = self._reduced(sums)
+        return {"loss": loss / tokens.clamp(min=1), "tokens": tokens.long()}
+
     def _targets(self, batch: Batch) -> Tensor:
         """Where something is predicted."""
         shifted = batch.get("shift_labels")
-        labels: Tensor = batch["labels"][:, self._first_token :] if shifted is None else shifted
+        labels: Tensor = batch["labels"][..., self._first_token :] if shifted is None else shifted
         return labels != IGNORE_INDEX
 
     def _backward(self, batch: Batch) -> Tensor:
         """Forward and backward of a microbatch; its part of the loss, times the number of ranks."""
         given = {name: x for name, x in batch.items() if name != TARGETS}
         with self._precision():
-            loss_sum = causal_lm_loss(self.model, given)[0] if self._without_logits else self._own_loss(given)
+            loss_sum = self._loss_sum(given)
         # Ranks average their gradients.
         loss = loss_sum * self.world / batch[TARGETS].clamp(min=1)
         loss.backward()
         return loss.detach()
+
+    def _on_device(self, batch: Batch) -> dict[str, Any]:
+        return {name: to_device(x, self.device) if isinstance(x, Tensor) else x for name, x in batch.items()}
+
+    def _loss_sum(self, batch: Batch) -> Tensor:
+        return causal_lm_loss(self.model, batch)[0] if self._without_logits else self._own_loss(batch)
 
     def _own_loss(self, batch: Batch) -> Tensor:
         """The loss that the model computes, a mean over its targets, as a sum."""

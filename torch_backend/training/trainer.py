@@ -22,6 +22,7 @@ from packing_core.plan import Overflow
 from torch_backend.auditing.trainer import refuse_cut_documents
 from torch_backend.collate import Batch, BoundaryCollator, PackedCollator
 from torch_backend.hf.boundaries import refuse_split_rows
+from torch_backend.hf.heads import labels_documents, trains_first_token
 from torch_backend.patching import patch
 from torch_backend.training import preference
 from torch_backend.training.packed_step import speed_up
@@ -105,10 +106,16 @@ def enable_packing(
     any_trainer._set_signature_columns_if_needed()
     collator, rows = _packing_collator(any_trainer, capacity, overflow), None
     if isinstance(collator, PackedCollator):
+        if collator.labels_documents and overflow == "split":
+            raise PackingError(
+                'overflow="split" cuts documents, and the model classifies whole ones: pass "truncate" or "drop"'
+            )
         collator, rows = pack_training_data(any_trainer, collator, capacity, overflow)
     patch(any_trainer.model, implementation=implementation, verify=verify)
     any_trainer._signature_columns += [name for name in READ if name not in any_trainer._signature_columns]
     any_trainer.data_collator = collator
+    if labels_documents(any_trainer.model) or trains_first_token(any_trainer.model):
+        any_trainer.model_accepts_loss_kwargs = True  # a patched classifier divides its loss by the step's targets
     use_rows(any_trainer, rows)
     # accelerate would let the first rank read for all and concatenate batches, which plain ints cannot be.
     any_trainer.accelerator.dataloader_config.dispatch_batches = False
@@ -162,7 +169,7 @@ def _packing_collator(trainer: Any, capacity: int | None, overflow: Overflow) ->
         for number, example in enumerate(found):
             if isinstance(example, Mapping):
                 theirs, packed = _seen(trainer, example), _seen(trainer, example, READ)
-                _compare(_name(collator), f"{kind} example {number}", collator([theirs]), packed)
+                _compare(_name(collator), f"{kind} example {number}", collator([theirs]), packed, trainer.model)
     return PackedCollator(trainer.model)
 
 
@@ -233,26 +240,29 @@ def _check_documents(collator: BoundaryCollator, example: Any) -> None:
         )
 
 
-def _compare(collator: str, where: str, theirs: Mapping[str, Any], example: Mapping[str, Any]) -> None:
+def _compare(collator: str, where: str, theirs: Mapping[str, Any], example: Mapping[str, Any], model: Any) -> None:
     """Raise if a collator, by its batch of one example, trains it differently from packing.
 
     What the attention mask calls padding is not compared: packing leaves it out, whatever its labels are.
     """
     ids, labels, mask = theirs["input_ids"], theirs.get("labels"), theirs.get("attention_mask")
-    if labels is not None and labels.shape != ids.shape:
+    per_document = labels_documents(model)
+    if not per_document and labels is not None and labels.shape != ids.shape:
         raise PackingError(
             f"{collator} gives labels of shape {list(labels.shape)} and input_ids {list(ids.shape)}, and packing needs "
             "one label for each token"
         )
     real = np.ones(ids.shape, np.bool_) if mask is None or mask.ndim != 2 else np.asarray(mask) != 0
-    ours = PackedCollator()([example])
+    ours = PackedCollator(model if per_document else None)([example])
     found, packed = np.asarray(ids)[real], ours["input_ids"].numpy().reshape(-1)
     if len(found) < len(packed) or (found[: len(packed)] != packed).any():
         raise PackingError(
             f"{collator} changes the tokens of {where}, and packing would train them as they are in the dataset: "
             + _ways_out(collator)
         )
-    if labels is None:
+    if per_document:
+        _compare_labels(collator, where, labels, ours.get("labels"))
+    if labels is None or per_document:
         return
     trained, wanted = np.asarray(labels)[real], np.full(len(found), IGNORE_INDEX)
     wanted[: len(packed)] = ours["labels"].numpy().reshape(-1)
@@ -261,6 +271,16 @@ def _compare(collator: str, where: str, theirs: Mapping[str, Any], example: Mapp
         raise PackingError(
             f"{collator} trains other tokens than packing would: token {token} of {where} has the label "
             f"{trained[token]} there and {wanted[token]} when packed. " + _ways_out(collator)
+        )
+
+
+def _compare_labels(collator: str, where: str, theirs: Any, ours: Any) -> None:
+    """Raise if the label of a document is another one when it is packed."""
+    found = [None if x is None else np.asarray(x).reshape(-1).tolist() for x in (theirs, ours)]
+    if found[0] != found[1]:
+        raise PackingError(
+            f"{collator} trains other labels than packing would: {where} has the label {found[0]} there and {found[1]} "
+            "when packed. Put what shall be trained into a column labels of the dataset, one entry per document"
         )
 
 

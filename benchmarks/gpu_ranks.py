@@ -1,0 +1,211 @@
+"""Trainer with enable_packing on several GPUs against one: DDP and FSDP2, rows dealt at equal cost or as they come.
+
+    python -m benchmarks.gpu_ranks                      # 2 GPUs, Qwen2-0.5B shape, rows of 16,384, bfloat16
+    python -m benchmarks.gpu_ranks --ranks 8 --match FSDP2 --output results
+    python -m benchmarks.gpu_ranks --tiny               # two processes on the CPU by gloo; times mean nothing
+
+Every contender trains random weights on the same packed rows, one row per rank and step, in processes of its own that
+torchrun starts. Documents are heavy-tailed: a lognormal with sigma 1.3, at most as long as a row, so rows of few long
+documents cost several times as much attention as rows of many short ones. ``balance`` puts rows of equal cost into one
+step, ``as they come`` leaves the plan's random order. The first epoch warms up and the next ones are timed as a whole,
+on rank 0 after all ranks have ended. Tokens per second count real tokens of all ranks; the ratio is to one GPU on the
+rows as they come.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+if "--tiny" in sys.argv:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu import as_table, header, in_one_line, write
+from benchmarks.gpu_clock import DEVICE, TOY, Result, set_match, wanted
+from benchmarks.gpu_workload import DTYPE, qwen2
+from packing_core import Cost, PackedDataset, PackPlan, balance, plan
+from torch_backend import enable_packing, explain
+
+SECTION = "training on several GPUs, Qwen2-0.5B" if not TOY else "training on several ranks, toy"
+LEARNING_RATE = 1e-5
+LIMIT = 900  # seconds for a contender
+
+
+@dataclass(frozen=True)
+class Contender:
+    """How a contender trains: on how many ranks, what is sharded, and whether rows are dealt at equal cost."""
+
+    ranks: int
+    sharded: bool = False
+    balanced: bool = False
+
+    @property
+    def name(self) -> str:
+        if self.ranks == 1:
+            return "one"
+        return f"{self.ranks} ranks, {'FSDP2' if self.sharded else 'DDP'}, " + (
+            "balance" if self.balanced else "as they come"
+        )
+
+
+@dataclass
+class Measured:
+    """What the processes of a contender found."""
+
+    tokens_per_second: float
+    seconds_per_step: float
+    peak: float
+    imbalance: float
+    losses: list[float] = field(default_factory=list)
+    note: str = ""
+
+
+def documents(capacity: int) -> list[np.ndarray[Any, Any]]:
+    generator = np.random.default_rng(0)
+    count, median = (60, 24) if TOY else (2_400, 220)
+    lengths = np.clip(generator.lognormal(np.log(median), 1.3, count), 8, capacity).astype(int)
+    return [generator.integers(1, 199 if TOY else 100_000, n) for n in lengths]
+
+
+def dealt(rows: PackPlan, contender: Contender, cost: Cost) -> tuple[PackPlan, float]:
+    """The rows in the order that ranks take them in turn, whole steps only, and slowest rank over mean."""
+    whole = rows.n_rows - rows.n_rows % contender.ranks
+    if contender.balanced:
+        steps = balance(rows.select(np.arange(whole)), contender.ranks, cost=cost).steps
+        rows = rows.select(steps.reshape(-1))
+    else:
+        rows = rows.select(np.arange(whole))
+    loads = cost.of_rows(rows).reshape(-1, contender.ranks)
+    return rows, float(loads.max(1).sum() / loads.mean(1).sum())
+
+
+def train(contender: Contender, capacity: int, epochs: int) -> Measured:
+    """Run by every process of a contender."""
+    from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+    config = qwen2(False)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(DTYPE)
+    docs = documents(capacity)
+    rows, imbalance = dealt(plan([len(each) for each in docs], capacity, seed=0), contender, Cost.from_config(config))
+    steps = rows.n_rows // contender.ranks
+    ticks: dict[int, float] = {}
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step in (steps, steps * (1 + epochs)):
+                if not TOY:
+                    torch.cuda.synchronize()
+                if dist.is_initialized():
+                    dist.barrier()
+                ticks[state.global_step] = time.perf_counter()
+
+    wrap = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"], "reshard_after_forward": True}
+    sharding = {"fsdp": "full_shard auto_wrap", "fsdp_config": wrap} if contender.sharded else {}
+    with TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder, max_steps=steps * (1 + epochs), per_device_train_batch_size=1, learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant", optim="adamw_torch_fused", logging_steps=steps, report_to=[],
+            save_strategy="no", disable_tqdm=True, use_cpu=TOY, train_sampling_strategy="sequential",
+            remove_unused_columns=False, **sharding,
+        )  # fmt: skip
+        trainer = Trainer(model, arguments, train_dataset=PackedDataset(docs, rows), callbacks=[Clock()])
+        enable_packing(trainer, verify=False)
+        trainer.train()
+    seconds = ticks[steps * (1 + epochs)] - ticks[steps]
+    return Measured(
+        tokens_per_second=rows.n_tokens * epochs / seconds,
+        seconds_per_step=seconds / (steps * epochs),
+        peak=0.0 if TOY else torch.cuda.max_memory_allocated() / 2**30,
+        imbalance=imbalance,
+        losses=[entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        note="; ".join(note for note in explain(trainer).notes if "of the step" in note),
+    )
+
+
+def launched(contender: Contender, chosen: argparse.Namespace) -> list[Result]:
+    """Start the processes of a contender; what rank 0 found, or why it failed."""
+    with TemporaryDirectory() as folder:
+        found, log = Path(folder, "found.json"), Path(folder, "log")
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(contender.ranks),
+            "-m", "benchmarks.gpu_ranks", "--contender", json.dumps(asdict(contender)), "--found", str(found),
+            "--capacity", str(chosen.capacity), "--epochs", str(chosen.epochs), *["--tiny"] * TOY,
+        ]  # fmt: skip
+        with log.open("w") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+            try:
+                process.wait(LIMIT)
+            except subprocess.TimeoutExpired:
+                process.terminate()
+        case = f"rows of {chosen.capacity:,}, heavy-tailed"
+        if not found.exists():
+            reasons = [line for line in log.read_text().splitlines() if "Error" in line]
+            return [Result(SECTION, case, contender.name, None, "real tokens/s", (reasons or ["no result"])[0][:160])]
+        measured = Measured(**json.loads(found.read_text()))
+    figures = {
+        "real tokens/s": measured.tokens_per_second,
+        "ms per step": measured.seconds_per_step * 1e3,
+        "slowest rank over mean, by cost": measured.imbalance,
+        "GiB at most, rank 0": measured.peak,
+        "last loss": measured.losses[-1],
+    }
+    return [Result(SECTION, case, contender.name, value, unit, measured.note) for unit, value in figures.items()]
+
+
+def contenders(ranks: int) -> list[Contender]:
+    several = [Contender(ranks, sharded, balanced) for sharded in (False, True) for balanced in (False, True)]
+    return [Contender(1), *several]
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Result]:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--ranks", type=int, default=2, help="processes, each with a GPU")
+    options.add_argument("--capacity", type=int, default=256 if TOY else 16_384, help="tokens of a row")
+    options.add_argument("--epochs", type=int, default=1 if TOY else 3, help="timed, after the first")
+    options.add_argument("--match", default="", metavar="PATTERN", help="only contenders whose name it matches")
+    options.add_argument("--output", type=Path, help="folder for gpu.json")
+    options.add_argument("--tiny", action="store_true", help="on the CPU, to see that everything runs")
+    options.add_argument("--contender", type=json.loads, help=argparse.SUPPRESS)
+    options.add_argument("--found", type=Path, help=argparse.SUPPRESS)
+    chosen = options.parse_args(arguments)
+    if chosen.contender is not None:
+        if not TOY:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        measured = train(Contender(**chosen.contender), chosen.capacity, chosen.epochs)
+        if os.environ["RANK"] == "0":
+            chosen.found.write_text(json.dumps(asdict(measured)))
+        return []
+    set_match(chosen.match)
+    about = header()
+    print(about, flush=True)
+    results: list[Result] = []
+    for contender in contenders(chosen.ranks):
+        if wanted(contender.name):
+            results += (found := launched(contender, chosen))
+            print(f"{contender.name}: {in_one_line(found)}", flush=True)
+    rates = {result.contender: result.value for result in results if result.unit == "real tokens/s" and result.value}
+    for name, rate in rates.items():
+        if "one" in rates:
+            results.append(Result(SECTION, results[0].case, name, rate / rates["one"], "times one"))
+    if chosen.output:
+        write(chosen.output, about, results)
+    print(f"{DEVICE.type}\n{as_table(results)}")
+    return results
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""What ``crosspack train`` refuses before any work: options that contradict each other, and folders in use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from crosspack.cli import launch
+from crosspack.cli.outputs import check
+from packing_core.errors import PackingError
+
+
+def check_output(output: Path | None, *, compare: bool, overwrite: bool, resume: bool, save_every: int) -> None:
+    """Refuse contradictory options and any folder that somebody still needs."""
+    if compare and (resume or save_every):
+        raise PackingError("--compare measures whole runs: pass it without --resume and --save-every")
+    if output is None:
+        if resume or save_every:
+            raise PackingError("--resume and --save-every need --output, the folder of the run")
+        return
+    if not resume and launch.rank() == 0:  # which may write there by the time that another looks
+        check(output, overwrite=overwrite, ways="--resume, --overwrite")
+
+
+def check_contradictions(given: Mapping[str, Any]) -> None:
+    """Refuse options that do not go together; ``given`` has the parameters of the command."""
+    ranks = launch.world_size() if launch.world_size() > 1 else given["nproc"]
+    if given["compare"] and ranks > 1:
+        raise PackingError("--compare measures one process: pass it without --nproc and torchrun")
+    if given["strategy"] == "fsdp" and ranks == 1:
+        raise PackingError("--strategy fsdp shards weights over processes: pass --nproc, or start it with torchrun")
+    if given["rows_per_step"] < ranks:
+        raise PackingError(
+            f"--rows-per-step {given['rows_per_step']} leaves some of {ranks} processes without a row in every step: "
+            f"pass {ranks} or more"
+        )
+    if given["compile"] and (given["compare"] or given["deterministic"]):
+        other = "--compare" if given["compare"] else "--deterministic"
+        raise PackingError(f"{other} runs no compiled layers: leave --compile out")
+    if given["eval_data"] is None and (given["eval_every"] or given["eval_split"]):
+        raise PackingError("--eval-every and --eval-split need --eval-data, the documents to evaluate on")
+
+
+def used_options(given: Mapping[str, Any]) -> list[str]:
+    """The options in use that not every backend has."""
+    ranks = max(given["nproc"], launch.world_size())
+    used = {
+        "--dtype bfloat16": given["dtype"] == "bfloat16",
+        "--lora": given["lora"] > 0,
+        "--eval-data": given["eval_data"] is not None,
+        "--compile": given["compile"] is not None,
+        "--nproc or torchrun": ranks > 1,
+    }
+    return [option for option, is_used in used.items() if is_used]

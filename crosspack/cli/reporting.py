@@ -1,0 +1,93 @@
+"""``--report-to``: figures of a run go to TensorBoard, Weights & Biases or Trackio while it trains.
+
+Records come in, scalars go out under the names that these show together: ``train/loss``, ``eval/loss`` and so on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from packing_core.errors import MissingExtraError
+from packing_core.training.job import StepRecord
+
+Service = Literal["tensorboard", "wandb", "trackio", "none"]
+Log = Callable[[Mapping[str, float], int], None]
+PROJECT = "crosspack"
+# service -> the modules of which one must be installed
+_MODULES: dict[str, tuple[str, ...]] = {
+    "tensorboard": ("tensorboard", "tensorboardX"),
+    "wandb": ("wandb",),
+    "trackio": ("trackio",),
+    "none": (),
+}
+
+
+def check_service(service: Service) -> None:
+    """Raise MissingExtraError unless the library of ``--report-to`` is installed; nothing is imported."""
+    modules = _MODULES[service]
+    if modules and not any(map(find_spec, modules)):
+        raise MissingExtraError(f"--report-to {service}: it is not installed: pip install {modules[0]}, or pass none")
+
+
+@contextmanager
+def reporting(service: Service, folder: Path | None, config: Mapping[str, Any]) -> Iterator[Log]:
+    """What takes scalars and the number of their step, until the block ends.
+
+    Args:
+        service: of ``--report-to``.
+        folder: the output of the run; TensorBoard's files go to ``tensorboard`` in it, and below ``runs`` without it.
+        config: the options of the run.
+    """
+    start = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio, "none": _nothing}[service]
+    log, finish = start(folder, dict(config))
+    try:
+        yield log
+    finally:
+        finish()
+
+
+def scalars(record: StepRecord, learning_rate: float) -> dict[str, float]:
+    """What is reported of a step; the packed run is ``train``, those that it is compared with have their own names."""
+    group = "train" if record.run == "packed" else record.run
+    found = {
+        f"{group}/loss": record.loss,
+        f"{group}/learning_rate": learning_rate,
+        f"{group}/tokens": float(record.tokens),
+        f"{group}/tokens_per_second": record.tokens / record.seconds,
+    }
+    return found if record.eval_loss is None else {**found, "eval/loss": record.eval_loss}
+
+
+def _tensorboard(folder: Path | None, config: dict[str, Any]) -> tuple[Log, Callable[[], None]]:
+    module = "torch.utils.tensorboard" if find_spec("tensorboard") else "tensorboardX"
+    writer = import_module(module).SummaryWriter(None if folder is None else str(folder / "tensorboard"))
+    writer.add_text("options", "\n".join(f"    {name}: {value}" for name, value in config.items()))
+
+    def log(values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+
+    return log, writer.close
+
+
+def _wandb(folder: Path | None, config: dict[str, Any]) -> tuple[Log, Callable[[], None]]:
+    project = os.environ.get("WANDB_PROJECT", PROJECT)
+    run = import_module("wandb").init(project=project, name=folder and folder.name, config=config)
+    return lambda values, step: run.log(dict(values), step=step), run.finish
+
+
+def _trackio(folder: Path | None, config: dict[str, Any]) -> tuple[Log, Callable[[], None]]:
+    trackio = import_module("trackio")
+    project = os.environ.get("TRACKIO_PROJECT", PROJECT)
+    trackio.init(project=project, name=folder and folder.name, config=config)
+    return lambda values, step: trackio.log(dict(values), step=step), trackio.finish
+
+
+def _nothing(folder: Path | None, config: dict[str, Any]) -> tuple[Log, Callable[[], None]]:
+    return lambda values, step: None, lambda: None

@@ -1,0 +1,77 @@
+"""``--config run.yaml``: options of a command in a file, and the file that a run leaves so that it can be repeated.
+
+The file is a mapping from the names of options, without their dashes, to values. What it says takes the place of the
+defaults, so an option on the command line wins over the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from packing_core.errors import PackingError, first_line
+from packing_core.extras import require
+
+RUN_FILE = "run.yaml"
+_COMPLETION = ("install_completion", "show_completion")  # which typer adds to a command
+# What belongs to one call of the command and not to the run.
+_OF_A_CALL = ("config", "resume", "overwrite", "verbose", "quiet", "as_json")
+
+
+def take_file(context: typer.Context, path: Path | None) -> Path | None:
+    """The callback of ``--config``, which must be eager: the file's values become the command's defaults.
+
+    Raises:
+        PackingError: the file is not a mapping, names no option of the command, or has a value that is not plain.
+    """
+    if path is None:
+        return None
+    yaml = require("yaml", extra="hf", distribution="PyYAML")
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeError, yaml.YAMLError) as error:
+        raise PackingError(f"--config {path}: {first_line(error)}") from error
+    if not isinstance(content, Mapping):
+        raise PackingError(f"--config {path}: it must hold a line `option: value` for each option")
+    names = _names(context)
+    known = {option: name for name, option in names.items()}
+    given = {str(key).replace("_", "-"): value for key, value in content.items()}
+    for key, value in given.items():
+        if key not in known:
+            raise PackingError(f"--config {path}: the command has no option --{key}: see its --help")
+        if not isinstance(value, bool | int | float | str | None):
+            raise PackingError(f"--config {path}: {key} is a {type(value).__name__}: an option takes one value")
+    # as text, which the command converts and checks as it does on the command line
+    context.default_map = {known[key]: str(value) for key, value in given.items() if value is not None}
+    return path
+
+
+def effective(context: typer.Context, **settled: Any) -> dict[str, Any]:
+    """Every option of a run by its name without dashes, with the value that it had.
+
+    Args:
+        context: of the command.
+        settled: values that replace a default which says nothing by itself.
+    """
+    values = {**context.params, **settled}
+    names = _names(context)
+    return {
+        option: str(values[name]) if isinstance(values[name], Path) else values[name]
+        for name, option in names.items()
+        if name in values
+    }
+
+
+def as_yaml(options: Mapping[str, Any]) -> str:
+    """The options as a file that ``--config`` takes."""
+    return "".join(f"{option}: {json.dumps(value)}\n" for option, value in options.items())
+
+
+def _names(context: typer.Context) -> dict[str, str]:
+    """Parameter name -> name of the option without dashes, of what a file may hold."""
+    named = {str(parameter.name): parameter.opts[0].removeprefix("--") for parameter in context.command.params}
+    return {name: option for name, option in named.items() if name not in (*_OF_A_CALL, *_COMPLETION)}

@@ -1,0 +1,170 @@
+"""Options of ``crosspack train``: files of options, evaluation, where figures go, what is refused by name."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.cli.test_commands import losses, one_line, run, words
+
+
+def test_a_file_of_options_takes_the_place_of_defaults_and_the_command_line_wins(small, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("rows-per-step: 2\nsteps: 3\ndecay: constant\nwarmup: 0\nlr: 2e-3\ndtype: bfloat16\nbos: null\n")
+    options = ("train", "--config", file, *small[1:-2])
+    first = run(*options, "--steps", 2, "--output", tmp_path / "first")
+    assert first.exit_code == 0, first.output
+    assert len(losses(tmp_path / "first")) == 2
+    written = tmp_path / "first" / "run.yaml"
+    assert {"lr: 0.002", "steps: 2", "rows-per-step: 2", 'dtype: "bfloat16"', "eos: null"} <= set(
+        written.read_text().splitlines()
+    )
+    again = run("train", "--config", written, "--output", tmp_path / "again")
+    assert again.exit_code == 0, again.output
+    assert losses(tmp_path / "again") == losses(tmp_path / "first")
+    assert (tmp_path / "again" / "run.yaml").read_text() == written.read_text().replace("first", "again")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("learning-rate: 1", "the command has no option --learning-rate: see its --help"),
+        ("resume: true", "the command has no option --resume"),
+        ("steps: [1, 2]", "steps is a list: an option takes one value"),
+        ("- steps", "it must hold a line `option: value` for each option"),
+        ("steps: none", "Invalid value for '--steps'"),
+        ("a: b: c", "mapping values are not allowed here"),
+    ],
+)
+def test_a_file_that_says_nothing_to_the_command_is_refused(content, says, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(content)
+    assert says in one_line(run("train", "--config", file))
+    assert "No such file" in one_line(run("train", "--config", tmp_path / "absent.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--dtype", "bfloat16", "--precision", "float32"], "--dtype bfloat16 computes in bfloat16 and --precision is"),
+        (["--master-weights"], "--master-weights keeps float32 copies of bfloat16 weights: pass --dtype bfloat16 too"),
+        (["--lora", "4"], "--lora adapts the weights of a --model, and random weights are not kept"),
+        (["--eval-every", "4"], "--eval-every and --eval-split need --eval-data"),
+        (["--eval-data", "absent.jsonl"], "--eval-data absent.jsonl: no such file or folder"),
+        (["--compile", "--compare"], "--compare runs no compiled layers: leave --compile out"),
+        (["--strategy", "fsdp"], "--strategy fsdp shards weights over processes: pass --nproc, or start it with torch"),
+        (["--nproc", "8"], "--rows-per-step 4 leaves some of 8 processes without a row in every step: pass 8 or more"),
+        (["--nproc", "2", "--compare"], "--compare measures one process: pass it without --nproc and torchrun"),
+        (["--compile"], "--compile is not possible, because the model computes on cpu: leave --compile out"),
+        (["--report-to", "wandb"], "--report-to wandb: it is not installed: pip install wandb, or pass none"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(small, arguments, says):
+    assert says in one_line(run(*small, *arguments))
+
+
+@pytest.mark.parametrize(
+    ("option", "arguments"),
+    [
+        ("--dtype bfloat16", ["--dtype", "bfloat16"]),
+        ("--eval-data", ["--eval-data", "DATA"]),
+        ("--compile", ["--no-compile"]),
+        ("--nproc or torchrun", ["--nproc", "2"]),
+    ],
+)
+def test_a_backend_without_an_option_refuses_it_by_name(small, option, arguments):
+    given = [small[4] if word == "DATA" else word for word in arguments]
+    assert f"--backend jax has no {option}: leave it out, or pass another --backend" in one_line(
+        run(*small, "--backend", "jax", *given)
+    )
+
+
+def test_evaluation_and_the_plan_are_printed_and_kept(small, tmp_path):
+    out = tmp_path / "out"
+    held_out = tmp_path / "held-out.jsonl"
+    held_out.write_text('{"prompt": "lazy dog", "completion": " fox fox fox"}\n' * 3)
+    result = run(
+        *small, "--eval-data", held_out, "--eval-every", 2, "--steps", 3, "--rows-per-step", 1, "--output", out
+    )
+    assert result.exit_code == 0, result.output
+    text = words(result)
+    assert "held-out.jsonl: 3 documents in 1 row, " in text and "packing saves about " in text
+    for line in ("after step 2: evaluation loss ", "after step 3: evaluation loss ", ", evaluation loss "):
+        assert line in text
+    found = [record["eval_loss"] for record in json.loads((out / "crosspack.json").read_text())["runs"]["packed"]]
+    assert found[0] is None and found[2] < found[1] < np.log(320) + 1
+    refused = run(*small, "--eval-data", held_out, "--capacity", 2, "--overflow", "split", "--eval-split", "test")
+    assert "a file has no split 'test': leave --eval-split out" in one_line(refused)
+
+
+class Calls(list):
+    """Notes every call of a stand-in for a library."""
+
+    def called(self, name):
+        return lambda *args, **kwargs: self.append((name, args, kwargs))
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Put a stand-in in the place of a library, with the calls that the library has."""
+
+    def install(name: str, **members) -> None:
+        module = types.ModuleType(name)
+        module.__spec__ = types.SimpleNamespace(name=name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+
+    return install
+
+
+def figures_of(folder: Path) -> list[dict]:
+    return json.loads((folder / "crosspack.json").read_text())["runs"]["packed"]
+
+
+@pytest.mark.parametrize("service", ["wandb", "trackio", "tensorboard"])
+def test_figures_of_each_step_are_reported(small, service, installed, tmp_path):
+    calls, out = Calls(), tmp_path / "mine"
+
+    class Writer:
+        def __init__(self, log_dir=None) -> None:
+            calls.append(("folder", (log_dir,), {}))
+
+        def __getattr__(self, name):
+            return calls.called(name)
+
+    if service == "wandb":
+        log = types.SimpleNamespace(log=calls.called("log"), finish=calls.called("finish"))
+        installed("wandb", init=lambda **options: calls.append(("init", (), options)) or log)
+    elif service == "trackio":
+        installed("trackio", **{name: calls.called(name) for name in ("init", "log", "finish")})
+    else:
+        installed("tensorboardX", SummaryWriter=Writer)
+    result = run(*small, "--report-to", service, "--steps", 2, "--eval-data", small[4], "--output", out)
+    assert result.exit_code == 0, result.output
+    if service == "tensorboard":
+        seen = {(args[0], args[2]): args[1] for name, args, _ in calls if name == "add_scalar"}
+        assert calls[0] == ("folder", (str(out / "tensorboard"),), {}) and calls[-1][0] == "close"
+    else:
+        seen = {(key, of["step"]): value for n, args, of in calls if n == "log" for key, value in args[0].items()}
+        assert calls[0][2]["project"] == "crosspack" and calls[0][2]["name"] == "mine"
+        assert calls[0][2]["config"]["lr"] == 0.01 and calls[-1][0] == "finish"
+    for number, record in enumerate(figures_of(out), start=1):
+        assert seen["train/loss", number] == record["loss"]
+        assert seen["train/tokens_per_second", number] == record["tokens"] / record["seconds"]
+    assert seen["eval/loss", 2] == figures_of(out)[1]["eval_loss"] and ("eval/loss", 1) not in seen
+    assert seen["train/learning_rate", 1] == 0.01
+
+
+def test_adapters_of_a_model_with_weights_are_written_as_peft_reads_them(small, model, tmp_path):
+    start, out = tmp_path / "weights", tmp_path / "out"
+    assert run(*small, "--steps", 1, "--output", start).exit_code == 0
+    options = ("train", "--model", start, *small[3:])
+    result = run(*options, "--lora", 2, "--steps", 2, "--output", out)
+    assert result.exit_code == 0, result.output
+    assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(start)
+    assert (out / "adapter_model.safetensors").exists()

@@ -1,0 +1,100 @@
+"""Processes that tests start end after 90 seconds, with every process that they started in turn."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Any
+
+import psutil
+
+LIMIT = 90
+
+
+def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run one command; see :func:`run_together`."""
+    (done,) = run_together([command], **options)
+    return done
+
+
+def run_together(
+    commands: Sequence[Sequence[str]],
+    *,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    limit: float = LIMIT,
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run commands at the same time to their ends, whatever their exit statuses; their output comes back as text.
+
+    Raises:
+        AssertionError: one ran for more than ``limit`` seconds, with the end of what it wrote.
+    """
+    with ExitStack() as stack:
+        # Files and not pipes: a pipe stays open as long as any child lives, and blocks when it is full.
+        outputs = [stack.enter_context(TemporaryFile("w+")) for _ in commands]
+        errors = [stack.enter_context(TemporaryFile("w+")) for _ in commands]
+        started = [
+            subprocess.Popen(command, cwd=cwd, env=env, stdout=out, stderr=err, start_new_session=True)
+            for command, out, err in zip(commands, outputs, errors, strict=True)
+        ]
+        stop = time.monotonic() + limit
+        try:
+            for process in started:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(max(stop - time.monotonic(), 0))
+            late = [process.poll() is None for process in started]
+        finally:
+            end([psutil.Process(process.pid) for process in started if process.poll() is None])
+        done = [
+            subprocess.CompletedProcess(command, process.wait(), _text(out), _text(err))
+            for command, process, out, err in zip(commands, started, outputs, errors, strict=True)
+        ]
+    for each, is_late in zip(done, late, strict=True):
+        written = (each.stdout + each.stderr)[-3000:]
+        assert not is_late, f"{' '.join(each.args)} ran for more than {limit} seconds: {written}"
+    return done
+
+
+def _text(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
+
+
+def end(processes: Sequence[psutil.Process]) -> None:
+    """Kill processes with all their descendants: those may have sessions of their own, as torchrun's ranks do."""
+    for process in processes:
+        with_children = [process]
+        try:
+            with_children += process.children(recursive=True)
+        except psutil.NoSuchProcess:
+            continue
+        for each in with_children:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+
+
+@contextmanager
+def limited(limit: float = LIMIT) -> Iterator[None]:
+    """Around code that starts worker processes and waits for them, as loaders and pools do.
+
+    Raises:
+        AssertionError: the code ran for more than ``limit`` seconds; the processes that it had started are killed.
+    """
+    before = set(psutil.Process().children())
+
+    def stop(*_: Any) -> None:
+        end([process for process in psutil.Process().children() if process not in before])
+        raise AssertionError(f"worker processes took more than {limit} seconds")  # an OSError would be caught by join()
+
+    handler = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, limit)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)

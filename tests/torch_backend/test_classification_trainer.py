@@ -1,0 +1,137 @@
+"""enable_packing in a Trainer that classifies documents or tokens: each step is that of the documents alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import torch_backend
+from packing_core.errors import PackingError
+from tests.torch_backend.models import error
+from tests.torch_backend.test_document_heads import classifier
+from tests.torch_backend.test_trainer import arguments, datasets
+from torch_backend.training.trainer import enable_packing
+
+CAPACITY = 48
+CLASSES = 3
+
+
+class Padding:
+    """What users have: documents padded to the longest, their labels beside them."""
+
+    def __call__(self, features: list[dict[str, Any]]) -> dict[str, Any]:
+        width = max(len(feature["input_ids"]) for feature in features)
+        ids = torch.zeros(len(features), width, dtype=torch.long)
+        for row, feature in zip(ids, features, strict=True):
+            row[: len(feature["input_ids"])] = torch.tensor(feature["input_ids"])
+        labels = torch.tensor([feature["label"] for feature in features])
+        return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels}
+
+
+def data(count: int = 30) -> Any:
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(3, 64, length).tolist() for length in rng.integers(3, 21, count)]
+    return datasets.Dataset.from_dict({"input_ids": ids, "label": [sum(x) % CLASSES for x in ids]})
+
+
+def metrics(prediction: Any) -> dict[str, Any]:
+    return {"logits": prediction.predictions.tolist(), "labels": prediction.label_ids.tolist()}
+
+
+def trainer(tmp_path: Any, **options: Any) -> Any:
+    args = arguments(transformers.TrainingArguments, tmp_path, per_device_eval_batch_size=7, **options)
+    return transformers.Trainer(
+        classifier("qwen3"),
+        args,
+        data_collator=Padding(),
+        train_dataset=data(),
+        eval_dataset=data(16),
+        compute_metrics=metrics,
+    )
+
+
+def test_every_step_is_the_mean_over_its_documents(tmp_path: Any) -> None:
+    packed = enable_packing(trainer(tmp_path), capacity=CAPACITY, verify=False)
+    seen: list[Any] = []
+    collator = packed.data_collator
+    packed.data_collator = lambda rows: (seen.append(rows), collator(rows))[1]
+    packed.train()
+    truth, examples = classifier("qwen3"), data()
+    optimizer = torch.optim.SGD(truth.parameters(), lr=0.1)
+    for step in range(3):
+        documents = [int(n) for rows in seen[2 * step : 2 * step + 2] for n in rows.sources]
+        losses = [
+            truth(input_ids=torch.tensor([examples[n]["input_ids"]]), labels=torch.tensor([examples[n]["label"]])).loss
+            for n in documents
+        ]
+        loss = torch.stack(losses).mean()
+        assert packed.state.log_history[step]["loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert len({len(rows.sources) for rows in seen[:6]}) > 1  # rows of unequal numbers of documents
+    for (name, found), want in zip(packed.model.named_parameters(), truth.parameters(), strict=True):
+        assert error(found.detach(), want.detach()) <= 1e-5, name
+
+
+def test_evaluation_gives_metrics_in_the_order_of_the_data(tmp_path: Any) -> None:
+    stock = trainer(tmp_path).evaluate()
+    packed = enable_packing(trainer(tmp_path), capacity=CAPACITY, verify=False).evaluate()
+    assert packed["eval_labels"] == stock["eval_labels"] == data(16)["label"]
+    assert error(torch.tensor(packed["eval_logits"]), torch.tensor(stock["eval_logits"])) <= 1e-5
+    assert packed["eval_loss"] == pytest.approx(stock["eval_loss"], rel=1e-5)
+
+
+def test_an_epoch_trains_every_document_once_with_its_label(tmp_path: Any) -> None:
+    built = enable_packing(trainer(tmp_path), capacity=CAPACITY, verify=False)
+    found = {}
+    for batch in built.get_train_dataloader():
+        tokens = batch["input_ids"].flatten().split(batch["packed_lengths"])
+        for (segment,), label in zip(batch["packed_documents"], batch["labels"].tolist(), strict=True):
+            found[tuple(tokens[segment].tolist())] = label
+    assert found == {tuple(x["input_ids"]): x["label"] for x in data()}
+
+
+def test_a_list_of_examples_trains_like_a_dataset(tmp_path: Any) -> None:
+    built = trainer(tmp_path)
+    built.train_dataset = list(data())
+    enable_packing(built, capacity=CAPACITY, verify=False).train()
+    other = enable_packing(trainer(tmp_path), capacity=CAPACITY, verify=False)
+    other.train()
+    assert [x.get("loss") for x in built.state.log_history] == [x.get("loss") for x in other.state.log_history]
+
+
+def test_documents_may_not_be_split_and_streams_carry_no_labels(tmp_path: Any) -> None:
+    with pytest.raises(PackingError, match='overflow="split" cuts documents, and the model classifies whole ones'):
+        enable_packing(trainer(tmp_path), capacity=8, overflow="split")
+    built = trainer(tmp_path)
+    built.train_dataset = data().to_iterable_dataset()
+    with pytest.raises(PackingError, match="a stream cannot carry one label per document"):
+        enable_packing(built, capacity=CAPACITY, verify=False)
+
+
+def test_a_collator_that_changes_labels_is_refused(tmp_path: Any) -> None:
+    built = trainer(tmp_path)
+    stock = built.data_collator
+    built.data_collator = lambda features: {**stock(features), "labels": stock(features)["labels"] * 0}
+    with pytest.raises(PackingError, match=r"training example 1 has the label \[0\] there and \[\d\] when packed"):
+        enable_packing(built, capacity=CAPACITY, verify=False)
+
+
+def test_make_train_step_takes_labels_of_documents() -> None:
+    model = torch_backend.patch(classifier("qwen3"), verify=False)
+    examples = [{"input_ids": x["input_ids"], "labels": x["label"]} for x in data(12)]
+    collate = torch_backend.PackedCollator(model, capacity=CAPACITY)
+    whole, weights = collate(examples), {n: p.detach().clone() for n, p in model.named_parameters()}
+    step = torch_backend.make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    first = step(whole)
+    assert first["tokens"] == 12
+    stepped = {n: p.detach().clone() for n, p in model.named_parameters()}
+    model.load_state_dict(weights, strict=False)
+    again = step([collate(examples[:5]), collate(examples[5:])])
+    assert error(again["loss"], first["loss"]) <= 1e-6
+    assert all(error(p.detach(), stepped[n]) <= 1e-5 for n, p in model.named_parameters())

@@ -1,0 +1,91 @@
+"""The job behind ``crosspack train`` on two ranks: what one process computes, resumed either way."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.torch_backend.torchrun import torchrun
+from tests.torch_backend.torchrun_job import CASES, LAYER, RESUMED, found, job
+from tests.training_jobs import small_job
+from torch_backend.training.job import train
+from torch_backend.training.job_models import build_model
+from torch_backend.training.states import OPTIMIZER
+
+
+class Stop(Exception):
+    pass
+
+
+def stop(record: Any) -> None:
+    if record.step == 3:
+        raise Stop
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two ranks wrote, and what one process began for them."""
+    folder = tmp_path_factory.mktemp("job")
+    build_model(small_job(LAYER)).save_pretrained(folder / "start")
+    begun = dataclasses.replace(job(RESUMED, folder / "start", folder / "begun by one"), on_step=stop)
+    with pytest.raises(Stop):
+        train(begun)
+    torchrun("torchrun_job.py", str(folder))
+    return folder
+
+
+def ranks(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"rank{rank}.json").read_text())[name] for rank in range(2)]
+
+
+def assert_same_tensors(found: Path, wanted: Path, tolerance: float) -> None:
+    """The files hold the same names, and values that differ by no more than the tolerance of the largest."""
+    one, two = load_file(found), load_file(wanted)
+    names = {name for name in two if not name.startswith("random.")}
+    assert names == {name for name in one if not name.startswith("random.")}
+    for name in names:
+        largest = max(float(two[name].float().abs().max()), 1.0)
+        assert float((one[name].float() - two[name].float()).abs().max()) <= tolerance * largest, name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_train_as_one_process_does(folder: Path, name: str, tmp_path: Path) -> None:
+    wanted, tolerance = found(train(job(name, folder / "start", tmp_path))), 1e-2 if "master" in name else 1e-6
+    for two in ranks(folder, name):
+        assert two["losses"] == pytest.approx(wanted["losses"], rel=tolerance)
+        assert two["evaluations"] == pytest.approx(wanted["evaluations"], rel=tolerance)
+    model = "adapter_model.safetensors" if "LoRA" in name else "model.safetensors"
+    assert_same_tensors(folder / "two" / name / model, tmp_path / model, tolerance)
+    (mine,), (theirs,) = ((f / "checkpoints").glob(f"*/{OPTIMIZER}") for f in (tmp_path, folder / "two" / name))
+    assert_same_tensors(theirs, mine, tolerance)
+
+
+def test_one_process_begins_and_two_ranks_go_on(folder: Path, tmp_path: Path) -> None:
+    wanted = found(train(job(RESUMED, folder / "start", tmp_path)))
+    for resumed in ranks(folder, "resumed"):
+        assert resumed["losses"] == pytest.approx(wanted["losses"], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_two_ranks_begin_and_one_process_goes_on(folder: Path, name: str) -> None:
+    two = job(name, folder / "start", folder / "two" / name)
+    extended = dataclasses.replace(two, options=two.options, resume=True)
+    resumed = found(train(extended))["losses"]
+    assert resumed == pytest.approx(ranks(folder, name)[0]["losses"], rel=1e-6)
+    assert resumed[:4] == ranks(folder, name)[0]["losses"][:4]  # which are read, and the last one computed again
+
+
+def test_rows_of_a_step_are_dealt_once_and_evenly(folder: Path) -> None:
+    schedule = job("ddp", folder / "start", None).schedule
+    for step in range(len(schedule)):
+        for world in (2, 3, 4):
+            dealt = [list(schedule.packed(step, rank=rank, ranks=world)) for rank in range(world)]
+            assert len({len(rows) for rows in dealt}) == 1
+            held = sorted(ids.tolist() for rows in dealt for row in rows for ids in row.unpack().values())
+            assert held == sorted(ids.tolist() for row in schedule.packed(step) for ids in row.unpack().values())
+            assert all(len(row.input_ids) == 1 for rows in dealt for row in rows)

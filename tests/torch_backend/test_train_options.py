@@ -1,0 +1,178 @@
+"""Options of the torch trainer: bfloat16 weights, float32 copies of them, adapters, evaluation."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from packing_core.errors import PackingError, UnsupportedError
+from packing_core.plan import plan
+from packing_core.training.job import Options, TrainJob
+from packing_core.training.schedule import Schedule
+from tests.training_jobs import LLAMA, losses, small_job
+from torch_backend.training.job import train
+from torch_backend.training.job_models import build_model, with_adapters
+from torch_backend.training.memory import states_bytes
+from torch_backend.training.states import MasterWeights, make_optimizer
+
+LAYER = {**LLAMA, "num_hidden_layers": 1}
+HALF = {"precision": "bfloat16", "dtype": "bfloat16"}
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A model with weights."""
+    build_model(small_job(LAYER)).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def job(folder) -> TrainJob:
+    return small_job(str(folder))
+
+
+def with_options(job: TrainJob, **options) -> TrainJob:
+    return dataclasses.replace(job, options=dataclasses.replace(job.options, **options))
+
+
+def with_evaluation(job: TrainJob) -> TrainJob:
+    corpus = job.schedule.corpus
+    held_out = Schedule(corpus, (plan(corpus.documents.lengths, 48, seed=9),), rows_per_step=3)
+    return dataclasses.replace(job, evaluation=held_out, eval_every=4)
+
+
+def loss_of_documents(model, schedule: Schedule) -> float:
+    """Each document in a forward of its own; the mean over all targets, in float64."""
+    total, count = 0.0, 0
+    for ids, trained in zip(schedule.corpus.documents, schedule.corpus.trained, strict=True):
+        ids, trained = torch.from_numpy(ids.copy()).long(), torch.from_numpy(trained.copy())
+        with torch.no_grad():
+            logits = model.eval()(input_ids=ids[None]).logits[0].double()
+        chosen = torch.log_softmax(logits[:-1], -1).gather(1, ids[1:, None])[:, 0]
+        total, count = total - chosen[trained[1:]].sum().item(), count + int(trained[1:].sum())
+    return total / count
+
+
+def test_bfloat16_weights_are_trained_and_written_as_such(job, tmp_path):
+    result = train(dataclasses.replace(with_options(job, **HALF), output=tmp_path / "out"))
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
+    exact = losses(train(job))
+    assert losses(result) != exact
+    np.testing.assert_allclose(losses(result), exact, rtol=2e-2)
+
+
+@pytest.mark.parametrize("master", [True, False])
+def test_updates_that_bfloat16_rounds_away_add_up_in_float32_copies_alone(master):
+    weight = torch.nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    truth = torch.nn.Parameter(torch.ones(4, 4))
+    kind = MasterWeights if master else torch.optim.AdamW
+    optimizer = kind([{"params": [weight]}], lr=1e-3, weight_decay=0.1)
+    reference = torch.optim.AdamW([truth], lr=1e-3, weight_decay=0.1)
+    for seed in range(20):
+        gradient = torch.rand(4, 4, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        weight.grad, truth.grad = gradient, gradient.float()
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+        assert weight.grad is None
+    assert torch.equal(weight.detach(), truth.detach().bfloat16()) == master
+    assert torch.equal(weight.detach(), torch.ones(4, 4).bfloat16()) != master
+
+
+@pytest.mark.parametrize("options", [{**HALF, "master_weights": True}, {"lora": 2}], ids=["master weights", "LoRA"])
+def test_a_resumed_run_repeats_to_the_bit(job, options, tmp_path):
+    job = with_evaluation(with_options(job, **options))
+    expected = train(dataclasses.replace(job, output=tmp_path / "whole"))
+
+    class Stop(Exception):
+        pass
+
+    def stop(record):
+        if record.step == 4:
+            raise Stop
+
+    parts = dataclasses.replace(job, output=tmp_path / "parts", save_every=2, on_step=stop)
+    with pytest.raises(Stop):
+        train(parts)
+    resumed = train(dataclasses.replace(parts, resume=True, on_step=lambda record: None))
+    assert losses(resumed) == losses(expected)
+    assert [r.eval_loss for r in resumed.records["packed"]] == [r.eval_loss for r in expected.records["packed"]]
+    name = "adapter_model.safetensors" if "lora" in options else "model.safetensors"
+    assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes()
+
+
+def test_adapters_are_trained_alone_and_written_for_peft(job, folder, tmp_path):
+    from peft import AutoPeftModelForCausalLM
+
+    before = (folder / "model.safetensors").read_bytes()
+    result = train(dataclasses.replace(with_evaluation(with_options(job, lora=2)), output=tmp_path / "out"))
+    assert losses(result)[0] == pytest.approx(losses(train(job))[0], rel=1e-6)  # adapters begin as zero
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    assert (folder / "model.safetensors").read_bytes() == before
+    adapted = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert adapted.peft_config["default"].r == 2
+    found = result.records["packed"][-1].eval_loss
+    assert found == pytest.approx(loss_of_documents(adapted, job.schedule), rel=1e-5)
+    assert found < loss_of_documents(AutoModelForCausalLM.from_pretrained(folder), job.schedule) - 1e-3
+
+
+def test_a_checkpoint_of_adapters_holds_no_other_weights(job, tmp_path):
+    train(dataclasses.replace(with_options(job, lora=2), output=tmp_path, save_every=6))
+    (saved,) = tmp_path.glob("checkpoints/*/model.safetensors")
+    assert load_file(saved) and all("lora_" in name for name in load_file(saved))
+
+
+def test_an_evaluation_is_the_mean_over_all_targets_of_each_document_alone(job, tmp_path):
+    evaluated = dataclasses.replace(with_evaluation(job), output=tmp_path)
+    result = train(evaluated)
+    found = [record.eval_loss for record in result.records["packed"]]
+    assert [loss is not None for loss in found] == [False, False, False, True, False, True]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert found[-1] == pytest.approx(loss_of_documents(model, evaluated.evaluation), rel=1e-6)
+    assert losses(result) == losses(train(job))  # evaluating changes no step
+
+
+def test_an_evaluation_leaves_dropout_out(job, tmp_path):
+    noisy = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 2, "resid_pdrop": 0.5}
+    evaluated = dataclasses.replace(with_evaluation(job), model=noisy, output=tmp_path)
+    found = train(evaluated).records["packed"][-1].eval_loss
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert found == pytest.approx(loss_of_documents(model, evaluated.evaluation), rel=1e-6)
+
+
+def test_options_that_contradict_each_other_are_refused():
+    with pytest.raises(PackingError, match="--dtype bfloat16 computes in bfloat16 and --precision is float32"):
+        Options(dtype="bfloat16")
+    with pytest.raises(PackingError, match="--master-weights keeps float32 copies of bfloat16 weights: pass --dtype"):
+        Options(master_weights=True)
+
+
+def test_layers_that_cannot_be_compiled_are_refused_when_they_must_be(job):
+    with pytest.raises(UnsupportedError, match="compile=True is not possible, because the model computes on cpu"):
+        train(dataclasses.replace(job, compile=True))
+
+
+@pytest.mark.parametrize("options", [{}, HALF, {**HALF, "master_weights": True}, {"lora": 2}], ids=str)
+def test_the_memory_that_is_announced_is_that_of_the_tensors(job, options):
+    job, lines = with_options(job, **options), []
+    model = build_model(job)
+    if job.options.lora:
+        model = with_adapters(model, 2, 0)
+    optimizer = make_optimizer(model, job.options)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.grad = torch.ones_like(parameter)
+    gradients = [parameter.grad for parameter in trained]
+    optimizer.step()
+    moments = [x for values in optimizer.state_dict()["state"].values() for x in values.values() if x.ndim]
+    held = [*model.parameters(), *gradients, *moments]
+    assert states_bytes(model, job) == sum(tensor.numel() * tensor.element_size() for tensor in held)
+    train(dataclasses.replace(job, on_phase=lines.append))
+    assert any(line.startswith("memory: 0.00 GiB of weights, gradients and optimizer states") for line in lines)

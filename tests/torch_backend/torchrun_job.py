@@ -1,0 +1,61 @@
+"""Run by ``torchrun`` in test_distributed_job: the jobs of CASES; every rank writes its losses to the folder given."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from packing_core.plan import plan
+from packing_core.training.job import TrainJob
+from packing_core.training.schedule import Schedule
+from tests.training_jobs import LLAMA, losses, small_job
+from torch_backend.training.job import train
+from torch_backend.training.ranks import Ranks
+
+LAYER = {**LLAMA, "num_hidden_layers": 1}
+HALF = {"dtype": "bfloat16", "precision": "bfloat16", "master_weights": True}
+# name -> strategy, options
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp": ("ddp", {}),
+    "fsdp": ("fsdp", {}),
+    "ddp, LoRA": ("ddp", {"lora": 2}),
+    "fsdp, master weights": ("fsdp", HALF),
+}
+RESUMED = "fsdp"  # begun by one process, finished by two
+STEPS = 5
+
+
+def job(name: str, start: Path, output: Path | None) -> TrainJob:
+    """Five steps of three rows, which two ranks cannot share evenly, and two evaluations."""
+    strategy, options = CASES[name]
+    made = small_job(str(start), output=output, save_every=2, strategy=strategy)
+    corpus = made.schedule.corpus
+    rows = plan(corpus.documents.lengths, 40, seed=9)
+    return dataclasses.replace(
+        made,
+        schedule=dataclasses.replace(made.schedule, rows_per_step=3, limit=STEPS),
+        evaluation=Schedule(corpus, (rows,), rows_per_step=Ranks.from_environment().world),
+        eval_every=4,
+        options=dataclasses.replace(made.options, **options),
+    )
+
+
+def found(result: Any) -> dict[str, Any]:
+    return {"losses": losses(result), "evaluations": [record.eval_loss for record in result.records["packed"]]}
+
+
+def main(folder: Path) -> None:
+    results = {}
+    for name in CASES:
+        results[name] = found(train(job(name, folder / "start", folder / "two" / name)))
+    begun = job(RESUMED, folder / "start", folder / "begun by one")
+    results["resumed"] = found(train(dataclasses.replace(begun, resume=True)))
+    (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

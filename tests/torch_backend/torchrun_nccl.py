@@ -1,0 +1,75 @@
+"""Run by ``torchrun`` in test_ranks_on_gpu: steps of ranks that hold unequal shares, by NCCL, or by gloo on the CPU.
+
+Argument: the file to write to. Rank 0 writes metrics and weights by case.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from packing_core import pack
+from packing_core.dataset import with_empty_row
+from tests.torch_backend.models import CAPACITY, documents, tiny
+from tests.torch_backend.torchrun import leave, whole
+from torch_backend import PackedCollator, make_train_step, patch
+from torch_backend.training.ranks import Ranks, unwrapped
+
+Model = Any
+# What each of two ranks holds at each step, as lengths: unequal shares, a rank without a target, one without documents.
+STEPS = [((5, 19, 33, 7), (40,)), ((9, 30), (1, 1, 1)), ((3, 11, 21), ())]
+CASES = {f"{strategy}, {family}": (strategy, family) for strategy in ("ddp", "fsdp") for family in ("qwen3", "gpt_oss")}
+
+
+def held(step: int, rank: int) -> list[Tensor]:
+    return documents(STEPS[step][rank], seed=10 * step + rank)
+
+
+def batch(docs: list[Tensor], model: Model) -> dict[str, Any]:
+    """One row of the documents; a row of padding if there are none."""
+    packed = pack([document.numpy() for document in docs or documents((2,))], 2 * CAPACITY, seed=None)
+    return PackedCollator(model)(packed if docs else with_empty_row(packed)[1:])
+
+
+def train(model: Model, shares: list[list[list[Tensor]]]) -> dict[str, Any]:
+    """Steps of gradient descent; ``shares`` has the microbatches of each step, as documents."""
+    device = next(model.parameters()).device
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step = make_train_step(model, optimizer, max_grad_norm=0.5)
+    metrics = [step([batch(docs, unwrapped(model)) for docs in microbatches]) for microbatches in shares]
+    found = whole({name: p.detach() for name, p in model.named_parameters()})
+    return {
+        "metrics": [{name: float(x) for name, x in each.items()} for each in metrics],
+        "weights": {name: weight.cpu() for name, weight in found.items()},
+        "device": device.type,
+    }
+
+
+def main(target: Path) -> None:
+    ranks = Ranks.from_environment()
+    device = torch.device("cuda", ranks.local) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_tf32 = False
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    found: dict[str, Any] = {}
+    for name, (strategy, family) in CASES.items():
+        model = ranks.wrapped(patch(tiny(family).to(device), verify=False), strategy, device)
+        try:
+            found[name] = train(model, [[held(step, ranks.rank)] for step in range(len(STEPS))])
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    if ranks.rank == 0:
+        torch.save(found, target)
+    leave()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    main(Path(sys.argv[1]))

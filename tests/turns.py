@@ -1,0 +1,126 @@
+"""What ``make test`` leaves for another day: the cases of parametrised tests by turns, and slow tests once a week.
+
+Every test runs every day, one that has cases with at least one of them, unless `ALTERNATING` or `WEEKLY` names it; a
+week of runs covers everything. ``CROSSPACK_TEST_ALL`` (``make test-all``) turns this off, and so does choosing tests on
+the command line: a file, a test, ``-k`` or ``-m``.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import zlib
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from pathlib import Path
+
+WEEK = 7
+# Folder or file -> in how many turns the cases of each of its tests are taken.
+CASES = {
+    "tests/jax_backend": 7,
+    "tests/torch_backend": 7,
+    "tests/conformance": 7,
+    "tests/house/test_readme.py": 7,
+    "tests/cli": 3,
+    "tests/packing_core": 7,
+}
+# Files whose tests without cases run every other day: about a second each, and many.
+ALTERNATING = (
+    "tests/conformance/test_conform.py",
+    "tests/conformance/test_run.py",
+    "tests/jax_backend/test_train_step.py",
+    "tests/torch_backend/test_audit_trainer.py",
+    "tests/torch_backend/test_packed_step.py",
+    "tests/torch_backend/test_preference.py",
+    "tests/torch_backend/test_router.py",
+    "tests/torch_backend/test_scored_trainers.py",
+    "tests/torch_backend/test_train.py",
+    "tests/torch_backend/test_trainer.py",
+)
+# File -> tests that take seconds; none for a whole file, whose tests share what takes them. What they prove is proved
+# every day by quicker ones; these add whole runs: a process, a console command, ranks, a compiled step, a page of docs.
+WEEKLY: dict[str, tuple[str, ...]] = {
+    "tests/cli/test_commands.py": ("test_the_built_in_default_trains", "test_a_hub_name_is_found_in_the_hub_cache"),
+    "tests/cli/test_examples.py": (
+        "test_a_torch_loop_learns_on_packed_rows",
+        "test_dpo_learns_on_packed_pairs_what_is_exact",
+        "test_a_reward_model_learns_on_packed_answers",
+        "test_grpo_learns_on_packed_completions",
+    ),
+    "tests/cli/test_records.py": ("test_the_standard_library_has_about_four_thousand_documents",),
+    "tests/conformance/test_docs.py": (
+        "test_the_plugin_is_right_at_first",
+        "test_a_hugging_face_stack_is_judged_as_the_page_says",
+        "test_the_short_adapters_pass",
+        "test_a_flax_model_is_judged_as_the_page_says",
+    ),
+    "tests/jax_backend/test_attention_lowering.py": ("test_the_compiled_kernels_fit_into_shared_memory",),
+    "tests/jax_backend/test_benchmarks.py": (
+        "test_the_gate_sees_a_wrong_number_and_one_that_is_none",
+        "test_rows_of_one_shape_share_a_program_only_under_the_same_cap",
+    ),
+    "tests/jax_backend/test_conformance.py": ("test_ranks_are_devices_and_each_has_its_own_microbatch",),
+    "tests/jax_backend/test_docs.py": (
+        "test_the_suite_finds_the_leak_of_the_page_and_passes_its_cure",
+        "test_without_segment_ids_maxtexts_rows_are_one_document_each",
+        "test_the_flax_model_gives_what_its_dense_mask_gave",
+    ),
+    "tests/jax_backend/test_placement.py": (
+        "test_two_processes_train_on_rows_of_their_own_as_one_process_on_all_rows",
+    ),
+    "tests/jax_backend/test_train.py": (
+        "test_the_console_command_compares_packed_with_padded",
+        "test_a_resumed_run_repeats_to_the_bit",
+        "test_each_run_has_the_losses_of_torchs_packed_run",
+    ),
+    "tests/jax_backend/test_train_step.py": ("test_fifty_steps_follow_torch_on_each_document_alone",),
+    "tests/torch_backend/test_captured.py": ("test_compiled_layers_share_a_graph_over_layers_and_segmentations",),
+    "tests/torch_backend/test_causal_lm_loss.py": ("test_a_compiled_model_is_compiled_once",),
+    "tests/torch_backend/test_composition.py": ("test_a_saved_model_loads_in_another_process",),
+    "tests/torch_backend/test_conditions.py": ("test_compiled_once_for_eight_segmentations",),
+    "tests/torch_backend/test_distributed_loss.py": (),
+    "tests/torch_backend/test_distributed_step.py": (),
+    "tests/torch_backend/test_preference.py": ("test_pairs_split_over_two_ranks_are_those_of_one",),
+    "tests/torch_backend/test_rotary.py": ("test_a_patched_layer_compiles_into_one_graph",),
+    "tests/torch_backend/test_rows.py": ("test_two_ranks_hold_every_document_once_and_train_as_the_documents_alone",),
+    "tests/torch_backend/test_sharded.py": (),
+    "tests/torch_backend/test_torchrun.py": (),
+    "tests/torch_backend/test_triton_attention.py": ("test_compiles_into_one_graph_whatever_the_segmentation",),
+}
+
+# The weekly ones in order, which spreads them evenly over the days.
+SLOTS = [(file, name) for file, names in WEEKLY.items() for name in names or ("",)]
+
+
+def everything(arguments: Iterable[str]) -> bool:
+    """Whether a run with these command-line arguments takes every test: all were asked for, or a file by name."""
+    return "CROSSPACK_TEST_ALL" in os.environ or any(not Path(x.partition("::")[0]).is_dir() for x in arguments)
+
+
+def today() -> int:
+    """The number of the day, the same in every process of a run that goes on past midnight."""
+    return int(os.environ.setdefault("CROSSPACK_TEST_DAY", str(datetime.date.today().toordinal())))
+
+
+def waiting(ids: Sequence[str], day: int) -> set[str]:
+    """Which of these tests, by their ids ``file::test[case]``, wait for another day.
+
+    Args:
+        ids: all ids that were collected, the cases of a test in order.
+        day: a number that grows by one a day.
+    """
+    cases: dict[Hashable, list[str]] = defaultdict(list)
+    for name in ids:
+        cases[name.partition("[")[0]].append(name)
+    return {name for test, named in cases.items() for name in _waiting_of(str(test), named, day)}
+
+
+def _waiting_of(test: str, cases: list[str], day: int) -> list[str]:
+    file, _, name = test.partition("::")
+    if WEEKLY.get(file) == ():
+        return cases if (day + SLOTS.index((file, ""))) % WEEK else []
+    if (file, name) in SLOTS:
+        return [case for number, case in enumerate(cases) if (day + SLOTS.index((file, name)) + number) % WEEK]
+    several = next((n for folder, n in CASES.items() if f"{file}/".startswith(folder + "/")), 1)
+    turns = min(several, len(cases)) if len(cases) > 1 else 1 + (file in ALTERNATING)
+    return [case for number, case in enumerate(cases) if (day + zlib.crc32(test.encode()) + number) % turns]

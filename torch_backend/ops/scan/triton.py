@@ -1,0 +1,156 @@
+"""The scans that modeling files call, by their names, on this project's own kernels.
+
+The arguments of ``torch_chunk_gated_delta_rule`` or ``mamba2_chunk_scan`` [B, S, ...] -> :func:`refused` says whether
+the kernels serve them -> :func:`scan` -> :func:`.delta_rule.gated_delta_rule` on the B * S tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from torch_backend.ops import operators
+from torch_backend.ops.scan.delta_rule import gated_delta_rule, unsupported
+from torch_backend.ops.trial import current_device, in_own_thread, refusal
+from torch_backend.segments import PackedMetadata
+
+_LENGTHS = (70, 29)  # of the trial's documents: one is longer than a chunk, and a boundary lies inside one
+# By norm. A state that leaks shows at a tenth or more, half-precision rounding at about one hundredth.
+_TOLERANCE = 0.05
+
+
+def refused(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Why the kernels do not serve a call of the function ``name``, None if they do."""
+    form = _FORMS.get(name)
+    if form is None:
+        return "it has no kernel"
+    q, v, corrects = form(*args, **kwargs)
+    reason = unsupported(q, v)
+    if reason is not None or operators.INTERPRETED:
+        return reason
+    return _refused(v.dtype, v.device.index, q.shape[-1], v.shape[-1], corrects)
+
+
+def scan(name: str, packed: PackedMetadata, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the function ``name`` returns for these arguments, its state restarted at every segment; states are None."""
+    return _SCANS[name](packed, *args, **kwargs)
+
+
+def _gated_delta_rule(
+    packed: PackedMetadata,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    use_qk_l2norm_in_kernel: bool = False,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """q, k [B, S, Q, K] and v [B, S, H, V], g and beta [B, S, H]."""
+    q, k = (_normalised(x) if use_qk_l2norm_in_kernel else x for x in (query, key))
+    out = gated_delta_rule(*(x.flatten(0, 1) for x in (q, k, value, g, beta)), packed)
+    return out.view(value.shape).to(query.dtype), None
+
+
+def _normalised(x: Tensor) -> Tensor:
+    """Rows of norm 1, with the 1e-6 under the root that fla and transformers have there."""
+    wide = x.float()
+    return (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def _mamba2(
+    packed: PackedMetadata,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *unused: Any,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **others: Any,
+) -> Tensor:
+    """x [B, S, H, P], dt [B, S, H], A, D and dt_bias [H], B and C [B, S, G, N]: Dao and Gu 2024, section 5."""
+    step = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
+    step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
+    x = (hidden_states * step[..., None]).to(hidden_states.dtype)
+    rows = (y.flatten(0, 1) for y in (C, B, x, step * A.float()))
+    out = gated_delta_rule(*rows, None, packed, scale=1.0).view(hidden_states.shape)
+    return out if D is None else out + (D[:, None] * hidden_states).to(out.dtype)
+
+
+def _form_of_delta_rule(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **others: Any) -> Any:
+    return query, value, True
+
+
+def _form_of_mamba2(
+    hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *rest: Any, **others: Any
+) -> Any:
+    return C, hidden_states, False
+
+
+_SCANS: dict[str, Callable[..., Any]] = {
+    "torch_chunk_gated_delta_rule": _gated_delta_rule,
+    "mamba2_chunk_scan": _mamba2,
+}
+# Of a call: what stands for q, what for v, and whether the memory is corrected.
+_FORMS: dict[str, Callable[..., tuple[Tensor, Tensor, bool]]] = {
+    "torch_chunk_gated_delta_rule": _form_of_delta_rule,
+    "mamba2_chunk_scan": _form_of_mamba2,
+}
+
+
+@torch.compiler.assume_constant_result  # the trial is no part of a graph that calls this
+@cache
+def _refused(dtype: torch.dtype, device: int, width: int, value_width: int, corrects: bool) -> str | None:
+    return refusal(partial(_error, dtype, device, width, value_width, corrects), _TOLERANCE)
+
+
+@in_own_thread
+def _error(dtype: torch.dtype, device: int, width: int, value_width: int, corrects: bool) -> float:
+    """Of the kernels on two documents against the recurrence on each: the output and every gradient."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, place = sum(_LENGTHS), torch.device("cuda", device)
+    q, k, v = (torch.randn(tokens, 2, n, generator=generator) for n in (width, width, value_width))
+    g, beta = -0.1 * torch.rand(tokens, 2, generator=generator), torch.rand(tokens, 2, generator=generator)
+    inputs = [F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, g, *([beta] if corrects else [])]
+    inputs = [x.to(dtype) for x in inputs]
+    dout = torch.randn(v.shape, generator=generator).to(dtype)
+    with current_device(place):
+        packed = PackedMetadata.from_lengths(_LENGTHS, device=place)
+        found = _out_and_gradients(partial(_on_kernels, packed), [x.to(place) for x in inputs], dout.to(place))
+        right = _out_and_gradients(_recurrence, [x.double() for x in inputs], dout.double())
+        pairs = zip((x.double().cpu() for x in found), right, strict=True)
+        return max(float((a - b).norm() / b.norm()) for a, b in pairs)
+
+
+def _on_kernels(
+    packed: PackedMetadata, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = None
+) -> Tensor:
+    return gated_delta_rule(q, k, v, g, beta, packed)
+
+
+def _recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = None) -> Tensor:
+    out = []
+    for start, stop in ((0, _LENGTHS[0]), (_LENGTHS[0], sum(_LENGTHS))):
+        state = q.new_zeros(v.shape[1], q.shape[2], v.shape[2])
+        for t in range(start, stop):
+            state = state * g[t].exp()[:, None, None]
+            new = v[t] if beta is None else (v[t] - (state * k[t][..., None]).sum(1)) * beta[t][:, None]
+            state = state + k[t][..., None] * new[:, None]
+            out.append((state * q[t][..., None]).sum(1) * q.shape[2] ** -0.5)
+    return torch.stack(out)
+
+
+def _out_and_gradients(function: Callable[..., Tensor], inputs: list[Tensor], dout: Tensor) -> list[Tensor]:
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    out = function(*inputs)
+    return [x.detach() for x in (out, *torch.autograd.grad(out, inputs, dout))]
