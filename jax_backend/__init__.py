@@ -7,11 +7,13 @@ from packing_core.extras import require
 
 if TYPE_CHECKING:
     from jax_backend.attention import merge_attention, segment_attention
-    from jax_backend.audit import audit
+    from jax_backend.auditing import audit
     from jax_backend.batches import to_batch
     from jax_backend.checkpoint import restore_state, save_state
+    from jax_backend.context_parallel import balance_tokens, context_attention, reorder_tokens
     from jax_backend.data import GrainSource, GrainStream
-    from jax_backend.linear_cross_entropy import linear_cross_entropy
+    from jax_backend.explaining import explain
+    from jax_backend.head_loss import linear_cross_entropy
     from jax_backend.loss import packed_cross_entropy, shift_labels
     from jax_backend.model import Decoder, DecoderConfig
     from jax_backend.rope import apply_rope
@@ -23,13 +25,17 @@ if TYPE_CHECKING:
 # name -> module that defines it
 _HOME: dict[str, str] = {
     "apply_rope": "jax_backend.rope",
-    "audit": "jax_backend.audit",
+    "audit": "jax_backend.auditing",
+    "balance_tokens": "jax_backend.context_parallel",
+    "context_attention": "jax_backend.context_parallel",
+    "explain": "jax_backend.explaining",
     "find_segments": "jax_backend.segments",
-    "linear_cross_entropy": "jax_backend.linear_cross_entropy",
+    "linear_cross_entropy": "jax_backend.head_loss",
     "load": "jax_backend.weights",
     "make_train_step": "jax_backend.train_step",
     "merge_attention": "jax_backend.attention",
     "packed_cross_entropy": "jax_backend.loss",
+    "reorder_tokens": "jax_backend.context_parallel",
     "restore_state": "jax_backend.checkpoint",
     "save": "jax_backend.weights",
     "save_state": "jax_backend.checkpoint",
@@ -54,12 +60,16 @@ __all__ = [
     "TrainState",
     "apply_rope",
     "audit",
+    "balance_tokens",
+    "context_attention",
+    "explain",
     "find_segments",
     "linear_cross_entropy",
     "load",
     "make_train_step",
     "merge_attention",
     "packed_cross_entropy",
+    "reorder_tokens",
     "restore_state",
     "save",
     "save_state",

@@ -28,6 +28,7 @@ from jax_backend.batches import to_batch
 from jax_backend.loss import packed_cross_entropy, shift_labels
 from jax_backend.model import Decoder, DecoderConfig
 from jax_backend.rope import apply_rope
+from jax_backend.rope_scaling import RopeParameters
 from jax_backend.scan import selective_scan
 from jax_backend.train_step import TrainStep, make_train_step
 from packing_core import pack, plan, protocol
@@ -157,8 +158,11 @@ class AttentionStack(Backend):
             num_key_value_heads=theirs.num_key_value_heads,
             head_dim=theirs.head_dim,
             windows=(theirs.sliding_window,) * theirs.num_hidden_layers,
-            rope_parameters=(("rope_theta", theirs.rope_theta), ("rope_type", "default")),
-            max_position_embeddings=theirs.max_position_embeddings,
+            rope=RopeParameters(
+                theirs.head_dim,
+                (("rope_theta", theirs.rope_theta), ("rope_type", "default")),
+                theirs.max_position_embeddings,
+            ),
             rms_norm_eps=theirs.rms_norm_eps,
             tie_word_embeddings=theirs.tie_word_embeddings,
         )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_backend.attention import IMPLEMENTATIONS, ORDER
+from jax_backend.attention import answers
 from jax_backend.attention.request import Request
 from packing_core.diagnosis import Diagnosis, LayerChoice, first_served, has_nvidia_driver
 
@@ -58,6 +57,4 @@ def _choice(layer: str, platform: str, dtype: jnp.dtype, changes: dict[str, Any]
         "max_segments": None,
         "platform": platform,
     }
-    request = Request(**plain | changes)
-    modules = ((name, import_module(IMPLEMENTATIONS[name])) for name in ORDER[platform])
-    return first_served(layer, {name: module.supports(request) for name, module in modules})
+    return first_served(layer, answers(Request(**plain | changes)))

@@ -12,15 +12,18 @@ import jax.numpy as jnp
 from packing_core.errors import LayoutError
 
 
-def apply_rope(x: jax.Array, positions: jax.Array, inv_freq: jax.Array, *, interleaved: bool = False) -> jax.Array:
-    """Turn the first ``R = 2 * len(inv_freq)`` channels of each head; the others pass unchanged.
+def apply_rope(
+    x: jax.Array, positions: jax.Array, inv_freq: jax.Array, *, interleaved: bool = False, scale: float = 1.0
+) -> jax.Array:
+    """Turn the first R channels of each head; the others pass unchanged.
 
     Args:
         x: [B, S, N, D].
         positions: integer [B, S], the position of each token within its segment
             (:func:`~jax_backend.segments.segment_positions`, or a batch's ``position_ids``).
-        inv_freq: [R/2] radians per position, R at most D.
+        inv_freq: [R/2] radians per position, R at most D; or [B, S, R/2], where they depend on a token's document.
         interleaved: pair neighbouring channels (2i, 2i + 1) instead of halves (i, i + R/2).
+        scale: factor on the turned channels (YaRN's and LongRoPE's attention factor).
 
     Returns:
         [B, S, N, D] in x's dtype. Angles, cosines and the turn itself are float32, whatever the dtype of x.
@@ -32,11 +35,11 @@ def apply_rope(x: jax.Array, positions: jax.Array, inv_freq: jax.Array, *, inter
         raise LayoutError(f"x must have shape [B, S, N, D], got {x.shape}")
     if positions.shape != x.shape[:2]:
         raise LayoutError(f"positions must have shape [B, S] = {x.shape[:2]}, got {positions.shape}")
-    if inv_freq.ndim != 1 or 2 * inv_freq.shape[0] > x.shape[3]:
+    if inv_freq.shape[:-1] not in ((), x.shape[:2]) or not inv_freq.ndim or 2 * inv_freq.shape[-1] > x.shape[3]:
         raise LayoutError(f"inv_freq must be [R/2] with R at most {x.shape[3]} channels, got {inv_freq.shape}")
-    turned = 2 * inv_freq.shape[0]
-    angle = positions.astype(jnp.float32)[..., None, None] * inv_freq.astype(jnp.float32)  # [B, S, 1, R/2]
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    turned = 2 * inv_freq.shape[-1]
+    angle = (positions.astype(jnp.float32)[..., None] * inv_freq.astype(jnp.float32))[..., None, :]  # [B, S, 1, R/2]
+    cos, sin = scale * jnp.cos(angle), scale * jnp.sin(angle)
     pairs = (*x.shape[:3], turned // 2, 2) if interleaved else (*x.shape[:3], 2, turned // 2)
     axis = -1 if interleaved else -2
     first, second = jnp.moveaxis(x[..., :turned].astype(jnp.float32).reshape(pairs), axis, 0)

@@ -21,7 +21,7 @@ from flax import nnx
 
 from jax_backend import weights
 from jax_backend.attention import IMPLEMENTATIONS, ORDER
-from jax_backend.audit import audit
+from jax_backend.auditing import audit
 from jax_backend.batches import to_batch
 from jax_backend.checkpoint import restore_state, save_state
 from jax_backend.model import Decoder, DecoderConfig

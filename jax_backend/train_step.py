@@ -20,6 +20,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_backend.model import Decoder
+from jax_backend.objective import LossFunction, cast_weights, causal_lm_loss, check_variables, fold_keys, refuse_linen
 from jax_backend.placement import auto_axes, place_rows, weight_shardings
 from packing_core.errors import LayoutError, PackingError
 
@@ -40,11 +41,18 @@ class Sums(NamedTuple):
     """What a step's microbatches add up to before the one division, all float32 whatever the weights' dtype.
 
     A bfloat16 sum stops growing once it is 256 times as large as what is added.
+
+    Attributes:
+        loss, weight, grads: sums of losses, of their weights, and of gradients.
+        extra: the loss function's further values, added up.
+        microbatches: int32, how many so far.
     """
 
     loss: jax.Array
     weight: jax.Array
     grads: nnx.State
+    extra: Any
+    microbatches: jax.Array
 
 
 class TrainStep:
@@ -59,23 +67,33 @@ class TrainStep:
 
     def __init__(
         self,
-        model: Decoder | Callable[[], Decoder],
+        model: nnx.Module | Callable[[], nnx.Module],
         tx: optax.GradientTransformation,
-        mesh: Mesh | None,
+        mesh: Mesh | None = None,
+        *,
+        loss_fn: LossFunction | None = None,
+        trainable: Any = nnx.Param,
+        compute_dtype: Any = None,
         precision: str | None = None,
     ) -> None:
+        refuse_linen(model)
         self.mesh = mesh = None if mesh is None else auto_axes(mesh)
         self.tx = tx
         self.precision = precision
+        self.compute_dtype = compute_dtype
+        self.trainable = trainable
         self.compilations = 0
+        self._loss_fn = loss_fn or causal_lm_loss
+        self._own_loss = loss_fn is not None
         if isinstance(model, nnx.Module):
-            self._make: Callable[[], Decoder] | None = None
+            self._make: Callable[[], nnx.Module] | None = None
             self._graph, params, rest = self._split(nnx.clone(model))
             self._params: nnx.State | None = params  # the model's own arrays, not a copy
-            self._rest: nnx.State | None = _put(rest, weight_shardings(rest, mesh))
+            self._rest: nnx.State | None = rest if mesh is None else jax.device_put(rest, weight_shardings(rest, mesh))
         else:
             self._make, self._params, self._rest = model, None, None
             self._graph, params, rest = self._split(nnx.eval_shape(model))
+        check_variables(params, rest)
         self._rest_shapes = jax.eval_shape(lambda rest: rest, rest)
         self._rest_shardings = weight_shardings(rest, mesh)
         self.shapes: TrainState = jax.eval_shape(self._fresh, params)
@@ -86,9 +104,9 @@ class TrainStep:
             self.shapes = jax.tree.map(_with_sharding, self.shapes, self._shardings)
             self._rest_shapes = jax.tree.map(_with_sharding, self._rest_shapes, self._rest_shardings)
             whole: Any = NamedSharding(mesh, PartitionSpec())
-            out, sums = (self._shardings, whole), Sums(whole, whole, self._shardings.params)
+            out, sums = (self._shardings, whole), Sums(whole, whole, self._shardings.params, whole, whole)
         self._step = jax.jit(self._accumulate_and_update, donate_argnums=0, out_shardings=out)
-        self._zeros = jax.jit(_zeros, out_shardings=sums)
+        self._zeros = jax.jit(self._start, out_shardings=sums)
         self._add = jax.jit(self._add_first, donate_argnums=2, out_shardings=sums)
         self._update = jax.jit(self._divide_and_update, donate_argnums=0, out_shardings=out)
 
@@ -112,7 +130,7 @@ class TrainStep:
         opt_state = jax.jit(self.tx.init, out_shardings=self._shardings and self._shardings.opt_state)(params)
         return TrainState(params, opt_state, _put(jnp.zeros((), jnp.int32), self._shardings and self._shardings.step))
 
-    def model(self, state: TrainState) -> Decoder:
+    def model(self, state: TrainState) -> Any:
         """A model that holds the state's weights, for evaluation or :func:`jax_backend.weights.save`.
 
         It shares the state's arrays: the next step donates them, so use the model before it.
@@ -142,8 +160,9 @@ class TrainStep:
 
         Finish the step with :meth:`update`. Each new shape is compiled.
         """
-        sums = self._zeros(state.params) if sums is None else sums
-        return self._add(state.params, self._others(), sums, self.place(batch))
+        rest, batch = self._others(), self.place(batch)
+        sums = self._zeros(state.params, rest, batch) if sums is None else sums
+        return self._add(state, rest, sums, batch)
 
     def update(self, state: TrainState, sums: Sums) -> tuple[TrainState, Metrics]:
         """Divide the sums once and take the optimizer step; ``state`` is donated."""
@@ -162,20 +181,26 @@ class TrainStep:
 
     def place(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Check the batch and put it on the mesh: this process's rows are spread over its devices."""
-        missing = [key for key in BATCH_KEYS if key not in batch]
+        missing = [] if self._own_loss else [key for key in BATCH_KEYS if key not in batch]
         if missing:
             raise LayoutError(f"the batch lacks {', '.join(missing)}: jax_backend.to_batch makes all of them")
-        shapes = {key: np.shape(batch[key]) for key in BATCH_KEYS}
-        if len(set(shapes.values())) != 1 or len(shapes["input_ids"]) not in (2, 3):
+        keys = tuple(batch) if self._own_loss else BATCH_KEYS
+        shapes = {key: np.shape(batch[key]) for key in keys}
+        if not self._own_loss and (len(set(shapes.values())) != 1 or len(shapes["input_ids"]) not in (2, 3)):
             raise LayoutError(f"the batch's arrays must share one shape [A, B, S] or [B, S], got {shapes}")
-        arrays = {key: batch[key] if batch[key].ndim == 3 else batch[key][None] for key in BATCH_KEYS}
+        single = len(shapes.get("input_ids", (0, 0, 0))) == 2
+        arrays = {key: batch[key][None] if single else batch[key] for key in keys}
+        leading = {key: np.shape(array)[:2] for key, array in arrays.items()}
+        if len(set(leading.values())) != 1 or len(next(iter(leading.values()))) != 2:
+            raise LayoutError(f"the batch's arrays must share their first axes, microbatches and rows, got {shapes}")
         if self.mesh is None:
             return {key: jnp.asarray(value) for key, value in arrays.items()}
         return place_rows(arrays, self.mesh)
 
     def _split(self, model: Any) -> tuple[Any, nnx.State, nnx.State]:
-        model.mesh = self.mesh
-        graph, params, *rest = nnx.split(model, nnx.Param, ...)
+        if isinstance(model, Decoder):
+            model.mesh = self.mesh
+        graph, params, *rest = nnx.split(model, self.trainable, ...)
         return graph, params, rest[0]
 
     def _others(self) -> nnx.State:
@@ -189,16 +214,34 @@ class TrainStep:
     def _fresh(self, params: nnx.State) -> TrainState:
         return TrainState(params, self.tx.init(params), jnp.zeros((), jnp.int32))
 
-    def _loss_sum(self, params: nnx.State, rest: nnx.State, micro: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return nnx.merge(self._graph, params, rest).loss(micro)
+    def _loss_sum(
+        self, params: nnx.State, rest: nnx.State, micro: dict[str, jax.Array], step: jax.Array, number: jax.Array
+    ) -> tuple[jax.Array, tuple[jax.Array, Any]]:
+        rest = fold_keys(rest, step, number)
+        if self.compute_dtype is not None:
+            params, rest = cast_weights((params, rest), self.compute_dtype)
+        loss, weight, *extra = self._loss_fn(nnx.merge(self._graph, params, rest), micro)
+        return loss, (jnp.asarray(weight), jax.tree.map(jnp.asarray, extra[0] if extra else {}))
 
-    def _add_first(self, params: nnx.State, rest: nnx.State, sums: Sums, batch: dict[str, jax.Array]) -> Sums:
-        return self._add_microbatch(params, rest, sums, {key: value[0] for key, value in batch.items()})
+    def _start(self, params: nnx.State, rest: nnx.State, batch: dict[str, jax.Array]) -> Sums:
+        """Sums of no microbatch."""
+        extra: Any = {}
+        if self._own_loss:
+            micro = jax.tree.map(lambda x: x[0], batch)
+            zero = jnp.zeros((), jnp.int32)
+            extra = jax.eval_shape(self._loss_sum, params, rest, micro, zero, zero)[1][1]
+        grads, extra = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (params, extra))
+        return Sums(jnp.zeros(()), jnp.zeros(()), grads, extra, jnp.zeros((), jnp.int32))
 
-    def _add_microbatch(self, params: nnx.State, rest: nnx.State, sums: Sums, micro: dict[str, jax.Array]) -> Sums:
+    def _add_first(self, state: TrainState, rest: nnx.State, sums: Sums, batch: dict[str, jax.Array]) -> Sums:
+        return self._add_microbatch(state, rest, sums, {key: value[0] for key, value in batch.items()})
+
+    def _add_microbatch(self, state: TrainState, rest: nnx.State, sums: Sums, micro: dict[str, jax.Array]) -> Sums:
+        gradient = jax.value_and_grad(self._loss_sum, has_aux=True)
         with nullcontext() if self.precision is None else jax.default_matmul_precision(self.precision):
-            (loss, weight), grads = jax.value_and_grad(self._loss_sum, has_aux=True)(params, rest, micro)
-        return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, Sums(loss, weight, grads))
+            (loss, (weight, extra)), grads = gradient(state.params, rest, micro, state.step, sums.microbatches)
+        found = Sums(loss, weight, grads, extra, jnp.ones((), jnp.int32))
+        return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, found)
 
     def _divide_and_update(self, state: TrainState, sums: Sums) -> tuple[TrainState, Metrics]:
         # One division for the whole step: a mean of the microbatches' means would weigh their tokens unequally.
@@ -213,6 +256,7 @@ class TrainStep:
             "weight_sum": sums.weight,
             "grad_norm": optax.tree.norm(grads),
         }
+        metrics |= {name: _quotient(value) for name, value in sums.extra.items()}
         return TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1), metrics
 
     def _accumulate_and_update(
@@ -221,39 +265,72 @@ class TrainStep:
         self.compilations += 1  # this body runs when it is traced, not when it is executed
 
         def add(sums: Sums, micro: dict[str, jax.Array]) -> tuple[Sums, None]:
-            return self._add_microbatch(state.params, rest, sums, micro), None
+            return self._add_microbatch(state, rest, sums, micro), None
 
-        sums, _ = jax.lax.scan(add, _zeros(state.params), batch)
+        sums, _ = jax.lax.scan(add, self._start(state.params, rest, batch), batch)
         return self._divide_and_update(state, sums)
 
 
 def make_train_step(
-    model: Decoder | Callable[[], Decoder],
+    model: nnx.Module | Callable[[], nnx.Module],
     tx: optax.GradientTransformation,
     mesh: Mesh | None = None,
     *,
+    loss_fn: LossFunction | None = None,
+    trainable: Any = nnx.Param,
+    compute_dtype: Any = None,
     precision: str | None = None,
 ) -> TrainStep:
     """Build the training step of ``model`` under the optimizer ``tx``.
 
     The loss is the weighted mean over every trained token of the step, however many microbatches it is cut into and
-    however many devices share it: sums are accumulated and divided once.
+    however many devices share it: sums are accumulated in float32 and divided once.
+
+    Every call of the step donates the state: its buffers become the next state's, and the old state cannot be used
+    again. The model given here, what `trainable` leaves out, and the batch are not donated.
+
+    Dropout draws from the model's own random streams (``nnx.Rngs``), whose keys are folded with the number of the step
+    and of the microbatch: a resumed run draws what the uninterrupted one does.
 
     Args:
-        model: a decoder; its ``param_dtype`` is what the master weights keep, its ``dtype`` what the layers compute in,
-            its ``remat`` whether layers are recomputed in the backward. Or a function that makes one: `TrainStep.init`
-            then makes the weights where they are kept, and no device ever holds them whole.
+        model: a `Decoder` or another ``nnx`` module; it keeps the dtype of its weights. Without ``loss_fn`` a module is
+            called with ``input_ids, segment_ids, position_ids`` and returns logits [B, S, V]. Or a function that makes
+            a module: `TrainStep.init` then makes the weights where they are kept, and no device ever holds them whole.
         tx: an optax transformation.
         mesh: None for one device. Rows are spread over all of the mesh's axes; weights, gradients and the optimizer's
             state are cut over the axis named ``fsdp`` where the mesh has one, and replicated over the others.
+        loss_fn: ``loss_fn(model, batch) -> (loss_sum, weight_sum)`` or ``(loss_sum, weight_sum, extra)`` of one
+            microbatch, a dictionary of arrays [B, ...] that may hold any keys. ``extra`` maps a name to a value that is
+            added up over microbatches, or to a pair (sum, weight) whose quotient is reported; both go into the metrics.
+            Terms that count each token, such as a z-loss, belong into ``loss_sum``.
+        trainable: an ``nnx`` filter of the variables that are trained; ``nnx.LoRAParam`` trains LoRA weights alone. The
+            others get no gradient and no optimizer state, and are in no checkpoint.
+        compute_dtype: what floating-point weights are cast to before each microbatch, gradients staying in the dtype
+            of the weights; None leaves that to the model's layers (their ``dtype``). Over ``fsdp`` the cast weights
+            are what travels.
         precision: of matrix products, as `jax.default_matmul_precision` names it; None for what is in force. A GPU
             multiplies float32 in TF32 by default: "highest" makes it float32.
+
+    Raises:
+        UnsupportedModelError: a ``linen`` module, or one with batch statistics, which mix a packed batch's documents.
+        PackingError: ``trainable`` selects nothing.
     """
-    return TrainStep(model, tx, mesh, precision)
+    return TrainStep(
+        model,
+        tx,
+        mesh,
+        loss_fn=loss_fn,
+        trainable=trainable,
+        compute_dtype=compute_dtype,
+        precision=precision,
+    )
 
 
-def _zeros(params: nnx.State) -> Sums:
-    return Sums(jnp.zeros(()), jnp.zeros(()), jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), params))
+def _quotient(value: Any) -> jax.Array:
+    if not isinstance(value, tuple):
+        return value
+    total, weight = value
+    return jnp.where(weight != 0, total / jnp.where(weight != 0, weight, 1), 0)
 
 
 def _put(tree: Any, shardings: Any, *, donate: bool = False) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def save(model: Decoder, folder: str | Path) -> None:
 def export(state: nnx.State) -> dict[str, np.ndarray]:
     """Checkpoint name -> array on the host, in the checkpoint's orientation, of a decoder's parameters (or of their
     gradients)."""
-    return {name: np.ascontiguousarray(_turn(path, to_host(leaf[...]))) for name, path, leaf in _named(state)}
+    return {name: tensor for parameter in _parameters(state) for name, tensor in parameter.tensors()}
 
 
 def assign(state: nnx.State, tensors: Mapping[str, Any]) -> None:
@@ -76,31 +77,62 @@ def assign(state: nnx.State, tensors: Mapping[str, Any]) -> None:
     Raises:
         LayoutError: names that lack or that nothing takes, or a shape that differs; nothing is filled then.
     """
-    for name, path, leaf in _checked(state, {name: tensor.shape for name, tensor in tensors.items()}):
-        turned = np.asarray(_turn(path, np.asarray(tensors[name])), leaf.dtype)
-        leaf.set_value(jax.device_put(turned, leaf[...].sharding))
+    hosted = {name: np.asarray(tensor) for name, tensor in tensors.items()}
+    for parameter in _checked(state, {name: tensor.shape for name, tensor in hosted.items()}):
+        leaf = parameter.leaf
+        leaf.set_value(jax.device_put(parameter.read(hosted, parameter.everything), leaf[...].sharding))
 
 
 def _fill(state: nnx.State, tensors: Mapping[str, Any], mesh: Mesh | None) -> None:
     """Fill abstract ``state`` from open safetensors slices, each device with what it keeps."""
-    for name, path, leaf in _checked(state, {name: tuple(part.get_shape()) for name, part in tensors.items()}):
-        read = partial(_read, tensors[name], path, leaf.dtype)
+    for parameter in _checked(state, {name: tuple(part.get_shape()) for name, part in tensors.items()}):
+        leaf, read = parameter.leaf, partial(parameter.read, tensors)
         if mesh is None:
-            leaf.set_value(jnp.asarray(read((slice(None),) * len(leaf.shape))))
+            leaf.set_value(jnp.asarray(read(parameter.everything)))
         else:
             sharding = weight_sharding(leaf.shape, mesh)
             leaf.set_value(jax.make_array_from_callback(leaf.shape, sharding, read, dtype=leaf.dtype))
 
 
-def _read(part: Any, path: tuple[Any, ...], dtype: Any, index: Any) -> np.ndarray:
-    """The part ``index`` of a parameter from its safetensors slice."""
-    return np.ascontiguousarray(_turn(path, part[index[::-1] if _is_turned(path) else index]), dtype)
+@dataclass(frozen=True)
+class _Parameter:
+    """A decoder's parameter and the tensors of a checkpoint that it holds: one, or one of each stacked layer."""
+
+    names: tuple[str, ...]
+    leaf: Any
+    turned: bool  # kernels: torch keeps them [out, in]
+    stacked: bool
+
+    @property
+    def everything(self) -> tuple[slice, ...]:
+        """The index of the whole parameter."""
+        return (slice(None),) * len(self.leaf.shape)
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """The shape of each of its tensors in the checkpoint."""
+        shape = self.leaf.shape[self.stacked :]
+        return shape[::-1] if self.turned else shape
+
+    def read(self, tensors: Mapping[str, Any], index: Any) -> np.ndarray:
+        """The part ``index`` of the parameter from arrays or safetensors slices, in the parameter's dtype."""
+        names = self.names[index[0]] if self.stacked else self.names
+        inner = index[self.stacked :]
+        parts = [tensors[name][inner[::-1] if self.turned else inner] for name in names]
+        parts = [part.T if self.turned else part for part in parts]
+        return np.ascontiguousarray(np.stack(parts) if self.stacked else parts[0], self.leaf.dtype)
+
+    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+        """The checkpoint's tensors, on the host."""
+        whole = to_host(self.leaf[...])
+        for name, part in zip(self.names, whole if self.stacked else [whole], strict=True):
+            yield name, np.ascontiguousarray(part.T if self.turned else part)
 
 
-def _checked(state: nnx.State, shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, tuple[Any, ...], Any]]:
-    """Name, path and leaf of all parameters, whose names and shapes are those of a checkpoint."""
-    wanted = list(_named(state))
-    names = {name for name, _, _ in wanted}
+def _checked(state: nnx.State, shapes: Mapping[str, tuple[int, ...]]) -> list[_Parameter]:
+    """All parameters, whose names and shapes are those of a checkpoint."""
+    wanted = list(_parameters(state))
+    names = {name for parameter in wanted for name in parameter.names}
     missing, extra = sorted(names - shapes.keys()), sorted(shapes.keys() - names)
     extra = [name for name in extra if name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq")]
     if missing or extra:
@@ -108,26 +140,28 @@ def _checked(state: nnx.State, shapes: Mapping[str, tuple[int, ...]]) -> list[tu
             f"the checkpoint lacks {missing or 'nothing'} and has {extra or 'nothing'} that the config does not: "
             "the config.json beside it describes another model"
         )
-    for name, path, leaf in wanted:
-        found = shapes[name][::-1] if _is_turned(path) else shapes[name]
-        if found != leaf.shape:
-            raise LayoutError(f"{name} has shape {found} and the config asks for {leaf.shape}")
+    for parameter in wanted:
+        for name in parameter.names:
+            if shapes[name] != parameter.tensor_shape:
+                raise LayoutError(f"{name} has shape {shapes[name]} and the config asks for {parameter.tensor_shape}")
     return wanted
 
 
-def _named(state: nnx.State) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
-    for path, leaf in nnx.to_flat_state(state):
+def _parameters(state: nnx.State) -> Iterator[_Parameter]:
+    found = nnx.to_flat_state(state)
+    period = len({path[2] for path, _ in found if path[1] == "blocks"})
+    scanned = max((leaf.shape[0] * period for path, leaf in found if path[1] == "blocks"), default=0)
+    for path, leaf in found:
         parts = [str(part) for part in path]
         parts[-1] = {"kernel": "weight", "embedding": "weight"}.get(parts[-1], parts[-1])
-        yield ".".join(parts), path, leaf
-
-
-def _is_turned(path: tuple[Any, ...]) -> bool:
-    return bool(path[-1] == "kernel")
-
-
-def _turn(path: tuple[Any, ...], array: np.ndarray) -> np.ndarray:
-    return array.T if _is_turned(path) else array
+        stacked = parts[1] == "blocks"
+        numbers: Any = [None]
+        if stacked:
+            numbers = range(int(parts[2]), scanned, period)
+        elif parts[1] == "layers":
+            numbers = [scanned + int(parts[2])]
+        names = (parts if n is None else [parts[0], "layers", str(n), *parts[3:]] for n in numbers)
+        yield _Parameter(tuple(map(".".join, names)), leaf, path[-1] == "kernel", stacked)
 
 
 def _open(folder: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jax_backend.attention.request import Request, check_arrays, check_options
-from jax_backend.attention.sharding import platform_of, refuse_sharded, spread
+from jax_backend.attention.sharding import left_to_compiler, platform_of, sharding_of, spread
 from jax_backend.segments import Segments, cap_segments, find_segments
 from packing_core.errors import LayoutError, PackingError, UnsupportedError
 
@@ -30,6 +30,9 @@ IMPLEMENTATIONS = {
     "cudnn": "jax_backend.attention.cudnn",
     "tpu": "jax_backend.attention.tpu",
 }
+
+# Plain XLA operations, which the compiler's partitioner may split as it likes.
+PARTITIONED = ("chunked", "xla")
 
 # What ``implementation=None`` tries, in this order; measured (benchmarks/RESULTS.md), and the same on every host of a
 # job.
@@ -94,37 +97,42 @@ def segment_attention(
     Raises:
         LayoutError: shapes, dtypes or ids contradict each other.
         CapacityError: a row (concrete ids) holds more than ``max_segments`` segments.
-        UnsupportedError: the implementation cannot serve, or inputs are sharded and ``mesh`` is missing.
+        UnsupportedError: the implementation cannot serve, or it is a kernel, ``mesh`` is missing, and the inputs are
+            traced on a mesh of Auto axes, whose types do not tell how they are sharded.
         PackingError: an option is out of its range.
     """
     check_arrays(q, k, v)
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     check_options(heads=q.shape[2], scale=scale, window=window, softcap=softcap, sinks=sinks, max_segments=max_segments)
     segments = _segments(q, k, segment_ids, kv_segment_ids, q_offset, max_segments)
-    request = Request(
-        rows=q.shape[0],
-        queries=q.shape[1],
-        keys=k.shape[1],
-        heads=q.shape[2],
-        kv_heads=k.shape[2],
-        head_dim=q.shape[3],
-        value_dim=v.shape[3],
-        dtype=q.dtype,
-        causal=causal,
-        scale=q.shape[3] ** -0.5 if scale is None else float(scale),
-        window=window,
-        softcap=None if softcap is None else float(softcap),
-        needs_lse=return_lse or sinks is not None,
-        own_keys=segments.own_keys,
-        max_segments=max_segments,
+    request = request_for(
+        q,
+        k,
+        v,
         platform=platform_of(q, mesh),
+        kv_segment_ids=None if segments.own_keys else segments,
+        causal=causal,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        max_segments=max_segments,
+        return_lse=return_lse,
     )
     offset = jnp.asarray(q_offset, jnp.int32)
-    if mesh is None:
-        refuse_sharded(q=q, k=k, v=v)
-        attend: Callable[..., Any] = partial(choose(request, implementation).attend, request=request)
+    sharding = sharding_of(q, k, v) if mesh is None else mesh
+    if sharding is None:
+        module = choose(request, implementation)
+        name = left_to_compiler(q=q, k=k, v=v)
+        if name is not None and module.__name__ not in map(IMPLEMENTATIONS.get, PARTITIONED):
+            raise UnsupportedError(
+                f"{name} may be sharded over devices, and the compiler would compute the whole batch on every one of "
+                f"them: pass mesh=, give the mesh explicit axes, call segment_attention inside shard_map, or pass "
+                f"implementation={PARTITIONED[0]!r}"
+            )
+        attend: Callable[..., Any] = partial(module.attend, request=request)
     else:
-        attend = spread(mesh, request, run=lambda local: choose(local, implementation).attend)
+        attend = spread(sharding, request, run=lambda local: choose(local, implementation).attend)
     out, lse = attend(q, k, v, segments, offset)
     if sinks is not None:
         # exp(lse) / (exp(lse) + exp(sink)) is what the sink leaves of every weight.
@@ -159,6 +167,42 @@ def merge_attention(
     return merged.astype(out.dtype), jnp.where(total == 0, -jnp.inf, jnp.log(divisor) + largest)
 
 
+def request_for(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    platform: str,
+    kv_segment_ids: Any = None,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+    max_segments: int | None = None,
+    return_lse: bool = False,
+) -> Request:
+    """The static part of a call with these arrays, or arrays of these shapes, and options."""
+    return Request(
+        rows=q.shape[0],
+        queries=q.shape[1],
+        keys=k.shape[1],
+        heads=q.shape[2],
+        kv_heads=k.shape[2],
+        head_dim=q.shape[3],
+        value_dim=v.shape[3],
+        dtype=q.dtype,
+        causal=causal,
+        scale=q.shape[3] ** -0.5 if scale is None else float(scale),
+        window=window,
+        softcap=None if softcap is None else float(softcap),
+        needs_lse=return_lse or sinks is not None,
+        own_keys=kv_segment_ids is None,
+        max_segments=max_segments,
+        platform=platform,
+    )
+
+
 def choose(request: Request, implementation: str | None = None) -> ModuleType:
     """The implementation that serves a request: the named one, or the first of the platform's ``ORDER`` that can.
 
@@ -166,19 +210,25 @@ def choose(request: Request, implementation: str | None = None) -> ModuleType:
         PackingError: no implementation has that name.
         UnsupportedError: the named one, or every one in the order, cannot serve; the message says why for each.
     """
+    found = answers(request, implementation)
+    for name, reason in found.items():
+        if reason is None:
+            return import_module(IMPLEMENTATIONS[name])
+    raise UnsupportedError("; ".join(f"{name} cannot serve: {reason}" for name, reason in found.items()))
+
+
+def answers(request: Request, implementation: str | None = None) -> dict[str, str | None]:
+    """What each implementation that is tried says to a request: None, or the reason why it cannot serve.
+
+    Raises:
+        PackingError: no implementation has that name.
+    """
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise PackingError(
             f"implementation {implementation!r} is unknown: pass one of {', '.join(IMPLEMENTATIONS)}, or None"
         )
     names = ORDER[request.platform] if implementation is None else (implementation,)
-    reasons = []
-    for name in names:
-        module = import_module(IMPLEMENTATIONS[name])
-        reason = module.supports(request)
-        if reason is None:
-            return module
-        reasons.append(f"{name} cannot serve: {reason}")
-    raise UnsupportedError("; ".join(reasons))
+    return {name: import_module(IMPLEMENTATIONS[name]).supports(request) for name in names}
 
 
 def _segments(

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_backend.attention.request import Request
+from jax_backend.attention.request import Request, saved
 from jax_backend.attention.xla import einsum
 from jax_backend.segments import Interval, Segments, seeing_queries, visible_keys
 
@@ -76,12 +76,12 @@ def _attend(
 def _attend_fwd(
     request: Request, q: jax.Array, k: jax.Array, v: jax.Array, keys: Interval, queries: Interval
 ) -> tuple[Any, Any]:
-    out, lse = _attend(request, q, k, v, keys, queries)
+    out, lse = saved(*_attend(request, q, k, v, keys, queries))
     return (out, lse), (q, k, v, keys, queries, out, lse)
 
 
-def _attend_bwd(request: Request, saved: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
-    q, k, v, keys, queries, out, lse = saved
+def _attend_bwd(request: Request, kept: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
+    q, k, v, keys, queries, out, lse = kept
     dout, dlse = cotangents
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - dlse
 

@@ -18,7 +18,7 @@ from jax_backend.attention import mosaic_backward, mosaic_forward, mosaic_tiles
 from jax_backend.attention.pallas_backward import grad_keys, grad_queries
 from jax_backend.attention.pallas_forward import forward
 from jax_backend.attention.pallas_tiles import tiles_for
-from jax_backend.attention.request import Request
+from jax_backend.attention.request import Request, saved
 from jax_backend.segments import Interval, Segments, seeing_queries, visible_keys
 
 WIDEST = 256  # channels of a head that a tile still holds in shared memory and registers
@@ -53,12 +53,12 @@ def _attend(
 def _attend_fwd(
     request: Request, q: jax.Array, k: jax.Array, v: jax.Array, keys: Interval, queries: Interval
 ) -> tuple[Any, Any]:
-    out, lse = _attend(request, q, k, v, keys, queries)
+    out, lse = saved(*_attend(request, q, k, v, keys, queries))
     return (out, lse), (q, k, v, keys, queries, out, lse)
 
 
-def _attend_bwd(request: Request, saved: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
-    q, k, v, keys, queries, out, lse = saved
+def _attend_bwd(request: Request, kept: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
+    q, k, v, keys, queries, out, lse = kept
     dout, dlse = cotangents
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - dlse
     tiles, interpret = tiles_for(request), request.platform == "cpu"

@@ -12,10 +12,17 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from packing_core.errors import LayoutError, PackingError
 
 FLOATING = ("bfloat16", "float16", "float32")
+SAVED = "segment_attention"  # the name under which policies of jax.checkpoint find what a backward reads of its forward
+
+
+def saved(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The results of a forward under the name ``SAVED``, so that a policy can keep them rather than run it again."""
+    return checkpoint_name(out, SAVED), checkpoint_name(lse, SAVED)
 
 
 @dataclass(frozen=True)

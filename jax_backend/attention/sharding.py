@@ -1,8 +1,8 @@
 """Where a call runs and how it is spread over devices.
 
 A kernel is opaque to XLA's partitioner: under plain ``jit`` with sharded inputs it would be run whole on every device.
-So a call with sharded inputs names its mesh, and each device then runs the kernel on its own rows and heads under
-``shard_map``.
+So each device runs it on its own rows and heads under ``shard_map``, over the mesh that the call names or that the
+inputs' types carry. Where neither says it (a mesh of Auto axes under ``jit``), only plain XLA operations are right.
 """
 
 from __future__ import annotations
@@ -67,27 +67,51 @@ def spread(
     )
 
 
-def refuse_sharded(**arrays: jax.Array) -> None:
-    """Raise if an array is spread over devices in a way that only a mesh could tell the kernel.
+def sharding_of(q: jax.Array, k: jax.Array, v: jax.Array) -> NamedSharding | None:
+    """How the operands are spread, from their types (explicit axes) or their devices; None if that is not known.
 
     Raises:
-        UnsupportedError: an array is sharded, or traced on a mesh whose axes the compiler shards as it likes.
+        LayoutError: they are spread over rows or heads in different ways.
+        UnsupportedError: a concrete array is spread in a way that names no mesh.
     """
+    found = {name: _split(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
+    if all(sharding is None for sharding in found.values()):
+        return None
+    over = {name: _rows_and_heads(sharding) for name, sharding in found.items()}
+    if len(set(over.values())) > 1:
+        raise LayoutError(
+            f"rows and heads of q, k and v are spread differently ({over}): reshard them alike, or pass mesh="
+        )
+    return found["q"]
+
+
+def left_to_compiler(**arrays: jax.Array) -> str | None:
+    """The name of an array that is traced on a mesh of Auto axes, which the compiler shards as it likes, or None."""
     for name, x in arrays.items():
         if isinstance(x, jax.core.Tracer):
-            sharding = jax.typeof(x).sharding
-            kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
-            sizes = sharding.mesh.shape
-            split = any(part is not None for part in sharding.spec) or any(
-                kind == AxisType.Auto and sizes[axis] > 1 for axis, kind in kinds.items()
-            )
-        else:
-            split = len(x.sharding.device_set) > 1 and not x.is_fully_replicated
-        if split:
-            raise UnsupportedError(
-                f"{name} is sharded over devices, and under plain jit every one of them would compute the whole batch: "
-                "pass mesh=, or call segment_attention inside shard_map"
-            )
+            mesh = jax.typeof(x).sharding.mesh
+            kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+            if any(kind == AxisType.Auto and mesh.shape[axis] > 1 for axis, kind in kinds):
+                return name
+    return None
+
+
+def _split(name: str, x: jax.Array) -> NamedSharding | None:
+    if isinstance(x, jax.core.Tracer):
+        typed = jax.typeof(x).sharding
+        return typed if any(part is not None for part in typed.spec) else None
+    if len(x.sharding.device_set) == 1 or x.is_fully_replicated:
+        return None
+    if not isinstance(x.sharding, NamedSharding):
+        raise UnsupportedError(f"{name} is spread over devices by a {type(x.sharding).__name__}: pass mesh=")
+    return x.sharding
+
+
+def _rows_and_heads(sharding: NamedSharding | None) -> tuple[Any, Any]:
+    if sharding is None:
+        return None, None
+    spec = (*sharding.spec, None, None, None, None)
+    return spec[0], spec[2]
 
 
 def platform_of(q: jax.Array, mesh: Mesh | NamedSharding | None) -> str:

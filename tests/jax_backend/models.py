@@ -27,6 +27,8 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_THETA = {"rope_theta": 10000.0}
+_ALTERNATING = ["sliding_attention", "full_attention"]
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**_TINY),
     "llama3-rope-biases": lambda: transformers.LlamaConfig(
@@ -36,6 +38,47 @@ CONFIGS = {
         **_TINY, tie_word_embeddings=True, use_sliding_window=True, sliding_window=5, max_window_layers=1
     ),
     "qwen3-head-dim": lambda: transformers.Qwen3Config(**_TINY, head_dim=16),
+    "llama-yarn": lambda: transformers.LlamaConfig(
+        **_TINY, rope_parameters={"rope_type": "yarn", **_THETA, "factor": 4.0, "original_max_position_embeddings": 16}
+    ),
+    "llama-dynamic-ntk": lambda: transformers.LlamaConfig(
+        **_TINY | {"max_position_embeddings": 20}, rope_parameters={"rope_type": "dynamic", **_THETA, "factor": 4.0}
+    ),
+    "mistral": lambda: transformers.MistralConfig(**_TINY, sliding_window=7),
+    "ministral": lambda: transformers.MinistralConfig(
+        **_TINY,
+        head_dim=8,
+        sliding_window=7,
+        layer_types=_ALTERNATING,
+        rope_parameters={"rope_type": "default", **_THETA},
+    ),
+    "phi3": lambda: transformers.Phi3Config(**_TINY, sliding_window=9, pad_token_id=0),
+    "phi3-longrope": lambda: transformers.Phi3Config(
+        **_TINY,
+        pad_token_id=0,
+        original_max_position_embeddings=20,
+        rope_parameters={
+            "rope_type": "longrope",
+            **_THETA,
+            "short_factor": [1.0, 1.1],
+            "long_factor": [2.0, 3.0],
+            "partial_rotary_factor": 0.5,
+            "original_max_position_embeddings": 20,
+        },
+    ),
+    "olmo2": lambda: transformers.Olmo2Config(**_TINY),
+    "olmo3": lambda: transformers.Olmo3Config(**_TINY, sliding_window=7, layer_types=_ALTERNATING),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **_TINY,
+        head_dim=8,
+        sliding_window=7,
+        query_pre_attn_scalar=16,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **_TINY, head_dim=8, sliding_window=7, query_pre_attn_scalar=16, layer_types=_ALTERNATING
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""Starts a script of this folder in several processes of one `jax.distributed` job, and ends them after 90 seconds."""
+"""Starts a script of this folder in several processes of one `jax.distributed` job."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 import sys
 from pathlib import Path
 
-from tests.processes import run_together
+from tests import processes
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,6 +25,6 @@ def run_processes(script: str, *arguments: str, count: int = 2, devices: int = 2
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
     path = str(Path(__file__).with_name(script))
-    started = [[sys.executable, path, address, str(count), str(number), *arguments] for number in range(count)]
-    for done in run_together(started, env=environment):
-        assert done.returncode == 0, f"{script} ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}"
+    commands = [[sys.executable, path, address, str(count), str(number), *arguments] for number in range(count)]
+    for done in processes.run_together(commands, env=environment):
+        assert done.returncode == 0, f"{script} ended with {done.returncode}: {done.stderr[-2000:]}"

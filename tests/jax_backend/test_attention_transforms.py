@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -108,15 +109,41 @@ def test_inside_shard_map_no_mesh_is_needed() -> None:
     assert_same(jax.jit(local)(*arguments), jax.jit(partial(segment_attention, implementation="xla"))(*arguments))
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("jitted", [True, False])
-def test_sharded_inputs_without_a_mesh_raise(jitted: bool, kind: AxisType) -> None:
-    arguments = [jax.device_put(x, NamedSharding(mesh_of({"data": 4}, kind), P("data"))) for x in operands()]
+@pytest.mark.parametrize(("jitted", "in_context"), [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize("spec", [P("data"), P("data", None, "tensor")], ids=str)
+def test_explicit_axes_tell_without_a_mesh_how_inputs_are_sharded(spec: P, jitted: bool, in_context: bool) -> None:
+    mesh = mesh_of({"data": 4, "tensor": 2}, AxisType.Explicit)
+    *qkv, ids = operands()
+    sharded = [jax.device_put(x, NamedSharding(mesh, spec)) for x in qkv]
+    arguments = (*sharded, jax.device_put(ids, NamedSharding(mesh, P("data"))))
     call = jax.jit(segment_attention) if jitted else segment_attention
+    with jax.set_mesh(mesh) if in_context else nullcontext():
+        found = call(*arguments)
+    assert found.sharding.is_equivalent_to(NamedSharding(mesh, spec), 4), "no device may hold the whole"
+    assert_same(found, jax.jit(partial(segment_attention, implementation="xla"))(*qkv, ids))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "chunked"])
+def test_plain_operations_are_left_to_the_compiler_where_types_do_not_tell(implementation: str) -> None:
+    *qkv, ids = operands()
+    sharded = [jax.device_put(x, NamedSharding(mesh_of({"data": 4}), P("data"))) for x in (*qkv, ids)]
+    found = gradients(lambda *a: loss(*a, implementation=implementation), *sharded)
+    assert_same(found, gradients(lambda *a: loss(*a, implementation="xla"), *qkv, ids))
+
+
+def test_a_kernel_is_refused_where_types_do_not_tell_how_its_inputs_are_sharded() -> None:
+    arguments = [jax.device_put(x, NamedSharding(mesh_of({"data": 4}), P("data"))) for x in operands()]
     with pytest.raises(
-        UnsupportedError, match="q is sharded over devices, .* pass mesh=, or call segment_attention inside"
+        UnsupportedError, match="q may be sharded .* pass mesh=, give the mesh explicit axes, .*'chunked'"
     ):
-        call(*arguments)
+        jax.jit(partial(segment_attention, implementation="pallas"))(*arguments)
+
+
+def test_operands_that_are_spread_differently_are_refused() -> None:
+    q, k, v, ids = operands()
+    q = jax.device_put(q, NamedSharding(mesh_of({"data": 4}), P("data")))
+    with pytest.raises(LayoutError, match=r"rows and heads of q, k and v are spread differently .*reshard them alike"):
+        segment_attention(q, k, v, ids)
 
 
 @pytest.mark.parametrize(

@@ -54,9 +54,11 @@ def test_what_is_declared(name, lacks):
     assert declared.atomic_embedding == (name in ("xla", "chunked", "pallas"))
 
 
-def test_the_adapter_loads_without_grain():
-    code = "import sys; sys.modules['grain'] = None; import jax_backend.conformance as c; print(c.backends()['xla']())"
-    done = processes.run([sys.executable, "-c", code])
+@pytest.mark.parametrize(
+    "code", ["import jax_backend.conformance as c; print(c.backends()['xla']())", "import jax_backend.train"]
+)
+def test_the_adapter_and_the_trainer_load_without_grain(code):
+    done = processes.run([sys.executable, "-c", f"import sys; sys.modules['grain'] = None; {code}"])
     assert done.returncode == 0, done.stderr
 
 

@@ -1,8 +1,4 @@
-"""Context parallelism over four devices: tokens of a row are split, and segments cross the cuts.
-
-Two ways, each an example to copy: every device gathers all keys, or keys travel around a ring of devices and the
-partial results are merged. Positions in the row give causality: ``q_offset`` says where the queries stand.
-"""
+"""Tokens of a row split over devices: the numbers of whole rows, forward and backward, and equal work for each."""
 
 from __future__ import annotations
 
@@ -13,60 +9,119 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType
 
-from jax_backend import merge_attention, segment_attention
+import packing_core
+from jax_backend import balance_tokens, context_attention, segment_attention
+from jax_backend.context_parallel import reorder_tokens
+from packing_core.errors import LayoutError, PackingError
 from tests.jax_backend.oracle import assert_same
 
-DEVICES, S = 4, 64
-HERE = S // DEVICES
+S = 64
+#                 cuts of four devices at 16, 32, 48
+IDS = np.array([[1] * 10 + [0] * 3 + [2] * 40 + [3] * 11, [1] * 16 + [2] * 16 + [3] * 30 + [0] * 2], np.int32)
 
 
-def gathered_keys(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array, **options: Any) -> jax.Array:
-    """Each device's queries against all keys of its rows."""
-    k, v, kv_ids = (lax.all_gather(x, "context", axis=1, tiled=True) for x in (k, v, ids))
-    return segment_attention(q, k, v, ids, kv_segment_ids=kv_ids, q_offset=lax.axis_index("context") * HERE, **options)
+def mesh_of(**axes: int) -> jax.sharding.Mesh:
+    devices = np.array(jax.devices()[: int(np.prod([*axes.values()]))]).reshape(tuple(axes.values()))
+    return jax.sharding.Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
-def ring(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array, **options: Any) -> jax.Array:
-    """Each device's queries against one shard of keys at a time, while the shards travel around."""
-    me = lax.axis_index("context")
-    to_next = [(i, (i + 1) % DEVICES) for i in range(DEVICES)]
-
-    def hop(carry: Any, number: jax.Array) -> tuple[Any, None]:
-        whole, (k, v, kv_ids) = carry
-        owner = (me - number) % DEVICES
-        part = segment_attention(
-            q, k, v, ids, kv_segment_ids=kv_ids, q_offset=(me - owner) * HERE, return_lse=True, **options
-        )
-        keys = jax.tree.map(lambda x: lax.ppermute(x, "context", to_next), (k, v, kv_ids))
-        return (merge_attention(whole, part), keys), None
-
-    nothing = jnp.zeros_like(q), jnp.full(q.shape[:3], -jnp.inf)
-    (whole, _), _ = lax.scan(hop, (nothing, (k, v, ids)), jnp.arange(DEVICES))
-    return whole[0]
-
-
-@pytest.mark.parametrize("way", [gathered_keys, ring])
-@pytest.mark.parametrize(("implementation", "window"), [("pallas", None), ("chunked", 11)])
-def test_split_tokens_give_what_whole_rows_give(way: Any, implementation: str, window: int | None) -> None:
+def operands() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.standard_normal((2, S, heads, 16)), jnp.float32) for heads in (4, 2, 2))
-    #                    cuts of the devices at 16, 32, 48
-    ids = jnp.asarray([[1] * 10 + [0] * 3 + [2] * 40 + [3] * 11, [1] * 16 + [2] * 16 + [3] * 30 + [0] * 2], jnp.int32)
-    options = {"implementation": implementation, "window": window}
-    mesh = Mesh(np.array(jax.devices()[:DEVICES]), ("context",))
-    tokens = P(None, "context")
-    split = jax.shard_map(partial(way, **options), mesh=mesh, in_specs=(tokens,) * 4, out_specs=tokens, check_vma=False)
+    heads = {"q": 4, "k": 2, "v": 2}
+    return {name: rng.standard_normal((2, S, count, 16)).astype(np.float32) for name, count in heads.items()}
 
-    def loss(attend: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        out = attend(q, k, v, ids)
-        return (out**2).sum(), out
 
-    def run(attend: Any) -> Any:
-        return jax.jit(jax.grad(partial(loss, attend), argnums=(0, 1, 2), has_aux=True))(q, k, v)
+def gradients(attend: Any, arrays: dict[str, Any], ids: Any, weights: Any, sinks: Any) -> Any:
+    """Output, and gradients of q, k, v and sinks, of a sum that weighs every token by its own."""
 
-    whole = run(partial(segment_attention, implementation="xla", window=window))
-    assert_same(run(split), whole)
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array, sinks: Any) -> tuple[jax.Array, jax.Array]:
+        out = attend(q, k, v, ids, sinks=sinks)
+        return (weights[..., None, None] * out**2).sum(), out
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(*arrays.values(), sinks)
+
+
+@pytest.mark.parametrize("method", ["all_gather_kv", "ring"])
+@pytest.mark.parametrize(
+    ("axes", "balanced", "options"),
+    [
+        ({"context": 2}, True, {"implementation": "chunked", "window": 11}),
+        ({"context": 4}, False, {"implementation": "pallas"}),
+        ({"data": 2, "context": 4}, True, {"implementation": "chunked", "softcap": 5.0}),
+    ],
+    ids=["two-window", "four-natural-pallas", "four-with-rows"],
+)
+def test_split_tokens_give_what_whole_rows_give(method, axes, balanced, options) -> None:
+    arrays, mesh = operands(), mesh_of(**axes)
+    weights = np.random.default_rng(1).random((2, S)).astype(np.float32)
+    sinks = None if "window" in options else jnp.asarray([0.5, -1.0, 0.0, 2.0])
+    whole = gradients(
+        partial(segment_attention, **options | {"implementation": "xla"}), arrays, jnp.asarray(IDS), weights, sinks
+    )
+    starts = balance_tokens(IDS, axes["context"], window=options.get("window")) if balanced else None
+    order = np.arange(S)
+    if starts is not None:
+        order = reorder_tokens({"at": np.arange(S)[None]}, starts)["at"][0]
+        assert not np.array_equal(order, np.arange(S))
+    attend = partial(
+        context_attention,
+        mesh=mesh,
+        rows="data" if "data" in axes else None,
+        method=method,
+        chunk_starts=starts,
+        **options,
+    )
+    (*grads, grad_sinks), out = gradients(
+        attend, {name: x[:, order] for name, x in arrays.items()}, jnp.asarray(IDS[:, order]), weights[:, order], sinks
+    )
+    back = np.argsort(order)
+    (*wanted, wanted_sinks), wanted_out = whole
+    assert_same(([np.asarray(x)[:, back] for x in grads], np.asarray(out)[:, back]), (wanted, wanted_out))
+    if sinks is not None:
+        np.testing.assert_allclose(grad_sinks, wanted_sinks, rtol=1e-4, atol=1e-5)
+    assert out.sharding.spec[1] == "context", "no device may hold all tokens"
+
+
+def test_balanced_chunks_give_every_device_about_as_many_visible_pairs() -> None:
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(5.5, 1.0, 400), 8, 4096).astype(int)
+    batch = packing_core.pack([np.zeros(n, np.int32) for n in lengths], 8192, strategy="best_fit")
+    ids = np.asarray(batch.segment_ids)[:4]
+    cost = np.where(ids > 0, np.asarray(batch.position_ids)[:4] + 1, 0).sum(axis=0)
+
+    def worst(starts: np.ndarray, shards: int = 4) -> float:
+        loads = reorder_tokens({"cost": cost[None]}, starts)["cost"].reshape(shards, -1).sum(axis=1)
+        return float(loads.max() / loads.mean())
+
+    natural = np.arange(4) * 2048
+    zigzag = np.array([0, 7, 1, 6, 2, 5, 3, 4]) * 1024
+    balanced = balance_tokens(ids, 4, chunks=8)
+    assert sorted(balanced) == [256 * i for i in range(32)]
+    assert worst(balanced) < 1.02 and worst(balanced) < min(worst(natural), worst(zigzag))
+
+
+def test_a_new_order_compiles_nothing() -> None:
+    arrays, traces = operands(), []
+
+    @jax.jit
+    def run(q, k, v, ids, starts):
+        traces.append(1)
+        return context_attention(q, k, v, ids, mesh=mesh_of(context=2), chunk_starts=starts, implementation="xla")
+
+    for starts in ([0, 48, 16, 32], [16, 32, 0, 48]):
+        run(*arrays.values(), jnp.asarray(IDS), jnp.asarray(starts))
+    assert len(traces) == 1
+
+
+def test_what_does_not_divide_or_is_not_there_is_refused() -> None:
+    arrays, ids = operands(), jnp.asarray(IDS)
+    with pytest.raises(PackingError, match="method is 'star': pass all_gather_kv or ring"):
+        context_attention(**arrays, segment_ids=ids, mesh=mesh_of(context=2), method="star")
+    with pytest.raises(PackingError, match="the mesh has no axis 'context', only data"):
+        context_attention(**arrays, segment_ids=ids, mesh=mesh_of(data=2))
+    with pytest.raises(LayoutError, match="64 tokens in 3 chunks do not divide over the 3 devices of axis 'context'"):
+        context_attention(**arrays, segment_ids=ids, mesh=mesh_of(context=3))
+    with pytest.raises(LayoutError, match="64 tokens a row do not divide into 3 shards of 2 chunks"):
+        balance_tokens(IDS, 3)

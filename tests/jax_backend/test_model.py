@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from jax_backend import weights
 from jax_backend.data import to_batch
 from jax_backend.loss import packed_cross_entropy
-from jax_backend.model import DecoderConfig
+from jax_backend.model import Decoder, DecoderConfig
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
 from tests.jax_backend.models import CONFIGS, documents, packed, saved
 
@@ -37,6 +37,8 @@ def per_document(model: torch.nn.Module) -> tuple[list[np.ndarray], float]:
     loss, count, logits = torch.zeros(()), 0, []
     for ids in documents(9):
         tokens = torch.from_numpy(ids.astype(np.int64))[None]
+        # dynamic NTK keeps the frequencies of the longest document so far
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
         out = model(tokens, use_cache=False).logits
         logits.append(out[0].detach().numpy())
         loss = loss + torch.nn.functional.cross_entropy(out[0, :-1], tokens[0, 1:], reduction="sum")
@@ -79,6 +81,36 @@ def test_recomputed_layers_change_no_gradient(tmp_path) -> None:
     _, recomputed = value_and_gradients(model, arrays)
     for one, other in zip(jax.tree.leaves(kept), jax.tree.leaves(recomputed), strict=True):
         assert relative(one, other) < 1e-6
+
+
+@pytest.mark.parametrize("windows", [[None, None, None], [5, None, 5, None, 5]], ids=str)
+def test_scanned_layers_are_the_same_model_in_and_out_of_folders(windows, tmp_path) -> None:
+    kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    more = {"num_hidden_layers": len(windows), "layer_types": kinds}
+    config = transformers.Qwen2Config(**CONFIGS["qwen2-window-tied"]().to_dict() | more)
+    transformers.Qwen2ForCausalLM(config).save_pretrained(tmp_path / "in")
+    plain = weights.load(tmp_path / "in", implementation="xla")
+    mesh = jax.make_mesh((2,), ("fsdp",))
+    scanned = weights.load(tmp_path / "in", implementation="xla", scan_layers=True)
+    period = len(set(windows))
+    assert len(scanned.model.blocks) == period and len(scanned.model.layers) == len(windows) % period
+    batch = {name: jnp.asarray(array) for name, array in to_batch(packed()).items()}
+    (_, logits), grads = value_and_gradients(scanned, batch)
+    (_, wanted), wanted_grads = value_and_gradients(plain, batch)
+    assert relative(logits, wanted) < 1e-6
+    found = weights.export(grads)
+    for name, gradient in weights.export(wanted_grads).items():
+        assert relative(found[name], gradient) < 1e-5, name
+    weights.save(weights.load(tmp_path / "in", scan_layers=True, mesh=mesh), tmp_path / "out")
+    written, given = (load_file(tmp_path / folder / "model.safetensors") for folder in ("out", "in"))
+    assert all(np.array_equal(written[name], given[name]) for name in written | given)
+
+
+def test_scanned_layers_start_from_weights_of_their_own() -> None:
+    config = DecoderConfig.from_hf(CONFIGS["llama"]().to_dict())
+    kernel = Decoder(config, rngs=nnx.Rngs(0), scan_layers=True).model.blocks[0].mlp.up_proj.kernel[...]
+    assert kernel.shape == (2, 32, 48) and not np.array_equal(kernel[0], kernel[1])
+    assert float(kernel.std()) == pytest.approx(config.initializer_range, rel=0.1)
 
 
 def test_a_written_folder_is_read_by_transformers_to_the_bit(both, tmp_path) -> None:
@@ -143,9 +175,14 @@ def test_pickled_weights_are_never_read(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"model_type": "gemma2"}, "model_type is 'gemma2' and the flax decoder computes llama, qwen2, qwen3"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type is 'longrope'.*longest position of a batch"),
+        ({"model_type": "mamba2"}, "model_type is 'mamba2' and the flax decoder computes llama, qwen2, qwen3"),
+        (
+            {"model_type": "bloom"},
+            "model_type is 'bloom', and its ALiBi biases are not in the JAX kernels",
+        ),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu' and the flax decoder computes silu, gelu_pytorch_tanh"),
+        ({"rope_parameters": {"rope_type": "spiral"}}, "rope_type is 'spiral' and the flax decoder computes default"),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1 and the flax decoder has no dropout: set it to 0"),
     ],
 )
 def test_what_the_decoder_does_not_compute_is_refused_with_the_reason(change, reason) -> None:

@@ -117,6 +117,27 @@ def test_gradients_of_bfloat16_weights_add_up_in_float32() -> None:
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
+@pytest.mark.parametrize("remat", ["full", "attention", "dots", "dots_and_attention"])
+def test_recomputed_layers_under_scan_take_the_same_step(remat) -> None:
+    _, kept, wanted = run(BATCHES[:2], tx=optax.sgd(0.1), scan_layers=True)
+    _, recomputed, found = run(BATCHES[:2], tx=optax.sgd(0.1), remat=remat, scan_layers=True)
+    assert found == pytest.approx(wanted, rel=1e-6)
+    assert largest_difference(recomputed.params, kept.params) < 1e-6
+
+
+def test_a_policy_that_keeps_attention_does_not_run_it_again() -> None:
+    def attention_loops(remat: str) -> int:
+        config = DecoderConfig.from_hf(CONFIGS["llama"]().to_dict() | {"num_hidden_layers": 1})
+        model = Decoder(config, rngs=nnx.Rngs(0), implementation="chunked", remat=remat)
+        train_step = make_train_step(model, optax.sgd(0.1))
+        state = train_step.init()
+        return str(jax.make_jaxpr(lambda params: train_step.accumulate(state, None, rows(1)))(0)).count("while[")
+
+    assert attention_loops("attention") < attention_loops("full")
+    with pytest.raises(PackingError, match="remat is 'some': pass True, False or one of full, attention, dots"):
+        decoder(remat="some")
+
+
 def test_a_step_in_which_nothing_is_trained_moves_nothing() -> None:
     nothing = BATCHES[0] | {"loss_weights": np.zeros_like(BATCHES[0]["loss_weights"])}
     train_step, state, losses = run([nothing], tx=optax.sgd(0.1))

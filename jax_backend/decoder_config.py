@@ -1,0 +1,220 @@
+"""The hyperparameters of a decoder, read from Hugging Face's ``config.json``: one table of families."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax_backend.rope_scaling import RopeParameters, read_rope
+from packing_core.errors import PackingError, UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """The hyperparameters that shape a decoder.
+
+    Attributes:
+        windows: one sliding window (or None) a layer.
+        rope: rotary parameters; ``local_rope`` are those of layers with a window, None for the same.
+        norms: "pre" (before attention and MLP), "post" (after them, Olmo 2) or "both" (Gemma 2).
+        norm_offset: what is added to the norms' weights, 1 in Gemma.
+        qk_norm: "head" (over each head), "projection" (over all heads, Olmo 2), or None.
+        fused: query, key and value projections are one, and so are gate and up projections (Phi-3).
+        attention_scale: factor on attention logits; None for ``head_dim ** -0.5``.
+        embedding_scale: factor on token embeddings.
+        hf: the ``config.json`` that this was read from, as text; empty for a config built by hand.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    windows: tuple[int | None, ...]
+    rope: RopeParameters
+    local_rope: RopeParameters | None = None
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: str | None = None
+    norms: str = "pre"
+    norm_offset: float = 0.0
+    fused: bool = False
+    activation: str = "silu"
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    final_softcap: float | None = None
+    embedding_scale: float = 1.0
+    hf: str = field(default="", repr=False, compare=False)
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return len(self.windows)
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> DecoderConfig:
+        """Read a Hugging Face ``config.json`` (transformers 4 or 5 layout).
+
+        Raises:
+            UnsupportedModelError: another family, activation, rotary type or option than the decoder computes exactly.
+        """
+        family = config.get("model_type")
+        if family not in FAMILIES:
+            raise UnsupportedModelError(_reason(config))
+        for name in ("attention_dropout", "resid_pdrop", "embd_pdrop"):
+            if config.get(name):
+                raise UnsupportedModelError(
+                    f"{name} is {config[name]} and the flax decoder has no dropout: set it to 0 in config.json"
+                )
+        heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
+        if activation not in ACTIVATIONS:
+            raise UnsupportedModelError(
+                f"hidden_act is {activation!r} and the flax decoder computes {', '.join(ACTIVATIONS)}"
+            )
+        rope, local_rope = read_rope(config, head_dim)
+        common = {
+            "model_type": family,
+            "vocab_size": config["vocab_size"],
+            "hidden_size": config["hidden_size"],
+            "intermediate_size": config["intermediate_size"],
+            "num_attention_heads": heads,
+            "num_key_value_heads": config.get("num_key_value_heads") or heads,
+            "head_dim": head_dim,
+            "windows": (None,) * layers,
+            "rope": rope,
+            "local_rope": local_rope,
+            "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
+            "initializer_range": config.get("initializer_range", 0.02),
+            "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+            "activation": activation,
+            "hf": json.dumps(dict(config), sort_keys=True, default=str),
+        }
+        return cls(**common | FAMILIES[family](config))
+
+    def to_hf(self) -> dict[str, Any]:
+        """The ``config.json`` that this was read from, which transformers reads.
+
+        Raises:
+            PackingError: it was read from none, or changed since.
+        """
+        source: dict[str, Any] = json.loads(self.hf or "{}")
+        if not source or DecoderConfig.from_hf(source) != self:
+            raise PackingError(
+                "this DecoderConfig is not that of a config.json: make it with DecoderConfig.from_hf(dictionary)"
+            )
+        architecture = {"olmo2": "Olmo2", "olmo3": "Olmo3", "gemma3_text": "Gemma3"}.get(self.model_type)
+        return source | {"architectures": [f"{architecture or self.model_type.capitalize()}ForCausalLM"]}
+
+
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+
+
+def _llama(config: Mapping[str, Any]) -> dict[str, Any]:
+    bias = bool(config.get("attention_bias", False))
+    return {"qkv_bias": bias, "output_bias": bias, "mlp_bias": bool(config.get("mlp_bias", False))}
+
+
+def _qwen2(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"qkv_bias": True, "windows": _qwen_windows(config)}
+
+
+def _qwen3(config: Mapping[str, Any]) -> dict[str, Any]:
+    bias = bool(config.get("attention_bias", False))
+    return {"qkv_bias": bias, "output_bias": bias, "qk_norm": "head", "windows": _qwen_windows(config)}
+
+
+def _mistral(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"windows": _windows(config, default="sliding_attention")}
+
+
+def _phi3(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"windows": _windows(config, default="sliding_attention"), "fused": True}
+
+
+def _olmo2(config: Mapping[str, Any]) -> dict[str, Any]:
+    bias = bool(config.get("attention_bias", False))
+    return {"qkv_bias": bias, "output_bias": bias, "qk_norm": "projection", "norms": "post"}
+
+
+def _olmo3(config: Mapping[str, Any]) -> dict[str, Any]:
+    every_fourth = ["full_attention" if i % 4 == 3 else "sliding_attention" for i in range(config["num_hidden_layers"])]
+    return _olmo2(config) | {"windows": _windows(config, kinds=every_fourth)}
+
+
+def _gemma2(config: Mapping[str, Any]) -> dict[str, Any]:
+    every_other = ["full_attention" if i % 2 else "sliding_attention" for i in range(config["num_hidden_layers"])]
+    return {
+        "windows": _windows(config, kinds=every_other),
+        "norms": "both",
+        "norm_offset": 1.0,
+        "attention_scale": config.get("query_pre_attn_scalar", 256) ** -0.5,
+        "attention_softcap": config.get("attn_logit_softcapping", 50.0),
+        "final_softcap": config.get("final_logit_softcapping", 30.0),
+        "embedding_scale": config["hidden_size"] ** 0.5,
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", True)),
+        "activation": config.get("hidden_activation") or "gelu_pytorch_tanh",
+    }
+
+
+def _gemma3(config: Mapping[str, Any]) -> dict[str, Any]:
+    for name in ("attn_logit_softcapping", "use_bidirectional_attention"):
+        if config.get(name):
+            raise UnsupportedModelError(f"{name} is {config[name]}, which no published Gemma 3 decoder has: set it off")
+    pattern = config.get("sliding_window_pattern", 6)
+    kinds = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(config["num_hidden_layers"])]
+    own = {"windows": _windows(config, kinds=kinds), "qk_norm": "head", "attention_softcap": None}
+    return _gemma2(config) | own | {"final_softcap": config.get("final_logit_softcapping")}
+
+
+# model_type -> the fields in which the family differs from a plain decoder
+FAMILIES: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "mistral": _mistral,
+    "ministral": _mistral,
+    "phi3": _phi3,
+    "olmo2": _olmo2,
+    "olmo3": _olmo3,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
+}
+_ALIBI = ("bloom", "mpt")
+
+
+def _reason(config: Mapping[str, Any]) -> str:
+    family = config.get("model_type")
+    if family in _ALIBI or config.get("alibi"):
+        return (
+            f"model_type is {family!r}, whose positions are ALiBi biases, which the JAX kernels lack: use torch_backend"
+        )
+    return (
+        f"model_type is {family!r} and the flax decoder computes {', '.join(FAMILIES)}: "
+        "use torch_backend for this model, or segment_attention in a model of your own"
+    )
+
+
+def _qwen_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
+    layers = config["num_hidden_layers"]
+    if not config.get("use_sliding_window"):
+        return (None,) * layers
+    first = config.get("max_window_layers", layers)
+    return _windows(config, kinds=["sliding_attention" if i >= first else "full_attention" for i in range(layers)])
+
+
+def _windows(
+    config: Mapping[str, Any], *, default: str = "full_attention", kinds: list[str] | None = None
+) -> tuple[int | None, ...]:
+    """The window of each layer: of those that ``layer_types`` names, else ``kinds``, else all of one kind."""
+    window = config.get("sliding_window") or None
+    kinds = config.get("layer_types") or kinds or [default] * config["num_hidden_layers"]
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -1,0 +1,77 @@
+"""Which attention implementation runs, and why the others do not, for a call or for each kind of a decoder's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_backend.attention import ORDER, answers, request_for
+from jax_backend.model import Decoder
+from packing_core.diagnosis import LayerChoice, first_served
+from packing_core.errors import PackingError
+
+
+class Explanation(tuple[LayerChoice, ...]):
+    """The choices, one for each kind of layer; printed, one line each."""
+
+    def __str__(self) -> str:
+        return "\n".join(f"{choice.layer}: {choice.implementation} ({choice.reason})" for choice in self)
+
+
+def explain(
+    what: Decoder | jax.Array | jax.ShapeDtypeStruct,
+    k: Any = None,
+    v: Any = None,
+    *,
+    rows: int = 1,
+    tokens: int = 4096,
+    platform: str | None = None,
+    implementation: str | None = None,
+    **options: Any,
+) -> Explanation:
+    """Which implementation serves, in the order they are tried, and the reason against each one before it.
+
+    >>> print(explain(decoder, tokens=8192, platform="gpu"))  # doctest: +SKIP
+    >>> print(explain(q, k, v, window=512, return_lse=True))  # doctest: +SKIP
+
+    Args:
+        what: a decoder, or the queries [B, S, N, D] of a call, concrete or a ``ShapeDtypeStruct``.
+        k, v: keys [B, T, K, D] and values [B, T, K, E] of that call.
+        rows, tokens: of a decoder's batch.
+        platform: "cpu", "gpu" or "tpu"; None for the default one.
+        implementation: the one that is asked for by name; None for the platform's order. A decoder has its own.
+        options: of the call, as `segment_attention` takes them: ``causal``, ``window``, ``softcap``, ``scale``,
+            ``return_lse``, ``max_segments``, and, of which only the presence counts, ``sinks`` and ``kv_segment_ids``.
+
+    Raises:
+        PackingError: an implementation or platform that there is not, or no keys and values.
+    """
+    platform = platform or {"cuda": "gpu", "rocm": "gpu"}.get(jax.default_backend(), jax.default_backend())
+    if platform not in ORDER:
+        raise PackingError(f"platform is {platform!r}: pass one of {', '.join(ORDER)}")
+    if isinstance(what, Decoder):
+        return Explanation(_of_decoder(what, rows, tokens, platform))
+    if k is None or v is None:
+        raise PackingError("explain takes a Decoder, or the q, k and v of a call")
+    request = request_for(what, k, v, platform=platform, **options)
+    return Explanation([first_served("attention", answers(request, implementation))])
+
+
+def _of_decoder(model: Decoder, rows: int, tokens: int, platform: str) -> Iterator[LayerChoice]:
+    config = model.config
+    like = jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
+    dtype = jax.eval_shape(lambda model, ids: model.model.embed_tokens(ids), model, like).dtype
+    q, k = (
+        jax.ShapeDtypeStruct((rows, tokens, heads, config.head_dim), dtype)
+        for heads in (config.num_attention_heads, config.num_key_value_heads)
+    )
+    for window in dict.fromkeys(config.windows):
+        layers = [str(i) for i, each in enumerate(config.windows) if each == window]
+        request = request_for(
+            q, k, k, platform=platform, window=window, softcap=config.attention_softcap, max_segments=model.max_segments
+        )
+        name = f"layers {', '.join(layers)}, " + (f"window {window}" if window else "full attention")
+        yield first_served(name, answers(request, model.implementation))

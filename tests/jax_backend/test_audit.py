@@ -1,0 +1,109 @@
+"""`audit` of any JAX model as a function, and `explain`: they find what is wrong, and name what runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen, nnx
+
+import jax_backend
+from jax_backend import audit, explain, segment_attention
+from jax_backend.model import Decoder, DecoderConfig
+from packing_core.errors import LayoutError, PackingError
+from tests.jax_backend.models import CONFIGS
+
+V, M = 50, 16
+
+
+class Linen(linen.Module):
+    """One attention layer; ``leaks`` attends to the whole row before a token."""
+
+    leaks: bool = False
+    dtype: Any = jnp.float32
+
+    @linen.compact
+    def __call__(self, input_ids, segment_ids, position_ids):
+        x = linen.Embed(V, M, dtype=self.dtype)(input_ids) + linen.Embed(600, M, dtype=self.dtype)(position_ids)
+        ids = jnp.ones_like(segment_ids) if self.leaks else segment_ids
+
+        def attend(q, k, v, *, mask, **unused):
+            return segment_attention(q, k, v, mask, implementation="xla")
+
+        x = x + linen.MultiHeadDotProductAttention(2, attention_fn=attend, dtype=self.dtype)(x, mask=ids)
+        return linen.Dense(V, dtype=self.dtype)(x)
+
+
+def call(module):
+    return lambda params, batch: module.apply(params, **batch)
+
+
+def params_of(module):
+    ids = jnp.zeros((1, 8), jnp.int32)
+    return module.init(jax.random.key(0), ids, ids, ids)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_linen_model_is_judged_as_a_function(dtype) -> None:
+    good, leaking = Linen(dtype=dtype), Linen(leaks=True, dtype=dtype)
+    params = params_of(good)
+    verdict = audit(params, call=call(good))
+    assert verdict.exact, verdict.line
+    verdict = audit(params, call=call(leaking))
+    assert not verdict.exact and verdict.moved > 0 and verdict.logits > 10 * verdict.allowed_logits
+
+
+def test_an_nnx_model_is_judged_without_its_dropout() -> None:
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.embed = nnx.Embed(V, M, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, input_ids, segment_ids, position_ids):
+            x = self.embed(input_ids)[:, :, None]
+            x = segment_attention(x, x, x, segment_ids, implementation="xla")
+            return self.embed.attend(self.dropout(x[:, :, 0]))
+
+    model = Model(nnx.Rngs(0))
+    verdict = audit(model)
+    assert verdict.exact, verdict.line
+    assert not model.dropout.deterministic  # the model is left as it is
+
+
+def test_a_model_that_gives_no_logits_is_refused() -> None:
+    with pytest.raises(LayoutError, match=r"gives \(2, 128\) for inputs \[B, S\] = .*: return logits \[B, S, V\]"):
+        audit({"w": jnp.ones(3)}, call=lambda params, batch: batch["input_ids"] * params["w"].sum())
+
+
+def test_explain_names_what_serves_each_kind_of_layer_and_why_not_the_others() -> None:
+    config = DecoderConfig.from_hf(CONFIGS["qwen2-window-tied"]().to_dict())
+    model = Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+    full, window = explain(model, platform="gpu")
+    assert (full.layer, full.implementation) == ("layers 0, full attention", "pallas")
+    assert (window.layer, window.implementation) == ("layers 1, window 5", "pallas")
+    model.implementation = "cudnn"
+    full, window = explain(model, platform="gpu")
+    assert window.implementation == "none" and "not cudnn: " in window.reason
+
+
+def test_explain_of_a_call_asks_the_call_s_own_options() -> None:
+    q = jax.ShapeDtypeStruct((1, 64, 4, 512), jnp.float32)
+    (choice,) = explain(q, q, q, platform="gpu")
+    assert choice.implementation == "chunked" and "not pallas: head width 512 is above" in choice.reason
+    assert str(explain(q, q, q, platform="gpu")) == f"attention: chunked ({choice.reason})"
+    (choice,) = explain(q, q, q, platform="tpu", return_lse=True)
+    assert choice.implementation == "chunked" and "not tpu: " in choice.reason
+    with pytest.raises(PackingError, match="platform is 'abacus': pass one of cpu, gpu, tpu"):
+        explain(q, q, q, platform="abacus")
+    with pytest.raises(PackingError, match="explain takes a Decoder, or the q, k and v of a call"):
+        explain(q)
+
+
+def test_no_module_has_the_name_of_a_public_function() -> None:
+    """Importing such a module would put it in the function's place."""
+    folder = Path(jax_backend.__file__).parent
+    modules = {path.stem for path in folder.iterdir()}
+    assert modules & set(jax_backend.__all__) == set()
