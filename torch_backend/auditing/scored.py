@@ -84,28 +84,35 @@ class ScoredStep:
     def _probe(self) -> dict[str, float]:
         """How far what the model says of a document moves, when it is replaced and when another one is.
 
-        Relative to the largest deviation from the mean among all documents.
+        Relative to the largest deviation from the mean among all documents. The one that is replaced is the one that
+        moves most among those that others follow, because what leaks in a packed row leaks forward.
         """
         call = self.calls[0]
-        ids, mask = call[_ROWS], call["attention_mask"].bool()
+        ids, mask, labels = call[_ROWS], call["attention_mask"].bool(), call.get("labels")
         if len(ids) < 2:
             raise PackingError("the trainer's first batch holds one document: raise its batch size to audit packing")
-        changed, known = 0, torch.unique(ids[mask])  # the first one, because what leaks in a packed row leaks forward
-        where = torch.searchsorted(known, ids[changed, mask[changed]])
-        replaced = ids.clone()
-        replaced[changed, mask[changed]] = known[(where + max(len(known) // 2, 1)) % len(known)]
-        with torch.no_grad(), self.trainer.compute_loss_context_manager(), self.trainer.accelerator.autocast():
-            before, after = (self._answers(self.trainer.model(**{**call, _ROWS: x})) for x in (ids, replaced))
-        labels = call.get("labels")
+        known = torch.unique(ids[mask])
+        exchanged = known[(torch.searchsorted(known, ids) + max(len(known) // 2, 1)) % len(known)]
+        other = torch.where(mask, exchanged, ids)
+        before = self._answers(call)
         scored = torch.ones_like(before, dtype=torch.bool) if labels is None else labels[:, 1:] != IGNORE_INDEX
-        spread = (before[scored] - before[scored].mean()).abs().max()  # log-probabilities alone are all near their mean
-        moved = (after - before).masked_fill(~scored, 0.0).abs().amax(1) / spread
-        others = torch.arange(len(ids), device=ids.device) != changed
-        return {"leak": float(moved[others].max()), "moved": float(moved[changed])}
+        spread = (before[scored] - before[scored].mean()).abs().max()
 
-    @staticmethod
-    def _answers(output: Any) -> Tensor:
-        """Of each document: log-probabilities [B, S - 1], or scores [B, 1]."""
+        def moves(replaced: Tensor) -> Tensor:
+            """Of each document [B], when those that ``replaced`` [B] marks are."""
+            after = self._answers({**call, _ROWS: torch.where(replaced[:, None], other, ids)})
+            return (after - before).masked_fill(~scored, 0.0).abs().amax(1) / spread
+
+        everyone = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+        changed = torch.zeros_like(everyone)
+        changed[moves(everyone)[:-1].argmax()] = True
+        moved = moves(changed)
+        return {"leak": float(moved[~changed].max()), "moved": float(moved[changed])}
+
+    def _answers(self, call: Batch) -> Tensor:
+        """What the model says of each document: log-probabilities [B, S - 1], or scores [B, 1]."""
+        with torch.no_grad(), self.trainer.compute_loss_context_manager(), self.trainer.accelerator.autocast():
+            output = self.trainer.model(**call)
         scored: Tensor | None = getattr(output, "log_probs", None)
         return (output.logits if scored is None else scored).detach().float()
 
