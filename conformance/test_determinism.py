@@ -32,6 +32,7 @@ def test_collate_twice(judge: Judge) -> None:
 
 
 @requirement("DET-03")
+@pytest.mark.heavy
 def test_gradients_twice(judge: Judge) -> None:
     case, drawn = DecoderCase(), documents(7, 16, 1, 33, 24, 15)
     batch = models.collated(judge, drawn, 96)

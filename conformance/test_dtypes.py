@@ -97,6 +97,7 @@ def test_logits(judge: Judge, dtype: str) -> None:
 
 
 @requirement("DTYPE-09")
+@heavy
 @every_dtype
 def test_weight_gradients(judge: Judge, dtype: str) -> None:
     drawn = documents(7, 16, 1, 33, 24, 15)

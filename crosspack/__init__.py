@@ -163,6 +163,9 @@ if TYPE_CHECKING:
         patch as patch,
     )
     from torch_backend import (
+        unpad as unpad,
+    )
+    from torch_backend import (
         unpatch as unpatch,
     )
     from torch_backend import (

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch_backend.hf.explain import explain
     from torch_backend.losses.cross_entropy import next_token_targets, normalise, packed_cross_entropy
     from torch_backend.ops.attention import attention
-    from torch_backend.patching import patch, unpatch
+    from torch_backend.patching import patch, unpad, unpatch
     from torch_backend.segments import PackedMetadata
     from torch_backend.training.dataset import pack_dataset
     from torch_backend.training.step import TrainStep, make_train_step
@@ -35,6 +35,7 @@ _HOME: dict[str, str] = {
     "pack_dataset": "torch_backend.training.dataset",
     "packed_cross_entropy": "torch_backend.losses.cross_entropy",
     "patch": "torch_backend.patching",
+    "unpad": "torch_backend.patching",
     "unpatch": "torch_backend.patching",
     "with_boundaries": "torch_backend.collate",
 }
@@ -54,6 +55,7 @@ __all__ = [
     "pack_dataset",
     "packed_cross_entropy",
     "patch",
+    "unpad",
     "unpatch",
     "with_boundaries",
 ]

@@ -13,8 +13,9 @@ from torch import nn
 
 from torch_backend.auditing.model import verify as verify_kind
 from torch_backend.hf.patch import causal_lm, install, state_of, unpatch
+from torch_backend.hf.unpadding import unpad_calls
 
-__all__ = ["patch", "unpatch"]
+__all__ = ["patch", "unpad", "unpatch"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -40,3 +41,26 @@ def patch(model: Model, *, implementation: str | Sequence[str] = "auto", verify:
         if state is None or state.implementation != implementation:
             verify_kind(root, implementation)
     return install(model, implementation)
+
+
+def unpad(model: Model, *, implementation: str | Sequence[str] = "auto", verify: bool = True) -> Model:
+    """:func:`patch` a model, and run its padded calls packed: for libraries that pad and know nothing of packing.
+
+    A call with ``input_ids`` and an ``attention_mask`` [B, S] takes the padding out, runs one packed row, and returns
+    what the caller expects: values per token at their places [B, S, ...] with zeros at padding, and values per document
+    as they are. Real tokens are counted on the device and read once per call. Calls without a mask, or with a cache,
+    run as before, and so do all after :func:`unpatch`.
+
+    Args:
+        model: anything that holds a transformers model, such as a ``SentenceTransformer`` or ``CrossEncoder``.
+        implementation, verify: as in :func:`patch`.
+
+    Returns:
+        ``model`` itself, changed in place.
+
+    Raises:
+        UnsupportedModelError, ContaminationError: as :func:`patch`.
+    """
+    patch(model, implementation=implementation, verify=verify)
+    unpad_calls(model, always=True)
+    return model

@@ -20,6 +20,7 @@ Int64 = NDArray[np.int64]
 COLOURS: dict[Run, str] = {"padded": "#c44e52", "grouped": "#dd8452", "packed": "#2f6db3"}
 _SEGMENTS = ("#2f6db3", "#7fb0dd", "#4a90c9", "#a9cbe8")  # neighbouring segments must not look alike
 _PADDING = "#e3e3e3"
+_COMPARED = ("#2f6db3", "#7a7a7a")  # packed rows, random rows
 _SHOWN = 24  # rows, or padded documents, that a strip shows
 
 
@@ -63,11 +64,15 @@ def compare_figure(result: TrainResult, schedule: Schedule, path: Path, *, title
 
 
 def report_figure(
-    lengths: Int64, plan: PackPlan, path: Path, *, batches: tuple[int, ...], seed: int, title: str
+    lengths: Int64, plan: PackPlan, random: PackPlan, path: Path, *, batches: tuple[int, ...], seed: int, title: str
 ) -> None:
-    """Write the picture of ``crosspack report``: the lengths, the computed tokens and how full the rows are."""
-    figure = _figure(12, 8.4)
-    grid = figure.add_gridspec(2, 2)
+    """Write the picture of ``crosspack report``: lengths, computed tokens, how full rows are, what they are made of.
+
+    Args:
+        random: rows of the same documents in random order, which those of ``plan`` are compared with.
+    """
+    figure = _figure(12, 12)
+    grid = figure.add_gridspec(3, 2)
     histogram, bars = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])
     edges = np.unique(np.geomspace(lengths.min(), lengths.max() + 1, 60).astype(np.int64))
     histogram.hist(lengths, bins=edges, color=COLOURS["packed"])
@@ -87,8 +92,24 @@ def report_figure(
     bars.invert_yaxis()
     _draw_fill(figure.add_subplot(grid[1, 0]), plan)
     _draw_rows(figure.add_subplot(grid[1, 1]), plan)
+    counts, squares = figure.add_subplot(grid[2, 0]), figure.add_subplot(grid[2, 1])
+    _draw_shares(counts, [np.diff(made.row_offsets) for made in (plan, random)])
+    counts.set(xscale="log", xlabel="documents in a row", ylabel="share of the rows", title="Documents per row")
+    _draw_shares(squares, [np.add.reduceat(made.length**2, made.row_offsets[:-1]) for made in (plan, random)])
+    squares.set(xscale="log", xlabel="squared tokens of a row", ylabel="share of the rows", title="Attention cost")
     _explain_colours(figure)
     _save(figure, path, title)
+
+
+def _draw_shares(axes: Any, amounts: list[Int64]) -> None:
+    """Histograms of the amounts of packed rows and of random rows."""
+    both = np.concatenate(amounts)
+    edges = np.unique(np.geomspace(both.min(), both.max() + 1, 40).astype(np.int64))
+    for amount, label, colour in zip(amounts, ("these rows", "documents in random order"), _COMPARED, strict=True):
+        weights = np.full(len(amount), 1 / len(amount))
+        axes.hist(amount, bins=edges, weights=weights, histtype="step", lw=2, color=colour, label=label)
+    axes.margins(y=0.3)  # room for the legend
+    axes.legend(frameon=False)
 
 
 def _draw_padded(axes: Any, schedule: Schedule, waste: float) -> None:

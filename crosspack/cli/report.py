@@ -18,7 +18,7 @@ from crosspack.cli.figures import report_figure
 from crosspack.cli.models import check_name
 from crosspack.cli.options import Source
 from crosspack.cli.progress import counted
-from crosspack.cli.tables import computed_tokens, lengths_table, savings_table
+from crosspack.cli.tables import composition_table, computed_tokens, lengths_table, savings_table
 from crosspack.cli.text import Policy
 from packing_core.errors import PackingError, plural
 from packing_core.extras import require
@@ -34,6 +34,7 @@ def report(
     tokenizer: options.TokenizerName = None,
     capacity: options.Capacity = 2048,
     overflow: options.OverflowPolicy = "truncate",
+    strategy: options.Strategy = "best_fit",
     loss: options.LossOn = "completion",
     bos: options.Bos = None,
     eos: options.Eos = None,
@@ -54,7 +55,9 @@ def report(
     if not lengths:
         raise PackingError("no document has a token to train on: check --data, its columns and --loss")
     documents = np.array(lengths, np.int64)
-    packed = make_plan(documents, capacity, overflow=overflow, seed=seed)
+    packed = make_plan(documents, capacity, overflow=overflow, strategy=strategy, seed=seed)
+    shuffled = np.random.default_rng(seed).permutation(packed.length)
+    random = make_plan(shuffled, capacity, strategy="sequential", seed=None)
     OUT.print(source.describe(), highlight=False)
     OUT.print(lengths_table(documents, trained=trained))
     long = int(np.count_nonzero(documents > capacity))
@@ -67,7 +70,7 @@ def report(
             highlight=False,
         )
     OUT.print(savings_table(packed, batches=BATCHES, seed=seed))
-    OUT.print(composition, highlight=False)
+    OUT.print(composition_table(composition, random.composition()))
     figures(
         {
             "data": source.records.name,
@@ -78,6 +81,7 @@ def report(
             "longest": int(documents.max()),
             "capacity": capacity,
             "overflow": overflow,
+            "strategy": strategy,
             "longer_than_capacity": long,
             "tokens_left_out": lost,
             "computed_tokens": computed_tokens(packed, batches=BATCHES, seed=seed),
@@ -85,7 +89,8 @@ def report(
         }
     )
     if output is not None:
-        report_figure(documents, packed, output, batches=BATCHES, seed=seed, title=f"Packing {source.records.name}")
+        title = f"Packing {source.records.name}"
+        report_figure(documents, packed, random, output, batches=BATCHES, seed=seed, title=title)
         OUT.print(f"picture: {output}", highlight=False)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from crosspack.cli.progress import LABELS
+from packing_core.composition import Composition
 from packing_core.plan import PackPlan
 from packing_core.training.job import StepRecord, TrainResult
 from packing_core.training.schedule import Run, Schedule
@@ -82,6 +83,26 @@ def savings_table(plan: PackPlan, *, batches: Sequence[int], seed: int) -> Table
     for name, slots in computed.items():
         sequences = plan.n_rows if name.endswith("packed") else len(plan.length)
         table.add_row(name, f"{sequences:,}", f"{slots:,}", f"{1 - real / slots:.1%}", f"{packed / slots:.1%}")
+    return table
+
+
+def composition_table(rows: Composition, random: Composition) -> Table:
+    """What rows and steps are made of, beside rows of documents in random order; deviations are over the mean."""
+    table = _table("", "these rows", "random rows")
+
+    def add(name: str, cell: Callable[[Composition], str]) -> None:
+        table.add_row(name, cell(rows), cell(random))
+
+    add("documents per row, mean", lambda made: f"{made.documents_per_row:,.1f}")
+    add("documents per row, deviation", lambda made: f"{made.documents_per_row_deviation:.2f}")
+    step = f"documents per step of {rows.rows_per_step} rows, deviation"
+    add(step, lambda made: f"{made.documents_per_step_deviation:.2f}")
+    spread = f"spread of log length in a row (all: {rows.data_length_spread:.2f})"
+    add(spread, lambda made: f"{made.length_spread:.2f}")
+    add("Kolmogorov-Smirnov distance to all lengths, row", lambda made: f"{made.row_distance:.2f}")
+    add("Kolmogorov-Smirnov distance to all lengths, step", lambda made: f"{made.step_distance:.2f}")
+    add("attention cost per row (squared tokens), mean", lambda made: f"{made.attention_per_row:,.0f}")
+    add("attention cost per row, deviation", lambda made: f"{made.attention_per_row_deviation:.2f}")
     return table
 
 

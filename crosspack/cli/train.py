@@ -46,8 +46,14 @@ from packing_core.training.job import (
 from packing_core.training.schedule import Corpus, Schedule
 
 SUMMARY, PICTURE = "crosspack.json", "compare.png"
-# What the files of a result are called; peft writes a README.md beside adapters.
-RESULTS = (PICTURE, RUN_FILE, "*.json", "*.safetensors", "tokenizer*", "*.jinja", "README.md")
+RESULTS = (
+    PICTURE,
+    RUN_FILE,
+    "*.json",
+    "*.safetensors",
+    "tokenizer*",
+    "*.jinja",
+)  # what the files of a result are called
 BUSY = 0.7  # of the processor time that an idle machine gives
 
 
@@ -87,6 +93,7 @@ def train(
     attention: Annotated[str, typer.Option(help="Attention implementation of the packed run.")] = "auto",
     capacity: options.Capacity = 2048,
     overflow: options.OverflowPolicy = "error",
+    strategy: options.Strategy = "best_fit",
     rows_per_step: Annotated[int, typer.Option(min=1, help="Packed rows in an optimizer step.")] = 4,
     padded_batch: Annotated[int, typer.Option(min=1, help="Documents in a padded batch of --compare.")] = 8,
     epochs: Annotated[int, typer.Option(min=1)] = 1,
@@ -164,7 +171,9 @@ def train(
         built_from = SMALL_LLAMA | special_tokens(encoder.tokenizer)
     corpus = Corpus.collect(counted(OUT, "documents read", source.documents(capacity, overflow)))
     lengths = corpus.documents.lengths
-    plans = tuple(make_plan(lengths, capacity, overflow=overflow, seed=seed + epoch) for epoch in range(epochs))
+    plans = tuple(
+        make_plan(lengths, capacity, overflow=overflow, strategy=strategy, seed=seed + epoch) for epoch in range(epochs)
+    )
     pad = encoder.tokenizer.pad_token_id
     pad_id = 0 if pad is None else pad
     schedule = Schedule(corpus, plans, rows_per_step, padded_batch, seed=seed, limit=steps, pad_id=pad_id)
@@ -226,6 +235,7 @@ def train(
             OUT.print(_outcome(result.records["packed"]), highlight=False)
         about = _about(result, backend)
         if kept is not None:
+            (kept.partial / "README.md").unlink(missing_ok=True)  # of peft, an empty form
             encoder.tokenizer.save_pretrained(kept.partial)
             _write_run(about, kept.partial)
             (kept.partial / RUN_FILE).write_text(as_file)

@@ -140,6 +140,15 @@ def test_report_says_what_packing_saves(report, tmp_path):
     assert f"{computed['batches of 16, random']:,}" in lines["batches of 16, random"]
 
 
+def test_report_says_what_rows_are_made_of(report):
+    by_length, mixed = (json.loads(run(*report, "--strategy", s, "--json").stdout) for s in ("best_fit", "mixed"))
+    assert mixed["strategy"] == "mixed" and by_length["strategy"] == "best_fit"
+    assert mixed["composition"]["row_distance"] < by_length["composition"]["row_distance"]
+    lines = {line.split("│")[1].strip(): line for line in run(*report).output.splitlines() if line.startswith("│")}
+    assert f"{by_length['composition']['documents_per_row']:,.1f}" in lines["documents per row, mean"]
+    assert "documents per step of 8 rows, deviation" in lines
+
+
 def test_report_needs_no_library_of_pictures_for_its_tables(report, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.chdir(tmp_path)

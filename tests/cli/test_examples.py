@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -22,8 +23,12 @@ def output(name: str) -> str:
 
 def test_every_example_is_run_here():
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
-        "torch_loop.py",
+        "accelerate_ddp.py",
+        "plain_loop.py",
+        "trainer.py",
+        "trl_sft.py",
         "ranks.py",
+        "classification.py",
         "dpo.py",
         "reward.py",
         "grpo.py",
@@ -52,12 +57,45 @@ def test_deepspeed_trains_packed_rows():
     assert float(re.search(r"2 ranks, ZeRO-3: loss ([\d.]+)", text).group(1)) == pytest.approx(6.24, abs=0.1)
 
 
-def test_a_torch_loop_learns_on_packed_rows():
-    text = output("torch_loop.py")
+def output_here(name: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What an example prints that leaves nothing behind; a process of its own would import torch again."""
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return capsys.readouterr().out
+
+
+def test_a_plain_loop_learns_on_packed_rows(capsys):
+    text = output_here("plain_loop.py", capsys)
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", text)]
     assert len(losses) > 5
     assert losses[0] == pytest.approx(6.24, abs=0.1)  # log of the vocabulary
-    assert "attention -> " in text
+    assert "attention -> " in text and "loss of the step: without logits" in text
+
+
+def test_accelerate_counts_tokens_over_its_ranks(capsys):
+    text = output_here("accelerate_ddp.py", capsys)
+    losses = [float(loss) for loss in re.findall(r"targets, loss ([\d.]+)", text)]
+    assert len(losses) > 10 and losses[0] == pytest.approx(6.24, abs=0.1)
+    assert "1 ranks, slowest over mean 1.000" in text
+
+
+def test_a_trainer_packs_its_data_set_by_one_line(capsys):
+    text = output_here("trainer.py", capsys)
+    assert "padded: 128 batches of 2 documents" in text
+    assert re.search(r"packed: 1[34] batches of 2 rows", text)
+    assert "audit:  exact" in text and "loss of the step: without logits" in text
+
+
+def test_sft_trainer_is_exact_by_one_line(capsys):
+    text = output_here("trl_sft.py", capsys)
+    assert "as it is: contaminated" in text and "packed:   exact" in text
+    assert "metrics of the step: TRL's entropy and mean_token_accuracy need logits" in text
+    losses = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", text)]
+    assert losses[-1] < losses[0]
+
+
+def test_a_classifier_learns_on_packed_rows():
+    accuracy, loss = re.search(r"accuracy ([\d.]+), loss ([\d.]+)", output("classification.py")).groups()
+    assert float(accuracy) > 0.9 and float(loss) < 0.5
 
 
 def test_ranks_finish_together_and_a_stream_goes_on_with_fewer_of_them():

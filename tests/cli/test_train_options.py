@@ -167,4 +167,4 @@ def test_adapters_of_a_model_with_weights_are_written_as_peft_reads_them(small, 
     result = run(*options, "--lora", 2, "--steps", 2, "--output", out)
     assert result.exit_code == 0, result.output
     assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(start)
-    assert (out / "adapter_model.safetensors").exists()
+    assert (out / "adapter_model.safetensors").exists() and not (out / "README.md").exists()

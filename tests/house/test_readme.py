@@ -22,7 +22,14 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 REPOSITORY = PROJECT["urls"]["Repository"]
-PAGES = ("README.md", "docs/migration.md", "docs/post-training.md", "docs/steps.md", "docs/torch.md")
+PAGES = (
+    "README.md",
+    "docs/migration.md",
+    "docs/post-training.md",
+    "docs/steps.md",
+    "docs/torch.md",
+    "docs/trainers.md",
+)
 
 
 def blocks(page: str, language: str) -> list[str]:

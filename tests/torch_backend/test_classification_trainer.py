@@ -118,7 +118,7 @@ def test_a_collator_that_changes_labels_is_refused(tmp_path: Any) -> None:
     built = trainer(tmp_path)
     stock = built.data_collator
     built.data_collator = lambda features: {**stock(features), "labels": stock(features)["labels"] * 0}
-    with pytest.raises(PackingError, match=r"training example 1 has the label \[0\] there and \[\d\] when packed"):
+    with pytest.raises(PackingError, match=r"training example 0 has the label \[0\] there and \[2\] when packed"):
         enable_packing(built, capacity=CAPACITY, verify=False)
 
 
@@ -135,3 +135,44 @@ def test_make_train_step_takes_labels_of_documents() -> None:
     again = step([collate(examples[:5]), collate(examples[5:])])
     assert error(again["loss"], first["loss"]) <= 1e-6
     assert all(error(p.detach(), stepped[n]) <= 1e-5 for n, p in model.named_parameters())
+
+
+def test_masked_language_models_train_as_their_documents_alone(tmp_path: Any) -> None:
+    from tests.torch_backend.test_encoders import encoder
+
+    class Tokens:
+        """What the collator reads of a tokeniser: 0 is padding, 1 and 2 are special, 4 hides a token."""
+
+        mask_token, pad_token, padding_side, pad_token_id = "[MASK]", "[PAD]", "right", 0
+
+        def get_special_tokens_mask(self, ids: list[int], already_has_special_tokens: bool) -> list[int]:
+            return [int(token < 3) for token in ids]
+
+        def convert_tokens_to_ids(self, token: str) -> int:
+            return 4
+
+        def pad(self, features: list[Any], return_tensors: str, pad_to_multiple_of: Any) -> dict[str, Any]:
+            batch = Padding()([{**x, "label": 0} for x in features])
+            return {name: x for name, x in batch.items() if name != "labels"}
+
+    masking = transformers.DataCollatorForLanguageModeling(Tokens(), mask_replace_prob=1.0, random_replace_prob=0.0)
+    documents = data(24).remove_columns("label")
+    args = arguments(transformers.TrainingArguments, tmp_path)
+    model = encoder("bert", transformers.AutoModelForMaskedLM)
+    built = transformers.Trainer(model, args, data_collator=masking, train_dataset=documents)
+    enable_packing(built, capacity=CAPACITY, verify=False)
+    seen, collator = [], built.data_collator
+    built.data_collator = lambda rows: seen.append(collator(rows)) or seen[-1]
+    built.train()
+    truth = encoder("bert", transformers.AutoModelForMaskedLM)
+    sums, count = [], 0
+    for batch in seen[:2]:  # the two micro-batches of the first step
+        assert not (batch["labels"][batch["input_ids"] < 3] != -100).any()
+        assert (batch["input_ids"][batch["labels"] != -100] == 4).all()
+        flat = [batch[name].flatten().split(batch["packed_lengths"]) for name in ("input_ids", "labels")]
+        for (segment,) in batch["packed_documents"]:
+            logits = truth(input_ids=flat[0][segment][None]).logits[0]
+            sums.append(torch.nn.functional.cross_entropy(logits, flat[1][segment], reduction="sum"))
+            count += int((flat[1][segment] != -100).sum())
+    want = float(torch.stack(sums).sum().detach()) / count
+    assert built.state.log_history[0]["loss"] == pytest.approx(want, rel=1e-4)

@@ -90,6 +90,14 @@ def test_rows_are_divided_each_by_its_own_marks() -> None:
     assert one_per_row["packed_lengths"] == (4, 3, 1)
 
 
+@pytest.mark.parametrize("mark", ["segment_ids", "attention_mask", "seq_idx"])
+def test_numbers_begin_anew_in_every_row(mark: str) -> None:
+    # rows: | 0 1 | padding |  and  | 3 | 4 5 |
+    numbers = torch.tensor([[1, 1, 0], [1, 2, 2]]) - (mark == "seq_idx")
+    batch = collate(input_ids=torch.arange(6).view(2, 3), **{mark: numbers})
+    assert batch["packed_lengths"] == (2, 1, 1, 2)
+
+
 def test_a_batch_without_marks_is_refused() -> None:
     with pytest.raises(LayoutError, match="marks no boundaries: .* the collator gave input_ids, attention_mask"):
         collate(attention_mask=ones())

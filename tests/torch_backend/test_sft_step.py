@@ -117,6 +117,12 @@ def test_losses_and_updates_are_those_of_the_plain_step(name: str, tmp_path: Pat
     assert all(("mean_token_accuracy" in entry) == (loss != FAST) for entry in logged)
 
 
+def test_in_bfloat16_they_differ_by_rounding(tmp_path: Path) -> None:
+    fast, plain = both(tmp_path, bf16=True, **TRL_PACKS)
+    assert_same(fast, plain, tolerance=1e-2)
+    assert fast.packed_step.parts["loss"] == FAST
+
+
 def test_tokens_are_counted_without_padding(graphs: SimpleNamespace, tmp_path: Path) -> None:
     """TRL's own count takes the padding of rows for tokens."""
     trainer = built(tmp_path, True, num_train_epochs=1, max_steps=-1, eval_strategy="epoch")

@@ -12,7 +12,7 @@ import torch
 from packing_core import plan
 from tests.torch_backend.test_trainer import CAPACITY, documents
 from tests.torch_backend.torchrun import torchrun
-from tests.torch_backend.torchrun_training import DOCUMENTS, FAMILIES, train
+from tests.torch_backend.torchrun_training import DOCUMENTS, FAMILIES, train, untrained
 
 RANKS = (2, 4) if "CROSSPACK_TEST_ALL" in os.environ else (2,)
 
@@ -39,3 +39,5 @@ def test_ranks_train_as_one_process_does(ranks: dict[str, Any], family: str, tmp
         largest = float(weight.abs().max())
         assert float((many["model"][name] - weight).abs().max()) <= 1e-6 * max(largest, 1.0), name
     assert many["losses"] == pytest.approx(one["losses"], rel=1e-4)
+    before = untrained(family).state_dict()
+    assert max(float((weight - before[name]).abs().max()) for name, weight in one["model"].items()) > 1e-3

@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from packing_core.plan import plan
 from packing_core.training.job import TrainJob
 from packing_core.training.schedule import Schedule
+from tests.torch_backend.torchrun import leave
 from tests.training_jobs import LLAMA, losses, small_job
 from torch_backend.training.job import train
 from torch_backend.training.ranks import Ranks
@@ -45,10 +48,12 @@ def job(name: str, start: Path, output: Path | None) -> TrainJob:
 
 
 def found(result: Any) -> dict[str, Any]:
-    return {"losses": losses(result), "evaluations": [record.eval_loss for record in result.records["packed"]]}
+    evaluated = [record.eval_loss for record in result.records["packed"] if record.eval_loss is not None]
+    return {"losses": losses(result), "evaluations": evaluated}
 
 
 def main(folder: Path) -> None:
+    dist.init_process_group("gloo")
     results = {}
     for name in CASES:
         results[name] = found(train(job(name, folder / "start", folder / "two" / name)))
@@ -59,3 +64,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    leave()

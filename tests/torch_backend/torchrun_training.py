@@ -32,11 +32,15 @@ class Counting(transformers.Trainer):
         return batches, count
 
 
+def untrained(family: str) -> torch.nn.Module:
+    return gpt_oss() if family == "gpt_oss" else tiny(family)
+
+
 def train(family: str, folder: Path, rows_at_once: int, accumulation: int) -> dict[str, Any]:
-    model = gpt_oss() if family == "gpt_oss" else tiny(family)
+    model = untrained(family)
     given = arguments(transformers.TrainingArguments, folder)
     given.per_device_train_batch_size, given.gradient_accumulation_steps = rows_at_once, accumulation
-    given.max_steps = 2
+    given.max_steps, given.max_grad_norm = 2, 0.5
     given.train_sampling_strategy = "sequential"
     trainer = Counting(model, given, train_dataset=documents(DOCUMENTS))
     enable_packing(trainer, capacity=CAPACITY, verify=False)

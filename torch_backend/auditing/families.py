@@ -53,3 +53,42 @@ def audit_family(family: str) -> FamilyReport:
     except Exception as error:  # whatever a modeling file raises for a tiny config is the row's text, not a failure
         return FamilyReport(family, None, f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}")
     return FamilyReport(family, audit(model))
+
+
+# What encoders are trained for, each a mapping of transformers by family.
+ENCODER_HEADS = {
+    "masked tokens": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "documents": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "tokens": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+}
+
+
+def encoder_families() -> list[str]:
+    """The model types that ``AutoModelForMaskedLM`` knows, in alphabetical order."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_MASKED_LM_MAPPING_NAMES)
+
+
+def audit_encoder(family: str) -> dict[str, FamilyReport]:
+    """Audit a family of encoders on the CPU in float32 with each head of ``ENCODER_HEADS`` that it has."""
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    found = {}
+    for head, mapping in ENCODER_HEADS.items():
+        name = getattr(modeling_auto, mapping).get(family)
+        if name is None:
+            continue
+        try:
+            config = family_config(family)
+            reason = refusal(family, config, next_token=False)
+            if reason is not None:
+                report = AuditReport(name, "auto", "cpu", "float32", refused=reason)
+            else:
+                report = audit(tiny_model(tiny_config(config, head_dim=HEAD_DIM), getattr(transformers, name)))
+            found[head] = FamilyReport(family, report)
+        except Exception as error:  # as in audit_family
+            text = (str(error).strip() or "no message").splitlines()[-1]
+            found[head] = FamilyReport(family, None, f"{type(error).__name__}: {text}")
+    return found

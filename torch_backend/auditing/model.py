@@ -50,7 +50,7 @@ CAPACITY = 64
 CHANGED = 2  # the document whose tokens the probe replaces
 TOLERANCE = 1e-4
 LEAK = 0.02  # at most what rounding may do to the others; a leak of a whole document moves them by their own size
-MOVED = 0.05
+MOVED = 0.02
 
 
 _verdicts: dict[tuple[Any, ...], AuditReport] = {}

@@ -25,6 +25,7 @@ from packing_core.errors import LayoutError
 from packing_core.marks import MARKS, PER_TOKEN, Segments, counts_through, is_numbered, read_segments
 from packing_core.views import KernelView
 from torch_backend.collate.documents import LABELS, check_whole, labels_in_order, take_labels
+from torch_backend.collate.tokens import EVERY_LABEL, masked, with_every_label
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ class PackedCollator:
             padding, so the number of tokens changes from batch to batch.
         padding_free: puts rows that come packed into one row, without their padding.
         max_seqlen, bucket: fixed sizes for compiled kernels, see ``PackedBatch.kernel_view``.
+        masking: a ``DataCollatorForLanguageModeling`` with ``mlm=True``, which hides tokens of every batch and makes
+            the labels, for masked language models.
         plan_options: ``overflow``, ``max_segments`` and the other options of ``packing_core.plan``.
 
     A feature is a ``PackedBatch``, or a mapping with ``input_ids`` and the columns that
@@ -63,6 +66,7 @@ class PackedCollator:
         padding_free: bool = False,
         max_seqlen: int | None = None,
         bucket: int = 1,
+        masking: Any = None,
         **plan_options: Any,
     ) -> None:
         configs = _configs(model)
@@ -75,6 +79,7 @@ class PackedCollator:
         self.padding_free = padding_free
         self.max_seqlen = max_seqlen
         self.bucket = bucket
+        self.masking = masking
         self.plan_options = {"seed": None, **plan_options}
         self._warned = False
 
@@ -101,15 +106,16 @@ class PackedCollator:
         return self._emit(self._pack(features))
 
     def _emit(self, batch: PackedBatch) -> Batch:
-        if self.labels_every_token:
-            batch = _with_every_label(batch)
+        labeled = self.labels_every_token and self.masking is None
+        if labeled:
+            batch = with_every_label(batch)
         if self.labels_documents:
             check_whole(batch)
         make = batch.padding_free if self.padding_free else batch.kernel_view
         view = make(max_seqlen=self.max_seqlen, bucket=self.bucket)
         emitted = _to_torch(view, rows=1 if self.padding_free else len(batch)) | _documents(batch, view)
-        if self.labels_every_token:
-            emitted["labels"] = emitted.pop(_EVERY_LABEL).long() + IGNORE_INDEX
+        if labeled:
+            emitted["labels"] = emitted.pop(EVERY_LABEL).long() + IGNORE_INDEX
         if self.labels_documents:
             labels = labels_in_order(batch)
             emitted = {name: x for name, x in emitted.items() if name != LABELS or labels is not None}
@@ -117,6 +123,10 @@ class PackedCollator:
         if self.marks_padding:
             real = np.repeat(~np.array(view.is_padding), view.lengths)
             emitted["attention_mask"] = torch.from_numpy(real.astype(np.int64)).view_as(emitted["input_ids"])
+        if self.masking is not None:
+            special = emitted.pop("special_tokens_mask", None)
+            padding = np.repeat(view.is_padding, view.lengths)
+            emitted |= masked(self.masking, emitted["input_ids"], padding, special)
         return emitted
 
     def _pack(self, features: Sequence[Mapping[str, Any]]) -> PackedBatch:
@@ -277,21 +287,6 @@ def _labels_documents(model: Any) -> bool:
     from torch_backend.hf.heads import labels_documents
 
     return labels_documents(model)
-
-
-# A token classifier's labels travel as a column, so that first tokens keep theirs; 0 is what is not trained.
-_EVERY_LABEL = "_every_label"
-
-
-def _with_every_label(batch: PackedBatch) -> PackedBatch:
-    """The batch with its labels, as they were given, in a column that is 0 where nothing is trained."""
-    if batch.labels is None:
-        raise LayoutError("a token classifier is trained on labels, one per token, and the documents have none")
-    trained = batch.segment_ids != 0
-    if batch.loss_mask is not None:
-        trained = trained & batch.loss_mask
-    every = np.where(trained, batch.labels.astype(np.int64) - IGNORE_INDEX, 0)
-    return replace(batch, columns={**batch.columns, _EVERY_LABEL: every})
 
 
 def _to_torch(view: KernelView, rows: int) -> Batch:

@@ -86,7 +86,7 @@ class DocumentRows:
 
     def hidden(self, hidden: Tensor) -> Tensor:
         """[B, S, D] -> [n, W, D], 0 at padding."""
-        rows = hidden.flatten(0, 1).index_select(0, self.index.flatten()).view(*self.index.shape, -1)
+        rows = hidden.flatten(0, 1).index_select(0, self.index.flatten()).view(*self.index.shape, hidden.shape[-1])
         return rows.masked_fill(~self.real[..., None], 0)
 
     def first(self, hidden: Tensor) -> Tensor:

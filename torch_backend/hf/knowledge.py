@@ -17,6 +17,7 @@ Route = Literal["attention", "documents"]
 # Families with attention that transformers' interface cannot serve, and what it does instead.
 DOCUMENTS = {
     "axk2": "an indexer picks keys along the row",
+    "convbert": "its attention convolves along the row",
     "deepseek_v32": "an indexer picks keys along the row",
     "deepseek_v4": "keys are compressed along the row",
     "doge": "a dynamic mask picks keys along the row",
@@ -31,6 +32,7 @@ DOCUMENTS = {
     "mobilebert": "its embeddings join neighbouring tokens of the row",
     "qwen4_exp": "an indexer picks keys along the row",
     "qwen4_exp_text": "an indexer picks keys along the row",
+    "squeezebert": "its layers are convolutions",
     "zaya": "a convolution inside its attention does not receive the segments",
 }
 OWN_ATTENTION = "its attention is its own and not transformers' interface"

@@ -6,15 +6,18 @@ predict the next token, [B, S - 1]. The caller sees the shapes that it knows and
 rows of a padded batch, whatever it does with them, stays as it is.
 
 Only calls that ask for it are changed: those with ``document_lengths``, which a collator adds, and those with TRL's
-``fused_lm_head=True``. Generation and every other call run as before.
+``fused_lm_head=True``; all that are padded after ``torch_backend.unpad(model)``. Generation and every other call run as
+before.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
+from types import MethodType
 from typing import Any
 
 import torch
@@ -23,7 +26,7 @@ from torch import Tensor, nn
 from packing_core.batch import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError
 from torch_backend.hf.boundaries import is_packed
-from torch_backend.hf.inputs import as_keywords, forward_names
+from torch_backend.hf.inputs import CACHES, as_keywords, forward_names
 from torch_backend.hf.patch import causal_lm, state_of
 from torch_backend.segments import to_device
 
@@ -32,6 +35,7 @@ SCORED = "fused_lm_head"  # argument by which TRL's trainers ask a model for log
 _STATE = "_crosspack_unpadding"
 # Trainers of TRL that compute their loss from padded calls: of answers in pairs, of single ones, of completions.
 PAIRS, SINGLE, GENERATING = ("DPOTrainer", "RewardTrainer"), ("KTOTrainer",), ("GRPOTrainer", "RLOOTrainer")
+_OF_DOCUMENTS = ("pooler_output",)  # outputs that are one for each document already
 _NOT_OF_THE_MODEL = ("margin",)  # what RewardTrainer hands on to the model with the rest of its batch
 
 
@@ -47,11 +51,18 @@ def kind_of(trainer: Any) -> str | None:
     return None
 
 
-def unpad_calls(model: nn.Module) -> None:
-    """Run the padded calls of a patched model packed, in place; calling it again has no effect."""
+def unpad_calls(model: nn.Module, *, always: bool = False) -> None:
+    """Run the padded calls of a patched model packed, in place; calling it again changes ``always`` alone.
+
+    Args:
+        always: every call with an ``attention_mask`` [B, S] and without a cache, and not only those that ask for it.
+    """
     root = causal_lm(model)
     if _STATE not in root.__dict__:
         root.__dict__[_STATE] = _Unpadding(root)
+    if always:
+        root.__dict__[_STATE].always = True
+        root.__dict__["forward"] = _ThroughHooks(root)
 
 
 @contextmanager
@@ -139,6 +150,24 @@ class Padded:
         return self.back(x) if per_token else x
 
 
+class _ThroughHooks:
+    """``model.forward`` for libraries that call it in place of the model, which would pass all hooks by."""
+
+    def __init__(self, root: Any) -> None:
+        self.root = root
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(MethodType(type(self.root).forward, self.root))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        unpadding = self.root.__dict__[_STATE]
+        if not unpadding.in_hooks:
+            return self.root(*args, **kwargs)
+        unpadding.in_hooks = False
+        return type(self.root).forward(self.root, *args, **kwargs)
+
+
 class _Unpadding:
     """The two hooks of one model."""
 
@@ -147,16 +176,19 @@ class _Unpadding:
         self.names = forward_names(root)
         self.padded: Padded | None = None
         self.active = True
+        self.always = False
+        self.in_hooks = False  # whether the hooks of the running call have begun, and its forward has not
         root.register_forward_pre_hook(self._take_out, with_kwargs=True, prepend=True)  # before the hook of the patch
         root.register_forward_hook(self._put_back, always_call=True)
 
     def _take_out(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.padded = None
+        self.padded, self.in_hooks = None, True
         args, kwargs = as_keywords(self.names, args, kwargs)
         lengths = kwargs.pop(LENGTHS, None)
         for name in [name for name in kwargs if name.endswith(LENGTHS)]:
             del kwargs[name]  # of another input of the same batch
-        asked = self.active and (lengths is not None or kwargs.get(SCORED))
+        every = self.always and not any(kwargs.get(name) is not None for name in CACHES)
+        asked = self.active and (every or lengths is not None or kwargs.get(SCORED))
         mask, ids, state = kwargs.get("attention_mask"), kwargs.get("input_ids"), state_of(root)
         if not asked or state is None or is_packed(kwargs) or ids is None or mask is None:
             return args, kwargs
@@ -169,15 +201,17 @@ class _Unpadding:
         labels = kwargs.get("labels")
         row = {name: padded.row(x) for name, x in kwargs.items() if isinstance(x, Tensor) and x.shape[:2] == ids.shape}
         if labels is not None and labels.shape == ids.shape:
-            row["labels"] = padded.labels(labels)
+            row["labels"] = padded.labels(labels) if state.shifted else padded.row(labels)
         return args, {**kwargs, **row, "packed_lengths": padded.lengths}
 
     def _put_back(self, root: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        padded, self.padded = self.padded, None
+        padded, self.padded, self.in_hooks = self.padded, None, False
         if padded is None or output is None:
             return None
+        state = state_of(root)
+        of_documents = ("logits", *_OF_DOCUMENTS) if state is not None and state.head == "document" else _OF_DOCUMENTS
         for name, value in output.items():
-            if (returned := padded.returned(value)) is not value:
+            if name not in of_documents and (returned := padded.returned(value)) is not value:
                 output[name] = returned
         return output
 

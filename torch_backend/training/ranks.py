@@ -45,8 +45,11 @@ class Ranks(NamedTuple):
 
     @contextmanager
     def joined(self, device: torch.device) -> Iterator[None]:
-        """Inside, the processes can reduce over each other: by NCCL on GPUs, by gloo elsewhere."""
-        if self.world == 1:
+        """Inside, the processes can reduce over each other: by NCCL on GPUs, by gloo elsewhere.
+
+        A group that exists already is used, and kept.
+        """
+        if self.world == 1 or dist.is_initialized():
             yield
             return
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_TIMEOUT)

@@ -165,12 +165,24 @@ def _packing_collator(trainer: Any, capacity: int | None, overflow: Overflow) ->
         for found in examples.values():
             _check_documents(wrapped, _seen(trainer, found[0], READ))
         return wrapped
+    if getattr(collator, "mlm", False) and type(collator).__name__ == "DataCollatorForLanguageModeling":
+        return _masking_collator(trainer)
     for kind, found in examples.items():
         for number, example in enumerate(found):
             if isinstance(example, Mapping):
                 theirs, packed = _seen(trainer, example), _seen(trainer, example, READ)
                 _compare(_name(collator), f"{kind} example {number}", collator([theirs]), packed, trainer.model)
     return PackedCollator(trainer.model)
+
+
+def _masking_collator(trainer: Any) -> PackedCollator:
+    """Packs documents, whose tokens the trainer's collator for masked language models then hides as before."""
+    if trainer.data_collator.whole_word_mask:
+        raise PackingError(
+            "whole_word_mask=True reads the words of padded examples: leave it out, or hide tokens in the data set, "
+            "with a column labels that is -100 at all others"
+        )
+    return PackedCollator(trainer.model, masking=trainer.data_collator)
 
 
 def _first_examples(trainer: Any) -> dict[str, list[Any]]:

@@ -1,6 +1,6 @@
-"""A plain torch training loop on packed documents: the two lines that a script needs, and what they change.
+"""A plain torch training loop on packed documents: three lines, and the loss of a step is the mean over its tokens.
 
-Run it: python examples/torch_loop.py
+Run it: python examples/plain_loop.py
 """
 
 import torch
@@ -22,18 +22,16 @@ model = LlamaForCausalLM(
         num_key_value_heads=2,
     )
 )
-model = crosspack.patch(model)  # line one: every layer attends inside documents, or this raises
+model = crosspack.patch(model).train()  # line one: every layer attends inside documents, or this raises
 
 rows = crosspack.PackedDataset(documents, 1024)
 loader = DataLoader(rows, batch_size=2, collate_fn=crosspack.PackedCollator(model))  # line two: segments are carried
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+step = crosspack.make_train_step(model, optimizer, max_grad_norm=1.0)  # line three: forward to optimizer
 
 print(f"{len(documents)} documents in {len(rows)} rows, packing efficiency {rows.plan.efficiency:.1%}")
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-for step, batch in enumerate(loader):
-    loss = model(**batch).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    print(f"step {step}: {len(batch['packed_lengths'])} segments, loss {loss.item():.3f}")
+for number, batch in enumerate(loader):
+    metrics = step(batch)  # or step([batch, another]): every token of both has the same weight
+    print(f"step {number}: {int(metrics['tokens'])} targets, loss {metrics['loss'].item():.3f}")
 
-print(crosspack.explain(model))
+print(crosspack.explain(step))  # which attention runs, and what of the step is fast here
