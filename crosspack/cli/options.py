@@ -50,9 +50,9 @@ OverflowPolicy = Annotated[
     Literal["error", "truncate", "split", "drop"],
     typer.Option("--overflow", help="What to do with a document longer than the capacity."),
 ]
-Strategy = Annotated[
+Packing = Annotated[
     Literal["best_fit", "mixed"],
-    typer.Option("--strategy", help="Fill rows by length, or with a random mix of lengths, as nearly full."),
+    typer.Option("--packing", help="Fill rows by length, or with a random mix of lengths, as nearly full."),
 ]
 Seed = Annotated[int, typer.Option(help="Everything random follows from it.")]
 TrustRemoteCode = Annotated[

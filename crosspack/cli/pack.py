@@ -49,7 +49,7 @@ def pack(
     tokenizer: options.TokenizerName = None,
     capacity: options.Capacity = 2048,
     overflow: options.OverflowPolicy = "error",
-    strategy: options.Strategy = "best_fit",
+    packing: options.Packing = "best_fit",
     format: Annotated[Format, typer.Option(help="Of the packed files.")] = "parquet",
     rows_per_file: Annotated[int, typer.Option(min=1, help="Rows after which a new file begins.")] = 65_536,
     buffer: Annotated[int, typer.Option(min=1, max=1 << 24, help="Documents held back to fill rows with.")] = 8192,
@@ -71,7 +71,7 @@ def pack(
             encoder.on_left_out = lambda where, tokens: fit.note("left_out", where, tokens)
             documents = counted(OUT, "documents packed", encoder.located(source.records))
             for block in fit.blocks(documents):
-                for chunk in stream(_once(block), capacity, buffer=buffer, strategy=strategy, seed=seed).chunks():
+                for chunk in stream(_once(block), capacity, buffer=buffer, strategy=packing, seed=seed).chunks():
                     written.write(chunk)
         written.close()
         if not fit.documents:
@@ -86,7 +86,7 @@ def pack(
             "policy": encoder.describe(),
             "capacity": capacity,
             "overflow": overflow,
-            "strategy": strategy,
+            "packing": packing,
             "seed": seed,
             "documents": fit.documents,
             **{what: fit.counts[what] for what in SAID},

@@ -34,7 +34,7 @@ def report(
     tokenizer: options.TokenizerName = None,
     capacity: options.Capacity = 2048,
     overflow: options.OverflowPolicy = "truncate",
-    strategy: options.Strategy = "best_fit",
+    packing: options.Packing = "best_fit",
     loss: options.LossOn = "completion",
     bos: options.Bos = None,
     eos: options.Eos = None,
@@ -55,7 +55,7 @@ def report(
     if not lengths:
         raise PackingError("no document has a token to train on: check --data, its columns and --loss")
     documents = np.array(lengths, np.int64)
-    packed = make_plan(documents, capacity, overflow=overflow, strategy=strategy, seed=seed)
+    packed = make_plan(documents, capacity, overflow=overflow, strategy=packing, seed=seed)
     shuffled = np.random.default_rng(seed).permutation(packed.length)
     random = make_plan(shuffled, capacity, strategy="sequential", seed=None)
     OUT.print(source.describe(), highlight=False)
@@ -81,7 +81,7 @@ def report(
             "longest": int(documents.max()),
             "capacity": capacity,
             "overflow": overflow,
-            "strategy": strategy,
+            "packing": packing,
             "longer_than_capacity": long,
             "tokens_left_out": lost,
             "computed_tokens": computed_tokens(packed, batches=BATCHES, seed=seed),

@@ -93,7 +93,7 @@ def train(
     attention: Annotated[str, typer.Option(help="Attention implementation of the packed run.")] = "auto",
     capacity: options.Capacity = 2048,
     overflow: options.OverflowPolicy = "error",
-    strategy: options.Strategy = "best_fit",
+    packing: options.Packing = "best_fit",
     rows_per_step: Annotated[int, typer.Option(min=1, help="Packed rows in an optimizer step.")] = 4,
     padded_batch: Annotated[int, typer.Option(min=1, help="Documents in a padded batch of --compare.")] = 8,
     epochs: Annotated[int, typer.Option(min=1)] = 1,
@@ -172,7 +172,7 @@ def train(
     corpus = Corpus.collect(counted(OUT, "documents read", source.documents(capacity, overflow)))
     lengths = corpus.documents.lengths
     plans = tuple(
-        make_plan(lengths, capacity, overflow=overflow, strategy=strategy, seed=seed + epoch) for epoch in range(epochs)
+        make_plan(lengths, capacity, overflow=overflow, strategy=packing, seed=seed + epoch) for epoch in range(epochs)
     )
     pad = encoder.tokenizer.pad_token_id
     pad_id = 0 if pad is None else pad

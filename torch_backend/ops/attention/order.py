@@ -29,9 +29,8 @@ CPU = ("sdpa",)
 CUDA = ("flash4", "flash3", "triton", "varlen", "flash2", "flex", "xformers", "sdpa")
 # Kinds of documents by their mean tokens, or by the window where that is smaller, since a query then sees as few keys
 # as in a short document: (fewer than, length of the documents that stand for the kind when it is timed). Among short
-# ones tiles of few tokens win, among others the fastest pipeline; of very long ones torch's own attention, called once
-# for each length, is among these.
-KINDS = ((768, 256), (8_192, 2_048), (float("inf"), 16_384))
+# ones tiles of few tokens win, among others the fastest pipeline.
+KINDS = ((768, 256), (float("inf"), 2_048))
 # Columns of the record. A request belongs to the first one whose condition it meets.
 COLUMNS: dict[str, Callable[[AttentionRequest], bool]] = {
     "sinks": lambda request: request.sinks,
@@ -43,15 +42,8 @@ COLUMNS: dict[str, Callable[[AttentionRequest], bool]] = {
 }
 _SHORT = ("triton", "flash4", "flash3", "varlen", "flash2", "flex", "xformers", "sdpa")
 _LONG = ("flash4", "flash3", "triton", "varlen", "flash2", "flex", "xformers", "sdpa")
-_VERY_LONG = ("flash4", "flash3", "sdpa", "triton", "flex", "varlen", "flash2", "xformers")
-# compute capability -> column -> the order for each kind. Torch's fused kernels, behind sdpa, take values of another
-# width than keys as they are, and nothing of the first three columns or of windows.
-RECORDED = {
-    (9, 0): {
-        **dict.fromkeys(("plain", "values"), (_SHORT, _LONG, _VERY_LONG)),
-        **dict.fromkeys(("sinks", "softcap", "alibi", "window"), (_SHORT, _LONG, _LONG)),
-    },
-}
+# compute capability -> column -> the order for each kind
+RECORDED = {(9, 0): dict.fromkeys(COLUMNS, (_SHORT, _LONG))}
 _TOKENS = 16_384
 _timed: dict[AttentionRequest, tuple[str, ...]] = {}
 
