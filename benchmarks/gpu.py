@@ -35,6 +35,7 @@ SECTIONS = {
     "step": "benchmarks.gpu_step:run",
     "rope": "benchmarks.gpu_rope:run",
     "attention": "benchmarks.gpu_attention:run",
+    "logprobs": "benchmarks.gpu_logprobs:run",
     "scaling": "benchmarks.gpu_attention:run_scaling",
     "sweep": "benchmarks.gpu_rope:run_sweep",
     "others": "benchmarks.gpu_step:run_others",

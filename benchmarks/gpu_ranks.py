@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu_ranks                      # 2 GPUs, Qwen2-0.5B shape, rows of 16,384, bfloat16
     python -m benchmarks.gpu_ranks --ranks 8 --match FSDP2 --output results
-    python -m benchmarks.gpu_ranks --tiny               # two processes on the CPU by gloo; times mean nothing
+    python -m benchmarks.gpu_ranks --tiny               # two processes on the CPU by gloo, where nothing is sharded
 
 Every contender trains random weights on the same packed rows, one row per rank and step, in processes of its own that
 torchrun starts. Documents are heavy-tailed: a lognormal with sigma 1.3, at most as long as a row, so rows of few long
@@ -32,6 +32,7 @@ if "--tiny" in sys.argv:
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from benchmarks.gpu import as_table, header, in_one_line, write
 from benchmarks.gpu_clock import DEVICE, TOY, Result, set_match, wanted
@@ -125,6 +126,8 @@ def train(contender: Contender, capacity: int, epochs: int) -> Measured:
         trainer = Trainer(model, arguments, train_dataset=PackedDataset(docs, rows), callbacks=[Clock()])
         enable_packing(trainer, verify=False)
         trainer.train()
+    if contender.sharded and not TOY:  # accelerate shards nothing on the CPU
+        assert any(isinstance(p, DTensor) for p in trainer.model.parameters()), "the weights are not sharded"
     seconds = ticks[steps * (1 + epochs)] - ticks[steps]
     return Measured(
         tokens_per_second=rows.n_tokens * epochs / seconds,

@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu_trainers                       # Qwen2-0.5B shape, rows of 16,384, bfloat16, fused AdamW
     python -m benchmarks.gpu_trainers --capacity 65536
+    python -m benchmarks.gpu_trainers --repeat 10 --epochs 1  # 70 steps an epoch and not 7
     python -m benchmarks.gpu_trainers --match make_train_step --output results
     python -m benchmarks.gpu_trainers --tiny                # every contender on the CPU in seconds; times mean nothing
 
@@ -254,8 +255,8 @@ def _tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
 
 
-def measure(name: str, capacity: int, epochs: int) -> Iterator[Result]:
-    docs = documents()
+def measure(name: str, capacity: int, epochs: int, repeat: int) -> Iterator[Result]:
+    docs = documents() * repeat
     run = Run(docs, PackedDataset(docs, tight(docs, capacity)), epochs)
     if not TOY:
         torch.cuda.reset_peak_memory_stats()
@@ -292,6 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--capacity", type=int, default=256 if TOY else 16_384, help="tokens of a row")
     options.add_argument("--epochs", type=int, default=1 if TOY else 4, help="timed, after the warm-up")
+    options.add_argument("--repeat", type=int, default=1, help="of the documents, for epochs of more steps")
     options.add_argument("--match", default="", metavar="PATTERN", help="only contenders whose name it matches")
     options.add_argument("--output", type=Path, help="folder for gpu.json")
     options.add_argument("--tiny", action="store_true", help="on the CPU, to see that everything runs")
@@ -301,7 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     print(about, flush=True)
     results: list[Result] = []
     for name in filter(wanted, CONTENDERS):
-        found = list(survived(name, measure(name, chosen.capacity, chosen.epochs)))
+        found = list(survived(name, measure(name, chosen.capacity, chosen.epochs, chosen.repeat)))
         results += found
         print(f"{name}: {in_one_line(found)}", flush=True)
         if chosen.output:

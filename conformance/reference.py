@@ -19,10 +19,10 @@ import numpy as np
 from conformance import decoder as numpy_decoder
 from conformance.decoder import Sums
 from conformance.draws import round_to
+from conformance.reference_documents import DocumentMethods
 from packing_core import pack, plan
 from packing_core.protocol import (
     Array,
-    Backend,
     BackendFactory,
     Batch,
     Decoder,
@@ -38,7 +38,7 @@ def backends() -> Mapping[str, BackendFactory]:
     return {"reference": Reference}
 
 
-class Reference(Backend):
+class Reference(DocumentMethods):
     """Every level and every option of the protocol, in dense numpy."""
 
     description = f"numpy {np.__version__}"

@@ -127,6 +127,9 @@ if TYPE_CHECKING:
         PackedMetadata as PackedMetadata,
     )
     from torch_backend import (
+        TokenLogprobs as TokenLogprobs,
+    )
+    from torch_backend import (
         TrainerReport as TrainerReport,
     )
     from torch_backend import (
@@ -161,6 +164,15 @@ if TYPE_CHECKING:
     )
     from torch_backend import (
         patch as patch,
+    )
+    from torch_backend import (
+        reduce as reduce,
+    )
+    from torch_backend import (
+        spread as spread,
+    )
+    from torch_backend import (
+        token_logprobs as token_logprobs,
     )
     from torch_backend import (
         unpad as unpad,

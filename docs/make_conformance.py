@@ -36,7 +36,8 @@ def made() -> str:
     ]
     blocks = [
         BEGIN,
-        "Signatures of `Backend`. `Array` is a numpy array, `Gradients` a dict of arrays by name.",
+        "Signatures of `Backend`. `Array` is a numpy array, `Gradients` a dict of arrays by name,\n"
+        "`Place` a tuple of a row, a first token and the one after the last.",
         "```python\n" + "\n\n\n".join(signature(method) for method in methods) + "\n```",
         "Attributes of `Document`:",
         "```text\n" + described(protocol.Document) + "\n```",

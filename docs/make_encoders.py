@@ -13,7 +13,7 @@ PAGE = Path(__file__).with_name("encoders.md")
 INTRODUCTION = """# Encoders
 
 What `crosspack.patch` does with every family that `AutoModelForMaskedLM` of transformers {transformers} knows, with
-three heads: masked language models, classes of documents and classes of tokens. Measured as on
+two heads: masked language models and classes of documents. Measured as on
 [the page of decoders](models.md), in float32 on the CPU with torch {torch}. A cell holds the error of the outputs and
 that of the worst gradient, relative to the largest value; everything below 1e-4 is exact. Refusals stand below with
 their reasons.

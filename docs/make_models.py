@@ -22,7 +22,7 @@ document. `python docs/make_models.py` writes this page.
 
 **{exact} of {built} causal decoders are exact ({share:.1%}), {refused} are refused with a reason, {wrong} are wrong.**
 {not_built} more could not be built as a tiny model. The other {halves} families are encoders or halves of
-encoder-decoders, and are refused as such.
+encoder-decoders, and are refused as language models. With their own heads [encoders](encoders.md) are served.
 
 - Route `attention`: every attention layer receives the segment boundaries, and so do the convolution and scan of
   layers that carry state along the row (state-space, linear attention, convolutions). Where a convolution or scan

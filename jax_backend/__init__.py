@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from jax_backend.data import GrainSource, GrainStream
     from jax_backend.explaining import explain
     from jax_backend.head_loss import linear_cross_entropy
+    from jax_backend.logprobs import TokenLogprobs, token_logprobs
     from jax_backend.loss import packed_cross_entropy, shift_labels
     from jax_backend.model import Decoder, DecoderConfig
+    from jax_backend.reduction import reduce, spread
     from jax_backend.rope import apply_rope
     from jax_backend.scan import selective_scan
     from jax_backend.segments import Segments, find_segments, segment_positions
@@ -35,6 +37,7 @@ _HOME: dict[str, str] = {
     "make_train_step": "jax_backend.train_step",
     "merge_attention": "jax_backend.attention",
     "packed_cross_entropy": "jax_backend.loss",
+    "reduce": "jax_backend.reduction",
     "reorder_tokens": "jax_backend.context_parallel",
     "restore_state": "jax_backend.checkpoint",
     "save": "jax_backend.weights",
@@ -43,12 +46,15 @@ _HOME: dict[str, str] = {
     "segment_positions": "jax_backend.segments",
     "selective_scan": "jax_backend.scan",
     "shift_labels": "jax_backend.loss",
+    "spread": "jax_backend.reduction",
     "to_batch": "jax_backend.batches",
+    "token_logprobs": "jax_backend.logprobs",
     "Decoder": "jax_backend.model",
     "DecoderConfig": "jax_backend.model",
     "GrainSource": "jax_backend.data",
     "GrainStream": "jax_backend.data",
     "Segments": "jax_backend.segments",
+    "TokenLogprobs": "jax_backend.logprobs",
     "TrainState": "jax_backend.train_step",
 }
 __all__ = [
@@ -57,6 +63,7 @@ __all__ = [
     "GrainSource",
     "GrainStream",
     "Segments",
+    "TokenLogprobs",
     "TrainState",
     "apply_rope",
     "audit",
@@ -69,6 +76,7 @@ __all__ = [
     "make_train_step",
     "merge_attention",
     "packed_cross_entropy",
+    "reduce",
     "reorder_tokens",
     "restore_state",
     "save",
@@ -77,7 +85,9 @@ __all__ = [
     "segment_positions",
     "selective_scan",
     "shift_labels",
+    "spread",
     "to_batch",
+    "token_logprobs",
 ]
 
 

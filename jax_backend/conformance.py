@@ -11,7 +11,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax_backend import weights
 from jax_backend.attention import IMPLEMENTATIONS, segment_attention
 from jax_backend.batches import to_batch
+from jax_backend.conformance_documents import DocumentMethods, arithmetic
 from jax_backend.loss import packed_cross_entropy, shift_labels
 from jax_backend.model import Decoder, DecoderConfig
 from jax_backend.rope import apply_rope
@@ -117,13 +118,13 @@ class AttentionStack(Backend):
 
     def forward(self, decoder: protocol.Decoder, batch: Batch, *, dtype: str) -> Array:
         graph, params, rest = self._model(decoder, dtype, batch)
-        with _precision(dtype):
+        with arithmetic(dtype):
             logits = _logits(graph, params, rest, *_model_inputs(batch))
         return np.asarray(logits, np.float32)
 
     def gradients(self, decoder: protocol.Decoder, batch: Batch, *, dtype: str) -> tuple[float, Gradients]:
         graph, params, rest = self._model(decoder, dtype, batch)
-        with _precision(dtype):
+        with arithmetic(dtype):
             loss, found = _loss_and_gradients(graph, params, rest, *_model_inputs(batch), jnp.asarray(batch.labels))
         return float(loss), {name: np.asarray(x, np.float32) for name, x in weights.export(found).items()}
 
@@ -168,7 +169,7 @@ class AttentionStack(Backend):
         )
 
 
-class Stack(AttentionStack):
+class Stack(AttentionStack, DocumentMethods):
     """Everything: the attention's levels, and the operations, collator and trainer that do not depend on it."""
 
     def plan(self, lengths: Sequence[int], capacity: int, *, strategy: str) -> list[list[int]]:
@@ -221,7 +222,7 @@ class Stack(AttentionStack):
         # The weight of a label travels with it to the token before, which predicts it.
         moved = None if token_weights is None else jnp.roll(jnp.asarray(token_weights), -1, axis=1)
 
-        with _precision(dtype):
+        with arithmetic(dtype):
             (loss, weight), gradient = _loss_sum_and_gradient(jnp.asarray(logits, dtype), targets, moved)
         return float(loss), float(weight), np.asarray(gradient, np.float32)
 
@@ -241,11 +242,6 @@ class Stack(AttentionStack):
             return _train(how, decoder.weights, steps, capacity)
         protocol.require_declared(self, options=["ranks"])
         return _with_devices(ranks, _train, how, dict(decoder.weights), steps, capacity)
-
-
-def _precision(dtype: str) -> Any:
-    """What float32 means here: on a GPU JAX multiplies float32 in TF32 unless it is asked for more."""
-    return jax.default_matmul_precision("highest") if dtype == "float32" else nullcontext()
 
 
 def _segments_cap(segment_ids: Array) -> int:
@@ -358,7 +354,7 @@ def _out_and_gradients(
     """The output of ``function(operands, *data, **options)`` and, with ``dout``, the operands' gradients."""
     in_dtype = {name: jnp.asarray(x, dtype) for name, x in operands.items()}
     cotangent = None if dout is None else jnp.asarray(dout, dtype)
-    with _precision(dtype):
+    with arithmetic(dtype):
         found = _compiled(function, tuple(sorted(options.items())), in_dtype, cotangent, *map(jnp.asarray, data))
     return jax.tree.map(lambda x: np.asarray(x, np.float32), found)
 

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from packing_core import documents as by_document
 from packing_core._arrays import NUMBERS, as_array, as_int64, check_names
 from packing_core._arrays import read_only as _read_only
 from packing_core._pieces import MOST_TOKENS, check_pad_id, choice, positive
 from packing_core.errors import CapacityError, LayoutError
-from packing_core.runs import Array, Int64, chosen, copy_runs, gaps, indexes, ramps, spread
+from packing_core.runs import Array, Int64, chosen, gaps, indexes, ramps, spread
 
 if TYPE_CHECKING:
     from packing_core.views import KernelView
@@ -304,18 +305,63 @@ class PackedBatch:
         if not isinstance(array, np.ndarray) or array.shape != self.input_ids.shape:
             known = ", ".join(["input_ids", "labels", "loss_mask", *self.columns])
             raise LayoutError(f"this batch has no per-token array {name!r}: it has {known} and the derived ones")
-        order = np.lexsort((self.starts, self.sources))
-        sources, lengths = self.sources[order], self.lengths[order]
-        again = (np.diff(sources) == 0) & (self.starts[order][1:] < (self.starts[order] + lengths)[:-1])
-        if again.any():
-            twice = int(sources[int(np.argmax(again))])
-            raise LayoutError(f"document {twice} is in this batch twice: unpack the rows it repeats in on their own")
-        tokens = np.empty(self.n_tokens, array.dtype)
-        ends = np.cumsum(lengths)
-        copy_runs(tokens, ends - lengths, array.reshape(-1), self.flat_starts[order], lengths)
-        ids, first = np.unique(sources, return_index=True)
-        cuts = (ends - lengths)[first].tolist()
-        return {source: tokens[begin:end] for source, begin, end in zip(ids.tolist(), cuts, cuts[1:] + [self.n_tokens])}
+        return by_document.unpack(self, array)
+
+    @cached_property
+    def documents(self) -> Int64:
+        """int64 [D]: ids of the documents of which this batch holds a piece, rising.
+
+        This is source order, in which :meth:`reduce` and :meth:`spread` have one entry per document.
+
+        Raises:
+            LayoutError: the batch holds the same tokens of a document twice.
+        """
+        return _read_only(by_document.segments_by_document(self)[0])
+
+    @property
+    def document_ids(self) -> Int32:
+        """int32 [R, capacity]: the place of each token's document in ``documents``; -1 in padding."""
+        return _read_only(by_document.document_ids(self))
+
+    @property
+    def document_positions(self) -> Int32:
+        """int32 [R, capacity]: the place of each token in its document, whether that was split or not; 0 in padding."""
+        return _read_only(self.position_ids + self._spread(self.starts, 0))
+
+    def reduce(self, values: Any, how: by_document.Reduction, *, where: Any = None) -> Array:
+        """One value per document of this batch, from one per token.
+
+        Padding never counts. The pieces of a document that was split count as one document, in reading order. A
+        document without a token that counts gets 0.
+
+        Args:
+            values: numbers [R, capacity, ...], or [R * capacity, ...]; whatever padding holds.
+            how: ``"sum"``, ``"mean"`` (over the document's tokens that count), ``"first"`` or ``"last"`` (of the
+                tokens that count).
+            where: bool [R, capacity], the tokens that count; all real ones if None. ``batch.targets != -100`` are those
+                that are trained.
+
+        Returns:
+            [documents, ...] in source order, see ``documents``: float64 sums and means, first and last values in their
+            own dtype.
+
+        Raises:
+            LayoutError: the shapes contradict the batch, or it holds the same tokens of a document twice.
+
+        >>> from packing_core import pack
+        >>> batch = pack([[1, 2, 3], [4], [5, 6]], 4, seed=None)
+        >>> batch.input_ids.tolist(), batch.reduce(batch.input_ids, "sum").tolist()
+        ([[1, 2, 3, 4], [5, 6, 0, 0]], [6.0, 4.0, 11.0])
+        """
+        return by_document.reduce(self, values, how, where)
+
+    def spread(self, values: Any) -> Array:
+        """[R, capacity, ...] in the dtype of ``values`` [documents, ...]: each document's at its tokens, 0 in padding.
+
+        Raises:
+            LayoutError: there is not one value per document, or the batch holds the same tokens of a document twice.
+        """
+        return by_document.spread(self, values)
 
     def kernel_view(self, *, max_seqlen: int | None = None, bucket: int = 1) -> KernelView:
         """This batch flattened to ``rows * capacity`` tokens, as kernels take one step; see ``views.KernelView``.

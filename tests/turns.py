@@ -44,11 +44,14 @@ ALTERNATING = (
 WEEKLY: dict[str, tuple[str, ...]] = {
     "tests/cli/test_commands.py": ("test_the_built_in_default_trains", "test_a_hub_name_is_found_in_the_hub_cache"),
     "tests/cli/test_examples.py": (
-        "test_a_torch_loop_learns_on_packed_rows",
+        "test_a_plain_loop_learns_on_packed_rows",
         "test_dpo_learns_on_packed_pairs_what_is_exact",
         "test_a_reward_model_learns_on_packed_answers",
         "test_grpo_learns_on_packed_completions",
+        "test_ranks_share_weights_and_steps",
+        "test_deepspeed_trains_packed_rows",
     ),
+    "tests/cli/test_launch.py": ("test_torchrun_trains_as_one_process_does_and_one_process_goes_on",),
     "tests/cli/test_records.py": ("test_the_standard_library_has_about_four_thousand_documents",),
     "tests/conformance/test_docs.py": (
         "test_the_plugin_is_right_at_first",
@@ -80,7 +83,6 @@ WEEKLY: dict[str, tuple[str, ...]] = {
     "tests/torch_backend/test_causal_lm_loss.py": ("test_a_compiled_model_is_compiled_once",),
     "tests/torch_backend/test_composition.py": ("test_a_saved_model_loads_in_another_process",),
     "tests/torch_backend/test_conditions.py": ("test_compiled_once_for_eight_segmentations",),
-    "tests/torch_backend/test_deepspeed.py": (),
     "tests/torch_backend/test_distributed_job.py": (),
     "tests/torch_backend/test_distributed_loss.py": (),
     "tests/torch_backend/test_distributed_step.py": (),

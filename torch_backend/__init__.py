@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from torch_backend.collate import PackedCollator, with_boundaries
     from torch_backend.hf.explain import explain
     from torch_backend.losses.cross_entropy import next_token_targets, normalise, packed_cross_entropy
+    from torch_backend.losses.token_logprobs import TokenLogprobs, token_logprobs
     from torch_backend.ops.attention import attention
+    from torch_backend.ops.reduction import reduce, spread
     from torch_backend.patching import patch, unpad, unpatch
     from torch_backend.segments import PackedMetadata
     from torch_backend.training.dataset import pack_dataset
@@ -23,6 +25,7 @@ _HOME: dict[str, str] = {
     "AuditReport": "torch_backend.auditing.model",
     "PackedCollator": "torch_backend.collate",
     "PackedMetadata": "torch_backend.segments",
+    "TokenLogprobs": "torch_backend.losses.token_logprobs",
     "TrainStep": "torch_backend.training.step",
     "TrainerReport": "torch_backend.auditing.trainer",
     "attention": "torch_backend.ops.attention",
@@ -35,6 +38,9 @@ _HOME: dict[str, str] = {
     "pack_dataset": "torch_backend.training.dataset",
     "packed_cross_entropy": "torch_backend.losses.cross_entropy",
     "patch": "torch_backend.patching",
+    "reduce": "torch_backend.ops.reduction",
+    "spread": "torch_backend.ops.reduction",
+    "token_logprobs": "torch_backend.losses.token_logprobs",
     "unpad": "torch_backend.patching",
     "unpatch": "torch_backend.patching",
     "with_boundaries": "torch_backend.collate",
@@ -43,6 +49,7 @@ __all__ = [
     "AuditReport",
     "PackedCollator",
     "PackedMetadata",
+    "TokenLogprobs",
     "TrainStep",
     "TrainerReport",
     "attention",
@@ -55,6 +62,9 @@ __all__ = [
     "pack_dataset",
     "packed_cross_entropy",
     "patch",
+    "reduce",
+    "spread",
+    "token_logprobs",
     "unpad",
     "unpatch",
     "with_boundaries",

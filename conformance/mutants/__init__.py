@@ -4,9 +4,20 @@
 single one runs through the whole suite with ``--backend conformance.mutants:NAME``.
 """
 
-from conformance.mutants import attention, collator, combined, larger, model, operations, trainer
+from conformance.mutants import attention, collator, combined, documents, larger, model, operations, trainer
 from conformance.mutants.base import MUTANTS, Mutant
 
 globals().update(MUTANTS)
 
-__all__ = ["MUTANTS", "Mutant", "attention", "collator", "combined", "larger", "model", "operations", "trainer"]
+__all__ = [
+    "MUTANTS",
+    "Mutant",
+    "attention",
+    "collator",
+    "combined",
+    "documents",
+    "larger",
+    "model",
+    "operations",
+    "trainer",
+]

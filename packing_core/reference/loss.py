@@ -42,7 +42,7 @@ def cross_entropy(
     rows = np.flatnonzero(targets != ignore_index)
     logits, weights = logits[rows], weights[rows]
     picked = logits[np.arange(rows.size), targets[rows]]
-    return float((weights * (_log_sum_exp(logits)[:, 0] - picked)).sum()), float(weights.sum())
+    return float((weights * (log_sum_exp(logits)[:, 0] - picked)).sum()), float(weights.sum())
 
 
 def cross_entropy_vjp(
@@ -69,13 +69,13 @@ def cross_entropy_vjp(
     logits, targets, weights = _checked(logits, targets, weights, ignore_index, dtype)
     gradient = np.zeros_like(logits)
     rows = np.flatnonzero(targets != ignore_index)
-    probability = np.exp(logits[rows] - _log_sum_exp(logits[rows]))
+    probability = np.exp(logits[rows] - log_sum_exp(logits[rows]))
     one_hot = targets[rows, None] == np.arange(logits.shape[1])
     gradient[rows] = (probability - one_hot) * (weights[rows, None] * dloss)
     return {"logits": plain(gradient)}
 
 
-def _log_sum_exp(logits: Array) -> Array:
+def log_sum_exp(logits: Array) -> Array:
     """``[T, 1]``; the largest logit comes off first, or exp overflows."""
     largest: Array = logits.max(axis=1, keepdims=True)
     total: Array = np.exp(logits - largest).sum(axis=1, keepdims=True)
@@ -90,6 +90,19 @@ def _checked(
     dtype: WorkingDtype,
 ) -> tuple[Array, Array, Array]:
     (logits,) = operands(dtype, logits)
+    targets = checked_targets(logits, targets, ignore_index)
+    tokens = len(targets)
+    (weights,) = operands(dtype, np.ones(tokens) if weights is None else weights)
+    check_shape("weights", weights, (tokens,), "[T]")
+    return logits, targets, weights
+
+
+def checked_targets(logits: Array, targets: npt.ArrayLike, ignore_index: int) -> npt.NDArray[np.int64]:
+    """``targets`` ``[T]`` of ``logits`` ``[T, V]``.
+
+    Raises:
+        LayoutError: the shapes contradict each other, or a target is not a class.
+    """
     check_shape("logits", logits, (None, None), "[T, V]")
     tokens, classes = logits.shape
     targets = np.asarray(targets)
@@ -101,6 +114,4 @@ def _checked(
             f"target {targets[wrong[0]]} of row {wrong[0]} is neither one of {classes} classes nor the ignored "
             f"{ignore_index}: pass ignore_index if another value marks rows without a target"
         )
-    (weights,) = operands(dtype, np.ones(tokens) if weights is None else weights)
-    check_shape("weights", weights, (tokens,), "[T]")
-    return logits, targets, weights
+    return targets

@@ -272,7 +272,7 @@ def test_unpack_names_what_it_cannot_give():
         pack([[1, 2]], 2).unpack("labels")
     twice = PackedBatch(**fields(sources=np.array([0, 1, 1])))
     with pytest.raises(
-        LayoutError, match="document 1 is in this batch twice: unpack the rows it repeats in on their own"
+        LayoutError, match="document 1 is in this batch twice: take the rows it repeats in on their own"
     ):
         twice.unpack()
 

@@ -45,6 +45,8 @@ CALLS = {
     "rope_vjp": lambda dtype: reference.rope_vjp(Q, np.arange(TOKENS), INV_FREQ, Q, interleaved=True, dtype=dtype),
     "cross_entropy": lambda dtype: np.array(reference.cross_entropy(Q[:, 0], TARGETS, dtype=dtype)),
     "cross_entropy_vjp": lambda dtype: reference.cross_entropy_vjp(Q[:, 0], TARGETS, dtype=dtype),
+    "token_logprobs": lambda dtype: np.stack(reference.token_logprobs(Q[:, 0], TARGETS, dtype=dtype)),
+    "token_logprobs_vjp": lambda dtype: reference.token_logprobs_vjp(Q[:, 0], TARGETS, Q[:, 0, 0], dtype=dtype),
     "selective_scan": lambda dtype: reference.selective_scan(**SCAN, dtype=dtype),
     "selective_scan_vjp": lambda dtype: reference.selective_scan_vjp(**SCAN, dy=Q[:, 0, :4], dtype=dtype),
     "gated_delta_rule": lambda dtype: reference.gated_delta_rule(**DELTA, dtype=dtype),

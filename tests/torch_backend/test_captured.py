@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from packing_core.errors import LayoutError
@@ -159,3 +160,21 @@ def test_captured_steps_are_the_steps_to_the_bit(compiled):
 
     for found, right in zip(trained(True), trained(False), strict=True):
         assert all(torch.equal(x, y) for x, y in zip(found, right, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_recording_that_fails_leaves_random_numbers_as_they_were():
+    def step(batch: dict[str, Tensor]) -> Tensor:
+        dropped = torch.nn.functional.dropout(batch["x"])
+        if torch.cuda.is_current_stream_capturing():
+            dropped.sum().item()  # waits for the device, which no recording may
+        return dropped
+
+    captured = CapturedStep(step, warm_up=1)
+    captured({"x": torch.ones(8)})
+    expected = torch.cuda.get_rng_state()
+    with pytest.raises(RuntimeError):
+        captured({"x": torch.ones(8)})
+    assert torch.equal(torch.cuda.get_rng_state(), expected)
+    assert torch.rand(4, device="cuda").isfinite().all()

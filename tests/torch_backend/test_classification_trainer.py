@@ -10,7 +10,7 @@ import torch
 import transformers
 
 import torch_backend
-from packing_core.errors import PackingError
+from packing_core.errors import PackingError, UnsupportedError
 from tests.torch_backend.models import error
 from tests.torch_backend.test_document_heads import classifier
 from tests.torch_backend.test_trainer import arguments, datasets
@@ -120,6 +120,11 @@ def test_a_collator_that_changes_labels_is_refused(tmp_path: Any) -> None:
     built.data_collator = lambda features: {**stock(features), "labels": stock(features)["labels"] * 0}
     with pytest.raises(PackingError, match=r"training example 0 has the label \[0\] there and \[2\] when packed"):
         enable_packing(built, capacity=CAPACITY, verify=False)
+
+
+def test_an_audit_of_the_trainer_points_to_that_of_its_model(tmp_path: Any) -> None:
+    with pytest.raises(UnsupportedError, match=r"audit its model, audit\(trainer.model\)"):
+        torch_backend.audit(trainer(tmp_path))
 
 
 def test_make_train_step_takes_labels_of_documents() -> None:

@@ -84,8 +84,8 @@ def test_two_ranks_begin_and_one_process_goes_on(folder: Path, name: str) -> Non
     assert resumed[:4] == ranks(folder, name)[0]["losses"][:4]  # which are read, and the last one computed again
 
 
-def test_rows_of_a_step_are_dealt_once_and_evenly(folder: Path) -> None:
-    schedule = job("ddp", folder / "start", None).schedule
+def test_rows_of_a_step_are_dealt_once_and_evenly(tmp_path: Path) -> None:
+    schedule = job("ddp", tmp_path, None).schedule
     for step in range(len(schedule)):
         for world in (2, 3, 4):
             dealt = [list(schedule.packed(step, rank=rank, ranks=world)) for rank in range(world)]

@@ -59,7 +59,6 @@ def audit_family(family: str) -> FamilyReport:
 ENCODER_HEADS = {
     "masked tokens": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
     "documents": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
-    "tokens": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
 }
 
 

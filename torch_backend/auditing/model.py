@@ -50,7 +50,7 @@ CAPACITY = 64
 CHANGED = 2  # the document whose tokens the probe replaces
 TOLERANCE = 1e-4
 LEAK = 0.02  # at most what rounding may do to the others; a leak of a whole document moves them by their own size
-MOVED = 0.02
+MOVED = 0.01  # at least what the probe must do to its own document, and twice what it does to another
 
 
 _verdicts: dict[tuple[Any, ...], AuditReport] = {}
@@ -103,7 +103,7 @@ class AuditReport:
         if self.refused is not None:
             return "refused"
         equal = max(self.logits, self.loss, self.gradients) <= self.tolerance
-        isolated = self.leak <= min(self.tolerance, LEAK) and self.moved > MOVED
+        isolated = self.leak <= min(self.tolerance, LEAK) and self.moved > max(MOVED, 2 * self.leak)
         return "exact" if equal and isolated else "contaminated"
 
     def to_json(self) -> str:

@@ -27,13 +27,14 @@ from torch_backend.auditing.compare import cosine, gradients_error
 from torch_backend.auditing.model import MOVED
 from torch_backend.auditing.scored import ScoredStep, scored_batches, without_workers
 from torch_backend.collate import Batch
+from torch_backend.hf.heads import labels_documents, trains_first_token
 from torch_backend.hf.patch import causal_lm
 from torch_backend.hf.router import no_router_loss
 from torch_backend.hf.unpadding import kind_of
 
 FLOAT32, HALF = 1e-4, 2e-2  # what figures may be in float32, and where anything is computed in fewer bits
 # Keys that say which tokens belong together, of which a document alone has no need.
-_MARKS = ("position_ids", "attention_mask", "seq_idx", "segment_ids", "packed_lengths")
+_MARKS = ("position_ids", "attention_mask", "seq_idx", "segment_ids", "packed_lengths", "packed_documents")
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,8 @@ def audit_trainer(trainer: Any, *, batches: int = 1) -> TrainerReport:
     Raises:
         LayoutError: a document that the collator was given is not in its rows as it was.
         PackingError: a batch holds one document only, or nothing is trained in it.
-        UnsupportedError: the trainer runs on several devices, or its rows hold cut documents without boundaries.
+        UnsupportedError: the trainer runs on several devices, trains a classifier or a masked language model, or its
+            rows hold cut documents without boundaries.
     """
     refuse_cut_documents(trainer.args)
     shards = any(getattr(trainer, kind, False) for kind in ("is_deepspeed_enabled", "is_fsdp_enabled"))
@@ -112,6 +114,11 @@ def audit_trainer(trainer: Any, *, batches: int = 1) -> TrainerReport:
         raise UnsupportedError(
             f"{type(trainer).__name__} spreads its model or its batches over devices: "
             "audit it in one process that sees one"
+        )
+    if kind_of(trainer) is None and (labels_documents(trainer.model) or trains_first_token(trainer.model)):
+        raise UnsupportedError(
+            f"{type(trainer).__name__} trains a classifier or a masked language model, and audit(trainer) judges "
+            "losses of next tokens and of answers: audit its model, audit(trainer.model)"
         )
     with torch.random.fork_rng(), _as_before(trainer):
         if kind_of(trainer) is not None:

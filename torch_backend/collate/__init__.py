@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from packing_core import PackedBatch, pack
 from packing_core.batch import IGNORE_INDEX
 from packing_core.columns import TRAINED, read_examples, trained_tokens
+from packing_core.documents import segments_by_document
 from packing_core.errors import LayoutError
 from packing_core.marks import MARKS, PER_TOKEN, Segments, counts_through, is_numbered, read_segments
 from packing_core.views import KernelView
@@ -88,13 +89,15 @@ class PackedCollator:
         Returns:
             ``input_ids``, ``labels``, ``position_ids`` int64 [B, S]; ``seq_idx`` int32 [B, S]; ``cu_seq_lens_q`` and
             ``_k`` int32 [N+1] over the B * S tokens, padding in segments of its own; ints ``max_length_q`` and ``_k``;
-            ``packed_lengths``, the segments' lengths as a tuple, ``packed_documents``, the numbers of each
-            document's segments in source order; for a model with a router loss ``attention_mask`` int64 [B, S], 0 at
-            padding; and the user's own columns [B, S]. A model that classifies documents gets ``labels`` [documents] or
-            [documents, C] in source order, or none.
+            ``packed_lengths``, the segments' lengths as a tuple; ``packed_documents``, the numbers of each document's
+            segments in source order (see :func:`torch_backend.reduce`), left out if a document is in the batch twice;
+            for a model with a router loss ``attention_mask`` int64 [B, S], 0 at padding; and the user's own columns
+            [B, S]. A model that classifies documents gets ``labels`` [documents] or [documents, C] in source order, or
+            none.
 
         Raises:
-            LayoutError: the features contradict each other, or a document is split and the model classifies documents.
+            LayoutError: the features contradict each other, or a document is split or there twice and the model
+                classifies documents.
         """
         if isinstance(features, PackedBatch):
             return self._emit(features)
@@ -112,7 +115,8 @@ class PackedCollator:
             check_whole(batch)
         make = batch.padding_free if self.padding_free else batch.kernel_view
         view = make(max_seqlen=self.max_seqlen, bucket=self.bucket)
-        emitted = _to_torch(view, rows=1 if self.padding_free else len(batch)) | _documents(batch, view)
+        emitted = _to_torch(view, rows=1 if self.padding_free else len(batch))
+        emitted |= _documents(batch, view, needed=self.labels_documents)
         if labeled:
             emitted["labels"] = emitted.pop(EVERY_LABEL).long() + IGNORE_INDEX
         if self.labels_documents:
@@ -307,11 +311,19 @@ def _to_torch(view: KernelView, rows: int) -> Batch:
     }
 
 
-def _documents(batch: PackedBatch, view: KernelView) -> Batch:
-    """The segments of each document in source order, by their numbers in the view."""
-    order = np.lexsort((batch.starts, batch.sources))
+def _documents(batch: PackedBatch, view: KernelView, *, needed: bool) -> Batch:
+    """The segments of each document, by their numbers in the view; nothing if a document is in the batch twice.
+
+    Raises:
+        LayoutError: a document is in the batch twice, and they are ``needed``.
+    """
+    try:
+        _, order, counts = segments_by_document(batch)
+    except LayoutError:
+        if needed:
+            raise
+        return {}
     numbers = np.flatnonzero(~np.array(view.is_padding, np.bool_))[order]
-    counts = np.unique(batch.sources, return_counts=True)[1]
     pieces = np.split(numbers, np.cumsum(counts)[:-1]) if len(counts) else []
     return {"packed_documents": tuple(tuple(piece.tolist()) for piece in pieces)}
 

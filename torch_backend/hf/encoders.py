@@ -44,10 +44,12 @@ def sees_both_sides(head: Head, layers: Iterable[nn.Module]) -> str | None:
 
 def numbering(model: nn.Module) -> Numbering | None:
     """How a model numbers the tokens of documents if it does so by RoBERTa's rule; None if from 0 on."""
-    for module in model.modules():
-        names = vars(sys.modules[type(module).__module__])
-        if isinstance(getattr(module, "padding_idx", None), int) and (hasattr(module, _NUMBERED) or _NUMBERED in names):
-            return PaddingOffset(module.padding_idx)
+    for module in (model, *model.children()):
+        padding = getattr(module, "padding_idx", None)
+        if isinstance(padding, int) and (
+            hasattr(module, _NUMBERED) or hasattr(sys.modules.get(type(module).__module__), _NUMBERED)
+        ):
+            return PaddingOffset(padding)
     return None
 
 

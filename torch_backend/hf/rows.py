@@ -48,7 +48,7 @@ class HeadRows:
         self.body = root.base_model if isinstance(root.base_model, PreTrainedModel) else decoder
         pooler = getattr(decoder, "pooler", None)
         self.pooler: nn.Module | None = pooler if isinstance(pooler, nn.Module) else None
-        self.pad_id = root.config.get_text_config().pad_token_id
+        self.pad_id: int | None = getattr(root.config.get_text_config(), "pad_token_id", None)
         self.last = head == "document" and reads_last_token(root)
         if self.last and self.pad_id is None:
             raise UnsupportedModelError(

@@ -15,9 +15,9 @@ model that does anything else to its logits is refused.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -65,18 +65,44 @@ def causal_lm_loss(
 
 @torch.compiler.disable  # it exchanges modules; a compiled model inside is compiled all the same
 def _causal_lm_loss(model: nn.Module, batch: Mapping[str, Any], weights: Tensor | None) -> tuple[Tensor, Tensor]:
+    output, shortcut = call_with_shortcut(
+        model, batch, lambda root, head, tail: _Loss(root, head, tail, weights), caller="causal_lm_loss"
+    )
+    assert shortcut.sums is not None
+    loss: Tensor = output[0]
+    return loss * shortcut.count, shortcut.sums[1]
+
+
+S = TypeVar("S", bound="Shortcut")
+
+
+def call_with_shortcut(
+    model: nn.Module, batch: Mapping[str, Any], make: Callable[[Any, nn.Module, Tail | None], S], *, caller: str
+) -> tuple[Any, S]:
+    """Call the model while a :class:`Shortcut` stands in for its output layer and its loss function.
+
+    Args:
+        model, batch: see :func:`causal_lm_loss`.
+        make: the shortcut of a causal language model, its output layer and what is known of its logits.
+        caller: the function whose user reads the errors.
+
+    Returns:
+        The model's output, and the shortcut that it went through.
+
+    Raises: see :func:`causal_lm_loss`.
+    """
     if batch.get("labels") is None:
-        raise LayoutError(f"causal_lm_loss takes a batch with labels, got {', '.join(batch)}")
+        raise LayoutError(f"{caller} takes a batch with labels, got {', '.join(batch)}")
     root = causal_lm(model)
     head = root.get_output_embeddings()
     name = type(root).__name__
     if head is None:
-        raise UnsupportedModelError(f"{name} has no output layer: causal_lm_loss takes causal language models")
+        raise UnsupportedModelError(f"{name} has no output layer: {caller} takes causal language models")
     if not takes_next_token_loss(root):
         raise UnsupportedModelError(f"{name} has a loss function of its own: {WAY_OUT}")
     known_of = id(root.__dict__.get("forward")), *Tail.candidates(root.config)
     tail, of = _tails.get(root, (None, None))
-    shortcut = _Shortcut(root, head, tail if of == known_of else None, weights)
+    shortcut = make(root, head, tail if of == known_of else None)
     # The first call compares values, which a compiled model cannot do.
     eager = nullcontext() if shortcut.tail is not None else torch.compiler.set_stance("force_eager")
     with eager, _installed(root, shortcut):
@@ -85,31 +111,28 @@ def _causal_lm_loss(model: nn.Module, batch: Mapping[str, Any], weights: Tensor 
         except PackingError:
             raise
         except Exception as error:
-            if shortcut.hidden is None or shortcut.sums is not None:
+            if shortcut.hidden is None or shortcut.done:
                 raise
             raise UnsupportedModelError(f"{name} does not make its loss by loss_function: {WAY_OUT}") from error
-    if shortcut.sums is None:
+    if not shortcut.done:
         raise UnsupportedModelError(f"{name} does not make its loss from its output layer by loss_function: {WAY_OUT}")
     assert shortcut.tail is not None
     _tails[root] = shortcut.tail, known_of
-    loss: Tensor = output[0]
-    return loss * shortcut.count, shortcut.sums[1]
+    return output, shortcut
 
 
-class _Shortcut(nn.Module):
+class Shortcut(nn.Module):
     """Replaces the output layer during one call, and keeps its input for :meth:`loss_function`."""
 
-    def __init__(self, root: Any, head: nn.Module, tail: Tail | None, weights: Tensor | None) -> None:
+    def __init__(self, root: Any, head: nn.Module, tail: Tail | None) -> None:
         super().__init__()
         self.head = head  # a submodule, so that whatever walks through the model in the call still finds it
         self.model = type(root).__name__
         self.entries = int(getattr(head, "out_features", 0) or root.config.get_text_config().vocab_size)
         self.candidates = Tail.candidates(root.config)
         self.tail = tail
-        self.weights = weights
         self.hidden: Tensor | None = None
-        self.sums: tuple[Tensor, Tensor] | None = None
-        self.count: Tensor | int = 0
+        self.done = False
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -127,22 +150,18 @@ class _Shortcut(nn.Module):
     def loss_function(
         self, logits: Tensor, labels: Tensor, *args: Any, shift_labels: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        """The mean loss of the hidden states; replaces transformers' ``ForCausalLMLoss``."""
-        if self.hidden is None or self.sums is not None:
+        """What the model takes for its loss; replaces transformers' ``ForCausalLMLoss``."""
+        if self.hidden is None or self.done:
             raise UnsupportedModelError(f"{self.model} does not make one loss of one output layer: {WAY_OUT}")
         if self.tail is None:
             self.tail = self._tail_of(logits)
-        targets, weights = shift_labels, self.weights
-        if targets is None:
-            targets = next_token_targets(labels)
-            weights = None if weights is None else nn.functional.pad(weights[:, 1:], (0, 1))
-        targets = targets.to(self.hidden.device)
-        weights = None if weights is None else weights.to(self.hidden.device)
-        self.sums = output_layer_loss(
-            self.head, self.hidden, targets, weights=weights, tail=self.tail, entries=self.entries
-        )
-        self.count = (targets != IGNORE_INDEX).sum()
-        return self.sums[0] / self.count.clamp(min=1)
+        loss = self.loss_of(self.hidden, self.tail, labels, shift_labels)
+        self.done = True
+        return loss
+
+    def loss_of(self, hidden: Tensor, tail: Tail, labels: Tensor, shift_labels: Tensor | None) -> Tensor:
+        """A scalar made of the hidden states [B, S, D] and the labels [B, S] that the model was given."""
+        raise NotImplementedError
 
     def _probe(self) -> Tensor:
         assert self.hidden is not None
@@ -159,8 +178,29 @@ class _Shortcut(nn.Module):
         raise UnsupportedModelError(f"{self.model} does more to its logits than a scale and a softcap: {WAY_OUT}")
 
 
+class _Loss(Shortcut):
+    """The mean next-token loss."""
+
+    def __init__(self, root: Any, head: nn.Module, tail: Tail | None, weights: Tensor | None) -> None:
+        super().__init__(root, head, tail)
+        self.weights = weights
+        self.sums: tuple[Tensor, Tensor] | None = None
+        self.count: Tensor | int = 0
+
+    def loss_of(self, hidden: Tensor, tail: Tail, labels: Tensor, shift_labels: Tensor | None) -> Tensor:
+        targets, weights = shift_labels, self.weights
+        if targets is None:
+            targets = next_token_targets(labels)
+            weights = None if weights is None else nn.functional.pad(weights[:, 1:], (0, 1))
+        targets = targets.to(hidden.device)
+        weights = None if weights is None else weights.to(hidden.device)
+        self.sums = output_layer_loss(self.head, hidden, targets, weights=weights, tail=tail, entries=self.entries)
+        self.count = (targets != IGNORE_INDEX).sum()
+        return self.sums[0] / self.count.clamp(min=1)
+
+
 @contextmanager
-def _installed(root: Any, shortcut: _Shortcut) -> Iterator[None]:
+def _installed(root: Any, shortcut: Shortcut) -> Iterator[None]:
     """Inside, ``root`` computes its loss by ``shortcut``."""
     places = ((module, name) for module in root.modules() for name, child in module._modules.items())
     found = next((place for place in places if place[0]._modules[place[1]] is shortcut.head), None)

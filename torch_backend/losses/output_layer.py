@@ -1,6 +1,7 @@
-"""The cross-entropy of an output layer applied to hidden states, without all of its logits.
+"""Cross-entropy and log-probabilities of an output layer applied to hidden states, without all of its logits.
 
-A plain linear layer: its weight and bias go into :mod:`torch_backend.ops.linear_cross_entropy`. Any other module (LoRA
+A plain linear layer: its weight and bias go into :mod:`torch_backend.ops.linear_cross_entropy` or
+:mod:`torch_backend.ops.linear_logprobs`. Any other module (LoRA
 adapters, quantised weights, tensor parallelism, forward hooks): the module itself is called on a chunk of the hidden
 states at a time, in the forward and again in the backward. So the loss contains whatever the layer does.
 """
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from packing_core.errors import UnsupportedModelError
 from torch_backend.losses.cross_entropy import packed_cross_entropy
 from torch_backend.ops.linear_cross_entropy import linear_cross_entropy
+from torch_backend.ops.linear_logprobs import linear_logprobs
 
 CHUNK_BYTES = 2**30  # float32 logits of one chunk
 
@@ -46,6 +48,10 @@ class Tail:
 
         scales = [1.0, *values(MULTIPLIED_BY), *(1 / value for value in values(DIVIDED_BY))]
         return [cls(scale, softcap) for scale in scales for softcap in (None, *values(CAPPED_AT))]
+
+    def at_temperature(self, temperature: float) -> Tail:
+        """This, and the division of its result by ``temperature``."""
+        return Tail(self.scale / temperature, self.softcap and self.softcap / temperature)
 
     def __call__(self, logits: Tensor) -> Tensor:
         logits = logits * self.scale
@@ -80,6 +86,58 @@ def output_layer_loss(
         # Every call communicates, so the number of calls must not depend on the rank's batch.
         return _loss_of_logits(head, hidden, targets, weights, tail)
     return _chunked(head, hidden, targets, weights, tail, rows=max(1, CHUNK_BYTES // (4 * entries)))
+
+
+def output_layer_logprobs(
+    head: nn.Module, hidden: Tensor, ids: Tensor, *, tail: Tail, entries: int, entropy: bool
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of ``ids`` under ``tail(head(hidden))``, and the entropy of these distributions.
+
+    Args:
+        head, hidden, tail, entries: as for :func:`output_layer_loss`.
+        ids: int64 [B, S, K]; where the first one is negative, nothing is computed.
+        entropy: whether it is wanted.
+
+    Returns:
+        [B, S, K] and [B, S], float32 at least; zeros where nothing is computed.
+
+    Raises:
+        UnsupportedModelError: as :func:`output_layer_loss` does.
+    """
+    _refuse_scattered(head)
+    if _is_linear(head):
+
+        def fused(hidden: Tensor) -> tuple[Tensor, Tensor]:
+            x, weight, bias = _operands(head, hidden.flatten(0, 1))
+            options: dict[str, Any] = {"scale": tail.scale, "softcap": tail.softcap, "entropy": entropy}
+            found = linear_logprobs(x, weight, ids.flatten(0, 1), bias=bias, **options)
+            return found[0].view(ids.shape), found[1].view(ids.shape[:2])
+
+        if isinstance(head, FSDPModule):
+            logprobs, entropies = _called_with(head, fused, hidden)
+            return logprobs, entropies
+        return fused(hidden)
+    rows = max(1, CHUNK_BYTES // (32 * entries))  # several tensors as large as the logits live at a time
+    if isinstance(head, FSDPModule | FullyShardedDataParallel):
+        rows = ids.shape[0] * ids.shape[1]  # every call communicates: see output_layer_loss
+    parts = (x.flatten(0, 1)[None].split(rows, 1) for x in (hidden, ids))
+    found = [
+        checkpoint(_logprobs_of_logits, head, *part, tail, entropy, use_reentrant=False)
+        for part in zip(*parts, strict=True)
+    ]
+    logprobs, entropies = (torch.cat(column, 1) for column in zip(*found, strict=True))
+    return logprobs.view(ids.shape), entropies.view(ids.shape[:2])
+
+
+@torch.no_grad()
+def most_likely(head: nn.Module, hidden: Tensor, k: int, *, tail: Tail, entries: int) -> Tensor:
+    """int64 [B, S, k]: the ids of the largest logits, largest first; a scale above 0 and a softcap keep their order."""
+    _refuse_scattered(head)
+    rows = max(1, CHUNK_BYTES // (8 * entries))
+    if isinstance(head, FSDPModule | FullyShardedDataParallel):
+        rows = hidden.shape[0] * hidden.shape[1]
+    parts = hidden.flatten(0, 1)[None].split(rows, 1)
+    return torch.cat([_whole(head(part)).topk(k).indices for part in parts], 1).view(*hidden.shape[:2], k)
 
 
 def _is_linear(head: nn.Module) -> bool:
@@ -129,19 +187,17 @@ def _called_with(head: nn.Module, forward: Callable[..., Any], *args: Any) -> An
         del head.forward
 
 
-def _fused(head: Any, hidden: Tensor, targets: Tensor, weights: Tensor | None, tail: Tail) -> tuple[Tensor, Tensor]:
+def _operands(head: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Hidden states, weight and bias in the dtype that the layer would compute in."""
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype
-    bias = None if head.bias is None else head.bias.to(dtype)
-    return linear_cross_entropy(
-        hidden.to(dtype),
-        head.weight.to(dtype),
-        targets,
-        bias=bias,
-        weights=weights,
-        scale=tail.scale,
-        softcap=tail.softcap,
-    )
+    return hidden.to(dtype), head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype)
+
+
+def _fused(head: Any, hidden: Tensor, targets: Tensor, weights: Tensor | None, tail: Tail) -> tuple[Tensor, Tensor]:
+    hidden, weight, bias = _operands(head, hidden)
+    options: dict[str, Any] = {"scale": tail.scale, "softcap": tail.softcap}
+    return linear_cross_entropy(hidden, weight, targets, bias=bias, weights=weights, **options)
 
 
 def _chunked(
@@ -160,8 +216,23 @@ def _chunked(
 def _loss_of_logits(
     head: nn.Module, hidden: Tensor, targets: Tensor, weights: Tensor | None, tail: Tail
 ) -> tuple[Tensor, Tensor]:
-    logits = head(hidden)
-    if isinstance(logits, DTensor):
-        logits = logits.full_tensor()
+    logits = _whole(head(hidden))
     targets, weights = targets.to(logits.device), None if weights is None else weights.to(logits.device)
     return packed_cross_entropy(tail(logits), targets, weights=weights)
+
+
+def _logprobs_of_logits(
+    head: nn.Module, hidden: Tensor, ids: Tensor, tail: Tail, entropy: bool
+) -> tuple[Tensor, Tensor]:
+    logits = _whole(head(hidden))
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    log_p = tail(logits).log_softmax(-1)
+    ids = ids.to(logits.device)
+    left_out = ids[..., 0] < 0
+    at_ids = log_p.gather(-1, ids.clamp(min=0)).masked_fill(left_out[..., None], 0)
+    entropies = -(log_p.exp() * log_p).sum(-1) if entropy else log_p.new_zeros(left_out.shape)
+    return at_ids, entropies.masked_fill(left_out, 0)
+
+
+def _whole(logits: Tensor) -> Tensor:
+    return logits.full_tensor() if isinstance(logits, DTensor) else logits

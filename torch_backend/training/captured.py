@@ -145,9 +145,18 @@ class CapturedStep:
     def _record(self) -> None:
         self.recording = True
         graph = torch.cuda.CUDAGraph()
-        # Only this thread's calls matter: a data loader's may pin memory meanwhile.
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-            self.result = self.step(self.batch)
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        random_state = generator.get_state()
+        try:
+            # Only this thread's calls matter: a data loader's may pin memory meanwhile.
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                self.result = self.step(self.batch)
+        except BaseException:
+            # A recording that fails leaves the generator inside of it, where every later random number would raise.
+            fresh = torch.Generator(generator.device)
+            fresh.set_state(random_state)
+            generator.graphsafe_set_state(fresh)
+            raise
         self.graph, self.recording = graph, False
 
 

@@ -41,7 +41,7 @@ class MasterWeights(torch.optim.AdamW):
             parameter.grad = None
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         for parameter, master in zip(self.rounded, self.masters, strict=True):
             master.grad = None if parameter.grad is None else parameter.grad.float()
         result = super().step(closure)

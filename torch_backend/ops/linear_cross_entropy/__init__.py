@@ -163,7 +163,7 @@ def _launch(
         if wanted[0]:
             torch.mm(logits, weight, out=dhidden[part])
         if wanted[1]:
-            _accumulate(dweight, logits.t(), chunk, anew=first == 0)
+            accumulate(dweight, logits.t(), chunk, anew=first == 0)
         if wanted[2]:
             dbias += logits.sum(0, dtype=exact)
         del logits  # before the next chunk's are made
@@ -278,7 +278,7 @@ def _softmax_loss(
         logits.copy_(dx * slope * counted[:, None])
 
 
-def _accumulate(total: Tensor, a: Tensor, b: Tensor, *, anew: bool) -> None:
+def accumulate(total: Tensor, a: Tensor, b: Tensor, *, anew: bool) -> None:
     """Add ``a @ b`` to a total that is wider than the factors, or with ``anew`` write it over whatever is there."""
     beta = 0 if anew else 1
     if total.is_cuda and total.dtype != a.dtype:

@@ -80,7 +80,7 @@ def inverse(a, C: tl.constexpr, PRECISION: tl.constexpr):
     """(I + a)^-1 of a strictly lower triangular a [C, C], float32.
 
     Diagonal blocks of 16 by substitution. With D their inverses and X = D (a outside of these blocks), which is
-    nilpotent in C / 16 <= 4 steps, the whole is (I - X) (I + X^2) D.
+    nilpotent in C / 16 steps (at most 4), the whole is (I - X) (I + X^2) D.
     """
     B: tl.constexpr = C // 16
     block, i = tl.arange(0, B), tl.arange(0, 16)

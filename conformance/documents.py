@@ -1,0 +1,266 @@
+"""Numbers per document: cases, per-document truth beside the packed answer, for reductions, log-probabilities, pairs.
+
+Like :mod:`conformance.models`, this holds a backend of the suite's `Decoder` against the numpy decoder in float64, and
+one with a model of its own against that model in "float64", one document per row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from conformance import decoder as numpy_decoder
+from conformance import models
+from conformance.draws import FOUR_ROWS, DecoderCase, Rows, altered, documents, generator, round_to, segment_ids
+from conformance.judge import LARGE, Judge
+from conformance.oracle import Expected, Result
+from packing_core import reference
+from packing_core.protocol import Array, Document, Gradients, Place, segments
+from packing_core.reference import WorkingDtype
+from packing_core.reference.arithmetic import operands, plain
+
+HOW = ("sum", "mean", "first", "last")
+BETA = 0.1
+
+
+@dataclass(frozen=True)
+class ReduceCase:
+    """One call of `Backend.reduce`.
+
+    Attributes:
+        pieces: the segments of each document in reading order; None for one each, the documents in mixed order.
+        left_out: a share of the tokens does not count.
+        silent: documents of which no token counts.
+    """
+
+    rows: Rows = FOUR_ROWS
+    how: str = "sum"
+    pieces: tuple[tuple[int, ...], ...] | None = None
+    left_out: float = 0.0
+    silent: tuple[int, ...] = ()
+    seed: int = 0
+
+    def documents(self) -> list[list[Place]]:
+        """The pieces of each document, as `Backend.reduce` takes them."""
+        every = segments(segment_ids(self.rows))
+        pieces = self.pieces or tuple((int(s),) for s in generator("order", self.rows).permutation(len(every)))
+        return [[every[segment] for segment in piece] for piece in pieces]
+
+    def arguments(self, dtype: str) -> dict[str, Any]:
+        """``values`` (large at padding), ``dout`` and, when some tokens do not count, ``where``."""
+        draw = generator(self)
+        shape, documents = segment_ids(self.rows).shape, self.documents()
+        owner = owners(documents, shape)
+        values = round_to(dtype, draw.standard_normal(shape))
+        found = {
+            "values": np.where(owner < 0, np.float32(LARGE[dtype]), values),
+            "dout": round_to(dtype, draw.standard_normal(len(documents))),
+        }
+        if self.left_out or self.silent:
+            found["where"] = (draw.random(shape) >= self.left_out) & ~np.isin(owner, self.silent)
+        return found
+
+
+def owners(documents: Sequence[Sequence[Place]], shape: tuple[int, ...]) -> Array:
+    """int ``[B, S]``: the document of each token, -1 at padding."""
+    found = np.full(shape, -1)
+    for number, pieces in enumerate(documents):
+        for row, start, stop in pieces:
+            found[row, start:stop] = number
+    return found
+
+
+@cache
+def expected(case: ReduceCase, dtype: WorkingDtype) -> Expected:
+    """``[N]`` and the gradient of the values, one document at a time."""
+    given = case.arguments(dtype)
+
+    def compute(arithmetic: WorkingDtype) -> Result:
+        values, dout = operands(arithmetic, given["values"], given["dout"])
+        out, gradient = np.zeros(len(dout)), np.zeros(values.shape)
+        for number, pieces in enumerate(case.documents()):
+            places = [(row, t) for row, start, stop in pieces for t in range(start, stop)]
+            if "where" in given:
+                places = [place for place in places if given["where"][place]]
+            if case.how in ("first", "last"):
+                places = places[:1] if case.how == "first" else places[-1:]
+            if not places:
+                continue
+            at = tuple(np.array(places).T)
+            share = dout[number] / len(places) if case.how == "mean" else dout[number]
+            out[number] = plain(values[at].mean() if case.how == "mean" else values[at].sum())
+            gradient[at] = plain(share)
+        return out, {"values": gradient}
+
+    return Expected(compute("float64"), compute(dtype))
+
+
+def ask(judge: Judge, case: ReduceCase, dtype: str, changed: Mapping[str, Array] | None = None) -> Result:
+    """``[N]`` and the gradient of the values, some of the arrays exchanged."""
+    given = {**case.arguments(dtype), **(changed or {})}
+    values = given.pop("values")
+    out, found = judge.ask("reduce", values, case.documents(), dtype=dtype, how=case.how, **given)
+    return np.asarray(out, np.float64), {name: np.asarray(x, np.float64) for name, x in found.items()}
+
+
+def check_reduce(judge: Judge, case: ReduceCase, *, only: str | None = "out") -> None:
+    """The results, or the gradient, are those of each document's own tokens."""
+    dtype = judge.dtype
+    judge.within(ask(judge, case, dtype), expected(case, dtype), segment_ids(case.rows), dtype, only=only)  # type: ignore[arg-type]
+
+
+def check_reduce_isolated(judge: Judge, case: ReduceCase) -> None:
+    """A change of one document's values moves its own result and no other's."""
+    dtype = judge.dtype
+    values = case.arguments(dtype)["values"]
+    before, _ = ask(judge, case, dtype)
+    owner = owners(case.documents(), values.shape)
+    for number in range(len(before)):
+        after, _ = ask(
+            judge, case, dtype, {"values": np.where(owner == number, LARGE[dtype], values).astype(np.float32)}
+        )
+        others = np.arange(len(before)) != number
+        judge.unmoved("the results of others", before[others], after[others], because=f"document {number} changed")
+        judge.holds(before[number] != after[number], f"document {number} changed and its result did not move")
+
+
+# -- log-probabilities -------------------------------------------------------------------------------------------------
+
+
+def check_logprobs(judge: Judge, drawn: Sequence[Document], *, temperature: float = 1.0, weights: bool = False) -> None:
+    """Log-probabilities, or with ``weights`` the gradients, are those of the documents run alone."""
+    case, dtype = DecoderCase(), judge.dtype
+    batch = models.collated(judge, drawn, 96)
+    where = models.places(batch, drawn)
+    cotangents = [_cotangent(number, document) for number, document in enumerate(drawn)]
+    dout = np.zeros(batch.labels.shape, np.float32)
+    for (row, start, stop), cotangent in zip(where, cotangents, strict=True):
+        dout[row, start:stop] = cotangent
+    options = {"temperature"} if temperature != 1 else set()
+    answer, found = judge.ask(
+        "logprobs", case.decoder(), batch, dtype=dtype, temperature=temperature, dout=dout, options=options
+    )
+    answer = np.asarray(answer, np.float64)
+    judge.equal(
+        "log-probabilities where nothing is trained", answer[batch.labels == -100], 0 * answer[batch.labels == -100]
+    )
+    truth = []
+    for arithmetic in ("float64", dtype):
+        alone = [
+            _logprobs_alone(judge, case, document, cotangent, temperature, arithmetic)
+            for document, cotangent in zip(drawn, cotangents, strict=True)
+        ]
+        names = alone[0][1]
+        total = {name: np.sum([gradients[name] for _, gradients in alone], axis=0) for name in names}
+        truth.append((np.concatenate([logprobs for logprobs, _ in alone])[None], total))
+    together = np.concatenate([answer[row, start:stop] for row, start, stop in where])[None]
+    if weights:
+        none = np.zeros(1)
+        pair = Expected((none, truth[0][1]), (none, truth[1][1]))
+        judge.within((none, {name: np.asarray(x, np.float64) for name, x in found.items()}), pair, None, dtype)
+    else:
+        ids = np.repeat(np.arange(len(drawn)), [len(document.input_ids) for document in drawn])[None] + 1
+        judge.within((together, {}), Expected((truth[0][0], {}), (truth[1][0], {})), ids, dtype)
+
+
+def check_logprobs_isolated(judge: Judge, drawn: Sequence[Document]) -> None:
+    """Exchanging one document moves its own log-probabilities and no other document's."""
+    case, dtype = DecoderCase(), judge.dtype
+    before = models.collated(judge, drawn, 96)
+    logprobs, _ = judge.ask("logprobs", case.decoder(), before, dtype=dtype)
+    for number, (row, start, stop) in enumerate(models.places(before, drawn)):
+        exchanged = [altered(document) if i == number else document for i, document in enumerate(drawn)]
+        after = models.collated(judge, exchanged, 96)
+        judge.equal("layout of the batch", after.segment_ids, before.segment_ids)
+        moved, _ = judge.ask("logprobs", case.decoder(), after, dtype=dtype)
+        elsewhere = np.ones(logprobs.shape, bool)
+        elsewhere[row, start:stop] = False
+        because = f"document {number} changed"
+        judge.unmoved("log-probabilities of others", logprobs[elsewhere], moved[elsewhere], because=because)
+        own = np.array_equal(logprobs[row, start:stop], moved[row, start:stop])
+        judge.holds(not own, f"every token of document {number} changed and its log-probabilities did not move")
+
+
+def _cotangent(number: int, document: Document) -> Array:
+    """``[n]``, 0 where nothing is trained."""
+    drawn = generator("cotangent", number, len(document.labels)).standard_normal(len(document.labels))
+    trained = document.labels != -100
+    trained[0] = False
+    return np.where(trained, drawn, 0.0).astype(np.float32)
+
+
+def _logprobs_alone(
+    judge: Judge, case: DecoderCase, document: Document, dout: Array, temperature: float, dtype: str
+) -> tuple[Array, Gradients]:
+    """Log-probabilities ``[n]`` of one document alone, at the labels' own tokens, and the weights' gradients."""
+    if judge.backend.capabilities.own_model:
+        batch = models.collated(judge, [document], len(document.input_ids))
+        ((row, start, stop),) = models.places(batch, [document])
+        placed = np.zeros(batch.labels.shape, np.float32)
+        placed[row, start:stop] = dout
+        found = judge.backend.logprobs(case.decoder(), batch, dtype=dtype, temperature=temperature, dout=placed)
+        return np.asarray(found[0], np.float64)[row, start:stop], found[1]
+    logits, backward = numpy_decoder.alone(case.decoder(), document.input_ids, dtype=dtype)  # type: ignore[arg-type]
+    targets = np.append(document.labels[1:], -100)
+    options: dict[str, Any] = {"temperature": temperature, "dtype": dtype}
+    logprobs, _ = reference.token_logprobs(logits, targets, **options)
+    dlogits = reference.token_logprobs_vjp(logits, targets, np.append(dout[1:], 0.0), **options)["logits"]
+    return np.append(0.0, logprobs[:-1]), backward(dlogits)
+
+
+# -- pairs -------------------------------------------------------------------------------------------------------------
+
+
+def pairs() -> list[list[Document]]:
+    """Microbatches of two pairs, of one and of three, whose documents differ much in length and start with prompts."""
+    return [
+        documents(40, 9, 30, 60, prompt=0.3, seed=11),
+        documents(80, 70, prompt=0.1, seed=12),
+        documents(12, 33, 90, 5, 21, 20, prompt=0.2, seed=13),
+    ]
+
+
+def check_preference(judge: Judge) -> None:
+    """Loss and gradients are those of every document run alone, as a mean over all pairs."""
+    case, dtype, drawn = DecoderCase(), judge.dtype, pairs()
+    loss, found = judge.ask("preference", case.decoder(), drawn, capacity=96, beta=BETA, dtype=dtype)
+    every = [document for microbatch in drawn for document in microbatch]
+    truth = []
+    for arithmetic in ("float64", dtype):
+        parts = [
+            _pair_alone(judge, case, chosen, rejected, arithmetic)
+            for chosen, rejected in zip(every[::2], every[1::2], strict=True)
+        ]
+        mean = {name: np.mean([gradients[name] for _, gradients in parts], axis=0) for name in parts[0][1]}
+        truth.append((np.array([np.mean([one for one, _ in parts])]), mean))
+    answer = np.array([float(loss)]), {name: np.asarray(x, np.float64) for name, x in found.items()}
+    judge.within(answer, Expected(*truth), None, dtype)
+
+
+def _pair_alone(
+    judge: Judge, case: DecoderCase, chosen: Document, rejected: Document, dtype: str
+) -> tuple[float, Gradients]:
+    if judge.backend.capabilities.own_model:
+        capacity = max(len(chosen.input_ids), len(rejected.input_ids))
+        options: dict[str, Any] = {"capacity": capacity, "beta": BETA, "dtype": dtype}
+        return judge.backend.preference(case.decoder(), [[chosen, rejected]], **options)
+    sums, backs = [], []
+    for document in (chosen, rejected):
+        logits, backward = numpy_decoder.alone(case.decoder(), document.input_ids, dtype=dtype)  # type: ignore[arg-type]
+        targets = np.append(document.labels[1:], -100)
+        logprobs, _ = reference.token_logprobs(logits, targets, dtype=dtype)  # type: ignore[arg-type]
+        (rounded,) = operands(dtype, logprobs)  # type: ignore[arg-type]
+        sums.append(float(rounded.sum()))
+        backs.append((logits, targets, backward))
+    margin = BETA * (sums[0] - sums[1])
+    slope = -BETA / (1 + np.exp(margin))
+    gradients: Gradients = {}
+    for (logits, targets, backward), sign in zip(backs, (slope, -slope), strict=True):
+        dlogits = reference.token_logprobs_vjp(logits, targets, np.full(len(targets), sign), dtype=dtype)["logits"]  # type: ignore[arg-type]
+        for name, x in backward(dlogits).items():
+            gradients[name] = gradients.get(name, 0.0) + x
+    return float(np.logaddexp(0.0, -margin)), gradients

@@ -1,0 +1,101 @@
+"""DOC: numbers per document: reductions, log-probabilities, and losses over pairs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from conformance import documents
+from conformance.documents import HOW, ReduceCase
+from conformance.draws import FOUR_ROWS, FULL, LONG_TAIL, PADDED, Rows, segment_ids
+from conformance.draws import documents as draw
+from conformance.judge import Judge
+
+requirement = pytest.mark.requirement
+
+LAYOUTS = {"one row": FULL, "padding": PADDED, "four rows": FOUR_ROWS}
+# Segments of FOUR_ROWS: four, five, two and four of them. Documents of up to three pieces in different rows, and not in
+# the order in which they stand there.
+SPLIT = ((9, 0), (1,), (14, 4, 2), (3, 10), (12, 13), (5, 6, 7, 8), (11,))
+
+
+@requirement("DOC-01")
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("rows", LAYOUTS.values(), ids=LAYOUTS)
+def test_results_are_those_of_each_documents_own_tokens(judge: Judge, rows: Rows, how: str) -> None:
+    documents.check_reduce(judge, ReduceCase(rows, how))
+
+
+@requirement("DOC-02")
+@pytest.mark.parametrize("how", HOW)
+def test_padding_moves_no_result(judge: Judge, how: str) -> None:
+    for rows in (PADDED, LONG_TAIL):
+        case = ReduceCase(rows, how)
+        values = case.arguments(judge.dtype)["values"]
+        before, _ = documents.ask(judge, case, judge.dtype)
+        other = np.where(segment_ids(rows) == 0, -values, values)
+        after, _ = documents.ask(judge, case, judge.dtype, {"values": other})
+        judge.unmoved("a document's result", before, after, because="padding changed")
+        documents.check_reduce(judge, case)
+
+
+@requirement("DOC-03")
+@pytest.mark.parametrize("how", HOW)
+def test_pieces_count_as_one_document(judge: Judge, how: str) -> None:
+    documents.check_reduce(judge, ReduceCase(FOUR_ROWS, how, pieces=SPLIT))
+
+
+@requirement("DOC-04")
+@pytest.mark.parametrize("how", HOW)
+def test_tokens_that_are_left_out_do_not_count(judge: Judge, how: str) -> None:
+    case = ReduceCase(FOUR_ROWS, how, pieces=SPLIT, left_out=0.5, silent=(1, 5))
+    documents.check_reduce(judge, case, only=None)
+    out, found = documents.ask(judge, case, judge.dtype)
+    judge.equal("documents without a token that counts", out[[1, 5]], np.zeros(2))
+    outside = found["values"][~case.arguments(judge.dtype)["where"]]
+    judge.equal("the gradient of tokens that are left out", outside, 0 * outside)
+
+
+@requirement("DOC-05")
+@pytest.mark.parametrize("how", HOW)
+def test_results_are_isolated(judge: Judge, how: str) -> None:
+    documents.check_reduce_isolated(judge, ReduceCase(FOUR_ROWS, how))
+    documents.check_reduce_isolated(judge, ReduceCase(FOUR_ROWS, how, pieces=SPLIT))
+
+
+@requirement("DOC-06")
+@pytest.mark.parametrize("how", HOW)
+def test_the_gradient_of_the_values(judge: Judge, how: str) -> None:
+    case = ReduceCase(PADDED, how)
+    documents.check_reduce(judge, case, only="values")
+    _, found = documents.ask(judge, case, judge.dtype)
+    padding = found["values"][segment_ids(PADDED) == 0]
+    judge.equal("the gradient at padding", padding, 0 * padding)
+
+
+@requirement("DOC-07")
+@pytest.mark.parametrize("prompt", [0.0, 0.4])
+def test_log_probabilities_are_those_of_the_document_alone(judge: Judge, prompt: float) -> None:
+    documents.check_logprobs(judge, draw(7, 16, 1, 33, 24, 15, 60, prompt=prompt))
+
+
+@requirement("DOC-08")
+def test_gradients_of_log_probabilities(judge: Judge) -> None:
+    documents.check_logprobs(judge, draw(7, 16, 1, 33, 24, 15, 60, turn=4), weights=True)
+
+
+@requirement("DOC-09")
+@pytest.mark.parametrize("temperature", [0.6, 1.5])
+@pytest.mark.parametrize("weights", [False, True], ids=["values", "gradients"])
+def test_a_temperature_divides_the_logits_once(judge: Judge, temperature: float, weights: bool) -> None:
+    documents.check_logprobs(judge, draw(7, 16, 33, 24), temperature=temperature, weights=weights)
+
+
+@requirement("DOC-10")
+def test_log_probabilities_are_isolated(judge: Judge) -> None:
+    documents.check_logprobs_isolated(judge, draw(7, 16, 5, 33, 24, 11))
+
+
+@requirement("DOC-11")
+def test_a_step_is_a_mean_over_pairs(judge: Judge) -> None:
+    documents.check_preference(judge)

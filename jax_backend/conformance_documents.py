@@ -1,0 +1,141 @@
+"""The part of the conformance adapter about numbers per document: reductions, log-probabilities, losses over pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jax_backend import weights
+from jax_backend.batches import to_batch
+from jax_backend.logprobs import token_logprobs
+from jax_backend.loss import shift_labels
+from jax_backend.reduction import reduce
+from packing_core import pack, protocol
+from packing_core.protocol import Array, Backend, Batch, Document, Gradients, Place
+
+
+class DocumentMethods(Backend):
+    """`reduce`, `logprobs` and `preference` of an adapter that makes the suite's decoder."""
+
+    def reduce(
+        self,
+        values: Array,
+        documents: Sequence[Sequence[Place]],
+        *,
+        dtype: str,
+        how: str,
+        where: Array | None = None,
+        dout: Array | None = None,
+    ) -> tuple[Array, Gradients]:
+        ids, positions = np.full(values.shape, -1, np.int32), np.zeros(values.shape, np.int32)
+        for number, pieces in enumerate(documents):
+            read = 0
+            for row, start, stop in pieces:
+                ids[row, start:stop] = number
+                positions[row, start:stop] = np.arange(read, read + stop - start)
+                read += stop - start
+        counted = np.ones(values.shape, bool) if where is None else where
+        batch = {"document_ids": ids, "document_positions": positions}
+        given = jnp.asarray(values, dtype), None if dout is None else jnp.asarray(dout)
+        out, gradient = _reduced(*given, batch, counted, how=how, documents=len(documents))
+        gradients = {} if gradient is None else {"values": np.asarray(gradient, np.float32)}
+        return np.asarray(out, np.float32), gradients
+
+    def logprobs(
+        self,
+        decoder: protocol.Decoder,
+        batch: Batch,
+        *,
+        dtype: str,
+        temperature: float = 1.0,
+        dout: Array | None = None,
+    ) -> tuple[Array, Gradients]:
+        ids = jnp.asarray(batch.segment_ids, jnp.int32)
+        targets = shift_labels(jnp.asarray(batch.labels, jnp.int32), ids)
+        inputs = {
+            "input_ids": jnp.asarray(batch.input_ids, jnp.int32),
+            "segment_ids": ids,
+            "position_ids": jnp.asarray(batch.position_ids, jnp.int32),
+            "targets": targets,
+            "loss_weights": targets != -100,
+        }
+        # A batch's targets stand one token before the labels, and so do their log-probabilities.
+        shifted = None if dout is None else jnp.roll(jnp.asarray(dout, jnp.float32), -1, axis=1)
+        with arithmetic(dtype):
+            found, gradients = _logprobs(*self._model(decoder, dtype, batch), inputs, shifted, temperature=temperature)
+        at_labels = np.roll(np.asarray(found, np.float32), 1, axis=1)
+        return at_labels, {} if gradients is None else _exported(gradients)
+
+    def preference(
+        self,
+        decoder: protocol.Decoder,
+        microbatches: Sequence[Sequence[Document]],
+        *,
+        capacity: int,
+        beta: float,
+        dtype: str,
+    ) -> tuple[float, Gradients]:
+        pairs = sum(len(documents) // 2 for documents in microbatches)
+        total: Any = (0.0, None)
+        for documents in microbatches:
+            packed = pack([d.input_ids for d in documents], capacity, labels=[d.labels for d in documents])
+            arrays = (packed.input_ids, packed.segment_ids, packed.position_ids, packed.targets)
+            parts = self._model(decoder, dtype, Batch(*arrays))
+            with arithmetic(dtype):
+                one = _pair_sums(*parts, to_batch(packed), beta, documents=len(documents))
+            total = one if total[1] is None else jax.tree.map(jnp.add, total, one)
+        loss, gradients = jax.tree.map(lambda x: x / pairs, total)
+        return float(loss), _exported(gradients)
+
+    def _model(self, decoder: protocol.Decoder, dtype: str, batch: Batch) -> tuple[Any, Any, Any]:
+        raise NotImplementedError
+
+
+@partial(jax.jit, static_argnames=("how", "documents"))
+def _reduced(values: Any, dout: Any, batch: Mapping[str, Any], where: Any, *, how: Any, documents: int) -> Any:
+    def run(values: jax.Array) -> jax.Array:
+        return reduce(values, batch, how, documents=documents, where=where)
+
+    if dout is None:
+        return run(values), None
+    out, pullback = jax.vjp(run, values)
+    return out, pullback(dout.astype(out.dtype))[0]
+
+
+@partial(jax.jit, static_argnums=0, static_argnames="temperature")
+def _logprobs(graph: Any, params: Any, rest: Any, batch: Mapping[str, Any], dout: Any, *, temperature: float) -> Any:
+    def run(params: Any) -> jax.Array:
+        return token_logprobs(nnx.merge(graph, params, rest), batch, temperature=temperature).logprobs
+
+    if dout is None:
+        return run(params), None
+    found, pullback = jax.vjp(run, params)
+    return found, pullback(dout)[0]
+
+
+@partial(jax.jit, static_argnums=0, static_argnames="documents")
+def _pair_sums(graph: Any, params: Any, rest: Any, batch: Mapping[str, Any], beta: Any, *, documents: int) -> Any:
+    """The summed loss of a microbatch's pairs, and its gradient."""
+
+    def loss(params: Any) -> jax.Array:
+        logprobs = token_logprobs(nnx.merge(graph, params, rest), batch).logprobs
+        sums = reduce(logprobs, batch, "sum", documents=documents)
+        return -jax.nn.log_sigmoid(beta * (sums[::2] - sums[1::2])).sum()
+
+    return jax.value_and_grad(loss)(params)
+
+
+def arithmetic(dtype: str) -> Any:
+    """What float32 means here: on a GPU JAX multiplies float32 in TF32 unless it is asked for more."""
+    return jax.default_matmul_precision("highest") if dtype == "float32" else nullcontext()
+
+
+def _exported(gradients: Any) -> Gradients:
+    return {name: np.asarray(x, np.float32) for name, x in weights.export(gradients).items()}

@@ -1,0 +1,104 @@
+"""What there is to declare: the levels of the suite, the options of each method, and a backend's `Capabilities`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+# Far above the usual 1e-8, under which AdamW turns gradients of the size of a rounding error into whole steps.
+ADAMW_EPSILON = 1e-3
+
+# level -> the methods by which a backend takes part in it
+LEVELS: dict[str, tuple[str, ...]] = {
+    "collator": ("plan", "collate"),
+    "operation": ("attention", "rope", "scan", "loss", "reduce"),
+    "model": ("forward", "gradients", "logprobs"),
+    "trainer": ("train", "preference"),
+}
+
+# method -> what a backend may declare or leave out: the name in `Capabilities.options`, and what it stands for
+OPTIONS: dict[str, dict[str, str]] = {
+    "plan": {
+        "first_fit": 'strategy="first_fit"',
+        "sequential": 'strategy="sequential"',
+    },
+    "collate": {"capacity": "rows of at most `capacity` tokens, instead of all documents in one row"},
+    "attention": {
+        "bidirectional": "causal=False",
+        "window": "window=W",
+        "softcap": "softcap=C",
+        "sinks": "sinks=[H]",
+        "alibi": "alibi_slopes=[H]",
+        "gqa": "fewer key/value heads than query heads",
+        "narrow_values": "values narrower than keys",
+        "context_parallel": "context_ranks above 1",
+        "arbitrary_ids": "segment ids that are any positive numbers; a promise",
+        "nonfinite_padding": "NaN and Inf may stand at padding; a promise",
+    },
+    "rope": {"interleaved": "interleaved=True", "partial": "fewer channels turned than there are"},
+    "scan": {},
+    "loss": {"token_weights": "token_weights=[B, S]"},
+    "reduce": {},
+    "forward": {
+        "drawn_batches": "batches that the suite laid out (native None), where the backend has a collator of its own",
+        "sliding_window": "a decoder with sliding_window",
+        "dynamic_rope": "a decoder with dynamic_rope_factor",
+    },
+    "gradients": {"untrained_batches": "a batch without any target; a promise"},
+    "logprobs": {"temperature": "temperature other than 1"},
+    "train": {
+        "adamw": 'optimizer="adamw"',
+        "ranks": "ranks above 1",
+        "mixed_precision": 'a dtype other than "float32"',
+        "untrained_batches": "a step without any target; a promise",
+    },
+    "preference": {},
+}
+# Options about values, not arguments: a backend that leaves one out is not given such values, and refuses nothing.
+PROMISES = frozenset({"arbitrary_ids", "nonfinite_padding", "untrained_batches"})
+ALL_OPTIONS = frozenset(option for options in OPTIONS.values() for option in options)
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a backend declares. A request outside of it must raise `UnsupportedError`; the suite asks, and checks.
+
+    Attributes:
+        dtypes: working dtypes, out of `DTYPES`.
+        options: what it serves out of `ALL_OPTIONS`.
+        head_dims: widths D that attention serves, as a range or any collection of ints.
+        interpreted: runs in an interpreter (Triton's, Pallas's), so the suite draws a reduced selection and says so.
+        atomic_backward: backward passes add with atomics, so their isolation is judged by the noise of running twice,
+            not bitwise. The forward is bitwise for everybody.
+        atomic_embedding: a model's gradients add with atomics although those of attention do not (on a GPU, the
+            scatter-add of an embedding's gradient), so `gradients` and `train` are judged by the noise of reruns.
+        own_model: `forward`, `gradients` and `train` use a model of their own and ignore the suite's `Decoder`; the
+            oracle is then that same model in "float64", one document at a time, which these methods must serve.
+        words: number of token ids that an own model knows, at least 64.
+        longest: tokens of the longest document that an own model takes, at least 96.
+    """
+
+    dtypes: tuple[str, ...] = DTYPES
+    options: frozenset[str] = ALL_OPTIONS
+    head_dims: Collection[int] = field(default=range(1, 513))
+    interpreted: bool = False
+    atomic_backward: bool = False
+    atomic_embedding: bool = False
+    own_model: bool = False
+    words: int = 64
+    longest: int = 1024
+
+    def refusal(
+        self, *, dtype: str | None = None, options: Collection[str] = (), head_dim: int | None = None
+    ) -> str | None:
+        """Why a request lies outside of what is declared, or None when it is declared."""
+        if dtype is not None and dtype not in self.dtypes and not (self.own_model and dtype == "float64"):
+            return f"dtype {dtype} is not declared, only {', '.join(self.dtypes)}"
+        undeclared = sorted(set(options) - self.options)
+        if undeclared:
+            return f"{', '.join(undeclared)} not declared"
+        if head_dim is not None and head_dim not in self.head_dims:
+            return f"head_dim {head_dim} is not declared, only {self.head_dims}"
+        return None

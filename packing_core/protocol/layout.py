@@ -1,0 +1,60 @@
+"""Segment ids in, positions, boundaries and places out; and which options a call of attention takes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from packing_core.protocol.data import Array, Place
+
+
+def attention_options(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    alibi_slopes: Array | None = None,
+    context_ranks: int = 1,
+    **_: Any,
+) -> set[str]:
+    """Name the options of `OPTIONS["attention"]` that a call of `Backend.attention` takes."""
+    taken = {
+        "bidirectional": not causal,
+        "window": window is not None,
+        "softcap": softcap is not None,
+        "sinks": sinks is not None,
+        "alibi": alibi_slopes is not None,
+        "gqa": k.shape[-2] < q.shape[-2],
+        "narrow_values": v.shape[-1] < q.shape[-1],
+        "context_parallel": context_ranks > 1,
+    }
+    return {name for name, is_taken in taken.items() if is_taken}
+
+
+def position_ids(segment_ids: Array) -> Array:
+    """Positions that restart at 0 at each run of equal segment ids, padding runs included: int64 ``[B, S]``."""
+    ids = np.asarray(segment_ids)
+    column = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int64), ids.shape)
+    starts = np.ones(ids.shape, dtype=bool)
+    starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    return column - np.maximum.accumulate(np.where(starts, column, 0), axis=1)
+
+
+def cu_seqlens(segment_ids: Array) -> Array:
+    """Boundaries of all runs of the flattened rows, int32 ``[N+1]``; a run of padding is a segment of any length."""
+    starts = np.flatnonzero(position_ids(segment_ids).ravel() == 0)
+    return np.append(starts, np.asarray(segment_ids).size).astype(np.int32)
+
+
+def segments(segment_ids: Array) -> list[Place]:
+    """Every real segment as ``(row, start, stop)``, in row order."""
+    width = np.asarray(segment_ids).shape[1]
+    flat = np.asarray(segment_ids).ravel()
+    bounds = cu_seqlens(segment_ids).tolist()
+    return [(lo // width, lo % width, lo % width + hi - lo) for lo, hi in pairwise(bounds) if flat[lo] != 0]

@@ -1,0 +1,88 @@
+"""Log-probabilities without logits are those of the model's logits, with gradients, in any number of chunks."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_backend import reduce, to_batch, token_logprobs, weights
+from packing_core import LayoutError, PackingError
+from packing_core.reference import token_logprobs as reference
+from tests.jax_backend.models import documents, packed, saved
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2-window-tied"])
+def model(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    saved(request.param, folder)
+    return weights.load(folder)
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return {name: jnp.asarray(x) for name, x in to_batch(packed()).items()}
+
+
+def of_logits(model, batch, temperature):
+    logits = model(batch["input_ids"], batch["segment_ids"], batch["position_ids"]) / temperature
+    log_p = jax.nn.log_softmax(logits)
+    trained = batch["loss_weights"] > 0
+    picked = jnp.take_along_axis(log_p, batch["targets"][..., None], -1)[..., 0]
+    return jnp.where(trained, picked, 0), jnp.where(trained, -(jnp.exp(log_p) * log_p).sum(-1), 0)
+
+
+@pytest.mark.parametrize(("temperature", "tokens"), [(1.0, 48), (0.6, 7)])
+def test_they_are_those_of_the_logits(model, batch, temperature, tokens):
+    cotangents = jax.random.normal(jax.random.key(0), (2, *batch["targets"].shape))
+    rows, words = len(batch["targets"]), model.config.vocab_size
+
+    def combined(model, chunked):
+        if not chunked:
+            pair = of_logits(model, batch, temperature)
+        else:
+            found = token_logprobs(
+                model, batch, temperature=temperature, entropy=True, chunk_bytes=4 * rows * words * tokens
+            )
+            pair = found.logprobs, found.entropy
+        return (jnp.stack(pair) * cotangents).sum(), pair
+
+    (_, found), gradients = nnx.jit(nnx.value_and_grad(lambda m: combined(m, True), has_aux=True))(model)
+    (_, wanted), expected = nnx.jit(nnx.value_and_grad(lambda m: combined(m, False), has_aux=True))(model)
+    for x, y in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+    for x, y in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4 * float(jnp.abs(y).max()))
+
+
+def test_each_document_gets_what_it_gets_alone(model, batch):
+    found = reduce(token_logprobs(model, batch).logprobs, batch, "sum", documents=9)
+    for document, ids in enumerate(documents(9)):
+        alone = model(ids[None], np.ones((1, len(ids)), np.int32), np.arange(len(ids))[None])
+        logprobs, _ = reference(np.asarray(alone[0]), np.append(ids[1:], -100))
+        assert float(found[document]) == pytest.approx(logprobs.sum(), rel=1e-4)
+
+
+def test_candidates_are_the_most_likely_ids_or_those_that_are_named(model, batch):
+    chosen = token_logprobs(model, batch, top_k=3)
+    again = token_logprobs(model, batch, candidates=chosen.candidates)
+    trained = batch["loss_weights"] > 0
+    np.testing.assert_allclose(chosen.candidate_logprobs, again.candidate_logprobs, atol=1e-6)
+    best = chosen.candidate_logprobs[trained]
+    assert (best[:, :-1] >= best[:, 1:]).all() and (best[:, 0] >= chosen.logprobs[trained] - 1e-5).all()
+    assert not chosen.candidate_logprobs[~trained].any()
+
+
+def test_what_cannot_be_done_is_refused(model, batch):
+    with pytest.raises(LayoutError, match="the batch lacks targets"):
+        token_logprobs(model, {name: x for name, x in batch.items() if name != "targets"})
+    with pytest.raises(PackingError, match="temperature must be above 0"):
+        token_logprobs(model, batch, temperature=0.0)
+    with pytest.raises(PackingError, match="pass one of them"):
+        token_logprobs(model, batch, top_k=1, candidates=batch["targets"][..., None])
+    with pytest.raises(PackingError, match="top_k must be at least 1"):
+        token_logprobs(model, batch, top_k=0)
+    with pytest.raises(LayoutError, match="candidates must be"):
+        token_logprobs(model, batch, candidates=batch["targets"])

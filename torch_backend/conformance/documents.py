@@ -1,0 +1,117 @@
+"""The part of the conformance adapter about numbers per document: reductions, log-probabilities, losses over pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from packing_core import protocol
+from packing_core.protocol import Array, Backend, Batch, Document, Gradients, Place
+from torch_backend.collate import PackedCollator
+from torch_backend.losses.cross_entropy import normalise
+from torch_backend.losses.preference import dpo_loss
+from torch_backend.losses.token_logprobs import token_logprobs
+from torch_backend.ops.reduction import reduce
+
+
+class DocumentMethods(Backend):
+    """`reduce`, `logprobs` and `preference` of an adapter that knows its device and makes the suite's decoder."""
+
+    device: torch.device
+
+    def reduce(
+        self,
+        values: Array,
+        documents: Sequence[Sequence[Place]],
+        *,
+        dtype: str,
+        how: str,
+        where: Array | None = None,
+        dout: Array | None = None,
+    ) -> tuple[Array, Gradients]:
+        batch = _described(documents, values.shape)
+        counted = None if where is None else torch.tensor(where, device=self.device)
+
+        def run(values: Tensor) -> Tensor:
+            return reduce(values, batch, how, where=counted)  # type: ignore[arg-type]
+
+        return self._out_and_gradients(run, self._operands({"values": values}, dtype), dout)
+
+    def logprobs(
+        self,
+        decoder: protocol.Decoder,
+        batch: Batch,
+        *,
+        dtype: str,
+        temperature: float = 1.0,
+        dout: Array | None = None,
+    ) -> tuple[Array, Gradients]:
+        model = self._model(decoder, dtype)
+        with torch.set_grad_enabled(dout is not None):
+            found = token_logprobs(model, self._inputs(batch), temperature=temperature).logprobs
+        if dout is not None:
+            found.backward(torch.tensor(dout, device=found.device).to(found.dtype))
+        return found.detach().cpu().numpy(), {} if dout is None else _gradients(model)
+
+    def preference(
+        self,
+        decoder: protocol.Decoder,
+        microbatches: Sequence[Sequence[Document]],
+        *,
+        capacity: int,
+        beta: float,
+        dtype: str,
+    ) -> tuple[float, Gradients]:
+        model = self._model(decoder, dtype)
+        collate = PackedCollator(model, capacity=capacity)
+        pairs = torch.tensor(sum(len(documents) // 2 for documents in microbatches), device=self.device)
+        total = 0.0
+        for documents in microbatches:
+            batch = self._on_device(collate([{"input_ids": d.input_ids, "labels": d.labels} for d in documents]))
+            sums = reduce(token_logprobs(model, batch).logprobs, batch, "sum")
+            loss = normalise(dpo_loss(sums[::2], sums[1::2], beta=beta).sum(), pairs)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
+        return total, _gradients(model)
+
+    # -- of the adapter that this is mixed into ----------------------------------------------------------------------
+
+    def _operands(self, arrays: Mapping[str, Array], dtype: str) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def _out_and_gradients(
+        self, function: Callable[..., Tensor], operands: dict[str, Tensor], dout: Array | None
+    ) -> tuple[Array, Gradients]:
+        raise NotImplementedError
+
+    def _inputs(self, batch: Batch) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _on_device(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _model(self, decoder: protocol.Decoder, dtype: str) -> nn.Module:
+        raise NotImplementedError
+
+
+def _described(documents: Sequence[Sequence[Place]], shape: tuple[int, ...]) -> dict[str, Any]:
+    """What a packed collator would say of these documents in rows of this shape."""
+    pieces = sorted((row * shape[1] + start, stop - start) for places in documents for row, start, stop in places)
+    lengths, number, filled = [], {}, 0
+    for first, length in [*pieces, (shape[0] * shape[1], 0)]:
+        lengths += [first - filled] if first > filled else []  # padding is a segment of its own
+        number[first] = len(lengths)
+        lengths += [length] if length else []
+        filled = first + length
+    of_document = [tuple(number[row * shape[1] + start] for row, start, _ in places) for places in documents]
+    ids = torch.zeros(shape, dtype=torch.int64)
+    return {"input_ids": ids, "packed_lengths": tuple(lengths), "packed_documents": tuple(of_document)}
+
+
+def _gradients(model: nn.Module) -> Gradients:
+    found = {name: x.grad for name, x in model.named_parameters()}
+    return {name: np.asarray(x.detach().float().cpu()) for name, x in found.items() if x is not None}

@@ -1,0 +1,161 @@
+"""Log-probabilities of the trained tokens of a batch without all of its logits, to make losses over documents of.
+
+    model(**batch) -> hidden states -> output layer, a chunk at a time -> log-probability (and entropy) of each label
+                                                                       -> reduce(..., batch, "sum"): one per document
+
+The model is called as :func:`torch_backend.losses.causal_lm.causal_lm_loss` calls it, and what that refuses is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from packing_core.batch import IGNORE_INDEX
+from packing_core.errors import LayoutError, PackingError
+from torch_backend.losses.causal_lm import Shortcut, call_with_shortcut
+from torch_backend.losses.cross_entropy import next_token_targets
+from torch_backend.losses.output_layer import Tail, most_likely, output_layer_logprobs
+
+
+class TokenLogprobs(NamedTuple):
+    """What a model says about the labels of a batch. All but ``auxiliary`` stand at the label's own token.
+
+    Attributes:
+        logprobs: float32 [B, S]: ``log p(label at t | the tokens of its document before t)``; 0 where nothing is
+            trained (labels of -100, so at the first token of every document and in padding).
+        entropy: float32 [B, S] in nats, of the distribution from which ``logprobs`` took the label; None if not asked.
+        candidates: int64 [B, S, K]: the most likely ids, or those that were asked for; None if none were.
+        candidate_logprobs: float32 [B, S, K], their log-probabilities; None likewise.
+        auxiliary: float32 scalar: the term that the model adds to its own loss (a router's auxiliary loss under
+            ``output_router_logits``, with the model's coefficient), else 0. To be added to a loss that is a mean.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    candidates: Tensor | None
+    candidate_logprobs: Tensor | None
+    auxiliary: Tensor
+
+
+def token_logprobs(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    top_k: int | None = None,
+    candidates: Tensor | None = None,
+) -> TokenLogprobs:
+    """Log-probability of each trained token of a batch, differentiable, in chunks whose logits are made again.
+
+    No tensor [tokens, vocabulary] exists at any time, and without gradients not even a second pass is made.
+
+    Args:
+        model: a transformers causal language model or a wrapper of one (DDP, FSDP, PEFT, a compiled or prepared model),
+            patched if the batch is packed. Pass the outermost wrapper, because this is what gets called.
+        batch: keyword arguments of the model, with ``labels`` int64 [B, S], unshifted, -100 where nothing is trained.
+        temperature: divides the model's logits, after whatever scale and softcap the model has.
+        entropy: also that of each distribution.
+        top_k: also the k most likely ids at each trained token, and their log-probabilities.
+        candidates: int64 [B, S, K]: also the log-probabilities of these ids at each trained token, such as those that a
+            teacher found most likely.
+
+    Raises:
+        LayoutError: the batch has no labels, or has them shifted; or shapes contradict each other.
+        PackingError: the temperature is not above 0, or both ``top_k`` and ``candidates`` are given.
+        UnsupportedModelError: the logits are not those of one output layer, a scale and a softcap; the loss does not
+            come from ``loss_function``; or ZeRO-3 partitions the output layer.
+
+    >>> import torch_backend  # doctest: +SKIP
+    >>> found = torch_backend.token_logprobs(model, batch)
+    >>> torch_backend.reduce(found.logprobs, batch, "sum")  # one per document, in source order
+    """
+    if not temperature > 0:
+        raise PackingError(f"temperature must be above 0, got {temperature}: for the most likely ids pass top_k")
+    if top_k is not None and candidates is not None:
+        raise PackingError("top_k chooses candidates by the model and candidates names them: pass one of them")
+    if top_k is not None and top_k < 1:
+        raise PackingError(f"top_k must be at least 1, got {top_k}")
+    if batch.get("shift_labels") is not None:
+        raise LayoutError("token_logprobs takes labels as they stand with the tokens: leave shift_labels out")
+    labels = batch.get("labels")
+    if candidates is not None and labels is not None and candidates.shape[:-1] != labels.shape:
+        raise LayoutError(f"candidates must be [*{list(labels.shape)}, K], got {list(candidates.shape)}")
+    found: TokenLogprobs = _token_logprobs(model, batch, temperature, entropy, top_k, candidates)
+    return found
+
+
+@torch.compiler.disable  # it exchanges modules; a compiled model inside is compiled all the same
+def _token_logprobs(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    temperature: float,
+    entropy: bool,
+    top_k: int | None,
+    candidates: Tensor | None,
+) -> TokenLogprobs:
+    output, shortcut = call_with_shortcut(
+        model,
+        batch,
+        lambda root, head, tail: _Logprobs(root, head, tail, temperature, entropy, top_k, candidates),
+        caller="token_logprobs",
+    )
+    logprobs, entropies, ids = shortcut.logprobs, shortcut.entropies, shortcut.ids
+    assert logprobs is not None and entropies is not None and ids is not None
+    auxiliary = output[0]
+    # Wrappers prepare their backward when the gradient of the model's output arrives, so this sends it zeros.
+    logprobs = torch.where(torch.ones_like(logprobs, dtype=torch.bool), logprobs, auxiliary.to(logprobs.device))
+    logprobs = _at_labels(logprobs)
+    has_candidates = logprobs.shape[-1] > 1
+    return TokenLogprobs(
+        logprobs[..., 0],
+        _at_labels(entropies) if entropy else None,
+        _at_labels(ids[..., 1:].clamp(min=0)) if has_candidates else None,
+        logprobs[..., 1:] if has_candidates else None,
+        auxiliary,
+    )
+
+
+class _Logprobs(Shortcut):
+    """Log-probabilities, which stand here at the token that predicts; the model gets a loss of 0."""
+
+    def __init__(
+        self,
+        root: Any,
+        head: nn.Module,
+        tail: Tail | None,
+        temperature: float,
+        entropy: bool,
+        top_k: int | None,
+        candidates: Tensor | None,
+    ) -> None:
+        super().__init__(root, head, tail)
+        self.temperature, self.entropy, self.top_k, self.wanted = temperature, entropy, top_k, candidates
+        self.logprobs: Tensor | None = None
+        self.entropies: Tensor | None = None
+        self.ids: Tensor | None = None
+
+    def loss_of(self, hidden: Tensor, tail: Tail, labels: Tensor, shift_labels: Tensor | None) -> Tensor:
+        tail = tail.at_temperature(self.temperature)
+        targets = next_token_targets(labels).to(hidden.device)[..., None]
+        self.ids = targets
+        if self.top_k is not None:
+            more = most_likely(self.head, hidden, self.top_k, tail=tail, entries=self.entries).to(hidden.device)
+            self.ids = torch.cat([targets, more], -1)
+        elif self.wanted is not None:
+            more = nn.functional.pad(self.wanted.to(hidden.device)[:, 1:], (0, 0, 0, 1))
+            self.ids = torch.cat([targets, more], -1)
+        self.ids = torch.where(targets == IGNORE_INDEX, IGNORE_INDEX, self.ids)
+        self.logprobs, self.entropies = output_layer_logprobs(
+            self.head, hidden, self.ids, tail=tail, entries=self.entries, entropy=self.entropy
+        )
+        return torch.where(torch.zeros_like(self.logprobs, dtype=torch.bool), self.logprobs, 0).sum()
+
+
+def _at_labels(x: Tensor) -> Tensor:
+    """[B, S, ...] from the tokens that predict to the tokens that are predicted; none predicts the first."""
+    return torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
