@@ -97,8 +97,7 @@ def measure(config: DecoderConfig, batches: list[dict[str, np.ndarray]], axes: d
     """Compile, take three steps and record their losses, then time more of them."""
     count = int(np.prod([*axes.values(), 1]))
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=jax.devices()[:count]) if axes else None
-    decoder = Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
-    train_step = make_train_step(decoder, optax.adamw(1e-4), mesh)
+    train_step = make_train_step(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16), optax.adamw(1e-4), mesh)
     state = train_step.init()
     begin = time.perf_counter()
     losses, compiled = [], 0.0

@@ -24,6 +24,7 @@ class DecoderConfig:
         fused: query, key and value projections are one, and so are gate and up projections (Phi-3).
         attention_scale: factor on attention logits; None for ``head_dim ** -0.5``.
         embedding_scale: factor on token embeddings.
+        padding_id: the token whose embedding gets no gradient from where it is read, as in transformers.
         hf: the ``config.json`` that this was read from, as text; empty for a config built by hand.
     """
 
@@ -52,6 +53,7 @@ class DecoderConfig:
     attention_softcap: float | None = None
     final_softcap: float | None = None
     embedding_scale: float = 1.0
+    padding_id: int | None = None
     hf: str = field(default="", repr=False, compare=False)
 
     @property
@@ -96,6 +98,7 @@ class DecoderConfig:
             "initializer_range": config.get("initializer_range", 0.02),
             "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
             "activation": activation,
+            "padding_id": config.get("pad_token_id"),
             "hf": json.dumps(dict(config), sort_keys=True, default=str),
         }
         return cls(**common | FAMILIES[family](config))
@@ -194,9 +197,7 @@ _ALIBI = ("bloom", "mpt")
 def _reason(config: Mapping[str, Any]) -> str:
     family = config.get("model_type")
     if family in _ALIBI or config.get("alibi"):
-        return (
-            f"model_type is {family!r}, whose positions are ALiBi biases, which the JAX kernels lack: use torch_backend"
-        )
+        return f"model_type is {family!r}, and its ALiBi biases are not in the JAX kernels: use torch_backend"
     return (
         f"model_type is {family!r} and the flax decoder computes {', '.join(FAMILIES)}: "
         "use torch_backend for this model, or segment_attention in a model of your own"

@@ -272,6 +272,9 @@ class Decoder(nnx.Module):
         policy = "full" if self.remat is True else self.remat
         step = nnx.remat(run, policy=REMAT[policy]) if policy else run
         x_BSM = self.model.embed_tokens(input_ids)
+        if config.padding_id is not None:
+            is_padding_BS = input_ids == config.padding_id % config.vocab_size
+            x_BSM = jnp.where(is_padding_BS[..., None], jax.lax.stop_gradient(x_BSM), x_BSM)
         x_BSM = x_BSM * jnp.asarray(config.embedding_scale, x_BSM.dtype)
         if len(self.model.blocks):
             graphs, states = zip(*(nnx.split(block) for block in self.model.blocks), strict=True)

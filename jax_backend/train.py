@@ -94,11 +94,12 @@ class _Loop:
 
     def run(self) -> Generator[None, None, list[StepRecord]]:
         job = self.job
-        state = self.step.init()
         records: list[StepRecord] = []
         if job.resume:
             folder, records = newest_checkpoint(job)
             state = restore_state(folder / STATE, self.step)
+        else:
+            state = self.step.init(donate=len(job.runs) == 1)  # each of several runs starts from the same weights
         self._compile(state)
         for number in range(len(records), len(job.schedule)):
             yield

@@ -47,7 +47,7 @@ def ids(*rows: str) -> jax.Array:
 # -- the first blocks -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["train_step.py", "attention.py"])
+@pytest.mark.parametrize("name", ["train_step.py", "own_loss.py", "attention.py"])
 def test_the_first_blocks_run(name: str) -> None:
     module(name)
 
