@@ -110,7 +110,7 @@ def ask(judge: Judge, case: ReduceCase, dtype: str, changed: Mapping[str, Array]
 def check_reduce(judge: Judge, case: ReduceCase, *, only: str | None = "out") -> None:
     """The results, or the gradient, are those of each document's own tokens."""
     dtype = judge.dtype
-    judge.within(ask(judge, case, dtype), expected(case, dtype), segment_ids(case.rows), dtype, only=only)  # type: ignore[arg-type]
+    judge.within(ask(judge, case, dtype), expected(case, dtype), segment_ids(case.rows), dtype, only=only)
 
 
 def check_reduce_isolated(judge: Judge, case: ReduceCase) -> None:

@@ -54,8 +54,6 @@ WEEKLY: dict[str, tuple[str, ...]] = {
         "test_dpo_learns_on_packed_pairs_what_is_exact",
         "test_a_reward_model_learns_on_packed_answers",
         "test_grpo_learns_on_packed_completions",
-        "test_ranks_share_weights_and_steps",
-        "test_deepspeed_trains_packed_rows",
     ),
     "tests/cli/test_launch.py": ("test_torchrun_trains_as_one_process_does_and_one_process_goes_on",),
     "tests/cli/test_records.py": ("test_the_standard_library_has_about_four_thousand_documents",),

@@ -74,7 +74,7 @@ class DocumentMethods(Backend):
             batch = self._on_device(collate([{"input_ids": d.input_ids, "labels": d.labels} for d in documents]))
             sums = reduce(token_logprobs(model, batch).logprobs, batch, "sum")
             loss = normalise(dpo_loss(sums[::2], sums[1::2], beta=beta).sum(), pairs)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             total += loss.item()
         return total, _gradients(model)
 

@@ -125,7 +125,7 @@ class _Row:
         self.tokens, heads, value_width = v.shape
         self.chunks = -(-self.tokens // CHUNK)
         self.tiling = _tiling(v.dtype, value_width)
-        self.sizes = {
+        self.sizes: dict[str, Any] = {
             "H": heads, "Q": q.shape[1], "K": q.shape[2], "V": value_width, "DELTA": beta is not None, "C": CHUNK,
             "PRECISION": "ieee" if v.dtype == torch.float32 else "tf32x3",
         }  # fmt: skip

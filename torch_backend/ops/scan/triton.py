@@ -54,7 +54,8 @@ def _gated_delta_rule(
 ) -> tuple[Tensor, None]:
     """q, k [B, S, Q, K] and v [B, S, H, V], g and beta [B, S, H]."""
     q, k = (_normalised(x) if use_qk_l2norm_in_kernel else x for x in (query, key))
-    out = gated_delta_rule(*(x.flatten(0, 1) for x in (q, k, value, g, beta)), packed)
+    q, k, v, g, beta = (x.flatten(0, 1) for x in (q, k, value, g, beta))
+    out = gated_delta_rule(q, k, v, g, beta, packed)
     return out.view(value.shape).to(query.dtype), None
 
 
@@ -82,8 +83,8 @@ def _mamba2(
     step = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
     x = (hidden_states * step[..., None]).to(hidden_states.dtype)
-    rows = (y.flatten(0, 1) for y in (C, B, x, step * A.float()))
-    out = gated_delta_rule(*rows, None, packed, scale=1.0).view(hidden_states.shape)
+    q, k, v, g = (y.flatten(0, 1) for y in (C, B, x, step * A.float()))
+    out = gated_delta_rule(q, k, v, g, None, packed, scale=1.0).view(hidden_states.shape)
     return out if D is None else out + (D[:, None] * hidden_states).to(out.dtype)
 
 
