@@ -76,7 +76,11 @@ def sets(repeat: int, *, peers: bool) -> None:
     for count, others in ((MILLION, FAST_PEERS), (MILLION // 10, SLOW_PEERS)):
         for name, lengths, capacity in distributions(count):
             label = f"{name}, {count:,}"
-            ours: dict[str, dict[str, Any]] = {"crosspack best_fit": {}, 'crosspack effort="max"': {"effort": "max"}}
+            ours: dict[str, dict[str, Any]] = {
+                "crosspack best_fit": {"strategy": "best_fit"},
+                'crosspack effort="max"': {"effort": "max"},
+                "crosspack mixed": {"strategy": "mixed"},
+            }
             base = None
             for title, arguments in ours.items():
                 made = plan(lengths, capacity, **arguments)
@@ -185,8 +189,8 @@ def capacities(repeat: int) -> None:
     lines = []
     for capacity in (2**k for k in range(11, 21)):
         lengths = lognormal(3000, 1.3, MILLION, capacity)
-        made = plan(lengths, capacity)
-        seconds = best(min(repeat, 5), lambda n=lengths, c=capacity: plan(n, c))
+        run = partial(plan, lengths, capacity, strategy="best_fit")
+        made, seconds = run(), best(min(repeat, 5), run)
         lines.append([f"{capacity:,}", f"{seconds * 1e3:,.1f}", *_fill(made)])
     print(table(["heavy tail, capacity", "ms", "rows", "lower bound", "efficiency"], lines), end="\n\n")
 
@@ -200,8 +204,8 @@ def real_lengths(repeat: int) -> None:
     with np.load(REAL) as stored:
         for name in ("gsm8k", "gpteacher", "python_source"):
             for capacity in (2048, 8192, 65_536):
-                made = plan(stored[name], capacity, overflow="split")
-                seconds = best(repeat, lambda n=stored[name], c=capacity: plan(n, c, overflow="split"))
+                run = partial(plan, stored[name], capacity, overflow="split", strategy="best_fit")
+                made, seconds = run(), best(repeat, run)
                 lines.append([f"{name}, {made.n_documents:,}", f"{capacity:,}", f"{seconds * 1e3:,.1f}", *_fill(made)])
     print(table(["real set, documents", "capacity", "ms", "rows", "lower bound", "efficiency"], lines), end="\n\n")
 
@@ -210,7 +214,7 @@ def utilisation() -> None:
     """The field's usual table: real tokens over slots, each document padded to a row, and packed."""
     lines = []
     for mean in (256, 512, 1024):
-        made = plan(lognormal(mean, 0.6, 100_000, 2048), 2048)
+        made = plan(lognormal(mean, 0.6, 100_000, 2048), 2048, strategy="best_fit")
         padded = made.n_tokens / (made.n_documents * made.capacity)
         lines.append([str(mean), f"{padded:.1%}", f"{made.efficiency:.2%}", f"{made.efficiency / padded:.2f}"])
     print(table(["mean length, rows of 2,048", "padded", "packed", "ratio"], lines))

@@ -61,7 +61,7 @@ _HOW = {
     "seed": "an integer shuffles, None keeps the order",
     "overflow": '"error", "truncate", "split" or "drop"',
     "shard": "(index, count)",
-    "strategy": '"best_fit", "first_fit" or "sequential"',
+    "strategy": '"mixed", "best_fit", "first_fit" or "sequential"',
 }
 
 

@@ -42,18 +42,30 @@ def mixed(sizes: Int64, capacity: int, max_segments: int, shuffle: Shuffle, *, o
     """
     order = np.arange(len(sizes)) if shuffle is None else permutation(len(sizes), shuffle)
     sizes = sizes.take(order)
-    bound = max(int(sizes.sum()) / capacity, len(sizes) / max_segments)
+    bound = _fewest(sizes, capacity, max_segments)
     sections = _shares(len(sizes), max(1, ceil(bound) // SECTION))
     _move_long_forward(order, sizes, sections, capacity)
     enough = inf if once else bound / FULL
     for share in DRAWN:
         drawn = _draw(sizes, sections, share * ceil(bound) // 100, capacity, max_segments)
         if drawn.n_rows > enough and share == DRAWN[0]:
-            fewest = _best_fit_rows(sizes, capacity, max_segments)
-            enough = enough if fewest <= enough else fewest * CLOSE
+            enough = most_rows(sizes, capacity, max_segments)
         if drawn.n_rows <= enough:
             break
     return _written(drawn, order, sizes, shuffle)
+
+
+def most_rows(sizes: Int64, capacity: int, max_segments: int) -> int:
+    """How many rows ``mixed`` makes of these pieces at most, whatever is drawn: one number for all orders of them."""
+    enough = _fewest(sizes, capacity, max_segments) / FULL
+    values, counts = np.unique(sizes, return_counts=True)
+    fewest = _bins.best_fit(values[::-1], counts[::-1], capacity, max_segments).n_rows
+    return int(enough if fewest <= enough else fewest * CLOSE)
+
+
+def _fewest(sizes: Int64, capacity: int, max_segments: int) -> float:
+    """No fewer rows hold these pieces."""
+    return max(int(sizes.sum()) / capacity, len(sizes) / max_segments)
 
 
 class _Draw(NamedTuple):
@@ -121,7 +133,9 @@ def _written(drawn: _Draw, order: Int64, sizes: Int64, shuffle: Shuffle) -> Rows
         begin, counts = begin.take(rows, axis=0), counts.take(rows, axis=0)
     at = indexes(begin.reshape(-1), counts.reshape(-1))
     offsets = _offsets(counts[:, 0] + counts[:, 1])
-    return Rows(offsets, *(np.concatenate([array, array[late]]).take(at) for array in (order, sizes)))
+    is_late = at >= len(order)
+    at[is_late] = late[at[is_late] - len(order)]
+    return Rows(offsets, order.take(at), sizes.take(at))
 
 
 def _next_fit(
@@ -216,11 +230,6 @@ def _match(fits: Int64) -> tuple[Int64, Int64]:
     pair = np.flatnonzero((depth[1:] == depth[:-1]) & (step[at[:-1]] > 0) & (step[at[1:]] < 0))
     opening, closing = at[pair], at[pair + 1]
     return closing - pieces[closing], taken[pieces[opening] - 1]
-
-
-def _best_fit_rows(sizes: Int64, capacity: int, max_segments: int) -> int:
-    values, counts = np.unique(sizes, return_counts=True)
-    return _bins.best_fit(values[::-1], counts[::-1], capacity, max_segments).n_rows
 
 
 def _offsets(counts: Int64) -> Int64:

@@ -43,11 +43,11 @@ def pack(
     >>> batch.input_ids.shape, batch.n_segments
     ((2, 5), 3)
     >>> batch.segment_ids
-    array([[1, 1, 1, 1, 0],
-           [1, 1, 1, 2, 2]], dtype=int32)
+    array([[1, 1, 1, 2, 2],
+           [1, 1, 1, 1, 0]], dtype=int32)
     >>> batch.position_ids
-    array([[0, 1, 2, 3, 0],
-           [0, 1, 2, 0, 1]], dtype=int32)
+    array([[0, 1, 2, 0, 1],
+           [0, 1, 2, 3, 0]], dtype=int32)
 
     Args:
         sequences: N documents of token ids, in any form that ``Ragged.of`` takes.

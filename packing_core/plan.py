@@ -31,7 +31,7 @@ def plan(
     lengths: ArrayLike,
     capacity: int,
     *,
-    strategy: Strategy = "best_fit",
+    strategy: Strategy | None = None,
     effort: Effort = "fast",
     overflow: Overflow = "error",
     max_segments: int | None = None,
@@ -49,15 +49,16 @@ def plan(
     Args:
         lengths: [N] tokens of each document, integers of at least 1.
         capacity: tokens a row can hold.
-        strategy: ``best_fit`` takes documents by decreasing length and puts each into the fullest row that takes it
-            (best-fit-decreasing). ``mixed`` makes rows whose lengths look like a random draw: it fills rows with
-            documents in random order and their ends with the longest documents that still fit; rows are at least 99.9%
-            full or, where those of ``best_fit`` are not, at most 0.5% more of them (exact definition:
-            ``packing_core._mixed.mixed``). ``first_fit`` puts documents by decreasing length into the earliest opened
-            one (first-fit-decreasing); ``sequential`` keeps the order of the documents and closes a row when the next
-            one does not fit (next fit).
+        strategy: None, the default, is ``mixed``, and ``best_fit`` under ``effort="max"``. ``mixed`` makes rows whose
+            lengths look like a random draw: it fills rows with documents in random order and their ends with the
+            longest documents that still fit; rows are at least 99.9% full or, where those of ``best_fit`` are not, at
+            most 0.5% more of them (exact definition: ``packing_core._mixed.mixed``). ``best_fit`` takes documents by
+            decreasing length and puts each into the fullest row that takes it (best-fit-decreasing): rows of one length
+            class. ``first_fit`` puts documents by decreasing length into the earliest opened row that takes them
+            (first-fit-decreasing); ``sequential`` keeps the order of the documents and closes a row when the next one
+            does not fit (next fit).
         effort: ``max`` improves on ``best_fit`` by column generation where that misses the lower bound by more than
-            0.5%, at the cost of up to a second; the plan never gets worse.
+            0.5%, at the cost of up to a second; the plan never gets worse. It takes no other strategy.
         overflow: what to do with a document longer than ``capacity``. ``error`` raises, ``truncate`` keeps its first
             ``capacity`` tokens, ``split`` cuts it into pieces that become segments of their own, ``drop`` omits it.
         max_segments: most pieces in a row; None for no limit.
@@ -77,8 +78,10 @@ def plan(
     """
     capacity, alignment = positive("capacity", capacity), positive("alignment", alignment)
     check_alignment(capacity, alignment)
-    choice("strategy", strategy, _STRATEGIES)
     choice("effort", effort, ("fast", "max"))
+    if strategy is None:
+        strategy = "best_fit" if effort == "max" else "mixed"
+    choice("strategy", strategy, _STRATEGIES)
     if effort == "max" and strategy != "best_fit":
         raise PackingError(f'effort="max" improves on strategy="best_fit" and cannot be combined with {strategy!r}')
     limit = None if max_segments is None else positive("max_segments", max_segments)

@@ -29,7 +29,7 @@ from packing_core.plan import PackPlan, plan
 
 Int64 = NDArray[np.int64]
 
-StreamStrategy = Literal["best_fit", "mixed"]
+StreamStrategy = Literal["mixed", "best_fit"]
 
 CHUNK_TOKENS = 2**22  # slots of the rows that are made at a time
 REMEMBERED = 2**16  # numbers of documents that a stream lists as truncated or dropped
@@ -50,7 +50,7 @@ def stream(
     overflow: Overflow = "error",
     alignment: int = 1,
     max_segments: int | None = None,
-    strategy: StreamStrategy = "best_fit",
+    strategy: StreamStrategy = "mixed",
     pad_id: int = 0,
     weighting: Weighting = "token",
 ) -> PackStream:
@@ -58,7 +58,7 @@ def stream(
 
     >>> rows = stream([[5, 6, 7], [8, 9], [3, 4, 2, 1]], 5)
     >>> [row.input_ids.tolist() for row in rows]
-    [[[3, 4, 2, 1, 0]], [[5, 6, 7, 8, 9]]]
+    [[[5, 6, 7, 8, 9]], [[3, 4, 2, 1, 0]]]
 
     Args:
         source: a sequence of documents, or a function ``open(start)`` that iterates over them from number ``start``. A

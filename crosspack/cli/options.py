@@ -51,8 +51,8 @@ OverflowPolicy = Annotated[
     typer.Option("--overflow", help="What to do with a document longer than the capacity."),
 ]
 Packing = Annotated[
-    Literal["best_fit", "mixed"],
-    typer.Option("--packing", help="Fill rows by length, or with a random mix of lengths, as nearly full."),
+    Literal["mixed", "best_fit"],
+    typer.Option("--packing", help="Fill rows with a random mix of lengths, or by length, which is as nearly full."),
 ]
 Seed = Annotated[int, typer.Option(help="Everything random follows from it.")]
 TrustRemoteCode = Annotated[

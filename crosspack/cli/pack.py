@@ -49,7 +49,7 @@ def pack(
     tokenizer: options.TokenizerName = None,
     capacity: options.Capacity = 2048,
     overflow: options.OverflowPolicy = "error",
-    packing: options.Packing = "best_fit",
+    packing: options.Packing = "mixed",
     format: Annotated[Format, typer.Option(help="Of the packed files.")] = "parquet",
     rows_per_file: Annotated[int, typer.Option(min=1, help="Rows after which a new file begins.")] = 65_536,
     buffer: Annotated[int, typer.Option(min=1, max=1 << 24, help="Documents held back to fill rows with.")] = 8192,

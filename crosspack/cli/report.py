@@ -34,7 +34,7 @@ def report(
     tokenizer: options.TokenizerName = None,
     capacity: options.Capacity = 2048,
     overflow: options.OverflowPolicy = "truncate",
-    packing: options.Packing = "best_fit",
+    packing: options.Packing = "mixed",
     loss: options.LossOn = "completion",
     bos: options.Bos = None,
     eos: options.Eos = None,

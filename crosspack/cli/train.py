@@ -93,7 +93,7 @@ def train(
     attention: Annotated[str, typer.Option(help="Attention implementation of the packed run.")] = "auto",
     capacity: options.Capacity = 2048,
     overflow: options.OverflowPolicy = "error",
-    packing: options.Packing = "best_fit",
+    packing: options.Packing = "mixed",
     rows_per_step: Annotated[int, typer.Option(min=1, help="Packed rows in an optimizer step.")] = 4,
     padded_batch: Annotated[int, typer.Option(min=1, help="Documents in a padded batch of --compare.")] = 8,
     epochs: Annotated[int, typer.Option(min=1)] = 1,

@@ -143,9 +143,10 @@ def test_report_says_what_packing_saves(report, tmp_path):
 def test_report_says_what_rows_are_made_of(report):
     by_length, mixed = (json.loads(run(*report, "--packing", s, "--json").stdout) for s in ("best_fit", "mixed"))
     assert mixed["packing"] == "mixed" and by_length["packing"] == "best_fit"
+    assert json.loads(run(*report, "--json").stdout) == mixed, "the default"
     assert mixed["composition"]["row_distance"] < by_length["composition"]["row_distance"]
     lines = {line.split("│")[1].strip(): line for line in run(*report).output.splitlines() if line.startswith("│")}
-    assert f"{by_length['composition']['documents_per_row']:,.1f}" in lines["documents per row, mean"]
+    assert f"{mixed['composition']['documents_per_row']:,.1f}" in lines["documents per row, mean"]
     assert "documents per step of 8 rows, deviation" in lines
 
 

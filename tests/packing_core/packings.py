@@ -30,7 +30,7 @@ def packings(draw, overflow=("split", "truncate", "drop"), beside=True):
         ]
     documents = [list(range(100 * i + 1, 100 * i + 1 + n)) for i, n in enumerate(lengths)]
     options = {"overflow": policy, "alignment": alignment, "seed": draw(st.sampled_from([None, 3]))}
-    options["strategy"] = draw(st.sampled_from(["best_fit", "first_fit", "sequential"]))
+    options["strategy"] = draw(st.sampled_from(["mixed", "best_fit", "first_fit", "sequential"]))
     arrays = {}
     if beside and draw(st.booleans()):
         arrays["labels"] = [[draw(st.sampled_from([-100, t, t + 5000])) for t in doc] for doc in documents]

@@ -77,7 +77,7 @@ def collections(draw):
 def options(draw, names):
     """Some of the options, right or odd."""
     right = {
-        "strategy": st.sampled_from(["best_fit", "first_fit", "sequential"]),
+        "strategy": st.sampled_from(["mixed", "best_fit", "first_fit", "sequential"]),
         "effort": st.sampled_from(["fast", "max"]),
         "overflow": st.sampled_from(["error", "truncate", "split", "drop"]),
         "max_segments": st.one_of(st.none(), st.integers(1, 3)),

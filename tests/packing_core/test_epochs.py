@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packing_core.epochs import plan_epoch
+from packing_core import plan
+from packing_core.epochs import _cut_in_two, plan_epoch
 from packing_core.errors import CapacityError, PackingError
 
 LENGTHS = np.random.default_rng(0).integers(1, 41, 200)
@@ -40,6 +41,49 @@ def test_every_epoch_deals_every_document_once_and_as_many_rows(lengths, overflo
     assert len(counts) == 1
     single = (np.diff(dealt.plan.row_offsets) == 1).all()
     assert single or (dealt.steps < dealt.plan.n_rows).all(), "no rank idles while there is a row to cut in two"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize(
+    ("capacity", "lengths", "varies"),
+    [
+        (2048, np.random.default_rng(0).integers(513, 1025, 6000), True),
+        (
+            65_536,
+            np.random.default_rng(0).lognormal(np.log(3000) - 0.85, 1.3, 30_000).clip(1, 65_536).astype(int),
+            False,
+        ),
+    ],
+    ids=["uniform", "heavy tail"],
+)
+def test_the_number_of_rows_follows_from_the_lengths_whatever_is_drawn(capacity, lengths, varies, ranks) -> None:
+    best = plan(lengths, capacity, strategy="best_fit")
+    drawn = [plan(lengths, capacity, seed=seed).n_rows for seed in range(4)]
+    counts = {plan_epoch(lengths, capacity, seed=s, epoch=e, ranks=ranks).plan.n_rows for s in (0, 1) for e in range(3)}
+    counts.add(plan_epoch(lengths[::-1], capacity, seed=0, ranks=ranks).plan.n_rows)
+    (count,) = counts
+    assert count % ranks == 0 and max(drawn) <= count
+    full = lengths.sum() / capacity / 0.999
+    assert count < (full if best.n_rows <= full else 1.005 * best.n_rows) + ranks
+    assert len(set(drawn)) > 1 or not varies, "draws differ in their number of rows, and epochs do not"
+
+
+def test_rows_of_an_epoch_look_like_random_draws() -> None:
+    lengths = np.random.default_rng(0).lognormal(np.log(3000) - 0.85, 1.3, 20_000).clip(1, 65_536).astype(int)
+    epoch = plan_epoch(lengths, 65_536, seed=0, epoch=1).plan.composition()
+    random, best = (plan(lengths, 65_536, strategy=s).composition() for s in ("sequential", "best_fit"))
+    assert epoch.row_distance < 1.2 * random.row_distance < best.row_distance
+    assert epoch.documents_per_row_deviation < 1.2 * random.documents_per_row_deviation
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=30), st.integers(0, 60))
+def test_the_row_of_the_most_pieces_is_cut_in_two_so_many_times(counts, times) -> None:
+    naive = list(counts)
+    for _ in range(times):
+        longest = naive.index(max(naive))
+        if naive[longest] > 1:
+            naive[longest : longest + 1] = [naive[longest] // 2, naive[longest] - naive[longest] // 2]
+    assert np.diff(_cut_in_two(np.cumsum([0, *counts]), times)).tolist() == naive
 
 
 def test_a_document_has_other_neighbours_in_every_epoch_and_the_same_in_every_call() -> None:

@@ -91,7 +91,7 @@ def test_every_token_stands_in_one_row_or_is_accounted_for(problem, strategy, ov
 
 
 def test_a_long_document_is_split_into_full_rows_and_a_rest():
-    made = plan([3, 21], 8, overflow="split", seed=None)
+    made = plan([3, 21], 8, strategy="best_fit", overflow="split", seed=None)
     # [1 1 1 1 1 1 1 1] [1 1 1 1 1 1 1 1] [1 1 1 1 1 0 0 0]
     assert made.row_offsets.tolist() == [0, 1, 2, 4]
     assert made.source.tolist() == [1, 1, 1, 0]
@@ -127,6 +127,14 @@ def test_mixed_rows_are_full_or_close_to_the_number_of_best_fits(problem, seed):
     assert made.n_rows <= (bound / 0.999 if best <= bound / 0.999 else 1.005 * best)
 
 
+def test_rows_are_mixed_unless_another_strategy_or_the_most_effort_is_asked_for():
+    lengths = np.random.default_rng(0).integers(513, 1025, 1000)
+    assert plan(lengths, 2048) == plan(lengths, 2048, strategy="mixed") != plan(lengths, 2048, strategy="best_fit")
+    most = plan(lengths, 2048, effort="max")
+    assert most == plan(lengths, 2048, effort="max", strategy="best_fit")
+    assert most.n_rows < plan(lengths, 2048, strategy="best_fit").n_rows
+
+
 def test_the_seed_draws_the_documents_of_mixed_rows():
     lengths = np.random.default_rng(0).lognormal(5.2, 0.9, 3000).clip(1, 2048).astype(int)
     one, other = ({frozenset(row) for row in plan(lengths, 2048, strategy="mixed", seed=s).to_lists()} for s in (0, 1))
@@ -147,17 +155,20 @@ def test_the_shuffle_is_fixed_by_the_bit_stream_that_numpy_guarantees():
     keys = np.random.PCG64(7).random_raw(rows).tolist()
     low = 1024 - 1  # the low bits make room for the index
     expected = sorted(range(rows), key=lambda row: keys[row] & ~low | row)
-    planned = plan([1] * rows, 1, seed=None).source
-    assert plan([1] * rows, 1, seed=7).source.tolist() == planned[expected].tolist()
+    planned = plan([1] * rows, 1, strategy="best_fit", seed=None).source
+    assert plan([1] * rows, 1, strategy="best_fit", seed=7).source.tolist() == planned[expected].tolist()
 
 
 def test_rows_come_out_in_an_order_that_says_nothing_about_their_lengths():
     lengths = np.random.default_rng(0).lognormal(7, 1.3, 20_000).clip(1, 65536).astype(int)
-    longest = np.maximum.reduceat(lengths[(made := plan(lengths, 65536)).source], made.row_offsets[:-1])
-    assert abs(np.corrcoef(longest, np.arange(len(longest)))[0, 1]) < 0.1
-    unshuffled = lengths[(made := plan(lengths, 65536, seed=None)).source]
-    longest = np.maximum.reduceat(unshuffled, made.row_offsets[:-1])
-    assert np.corrcoef(longest, np.arange(len(longest)))[0, 1] < -0.5
+
+    def order_by_length(**options):
+        made = plan(lengths, 65536, **options)
+        longest = np.maximum.reduceat(lengths[made.source], made.row_offsets[:-1])
+        return np.corrcoef(longest, np.arange(len(longest)))[0, 1]
+
+    assert abs(order_by_length()) < 0.1 and abs(order_by_length(strategy="best_fit")) < 0.1
+    assert order_by_length(strategy="best_fit", seed=None) < -0.5
 
 
 def test_sequential_without_a_seed_keeps_the_order_of_the_documents():
@@ -212,7 +223,7 @@ def test_column_generation_fills_what_best_fit_leaves_empty(extra):
     lengths = np.concatenate([rng.integers(513, 1025, 100_000), rng.integers(1, 60, extra)])
     best = replace(plan(lengths, 2048, effort="max"), check=True)
     assert best.source[np.argsort(best.source)].tolist() == list(range(len(lengths)))
-    fast = plan(lengths, 2048)
+    fast = plan(lengths, 2048, strategy="best_fit")
     if extra:
         assert best.n_rows < 0.97 * fast.n_rows
     else:
@@ -221,7 +232,7 @@ def test_column_generation_fills_what_best_fit_leaves_empty(extra):
 
 def test_best_fit_leaves_almost_nothing_on_short_documents():
     lengths = np.random.default_rng(0).lognormal(5.2, 0.9, 100_000).clip(1, 2048).astype(int)
-    made = plan(lengths, 2048)
+    made = plan(lengths, 2048, strategy="best_fit")
     assert made.efficiency > 0.999
     assert made.n_rows == made.lower_bound or made.n_rows <= 1.001 * made.lower_bound
 
@@ -256,10 +267,11 @@ def fewest_rows(lengths, capacity, alignment):
     return place(0, [])
 
 
-def test_a_plan_needs_memory_for_a_few_arrays_only():
+@pytest.mark.parametrize("strategy", ["mixed", "best_fit"])
+def test_a_plan_needs_memory_for_a_few_arrays_only(strategy):
     lengths = np.random.default_rng(0).lognormal(5.2, 0.9, 300_000).clip(1, 2048).astype(int)
     tracemalloc.start()
-    made = plan(lengths, 2048)
+    made = plan(lengths, 2048, strategy=strategy)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert made.n_pieces == 300_000
@@ -269,7 +281,8 @@ def test_a_plan_needs_memory_for_a_few_arrays_only():
 @pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.int32, np.uint64])
 def test_any_integer_dtype_will_do(dtype):
     lengths = np.array([100, 3, 27, 99], dtype)
-    assert plan(lengths, 128, seed=None).to_lists() == [[0, 2], [3, 1]]
+    assert plan(lengths, 128, strategy="best_fit", seed=None).to_lists() == [[0, 2], [3, 1]]
+    assert plan(lengths, 128, strategy="mixed", seed=None).to_lists() == [[0, 1], [2, 3]]
 
 
 REFUSED = {
@@ -299,6 +312,11 @@ REFUSED = {
         ([3], 8),
         {"effort": "max", "strategy": "sequential"},
         'effort="max" improves on strategy="best_fit" and cannot be combined with \'sequential\'',
+    ),
+    "effort of mixed rows": (
+        ([3], 8),
+        {"effort": "max", "strategy": "mixed"},
+        'effort="max" improves on strategy="best_fit" and cannot be combined with \'mixed\'',
     ),
     "overflow": (
         ([3], 8),

@@ -164,6 +164,12 @@ def test_mixed_rows_of_a_stream_are_full_and_mixed() -> None:
     assert deviation["mixed"] < 0.5 < deviation["best_fit"]
 
 
+def test_rows_of_a_stream_are_mixed_by_default() -> None:
+    source = documents(LENGTHS)
+    given = {s: contents(stream(source, 20, strategy=s, **OPTIONS)) for s in ("mixed", "best_fit")}
+    assert contents(stream(source, 20, **OPTIONS)) == given["mixed"] != given["best_fit"]
+
+
 @pytest.mark.parametrize("seed", [None, 3])
 def test_a_mixed_stream_resumes_exactly(seed) -> None:
     options = {"buffer": 12, "max_age": 24, "seed": seed, "strategy": "mixed", "alignment": 2, "max_segments": 4}
@@ -304,7 +310,7 @@ def test_a_stop_between_the_pieces_of_a_split_document_resumes_exactly() -> None
         (lambda: stream([[1]], 4, seed=-1), PackingError, "seed must be an integer of at least 0, or None"),
         (lambda: stream([[1]], 4, buffer=0), PackingError, "buffer must be an integer of at least 1, got 0"),
         (lambda: stream([[1]], 4, overflow="cut"), PackingError, "overflow must be one of 'error', 'truncate'"),
-        (lambda: stream([[1]], 4, strategy="first_fit"), PackingError, "strategy must be one of 'best_fit', 'mixed'"),
+        (lambda: stream([[1]], 4, strategy="first_fit"), PackingError, "strategy must be one of 'mixed', 'best_fit'"),
         (lambda: stream([[1]], 4, max_segments=0), PackingError, "max_segments must be an integer of at least 1"),
         (lambda: stream([[1]], 4).load_state_dict({}), PackingError, r"the state has no 'capacity': pass what state_d"),
         (lambda: stream([[1]], 4, buffer=8, max_age=7), PackingError, "max_age is 7 and buffer 8"),

@@ -40,7 +40,7 @@ def test_documents_stand_one_after_the_other_in_one_row() -> None:
 
 
 def test_documents_are_packed_into_rows_of_the_capacity() -> None:
-    batch = PackedCollator(capacity=4)(DOCUMENTS)
+    batch = PackedCollator(capacity=4, strategy="best_fit")(DOCUMENTS)
     # best fit: 1 2 3 6 | 4 5 . .    padding is cut so that none of its pieces is longer than the longest segment
     assert rows(batch, "input_ids") == [[1, 2, 3, 6], [4, 5, 0, 0]]
     assert rows(batch, "labels") == [[-100, 2, 3, -100], [-100, 5, -100, -100]]
@@ -162,7 +162,7 @@ def test_rows_that_come_one_by_one_make_the_same_batch() -> None:
 
 
 def test_padding_free_puts_rows_together() -> None:
-    dataset = PackedDataset([d["input_ids"] for d in DOCUMENTS], 4, seed=None)
+    dataset = PackedDataset([d["input_ids"] for d in DOCUMENTS], 4, strategy="best_fit", seed=None)
     batch = PackedCollator(padding_free=True)(dataset[:])
     assert rows(batch, "input_ids") == [[1, 2, 3, 6, 4, 5]]
     assert batch["packed_lengths"] == (3, 1, 2)
@@ -184,7 +184,8 @@ def test_bad_features_raise() -> None:
         PackedCollator()([{"text": "a"}])
     with pytest.raises(CapacityError, match='document 0 has 3 tokens and capacity is 2: pass overflow="split"'):
         PackedCollator(capacity=2)(DOCUMENTS)
-    assert PackedCollator(capacity=2, overflow="split")(DOCUMENTS)["packed_lengths"] == (2, 2, 1, 1)
+    split = PackedCollator(capacity=2, overflow="split", strategy="best_fit")
+    assert split(DOCUMENTS)["packed_lengths"] == (2, 2, 1, 1)
 
 
 class TokenClassifier(LlamaForTokenClassification):

@@ -58,10 +58,16 @@ def test_rows_are_those_of_a_packed_dataset(tmp_path, monkeypatch, overflow, whe
         assert rows[name][:] == [x.tolist() for x in values], name
 
 
+def test_rows_are_mixed_by_default() -> None:
+    data = datasets.Dataset.from_dict(columns(longest=CAPACITY))
+    mixed, by_length = (pack_dataset(data, CAPACITY, strategy=strategy)[:] for strategy in ("mixed", "best_fit"))
+    assert pack_dataset(data, CAPACITY)[:] == mixed != by_length
+
+
 def test_tokens_keep_their_dtype_and_labels_can_hold_minus_100() -> None:
     for given, labels in ((pa.int32(), "int32"), (pa.int64(), "int64"), (pa.uint16(), "int32")):
         table = pa.table({"input_ids": pa.array([[5, 6, 7], [8]], pa.list_(given))})
-        rows = pack_dataset(datasets.Dataset(table), 4)
+        rows = pack_dataset(datasets.Dataset(table), 4, seed=None)
         assert rows.features["input_ids"].feature.dtype == str(given)
         assert rows.features["labels"].feature.dtype == labels
         assert rows[0] == {"input_ids": [5, 6, 7, 8], "labels": [-100, 6, 7, -100], "seq_lengths": [3, 1]}
@@ -70,7 +76,7 @@ def test_tokens_keep_their_dtype_and_labels_can_hold_minus_100() -> None:
 def test_an_attention_mask_of_ones_changes_nothing_and_one_with_padding_does(tmp_path) -> None:
     ids = [[5, 6, 7], [8, 9]]
     for mask, kept in (([[1, 1, 1], [1, 1]], [5, 6, 7, 8, 9]), ([[0, 1, 1], [1, 0]], [6, 7, 8])):
-        rows = pack_dataset(datasets.Dataset.from_dict({"input_ids": ids, "attention_mask": mask}), 8)
+        rows = pack_dataset(datasets.Dataset.from_dict({"input_ids": ids, "attention_mask": mask}), 8, seed=None)
         assert rows[0]["input_ids"] == kept
 
 

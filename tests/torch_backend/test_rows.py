@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from packing_core import plan
 from packing_core.errors import CapacityError, PackingError
 from tests.processes import limited
 from tests.torch_backend.test_trainer import CAPACITY, arguments, datasets, differences, documents, llama, sft
@@ -217,6 +218,17 @@ def test_rows_are_pickled_without_their_tokens_and_plans(tmp_path) -> None:
     wanted = rows[5 + len(rows)]
     assert len(pickled := pickle.dumps(rows)) < 5_000
     assert pickle.loads(pickled)[5 + len(rows)].input_ids.tolist() == wanted.input_ids.tolist()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_every_epoch_has_as_many_rows(ranks) -> None:
+    """Of documents that leave room in every row, draws make more rows or fewer."""
+    lengths = np.random.default_rng(0).integers(11, 21, 3000)
+    rows = PackedRows([{"input_ids": [5] * n} for n in lengths.tolist()], ["input_ids"], CAPACITY)
+    rows.ranks = ranks
+    assert len({plan(lengths, CAPACITY, seed=seed).n_rows for seed in range(4)}) > 1
+    assert {rows.dealt(epoch).plan.n_rows for epoch in range(4)} == {len(rows)}
+    assert len(rows) % ranks == 0 and len(rows) <= 1.005 * plan(lengths, CAPACITY, strategy="best_fit").n_rows + ranks
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 7])

@@ -21,7 +21,7 @@ from packing_core.errors import LayoutError
 from packing_core.extras import require
 
 BLOCK_TOKENS = 1 << 20  # tokens copied and written at a time, in whole rows
-RULES = 1  # raise it whenever the same arguments give other rows, so that no cached file of before is read
+RULES = 2  # raise it whenever the same arguments give other rows, so that no cached file of before is read
 
 
 def pack_dataset(dataset: Any, capacity: int, **plan_options: Any) -> Any:
