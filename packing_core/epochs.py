@@ -96,7 +96,7 @@ def _cut_in_two(row_offsets: Int64, times: int) -> Int64:
     most = np.argsort(-counts, kind="stable")[:times]  # no other row can have its turn
     rows = list(zip((-counts[most]).tolist(), row_offsets[most].tolist()))  # fewest first: minus the pieces, the begin
     heapify(rows)
-    cuts = []
+    cuts: list[int] = []
     while len(cuts) < times and rows[0][0] < -1:
         count, begin = -rows[0][0], rows[0][1]
         middle = begin + count // 2

@@ -80,6 +80,7 @@ def test_the_manifest_says_what_was_done(arguments, data, tokenizer_folder, tmp_
     manifest = json.loads((packed / "manifest.json").read_text())
     expected = documents(data, tokenizer_folder)
     assert manifest["documents"] == len(expected) == 90
+    assert manifest["packing"] == "mixed"
     assert manifest["tokens"] == sum(len(ids) for ids, _ in expected)
     assert manifest["trained_tokens"] == sum(sum(targets) for _, targets in expected)
     assert manifest["efficiency"] == manifest["tokens"] / (manifest["rows"] * 64) > 0.9

@@ -21,7 +21,7 @@ def test_a_file_of_options_takes_the_place_of_defaults_and_the_command_line_wins
     assert first.exit_code == 0, first.output
     assert len(losses(tmp_path / "first")) == 2
     written = tmp_path / "first" / "run.yaml"
-    assert {"lr: 0.002", "steps: 2", "rows-per-step: 2", 'dtype: "bfloat16"', "eos: null"} <= set(
+    assert {"lr: 0.002", "steps: 2", "rows-per-step: 2", 'dtype: "bfloat16"', "eos: null", 'packing: "mixed"'} <= set(
         written.read_text().splitlines()
     )
     again = run("train", "--config", written, "--output", tmp_path / "again")

@@ -14,6 +14,11 @@ from packing_core.errors import CapacityError, PackingError
 LENGTHS = np.random.default_rng(0).integers(1, 41, 200)
 
 
+def heavy_tail(count: int) -> np.ndarray:
+    drawn = np.random.default_rng(0).lognormal(np.log(3000) - 1.3**2 / 2, 1.3, count)
+    return drawn.clip(1, 65_536).astype(np.int64)
+
+
 def tokens_of(rows) -> set[tuple[int, int]]:
     """Every token in the rows as (document, place), each counted once."""
     pieces = list(zip(rows.source.tolist(), rows.start.tolist(), rows.length.tolist(), strict=True))
@@ -48,11 +53,7 @@ def test_every_epoch_deals_every_document_once_and_as_many_rows(lengths, overflo
     ("capacity", "lengths", "varies"),
     [
         (2048, np.random.default_rng(0).integers(513, 1025, 6000), True),
-        (
-            65_536,
-            np.random.default_rng(0).lognormal(np.log(3000) - 0.85, 1.3, 30_000).clip(1, 65_536).astype(int),
-            False,
-        ),
+        (65_536, heavy_tail(30_000), False),
     ],
     ids=["uniform", "heavy tail"],
 )
@@ -69,7 +70,7 @@ def test_the_number_of_rows_follows_from_the_lengths_whatever_is_drawn(capacity,
 
 
 def test_rows_of_an_epoch_look_like_random_draws() -> None:
-    lengths = np.random.default_rng(0).lognormal(np.log(3000) - 0.85, 1.3, 20_000).clip(1, 65_536).astype(int)
+    lengths = heavy_tail(20_000)
     epoch = plan_epoch(lengths, 65_536, seed=0, epoch=1).plan.composition()
     random, best = (plan(lengths, 65_536, strategy=s).composition() for s in ("sequential", "best_fit"))
     assert epoch.row_distance < 1.2 * random.row_distance < best.row_distance
