@@ -90,11 +90,11 @@ def _draw(random: np.random.PCG64) -> int:
 
 def _cut_in_two(row_offsets: Int64, times: int) -> Int64:
     """Row offsets after cutting, so many times, the first of the rows with the most pieces, until all have but one."""
-    if not times:
-        return row_offsets
     counts = np.diff(row_offsets)
     most = np.argsort(-counts, kind="stable")[:times]  # no other row can have its turn
-    rows = list(zip((-counts[most]).tolist(), row_offsets[most].tolist()))  # fewest first: minus the pieces, the begin
+    rows = list(
+        zip((-counts[most]).tolist(), row_offsets[most].tolist())
+    )  # the heap gives the most pieces, then the first
     heapify(rows)
     cuts: list[int] = []
     while len(cuts) < times and rows[0][0] < -1:
