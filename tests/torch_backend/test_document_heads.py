@@ -73,7 +73,8 @@ def test_a_packed_classifier_is_that_of_each_document(family: str, kind: str) ->
     loss = torch.stack([output.loss for output in alone]).mean()
     loss.backward()
     torch_backend.patch(model, verify=False)
-    batch = PackedCollator(model, capacity=64)(features(docs, labels))  # in two rows, out of order
+    collate = PackedCollator(model, capacity=64, strategy="best_fit")
+    batch = collate(features(docs, labels))  # in two rows, out of order
     assert batch["packed_documents"] != tuple(sorted(batch["packed_documents"]))
     output = model(**batch)
     assert output.logits.shape == (8, KINDS[kind])

@@ -59,7 +59,7 @@ def test_documents_without_a_token_that_counts_are_zero_and_send_no_gradient() -
 
 def test_documents_come_in_the_order_of_the_features() -> None:
     features = [{"input_ids": [number] * length} for number, length in enumerate((2, 7, 1, 5, 3), start=10)]
-    batch = PackedCollator(capacity=8)(features)
+    batch = PackedCollator(capacity=8, strategy="best_fit")(features)
     assert batch["input_ids"][0, 0] != 10  # best fit puts the longest first
     assert reduce(batch["input_ids"], batch, "first").tolist() == [10, 11, 12, 13, 14]
     assert len(batch["packed_documents"]) == 5
