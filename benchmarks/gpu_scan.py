@@ -101,7 +101,7 @@ def alone(plain: Callable[..., Tensor], inputs: list[Tensor], dout: Tensor, docu
     return [torch.cat(x) for x in zip(*parts, strict=True)]
 
 
-# -- the gated delta rule: q, k [T, Q, K] of norm 1, v [T, H, V], g, beta [T, H] ----------------------------------------
+# -- the gated delta rule: q, k [T, Q, K] of norm 1, v [T, H, V], g, beta [T, H] ---------------------------------------
 
 
 def drawn_delta(tokens: int) -> list[Tensor]:
