@@ -140,15 +140,11 @@ def _faster(device: torch.device, dtype: torch.dtype) -> list[str]:
             advice.append("torch uses few of the processors: unset OMP_NUM_THREADS")
         return advice
     if not TRITON:
-        advice.append("rotary embedding, loss and convolution run in plain torch: pip install triton")
+        advice.append("rotary embedding, loss, convolution and scans run in plain torch: pip install triton")
     if torch.cuda.get_device_capability(device) >= (9, 0):
         reason = load("flash4").supports(_request(device, dtype))
         if reason is not None:
             advice.append(f"attention runs without flash-attn-4 ({reason}): pip install 'crosspack[flash]'")
-    for library, layers, package in (
-        ("fla", "the gated delta rule and Kimi delta attention", "flash-linear-attention"),
-        ("mamba_ssm", "Mamba-2", "mamba-ssm"),
-    ):
-        if find_spec(library) is None:
-            advice.append(f"{layers} scan in plain torch: pip install {package}")
+    if find_spec("fla") is None:
+        advice.append("Kimi delta attention scans in plain torch: pip install flash-linear-attention")
     return advice

@@ -8,7 +8,8 @@ import pytest
 
 from conformance.draws import DecoderCase, documents
 from jax_backend.attention import IMPLEMENTATIONS
-from jax_backend.conformance import Stack, _precision, _train, backends, capabilities
+from jax_backend.conformance import Stack, _train, backends, capabilities
+from jax_backend.conformance_documents import arithmetic
 from jax_backend.train_step import TrainStep
 from packing_core.errors import UnsupportedError
 from packing_core.protocol import ALL_OPTIONS, LEVELS, DecoderConfig
@@ -64,9 +65,9 @@ def test_the_adapter_and_the_trainer_load_without_grain(code):
 
 def test_float32_is_multiplied_in_float32():
     x = np.ones((2, 2), np.float32)
-    with _precision("float32"):
+    with arithmetic("float32"):
         assert "HIGHEST" in str(jax.make_jaxpr(lambda x: x @ x)(x))
-    with _precision("bfloat16"):
+    with arithmetic("bfloat16"):
         assert "HIGHEST" not in str(jax.make_jaxpr(lambda x: x @ x)(x))
 
 

@@ -199,8 +199,9 @@ class BoundaryCollator:
         if self.has_router or segments.padding.any():
             batch["attention_mask"] = (~padding).to(torch.int64 if mask is None else mask.dtype)
         positions, added = batch.get("position_ids"), _metadata(segments.lengths, ids.shape)
-        real = ~segments.padding[segments.starts]
-        added["packed_documents"] = tuple((number,) for number in np.flatnonzero(real).tolist())
+        if "packed_documents" not in batch:
+            real = ~segments.padding[segments.starts]
+            added["packed_documents"] = tuple((number,) for number in np.flatnonzero(real).tolist())
         if positions is not None and not _counts_through(positions, segments, rows):
             del added["position_ids"]
         return {"input_ids": ids, **{k: v for k, v in batch.items() if k not in _READ_AND_LEFT_OUT}, **added}

@@ -72,6 +72,11 @@ def trains_first_token(model: Any) -> bool:
     return _head_inside(model) in ("token", "masked token")
 
 
+def predicts_masked(model: Any) -> bool:
+    """Whether it predicts tokens that its input hides; ``model`` as in :func:`trains_first_token`."""
+    return _head_inside(model) == "masked token"
+
+
 def labels_documents(model: Any) -> bool:
     """Whether labels belong to documents and not to tokens; ``model`` as in :func:`trains_first_token`."""
     return _head_inside(model) == "document"

@@ -250,7 +250,9 @@ TOUCHED = (
     "transformers:Trainer",
     "transformers:TrainingArguments",
     "transformers.modeling_layers:GradientCheckpointingLayer",
+    "transformers.models.auto:modeling_auto",
     "transformers.models.auto.modeling_auto:MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "transformers.models.auto.modeling_auto:MODEL_FOR_MASKED_LM_MAPPING_NAMES",
     # attributes: where a config keeps the name of its attention, and what the trainers' glue reads
     "transformers:PretrainedConfig._attn_implementation",
     "transformers.models.llama.modeling_llama:eager_attention_forward",

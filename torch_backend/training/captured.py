@@ -13,7 +13,8 @@ learning rate a tensor if it is scheduled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -145,19 +146,28 @@ class CapturedStep:
     def _record(self) -> None:
         self.recording = True
         graph = torch.cuda.CUDAGraph()
-        generator = torch.cuda.default_generators[torch.cuda.current_device()]
-        random_state = generator.get_state()
-        try:
-            # Only this thread's calls matter: a data loader's may pin memory meanwhile.
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-                self.result = self.step(self.batch)
-        except BaseException:
-            # A recording that fails leaves the generator inside of it, where every later random number would raise.
-            fresh = torch.Generator(generator.device)
-            fresh.set_state(random_state)
-            generator.graphsafe_set_state(fresh)
-            raise
+        # Only this thread's calls matter: a data loader's may pin memory meanwhile.
+        recording = torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local")
+        with _random_numbers_kept(), recording:
+            self.result = self.step(self.batch)
         self.graph, self.recording = graph, False
+
+
+@contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    """A recording that fails leaves the generator inside of it, and every later random number raises: renew it then."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    state = generator.get_state()
+    try:
+        yield
+    except BaseException:
+        fresh = torch.Generator(generator.device)
+        fresh.set_state(state)
+        generator.graphsafe_set_state(fresh)
+        raise
 
 
 class CapturedBackward:

@@ -22,7 +22,7 @@ from packing_core.plan import Overflow
 from torch_backend.auditing.trainer import refuse_cut_documents
 from torch_backend.collate import Batch, BoundaryCollator, PackedCollator
 from torch_backend.hf.boundaries import refuse_split_rows
-from torch_backend.hf.heads import labels_documents, trains_first_token
+from torch_backend.hf.heads import labels_documents, predicts_masked, trains_first_token
 from torch_backend.patching import patch
 from torch_backend.training import preference
 from torch_backend.training.packed_step import speed_up
@@ -165,7 +165,8 @@ def _packing_collator(trainer: Any, capacity: int | None, overflow: Overflow) ->
         for found in examples.values():
             _check_documents(wrapped, _seen(trainer, found[0], READ))
         return wrapped
-    if getattr(collator, "mlm", False) and type(collator).__name__ == "DataCollatorForLanguageModeling":
+    masks = getattr(collator, "mlm", False) and type(collator).__name__ == "DataCollatorForLanguageModeling"
+    if masks and predicts_masked(trainer.model):
         return _masking_collator(trainer)
     for kind, found in examples.items():
         for number, example in enumerate(found):

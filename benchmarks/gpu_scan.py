@@ -1,0 +1,193 @@
+"""Scans of hybrid layers on packed rows: the gated delta rule of Qwen3.5, and the scan of Mamba-2.
+
+    python -m benchmarks.gpu_scan                       # the sets of the table, and documents of 16 to 8,192 tokens
+    python -m benchmarks.gpu_scan --match triton --output results
+
+Milliseconds of kernels, forward alone and forward with backward, in bfloat16. Every contender is compared in the same
+run with transformers' plain torch in float32 on each document alone; what is wrong has no figure. ``fla`` and
+``flash_qla`` take part where they are installed. Without a GPU everything runs tiny, and times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+from benchmarks.gpu import as_table, header, write
+from benchmarks.gpu_attention import lengths
+from benchmarks.gpu_clock import DEVICE, TOY, Result, device_ms, gated, relative_error, set_match, wanted
+from torch_backend.ops.scan.delta_rule import gated_delta_rule
+from torch_backend.segments import PackedMetadata
+
+LIMIT = 2e-2  # of bfloat16 results, in norm
+DTYPE = torch.float32 if TOY else torch.bfloat16
+Call = Callable[[list[Tensor], PackedMetadata], Tensor]
+
+
+def sets() -> dict[str, list[int]]:
+    if TOY:
+        return {"toy": [5, 70, 7]}
+    return {
+        "8k, one document": [8_192],
+        "8 x 1,024": [1_024] * 8,
+        "16k, mean 240": lengths(16_384, 240, 2_048),
+    }
+
+
+def run() -> Iterator[Result]:
+    for name, documents in sets().items():
+        yield from compare("gated delta rule, 16/32 heads of 128", name, documents, drawn_delta, DELTA, plain_delta)
+        yield from compare("Mamba-2 2.7B, 80 heads of 64, state 128", name, documents, drawn_ssd, SSD, plain_ssd)
+    for each in () if TOY else (16, 32, 64, 128, 256, 512, 1_024, 2_048, 8_192):
+        documents = [each] * (16_384 // each)
+        yield from compare("gated delta rule by length, 16k", f"{each:,}", documents, drawn_delta, DELTA, None)
+
+
+def compare(
+    section: str, case: str, documents: list[int], drawn: Callable[[int], list[Tensor]],
+    contenders: dict[str, Call], plain: Callable[..., Tensor] | None,
+) -> Iterator[Result]:  # fmt: skip
+    inputs = [x.to(DEVICE).requires_grad_() for x in drawn(sum(documents))]
+    right: list[Tensor] = []
+    for name, call in contenders.items():
+        if not wanted(name):
+            continue
+        packed = PackedMetadata.from_lengths(documents, device=DEVICE)
+        dout = torch.randn(inputs[2].shape, generator=torch.Generator().manual_seed(9)).to(DEVICE, DTYPE)
+
+        def forward(call: Call = call, packed: PackedMetadata = packed) -> Tensor:
+            return call(inputs, packed)
+
+        def both(call: Call = call, packed: PackedMetadata = packed, dout: Tensor = dout) -> list[Tensor]:
+            out = call(inputs, packed)
+            return [out, *torch.autograd.grad(out, inputs, dout)]
+
+        def check(both: Any = both, dout: Tensor = dout) -> float:
+            if plain is None:
+                return 0.0
+            if not right:
+                right.extend(alone(plain, inputs, dout, documents))
+            return max(map(relative_error, both(), right))
+
+        def measure(forward: Any = forward, both: Any = both) -> dict[str, float]:
+            with torch.no_grad():
+                ahead = device_ms(forward)
+            return {"forward": ahead, "forward + backward": device_ms(both)}
+
+        figures, note = gated(check, LIMIT, measure)
+        if not figures:
+            yield Result(section, case, name, None, "ms, forward", note)
+        for kind, ms in figures.items():
+            yield Result(section, case, name, ms, f"ms, {kind}", note)
+
+
+def alone(plain: Callable[..., Tensor], inputs: list[Tensor], dout: Tensor, documents: list[int]) -> list[Tensor]:
+    """Output and gradients of each document in float32."""
+    wide = [x.detach().float() for x in (*inputs, dout)]
+    parts = []
+    for *document, do in zip(*(x.split(documents) for x in wide), strict=True):
+        leaves = [x.clone().requires_grad_() for x in document]
+        out = plain(*leaves)
+        parts.append([out.detach(), *torch.autograd.grad(out, leaves, do)])
+    return [torch.cat(x) for x in zip(*parts, strict=True)]
+
+
+# -- the gated delta rule: q, k [T, Q, K] of norm 1, v [T, H, V], g, beta [T, H] ---------------------------------------
+
+
+def drawn_delta(tokens: int) -> list[Tensor]:
+    shared, heads, width = (1, 2, 16) if TOY else (16, 32, 128)
+    generator = torch.Generator().manual_seed(0)
+    q, k = (F.normalize(torch.randn(tokens, shared, width, generator=generator), dim=-1) for _ in range(2))
+    v = torch.randn(tokens, heads, width, generator=generator)
+    g = -0.3 * torch.rand(tokens, heads, generator=generator)
+    beta = torch.rand(tokens, heads, generator=generator)
+    return [q.to(DTYPE), k.to(DTYPE), v.to(DTYPE), g, beta.to(DTYPE)]
+
+
+def plain_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
+    rule = inspect.unwrap(torch_chunk_gated_delta_rule)
+    return rule(*(x[None] for x in (q, k, v)), g=g[None], beta=beta[None])[0][0]
+
+
+def ours(inputs: list[Tensor], packed: PackedMetadata) -> Tensor:
+    return gated_delta_rule(*inputs, packed)
+
+
+def by_fla(inputs: list[Tensor], packed: PackedMetadata) -> Tensor:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    from torch_backend.ops.scan import _chunks
+
+    boundaries, chunks = packed.derived("chunks", _chunks)
+    rows = (x[None] for x in inputs)
+    return chunk_gated_delta_rule(*rows, cu_seqlens=boundaries, chunk_indices=chunks)[0][0]
+
+
+def by_flash_qla(inputs: list[Tensor], packed: PackedMetadata) -> Tensor:
+    from flash_qla import chunk_gated_delta_rule
+
+    return chunk_gated_delta_rule(*(x[None] for x in inputs), cu_seqlens=packed.cu_seqlens, auto_cp=False)[0][0]
+
+
+# -- Mamba-2: C, B [T, G, N], x [T, H, P] times its step, g [T, H] -----------------------------------------------------
+
+
+def drawn_ssd(tokens: int) -> list[Tensor]:
+    groups, heads, state, width = (1, 2, 16, 16) if TOY else (1, 80, 128, 64)
+    generator = torch.Generator().manual_seed(0)
+    c, b = (torch.randn(tokens, groups, state, generator=generator) * state**-0.5 for _ in range(2))
+    x = torch.randn(tokens, heads, width, generator=generator)
+    g = -0.3 * torch.rand(tokens, heads, generator=generator)
+    return [c.to(DTYPE), b.to(DTYPE), x.to(DTYPE), g]
+
+
+def plain_ssd(c: Tensor, b: Tensor, x: Tensor, g: Tensor) -> Tensor:
+    # The scan multiplies x by the step and decays by A times the step: with a step of -g and A = -1, by g.
+    scan = inspect.unwrap(mamba2_chunk_scan)
+    step = -g
+    y = scan((x / step[..., None])[None], step[None], -torch.ones_like(g[0]), b[None], c[None], chunk_size=64)
+    return (y[0] if isinstance(y, tuple) else y)[0]
+
+
+def our_ssd(inputs: list[Tensor], packed: PackedMetadata) -> Tensor:
+    c, b, x, g = inputs
+    return gated_delta_rule(c, b, x, g, None, packed, scale=1.0)
+
+
+DELTA: dict[str, Call] = {"triton": ours, "fla": by_fla, "flash_qla": by_flash_qla}
+SSD: dict[str, Call] = {"triton": our_ssd}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--match", default="", help="only contenders whose name this pattern matches")
+    parser.add_argument("--output", type=Path, help="folder for gpu.json")
+    options = parser.parse_args()
+    set_match(options.match)
+    print(header(), flush=True)
+    results = []
+    for result in run():
+        results.append(result)
+        print(
+            f"{result.section} | {result.case} | {result.contender} | {result.value} {result.unit} {result.note}",
+            flush=True,
+        )
+    for section in dict.fromkeys(r.section for r in results):
+        print(f"\n{section}\n{as_table([r for r in results if r.section == section])}")
+    if options.output is not None:
+        write(options.output, header(), results)
+
+
+if __name__ == "__main__":
+    main()
