@@ -51,7 +51,7 @@ def train(job: TrainJob) -> TrainResult:
         train_step = make_train_step(model, _optimizer(job))  # one for all runs, which then share what is compiled
         records = in_turn({run: _Loop(job, run, train_step).run() for run in job.runs})
         job.on_phase("auditing the packed model")
-        verdict = audit(model)
+        verdict = audit(model if len(job.runs) > 1 else build_model(job))  # a single run was given the model's weights
         return TrainResult(
             records=records,
             audit=Audit(verdict.exact, verdict.line),
