@@ -1,5 +1,5 @@
-"""One thread for each process, a cache of what JAX compiles, tests by turns (``tests.turns``), and Triton's library
-functions interpretable where there is no GPU.
+"""One thread for each process, a cache of what JAX compiles, tests by turns (``tests.turns``), no time limit for an
+example that hypothesis draws, and Triton's library functions interpretable where there is no GPU.
 
 The suite runs in several workers, and some of its tests start processes; with a thread for every core each, torch's
 threads would wait for one another.
@@ -14,8 +14,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests import turns
+
+settings.register_profile("untimed", settings(), deadline=None)  # on a busy machine any example may be slow
+settings.load_profile("untimed")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch and numpy are first imported, which is below
 

@@ -25,7 +25,6 @@ EXAMPLES = int(os.environ.get("CROSSPACK_EXAMPLES", "0"))
 generated = settings(
     max_examples=EXAMPLES or 60,
     derandomize=not EXAMPLES,
-    deadline=None,
     database=None,
     suppress_health_check=list(HealthCheck),
 )

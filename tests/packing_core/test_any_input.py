@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from packing_core import Cost, PackedBatch, PackedDataset, PackingError, PackPlan, Ragged, balance, pack, plan, stream
 
 EXAMPLES = int(os.environ.get("CROSSPACK_EXAMPLES", "40"))
-ANY = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+ANY = settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
 
 KINDS = ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "b1", "c8", "S2", "U2", "O", "M8[s]"]
 DTYPES = st.sampled_from([order + kind for kind in KINDS for order in "<>"])

@@ -15,7 +15,7 @@ def packed(packing, **options):
     return pack(packing.documents, packing.plan, **packing.arrays, **options)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(packings(), st.sampled_from(["token", "document"]))
 def test_every_array_is_what_its_definition_says(packing, weighting):
     batch = packed(packing, weighting=weighting, pad_id=9)
@@ -30,7 +30,7 @@ def test_every_array_is_what_its_definition_says(packing, weighting):
     assert [batch.sources[s] for s in range(batch.n_segments)] == packing.plan.source.tolist()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(packings(beside=False))
 def test_seq_idx_numbers_segments_from_0_and_no_padding_shares_a_number_with_them(packing):
     batch = packed(packing)
@@ -92,7 +92,7 @@ def test_the_callers_arrays_stay_writable():
     bounds[1] = 3
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(packings(overflow=("error", "split")))
 def test_unpack_gives_documents_back_exactly(packing):
     batch = packed(packing)
@@ -109,7 +109,7 @@ def test_unpack_gives_documents_back_exactly(packing):
         assert [list(tokens) for tokens in batch.unpack("reward").values()] == packing.arrays["columns"]["reward"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(packings(overflow=("truncate", "drop"), beside=False))
 def test_unpack_gives_what_was_kept_with_ids(packing):
     back = packed(packing).unpack()
@@ -120,7 +120,7 @@ def test_unpack_gives_what_was_kept_with_ids(packing):
         assert tokens.tolist() == kept
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(packings(), st.data())
 def test_some_rows_are_a_batch_of_their_own(packing, data):
     batch = packed(packing, pad_id=7)

@@ -29,7 +29,7 @@ def test_hf_is_what_the_flattening_collator_of_transformers_emits():
         assert getattr(ours[name], "dtype", int) == getattr(value, "dtype", int), name
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(packings())
 def test_hf_boundaries_and_positions_tell_the_same_and_labels_stay_in_their_segments(packing):
     ours = pack(packing.documents, packing.plan, **packing.arrays).to_dict("hf")
@@ -103,7 +103,7 @@ def _rows(rows, capacity, alignment):
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(packings())
 def test_shifted_targets_are_the_next_token_of_the_same_segment_or_weigh_nothing(packing):
     batch = pack(packing.documents, packing.plan, **packing.arrays)

@@ -26,7 +26,7 @@ def assert_same(batch, other):
         np.testing.assert_array_equal(batch.columns[name], column, err_msg=name)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(packings(), st.data())
 def test_rows_on_access_are_the_rows_of_the_whole(packing, data):
     dataset = PackedDataset(packing.documents, packing.plan, **packing.arrays, pad_id=3)

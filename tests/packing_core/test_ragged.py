@@ -130,7 +130,7 @@ def test_views_are_read_only():
     FLAT[0] = FLAT[0]  # the caller's own array stays writable
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_pieces_are_copied_exactly_whatever_their_lengths(data):
     dtype = data.draw(st.sampled_from([np.uint8, np.uint16, np.int32, np.int64, np.float64, np.bool_]))

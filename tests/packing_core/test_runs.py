@@ -17,7 +17,7 @@ def layouts(draw):
     return at, lengths, int((free + lengths).sum()) + draw(st.integers(0, 3))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(layouts())
 def test_every_token_gets_its_number(layout):
     at, lengths, size = layout
@@ -32,7 +32,7 @@ def test_every_token_gets_its_number(layout):
     np.testing.assert_array_equal(runs.ranges(lengths), [k for count in lengths for k in range(count)])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(layouts())
 def test_each_gap_may_have_a_number_of_its_own(layout):
     at, lengths, size = layout
@@ -44,7 +44,7 @@ def test_each_gap_may_have_a_number_of_its_own(layout):
     assert (numbers >= 100).sum() == free.sum()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 40), max_size=30), st.integers(1, 50))
 def test_blocks_are_consecutive_and_small(lengths, tokens):
     lengths = np.array(lengths, np.int64)

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from packing_core.errors import CapacityError, LayoutError, PackingError
@@ -42,7 +42,6 @@ OPTIONS = {"buffer": 12, "max_age": 24, "seed": 3}
     seed=st.none() | st.integers(0, 3),
     alignment=st.sampled_from([1, 4]),
 )
-@settings(deadline=None)
 def test_every_document_is_in_one_row_of_one_shard_and_shards_are_equal(
     lengths, buffer, shards, seed, alignment
 ) -> None:

@@ -9,7 +9,7 @@ from packing_core import CapacityError, PackedBatch, PackingError, pack
 from tests.packing_core.packings import by_definition, packings
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(packings(), st.integers(0, 9), st.integers(1, 9))
 def test_a_kernel_view_covers_every_token_with_segments_no_longer_than_it_says(packing, more, bucket):
     batch = pack(packing.documents, packing.plan, **packing.arrays)
@@ -43,7 +43,7 @@ def test_a_kernel_view_covers_every_token_with_segments_no_longer_than_it_says(p
     np.testing.assert_allclose(view.loss_weights, expected["loss_weights"].reshape(-1))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(packings(), st.integers(1, 5))
 def test_padding_free_is_the_documents_and_nothing_else(packing, bucket):
     view = pack(packing.documents, packing.plan, **packing.arrays).padding_free(bucket=bucket)
