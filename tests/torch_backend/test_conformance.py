@@ -85,8 +85,9 @@ def test_what_is_not_declared_is_refused():
 
 def test_collated_padding_is_padding_and_no_segment():
     documents = [Document(np.arange(n) + 1, np.arange(n) + 1) for n in (5, 3, 6)]
-    batch = backends()["sdpa"]().collate(documents, 9)
-    assert sorted(map(tuple, batch.segment_ids.tolist())) == [(1,) * 5 + (0,) * 4, (1,) * 6 + (2,) * 3]
+    batch = backends()["sdpa"]().collate(documents, 8)  # into which 5 and 3 go together, in either order, and 6 alone
+    rows = sorted(map(tuple, batch.segment_ids.tolist()), key=lambda row: row.count(0))
+    assert rows[0] in [(1,) * 5 + (2,) * 3, (1,) * 3 + (2,) * 5] and rows[1] == (1,) * 6 + (0,) * 2
     assert (batch.labels[batch.segment_ids == 0] == -100).all()
     assert "real" not in batch.native
 
