@@ -21,7 +21,6 @@ from packing_core.errors import UnsupportedModelError
 from torch_backend.hf.documents import DocumentRows
 from torch_backend.ops.attention import AttentionRequest
 from torch_backend.ops.documents import FINE, PerBatch, per_document
-from torch_backend.ops.scan import ScanRequest
 from torch_backend.segments import PackedMetadata
 
 
@@ -39,11 +38,11 @@ class RowChoice:
 
     Attributes:
         triton: whether its convolution ran in Triton; otherwise it ran on batches of documents.
-        scan: what its scan ran on, or its request to one; None if it has none.
+        scan: what its scan ran on, in words; None if it has none.
     """
 
     triton: bool
-    scan: ScanRequest | str | None
+    scan: str | None
 
     def __str__(self) -> str:
         convolution = f"convolution by {'Triton' if self.triton else 'plain torch on batches of documents'}"

@@ -17,22 +17,21 @@ from torch_backend.ops import scan as scans
 from torch_backend.ops.conv import short_convolution
 from torch_backend.ops.documents import per_document
 from torch_backend.ops.operators import runs_triton
-from torch_backend.ops.scan import ScanRequest
 from torch_backend.ops.scan import triton as triton_scans
 from torch_backend.segments import PackedMetadata
 
 
 class LayerSegments:
-    """The segments as one layer passes them to its convolution and scan, and the request of its scan.
+    """The segments as one layer passes them to its convolution and scan, and what its scan ran on.
 
     Attributes:
         packed: the segments.
-        scan: what the layer's scan ran on, or its request; None until it was made.
+        scan: what the layer's scan ran on, in words; None until it ran.
     """
 
     def __init__(self, packed: PackedMetadata) -> None:
         self.packed = packed
-        self.scan: ScanRequest | str | None = None
+        self.scan: str | None = None
 
 
 def _segments_of(function: str, arguments: dict[str, Any]) -> LayerSegments:
@@ -91,20 +90,27 @@ def scan(name: str, function: Callable[..., Any], library: str, *args: Any, **kw
     """
     segments = _segments_of("a scan", kwargs)
     kwargs = {name: value for name, value in kwargs.items() if not isinstance(value, LayerSegments)}
-    if triton_scans.refused(name, args, kwargs) is None:
+    reason = triton_scans.refused(name, args, kwargs)
+    if reason is None:
         segments.scan = "scan by Triton"
         return triton_scans.scan(name, segments.packed, args, kwargs)
-    return _scan_elsewhere(segments, function, library, args, kwargs)
+    return _scan_elsewhere(segments, reason, function, library, args, kwargs)
 
 
 @torch.compiler.disable  # the libraries disable compilation of their kernels too: one graph break instead of several
 def _scan_elsewhere(
-    segments: LayerSegments, function: Callable[..., Any], library: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    segments: LayerSegments,
+    reason: str,
+    function: Callable[..., Any],
+    library: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     known = scans.parameters(function)
     kwargs = {name: kwargs[name] for name in known if name in kwargs and name not in BOUNDARY_ARGUMENTS}
-    segments.scan = scans.request_of(function, library, args, kwargs)
-    return scans.scan(segments.scan, segments.packed, args, kwargs)
+    request = scans.request_of(function, library, args, kwargs)
+    segments.scan = f"{request}, not by Triton: {reason}"
+    return scans.scan(request, segments.packed, args, kwargs)
 
 
 def no_fused_steps(*args: Any, **kwargs: Any) -> None:

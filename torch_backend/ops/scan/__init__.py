@@ -3,6 +3,7 @@
 A function that scans [B, S, ...] (transformers' own: the kernel of ``fla`` or ``mamba_ssm`` where that library is
 installed, plain torch elsewhere) and the arguments of a call -> :func:`request_of` -> :func:`scan`:
 
+    our own kernels, if they serve the call  -> :mod:`.triton`, asked by the caller before all of this
     the library, if it passes a trial run    -> its kernel, with the segment boundaries
     else                                     -> the function itself, on batches of documents of similar length
     if the library fails there too           -> the plain torch beneath it, on the same batches
@@ -30,9 +31,9 @@ logger = logging.getLogger(__name__)
 
 Scan = Callable[..., Any]
 _CHUNK = 64  # tokens of a document that fla's kernels take at once
-_LENGTHS = (70, 29)  # of the trial's documents: one is longer than a chunk, and a boundary lies inside one
+TRIAL_LENGTHS = (70, 29)  # of the trial's documents: one is longer than a chunk, and a boundary lies inside one
 # By norm. A state that leaks shows at a tenth or more, half-precision rounding at about one hundredth.
-_TOLERANCE = 0.05
+TRIAL_TOLERANCE = 0.05
 _ABSENT = "it is not installed"
 
 
@@ -168,7 +169,7 @@ def parameters(function: Scan) -> tuple[str, ...]:
 def _refused(request: ScanRequest, way: Callable[..., Any]) -> str | None:
     if find_spec(request.library) is None:
         return _ABSENT
-    reason = refusal(partial(_error, request, way), _TOLERANCE)
+    reason = refusal(partial(_error, request, way), TRIAL_TOLERANCE)
     if reason is not None:
         place = "batches of documents" if way is per_document else "the row"
         logger.warning(
@@ -180,7 +181,7 @@ def _refused(request: ScanRequest, way: Callable[..., Any]) -> str | None:
 @in_own_thread
 def _error(request: ScanRequest, way: Callable[..., Any]) -> float:
     """Of the function run in a ``way`` on two documents against plain torch on each: the output and every gradient."""
-    packed = PackedMetadata.from_lengths(_LENGTHS, device=request.device)
+    packed = PackedMetadata.from_lengths(TRIAL_LENGTHS, device=request.device)
     generator = torch.Generator().manual_seed(0)
     values = [_made(*argument, request.device, generator) for argument in request.arguments]
     inputs = [x.requires_grad_() for x in values if isinstance(x, Tensor)]
@@ -197,7 +198,7 @@ def _error(request: ScanRequest, way: Callable[..., Any]) -> float:
 
     def alone() -> Tensor:
         tokens = [kind == "tokens" for _, kind, _ in request.arguments]
-        split = [x.split(_LENGTHS, 1) if is_split else (x, x) for x, is_split in zip(values, tokens, strict=True)]
+        split = [x.split(TRIAL_LENGTHS, 1) if is_split else (x, x) for x, is_split in zip(values, tokens, strict=True)]
         return torch.cat([call(inspect.unwrap(request.function), document) for document in zip(*split, strict=True)], 1)
 
     with current_device(request.device):
@@ -212,7 +213,7 @@ def _made(name: str, kind: str, what: Any, device: torch.device, generator: torc
     if kind == "value":
         return what
     shape, dtype = what
-    shape = (1, sum(_LENGTHS), *shape) if kind == "tokens" else shape
+    shape = (1, sum(TRIAL_LENGTHS), *shape) if kind == "tokens" else shape
     if name in ("g", "A"):
         value = -0.1 * torch.rand(shape, generator=generator)
     elif name == "beta":

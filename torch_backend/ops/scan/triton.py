@@ -6,6 +6,7 @@ the kernels serve them -> :func:`scan` -> :func:`.delta_rule.gated_delta_rule` o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -15,13 +16,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torch_backend.ops import operators
+from torch_backend.ops.scan import TRIAL_LENGTHS, TRIAL_TOLERANCE
 from torch_backend.ops.scan.delta_rule import gated_delta_rule, unsupported
 from torch_backend.ops.trial import current_device, in_own_thread, refusal
 from torch_backend.segments import PackedMetadata
 
-_LENGTHS = (70, 29)  # of the trial's documents: one is longer than a chunk, and a boundary lies inside one
-# By norm. A state that leaks shows at a tenth or more, half-precision rounding at about one hundredth.
-_TOLERANCE = 0.05
+logger = logging.getLogger(__name__)
 
 
 def refused(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
@@ -112,21 +112,24 @@ _FORMS: dict[str, Callable[..., tuple[Tensor, Tensor, bool]]] = {
 @torch.compiler.assume_constant_result  # the trial is no part of a graph that calls this
 @cache
 def _refused(dtype: torch.dtype, device: int, width: int, value_width: int, corrects: bool) -> str | None:
-    return refusal(partial(_error, dtype, device, width, value_width, corrects), _TOLERANCE)
+    reason = refusal(partial(_error, dtype, device, width, value_width, corrects), TRIAL_TOLERANCE)
+    if reason is not None:
+        logger.warning("the Triton kernels of scans do not run here, which costs speed: %s", reason)
+    return reason
 
 
 @in_own_thread
 def _error(dtype: torch.dtype, device: int, width: int, value_width: int, corrects: bool) -> float:
     """Of the kernels on two documents against the recurrence on each: the output and every gradient."""
     generator = torch.Generator().manual_seed(0)
-    tokens, place = sum(_LENGTHS), torch.device("cuda", device)
+    tokens, place = sum(TRIAL_LENGTHS), torch.device("cuda", device)
     q, k, v = (torch.randn(tokens, 2, n, generator=generator) for n in (width, width, value_width))
     g, beta = -0.1 * torch.rand(tokens, 2, generator=generator), torch.rand(tokens, 2, generator=generator)
     inputs = [F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, g, *([beta] if corrects else [])]
     inputs = [x.to(dtype) for x in inputs]
     dout = torch.randn(v.shape, generator=generator).to(dtype)
     with current_device(place):
-        packed = PackedMetadata.from_lengths(_LENGTHS, device=place)
+        packed = PackedMetadata.from_lengths(TRIAL_LENGTHS, device=place)
         found = _out_and_gradients(partial(_on_kernels, packed), [x.to(place) for x in inputs], dout.to(place))
         right = _out_and_gradients(_recurrence, [x.double() for x in inputs], dout.double())
         pairs = zip((x.double().cpu() for x in found), right, strict=True)
@@ -141,7 +144,7 @@ def _on_kernels(
 
 def _recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = None) -> Tensor:
     out = []
-    for start, stop in ((0, _LENGTHS[0]), (_LENGTHS[0], sum(_LENGTHS))):
+    for start, stop in ((0, TRIAL_LENGTHS[0]), (TRIAL_LENGTHS[0], sum(TRIAL_LENGTHS))):
         state = q.new_zeros(v.shape[1], q.shape[2], v.shape[2])
         for t in range(start, stop):
             state = state * g[t].exp()[:, None, None]
