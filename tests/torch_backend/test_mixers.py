@@ -220,6 +220,7 @@ def test_a_library_that_fails_its_trial_is_passed_over_with_a_warning(
     torch_backend.patch(model, verify=False)
     assert_same(packed(model, docs, collate(docs, capacity=None)), truth, 2e-5)
     assert f"scan by {what}" in str(torch_backend.explain(model))
+    assert ", not by Triton: " in str(torch_backend.explain(model))
     assert "fla is installed and does not scan the row here, which costs speed: its trial run " in caplog.text
 
 

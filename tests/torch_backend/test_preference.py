@@ -122,10 +122,11 @@ def test_evaluation_is_that_of_each_document_alone(tmp_path) -> None:
 
 def test_generation_is_stock(tmp_path) -> None:
     trainer = dpo(tmp_path, "phi3")
-    prompt = torch.arange(4, 12)[None]
-    before = trainer.model.generate(prompt, max_new_tokens=30, do_sample=False)
+    prompts = {"input_ids": torch.arange(4, 20).view(2, 8), "attention_mask": torch.ones(2, 8, dtype=torch.int64)}
+    prompts["attention_mask"][1, :3] = 0  # padded before, as prompts are
+    before = trainer.model.generate(**prompts, max_new_tokens=30, do_sample=False)
     enable_packing(trainer, verify=False)
-    assert torch.equal(trainer.model.generate(prompt, max_new_tokens=30, do_sample=False), before)
+    assert torch.equal(trainer.model.generate(**prompts, max_new_tokens=30, do_sample=False), before)
 
 
 @pytest.mark.parametrize("option", [{"capacity": 64}, {"overflow": "split"}])

@@ -77,7 +77,8 @@ class TrainerReport:
         judged = [self.loss, 1 - self.cosine, self.leak]
         if self.tolerance == FLOAT32:
             judged.append(self.gradients)
-        return "exact" if all(x <= self.tolerance for x in judged) and self.moved > MOVED else "contaminated"
+        noticed = self.moved > max(MOVED, 2 * self.leak)
+        return "exact" if all(x <= self.tolerance for x in judged) and noticed else "contaminated"
 
     def to_json(self) -> str:
         return json.dumps({"verdict": self.verdict, **asdict(self)})
