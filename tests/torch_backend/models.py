@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torch_backend import PackedCollator
+from torch_backend import PackedCollator, patch
 from torch_backend.auditing.tiny import family_config, tiny_config, tiny_model
 
 # Row 1: | 5 | 19 | 33 | 7 |   row 2: | 40 | 1 | 2 | 18 | 3 of padding |
@@ -24,6 +24,11 @@ _config = cache(family_config)
 def tiny(family: str, seed: int = 0, **changes: Any) -> Any:
     """A fresh tiny model of the family, in train mode."""
     return tiny_model(tiny_config(_config(family), head_dim=16, changes=changes), seed=seed).train()
+
+
+def patched(family: str = "llama", **changes: Any) -> Any:
+    """A tiny model, patched without the proof."""
+    return patch(tiny(family, **changes), verify=False)
 
 
 def documents(lengths: tuple[int, ...] = LENGTHS, seed: int = 1) -> list[Tensor]:

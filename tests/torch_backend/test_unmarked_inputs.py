@@ -1,0 +1,137 @@
+"""Batches that carry no segments: a patched model refuses what looks packed, and runs the rest as before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import torch_backend
+from packing_core.errors import LayoutError
+from tests.torch_backend.guards import DeviceGuard
+from tests.torch_backend.models import documents, patched, tiny
+from torch_backend.hf.guard import Guard
+from torch_backend.hf.inputs import check_unmarked
+from torch_backend.hf.patch import state_of
+
+
+def left_padded() -> dict[str, Tensor]:
+    mask = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
+    positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+    return {"input_ids": torch.stack(documents((6, 6))), "attention_mask": mask, "position_ids": positions}
+
+
+RESTARTING = torch.tensor([[0, 1, 2, 0, 1, 2]] * 2)
+GROWING = torch.arange(6).expand(2, -1)
+
+
+def axes(*rows: list[int]) -> Tensor:
+    """[3, 2, 6]: time, height and width of two equal rows."""
+    return torch.tensor([[row, row] for row in rows])
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"position_ids": RESTARTING}, r"position_ids restart inside a row \(row 0, token 3\) but .* PackedCollator"),
+        ({"position_ids": RESTARTING, "attention_mask": torch.ones(2, 6)}, "position_ids restart inside a row"),
+        ({"position_ids": RESTARTING[:1]}, "position_ids restart inside a row"),
+        ({"position_ids": RESTARTING.expand(3, -1, -1)}, "position_ids restart inside a row"),
+        ({"position_ids": torch.stack([RESTARTING, *[GROWING] * 3])}, "position_ids restart inside a row"),
+        (
+            {"attention_mask": torch.tensor([[1, 1, 1, 2, 2, 2]] * 2)},
+            "attention_mask is neither 0 nor 1 at row 0, token 3",
+        ),
+        (
+            {"attention_mask": torch.tensor([[1] * 6, [0, 0, 3, 3, 3, 3]])},
+            "neither 0 nor 1 at row 1, token 2, as if it num",
+        ),
+        ({"seq_idx": torch.zeros(2, 6)}, "the batch has seq_idx but no cu_seq_lens_q"),
+        ({"cu_seq_lens_k": torch.tensor([0, 6, 12])}, "the batch has cu_seq_lens_k but no cu_seq_lens_q"),
+        ({"max_length_q": 6}, "the batch has max_length_q but no cu_seq_lens_q"),
+    ],
+)
+def test_a_batch_that_looks_packed_and_carries_no_segments_is_refused(
+    change: dict[str, Any], message: str, train: bool
+) -> None:
+    with pytest.raises(LayoutError, match=message):
+        patched().train(train)(input_ids=torch.stack(documents((6, 6))), **change)
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"position_ids": GROWING},
+        {"position_ids": GROWING + 100},
+        {"attention_mask": torch.tensor([[1] * 6, [1, 1, 1, 0, 0, 0]])},
+        {"attention_mask": torch.tensor([[True] * 6, [False] * 2 + [True] * 4])},
+        left_padded(),
+        {"attention_mask": torch.zeros(2, 1, 6, 6), "position_ids": RESTARTING},
+        {"attention_mask": torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()},
+    ],
+    ids=["positions", "offset", "right_padding", "left_padding_mask", "left_padding", "4d_and_positions", "4d"],
+)
+def test_a_batch_that_is_not_packed_is_left_alone(change: dict[str, Any], train: bool) -> None:
+    model = tiny("llama").train(train)
+    inputs = {"input_ids": torch.stack(documents((6, 6))), **change}
+    want = model(**inputs).logits
+    torch_backend.patch(model, verify=False)
+    assert torch.equal(model(**inputs).logits, want)
+
+
+@pytest.mark.parametrize(
+    ("positions", "restarts"),
+    [
+        (axes([0, 1, 1, 1, 1, 3], [0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]), False),  # an image of 2 x 2
+        (axes([0, 1, 9, 1, 9, 3], [0, 1, 1, 2, 2, 3], [0, 1, 1, 1, 1, 3]), False),  # frames far apart, then text
+        (axes([0, 1, 2, 0, 1, 2], [0, 1, 2, 0, 1, 2], [0, 1, 2, 0, 1, 2]), True),
+        (axes([0, 1, 1, 1, 0, 1], [0, 1, 1, 2, 0, 1], [0, 1, 2, 2, 0, 1]), True),
+    ],
+    ids=["image", "video", "text", "after_an_image"],
+)
+def test_positions_on_three_axes_restart_where_every_axis_falls_back(positions: Tensor, restarts: bool) -> None:
+    batch = {"input_ids": torch.zeros(2, 6), "position_ids": positions}
+    if restarts:
+        with pytest.raises(LayoutError, match="position_ids restart inside a row"):
+            check_unmarked(batch, Guard())
+    else:
+        check_unmarked(batch, Guard())
+
+
+@pytest.mark.parametrize(
+    "change", [{"position_ids": RESTARTING}, {"attention_mask": RESTARTING + 1}], ids=["positions", "mask"]
+)
+def test_the_same_rule_holds_on_a_device(change: dict[str, Tensor]) -> None:
+    """In training the first batch is waited for; later ones, and evaluation, are told when the answer is there."""
+    model, ids = patched(), torch.stack(documents((6, 6)))
+    state_of(model).guard = DeviceGuard()
+    with pytest.raises(LayoutError, match="^(position_ids restart|attention_mask is neither)"):
+        model(input_ids=ids, **change)
+    model.eval()
+    state_of(model).guard = guard = DeviceGuard()
+    model(input_ids=ids, **change)
+    guard.copies[-1].arrived = True
+    with pytest.raises(LayoutError, match="^in an earlier batch: (position_ids restart|attention_mask is neither)"):
+        model(input_ids=ids)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generation_with_left_padding_is_unchanged(cache: str) -> None:
+    model = tiny("llama").eval()
+    inputs = {key: value for key, value in left_padded().items() if key != "position_ids"}
+    options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
+    want = model.generate(**inputs, **options)
+    torch_backend.patch(model, verify=False)
+    assert torch.equal(model.generate(**inputs, **options), want)
+
+
+def test_positions_beside_a_cache_are_those_of_generation() -> None:
+    model = patched().eval()
+    cache = model(input_ids=torch.stack(documents((6, 6)))).past_key_values
+    model(
+        input_ids=torch.ones(2, 3, dtype=torch.long), position_ids=torch.tensor([[6, 7, 6]] * 2), past_key_values=cache
+    )
