@@ -33,8 +33,8 @@ _SMALLEST_BLOCK = 32
 _SCORES, _SCORES_ON_CPU = 2**26, 2**22
 _MASK = 2**26  # entries of the largest mask
 _ALIGNMENT = 8  # channels; torch's fused kernels take heads of such widths in every dtype
-# All but cuDNN's. Where the output's gradient is contiguous with heads before tokens, as slicing the output makes it, its
-# gradients are wrong by more than their size (torch 2.11 on an H200; a GPU test holds it).
+# All but cuDNN's. Where the output's gradient is contiguous with heads before tokens, as slicing the output makes it,
+# its gradients are wrong by more than their size (torch 2.11 on an H200; a GPU test holds it).
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
