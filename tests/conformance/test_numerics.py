@@ -1,11 +1,15 @@
 """The error budget accepts what an honest implementation does, and nothing much worse."""
 
+import itertools
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from conformance import numerics
 from conformance.draws import round_to
-from packing_core.protocol import DTYPES
+from conformance.judge import Judge, Rejected
+from packing_core.protocol import DTYPES, Backend
 
 EXACT = np.array([1.0, 2.0, -3.0, 0.5])
 
@@ -46,3 +50,24 @@ def test_epsilon_is_the_distance_from_one_to_the_next_number():
         just_above = 1 + numerics.EPSILON[dtype]
         assert round_to(dtype, np.array([just_above]))[0] == just_above
         assert round_to(dtype, np.array([1 + numerics.EPSILON[dtype] / 4]))[0] == 1
+
+
+@pytest.mark.parametrize(("name", "excused"), [("q", True), ("output", False)])
+def test_noise_that_a_backward_declares_excuses_its_gradients_and_no_forward(name, excused):
+    atomic = replace(Backend.capabilities, dtypes=("float32",), atomic_backward=True)
+    backend = type("Noisy", (Backend,), {"capabilities": atomic})()
+    runs = itertools.cycle([0.0, 1e-6, -1e-6])
+
+    def call(arguments):
+        return {name: arguments["q"] + next(runs)}
+
+    def isolated():
+        ids, q = np.array([[1, 1, 2, 2]]), np.ones((1, 4, 1, 2))
+        judge = Judge(backend, method="attention", required=True)
+        judge.isolated(call, {"q": q}, ids, change=("q",), dtype="float32", backward=True)
+
+    if excused:
+        isolated()
+    else:
+        with pytest.raises(Rejected, match="output of other segments moved"):
+            isolated()

@@ -12,6 +12,7 @@ import pytest
 
 from conformance.numerics import over_budget
 from jax_backend import apply_rope, segment_positions
+from jax_backend.rope_scaling import read_rope
 from packing_core import reference
 from packing_core.errors import LayoutError
 
@@ -59,3 +60,18 @@ def test_shapes_that_do_not_fit_raise(changes: dict[str, jax.Array], message: st
     legal = {"x": jnp.ones((2, 12, 3, 16)), "positions": jnp.ones((2, 12), int), "inv_freq": jnp.ones(8)}
     with pytest.raises(LayoutError, match=re.escape(message)):
         apply_rope(**(legal | changes))
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+def test_yarns_ramp_is_that_of_transformers_whether_its_ends_are_rounded_or_not(truncate: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 128}
+    config = transformers.LlamaConfig(
+        hidden_size=64, num_attention_heads=1, head_dim=64, rope_parameters={**rope, "truncate": truncate}
+    )
+    wanted, scale = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+    found, _ = read_rope(config.to_dict(), 64)
+    np.testing.assert_allclose(found.frequencies(jnp.zeros((1, 1), jnp.int32)), wanted.numpy(), rtol=1e-6)
+    assert found.scale == pytest.approx(scale)

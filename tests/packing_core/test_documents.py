@@ -101,3 +101,21 @@ def test_what_cannot_be_reduced_is_refused() -> None:
         batch.spread(np.ones(3))
     with pytest.raises(LayoutError, match="document [01] is in this batch twice"):
         pack([[1], [2, 3]], 4, seed=None)[[0, 0]].documents  # noqa: B018
+
+
+def test_every_token_says_its_document_and_its_place_in_it_also_where_that_is_split():
+    batch = packed(seed=3)
+    ids, positions = batch.document_ids, batch.document_positions
+    for document, length in enumerate(LENGTHS):
+        here = ids == document
+        assert sorted(positions[here].tolist()) == list(range(length))
+        # token n of document i is n + 1 + 100 i
+        np.testing.assert_array_equal(batch.input_ids[here], positions[here] + 1 + 100 * document)
+    assert (ids[~batch.attention_mask] == -1).all() and not positions[~batch.attention_mask].any()
+
+
+def test_rows_that_are_taken_keep_the_values_of_their_own_documents():
+    batch = packed(seed=None, per_document={"label": np.array([10, 11, 12, 13])})
+    for rows in (1, [2, 0], slice(1, None)):
+        taken = batch[rows]
+        assert taken.per_document["label"].tolist() == [10 + source for source in taken.sources]
