@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import numpy as np
 import pytest
 import torch
@@ -83,10 +85,11 @@ def policy(name, path, family="qwen3", adapter=True, model=None, **options):
         "beta": 0.1,
         "temperature": 0.8,
     }
-    return getattr(trl, f"{name}Trainer")(
+    home = trl if hasattr(trl, f"{name}Trainer") else importlib.import_module(f"trl.experimental.{name.lower()}")
+    return getattr(home, f"{name}Trainer")(
         model_of(family) if model is None else model,
         rewards,
-        args=arguments(getattr(trl, f"{name}Config"), path, **{**defaults, **options}),
+        args=arguments(getattr(home, f"{name}Config"), path, **{**defaults, **options}),
         train_dataset=datasets.Dataset.from_list([{"prompt": text(rng, 2, 20)} for _ in range(8)]),
         processing_class=tokenizer(),
         peft_config=peft.LoraConfig(**LORA) if adapter else None,
@@ -125,6 +128,10 @@ GRPO = [
 @pytest.mark.parametrize("options", GRPO, ids=lambda options: options["loss_type"])
 def test_losses_of_grpo_are_those_of_the_documents_alone(tmp_path, options) -> None:
     assert_same_training(packed(policy("GRPO", tmp_path, **options)), alone(policy("GRPO", tmp_path, **options)))
+
+
+def test_gmpo_is_grpo_with_another_formula(tmp_path) -> None:
+    assert_same_training(packed(policy("GMPO", tmp_path, "phi3")), alone(policy("GMPO", tmp_path, "phi3")))
 
 
 def test_grpo_with_a_reference_model_runs_it_packed_too(tmp_path) -> None:
