@@ -91,7 +91,7 @@ def summed(output: Any, labels: Any, num_items_in_batch: Any) -> Any:
 
 def headed(what: str, family: str, path: Any, **options: Any) -> Any:
     """A stock trainer that classifies documents or tokens, all of them in one step and each in a batch of its own."""
-    examples = data(8)
+    examples = data(11)
     if what == "tokens":
         labels = [[token % CLASSES for token in ids] for ids in examples["input_ids"]]
         examples = examples.remove_columns("label").add_column("labels", labels)
@@ -123,7 +123,9 @@ def test_a_step_is_that_of_the_stock_trainer_with_one_document_per_batch(what: s
     packed = headed(what, family, tmp_path, per_device_train_batch_size=1)
     before = {name: p.detach().clone() for name, p in packed.model.named_parameters()}
     enable_packing(packed, capacity=CAPACITY, verify=False)
-    packed.args.gradient_accumulation_steps = len(packed.get_train_dataloader())
+    counts = [len(batch["packed_documents"]) for batch in packed.get_train_dataloader()]
+    assert len(set(counts)) > 1 and sum(counts) == 11  # micro-batches of unequal weight
+    packed.args.gradient_accumulation_steps = len(counts)
     packed.train()
     assert packed.state.log_history[0]["loss"] == pytest.approx(stock.state.log_history[0]["loss"], rel=1e-5)
     for (name, found), want in zip(packed.model.named_parameters(), stock.model.parameters(), strict=True):
