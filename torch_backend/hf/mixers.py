@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -25,13 +26,15 @@ from torch_backend.hf.knowledge import (
     FUSED_STEPS,
     ONLY_WITH_A_CACHE,
     SCANS,
+    SELECTIVE_SCAN,
     STATEFUL_LAYERS,
     WITHIN_TOKENS,
     WITHIN_TOKENS_METHODS,
 )
 from torch_backend.hf.override import has_own_forward, original_class, override
 from torch_backend.hf.rebinding import called, names, rebound
-from torch_backend.hf.stand_ins import LayerSegments, convolve, no_fused_steps, scan
+from torch_backend.hf.row_layers import FORWARDS, without_triton
+from torch_backend.hf.stand_ins import LayerSegments, convolve, no_fused_steps, running, scan, selective_scan
 from torch_backend.ops.operators import runs_triton
 
 logger = logging.getLogger(__name__)
@@ -74,7 +77,10 @@ def why_not_on_the_row(layer: nn.Module) -> str | None:
     if has_own_forward(layer):
         return "somebody set a forward on this instance, which may do anything"
     found = row_forward(original_class(layer))
-    return found if isinstance(found, str) else None
+    if isinstance(found, str):
+        return found
+    reason = without_triton(layer)
+    return None if reason is None else f"its scan has no kernel: {reason}"
 
 
 def row_forward(layer_class: type[nn.Module]) -> Callable[..., Any] | str:
@@ -83,9 +89,11 @@ def row_forward(layer_class: type[nn.Module]) -> Callable[..., Any] | str:
     It convolves by name, and every other function and method that it names is known.
     """
     functions = called(layer_class.forward)
+    if layer_class.__name__ in FORWARDS:
+        return FORWARDS[layer_class.__name__]
     if CONVOLUTION not in functions:
         return f"it does not convolve through {CONVOLUTION}"
-    known = {*WITHIN_TOKENS, *ONLY_WITH_A_CACHE, *FUSED_STEPS, *SCANS, CONVOLUTION}
+    known = {*WITHIN_TOKENS, *ONLY_WITH_A_CACHE, *FUSED_STEPS, *SCANS, SELECTIVE_SCAN, CONVOLUTION}
     methods = {name for name in names(layer_class.forward) if _is_method(layer_class, name)}
     unknown = sorted((functions.keys() - known) | (methods - set(WITHIN_TOKENS_METHODS)))
     if unknown:
@@ -105,6 +113,8 @@ def _rebound_row_forward(
             stand_ins[name] = partial(convolve, function)
         elif name in SCANS:
             stand_ins[name] = partial(scan, name, function, SCANS[name])
+        elif name == SELECTIVE_SCAN:
+            stand_ins[name] = selective_scan
         elif name in FUSED_STEPS:
             stand_ins[name] = no_fused_steps
     return rebound(forward, stand_ins)
@@ -124,21 +134,44 @@ def _mixer_forward(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwa
     if forward is None:
         return call(*args, **kwargs)
     on_row = layer.__dict__[_ROW_FORWARD]
-    if on_row is None or has_own_forward(layer) or not any(name in kwargs for name in CARRIED):
+    hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    own = original_class(layer).__name__ in FORWARDS
+    reason = (
+        why_not_on_the_row(layer) if on_row is None or has_own_forward(layer) else without_triton(layer, hidden.dtype)
+    )
+    if reason is None and not own and not any(name in kwargs for name in CARRIED):
+        takes_others = any(p.kind is p.VAR_KEYWORD for p in _parameters(original_class(layer)))
+        kwargs, reason = kwargs | {CARRIED[0]: forward}, None if takes_others else "no keyword hands it the segments"
+    if reason is not None:
         if not torch.compiler.is_compiling():
-            forward.record(layer, DocumentsChoice(why_not_on_the_row(layer) or "no keyword hands it the segments"))
+            forward.record(layer, DocumentsChoice(reason))
         mask = partial(causal_mask, layer) if uses_interface(original_class(layer)) else _no_mask
         return forward.per_document(call, args, kwargs, mask=mask)
     segments = LayerSegments(forward.segments)
-    args = tuple(None if isinstance(value, PackedForward) else value for value in args)
-    kwargs = {
-        name: (segments if name in CARRIED else None) if isinstance(value, PackedForward) else value
-        for name, value in kwargs.items()
-    }
-    result = on_row(layer, *args, **kwargs)
-    hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-    forward.record(layer, RowChoice(runs_triton(hidden), segments.scan))
+    if own:
+        result = on_row(layer, segments, *args, **kwargs)
+    else:
+        args = tuple(None if isinstance(value, PackedForward) else value for value in args)
+        kwargs = {
+            name: (segments if name in CARRIED else None) if isinstance(value, PackedForward) else value
+            for name, value in kwargs.items()
+        }
+        with running(segments) if _scans_alone(original_class(layer)) else nullcontext():
+            result = on_row(layer, *args, **kwargs)
+    convolves = any(isinstance(inner, nn.Conv1d) for inner in layer.children())
+    forward.record(layer, RowChoice(runs_triton(hidden) if convolves else None, segments.scan))
     return result
+
+
+@cache
+def _parameters(layer_class: type[nn.Module]) -> tuple[inspect.Parameter, ...]:
+    return tuple(inspect.signature(layer_class.forward).parameters.values())
+
+
+@cache
+def _scans_alone(layer_class: type[nn.Module]) -> bool:
+    """Whether a layer calls its scan without segments."""
+    return SELECTIVE_SCAN in called(layer_class.forward)
 
 
 def _decoder_forward(decoder: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -39,13 +39,13 @@ TILES = {
 _GROUP = 16  # heads of v that share a head of k and whose gradients of it one program adds up, at most
 
 
-def unsupported(q: Tensor, v: Tensor) -> str | None:
-    """Why the kernels do not serve q [..., Q, K] and v [..., H, V], None if they do."""
+def unsupported(v: Tensor, width: int, value_width: int) -> str | None:
+    """Why the kernels do not serve values like v, with heads of ``width`` of k and ``value_width`` of v, or None."""
     if not runs_triton(v):
         return f"runs on a GPU in bfloat16, float16 and float32, not on {v.device.type} in {v.dtype}"
-    for width in (q.shape[-1], v.shape[-1]):
-        if width not in WIDTHS:
-            return f"takes heads of {', '.join(map(str, WIDTHS))} channels, not {width}"
+    for each in (width, value_width):
+        if each not in WIDTHS:
+            return f"takes heads of {', '.join(map(str, WIDTHS))} channels, not {each}"
     return None
 
 

@@ -80,7 +80,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: Pac
         raise LayoutError(f"kimi_delta_rule takes q, k, g [T, H, K], v [T, H, V] and beta [T, H], got {shapes}")
     if packed.tokens != q.shape[0]:
         raise LayoutError(f"the segments cover {packed.tokens:,} tokens and q holds {q.shape[0]:,}")
-    reason = unsupported(q, v)
+    reason = unsupported(v, q.shape[-1], v.shape[-1])
     if reason is not None:
         raise UnsupportedError(f"Kimi's delta rule {reason}")
 

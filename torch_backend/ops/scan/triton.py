@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torch_backend.ops import operators
-from torch_backend.ops.scan import TRIAL_LENGTHS, TRIAL_TOLERANCE
+from torch_backend.ops.scan import TRIAL_LENGTHS, TRIAL_TOLERANCE, selective
 from torch_backend.ops.scan.chunks import unsupported
 from torch_backend.ops.scan.delta_rule import gated_delta_rule
 from torch_backend.ops.scan.kimi_delta import kimi_delta_rule
@@ -26,16 +26,33 @@ from torch_backend.segments import PackedMetadata
 logger = logging.getLogger(__name__)
 
 
+DELTA, KIMI, LINEAR, SELECTIVE = "gated delta rule", "Kimi delta rule", "linear attention", "selective scan"
+
+
 def refused(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Why the kernels do not serve a call of the function ``name``, None if they do."""
     form = _FORMS.get(name)
     if form is None:
         return "it has no kernel"
     q, v, kind = form(*args, **kwargs)
-    reason = unsupported(q, v)
+    return refused_kind(kind, v, q.shape[-1], v.shape[-1])
+
+
+def refused_kind(kind: str, like: Tensor, width: int, value_width: int) -> str | None:
+    """Why the kernels do not run a kind of scan, None if they do.
+
+    Args:
+        kind: one of the four.
+        like: of the device and dtype of what is scanned.
+        width, value_width: of heads of k and of v; of the ``SELECTIVE`` scan, the numbers of a state, and any.
+    """
+    if kind == SELECTIVE:
+        reason = selective.unsupported(like, width)
+    else:
+        reason = unsupported(like, width, value_width)
     if reason is not None or operators.INTERPRETED:
         return reason
-    return _refused(v.dtype, v.device.index, q.shape[-1], v.shape[-1], kind)
+    return _refused(like.dtype, like.device.index, width, value_width, kind)
 
 
 def scan(name: str, packed: PackedMetadata, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -91,17 +108,17 @@ def _mamba2(
 
 
 def _form_of_delta_rule(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **others: Any) -> Any:
-    return query, value, "gated delta rule"
+    return query, value, DELTA
 
 
 def _form_of_kimi(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **others: Any) -> Any:
-    return query, value, "Kimi delta rule"
+    return query, value, KIMI
 
 
 def _form_of_mamba2(
     hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *rest: Any, **others: Any
 ) -> Any:
-    return C, hidden_states, "linear attention"
+    return C, hidden_states, LINEAR
 
 
 _SCANS: dict[str, Callable[..., Any]] = {
@@ -131,18 +148,47 @@ def _error(dtype: torch.dtype, device: int, width: int, value_width: int, kind: 
     """Of the kernels on two documents against the recurrence on each: the output and every gradient."""
     generator = torch.Generator().manual_seed(0)
     tokens, place = sum(TRIAL_LENGTHS), torch.device("cuda", device)
-    q, k, v = (torch.randn(tokens, 2, n, generator=generator) for n in (width, width, value_width))
-    g, beta = -0.1 * torch.rand(tokens, 2, width, generator=generator), torch.rand(tokens, 2, generator=generator)
-    g = g if kind.startswith("Kimi") else g[..., 0]
-    inputs = [F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, g, *([beta] if kind.endswith("rule") else [])]
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(tokens, *shape, generator=generator)
+
+    g = -0.1 * torch.rand(tokens, 2, width, generator=generator)
+    if kind == SELECTIVE:
+        kernels, truth = _selective_on_kernels, _selective_recurrence
+        inputs = [
+            normal(2),
+            -g[..., 0],
+            -1 - torch.arange(2.0 * width).view(2, width) / width,
+            normal(width),
+            normal(width),
+        ]
+    else:
+        kernels, truth = _on_kernels, _recurrence
+        inputs = [*(F.normalize(normal(2, width), dim=-1) for _ in range(2)), normal(2, value_width)]
+        inputs += [g if kind == KIMI else g[..., 0]]
+        inputs += [] if kind == LINEAR else [torch.rand(tokens, 2, generator=generator)]
     inputs = [x.to(dtype) for x in inputs]
-    dout = torch.randn(v.shape, generator=generator).to(dtype)
+    dout = normal(*inputs[0 if kind == SELECTIVE else 2].shape[1:]).to(dtype)
     with current_device(place):
         packed = PackedMetadata.from_lengths(TRIAL_LENGTHS, device=place)
-        found = _out_and_gradients(partial(_on_kernels, packed), [x.to(place) for x in inputs], dout.to(place))
-        right = _out_and_gradients(_recurrence, [x.double() for x in inputs], dout.double())
+        found = _out_and_gradients(partial(kernels, packed), [x.to(place) for x in inputs], dout.to(place))
+        right = _out_and_gradients(truth, [x.double() for x in inputs], dout.double())
         pairs = zip((x.double().cpu() for x in found), right, strict=True)
         return max(float((a - b).norm() / b.norm()) for a, b in pairs)
+
+
+def _selective_on_kernels(packed: PackedMetadata, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
+    return selective.selective_scan(x, dt, A, B, C, packed)
+
+
+def _selective_recurrence(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
+    out = []
+    for t in range(len(x)):
+        if t in (0, TRIAL_LENGTHS[0]):
+            state = torch.zeros_like(A)
+        state = state * (dt[t][:, None] * A).exp() + (dt[t] * x[t])[:, None] * B[t]
+        out.append((state * C[t]).sum(1))
+    return torch.stack(out)
 
 
 def _on_kernels(
