@@ -88,4 +88,6 @@ def test_errors_say_what_is_wrong(where):
     with pytest.raises(LayoutError, match="the segments cover 3 tokens and u holds 34"):
         diagonal_scan(x, dt, A, B, C, packed_on(where, (3,)))
     with pytest.raises(UnsupportedError, match="takes states of 1, 2, .* numbers, not 3"):
-        diagonal_scan(x, dt, A.repeat(1, 3)[:, :3], B.repeat(1, 3)[:, :3], C.repeat(1, 3)[:, :3], packed_on(where, LENGTHS))
+        diagonal_scan(
+            x, dt, A.repeat(1, 3)[:, :3], B.repeat(1, 3)[:, :3], C.repeat(1, 3)[:, :3], packed_on(where, LENGTHS)
+        )

@@ -167,6 +167,12 @@ FUSED_STEPS = (
     "mamba2_split_conv1d_scan_combined",
     "mamba_inner_fn",
 )  # may return None, and the layer then takes its steps one by one
+# Classes whose forward is weight * norm(x) * activation(gate), with the attributes weight, variance_epsilon and
+# activation. Mamba-2's norms, which gate first, are none of them.
+GATED_NORMS = (
+    *("Qwen3NextRMSNormGated", "Qwen3_5RMSNormGated", "Qwen3_5MoeRMSNormGated", "OlmoHybridRMSNormGated"),
+    *("KimiLinearRMSNormGated", "BailingHybridRMSNormGated"),
+)
 WITHIN_TOKENS = ("apply_mask_to_padding_states",)  # no effect across tokens
 ONLY_WITH_A_CACHE = (
     "causal_conv1d_update",

@@ -33,7 +33,7 @@ from torch_backend.hf.knowledge import (
 )
 from torch_backend.hf.override import has_own_forward, original_class, override
 from torch_backend.hf.rebinding import called, names, rebound
-from torch_backend.hf.row_layers import FORWARDS, without_triton
+from torch_backend.hf.row_layers import FORWARDS, with_fast_norms, without_triton
 from torch_backend.hf.stand_ins import LayerSegments, convolve, no_fused_steps, running, scan, selective_scan
 from torch_backend.ops.operators import runs_triton
 
@@ -157,7 +157,7 @@ def _mixer_forward(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwa
             for name, value in kwargs.items()
         }
         with running(segments) if _scans_alone(original_class(layer)) else nullcontext():
-            result = on_row(layer, *args, **kwargs)
+            result = on_row(with_fast_norms(layer), *args, **kwargs)
     convolves = any(isinstance(inner, nn.Conv1d) for inner in layer.children())
     forward.record(layer, RowChoice(runs_triton(hidden) if convolves else None, segments.scan))
     return result

@@ -1,22 +1,27 @@
-"""Recurrent layers that run on whole rows by our Triton scans alone, and on batches of documents without them.
+"""What recurrent layers run on whole rows in place of code of their own.
 
-Their modeling files have no function that could mean another one: Mamba's passes its scan no segments, RG-LRU and
-lightning attention walk over tokens or blocks in their forward. For each class: what its scan needs, and its forward on
-a row where its own is of no use.
+First, layers that run there by our Triton scans alone, and on batches of documents without them. Their modeling files
+have no function that could mean another one: Mamba's passes its scan no segments, RG-LRU and lightning attention walk
+over tokens or blocks in their forward. For each class: what its scan needs, and its forward on a row where its own is
+of no use. Then, the gated norms of any layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torch_backend.hf.forward import TRITON_SCAN
-from torch_backend.hf.override import original_class
+from torch_backend.hf.knowledge import GATED_NORMS
+from torch_backend.hf.override import has_own_forward, original_class
 from torch_backend.hf.stand_ins import LayerSegments
 from torch_backend.ops.conv import short_convolution
+from torch_backend.ops.norm import WIDEST, gated_rms_norm
+from torch_backend.ops.operators import runs_triton
 from torch_backend.ops.scan import triton as scans
 from torch_backend.ops.scan.delta_rule import gated_delta_rule
 from torch_backend.ops.scan.selective import diagonal_scan
@@ -72,6 +77,27 @@ def minimax(layer: Any, segments: LayerSegments, hidden_states: Tensor, **kwargs
     out = gated_delta_rule(q, k, v, g, None, segments.packed, scale=1.0).flatten(1)
     out = torch.sigmoid(layer.output_gate(tokens)) * layer.norm(out)
     return layer.out_proj(out).view(hidden_states.shape), None
+
+
+def with_fast_norms(layer: nn.Module) -> Any:
+    """A layer for one call of its forward, its gated norms in one pass each. A compiler makes that pass by itself."""
+    if torch.compiler.is_compiling():
+        return layer
+    found = {name: partial(_gated_norm, child) for name, child in layer.named_children() if _is_fast(child)}
+    return _Instead(layer, **found) if found else layer
+
+
+def _is_fast(norm: nn.Module) -> bool:
+    """Whether a module is a gated norm that the kernel serves, and nobody looks at or replaced its calls."""
+    if original_class(norm).__name__ not in GATED_NORMS or has_own_forward(norm):
+        return False
+    hooked = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
+    known = norm.activation in ("silu", "sigmoid") and norm.weight.shape[0] <= WIDEST
+    return known and not hooked and runs_triton(norm.weight)
+
+
+def _gated_norm(norm: Any, x: Tensor, gate: Tensor) -> Tensor:
+    return gated_rms_norm(x, norm.weight, gate, eps=norm.variance_epsilon, silu=norm.activation == "silu")
 
 
 # Class -> the kind of its scan, and of a layer the widths of k (or the numbers of a state) and of v.

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torch_backend.ops import operators
+from torch_backend.ops.norm import unit_rows
 from torch_backend.ops.scan import TRIAL_LENGTHS, TRIAL_TOLERANCE, selective
 from torch_backend.ops.scan.chunks import unsupported
 from torch_backend.ops.scan.delta_rule import gated_delta_rule
@@ -72,16 +73,10 @@ def _delta_rule(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """q, k [B, S, Q, K] and v [B, S, H, V], beta [B, S, H]; g too, or [B, S, H, K] for Kimi's rule."""
-    q, k = (_normalised(x) if use_qk_l2norm_in_kernel else x for x in (query, key))
+    q, k = (unit_rows(x) if use_qk_l2norm_in_kernel else x for x in (query, key))
     q, k, v, g, beta = (x.flatten(0, 1) for x in (q, k, value, g, beta))
     out = _on_kernels(packed, q, k, v, g, beta)
     return out.view(value.shape).to(query.dtype), None
-
-
-def _normalised(x: Tensor) -> Tensor:
-    """Rows of norm 1, with the 1e-6 under the root that fla and transformers have there."""
-    wide = x.float()
-    return (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 def _mamba2(
