@@ -128,6 +128,25 @@ def test_compiled_layers_share_a_graph_over_layers_and_segmentations(interpreted
     assert counter.frame_count == graphs  # of each kind of layer, of the norm
 
 
+def test_a_recording_that_fails_says_what_failed_first(stand_in, monkeypatch):
+    @contextmanager
+    def recording(graph, **options):
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError("operation failed due to a previous error during capture") from error
+
+    def step(batch):
+        if captured.recording:
+            raise RuntimeError("this kernel waits for the device")
+
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    captured = CapturedStep(step, warm_up=1)
+    captured(row(1))
+    with pytest.raises(RuntimeError, match="this kernel waits for the device"):
+        captured(row(1))
+
+
 def test_compiling_needs_a_packed_batch_before():
     model = tiny("qwen2")
     with pytest.raises(LayoutError, match=r"a patched model that has run a packed batch: call patch\(model\)"):

@@ -162,7 +162,7 @@ class Gradients:
             for parameter, gradient in zip(self.graphs.parameters, before, strict=True):
                 parameter.grad = gradient  # a recording runs nothing, so the values are those from before
             self.parts[GRAPH] = f"none: recording it failed, {error}".splitlines()[0]
-            log.warning("the training step runs without a CUDA graph: %s", error)
+            log.warning("the training step runs without a CUDA graph: %s", error, exc_info=error)
             self.capture, self.graphs = False, None
             return self.backward(batch)
 
