@@ -34,7 +34,7 @@ ON_THE_ROW = {
     "falcon_h1": 2,
     "nemotron_h": 1,
     "kimi_linear": 2,
-    "recurrent_gemma": 1,
+    "recurrent_gemma": 2,
     "falcon_mamba": 1,
 }
 # Of these, passes of the norm kernel in each such layer: of q, of k, and behind the scan.

@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -39,7 +38,10 @@ from torch_backend.ops.operators import runs_triton
 
 logger = logging.getLogger(__name__)
 
-_ROW_FORWARD = "_crosspack_row_forward"
+# of a layer: its forward on a row; whether that is ours; whether it calls its scan without segments; whether it passes
+# on keywords that it does not know
+_ROW_FORWARD, _OURS = "_crosspack_row_forward", "_crosspack_row_is_ours"
+_SCANS_ALONE, _TAKES_OTHERS = "_crosspack_scans_alone", "_crosspack_takes_others"
 
 
 def find_mixers(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
@@ -125,53 +127,65 @@ def _is_method(layer_class: type[nn.Module], name: str) -> bool:
 
 
 def _row_attributes(original: type[nn.Module]) -> dict[str, Any]:
+    """What a packed call reads of the layer's class: here, because a compiler would trace how it is found out."""
     found = row_forward(original)
-    return {_ROW_FORWARD: None if isinstance(found, str) else found}
+    parameters = inspect.signature(original.forward).parameters.values()
+    return {
+        _ROW_FORWARD: None if isinstance(found, str) else found,
+        _OURS: original.__name__ in FORWARDS,
+        _SCANS_ALONE: SELECTIVE_SCAN in called(original.forward),
+        _TAKES_OTHERS: any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters),
+    }
 
 
 def _mixer_forward(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     forward = forward_among((*args, *kwargs.values()))
     if forward is None:
         return call(*args, **kwargs)
-    on_row = layer.__dict__[_ROW_FORWARD]
     hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-    own = original_class(layer).__name__ in FORWARDS
-    reason = (
-        why_not_on_the_row(layer) if on_row is None or has_own_forward(layer) else without_triton(layer, hidden.dtype)
-    )
-    if reason is None and not own and not any(name in kwargs for name in CARRIED):
-        takes_others = any(p.kind is p.VAR_KEYWORD for p in _parameters(original_class(layer)))
-        kwargs, reason = kwargs | {CARRIED[0]: forward}, None if takes_others else "no keyword hands it the segments"
+    reason = _why_not_now(layer, kwargs, hidden.dtype)
     if reason is not None:
-        if not torch.compiler.is_compiling():
-            forward.record(layer, DocumentsChoice(reason))
+        forward.record(layer, DocumentsChoice(reason))
         mask = partial(causal_mask, layer) if uses_interface(original_class(layer)) else _no_mask
         return forward.per_document(call, args, kwargs, mask=mask)
     segments = LayerSegments(forward.segments)
-    if own:
-        result = on_row(layer, segments, *args, **kwargs)
-    else:
-        args = tuple(None if isinstance(value, PackedForward) else value for value in args)
-        kwargs = {
-            name: (segments if name in CARRIED else None) if isinstance(value, PackedForward) else value
-            for name, value in kwargs.items()
-        }
-        with running(segments) if _scans_alone(original_class(layer)) else nullcontext():
-            result = on_row(with_fast_norms(layer), *args, **kwargs)
-    convolves = any(isinstance(inner, nn.Conv1d) for inner in layer.children())
-    forward.record(layer, RowChoice(runs_triton(hidden) if convolves else None, segments.scan))
+    result = _run_on_row(layer, forward, segments, args, kwargs)
+    if not torch.compiler.is_compiling():
+        convolves = any(isinstance(inner, nn.Conv1d) for inner in layer.children())
+        forward.record(layer, RowChoice(runs_triton(hidden) if convolves else None, segments.scan))
     return result
 
 
-@cache
-def _parameters(layer_class: type[nn.Module]) -> tuple[inspect.Parameter, ...]:
-    return tuple(inspect.signature(layer_class.forward).parameters.values())
+def _why_not_now(layer: nn.Module, kwargs: dict[str, Any], dtype: torch.dtype) -> str | None:
+    """Why this call does not run on the row, None if it does."""
+    of_class = layer.__dict__
+    if of_class[_ROW_FORWARD] is None or has_own_forward(layer):
+        return "its forward may mix tokens" if torch.compiler.is_compiling() else why_not_on_the_row(layer)
+    if of_class[_OURS] or of_class[_SCANS_ALONE]:
+        reason = without_triton(layer, dtype)
+        if reason is not None:
+            return f"its scan has no kernel: {reason}"
+    reaches = of_class[_OURS] or of_class[_TAKES_OTHERS] or any(name in kwargs for name in CARRIED)
+    return None if reaches else "no keyword hands it the segments"
 
 
-@cache
-def _scans_alone(layer_class: type[nn.Module]) -> bool:
-    """Whether a layer calls its scan without segments."""
-    return SELECTIVE_SCAN in called(layer_class.forward)
+def _run_on_row(
+    layer: nn.Module, forward: PackedForward, segments: LayerSegments, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    on_row = layer.__dict__[_ROW_FORWARD]
+    if layer.__dict__[_OURS]:
+        return on_row(layer, segments, *args, **kwargs)
+    if not any(name in kwargs for name in CARRIED):
+        kwargs = kwargs | {CARRIED[0]: forward}
+    args = tuple(None if isinstance(value, PackedForward) else value for value in args)
+    kwargs = {
+        name: (segments if name in CARRIED else None) if isinstance(value, PackedForward) else value
+        for name, value in kwargs.items()
+    }
+    if not layer.__dict__[_SCANS_ALONE]:
+        return on_row(with_fast_norms(layer), *args, **kwargs)
+    with running(segments):
+        return on_row(with_fast_norms(layer), *args, **kwargs)
 
 
 def _decoder_forward(decoder: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
