@@ -14,7 +14,8 @@ import typer
 
 from crosspack.cli import options
 from crosspack.cli.console import OUT, figures
-from crosspack.cli.packjob import NOTES, PackOptions, merge_parts, pack_data, pack_part
+from crosspack.cli.packjob import BAD, NOTES, PackOptions, pack_data, pack_part
+from crosspack.cli.packmerge import merge_parts
 from crosspack.cli.text import Policy
 from crosspack.packing.run import Part
 from crosspack.packing.unit import OnError
@@ -137,8 +138,7 @@ def pack(
         if manifest[what]:
             OUT.print(f"{manifest[what]:,} {said}, see {NOTES}", highlight=False)
     if manifest["bad_records"]:
-        kept = "see quarantine.jsonl" if on_error == "quarantine" else "skipped, see skipped.jsonl"
-        OUT.print(f"{plural(manifest['bad_records'], 'record')} could not be used, {kept}", highlight=False)
+        OUT.print(f"{plural(manifest['bad_records'], 'record')} could not be used, see {BAD}", highlight=False)
     OUT.print(f"packed: {output}", highlight=False)
 
 

@@ -33,7 +33,8 @@ from packing_core._pieces import Overflow
 from packing_core.errors import PackingError
 from packing_core.training.files import sync
 
-MANIFEST, NOTES, QUARANTINE, SKIPPED = "manifest.json", "incomplete.jsonl", "quarantine.jsonl", "skipped.jsonl"
+MANIFEST, NOTES, BAD = "manifest.json", "incomplete.jsonl", "bad_records.jsonl"
+RESULT = (NOTES, BAD, "train*", "shard.*", "index.json", "tokenizer/*")  # what a result may hold beside the manifest
 PART_FILE = "part.json"
 COUNTS = ("left_out", "truncated", "dropped", "untrained")
 INLINE_BYTES = 1 << 21  # less input than this is packed before a worker process has started
@@ -76,10 +77,14 @@ class Job:
     name: str
     stretches: list[Stretch]
     size: int
-    encoder: Encoder
+    encoder: Encoder | None
     tokenizer: str
+    policy: str
     rules: Rules
+    form: Format
+    rows_per_file: int
     run: dict[str, Any]
+    save_tokenizer: Callable[[Path], Any]
 
 
 def open_job(given: PackOptions, part: Part) -> Job:
@@ -118,7 +123,19 @@ def open_job(given: PackOptions, part: Part) -> Job:
         "part": list(part),
     }
     name = ", ".join(given.data) or joined.name
-    return Job(name, stretches, size, source.encoder, source.tokenizer, rules, json.loads(json.dumps(run)))
+    return Job(
+        name,
+        stretches,
+        size,
+        source.encoder,
+        source.tokenizer,
+        source.encoder.describe(),
+        rules,
+        given.form,
+        given.rows_per_file,
+        json.loads(json.dumps(run)),
+        source.encoder.tokenizer.save_pretrained,
+    )
 
 
 def _sources(given: PackOptions) -> list[tuple[Records, float | None]]:
@@ -175,10 +192,10 @@ def _dtype(tokenizer: Any) -> str:
 def _digest_of(tokenizer: Any) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = backend.to_str() if hasattr(backend, "to_str") else repr(sorted(tokenizer.get_vocab().items()))
-    return _digest([content, getattr(tokenizer, "chat_template", None), tokenizer.name_or_path])
+    return digest([content, getattr(tokenizer, "chat_template", None), tokenizer.name_or_path])
 
 
-def _digest(content: Any) -> str:
+def digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -209,17 +226,23 @@ def pack_data(output: str, given: PackOptions) -> dict[str, Any]:
         from crosspack.cli.remote import staged
 
         with staged(output, MANIFEST, overwrite=given.overwrite) as folder:
-            return pack_data(str(folder), replace(given, overwrite=True))
+            return _pack_here(folder, replace(given, overwrite=True), staged=True)
+    return _pack_here(Path(output), given)
+
+
+def _pack_here(folder: Path, given: PackOptions, *, staged: bool = False) -> dict[str, Any]:
     job = open_job(given, Part())
-    names = (NOTES, QUARANTINE, SKIPPED, "train*", "shard.*", "index.json", "tokenizer/*")
-    folder, digest = Path(output), _digest(job.run)
-    with writing(folder, MANIFEST, names=names, overwrite=given.overwrite, run=digest) as target:
+    run_digest = digest(job.run)
+    if staged and (folder / MANIFEST).exists():  # what was not uploaded before the run was killed
+        manifest = read_json(folder / MANIFEST)
+        if manifest["run"] == run_digest:
+            return manifest
+    with writing(folder, MANIFEST, names=RESULT, overwrite=given.overwrite, run=run_digest) as target:
         if target.finished:
-            return _read(folder / MANIFEST)
-        run = _made(target, job, given, Part())
-        assert target.work is not None
-        units = target.work / "units"
-        manifest = _finish(target, run, given, job, lambda key: units, units)
+            return read_json(folder / MANIFEST)
+        units = units_folder(target, job)
+        run = make_units(target, job, given, Part(), units)
+        manifest = finish_job(target, run, given, job, lambda key: units)
         target.publish()
     return manifest
 
@@ -230,17 +253,18 @@ def pack_part(output: str, given: PackOptions, part: Part) -> dict[str, Any]:
         raise PackingError("--part: pass an --output that all parts share, on a network file system")
     job = open_job(given, part)
     folder = Path(output) / f"{PART}{part.number + 1:05d}-of-{part.count:05d}"
-    with writing(folder, PART_FILE, names=("units/*",), overwrite=given.overwrite, run=_digest(job.run)) as target:
+    with writing(folder, PART_FILE, names=("units/*",), overwrite=given.overwrite, run=digest(job.run)) as target:
         if target.finished:
-            return _read(folder / PART_FILE)
-        run = _made(target, job, given, part, units=target.partial / "units")
-        job.encoder.tokenizer.save_pretrained(target.partial / "tokenizer")
+            return read_json(folder / PART_FILE)
+        run = make_units(target, job, given, part, units_folder(target, job, in_result=True))
+        job.save_tokenizer(target.partial / "tokenizer")
         content = {
             "run": {name: value for name, value in job.run.items() if name != "part"},
             "stretches": len(job.stretches),
             "data": job.name,
             "tokenizer": job.tokenizer,
-            "policy": job.encoder.describe(),
+            "policy": job.policy,
+            "part": list(part),
             "outcomes": [asdict(run.outcomes[key]) for key in sorted(run.outcomes)],
         }
         (target.partial / PART_FILE).write_text(json.dumps(content))
@@ -248,19 +272,25 @@ def pack_part(output: str, given: PackOptions, part: Part) -> dict[str, Any]:
     return {"part": part.number + 1, "of": part.count, "documents": run.totals.documents, "tokens": run.totals.tokens}
 
 
-def _made(target: Output, job: Job, given: PackOptions, part: Part, units: Path | None = None) -> Run:
-    """Make all units of a part, or those that an earlier run did not make."""
+def units_folder(target: Output, job: Job, *, in_result: bool = False) -> Path:
+    """The folder for units: with those of an earlier run, if it was a run of the same job."""
     assert target.work is not None
-    target.keep = True  # what is finished counts, whatever happens
     entries, _ = read_journal(target.work / "journal")
     if not entries or entries[0] != job.run:
-        for path in (target.work, target.partial):
+        for path in (target.partial, target.work):
             shutil.rmtree(path, ignore_errors=True)
         target.partial.mkdir(parents=True)
-    folder = units or target.work / "units"
+    folder = (target.partial if in_result else target.work) / "units"
     folder.mkdir(exist_ok=True)
-    sync(target.work)
-    worker = Worker(job.encoder, job.rules, given.on_error, given.form, folder, target.partial)
+    sync(folder.parent)
+    target.keep = True  # what is finished counts, whatever happens
+    return folder
+
+
+def make_units(target: Output, job: Job, given: PackOptions, part: Part, units: Path) -> Run:
+    """Make all units of a part, or those that an earlier run did not make."""
+    assert target.work is not None
+    worker = Worker(job.encoder, job.rules, given.on_error, job.form, units, target.partial)
     with (
         journal(target.work / "journal", job.run) as log,
         PackProgress(OUT, job.size, given.capacity, given.log) as seen,
@@ -279,64 +309,55 @@ def _made(target: Output, job: Job, given: PackOptions, part: Part, units: Path 
     return run
 
 
-def _finish(
-    target: Output,
-    run: Run,
-    given: PackOptions,
-    job: Job,
-    folder_of: Callable[[Key], Path],
-    units: Path,
+def finish_job(
+    target: Output, run: Run, given: PackOptions, job: Job, folder_of: Callable[[Key], Path]
 ) -> dict[str, Any]:
     """Pack the leftovers and write the files and the manifest."""
-    if not run.totals.documents:
+    totals, rules = run.totals, job.rules
+    if not totals.documents:
         target.keep = False
         raise PackingError("no document has a token to train on: check --data, its columns and --loss")
-    sequence = run.pack_leftovers(folder_of)
-    rows_per_file = run.totals.rows if given.form == "megatron" else given.rows_per_file
     assert target.work is not None
+    sequence = run.pack_leftovers(folder_of)
+    rows_per_file = totals.rows if job.form == "megatron" else job.rows_per_file
     with journal(target.work / "journal", job.run) as log:
         run.journal = log
-        files = -(-run.totals.rows // rows_per_file)
-        with _pool(given, replace_encoder(run.worker), files, run.totals.size) as (pool, _):
+        files = -(-totals.rows // rows_per_file)
+        with _pool(given, replace(run.worker, encoder=None), files, totals.size) as (pool, _):
             run.write_files(pool, sequence, rows_per_file)
-    listed = {NOTES: notes_file, QUARANTINE if given.on_error == "quarantine" else SKIPPED: bad_file}
-    for name, kind in listed.items():
-        with open(target.partial / name, "wb") as out:
-            out.writelines(run.notes(folder_of, kind))
-        if not (target.partial / name).stat().st_size:
-            (target.partial / name).unlink()
-    if given.form == "mds":
-        (target.partial / "index.json").write_text(mds_index(run.files, job.rules.dtype))
-    job.encoder.tokenizer.save_pretrained(target.partial / "tokenizer")
-    totals = run.totals
+    for name, kind in ((NOTES, notes_file), (BAD, bad_file)):
+        lines = run.notes(folder_of, kind)
+        if (first := next(lines, None)) is not None:
+            with open(target.partial / name, "wb") as out:
+                out.writelines([first])
+                out.writelines(lines)
+    if job.form == "mds":
+        (target.partial / "index.json").write_text(mds_index(run.files, rules.dtype))
+    job.save_tokenizer(target.partial / "tokenizer")
     manifest = {
         "crosspack": version("crosspack"),
         "data": job.name,
         "tokenizer": job.tokenizer,
-        "policy": job.encoder.describe(),
-        "capacity": given.capacity,
-        "overflow": given.overflow,
-        "packing": given.packing,
-        "seed": given.seed,
-        "documents": totals.documents,
-        **{what: totals.counts[what] for what in COUNTS},
+        "policy": job.policy,
+        "capacity": rules.capacity,
+        "overflow": rules.overflow,
+        "packing": rules.packing,
+        "seed": rules.seed,
         "records": totals.records,
         "bad_records": totals.counts["bad"],
+        "documents": totals.documents,
+        **{what: totals.counts[what] for what in COUNTS},
         "rows": totals.rows,
         "tokens": totals.tokens,
         "trained_tokens": totals.trained,
-        "efficiency": totals.tokens / (totals.rows * given.capacity),
-        "format": given.form,
-        "input_ids": job.rules.dtype,
+        "efficiency": totals.tokens / (totals.rows * rules.capacity),
+        "format": job.form,
+        "input_ids": rules.dtype,
+        "run": digest(job.run),
         "files": [_listed(file) for file in run.files],
     }
     (target.partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
     return manifest
-
-
-def replace_encoder(worker: Worker) -> Worker:
-    """The same without the encoder, which writes no files and takes long to hand on."""
-    return replace(worker, encoder=None)
 
 
 def _listed(file: Any) -> dict[str, Any]:
@@ -344,10 +365,6 @@ def _listed(file: Any) -> dict[str, Any]:
     return listed | ({"beside": file.beside} if file.beside else {})
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads(path.read_text())
     return content
-
-
-def merge_parts(output: str, given: PackOptions) -> dict[str, Any]:
-    raise NotImplementedError

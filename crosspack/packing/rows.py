@@ -56,7 +56,7 @@ class Rows:
     @property
     def labels(self) -> NDArray[np.int32]:
         """int32 [T]: unshifted, -100 where nothing is trained."""
-        return np.where(self.targets, self.ids, IGNORE_INDEX).astype(np.int32)
+        return np.where(self.targets, self.ids.astype(np.int32), np.int32(IGNORE_INDEX))
 
     def __getitem__(self, part: slice) -> Rows:
         begin, end, _ = part.indices(len(self))

@@ -157,12 +157,13 @@ class Run:
         for entry in journal.entries:
             content = {name: value for name, value in entry.items() if name != "kind"}
             if entry["kind"] == "unit":
-                self._note_unit(Outcome(**content))
+                self.note(Outcome(**content))
             elif entry["kind"] == "file":
                 self.files.append(Written(**content))
         self.resumed = len(self.outcomes)
 
-    def _note_unit(self, outcome: Outcome) -> None:
+    def note(self, outcome: Outcome) -> None:
+        """Count a finished unit."""
         self.outcomes[outcome.key] = outcome
         self.totals.add(outcome)
 
@@ -199,7 +200,7 @@ class Run:
         for job, result in pool.results():
             if isinstance(result, Outcome):
                 self.journal.append("unit", **asdict(result))
-                self._note_unit(result)
+                self.note(result)
                 self._watch(self.totals)
             elif isinstance(result, Failed):
                 failed[job.number, vars(result.error).get("piece", job.start)] = result.error

@@ -124,7 +124,8 @@ def make_unit(key: Key, piece: Piece, encoder: Encoder, rules: Rules, on_error: 
     def refuse(found: BadRecord, error: PackingError | None = None) -> None:
         if on_error == "stop":
             raise error or found.error()
-        bad.append({"where": found.where, "error": found.reason, "record": found.text[:SHOWN]})
+        text = {"record": found.text[:SHOWN]} if on_error == "quarantine" else {}
+        bad.append({"where": found.where, "error": found.reason, **text})
 
     fit = Fit(rules.capacity, rules.overflow, lambda what, where, n: notes.append(_note(what, where, n)))
     gathered = Gathered(np.dtype(rules.dtype).type)
