@@ -66,7 +66,7 @@ class Inline:
     def results(self) -> Iterator[tuple[Job, Any]]:
         while self._jobs:
             job = self._jobs.popleft()
-            yield from ((job, result) for result in _results(self._work, job))
+            yield from ((job, result) for result in results_of(self._work, job))
 
 
 class Processes:
@@ -137,7 +137,7 @@ def _serve(connection: Connection, pickled: bytes) -> None:
     try:
         work: Work = pickle.loads(pickled)
         while True:
-            for result in _results(work, connection.recv()):
+            for result in results_of(work, connection.recv()):
                 connection.send(result)
     except (EOFError, OSError, KeyboardInterrupt):  # the parent is gone, or is stopping
         pass
@@ -150,7 +150,8 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _results(work: Work, job: Job) -> Iterator[Any]:
+def results_of(work: Work, job: Job) -> Iterator[Any]:
+    """The results of a job, then Finished, or Failed with what it raised."""
     try:
         yield from work(job)
     except Exception as error:
