@@ -91,6 +91,9 @@ if TYPE_CHECKING:
         MissingExtraError as MissingExtraError,
     )
     from packing_core import (
+        Mixture as Mixture,
+    )
+    from packing_core import (
         PackedBatch as PackedBatch,
     )
     from packing_core import (
@@ -119,6 +122,9 @@ if TYPE_CHECKING:
     )
     from packing_core import (
         balance as balance,
+    )
+    from packing_core import (
+        mix as mix,
     )
     from packing_core import (
         pack as pack,
