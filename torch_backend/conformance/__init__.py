@@ -27,6 +27,7 @@ from packing_core.errors import UnsupportedError
 from packing_core.protocol import Array, Backend, BackendFactory, Batch, Capabilities, Document, Gradients
 from torch_backend.collate import PackedCollator, with_boundaries
 from torch_backend.conformance.documents import DocumentMethods
+from torch_backend.conformance.scans import ScanMethods
 from torch_backend.losses.cross_entropy import next_token_targets, normalise, packed_cross_entropy
 from torch_backend.ops.attention import IMPLEMENTATIONS, AttentionRequest, attention, load, rejections
 from torch_backend.ops.attention.probe import Probed
@@ -237,7 +238,7 @@ def _patched(config: protocol.DecoderConfig, name: str, dtype: str, device: torc
     return patch(model, implementation=name, verify=False)
 
 
-class Stack(AttentionStack, DocumentMethods):
+class Stack(AttentionStack, DocumentMethods, ScanMethods):
     """Everything: the attention's levels, and the operations, collator and trainer that do not depend on it."""
 
     def plan(self, lengths: Sequence[int], capacity: int, *, strategy: str) -> list[list[int]]:
