@@ -138,10 +138,13 @@ def make_model(shape: Shape, attention: str, few: bool, dtype: torch.dtype = DTY
     with torch.device(DEVICE):
         model = AutoModelForCausalLM.from_config(shape.make(few), attn_implementation=attention, dtype=DTYPE)
     model = model.to(dtype)
-    if not shape.lora:
-        return model
+    return with_adapters(model).base_model.model if shape.lora else model
+
+
+def with_adapters(model: Any) -> Any:
+    """The model under PEFT, with adapters of rank 16 on all projections of its layers, in its own dtype."""
     from peft import LoraConfig, get_peft_model
 
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     adapted = get_peft_model(model, LoraConfig(r=16, target_modules=targets, init_lora_weights=False))
-    return adapted.to(dtype).base_model.model
+    return adapted.to(model.dtype)

@@ -290,6 +290,7 @@ def _about(result: TrainResult, backend: str) -> dict[str, Any]:
         "device": result.device,
         "attention": result.attention,
         "cpu": result.cpu,
+        "peak_bytes": result.peak_bytes,
         "audit": asdict(result.audit),
         "runs": {run: [asdict(record) for record in records] for run, records in result.records.items()},
     }

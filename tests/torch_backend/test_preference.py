@@ -16,7 +16,6 @@ from tests.torch_backend.preference import (
     tokenizer,
     trained,
 )
-from tests.torch_backend.torchrun import torchrun
 from torch_backend.training.trainer import enable_packing
 
 trl = pytest.importorskip("trl", reason="the trainers are TRL's")
@@ -164,15 +163,3 @@ def test_enabling_twice_is_enabling_once(tmp_path) -> None:
     enable_packing(trainer, verify=False)
     assert trainer.data_collator is collator
     assert_same_training(trained(trainer), packed(dpo(tmp_path)), 0)
-
-
-def test_pairs_split_over_two_ranks_are_those_of_one(tmp_path) -> None:
-    """Eight pairs: two ranks with two micro-batches of two pairs."""
-    torchrun("torchrun_preference.py", str(tmp_path), "2", "2")
-    found = torch.load(tmp_path / "result.pt")
-    single = dpo(tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=8)
-    _, logs = alone(single)
-    assert found["loss"] == pytest.approx(logs[0]["loss"], rel=1e-5)
-    for name, weight in single.model.state_dict().items():
-        difference = (found["model"][name] - weight).abs().max() / weight.abs().max()
-        assert difference <= 1e-5, f"{name}: {difference:.1e}"

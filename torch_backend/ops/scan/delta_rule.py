@@ -2,7 +2,8 @@
 
 q, k, v, g, beta [T, ...] and the batch's metadata -> :func:`gated_delta_rule` -> [T, H, V], forward and backward by
 the Triton kernels of :mod:`.delta_kernels`. Nothing is read back from the device and shapes depend on T and the number
-of segments alone, so it runs in compiled layers and CUDA graphs. The backward keeps the inputs and recomputes the rest.
+of segments alone, so it runs in compiled layers and CUDA graphs. The backward keeps the inputs, the sums of the gates
+and the inverses of each chunk, and computes the states again.
 """
 
 from __future__ import annotations
@@ -23,13 +24,24 @@ CHUNK = 32
 WIDTHS = (16, 32, 64, 128, 256)  # of heads, that tiles take
 
 
-class Tiling(NamedTuple):
-    """How kernels divide V, and their warps."""
+class Tile(NamedTuple):
+    """How a kernel runs: the channels of v that it takes at once, its warps, and the stages of its loop's loads."""
 
-    chunk_v: int  # channels of v in a step of a kernel over chunks
-    carry_v: int  # in a program that walks a document
+    block_v: int
     warps: int
-    carry_warps: int
+    stages: int = 1
+
+
+# In float16 and bfloat16; float32 takes half of the channels, without stages, for its elements are twice as large.
+TILES = {
+    "prepare": Tile(0, 2),
+    "carry": Tile(32, 2, 2),
+    "output": Tile(64, 4),
+    "values_backward": Tile(64, 4),
+    "carry_backward": Tile(32, 2, 2),
+    "chunk_backward": Tile(64, 4),
+}
+_GROUP = 16  # heads of v that share a head of k and whose gradients of it one program adds up, at most
 
 
 def unsupported(q: Tensor, v: Tensor) -> str | None:
@@ -96,136 +108,120 @@ class _GatedDeltaRule(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, *rest: Any) -> Tensor:
         boundaries, segments, scale = rest
         inputs = [None if x is None else x.contiguous() for x in (q, k, v, g, beta)]
-        ctx.save_for_backward(*inputs, boundaries, segments)
+        out, gates, inverses = _forward(*inputs, boundaries, segments, scale)
+        ctx.save_for_backward(*inputs, boundaries, segments, gates, inverses)
         ctx.scale = scale
-        out: Tensor = _forward(*inputs, boundaries, segments, scale)
-        return out
+        found: Tensor = out
+        return found
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, boundaries, segments = ctx.saved_tensors
-        dq, dk, dv, dg, dbeta = _backward(*inputs, boundaries, segments, dout.contiguous(), ctx.scale)
-        return dq, dk, dv, dg, None if inputs[4] is None else dbeta, None, None, None
-
-
-def _tiling(dtype: torch.dtype, value_width: int) -> Tiling:
-    chunk_v = 32 if dtype == torch.float32 else 64
-    return Tiling(min(chunk_v, value_width), min(32, value_width), 4, 2)
+        *given, gates, inverses = ctx.saved_tensors
+        dq, dk, dv, dg, dbeta = _backward(*given, gates, inverses, dout.contiguous(), ctx.scale)
+        return dq, dk, dv, dg, None if given[4] is None else dbeta, None, None, None
 
 
 class _Row:
-    """One call: its sizes, and what the kernels leave for one another."""
+    """One call: its sizes, and how each kernel is launched."""
 
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, boundaries: Tensor, segments: Tensor
-    ) -> None:
-        self.q, self.k, self.v, self.g, self.beta = q, k, v, g, beta
-        self.boundaries, self.segments = boundaries, segments
-        self.tokens, heads, value_width = v.shape
+    def __init__(self, q: Tensor, v: Tensor, beta: Tensor | None, boundaries: Tensor) -> None:
+        self.dtype = v.dtype
+        self.tokens, self.heads, self.value_width = v.shape
+        self.shared, self.width = q.shape[1:]
+        self.delta = beta is not None
         self.chunks = -(-self.tokens // CHUNK)
-        self.tiling = _tiling(v.dtype, value_width)
-        self.sizes: dict[str, Any] = {
-            "H": heads, "Q": q.shape[1], "K": q.shape[2], "V": value_width, "DELTA": beta is not None, "C": CHUNK,
-            "PRECISION": "ieee" if v.dtype == torch.float32 else "tf32x3",
-        }  # fmt: skip
-        self.over_chunks = {"BLOCK_V": self.tiling.chunk_v, "num_warps": self.tiling.warps, "num_stages": 1}
-        self.over_segments = {"BLOCK_V": self.tiling.carry_v, "num_warps": self.tiling.carry_warps, "num_stages": 1}
+        self.segments = len(boundaries) - 1
 
     @property
-    def chunk_grid(self) -> tuple[int, int]:
-        return self.chunks, self.sizes["H"]
+    def group(self) -> int:
+        """Heads of v in a program of ``chunk_backward``."""
+        each = self.heads // self.shared
+        return max(n for n in range(1, min(each, _GROUP) + 1) if each % n == 0)
 
-    @property
-    def segment_grid(self) -> tuple[int, int, int]:
-        return len(self.boundaries) - 1, self.sizes["H"], self.sizes["V"] // self.tiling.carry_v
+    def states(self, like: Tensor) -> Tensor:
+        """[chunks, H, V, K], unwritten."""
+        return like.new_empty(self.chunks, self.heads, self.value_width, self.width)
 
-    def per_head(self, width: int, dtype: torch.dtype | None = None) -> Tensor:
-        """[T, H, width], unwritten."""
-        return self.v.new_empty(self.tokens, self.sizes["H"], width, dtype=dtype)
-
-    def all_states(self) -> Tensor:
-        """[chunks, H, K, V], unwritten."""
-        return self.v.new_empty(self.chunks, self.sizes["H"], self.sizes["K"], self.sizes["V"])
-
-    def prepare(self, inverse: bool) -> None:
-        """c, W, U and, if asked for, T, then the states."""
-        from torch_backend.ops.scan import delta_kernels as kernels
-
-        delta = self.beta is not None
-        self.c = self.v.new_empty(self.v.shape[:2], dtype=torch.float32)
-        self.w = self.per_head(self.sizes["K"]) if delta else self.v
-        self.u = torch.empty_like(self.v) if delta else self.v
-        self.inverses = self.per_head(CHUNK) if delta and inverse else self.v
-        kernels.prepare[self.chunk_grid](
-            self.k, self.v, self.g, self.beta, self.segments, self.c, self.w, self.u, self.inverses, self.tokens,
-            INVERSE=inverse, **self.sizes, **self.over_chunks,
+    def launch(self, kernel: Any, *arguments: Any, values: bool = True, delta: bool = True, **more: int) -> None:
+        """Start a kernel, over chunks or segments as its name says; ``values`` if it knows of v, ``delta`` of beta."""
+        name = kernel.__name__
+        wide = self.dtype == torch.float32
+        block, warps, stages = TILES[name]
+        block = min(block // (1 + wide), self.value_width)
+        first = self.segments if name.startswith("carry") else self.chunks
+        second = self.heads // self.group if name == "chunk_backward" else self.heads
+        third = self.value_width // block if name in ("carry", "carry_backward", "output") else 1
+        sizes: dict[str, Any] = {"H": self.heads, "Q": self.shared, "K": self.width, "C": CHUNK}
+        sizes |= {"V": self.value_width, "BLOCK_V": block} if values else {}
+        sizes |= {"DELTA": self.delta} if delta else {}
+        kernel[first, second, third](
+            *arguments, **sizes, **more, PRECISION="ieee" if wide else "tf32x3",
+            num_warps=warps, num_stages=1 if wide else stages,
         )  # fmt: skip
-        self.states = self.all_states()
-        kernels.carry[self.segment_grid](
-            self.k, self.w, self.u, self.c, self.boundaries, self.states, **self.sizes, **self.over_segments
-        )
 
 
 def _launch_forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, boundaries: Tensor, segments: Tensor, scale: float
-) -> Tensor:
+) -> tuple[Tensor, Tensor, Tensor]:
     from torch_backend.ops.scan import delta_kernels as kernels
 
-    row = _Row(q, k, v, g, beta, boundaries, segments)
-    row.prepare(inverse=False)
+    row = _Row(q, v, beta, boundaries)
+    gates, inverses = _kept(v, beta)
+    c, strength = gates[0], gates[-1]
+    row.launch(kernels.prepare, k, g, beta, segments, c, strength, inverses, row.tokens, values=False)
+    states = row.states(v)
+    row.launch(kernels.carry, k, v, c, strength, inverses, boundaries, states, row.tokens)
     out = torch.empty_like(v)
-    kernels.output[(*row.chunk_grid, row.sizes["V"] // row.tiling.chunk_v)](
-        q, k, row.w, row.u, row.c, row.states, segments, out, scale, row.tokens, **row.sizes, **row.over_chunks
-    )
-    return out
+    row.launch(kernels.output, q, k, v, c, strength, inverses, states, segments, out, scale, row.tokens)
+    return out, gates, inverses
+
+
+def _kept(v: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What the backward takes from the forward: c and beta [2, H, T] in float32, or c alone, and T [T, H, C]."""
+    delta = beta is not None
+    gates = v.new_empty(1 + delta, *v.shape[1::-1], dtype=torch.float32)
+    return gates, v.new_empty(v.shape[0] if delta else 0, v.shape[1], CHUNK)
 
 
 def _launch_backward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, boundaries: Tensor, segments: Tensor,
-    dout: Tensor, scale: float,
+    gates: Tensor, inverses: Tensor, dout: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    from torch_backend.ops.scan import delta_kernels as kernels
+    from torch_backend.ops.scan import delta_backward_kernels as backward
+    from torch_backend.ops.scan import delta_kernels as forward
 
-    row = _Row(q, k, v, g, beta, boundaries, segments)
-    row.prepare(inverse=True)
-    delta = beta is not None
-    plain = {name: value for name, value in row.sizes.items() if name != "DELTA"}
-    dnew = torch.empty_like(v)
-    kernels.values_backward[row.chunk_grid](
-        q, k, row.c, segments, dout, dnew, scale, row.tokens, **plain, **row.over_chunks
-    )
-    dstates = row.all_states()
-    kernels.carry_backward[row.segment_grid](
-        q, k, row.w, row.c, boundaries, dout, dnew, dstates, scale, **row.sizes, **row.over_segments
-    )
-    # Of each head of v, in float32: heads that share a head of k add up.
-    dq, dk = (row.per_head(row.sizes["K"], torch.float32) for _ in range(2))
-    dw = row.per_head(row.sizes["K"]) if delta else v
-    dc = torch.empty_like(row.c)
-    kernels.scores_backward[row.chunk_grid](
-        q, k, row.w, row.u, row.c, segments, row.states, dstates, dout, dnew, dq, dk, dw, dc, scale, row.tokens,
-        **row.sizes, **row.over_chunks,
-    )  # fmt: skip
+    row = _Row(q, v, beta, boundaries)
+    c, strength, delta = gates[0], gates[-1], beta is not None
+    states, dstates, dnew = row.states(v), row.states(v), torch.empty_like(v)
+    row.launch(forward.carry, k, v, c, strength, inverses, boundaries, states, row.tokens)
+    row.launch(backward.values_backward, q, k, c, segments, dout, dnew, scale, row.tokens, delta=False)
+    row.launch(backward.carry_backward, q, k, c, strength, inverses, boundaries, dout, dnew, dstates, scale, row.tokens)
+    # Where several programs share a head of k, each leaves its sum in float32.
+    groups = row.heads // row.group
+    parts = q.dtype if groups == row.shared else torch.float32
+    dq, dk = (q.new_empty(row.tokens, groups, row.width, dtype=parts) for _ in range(2))
     dv, dg = torch.empty_like(v) if delta else dnew, torch.empty_like(g)
     dbeta = dg if beta is None else torch.empty_like(beta)
-    kernels.prepare_backward[row.chunk_grid](
-        k, v, beta, row.w, row.u, row.c, row.inverses, segments, dnew, dw, dc, dk, dv, dg, dbeta, row.tokens,
-        **row.sizes, **row.over_chunks,
+    row.launch(
+        backward.chunk_backward, q, k, v, c, strength, inverses, segments, states, dstates, dout, dnew,
+        dq, dk, dv, dg, dbeta, scale, row.tokens, GROUP=row.group,
     )  # fmt: skip
-    dq, dk = (x.unflatten(1, (q.shape[1], -1)).sum(2).to(q.dtype) for x in (dq, dk))
+    if groups != row.shared:
+        dq, dk = (x.unflatten(1, (row.shared, -1)).sum(2).to(q.dtype) for x in (dq, dk))
     return dq, dk, dv, dg, dbeta if delta else g.new_empty(0)
 
 
 _forward = operator(
     "gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, Tensor boundaries, Tensor segments, "
-    "float scale) -> Tensor",
+    "float scale) -> (Tensor, Tensor, Tensor)",
     _launch_forward,
-    lambda q, k, v, *_: torch.empty_like(v),
+    lambda q, k, v, g, beta, *_: (torch.empty_like(v), *_kept(v, beta)),
 )
 _backward = operator(
     "gated_delta_rule_backward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, Tensor boundaries, "
-    "Tensor segments, Tensor dout, float scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "Tensor segments, Tensor gates, Tensor inverses, Tensor dout, float scale) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _launch_backward,
     lambda q, k, v, g, beta, *_: tuple(
         torch.empty_like(x) if x is not None else g.new_empty(0) for x in (q, k, v, g, beta)
