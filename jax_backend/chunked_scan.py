@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 
 CHUNK = 64
+UNROLL = 1  # chunks in a step of the walk from chunk to chunk
 _BASE = 16  # width of the triangles that are inverted by doubling in place; larger ones are put together from these
 _STATES = 2**25  # numbers in the states of a block, 128 MiB: what bounds the memory of a long row
 _EXACT = jax.lax.Precision.HIGHEST
@@ -157,7 +158,7 @@ def _carry_states(
         moved = kept * state + gain
         return moved if loss is None else moved - loss @ state, state
 
-    return jax.lax.scan(step, state, (kept, loss, gain))
+    return jax.lax.scan(step, state, (kept, loss, gain), unroll=UNROLL)
 
 
 def _carry_states_forward(*arguments: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
@@ -176,7 +177,7 @@ def _carry_states_backward(saved: Any, cotangents: tuple[jax.Array, jax.Array]) 
         dbefore = dstate + kept * dafter
         return dbefore if loss is None else dbefore - loss.mT @ dafter, dafter
 
-    dstate, dafter = jax.lax.scan(step, dlast, (kept, loss, dstates), reverse=True)
+    dstate, dafter = jax.lax.scan(step, dlast, (kept, loss, dstates), reverse=True, unroll=UNROLL)
     dkept = jnp.sum(dafter * states, axis=(-2, -1), keepdims=True)
     return dkept, None if loss is None else -(dafter @ states.mT), dafter, dstate
 
