@@ -12,6 +12,7 @@ from packing_core.errors import (
     UnsupportedError,
     UnsupportedModelError,
 )
+from packing_core.mixing import Mixture, mix
 from packing_core.plan import PackPlan, plan
 from packing_core.ragged import Ragged
 from packing_core.stream import PackStream, stream
@@ -22,6 +23,7 @@ __all__ = [
     "Cost",
     "LayoutError",
     "MissingExtraError",
+    "Mixture",
     "PackPlan",
     "PackStream",
     "PackedBatch",
@@ -32,6 +34,7 @@ __all__ = [
     "UnsupportedError",
     "UnsupportedModelError",
     "balance",
+    "mix",
     "pack",
     "plan",
     "stream",

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 from packing_core._hints import hinted
 from packing_core._mixed import mixed
-from packing_core._pending import Pending, Piece, Read, cut, iterate, length_of, opener
+from packing_core._pending import Pending, Piece, Read, cut, length_of
 from packing_core._pieces import Overflow, check_seed, choice, integer, positive
 from packing_core._rounds import leaving, make_rows
+from packing_core._sources import Source
 from packing_core._state import Mark, read_state, sealed
 from packing_core.batch import WEIGHTINGS, PackedBatch, Weighting
 from packing_core.dataset import with_empty_row
@@ -61,10 +62,11 @@ def stream(
     [[[5, 6, 7, 8, 9]], [[3, 4, 2, 1, 0]]]
 
     Args:
-        source: a sequence of documents, or a function ``open(start)`` that iterates over them from number ``start``. A
-            document is token ids, or a mapping of ``input_ids`` and optionally ``labels``, ``loss_mask``,
-            ``prompt_length`` and other per-token columns. It must give the same documents every time; every shard
-            reads all of them.
+        source: a sequence of documents, or a function ``open(start)`` that iterates over them from number ``start``, as
+            a mixture of sources is (:func:`packing_core.mix`). Also an iterable, which is read from its start to
+            continue, and an iterator, with which the stream cannot be continued and has one epoch. A document is
+            token ids, or a mapping of ``input_ids`` and optionally ``labels``, ``loss_mask``, ``prompt_length`` and
+            other per-token columns. It must give the same documents every time; every shard reads all of them.
         capacity: tokens a row can hold.
         buffer: documents that are pending at most; more fill rows better.
         buffer_tokens: tokens that are pending at most, not counting the last document that was read; by default 2**24,
@@ -165,7 +167,7 @@ class PackStream:
         self._truncated: deque[int] = deque(maxlen=REMEMBERED)
         self._dropped: deque[int] = deque(maxlen=REMEMBERED)
         self.n_truncated = self.n_dropped = 0
-        self._open = opener(source)
+        self._source = Source(source)
         self._begin(epoch=0)
 
     @property
@@ -218,6 +220,7 @@ class PackStream:
 
         It is the same on every shard that has yielded equally many rows, and loads onto any number of shards.
         """
+        self._source.check_resumable()
         at = self._at_round
         if self._digest is None or self._digest[0] is not at:
             self._digest = at, at.digest()
@@ -239,7 +242,7 @@ class PackStream:
         cursor, places = given["cursor"], [(number, start) for number, start in given["pending"]]
         wanted = {number for number, _ in places}
         first = min([*wanted, max(cursor - 1, 0)])  # the last document that was read is in the fingerprint
-        reader = iterate(self._open(first), first)
+        reader = self._source.open(first)
         found: dict[tuple[int, int], Piece] = {}
         number, last = first - 1, None
         for number, last in enumerate(islice(reader, cursor - first), first):
@@ -331,7 +334,7 @@ class PackStream:
         When to stop is decided document by document, so it does not depend on where an earlier attempt broke off.
         """
         if self._reader is None:
-            self._reader = iterate(self._open(self._cursor), self._cursor)
+            self._reader = self._source.open(self._cursor)
         held, tokens = len(self._pending.ids), int(self._pending.lengths.sum())
         last_number = int(self._pending.ids.min()) + self.max_age if held else None
         read = Read(self._cursor, [], [], {})
