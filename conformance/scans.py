@@ -7,7 +7,7 @@ rule, and the selective scan in which the channels of a head share what Mamba-2 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -17,7 +17,7 @@ from conformance.draws import Rows, generator, round_to, segment_ids
 from conformance.judge import LARGE, Judge
 from conformance.oracle import Expected, Result
 from packing_core import reference
-from packing_core.protocol import Array, Gradients, delta_rule_options, segments
+from packing_core.protocol import Array, delta_rule_options, segments
 from packing_core.reference import WorkingDtype
 
 # All layouts are of one shape, so that compiled backends compile once.
@@ -135,19 +135,31 @@ def ask(judge: Judge, case: Case, dtype: str, changed: Mapping[str, Array] | Non
         answer = judge.ask("ssd", **given, dtype=dtype)
     else:
         taken = delta_rule_options(given["q"], given["v"], given["g"], normalise=case.normalise)
-        answer = judge.ask("delta_rule", **given, normalise=case.normalise, dtype=dtype, options=taken)
+        answer = judge.ask(
+            "delta_rule", **given, normalise=case.normalise, dtype=dtype, options=taken, head_dim=case.width
+        )
     out, gradients = answer
     return np.asarray(out, np.float64), {name: np.asarray(x, np.float64) for name, x in gradients.items()}
 
 
+def fitted(judge: Judge, case: Case) -> Case:
+    """The case, at a width that the backend declares."""
+    widths = judge.backend.capabilities.head_dims
+    if isinstance(case, SsdCase) or case.width in widths:
+        return case
+    width = min(widths)
+    return replace(case, width=width, value_width=width)
+
+
 def check(judge: Judge, case: Case, dtype: str | None = None, *, only: str | None = None) -> None:
     """Output and gradients, or the one that is named, are those of the documents run alone."""
-    dtype = dtype or judge.dtype
+    dtype, case = dtype or judge.dtype, fitted(judge, case)
     judge.within(ask(judge, case, dtype), expected(case, dtype), segment_ids(case.rows), dtype, only=only)
 
 
 def check_isolated(judge: Judge, case: Case, where: tuple[int, ...] | None = None) -> None:
     """No segment (of those in ``where``) moves another's output or gradients."""
+    case = fitted(judge, case)
     change = ("v", "k", "g", "beta", "dout") if isinstance(case, DeltaCase) else ("x", "dt", "B", "dout")
 
     def call(arguments: Mapping[str, Array]) -> dict[str, Array]:
@@ -163,6 +175,7 @@ def check_isolated(judge: Judge, case: Case, where: tuple[int, ...] | None = Non
 
 def check_padding(judge: Judge, case: Case) -> None:
     """What stands at padding moves no real token's output or gradient, and the gradients there are exactly 0."""
+    case = fitted(judge, case)
     given, ids = case.arguments(judge.dtype), segment_ids(case.rows)
     real, large = ids > 0, LARGE[judge.dtype]
     names = [name for name in given if name not in _OF_HEADS and name != "dout"]
@@ -192,7 +205,11 @@ def check_padding(judge: Judge, case: Case) -> None:
 def expected(case: Case, dtype: WorkingDtype) -> Expected:
     """Output and gradients of every argument, each document run alone."""
     given, ids = case.arguments(dtype), segment_ids(case.rows)
-    alone = _delta_rule_alone if isinstance(case, DeltaCase) else _ssd_alone
+
+    def alone(mine: dict[str, Array], arithmetic: WorkingDtype) -> Result:
+        if isinstance(case, SsdCase):
+            return _ssd_alone(case, mine, arithmetic)
+        return _delta_rule_alone(case, mine, arithmetic)
 
     def compute(arithmetic: WorkingDtype) -> Result:
         out = np.zeros(given["dout"].shape)
@@ -200,7 +217,7 @@ def expected(case: Case, dtype: WorkingDtype) -> Expected:
         for row, start, stop in segments(ids):
             here = (row, slice(start, stop))
             mine = {name: x if name in _OF_HEADS else x[here] for name, x in given.items()}
-            out[here], found = alone(case, mine, arithmetic)
+            out[here], found = alone(mine, arithmetic)
             for name, gradient in found.items():
                 gradients[name][... if name in _OF_HEADS else here] += gradient
         return out, gradients
@@ -208,18 +225,18 @@ def expected(case: Case, dtype: WorkingDtype) -> Expected:
     return Expected(compute("float64"), compute(dtype))
 
 
-def _delta_rule_alone(case: DeltaCase, given: dict[str, Array], arithmetic: WorkingDtype) -> tuple[Array, Gradients]:
-    dout, length, group = given.pop("dout"), len(given["v"]), case.heads // case.key_heads
+def _delta_rule_alone(case: DeltaCase, given: dict[str, Array], arithmetic: WorkingDtype) -> Result:
+    length, group = len(given["v"]), case.heads // case.key_heads
     before = {name: given[name].astype(np.float64) for name in ("q", "k")}
-    for name, x in before.items():
-        given[name] = np.repeat(_normalised(x) if case.normalise else x, group, axis=1)
-    out = reference.gated_delta_rule(**given, cu_seqlens=[0, length], dtype=arithmetic)
-    found = reference.gated_delta_rule_vjp(**given, cu_seqlens=[0, length], dout=dout, dtype=arithmetic)
+    read = (np.repeat(_normalised(x) if case.normalise else x, group, axis=1) for x in before.values())
+    operands = (*read, given["v"], given["g"], given["beta"], [0, length])
+    out = reference.gated_delta_rule(*operands, dtype=arithmetic)
+    found = reference.gated_delta_rule_vjp(*operands, given["dout"], dtype=arithmetic)
     for name, x in before.items():
         found[name] = found[name].reshape(length, case.key_heads, group, case.width).sum(axis=2)
         if case.normalise:
             found[name] = normalised_vjp(x, found[name])
-    return out, found
+    return out, dict(found)
 
 
 def normalised_vjp(x: Array, dout: Array) -> Array:
@@ -228,7 +245,7 @@ def normalised_vjp(x: Array, dout: Array) -> Array:
     return dout / norm - x * (x * dout).sum(axis=-1, keepdims=True) / norm**3
 
 
-def _ssd_alone(case: SsdCase, given: dict[str, Array], arithmetic: WorkingDtype) -> tuple[Array, Gradients]:
+def _ssd_alone(case: SsdCase, given: dict[str, Array], arithmetic: WorkingDtype) -> Result:
     """The selective scan over channels ``(head, channel)``, whose rates are equal inside a head."""
     length, heads, width = given["x"].shape
     dy = given["dout"].reshape(length, -1)

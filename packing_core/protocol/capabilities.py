@@ -74,7 +74,7 @@ class Capabilities:
     Attributes:
         dtypes: working dtypes, out of `DTYPES`.
         options: what it serves out of `ALL_OPTIONS`.
-        head_dims: widths D that attention serves, as a range or any collection of ints.
+        head_dims: widths D that attention and the delta rule serve, as a range or any collection of ints.
         interpreted: runs in an interpreter (Triton's, Pallas's), so the suite draws a reduced selection and says so.
         atomic_backward: backward passes add with atomics, so their isolation is judged by the noise of running twice,
             not bitwise. The forward is bitwise for everybody.

@@ -14,7 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from packing_core.errors import UnsupportedError
-from packing_core.protocol import Array, Backend, Gradients
+from packing_core.protocol import Array, Gradients
+from torch_backend.conformance.tensors import TensorMethods
 from torch_backend.hf.knowledge import SCANS
 from torch_backend.hf.stand_ins import LayerSegments, scan
 
@@ -27,8 +28,8 @@ _FILES = {
 _CHUNK = 64
 
 
-class ScanMethods(Backend):
-    """`delta_rule` and `ssd` of an adapter that knows its device."""
+class ScanMethods(TensorMethods):
+    """`delta_rule` and `ssd`."""
 
     def delta_rule(
         self,
