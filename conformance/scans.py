@@ -228,15 +228,15 @@ def expected(case: Case, dtype: WorkingDtype) -> Expected:
 def _delta_rule_alone(case: DeltaCase, given: dict[str, Array], arithmetic: WorkingDtype) -> Result:
     length, group = len(given["v"]), case.heads // case.key_heads
     before = {name: given[name].astype(np.float64) for name in ("q", "k")}
-    read = (np.repeat(_normalised(x) if case.normalise else x, group, axis=1) for x in before.values())
-    operands = (*read, given["v"], given["g"], given["beta"], [0, length])
-    out = reference.gated_delta_rule(*operands, dtype=arithmetic)
-    found = reference.gated_delta_rule_vjp(*operands, given["dout"], dtype=arithmetic)
+    q, k = (np.repeat(_normalised(x) if case.normalise else x, group, axis=1) for x in before.values())
+    v, g, beta, bounds = given["v"], given["g"], given["beta"], [0, length]
+    out = reference.gated_delta_rule(q, k, v, g, beta, bounds, dtype=arithmetic)
+    found = reference.gated_delta_rule_vjp(q, k, v, g, beta, bounds, given["dout"], dtype=arithmetic)
     for name, x in before.items():
         found[name] = found[name].reshape(length, case.key_heads, group, case.width).sum(axis=2)
         if case.normalise:
             found[name] = normalised_vjp(x, found[name])
-    return out, dict(found)
+    return out, {**found}
 
 
 def normalised_vjp(x: Array, dout: Array) -> Array:

@@ -90,9 +90,7 @@ def scan(rule: Rule, inputs: Inputs, carry: Carry) -> tuple[Carry, jax.Array]:
         x = jnp.pad(x, ((0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)), mode=mode)
         return jnp.moveaxis(x.reshape(rows, blocks, in_block, CHUNK, *x.shape[2:]), 1, 0)
 
-    carry, out = jax.lax.scan(
-        jax.checkpoint(partial(_block, rule), prevent_cse=False), carry, jax.tree.map(cut, inputs)
-    )
+    carry, out = jax.lax.scan(jax.checkpoint(partial(_block, rule)), carry, jax.tree.map(cut, inputs))
     return carry, jnp.moveaxis(out, 0, 1).reshape(rows, -1, *inputs.v.shape[2:])[:, :tokens]
 
 
@@ -113,7 +111,8 @@ def _block(rule: Rule, carry: Carry, inputs: Inputs) -> tuple[Carry, jax.Array]:
 
     g = jnp.maximum(jnp.moveaxis(g, 2, -1), _FORGOTTEN)  # [B, N, H, G, C]
     after = jnp.where(together & (at[:, None] > at), g[..., :, None], 0.0)
-    exponent = jnp.matmul(jnp.tril(jnp.ones((CHUNK, CHUNK))), after, precision=_EXACT)  # sum of g from j + 1 to i
+    tril = jnp.tril(jnp.ones((CHUNK, CHUNK)))
+    exponent = jnp.einsum("it,bnhgtj->bnhgij", tril, after, precision=_EXACT)  # sum of g from j + 1 to i
     decay = jnp.where(together, jnp.exp(exponent), 0.0)  # from token j to token i
     from_start = jnp.where(goes_on, jnp.exp(exponent[..., 0] + g[..., :1]), 0.0)  # from the chunk before to token i
     to_end, kept = decay[..., -1, :], from_start[..., -1]

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from conformance.draws import segment_ids
 from jax_backend import chunked_scan, gated_delta_rule, ssd
@@ -154,25 +156,42 @@ def test_the_last_state_is_that_of_the_last_document() -> None:
     assert np.allclose(out[1, -1], asked, atol=1e-6)
 
 
-def test_a_long_row_in_blocks_is_the_row_and_bounds_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def temporary(tokens: int) -> tuple[int, int]:
-        """Bytes that the compiled forward and backward need beyond arguments and results, and bytes of the inputs."""
-        arrays = delta_operands(((tokens,),))
-
-        def both(arrays: dict[str, jax.Array], ids: jax.Array) -> Any:
-            return jax.value_and_grad(lambda given: gated_delta_rule(**given, segment_ids=ids).sum())(arrays)
-
-        compiled = quick_jit(both).lower(arrays, jnp.ones((1, tokens), int)).compile()
-        return compiled.memory_analysis().temp_size_in_bytes, sum(x.nbytes for x in arrays.values())
-
+def test_a_long_row_in_blocks_is_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = delta_operands(EDGES)
     whole = gated_delta_rule(**arrays, segment_ids=jnp.asarray(IDS))
     monkeypatch.setattr(chunked_scan, "_STATES", 2 * 2 * 4 * 8 * 6)  # blocks of two chunks
-    in_blocks = gated_delta_rule(**arrays, segment_ids=jnp.asarray(IDS))
-    assert np.allclose(whole, in_blocks, atol=1e-6)
-    (few, inputs), (many, more_inputs) = temporary(4096), temporary(16384)
-    # Float32 copies of the inputs and of their gradients, and one state a block: no [C, C] matrices.
+    assert np.allclose(whole, gated_delta_rule(**arrays, segment_ids=jnp.asarray(IDS)), atol=1e-6)
+
+
+@pytest.mark.parametrize(("tokens", "layers"), [(4096, 1), (1024, 3)], ids=["longer rows", "more layers"])
+def test_the_backward_keeps_little_more_than_the_inputs(tokens: int, layers: int, monkeypatch) -> None:
+    """Of each further token and layer: float32 copies of inputs and gradients, and one state a block; no matrices."""
+    monkeypatch.setattr(chunked_scan, "_STATES", 16 * 4 * 8 * 6)  # blocks of 16 chunks
+
+    def temporary(tokens: int, layers: int) -> tuple[int, int]:
+        """Bytes that the compiled forward and backward need beyond arguments and results, and bytes of the inputs."""
+        arrays = delta_operands(((tokens,),))
+
+        def loss(arrays: dict[str, jax.Array], ids: jax.Array) -> jax.Array:
+            for _ in range(layers):
+                arrays = arrays | {"v": gated_delta_rule(**arrays, segment_ids=ids)}
+            return arrays["v"].sum()
+
+        compiled = quick_jit(jax.value_and_grad(loss)).lower(arrays, jnp.ones((1, tokens), int)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes, layers * sum(x.nbytes for x in arrays.values())
+
+    (few, inputs), (many, more_inputs) = temporary(1024, 1), temporary(tokens, layers)
     assert many - few <= 4 * (more_inputs - inputs)
+
+
+def test_rows_and_heads_that_are_spread_over_devices_stay_there() -> None:
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"))
+    arrays = delta_operands(EDGES)
+    spread = {name: jax.device_put(x, NamedSharding(mesh, P("data", None, "tensor"))) for name, x in arrays.items()}
+    ids = jax.device_put(jnp.asarray(IDS), NamedSharding(mesh, P("data")))
+    out = quick_jit(lambda given, ids: gated_delta_rule(**given, segment_ids=ids))(spread, ids)
+    assert {shard.data.shape for shard in out.addressable_shards} == {(1, 320, 2, 6)}
+    assert np.allclose(out, gated_delta_rule(**arrays, segment_ids=jnp.asarray(IDS)), atol=1e-6)
 
 
 @pytest.mark.parametrize(
