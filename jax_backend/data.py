@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import grain
 import numpy as np
 
-from jax_backend.batches import to_batch as to_batch
 from packing_core.batch import PackedBatch
 from packing_core.dataset import PackedDataset
 from packing_core.errors import PackingError

@@ -8,7 +8,8 @@ import pytest
 from absl import flags
 
 import packing_core
-from jax_backend.data import GrainSource, GrainStream, to_batch
+from jax_backend.batches import to_batch
+from jax_backend.data import GrainSource, GrainStream
 from packing_core.errors import PackingError
 from tests.processes import limited
 
