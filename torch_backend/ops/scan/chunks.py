@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,13 @@ TILES = {
     "values_backward": Tile(64, 4),
     "carry_backward": Tile(32, 2, 2),
     "chunk_backward": Tile(32, 4),
+}
+# Of Kimi's rule, whose decays take registers.
+KIMI_TILES = TILES | {
+    "prepare": Tile(0, 8),
+    "carry": Tile(32, 4, 2),
+    "carry_backward": Tile(32, 4, 2),
+    "chunk_backward": Tile(32, 8),
 }
 _GROUP = 16  # heads of v that share a head of k and whose gradients of it one program adds up, at most
 
@@ -95,7 +102,16 @@ def like(x: Tensor | None, v: Tensor) -> Tensor:
 class Row:
     """One call: its sizes, and how each kernel is launched."""
 
-    def __init__(self, q: Tensor, v: Tensor, beta: Tensor | None, initial: Tensor | None, boundaries: Tensor) -> None:
+    def __init__(
+        self,
+        q: Tensor,
+        v: Tensor,
+        beta: Tensor | None,
+        initial: Tensor | None,
+        boundaries: Tensor,
+        tiles: Mapping[str, Tile] = TILES,
+    ) -> None:
+        self.tiles = tiles
         self.dtype = v.dtype
         self.tokens, self.heads, self.value_width = v.shape
         self.shared, self.width = q.shape[1:]
@@ -122,7 +138,7 @@ class Row:
         """Start a kernel, over chunks or segments as its name says, with the constants that it takes."""
         name = kernel.__name__
         wide = self.dtype == torch.float32
-        block, warps, stages = TILES[name]
+        block, warps, stages = self.tiles[name]
         block = min(block // (1 + wide), self.value_width)
         first = self.segments if name.startswith("carry") else self.chunks
         second = self.heads // self.group if name == "chunk_backward" else self.heads

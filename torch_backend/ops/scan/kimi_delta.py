@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from packing_core.errors import LayoutError, UnsupportedError
 from torch_backend.ops.operators import operator
-from torch_backend.ops.scan.chunks import CHUNK, Row, like, unsupported, with_states
+from torch_backend.ops.scan.chunks import CHUNK, KIMI_TILES, Row, like, unsupported, with_states
 from torch_backend.segments import PackedMetadata
 
 
@@ -110,7 +110,7 @@ def _launch_forward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     from torch_backend.ops.scan import channel_kernels as kernels
 
-    row = Row(q, v, beta, initial, boundaries)
+    row = Row(q, v, beta, initial, boundaries, KIMI_TILES)
     out, c, strength, inverses, scores, final = _made(q, v, initial)
     row.launch(kernels.prepare, q, k, g, beta, segments, c, strength, inverses, scores, row.tokens)
     states = row.states(v)
@@ -135,7 +135,7 @@ def _launch_backward(
     from torch_backend.ops.scan import channel_backward_kernels as backward
     from torch_backend.ops.scan import channel_kernels as forward
 
-    row = Row(q, v, beta, initial, boundaries)
+    row = Row(q, v, beta, initial, boundaries, KIMI_TILES)
     states, dstates, dnew = row.states(v), row.states(v), torch.empty_like(v)
     dq, dk, dv, dg, dbeta, dinitial = (like(x, v) for x in (q, k, v, g, beta, initial))
     # Here the final states are not needed: their memory is that of the initial ones' gradients, written later.
