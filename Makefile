@@ -6,8 +6,9 @@ BIN := .venv/bin
 QUICK_JAX := JAX_DISABLE_MOST_OPTIMIZATIONS=1 XLA_FLAGS=--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters
 # Triton's kernels run on the CPU too. Only for this one: the other backends would take them up and be slow.
 INTERPRETED := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1
-# Another seventh of the conformance suite every day; empty for `make test-all`.
-PART = $(if $(CROSSPACK_TEST_ALL),,--part $(shell expr $$(date +%s) / 86400 % 7 + 1)/7)
+# Another seventh of the conformance suite every day. For `make test-all` all of it, with the large shapes, and nothing
+# left out for kernels that run in an interpreter.
+PART = $(if $(CROSSPACK_TEST_ALL),--thorough,--part $(shell expr $$(date +%s) / 86400 % 7 + 1)/7)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: demo test test-all lint types clean

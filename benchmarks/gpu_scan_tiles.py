@@ -56,13 +56,13 @@ def run(shape: str, kernels: list[str]) -> None:
 def _calls(shape: str, documents: list[int]) -> tuple[Any, Any]:
     """The forward operator and the backward operator on the same inputs."""
     inputs = [x.to(DEVICE) for x in (drawn_delta if shape == "delta" else drawn_ssd)(sum(documents))]
-    given = [*inputs, *([] if shape == "delta" else [None])]
+    given = [*inputs, *([None] if shape == "delta" else [None, None])]
     packed = PackedMetadata.from_lengths(documents, device=DEVICE)
     given += [packed.cu_seqlens, packed.seq_idx]
     dout = torch.randn(inputs[2].shape, generator=torch.Generator().manual_seed(9)).to(DEVICE, DTYPE)
-    _, gates, inverses = delta_rule._forward(*given, 0.1)
+    _, gates, inverses, final = delta_rule._forward(*given, 0.1)
     ahead = partial(delta_rule._forward, *given, 0.1)
-    return ahead, partial(delta_rule._backward, *given, gates, inverses, dout, 0.1)
+    return ahead, partial(delta_rule._backward, *given, gates, inverses, dout, final, 0.1)
 
 
 def _results(calls: tuple[Any, Any]) -> list[Tensor]:

@@ -12,6 +12,18 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from crosspack.reading import (
+        BadRecord as BadRecord,
+    )
+    from crosspack.reading import (
+        Records as Records,
+    )
+    from crosspack.reading import (
+        Row as Row,
+    )
+    from crosspack.reading import (
+        read as read,
+    )
     from jax_backend import (
         Decoder as Decoder,
     )
@@ -202,7 +214,7 @@ if TYPE_CHECKING:
     __version__: str
 
 # The first package that exports a name answers for it; the second one's counterpart stays under its package's name.
-_PACKAGES = ("packing_core", "torch_backend", "jax_backend")
+_PACKAGES = ("packing_core", "torch_backend", "jax_backend", "crosspack.reading")
 
 
 def __getattr__(name: str) -> Any:

@@ -12,6 +12,44 @@ from packing_core.errors import PackingError, UnsupportedModelError
 
 
 @dataclass(frozen=True)
+class MixtureConfig:
+    """A sparse mixture of experts in place of a layer's MLP.
+
+    Attributes:
+        experts, chosen, size: how many there are, how many a token gets, and their intermediate size.
+        layers: which layers are sparse; the others have an MLP.
+        normalise: the weights of a token's experts add up to 1.
+        coefficient: factor on the routers' auxiliary loss in `Decoder.loss`; 0 leaves it out.
+        block, router, names: what checkpoints call the layer's part, its router, and an expert's gate, up and down.
+        router_bias: router logits have one.
+        clamp: GPT-OSS's (alpha, limit), which also says that gate and up are interleaved in one tensor, with biases.
+        shared_size: intermediate size of an MLP that every token runs through, weighed by a gate of its own; 0 for
+            none.
+    """
+
+    experts: int
+    chosen: int
+    size: int
+    layers: tuple[bool, ...]
+    normalise: bool = True
+    coefficient: float = 0.0
+    block: str = "mlp"
+    router: str = "gate"
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    router_bias: bool = False
+    clamp: tuple[float, float] | None = None
+    shared_size: int = 0
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What layers of one decoder can differ in: their window, and whether their MLP is a mixture of experts."""
+
+    window: int | None
+    sparse: bool = False
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """The hyperparameters that shape a decoder.
 
@@ -22,6 +60,8 @@ class DecoderConfig:
         norm_offset: what is added to the norms' weights, 1 in Gemma.
         qk_norm: "head" (over each head), "projection" (over all heads, Olmo 2), or None.
         fused: query, key and value projections are one, and so are gate and up projections (Phi-3).
+        mixture: experts in place of some layers' MLP, or None.
+        sinks: attention has a logit per head that joins the softmax's denominator only (GPT-OSS).
         attention_scale: factor on attention logits; None for ``head_dim ** -0.5``.
         embedding_scale: factor on token embeddings.
         padding_id: the token whose embedding gets no gradient from where it is read, as in transformers.
@@ -49,6 +89,8 @@ class DecoderConfig:
     norm_offset: float = 0.0
     fused: bool = False
     activation: str = "silu"
+    mixture: MixtureConfig | None = None
+    sinks: bool = False
     attention_scale: float | None = None
     attention_softcap: float | None = None
     final_softcap: float | None = None
@@ -59,6 +101,11 @@ class DecoderConfig:
     @property
     def num_hidden_layers(self) -> int:
         return len(self.windows)
+
+    @property
+    def layers(self) -> tuple[LayerKind, ...]:
+        sparse = self.mixture.layers if self.mixture else (False,) * len(self.windows)
+        return tuple(map(LayerKind, self.windows, sparse))
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> DecoderConfig:
@@ -75,6 +122,11 @@ class DecoderConfig:
                 raise UnsupportedModelError(
                     f"{name} is {config[name]} and the flax decoder has no dropout: set it to 0 in config.json"
                 )
+        if config.get("quantization_config"):
+            raise UnsupportedModelError(
+                f"the weights are quantised ({config['quantization_config'].get('quant_method')}): write them with "
+                "AutoModelForCausalLM.from_pretrained(..., dtype=torch.bfloat16).save_pretrained(folder) first"
+            )
         heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
         activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
@@ -114,10 +166,19 @@ class DecoderConfig:
             raise PackingError(
                 "this DecoderConfig is not that of a config.json: make it with DecoderConfig.from_hf(dictionary)"
             )
-        architecture = {"olmo2": "Olmo2", "olmo3": "Olmo3", "gemma3_text": "Gemma3"}.get(self.model_type)
-        return source | {"architectures": [f"{architecture or self.model_type.capitalize()}ForCausalLM"]}
+        architecture = _ARCHITECTURES.get(self.model_type) or self.model_type.capitalize()
+        return source | {"architectures": [f"{architecture}ForCausalLM"]}
 
 
+# where it is not the model_type with a capital
+_ARCHITECTURES = {
+    "olmo2": "Olmo2",
+    "olmo3": "Olmo3",
+    "gemma3_text": "Gemma3",
+    "qwen2_moe": "Qwen2Moe",
+    "qwen3_moe": "Qwen3Moe",
+    "gpt_oss": "GptOss",
+}
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 
@@ -178,6 +239,64 @@ def _gemma3(config: Mapping[str, Any]) -> dict[str, Any]:
     return _gemma2(config) | own | {"final_softcap": config.get("final_logit_softcapping")}
 
 
+def _mixtral(config: Mapping[str, Any]) -> dict[str, Any]:
+    if config.get("router_jitter_noise"):
+        raise UnsupportedModelError(
+            f"router_jitter_noise is {config['router_jitter_noise']} and the flax decoder's router has no noise: set "
+            "it to 0 in config.json"
+        )
+    mixture = _mixture(config, block="block_sparse_moe", names=("w1", "w3", "w2"))
+    return _mistral(config) | {"mixture": mixture}
+
+
+def _qwen2_moe(config: Mapping[str, Any]) -> dict[str, Any]:
+    shared = config["shared_expert_intermediate_size"]
+    bias = {"qkv_bias": bool(config.get("qkv_bias", True))}
+    return _qwen2(config) | bias | {"mixture": _qwen_mixture(config, shared_size=shared)}
+
+
+def _qwen3_moe(config: Mapping[str, Any]) -> dict[str, Any]:
+    window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    windows = {"windows": (window,) * config["num_hidden_layers"]}
+    return _qwen3(config) | windows | {"mixture": _qwen_mixture(config)}
+
+
+def _gpt_oss(config: Mapping[str, Any]) -> dict[str, Any]:
+    every_other = ["full_attention" if i % 2 else "sliding_attention" for i in range(config["num_hidden_layers"])]
+    clamp = float(config.get("swiglu_alpha", 1.702)), float(config.get("swiglu_limit", 7.0))
+    bias = bool(config.get("attention_bias", True))
+    return {
+        "windows": _windows(config, kinds=every_other),
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "sinks": True,
+        "mixture": _mixture(config, router="router", router_bias=True, clamp=clamp),
+    }
+
+
+def _qwen_mixture(config: Mapping[str, Any], **more: Any) -> MixtureConfig:
+    dense, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
+    layers = tuple(i not in dense and (i + 1) % every == 0 for i in range(config["num_hidden_layers"]))
+    return _mixture(
+        config,
+        size=config["moe_intermediate_size"],
+        layers=layers,
+        normalise=bool(config.get("norm_topk_prob", False)),
+        **more,
+    )
+
+
+def _mixture(config: Mapping[str, Any], **more: Any) -> MixtureConfig:
+    common = {
+        "experts": config.get("num_local_experts") or config["num_experts"],
+        "chosen": config["num_experts_per_tok"],
+        "size": config["intermediate_size"],
+        "layers": (True,) * config["num_hidden_layers"],
+        "coefficient": config.get("router_aux_loss_coef", 0.001) if config.get("output_router_logits") else 0.0,
+    }
+    return MixtureConfig(**common | more)
+
+
 # model_type -> the fields in which the family differs from a plain decoder
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "llama": _llama,
@@ -190,6 +309,10 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "olmo3": _olmo3,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
+    "mixtral": _mixtral,
+    "qwen2_moe": _qwen2_moe,
+    "qwen3_moe": _qwen3_moe,
+    "gpt_oss": _gpt_oss,
 }
 _ALIBI = ("bloom", "mpt")
 

@@ -249,7 +249,8 @@ class TrainStep:
         grads = jax.tree.map(lambda grad: grad * share, sums.grads)
         # Rounded once: float32 gradients would turn the optimizer's moments of bfloat16 weights into float32.
         rounded = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, state.params)
-        updates, opt_state = self.tx.update(rounded, state.opt_state, state.params)
+        with jax.named_scope("optimizer"):
+            updates, opt_state = self.tx.update(rounded, state.opt_state, state.params)
         metrics = {
             "loss": sums.loss * share,
             "loss_sum": sums.loss,

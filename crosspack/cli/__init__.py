@@ -40,6 +40,9 @@ _KEYWORDS = {
     r'\boverflow="(\w+)"': r"--overflow \1",
     r'\bimplementation="(\w+)"': r"--attention \1",
     r"^compile=True\b": "--compile",
+    r"\bleave split out\b": "leave --split out",
+    r"\bpass another split\b": "pass another --split",
+    r"\bas split$": "as --split",
     r'\bpass compile="auto"': "leave --compile out",
 }
 _BESIDE_KEYWORDS = {r'(?<=\s)"(\w+)"': r"\1", r"\braise capacity\b": "raise --capacity"}

@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from crosspack.cli.console import OUT
 from crosspack.cli.progress import counted
-from crosspack.cli.records import Records, open_records
+from crosspack.cli.records import open_records
 from crosspack.cli.text import (
     COLUMNS,
     Encoder,
@@ -24,6 +24,7 @@ from crosspack.cli.text import (
     plain_texts,
     train_tokenizer,
 )
+from crosspack.reading import Records
 from packing_core.errors import CapacityError, PackingError
 from packing_core.training.schedule import Document
 

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosspack.cli.chats import assistant_spans, in_spans
-from crosspack.cli.records import Record
 from crosspack.cli.tokens import COLUMNS as TOKEN_COLUMNS
 from crosspack.cli.tokens import token_documents
+from crosspack.reading.records import Record
 from packing_core.errors import PackingError, first_line
 from packing_core.extras import require
 from packing_core.training.job import is_hub_name

@@ -213,7 +213,7 @@ PLACES = [".", "..", "file", "file/below", "link", "a" * 300, "out"]
 def test_any_options(capacity, buffer, rows, seed, format, flags, output, data):
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
         patched.setenv("HF_HUB_OFFLINE", "1")
-        patched.setattr("crosspack.cli.records.is_hub_name", lambda name: False)
+        patched.setattr("crosspack.reading.records.is_hub_name", lambda name: False)
         patched.chdir(folder)
         Path("file").write_text("mine")
         Path("link").symlink_to("nowhere")

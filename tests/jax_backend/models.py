@@ -79,6 +79,22 @@ CONFIGS = {
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **_TINY, head_dim=8, sliding_window=7, query_pre_attn_scalar=16, layer_types=_ALTERNATING
     ),
+    "mixtral": lambda: transformers.MixtralConfig(**_TINY, num_local_experts=4, sliding_window=7),
+    "qwen2-moe": lambda: transformers.Qwen2MoeConfig(
+        **_TINY, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, shared_expert_intermediate_size=40
+    ),
+    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
+        **_TINY,
+        head_dim=16,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        mlp_only_layers=[0],
+        norm_topk_prob=True,
+    ),
+    "gpt-oss": lambda: transformers.GptOssConfig(
+        **_TINY, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=7, swiglu_limit=1.5
+    ),
 }
 
 
@@ -98,6 +114,26 @@ def saved(name: str, folder: Path) -> torch.nn.Module:
     model = torch_model(name)
     model.save_pretrained(folder)
     return model
+
+
+def on_disk(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """Tensors named as the model's parameters (its gradients, say), as transformers names and cuts them in files."""
+    kept = {name: tensor.detach().numpy() for name, tensor in tensors.items()}
+    family = model.config.model_type
+    gate, up, down = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    found = {}
+    for name, tensor in kept.items():
+        if family == "mixtral":
+            name = name.replace(".mlp.", ".block_sparse_moe.")
+        stem, _, last = name.rpartition(".")
+        if family != "gpt_oss" and stem.endswith(".experts"):
+            for i, expert in enumerate(tensor):
+                halves = {gate: expert[: len(expert) // 2], up: expert[len(expert) // 2 :]}
+                own = halves if last == "gate_up_proj" else {down: expert}
+                found |= {f"{stem}.{i}.{part}.weight": value for part, value in own.items()}
+        else:
+            found[name] = tensor
+    return found
 
 
 def documents(count: int, longest: int = 30, seed: int = 0) -> list[np.ndarray]:

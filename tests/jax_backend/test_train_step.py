@@ -205,8 +205,9 @@ def test_rows_that_do_not_divide_over_the_devices_are_refused() -> None:
         train_step.place({name: array[:6] for name, array in BATCHES[0].items()})
 
 
-def test_fifty_steps_follow_torch_on_each_document_alone(tmp_path) -> None:
-    model = saved("llama", tmp_path)
+@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3-moe", "gpt-oss"])
+def test_fifty_steps_follow_torch_on_each_document_alone(name, tmp_path) -> None:
+    model = saved(name, tmp_path)
     batches = [documents(12, seed=seed) for seed in range(50)]
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch
 from packing_core import reference
 from packing_core.errors import LayoutError, UnsupportedError
 from tests.torch_backend.kernels import ONE_DTYPE, Where, assert_within_budget, numpy
-from torch_backend.ops.scan.delta_rule import gated_delta_rule
+from torch_backend.ops.scan.delta_rule import gated_delta_rule, gated_delta_rule_with_states
 from torch_backend.segments import PackedMetadata
 
 # One token; two documents inside a chunk; one that reaches over two chunk ends; one that ends where a chunk does.
@@ -106,6 +108,53 @@ def test_keys_that_are_all_alike_do_not_blow_up(where):
     found, dout = run(where, inputs, packed_on(where, (100,)))
     exact, rounded = (oracle(inputs, dout, dtype, (100,)) for dtype in ("float64", working(where)))
     assert_within_budget(found, exact, rounded, where.dtype)
+
+
+def continued(inputs, initial, douts, lengths, dtype: torch.dtype) -> dict[str, np.ndarray]:
+    """The recurrence from the initial states, token by token; gradients of what comes out and of the last states."""
+    names = [*NAMES[: len(inputs)], "initial"]
+    given = [x.detach().cpu().to(dtype).requires_grad_() for x in (*inputs, initial)]
+    q, k, v, g, *beta, states = given
+    out, final = [], []
+    for n, (start, stop) in enumerate(pairwise(np.cumsum([0, *lengths]))):
+        state = states[n]
+        for t in range(start, stop):
+            state = state * g[t].exp()[:, None, None]
+            new = v[t]
+            if beta:
+                new = (new - (state * k[t][..., None]).sum(1)) * beta[0][t][:, None]
+            state = state + k[t][..., None] * new[:, None]
+            out.append((state * q[t][..., None]).sum(1) * q.shape[2] ** -0.5)
+        final.append(state)
+    results = torch.stack(out), torch.stack(final)
+    gradients = torch.autograd.grad(results, given, [x.cpu().to(dtype) for x in douts])
+    found = {"out": results[0], "final": results[1], **dict(zip(names, gradients, strict=True))}
+    return {name: numpy(x) for name, x in found.items()}
+
+
+@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
+@pytest.mark.parametrize("delta", [True, False], ids=["corrected", "linear"])
+def test_states_enter_and_leave_every_segment(where, delta):
+    lengths = (1, 40, 64, 7)
+    inputs = drawn(where, sum(lengths))[: 5 if delta else 4]
+    entries = len(lengths) + 2  # empty segments pass their states on
+    initial = (0.3 * where.draw(entries, 2, 16, 32, seed=7).float()).requires_grad_()
+    packed = PackedMetadata.from_lengths(lengths, device=where.device, entries=entries)
+    out, final = gated_delta_rule_with_states(*inputs, *([] if delta else [None]), packed, initial=initial)
+    douts = where.draw(*out.shape, seed=8), where.draw(*final.shape, seed=9).float()
+    found = torch.autograd.grad((out, final), (*inputs, initial), douts)
+    found = {"out": out, "final": final, **dict(zip([*NAMES[: len(inputs)], "initial"], found, strict=True))}
+    exact, rounded = (continued(inputs, initial, douts, (*lengths, 0, 0), x) for x in (torch.float64, where.dtype))
+    assert_within_budget(found, exact, rounded, where.dtype)
+
+
+@pytest.mark.parametrize("where", ONE_DTYPE[:1], indirect=True)
+def test_a_document_goes_on_in_another_row(where):
+    inputs = [x.detach() for x in drawn(where, 90)]
+    whole = gated_delta_rule(*inputs, packed_on(where, (90,)))
+    first, state = gated_delta_rule_with_states(*(x[:50] for x in inputs), packed_on(where, (50,)))
+    rest, _ = gated_delta_rule_with_states(*(x[50:] for x in inputs), packed_on(where, (40,)), initial=state)
+    assert (torch.cat([first, rest]) - whole).abs().max() < 1e-5 * whole.abs().max()
 
 
 @pytest.mark.parametrize("where", ONE_DTYPE[:1], indirect=True)

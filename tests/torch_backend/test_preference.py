@@ -22,7 +22,7 @@ trl = pytest.importorskip("trl", reason="the trainers are TRL's")
 peft = pytest.importorskip("peft", reason="TRL applies adapters")
 
 
-def dpo(path, family="qwen3", *, data=None, ref_model=True, changes=None, **options):
+def dpo(path, family="qwen3", *, data=None, eval_dataset=None, ref_model=True, changes=None, **options):
     """A DPOTrainer whose reference is another model than the one that is trained."""
     adapter = options.pop("peft_config", None)
     model = model_of(family, **(changes or {}))
@@ -32,6 +32,7 @@ def dpo(path, family="qwen3", *, data=None, ref_model=True, changes=None, **opti
         reference,
         args=arguments(trl.DPOConfig, path, **options),
         train_dataset=pairs() if data is None else data,
+        eval_dataset=eval_dataset,
         processing_class=tokenizer(),
         peft_config=adapter,
     )
@@ -107,12 +108,14 @@ def test_pairs_weigh_the_same_in_every_micro_batch(tmp_path) -> None:
     assert_same_training((weights, kept), (truth, wanted))
 
 
-def test_evaluation_is_that_of_each_document_alone(tmp_path) -> None:
-    found = []
+@pytest.mark.parametrize("precomputed", [False, True])
+def test_evaluation_is_that_of_each_document_alone(tmp_path, precomputed) -> None:
+    found, data = [], pairs(5, seed=3)
     for prepare in (lambda trainer: enable_packing(trainer, verify=False), divide):
-        trainer = dpo(tmp_path, "phi3")
+        ahead = precomputed and prepare is not divide
+        trainer = dpo(tmp_path, "phi3", eval_dataset=data, precompute_ref_log_probs=ahead)
         prepare(trainer)
-        found.append(trainer.evaluate(pairs(5, seed=3)))
+        found.append(trainer.evaluate())
     ours, truth = found
     for name in truth:
         if not any(word in name for word in ("time", "per_second")):

@@ -23,6 +23,8 @@ from torch_backend.ops.attention import AttentionRequest
 from torch_backend.ops.documents import FINE, PerBatch, per_document
 from torch_backend.segments import PackedMetadata
 
+TRITON_SCAN = "scan by Triton"
+
 
 @dataclass(frozen=True)
 class AttentionChoice:
@@ -43,6 +45,11 @@ class RowChoice:
 
     triton: bool
     scan: str | None
+
+    @property
+    def fixed(self) -> bool:
+        """Whether it runs on kernels of this project alone, in shapes that do not depend on documents."""
+        return self.triton and self.scan in (None, TRITON_SCAN)
 
     def __str__(self) -> str:
         convolution = f"convolution by {'Triton' if self.triton else 'plain torch on batches of documents'}"

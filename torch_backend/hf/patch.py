@@ -287,6 +287,8 @@ class Patched:
                 forward.segments.lengths = None  # a compiled graph would contain them as constants
             for request in self.compiled:
                 prepare(forward.segments, request, self.implementation)
+            if self.mixers:
+                forward.segments.seq_idx, forward.segments.position_ids  # noqa: B018  made once, not in every graph
         kwargs["attention_mask"] = forward
         if self.mixers:  # some layers pass on what they do not know, some only the argument of fused kernels
             kwargs |= dict.fromkeys(CARRIED, forward)

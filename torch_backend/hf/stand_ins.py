@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from packing_core.errors import UnsupportedModelError
+from torch_backend.hf.forward import TRITON_SCAN
 from torch_backend.hf.knowledge import BOUNDARY_ARGUMENTS, CONVOLUTION, STATE_ARGUMENTS
 from torch_backend.ops import scan as scans
 from torch_backend.ops.conv import short_convolution
@@ -92,7 +93,7 @@ def scan(name: str, function: Callable[..., Any], library: str, *args: Any, **kw
     kwargs = {name: value for name, value in kwargs.items() if not isinstance(value, LayerSegments)}
     reason = triton_scans.refused(name, args, kwargs)
     if reason is None:
-        segments.scan = "scan by Triton"
+        segments.scan = TRITON_SCAN
         return triton_scans.scan(name, segments.packed, args, kwargs)
     return _scan_elsewhere(segments, reason, function, library, args, kwargs)
 

@@ -25,7 +25,7 @@ def values_backward(
 ):  # fmt: skip
     """The part of dN [T, H, V] that comes from the chunk's own O. Grid: (chunks, H)."""
     chunk, head = tl.program_id(0), tl.program_id(1)
-    t, has, visible, _, _ = chunk_of(segments, chunk, tokens, C)
+    t, has, visible, _, _ = chunk_of(segments, chunk, tokens, C, False)
     queries = rows(q, t, head // (H // Q), Q, 0, K, K, has)
     keys = rows(k, t, head // (H // Q), Q, 0, K, K, has)
     decay = tl.load(c + head * tokens + t, has, other=0.0)
@@ -38,21 +38,23 @@ def values_backward(
 
 @triton.jit
 def carry_backward(
-    q, k, c, strength, inverses, boundaries, dout, dnew, dstates, scale, tokens,
-    H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, DELTA: tl.constexpr,
+    q, k, c, strength, inverses, boundaries, dout, dnew, dfinal, dstates, dinitial, scale, tokens,
+    H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, DELTA: tl.constexpr, STATES: tl.constexpr,
     C: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """D [chunks, H, V, K] of each chunk that a document leaves, and the rest of dN. Grid: (segments, H, V / BLOCK_V).
 
-    A document inside one chunk has neither.
+    A document inside one chunk has neither, but with STATES all have both, and the gradient of the initial state.
     """
-    head, first = tl.program_id(1), tl.program_id(2) * BLOCK_V
-    start = tl.load(boundaries + tl.program_id(0))
-    stop = tl.load(boundaries + tl.program_id(0) + 1)
+    segment, head, first = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_V
+    start = tl.load(boundaries + segment)
+    stop = tl.load(boundaries + segment + 1)
     opening, closing = start // C, (stop - 1) // C
     ds = tl.zeros([BLOCK_V, K], tl.float32)
+    if STATES:
+        ds += tl.load(state(dfinal, segment, head, H, K, first, V, BLOCK_V))
     i = tl.arange(0, C)
-    for n in range(closing - opening):
+    for n in range(closing - opening + (1 if STATES else 0)):
         chunk = closing - n
         t = (chunk * C + i).to(tl.int64)
         own = t < stop
@@ -61,8 +63,10 @@ def carry_backward(
         do = columns(dout, t, head, H, first, V, BLOCK_V, own)
         dn = columns(dnew, t, head, H, first, V, BLOCK_V, own)
         decay = tl.load(c + head * tokens + t, own, other=0.0)
-        last = tl.load(c + head * tokens + chunk * C + C - 1, n > 0, other=0.0)
-        tl.store(state(dstates, chunk, head, H, K, first, V, BLOCK_V), ds.to(dstates.dtype.element_ty), n > 0)
+        last = tl.load(c + head * tokens + chunk * C + C - 1, (n > 0) | STATES, other=0.0)
+        tl.store(
+            state(dstates, chunk, head, H, K, first, V, BLOCK_V), ds.to(dstates.dtype.element_ty), (n > 0) | STATES
+        )
         # In the closing chunk D is 0, and its last token may be of another document.
         dn += (
             tl.dot(ds.to(keys.dtype), tl.trans(keys), input_precision=PRECISION)
@@ -77,7 +81,9 @@ def carry_backward(
             solved = rows(inverses, t, head, H, 0, C, C, own)
             dr = tl.dot(dn.to(keys.dtype), solved, input_precision=PRECISION)
             ds -= tl.dot((dr * (beta * reach)[None, :]).to(keys.dtype), keys, input_precision=PRECISION)
-    if closing > opening:
+    if STATES:
+        tl.store(state(dinitial, segment, head, H, K, first, V, BLOCK_V), ds)
+    elif closing > opening:
         t = (opening * C + i).to(tl.int64)
         own = t >= start
         keys = rows(k, t, head // (H // Q), Q, 0, K, K, own)
@@ -92,15 +98,15 @@ def carry_backward(
 @triton.jit
 def chunk_backward(
     q, k, v, c, strength, inverses, segments, states, dstates, dout, dnew, dq, dk, dv, dg, dbeta, scale, tokens,
-    H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, DELTA: tl.constexpr, GROUP: tl.constexpr,
-    C: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, DELTA: tl.constexpr, STATES: tl.constexpr,
+    GROUP: tl.constexpr, C: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of all inputs; dq, dk [T, H / GROUP, K], and dv with DELTA alone, else it is dN.
 
     A program takes GROUP heads of v that read the same head of q and k. Grid: (chunks, H / GROUP).
     """
     chunk, group = tl.program_id(0), tl.program_id(1)
-    t, has, visible, enters, leaves = chunk_of(segments, chunk, tokens, C)
+    t, has, visible, enters, leaves = chunk_of(segments, chunk, tokens, C, STATES)
     i = tl.arange(0, C)
     strict = visible & (i[:, None] > i[None, :])
     any_enters, any_leaves = tl.max(enters.to(tl.int32), 0) > 0, tl.max(leaves.to(tl.int32), 0) > 0

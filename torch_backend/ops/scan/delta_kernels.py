@@ -19,6 +19,9 @@ the scan of Mamba-2 is. Sums over tokens of a document are taken under the mask,
 
 States are held transposed, [V, K]: the three products of a step of ``carry`` then follow each other in registers.
 
+With STATES every document takes a state in and gives one out. Documents then begin where chunks do (the launcher pads
+them), every token's document reaches in and out, and each has its initial and final state [segments, H, V, K].
+
 Names: T tokens, H heads of v, Q heads of q and k (H is a multiple), K and V widths. q, k [T, Q, K], v [T, H, V],
 g, beta [T, H], c and strength (beta) [H, T] in float32, inverses [T, H, C], states [chunks, H, V, K], all contiguous.
 """
@@ -66,7 +69,7 @@ def state(x, chunk, head, HEADS: tl.constexpr, K: tl.constexpr, first, V: tl.con
 
 
 @triton.jit
-def chunk_of(segments, chunk, tokens, C: tl.constexpr):
+def chunk_of(segments, chunk, tokens, C: tl.constexpr, STATES: tl.constexpr):
     """Of a chunk: its tokens, those that exist, the mask [C, C] of own tokens at or before, e, and x."""
     i = tl.arange(0, C)
     t = chunk.to(tl.int64) * C + i
@@ -75,7 +78,7 @@ def chunk_of(segments, chunk, tokens, C: tl.constexpr):
     before = tl.load(segments + chunk * C - 1, chunk > 0, other=-2)
     after = tl.load(segments + chunk * C + C, chunk * C + C < tokens, other=-2)
     visible = (segment[:, None] == segment[None, :]) & (i[:, None] >= i[None, :])
-    return t, has, visible, (segment == before) & has, (segment == after) & has
+    return t, has, visible, ((segment == before) | STATES) & has, ((segment == after) | STATES) & has
 
 
 @triton.jit
@@ -114,7 +117,7 @@ def prepare(
 ):  # fmt: skip
     """c; with DELTA also strength and T. Grid: (chunks, H)."""
     chunk, head = tl.program_id(0), tl.program_id(1)
-    t, has, visible, _, _ = chunk_of(segments, chunk, tokens, C)
+    t, has, visible, _, _ = chunk_of(segments, chunk, tokens, C, False)
     gate = tl.load(g + t * H + head, has, other=0.0).to(tl.float32)
     total = tl.sum(tl.where(visible, gate[None, :], 0.0), 1)
     tl.store(c + head * tokens + t, total, has)
@@ -131,17 +134,19 @@ def prepare(
 
 @triton.jit
 def carry(
-    k, v, c, strength, inverses, boundaries, states, tokens,
-    H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, DELTA: tl.constexpr,
+    k, v, c, strength, inverses, boundaries, initial, states, final, tokens,
+    H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, DELTA: tl.constexpr, STATES: tl.constexpr,
     C: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state that enters each chunk, where one does. Grid: (segments, H, V / BLOCK_V)."""
-    head, first = tl.program_id(1), tl.program_id(2) * BLOCK_V
-    start = tl.load(boundaries + tl.program_id(0))
-    stop = tl.load(boundaries + tl.program_id(0) + 1)
+    """The state that enters each chunk, where one does, and the final ones. Grid: (segments, H, V / BLOCK_V)."""
+    segment, head, first = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_V
+    start = tl.load(boundaries + segment)
+    stop = tl.load(boundaries + segment + 1)
     s = tl.zeros([BLOCK_V, K], tl.float32)
+    if STATES:
+        s += tl.load(state(initial, segment, head, H, K, first, V, BLOCK_V))
     i = tl.arange(0, C)
-    for chunk in range(start // C, (stop - 1) // C):
+    for chunk in range(start // C, (stop - 1) // C + (1 if STATES else 0)):
         t = (chunk * C + i).to(tl.int64)
         own = t >= start
         keys = rows(k, t, head // (H // Q), Q, 0, K, K, own)
@@ -155,19 +160,24 @@ def carry(
             error = ((new - seen * tl.exp(decay)[None, :]) * beta[None, :]).to(keys.dtype)
             new = tl.dot(error, tl.trans(solved), input_precision=PRECISION)
         added = (new * tl.exp(last - decay)[None, :]).to(keys.dtype)
+        if STATES:
+            tl.store(state(states, chunk, head, H, K, first, V, BLOCK_V), s.to(states.dtype.element_ty))
         s = s * tl.exp(last) + tl.dot(added, keys, input_precision=PRECISION)
-        tl.store(state(states, chunk + 1, head, H, K, first, V, BLOCK_V), s.to(states.dtype.element_ty))
+        if not STATES:
+            tl.store(state(states, chunk + 1, head, H, K, first, V, BLOCK_V), s.to(states.dtype.element_ty))
+    if STATES:
+        tl.store(state(final, segment, head, H, K, first, V, BLOCK_V), s)
 
 
 @triton.jit
 def output(
     q, k, v, c, strength, inverses, states, segments, out, scale, tokens,
-    H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, DELTA: tl.constexpr,
+    H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, DELTA: tl.constexpr, STATES: tl.constexpr,
     C: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """O [T, H, V]. Grid: (chunks, H, V / BLOCK_V)."""
     chunk, head, first = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_V
-    t, has, visible, enters, _ = chunk_of(segments, chunk, tokens, C)
+    t, has, visible, enters, _ = chunk_of(segments, chunk, tokens, C, STATES)
     queries = rows(q, t, head // (H // Q), Q, 0, K, K, has)
     keys = rows(k, t, head // (H // Q), Q, 0, K, K, has)
     decay = tl.load(c + head * tokens + t, has, other=0.0)

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from packing_core.errors import LayoutError, UnsupportedError
 from torch_backend.ops.operators import operator, runs_triton
-from torch_backend.segments import PackedMetadata
+from torch_backend.segments import PackedMetadata, most_pieces
 
 # Tokens. Half as many as others take: documents are short, a state is small beside it, and tiles of 32 rows keep Triton
 # off Hopper's wgmma, by which it gets products of narrow heads wrong (3.6, seen with 16 and 32 channels on an H200).
@@ -39,7 +40,7 @@ TILES = {
     "output": Tile(64, 4),
     "values_backward": Tile(64, 4),
     "carry_backward": Tile(32, 2, 2),
-    "chunk_backward": Tile(64, 4),
+    "chunk_backward": Tile(32, 4),
 }
 _GROUP = 16  # heads of v that share a head of k and whose gradients of it one program adds up, at most
 
@@ -85,6 +86,69 @@ def gated_delta_rule(
         LayoutError: shapes contradict each other.
         UnsupportedError: Triton does not run on these tensors, or their heads are of other widths.
     """
+    _check(q, k, v, g, beta, packed)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    out: Tensor = _GatedDeltaRule.apply(
+        q.to(v.dtype), k.to(v.dtype), v, g, beta, None, packed.cu_seqlens, packed.seq_idx, scale
+    )[0]
+    return out
+
+
+def gated_delta_rule_with_states(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    packed: PackedMetadata,
+    *,
+    initial: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`gated_delta_rule` that continues from a state per segment and returns the last ones.
+
+    What continues a document in another row, or several documents after a common beginning, scans like this. Segments
+    are padded to whole chunks for it, so it is slower than the scan without states where they are short.
+
+    Args:
+        q, k, v, g, beta, packed, scale: as there.
+        initial: [N, H, K, V], the state before the first token of each of the N segments of ``packed.cu_seqlens``; of a
+            segment without tokens too. None for zeros.
+
+    Returns:
+        [T, H, V] and the states [N, H, K, V] in float32 after each segment's last token. Gradients flow to and from
+        both.
+
+    Raises:
+        LayoutError, UnsupportedError: as there.
+    """
+    _check(q, k, v, g, beta, packed)
+    shape = len(packed.cu_seqlens) - 1, v.shape[1], q.shape[2], v.shape[2]
+    if initial is None:
+        initial = v.new_zeros(shape, dtype=torch.float32)
+    if initial.shape != shape:
+        raise LayoutError(f"initial states are {list(shape)} [N, H, K, V] here, got {list(initial.shape)}")
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    aligned, place = packed.derived(("aligned", CHUNK), _aligned)
+    padded = (
+        None if x is None else x.new_zeros(aligned.tokens, *x.shape[1:]).index_copy(0, place, x)
+        for x in (q.to(v.dtype), k.to(v.dtype), v, g, beta)
+    )
+    transposed = initial.float().transpose(2, 3).contiguous()
+    out, final = _GatedDeltaRule.apply(*padded, transposed, aligned.cu_seqlens, aligned.seq_idx, scale)
+    return out.index_select(0, place), final.transpose(2, 3)
+
+
+def _aligned(packed: PackedMetadata) -> tuple[PackedMetadata, Tensor]:
+    """The segments padded to whole chunks, and int64 [T] the place of each token there."""
+    lengths = (packed.cu_seqlens.diff() + (CHUNK - 1)).div(CHUNK, rounding_mode="floor") * CHUNK
+    boundaries = F.pad(lengths.cumsum(0), (1, 0)).int()
+    tokens = most_pieces(packed.tokens, len(lengths), CHUNK) * CHUNK
+    place = boundaries.index_select(0, packed.seq_idx) + packed.position_ids
+    return PackedMetadata(boundaries, tokens, tokens), place
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, packed: PackedMetadata) -> None:
     if q.ndim != 3 or v.ndim != 3 or k.shape != q.shape or q.shape[0] != v.shape[0] or v.shape[1] % q.shape[1]:
         shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
         raise LayoutError(f"gated_delta_rule takes q, k [T, Q, K] and v [T, H, V] with H a multiple of Q, got {shapes}")
@@ -96,42 +160,41 @@ def gated_delta_rule(
     reason = unsupported(q, v)
     if reason is not None:
         raise UnsupportedError(f"the gated delta rule {reason}")
-    q, k = q.to(v.dtype), k.to(v.dtype)
-    found: Tensor = _GatedDeltaRule.apply(
-        q, k, v, g, beta, packed.cu_seqlens, packed.seq_idx, q.shape[-1] ** -0.5 if scale is None else scale
-    )
-    return found
 
 
 class _GatedDeltaRule(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, *rest: Any) -> Tensor:
-        boundaries, segments, scale = rest
-        inputs = [None if x is None else x.contiguous() for x in (q, k, v, g, beta)]
-        out, gates, inverses = _forward(*inputs, boundaries, segments, scale)
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        *inputs, boundaries, segments, scale = arguments
+        inputs = [None if x is None else x.contiguous() for x in inputs]
+        out, gates, inverses, final = _forward(*inputs, boundaries, segments, scale)
         ctx.save_for_backward(*inputs, boundaries, segments, gates, inverses)
         ctx.scale = scale
-        found: Tensor = out
-        return found
+        return out, final
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        *given, gates, inverses = ctx.saved_tensors
-        dq, dk, dv, dg, dbeta = _backward(*given, gates, inverses, dout.contiguous(), ctx.scale)
-        return dq, dk, dv, dg, None if given[4] is None else dbeta, None, None, None
+    def backward(ctx: Any, dout: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
+        given = ctx.saved_tensors
+        found = _backward(*given, dout.contiguous(), dfinal.contiguous(), ctx.scale)
+        wanted = (None if x is None else gradient for x, gradient in zip(given, found, strict=False))
+        return *wanted, None, None, None
 
 
 class _Row:
     """One call: its sizes, and how each kernel is launched."""
 
-    def __init__(self, q: Tensor, v: Tensor, beta: Tensor | None, boundaries: Tensor) -> None:
+    def __init__(self, q: Tensor, v: Tensor, beta: Tensor | None, initial: Tensor | None, boundaries: Tensor) -> None:
         self.dtype = v.dtype
         self.tokens, self.heads, self.value_width = v.shape
         self.shared, self.width = q.shape[1:]
-        self.delta = beta is not None
         self.chunks = -(-self.tokens // CHUNK)
         self.segments = len(boundaries) - 1
+        self.sizes: dict[str, Any] = {
+            "H": self.heads, "Q": self.shared, "K": self.width, "V": self.value_width, "C": CHUNK,
+            "DELTA": beta is not None, "STATES": initial is not None, "GROUP": self.group,
+            "PRECISION": "ieee" if self.dtype == torch.float32 else "tf32x3",
+        }  # fmt: skip
 
     @property
     def group(self) -> int:
@@ -140,11 +203,12 @@ class _Row:
         return max(n for n in range(1, min(each, _GROUP) + 1) if each % n == 0)
 
     def states(self, like: Tensor) -> Tensor:
-        """[chunks, H, V, K], unwritten."""
-        return like.new_empty(self.chunks, self.heads, self.value_width, self.width)
+        """[chunks, H, V, K], unwritten where no document reaches from one chunk into the next."""
+        make = like.new_zeros if self.sizes["STATES"] else like.new_empty  # then chunks of padding read theirs
+        return make(self.chunks, self.heads, self.value_width, self.width)
 
-    def launch(self, kernel: Any, *arguments: Any, values: bool = True, delta: bool = True, **more: int) -> None:
-        """Start a kernel, over chunks or segments as its name says; ``values`` if it knows of v, ``delta`` of beta."""
+    def launch(self, kernel: Any, *arguments: Any) -> None:
+        """Start a kernel, over chunks or segments as its name says, with the constants that it takes."""
         name = kernel.__name__
         wide = self.dtype == torch.float32
         block, warps, stages = TILES[name]
@@ -152,78 +216,83 @@ class _Row:
         first = self.segments if name.startswith("carry") else self.chunks
         second = self.heads // self.group if name == "chunk_backward" else self.heads
         third = self.value_width // block if name in ("carry", "carry_backward", "output") else 1
-        sizes: dict[str, Any] = {"H": self.heads, "Q": self.shared, "K": self.width, "C": CHUNK}
-        sizes |= {"V": self.value_width, "BLOCK_V": block} if values else {}
-        sizes |= {"DELTA": self.delta} if delta else {}
-        kernel[first, second, third](
-            *arguments, **sizes, **more, PRECISION="ieee" if wide else "tf32x3",
-            num_warps=warps, num_stages=1 if wide else stages,
-        )  # fmt: skip
+        known = self.sizes | {"BLOCK_V": block}
+        constants = {key: value for key, value in known.items() if key in kernel.arg_names}
+        kernel[first, second, third](*arguments, **constants, num_warps=warps, num_stages=1 if wide else stages)
 
 
 def _launch_forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, boundaries: Tensor, segments: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, initial: Tensor | None,
+    boundaries: Tensor, segments: Tensor, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from torch_backend.ops.scan import delta_kernels as kernels
 
-    row = _Row(q, v, beta, boundaries)
-    gates, inverses = _kept(v, beta)
+    row = _Row(q, v, beta, initial, boundaries)
+    out, gates, inverses, final = _made(v, beta, initial)
     c, strength = gates[0], gates[-1]
-    row.launch(kernels.prepare, k, g, beta, segments, c, strength, inverses, row.tokens, values=False)
+    row.launch(kernels.prepare, k, g, beta, segments, c, strength, inverses, row.tokens)
     states = row.states(v)
-    row.launch(kernels.carry, k, v, c, strength, inverses, boundaries, states, row.tokens)
-    out = torch.empty_like(v)
+    row.launch(kernels.carry, k, v, c, strength, inverses, boundaries, initial, states, final, row.tokens)
     row.launch(kernels.output, q, k, v, c, strength, inverses, states, segments, out, scale, row.tokens)
-    return out, gates, inverses
+    return out, gates, inverses, final
 
 
-def _kept(v: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What the backward takes from the forward: c and beta [2, H, T] in float32, or c alone, and T [T, H, C]."""
+def _made(v: Tensor, beta: Tensor | None, initial: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The output; c and beta [2, H, T] in float32, or c alone; T [T, H, C]; the final states. All unwritten."""
     delta = beta is not None
     gates = v.new_empty(1 + delta, *v.shape[1::-1], dtype=torch.float32)
-    return gates, v.new_empty(v.shape[0] if delta else 0, v.shape[1], CHUNK)
+    inverses = v.new_empty(v.shape[0] if delta else 0, v.shape[1], CHUNK)
+    return torch.empty_like(v), gates, inverses, _like(initial, v)
+
+
+def _like(x: Tensor | None, v: Tensor) -> Tensor:
+    return v.new_empty(0) if x is None else torch.empty_like(x)
 
 
 def _launch_backward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, boundaries: Tensor, segments: Tensor,
-    gates: Tensor, inverses: Tensor, dout: Tensor, scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, initial: Tensor | None,
+    boundaries: Tensor, segments: Tensor, gates: Tensor, inverses: Tensor,
+    dout: Tensor, dfinal: Tensor, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from torch_backend.ops.scan import delta_backward_kernels as backward
     from torch_backend.ops.scan import delta_kernels as forward
 
-    row = _Row(q, v, beta, boundaries)
+    row = _Row(q, v, beta, initial, boundaries)
     c, strength, delta = gates[0], gates[-1], beta is not None
     states, dstates, dnew = row.states(v), row.states(v), torch.empty_like(v)
-    row.launch(forward.carry, k, v, c, strength, inverses, boundaries, states, row.tokens)
-    row.launch(backward.values_backward, q, k, c, segments, dout, dnew, scale, row.tokens, delta=False)
-    row.launch(backward.carry_backward, q, k, c, strength, inverses, boundaries, dout, dnew, dstates, scale, row.tokens)
+    dinitial = _like(initial, v)
+    # Here the final states are not needed: their memory is that of the initial ones' gradients, written later.
+    row.launch(forward.carry, k, v, c, strength, inverses, boundaries, initial, states, dinitial, row.tokens)
+    row.launch(backward.values_backward, q, k, c, segments, dout, dnew, scale, row.tokens)
+    row.launch(
+        backward.carry_backward, q, k, c, strength, inverses, boundaries, dout, dnew, dfinal, dstates, dinitial,
+        scale, row.tokens,
+    )  # fmt: skip
     # Where several programs share a head of k, each leaves its sum in float32.
     groups = row.heads // row.group
     parts = q.dtype if groups == row.shared else torch.float32
     dq, dk = (q.new_empty(row.tokens, groups, row.width, dtype=parts) for _ in range(2))
     dv, dg = torch.empty_like(v) if delta else dnew, torch.empty_like(g)
-    dbeta = dg if beta is None else torch.empty_like(beta)
+    dbeta = _like(beta, v)
     row.launch(
         backward.chunk_backward, q, k, v, c, strength, inverses, segments, states, dstates, dout, dnew,
-        dq, dk, dv, dg, dbeta, scale, row.tokens, GROUP=row.group,
+        dq, dk, dv, dg, dbeta, scale, row.tokens,
     )  # fmt: skip
     if groups != row.shared:
         dq, dk = (x.unflatten(1, (row.shared, -1)).sum(2).to(q.dtype) for x in (dq, dk))
-    return dq, dk, dv, dg, dbeta if delta else g.new_empty(0)
+    return dq, dk, dv, dg, dbeta, dinitial
 
 
 _forward = operator(
-    "gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, Tensor boundaries, Tensor segments, "
-    "float scale) -> (Tensor, Tensor, Tensor)",
+    "gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, Tensor? initial, Tensor boundaries, "
+    "Tensor segments, float scale) -> (Tensor, Tensor, Tensor, Tensor)",
     _launch_forward,
-    lambda q, k, v, g, beta, *_: (torch.empty_like(v), *_kept(v, beta)),
+    lambda q, k, v, g, beta, initial, *_: _made(v, beta, initial),
 )
 _backward = operator(
-    "gated_delta_rule_backward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, Tensor boundaries, "
-    "Tensor segments, Tensor gates, Tensor inverses, Tensor dout, float scale) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "gated_delta_rule_backward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, Tensor? initial, "
+    "Tensor boundaries, Tensor segments, Tensor gates, Tensor inverses, Tensor dout, Tensor dfinal, float scale) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _launch_backward,
-    lambda q, k, v, g, beta, *_: tuple(
-        torch.empty_like(x) if x is not None else g.new_empty(0) for x in (q, k, v, g, beta)
-    ),
+    lambda q, k, v, g, beta, initial, *_: tuple(_like(x, v) for x in (q, k, v, g, beta, initial)),
 )
