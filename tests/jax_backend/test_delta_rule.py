@@ -156,6 +156,19 @@ def test_the_last_state_is_that_of_the_last_document() -> None:
     assert np.allclose(out[1, -1], asked, atol=1e-6)
 
 
+@pytest.mark.parametrize("scan", SCANS)
+def test_chunks_in_groups_are_those_one_by_one(scan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward, through five chunks in groups of two."""
+    function, operands, _, values = SCANS[scan]
+    arrays = operands(EDGES)
+    dout = cotangent(arrays[values])
+    one_by_one = out_and_gradients(function, arrays, IDS, dout)
+    monkeypatch.setattr(chunked_scan, "GROUP", 2)
+    grouped = out_and_gradients(lambda **given: function(**given), arrays, IDS, dout)  # traced anew
+    for name, x in one_by_one.items():
+        assert np.abs(x - grouped[name]).max() <= 2e-6 * np.abs(x).max(), name
+
+
 def test_a_long_row_in_blocks_is_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = delta_operands(EDGES)
     whole = gated_delta_rule(**arrays, segment_ids=jnp.asarray(IDS))
