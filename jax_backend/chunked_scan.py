@@ -86,8 +86,8 @@ def scan(rule: Rule, inputs: Inputs, carry: Carry) -> tuple[Carry, jax.Array]:
     def cut(x: jax.Array) -> jax.Array:
         """[B, S, ...] to [blocks, B, N, C, ...]."""
         # The last run goes on with tokens of 0, which leave its state as it is.
-        mode = "edge" if x is inputs.runs else "constant"
-        x = jnp.pad(x, ((0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)), mode=mode)
+        more = x[:, -1:] if x is inputs.runs else jnp.zeros_like(x[:, :1])
+        x = jnp.concatenate([x, jnp.repeat(more, padding, axis=1)], axis=1) if padding else x
         return jnp.moveaxis(x.reshape(rows, blocks, in_block, CHUNK, *x.shape[2:]), 1, 0)
 
     carry, out = jax.lax.scan(jax.checkpoint(partial(_block, rule)), carry, jax.tree.map(cut, inputs))
@@ -111,7 +111,7 @@ def _block(rule: Rule, carry: Carry, inputs: Inputs) -> tuple[Carry, jax.Array]:
 
     g = jnp.maximum(jnp.moveaxis(g, 2, -1), _FORGOTTEN)  # [B, N, H, G, C]
     after = jnp.where(together & (at[:, None] > at), g[..., :, None], 0.0)
-    tril = jnp.tril(jnp.ones((CHUNK, CHUNK)))
+    tril = jnp.tril(jnp.ones((CHUNK, CHUNK), jnp.float32))
     exponent = jnp.einsum("it,bnhgtj->bnhgij", tril, after, precision=_EXACT)  # sum of g from j + 1 to i
     decay = jnp.where(together, jnp.exp(exponent), 0.0)  # from token j to token i
     from_start = jnp.where(goes_on, jnp.exp(exponent[..., 0] + g[..., :1]), 0.0)  # from the chunk before to token i
@@ -195,7 +195,7 @@ def _walk(
     width = gain.shape[-1]
     kept, gain = cut(kept, 1.0), cut(gain, 0.0)
     columns = [width] if loss is None else [width, loss.shape[-1]]  # of the state, and of the change of any state
-    start = jnp.zeros((*gain.shape[1:-1], sum(columns))), jnp.ones(kept.shape[1:])
+    start = jnp.zeros((*gain.shape[1:-1], sum(columns)), jnp.float32), jnp.ones(kept.shape[1:], jnp.float32)
 
     def step(carry: tuple[jax.Array, jax.Array], chunk: Any) -> tuple[Any, Any]:
         both, fade = carry
@@ -239,7 +239,7 @@ def _unit_lower_inverse(lower: jax.Array) -> jax.Array:
     """
     at = jnp.arange(_BASE)
     base = _blocks(lower, _BASE, 0, _BASE)
-    x = jnp.eye(_BASE) - jnp.where(at[:, None] // 2 == at // 2, base, 0.0)
+    x = jnp.eye(_BASE, dtype=jnp.float32) - jnp.where(at[:, None] // 2 == at // 2, base, 0.0)
     size = 2
     while size < _BASE:
         pair, block = at // (2 * size), at // size
