@@ -34,7 +34,7 @@ from crosspack.packing.unit import (
 from crosspack.packing.workers import Failed, Finished, Pool
 from crosspack.packing.writers import Format, Written, write_file
 from crosspack.reading.lines import Document, Range
-from crosspack.reading.records import read_pieces
+from crosspack.reading.records import Listed, read_pieces
 from crosspack.reading.rows import Stretch
 from crosspack.reading.tables import Group
 from packing_core.training.files import sync
@@ -183,7 +183,7 @@ class Run:
                 if start:
                     continue
                 stride = 1
-            several = not single and not _small(stretch, self.worker.rules.size)
+            several = not isinstance(stretch, Range | Document | Listed) and not _small(stretch, self.worker.rules.size)
             share = workers if several and len(self.stretches) < 4 * workers else 1
             for each in range(share):
                 yield Pieces(number, stretch, start + stride * each, stride * share, finished)
