@@ -164,7 +164,8 @@ def main() -> None:
                 "--output",
                 folder / f"{count}",
             ]
-            command = [sys.executable, "-m", "crosspack", "pack", *map(str, options), "--workers", str(count), "--json"]
+            command = [sys.executable, "-m", "crosspack", "pack", *map(str, options), "--workers", str(count)]
+            command += ["--overflow", "truncate", "--json"]
             found = measured(command)
             _line(f"crosspack, {count} workers", size, found, f"efficiency {found['efficiency']:.2%}")
         for count in given.trl:

@@ -122,10 +122,10 @@ class Totals:
 
 
 class Part(NamedTuple):
-    """Part ``number``, from 0, of ``count`` parts of the work."""
+    """Part ``number``, from 0, of the ``parts`` of the work."""
 
     number: int = 0
-    count: int = 1
+    parts: int = 1
 
 
 class Run:
@@ -172,13 +172,13 @@ class Run:
         done: dict[int, set[int]] = {}
         for key in self.outcomes:
             done.setdefault(key.stretch, set()).add(key.piece)
-        few = len(self.stretches) < 4 * self.part.count
+        few = len(self.stretches) < 4 * self.part.parts
         for number, stretch in enumerate(self.stretches):
             finished = frozenset(done.get(number, ()))
             single = isinstance(stretch, Range | Document)
             if single and finished:
                 continue
-            start, stride = (self.part.number - number) % self.part.count, self.part.count
+            start, stride = (self.part.number - number) % self.part.parts, self.part.parts
             if not few or single:
                 if start:
                     continue
