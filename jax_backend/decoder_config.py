@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax_backend.rope_scaling import RopeParameters, read_rope
@@ -106,6 +106,13 @@ class DecoderConfig:
     def layers(self) -> tuple[LayerKind, ...]:
         sparse = self.mixture.layers if self.mixture else (False,) * len(self.windows)
         return tuple(map(LayerKind, self.windows, sparse))
+
+    @property
+    def shallow(self) -> DecoderConfig:
+        """The same decoder with one layer of each kind, for what is judged by kinds of layers."""
+        first = [i for i, kind in enumerate(self.layers) if kind not in self.layers[:i]]
+        mixture = self.mixture and replace(self.mixture, layers=tuple(self.mixture.layers[i] for i in first))
+        return replace(self, windows=tuple(self.windows[i] for i in first), mixture=mixture)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> DecoderConfig:
