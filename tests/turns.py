@@ -99,6 +99,12 @@ WEEKLY: dict[str, tuple[str, ...]] = {
         "test_a_resumed_run_repeats_to_the_bit",
         "test_each_run_has_the_losses_of_torchs_packed_run",
     ),
+    "tests/jax_backend/test_train_options.py": (
+        "test_bfloat16_weights_are_trained_and_written_as_such",
+        "test_adapters_alone_are_trained_and_peft_reads_them",
+        "test_a_run_goes_on_over_other_devices",
+        "test_the_console_command_takes_them_and_its_file_repeats_the_run",
+    ),
     "tests/jax_backend/test_train_step.py": ("test_fifty_steps_follow_torch_on_each_document_alone",),
     "tests/torch_backend/test_captured.py": ("test_compiled_layers_share_a_graph_over_layers_and_segmentations",),
     "tests/torch_backend/test_causal_lm_loss.py": ("test_a_compiled_model_is_compiled_once",),
