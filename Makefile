@@ -11,7 +11,7 @@ INTERPRETED := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1
 PART = $(if $(CROSSPACK_TEST_ALL),--thorough,--part $(shell expr $$(date +%s) / 86400 % 7 + 1)/7)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-all lint types clean
+.PHONY: demo test test-all lint types docs clean
 
 demo: .venv/.demo
 	$(BIN)/crosspack train --compare --steps 24 --output runs/demo --overwrite
@@ -38,6 +38,10 @@ lint: .venv/.dev
 types: .venv/.dev
 	$(BIN)/mypy
 
+# Into site/, without network. A dead link, a page outside of the navigation or a misnamed parameter is an error.
+docs: .venv/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Crosspack needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv .venv
@@ -51,4 +55,4 @@ types: .venv/.dev
 	@touch $@
 
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv build dist site *.egg-info

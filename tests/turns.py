@@ -56,6 +56,7 @@ WEEKLY: dict[str, tuple[str, ...]] = {
         "test_grpo_learns_on_packed_completions",
     ),
     "tests/cli/test_launch.py": ("test_torchrun_trains_as_one_process_does_and_one_process_goes_on",),
+    "tests/cli/test_notebooks.py": ("test_a_notebook_runs",),
     "tests/cli/test_records.py": ("test_the_standard_library_has_about_four_thousand_documents",),
     "tests/conformance/test_docs.py": (
         "test_the_plugin_is_right_at_first",
