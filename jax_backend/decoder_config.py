@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax_backend.rope_scaling import RopeParameters, read_rope
@@ -42,11 +42,34 @@ class MixtureConfig:
 
 
 @dataclass(frozen=True)
+class DeltaNetConfig:
+    """Gated delta nets in place of some layers' attention (Qwen3-Next, Qwen3.5).
+
+    Attributes:
+        key_heads, key_width: heads of q and k, and their channels.
+        heads, width: those of v.
+        kernel: tokens that the short convolution sees.
+        layers: which layers have one; the others have attention.
+        by_key_head: projections keep q, k, v and z of each head of k together, in one matrix (Qwen3-Next).
+    """
+
+    key_heads: int
+    key_width: int
+    heads: int
+    width: int
+    kernel: int
+    layers: tuple[bool, ...]
+    by_key_head: bool = False
+
+
+@dataclass(frozen=True)
 class LayerKind:
-    """What layers of one decoder can differ in: their window, and whether their MLP is a mixture of experts."""
+    """What layers of one decoder can differ in: their window, whether their MLP is a mixture of experts, and whether
+    they have a gated delta net instead of attention."""
 
     window: int | None
     sparse: bool = False
+    recurrent: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,6 +84,8 @@ class DecoderConfig:
         qk_norm: "head" (over each head), "projection" (over all heads, Olmo 2), or None.
         fused: query, key and value projections are one, and so are gate and up projections (Phi-3).
         mixture: experts in place of some layers' MLP, or None.
+        delta_net: gated delta nets in place of some layers' attention, or None.
+        output_gate: the query projection also makes a gate, whose sigmoid multiplies the attention's output.
         sinks: attention has a logit per head that joins the softmax's denominator only (GPT-OSS).
         attention_scale: factor on attention logits; None for ``head_dim ** -0.5``.
         embedding_scale: factor on token embeddings.
@@ -90,6 +115,8 @@ class DecoderConfig:
     fused: bool = False
     activation: str = "silu"
     mixture: MixtureConfig | None = None
+    delta_net: DeltaNetConfig | None = None
+    output_gate: bool = False
     sinks: bool = False
     attention_scale: float | None = None
     attention_softcap: float | None = None
@@ -104,8 +131,10 @@ class DecoderConfig:
 
     @property
     def layers(self) -> tuple[LayerKind, ...]:
-        sparse = self.mixture.layers if self.mixture else (False,) * len(self.windows)
-        return tuple(map(LayerKind, self.windows, sparse))
+        neither = (False,) * len(self.windows)
+        sparse = self.mixture.layers if self.mixture else neither
+        recurrent = self.delta_net.layers if self.delta_net else neither
+        return tuple(map(LayerKind, self.windows, sparse, recurrent))
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> DecoderConfig:
@@ -178,6 +207,8 @@ _ARCHITECTURES = {
     "qwen2_moe": "Qwen2Moe",
     "qwen3_moe": "Qwen3Moe",
     "gpt_oss": "GptOss",
+    "qwen3_next": "Qwen3Next",
+    "qwen3_5_text": "Qwen3_5",
 }
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
@@ -261,6 +292,36 @@ def _qwen3_moe(config: Mapping[str, Any]) -> dict[str, Any]:
     return _qwen3(config) | windows | {"mixture": _qwen_mixture(config)}
 
 
+def _qwen3_5(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Three gated delta nets to one layer of gated attention."""
+    layers, every = config["num_hidden_layers"], config.get("full_attention_interval", 4)
+    kinds = config.get("layer_types") or [
+        "linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)
+    ]
+    if unknown := sorted({*kinds} - {"linear_attention", "full_attention"}):
+        raise UnsupportedModelError(
+            f"layer_types has {unknown[0]!r} and the flax decoder computes linear_attention, "
+            "full_attention in this family"
+        )
+    delta_net = DeltaNetConfig(
+        key_heads=config.get("linear_num_key_heads", 16),
+        key_width=config.get("linear_key_head_dim", 128),
+        heads=config.get("linear_num_value_heads", 32),
+        width=config.get("linear_value_head_dim", 128),
+        kernel=config.get("linear_conv_kernel_dim", 4),
+        layers=tuple(kind == "linear_attention" for kind in kinds),
+    )
+    bias = bool(config.get("attention_bias", False))
+    own = {"qk_norm": "head", "norm_offset": 1.0, "output_gate": True, "delta_net": delta_net}
+    return own | {"qkv_bias": bias, "output_bias": bias}
+
+
+def _qwen3_next(config: Mapping[str, Any]) -> dict[str, Any]:
+    dense = _qwen3_5(config)
+    mixture = _qwen_mixture(config, shared_size=config["shared_expert_intermediate_size"])
+    return dense | {"delta_net": replace(dense["delta_net"], by_key_head=True), "mixture": mixture}
+
+
 def _gpt_oss(config: Mapping[str, Any]) -> dict[str, Any]:
     every_other = ["full_attention" if i % 2 else "sliding_attention" for i in range(config["num_hidden_layers"])]
     clamp = float(config.get("swiglu_alpha", 1.702)), float(config.get("swiglu_limit", 7.0))
@@ -313,6 +374,8 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
     "gpt_oss": _gpt_oss,
+    "qwen3_next": _qwen3_next,
+    "qwen3_5_text": _qwen3_5,
 }
 _ALIBI = ("bloom", "mpt")
 

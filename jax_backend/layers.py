@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_backend.decoder_config import DecoderConfig, LayerKind
+from jax_backend.delta_net import GatedDeltaNet
 from jax_backend.moe import Balance, BiasedExperts, Experts, Router, run_experts
 
 
@@ -44,7 +45,7 @@ class Attention(nnx.Module):
         if config.fused:
             self.qkv_proj = make.linear(m, (n + 2 * k) * d, use_bias=config.qkv_bias)
         else:
-            self.q_proj = make.linear(m, n * d, use_bias=config.qkv_bias)
+            self.q_proj = make.linear(m, n * d * (1 + config.output_gate), use_bias=config.qkv_bias)
             self.k_proj = make.linear(m, k * d, use_bias=config.qkv_bias)
             self.v_proj = make.linear(m, k * d, use_bias=config.qkv_bias)
         self.o_proj = make.linear(n * d, m, use_bias=config.output_bias)
@@ -62,6 +63,8 @@ class Attention(nnx.Module):
             q, k, v = jnp.split(self.qkv_proj(x_BSM), [queries, queries + keys], axis=-1)
         else:
             q, k, v = self.q_proj(x_BSM), self.k_proj(x_BSM), self.v_proj(x_BSM)
+        if config.output_gate:  # of each head, behind its queries
+            q, gate = jnp.split(q.reshape(*q.shape[:2], config.num_attention_heads, -1), 2, axis=-1)
         if config.qk_norm == "projection":
             q, k = self.q_norm(q), self.k_norm(k)
         q_BSND, k_BSKD, v_BSKD = (x.reshape(*x.shape[:2], -1, config.head_dim) for x in (q, k, v))
@@ -70,6 +73,8 @@ class Attention(nnx.Module):
         q_BSND, k_BSKD = rotate(q_BSND, k_BSKD, local=self.window is not None)
         sinks = None if self.sinks is None else self.sinks[...]
         out_BSND = attend(q_BSND, k_BSKD, v_BSKD, window=self.window, sinks=sinks)
+        if config.output_gate:
+            out_BSND = out_BSND * jax.nn.sigmoid(gate)
         return self.o_proj(out_BSND.reshape(*x_BSM.shape[:2], -1))
 
 
@@ -119,24 +124,33 @@ class SparseMLP(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """One decoder layer: attention and MLP or experts, with norms before them, after them, or both."""
+    """One decoder layer: attention or a gated delta net, an MLP or experts, norms before them, after them, or both."""
 
     def __init__(self, config: DecoderConfig, kind: LayerKind, make: Maker) -> None:
         self.names = _NORMS[config.norms]
         for name in filter(None, self.names):
             setattr(self, name, make.norm(config.hidden_size))
-        self.self_attn = Attention(config, kind, make)
+        if kind.recurrent:
+            self.linear_attn = GatedDeltaNet(config, make)
+        else:
+            self.self_attn = Attention(config, kind, make)
+        self.recurrent = kind.recurrent
         mixture = config.mixture if kind.sparse else None
         self.block = mixture.block if mixture else "mlp"
         setattr(self, self.block, SparseMLP(config, make) if mixture else MLP(config, config.intermediate_size, make))
 
-    def __call__(self, x_BSM: jax.Array, rotate: Any, attend: Any, real_BS: jax.Array) -> tuple[jax.Array, Balance]:
+    def __call__(self, x_BSM: jax.Array, rotate: Any, attend: Any, segment_ids: jax.Array) -> tuple[jax.Array, Balance]:
         before_attention, after_attention, before_mlp, after_mlp = (
             (lambda x: x) if name is None else getattr(self, name) for name in self.names
         )
-        x_BSM = x_BSM + after_attention(self.self_attn(before_attention(x_BSM), rotate, attend))
+        mixed_BSM = before_attention(x_BSM)
+        if self.recurrent:
+            mixed_BSM = self.linear_attn(mixed_BSM, segment_ids)
+        else:
+            mixed_BSM = self.self_attn(mixed_BSM, rotate, attend)
+        x_BSM = x_BSM + after_attention(mixed_BSM)
         block: MLP | SparseMLP = getattr(self, self.block)
-        y_BSM, balance = block(before_mlp(x_BSM), real_BS)
+        y_BSM, balance = block(before_mlp(x_BSM), segment_ids != 0)
         return x_BSM + after_mlp(y_BSM), balance
 
 
@@ -179,6 +193,9 @@ class Maker:
 
     def weight(self, *shape: int) -> nnx.Param:
         return nnx.Param(self.init(self.rngs.params(), shape, self.kinds["param_dtype"]))
+
+    def ones(self, *shape: int) -> nnx.Param:
+        return nnx.Param(jnp.ones(shape, self.kinds["param_dtype"]))
 
     def zeros(self, *shape: int) -> nnx.Param:
         return nnx.Param(jnp.zeros(shape, self.kinds["param_dtype"]))

@@ -139,7 +139,7 @@ class Decoder(nnx.Module):
             )
 
         def run(layer: Layer, x_BSM: jax.Array, balance: Balance) -> tuple[jax.Array, Balance]:
-            x_BSM, more = layer(x_BSM, rotate, attend, segment_ids != 0)
+            x_BSM, more = layer(x_BSM, rotate, attend, segment_ids)
             return x_BSM, jax.tree.map(jnp.add, balance, more)
 
         segments = find_segments(segment_ids)  # once, for all layers

@@ -137,7 +137,9 @@ def _checked(state: nnx.State, shapes: Mapping[str, tuple[int, ...]]) -> list[_P
     wanted = list(_parameters(state))
     names = {name for parameter in wanted for name in parameter.names.flat}
     missing, extra = sorted(names - shapes.keys()), sorted(shapes.keys() - names)
-    extra = [name for name in extra if name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq")]
+    # Tied heads, frequencies, and the layers that predict a second token, which transformers leaves out as well.
+    unread = ("lm_head.weight", "mtp.")
+    extra = [name for name in extra if not name.startswith(unread) and not name.endswith("rotary_emb.inv_freq")]
     if missing or extra:
         raise LayoutError(
             f"the checkpoint lacks {missing or 'nothing'} and has {extra or 'nothing'} that the config does not: "

@@ -88,12 +88,19 @@ class File:
         return opened
 
     def lines_before(self, end: int) -> int:
-        """Newlines among the first ``end`` bytes of a plain file."""
-        count, at = 0, 0
+        """Newlines among the first ``end`` bytes of a plain file. Asked for ever later ends, a file is read once."""
+        at, count = _LINES.get(self.path, (0, 0))
+        if at > end:
+            at = count = 0
         with self.open_plain() as file:
+            file.seek(at)
             while at < end and (block := file.read(min(_COUNTED, end - at))):
                 count, at = count + block.count(b"\n"), at + len(block)
+        _LINES[self.path] = at, count
         return count
+
+
+_LINES: dict[str, tuple[int, int]] = {}  # path -> so many newlines among so many first bytes
 
 
 class _Raw(io.RawIOBase):

@@ -56,8 +56,7 @@ def _piece(
     number: int, batches: list[Any], size: int, place: Place, first: int, start: int, step: int
 ) -> Iterator[Piece]:
     if number >= start and (number - start) % step == 0:
-        rows = sum(batch.num_rows for batch in batches)
-        yield Piece(number, _rows(batches, place, first), size, place, 0, rows)
+        yield Piece(number, _rows(batches, place, first), size)
 
 
 def _parts(batches: Iterable[Any]) -> Iterator[Any]:

@@ -28,6 +28,14 @@ _LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 _THETA = {"rope_theta": 10000.0}
+_DELTA_NET = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
 _ALTERNATING = ["sliding_attention", "full_attention"]
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**_TINY),
@@ -95,16 +103,27 @@ CONFIGS = {
     "gpt-oss": lambda: transformers.GptOssConfig(
         **_TINY, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=7, swiglu_limit=1.5
     ),
+    "qwen3.5": lambda: transformers.Qwen3_5TextConfig(**_TINY, **_DELTA_NET),
+    "qwen3-next": lambda: transformers.Qwen3NextConfig(
+        **_TINY,
+        **_DELTA_NET,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=16,
+        mlp_only_layers=[1],
+    ),
 }
 
 
-def torch_model(name: str) -> torch.nn.Module:
+def torch_model(family: str) -> torch.nn.Module:
     """A float32 transformers model with weights large enough that every part of it shows in the logits."""
     generator = torch.Generator().manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[family](), attn_implementation="eager")
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             mean, std = (0.0, 0.2) if parameter.ndim > 1 else (1.0, 0.1)
+            mean = -2.0 if name.endswith("A_log") else mean  # a memory of several tokens
             parameter.normal_(mean, std, generator=generator)
     return model.eval()
 

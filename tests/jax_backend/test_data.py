@@ -8,7 +8,8 @@ import pytest
 from absl import flags
 
 import packing_core
-from jax_backend.data import GrainSource, GrainStream, to_batch
+from jax_backend.batches import to_batch
+from jax_backend.data import GrainSource, GrainStream
 from packing_core.errors import PackingError
 from tests.processes import limited
 
@@ -103,6 +104,18 @@ def test_a_stream_behind_grains_batching_resumes_where_it_stopped() -> None:
     continued = iterator()
     continued.set_state(state)
     assert [batch["inputs"].tolist() for batch in continued] == wanted and wanted
+
+
+def test_grains_workers_share_the_rows_of_a_host() -> None:
+    shares = []
+    for worker in range(3):
+        rows = GrainStream(opened(1, 2))
+        rows.set_slice(slice(worker, None, 3))  # what mp_prefetch does in each of its processes
+        shares.append(list(rows))
+    host = documents_of(GrainStream(opened(1, 2)))
+    assert documents_of(row for share in shares for row in share) == host and all(shares)
+    with pytest.raises(PackingError, match="does not know how many rows it has"):
+        rows.set_slice(slice(0, 1), sequential_slice=True)
 
 
 def test_the_train_steps_batch_is_shifted_inside_segments() -> None:
