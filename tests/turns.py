@@ -68,6 +68,7 @@ WEEKLY: dict[str, tuple[str, ...]] = {
         "test_grpo_learns_on_packed_completions",
     ),
     "tests/cli/test_launch.py": ("test_torchrun_trains_as_one_process_does_and_one_process_goes_on",),
+    "tests/cli/test_notebooks.py": ("test_a_notebook_runs",),
     "tests/cli/test_pack_runs.py": ("test_workers_end_with_their_parent",),
     "tests/cli/test_records.py": ("test_the_standard_library_has_about_four_thousand_documents",),
     "tests/conformance/test_docs.py": (
