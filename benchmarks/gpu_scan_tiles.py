@@ -5,7 +5,7 @@
     python -m benchmarks.gpu_scan_tiles --shape ssd       # Mamba-2 2.7B
 
 Milliseconds of the operators that the kernel is part of, forward and backward, on one document of 8,192 tokens and on
-16,384 tokens of mean 240, with every other kernel as ``delta_rule.TILES`` says. A tile whose results differ from those
+16,384 tokens of mean 240, with every other kernel as ``chunks.TILES`` says. A tile whose results differ from those
 of the table has no figures. Without a GPU everything runs tiny, and times mean nothing.
 """
 
@@ -23,7 +23,7 @@ from benchmarks.gpu import header
 from benchmarks.gpu_clock import DEVICE, TOY, device_ms, gated, relative_error, set_budget
 from benchmarks.gpu_scan import DTYPE, drawn_delta, drawn_ssd, sets
 from torch_backend.ops.scan import delta_rule
-from torch_backend.ops.scan.delta_rule import TILES, Tile
+from torch_backend.ops.scan.chunks import FEW, TILES, Tile
 from torch_backend.segments import PackedMetadata
 
 _CARRY = [(16, 1, 2), (16, 2, 2), (32, 1, 2), (32, 2, 1), (32, 2, 2), (32, 2, 3), (32, 4, 2), (64, 2, 2), (64, 4, 2)]
@@ -45,12 +45,14 @@ def run(shape: str, kernels: list[str]) -> None:
     right = {name: _results(calls) for name, calls in cases.items()}
     print(json.dumps({"kernel": "as in the table", **_measured(cases)}), flush=True)
     for kernel in kernels:
-        usual = TILES[kernel]
+        usual, few = TILES[kernel], FEW.pop(kernel, None)
         for candidate in CANDIDATES[kernel]:
             TILES[kernel] = Tile(*candidate)
             figures, note = gated(partial(_error, cases, right), LIMIT, partial(_measured, cases))
             print(json.dumps({"kernel": kernel, "tile": candidate, **figures, "note": note}), flush=True)
         TILES[kernel] = usual
+        if few is not None:
+            FEW[kernel] = few
 
 
 def _calls(shape: str, documents: list[int]) -> tuple[Any, Any]:

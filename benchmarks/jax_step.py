@@ -38,7 +38,7 @@ import packing_core
 from benchmarks._report import machine, versions, write_json
 from benchmarks.jax_profile import parts_of_trace
 from jax_backend import make_train_step
-from jax_backend.data import to_batch
+from jax_backend.batches import to_batch
 from jax_backend.model import Decoder, DecoderConfig
 from jax_backend.train_step import TrainStep
 

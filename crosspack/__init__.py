@@ -124,6 +124,9 @@ if TYPE_CHECKING:
         balance as balance,
     )
     from packing_core import (
+        join_states as join_states,
+    )
+    from packing_core import (
         mix as mix,
     )
     from packing_core import (
@@ -143,6 +146,12 @@ if TYPE_CHECKING:
     )
     from torch_backend import (
         PackedMetadata as PackedMetadata,
+    )
+    from torch_backend import (
+        PackedRows as PackedRows,
+    )
+    from torch_backend import (
+        StreamedRows as StreamedRows,
     )
     from torch_backend import (
         TokenLogprobs as TokenLogprobs,

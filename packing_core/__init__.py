@@ -1,5 +1,6 @@
 """Packing of variable-length token sequences into fixed rows, on numpy alone: the public names, no logic."""
 
+from packing_core._state import join_states
 from packing_core.balance import Cost, ShardedPlan, balance
 from packing_core.batch import PackedBatch
 from packing_core.dataset import PackedDataset, pack
@@ -34,6 +35,7 @@ __all__ = [
     "UnsupportedError",
     "UnsupportedModelError",
     "balance",
+    "join_states",
     "mix",
     "pack",
     "plan",

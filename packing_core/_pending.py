@@ -74,6 +74,42 @@ class Read:
         return Pending(ids, np.zeros_like(ids), np.array(lengths, np.int64), self.documents)
 
 
+class Later:
+    """A stretch of a document of known length, which is read when it is needed."""
+
+    __slots__ = ("length", "number", "source", "start", "stop")
+
+    def __init__(self, source: Any, number: int, length: int, start: int, stop: int) -> None:
+        self.source, self.number, self.length, self.start, self.stop = source, number, length, start, stop
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __getitem__(self, tokens: slice) -> Later:
+        start, stop, _ = tokens.indices(len(self))
+        return Later(self.source, self.number, self.length, self.start + start, self.start + stop)
+
+    def read(self) -> Any:
+        """The tokens, or the mapping that holds them.
+
+        Raises:
+            LayoutError: the document has another length than it was said to have.
+        """
+        document = self.source[self.number]
+        length = length_of(document, self.number)
+        if length != self.length:
+            raise LayoutError(
+                f"document {self.number} has {length:,} tokens and lengths says {self.length:,}: pass its own length"
+            )
+        whole = len(self) == length
+        return document if whole else part(document, self.start, self.stop, self.number)
+
+
+def read_now(contents: list[Any]) -> list[Any]:
+    """The documents, those that wait being read."""
+    return [content.read() if type(content) is Later else content for content in contents]
+
+
 def length_of(document: Any, number: int) -> int:
     """Tokens of a document.
 

@@ -11,7 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
+from numpy.typing import ArrayLike
+
+from packing_core._arrays import as_int64
 from packing_core._arrow import is_arrow
+from packing_core._pending import Later
 from packing_core.errors import PackingError
 from packing_core.ragged import Ragged
 
@@ -26,21 +30,30 @@ class Source:
             something that can be iterated again and again, which is read from its start whatever is asked for; or an
             iterator, which can be read once.
         name: what errors call it.
-
-    Attributes:
-        ragged: the documents, where they are a Ragged: their lengths are known without reading them.
+        lengths: [N] tokens of each document of a sequence: documents are then read when their tokens are asked for.
 
     Raises:
         PackingError: it is none of these.
     """
 
-    def __init__(self, given: Any, name: str = "source") -> None:
+    def __init__(self, given: Any, name: str = "source", *, lengths: ArrayLike | None = None) -> None:
         self.name = name
         self.given: Any = Ragged.of(given, name=name) if is_arrow(given) else given
-        self.ragged = self.given if isinstance(self.given, Ragged) else None
         self._handed_out = 0  # documents of an iterator that were read
         self._kind = _kind_of(self.given, name)
         self._size: int | None = None
+        self._lengths: list[int] | None = None
+        if lengths is not None:
+            if self._kind != "sequence":
+                raise PackingError(
+                    f"{name} is a {type(given).__name__} and lengths are given: pass a sequence, whose documents can "
+                    "be read in any order, or leave lengths out"
+                )
+            self._lengths = as_int64(lengths, "lengths").tolist()
+            if len(self._lengths) != len(self.given):
+                raise PackingError(
+                    f"there are {len(self._lengths):,} lengths and {len(self.given):,} documents: pass one per document"
+                )
 
     @property
     def once(self) -> bool:
@@ -67,6 +80,9 @@ class Source:
             if not hasattr(opened, "__iter__") and not hasattr(opened, "__getitem__"):
                 raise PackingError(f"open({start}) returned a {type(opened).__name__}: return an iterable of documents")
             return iter(opened)
+        if self._lengths is not None:
+            numbered = zip(range(start, len(given)), self._lengths[start:], strict=True)
+            return (Later(given, number, length, 0, length) for number, length in numbered)
         if self._kind == "sequence":
             return (given[i] for i in range(start, len(given)))
         if self._kind == "iterable":

@@ -39,9 +39,7 @@ class Range:
         if start:
             return
         place = Place(self.file, "line", self._count if self.begin else 0)
-        piece = Piece(0, iter(()), self.size, place, None if self.begin else 0)
-        piece.items = parsed(self._lines(), piece, self.origin.suffix)
-        yield piece
+        yield Piece(0, parsed(self._lines(), place, self.origin.suffix, first=not self.begin), self.size)
 
     def _lines(self) -> Iterator[bytes]:
         with self.origin.open_plain() as file:
@@ -80,13 +78,12 @@ class Whole:
         with self.origin.open() as file:
             first = 0
             for number, data in cut(file, size):
-                lines = data.count(b"\n") + (not data.endswith(b"\n"))
                 if number >= start and (number - start) % step == 0:
-                    place = Place(self.file, "line", first)
-                    piece = Piece(number, iter(()), len(data), place, first, lines)
-                    piece.items = parsed(io.BytesIO(data), piece, self.origin.suffix)
-                    yield piece
-                first += lines
+                    lines = parsed(
+                        io.BytesIO(data), Place(self.file, "line", first), self.origin.suffix, first=not first
+                    )
+                    yield Piece(number, lines, len(data))
+                first += data.count(b"\n")
 
 
 def cut(file: IO[bytes], size: int) -> Iterator[tuple[int, bytes]]:
@@ -124,13 +121,12 @@ def _read(file: IO[bytes], size: int) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def parsed(lines: Iterable[bytes], piece: Piece, suffix: str) -> Iterator[Item]:
-    """The records of lines; blank ones are none. Counts ``piece.span``."""
-    place, loads, text_file = piece.place, json.loads, suffix == ".txt"
-    number = -1
+def parsed(lines: Iterable[bytes], place: Place, suffix: str, *, first: bool) -> Iterator[Item]:
+    """The records of lines, of which blank ones are none; ``first`` if they are the first ones of the file."""
+    loads, text_file = json.loads, suffix == ".txt"
     for number, line in enumerate(lines):
         try:
-            text = line.decode("utf-8-sig" if number == 0 and piece.first == 0 else "utf-8")
+            text = line.decode("utf-8-sig" if first and number == 0 else "utf-8")
         except UnicodeDecodeError as error:
             reason = f"it is not UTF-8 ({first_line(error)}): save it as UTF-8"
             yield BadRecord(place, number, reason, line.decode("utf-8", "backslashreplace").rstrip("\r\n"))
@@ -153,7 +149,6 @@ def parsed(lines: Iterable[bytes], piece: Piece, suffix: str) -> Iterator[Item]:
                 yield Row(record, place, number)
             else:
                 yield row_or_bad(record, place, number, text.rstrip("\r\n"))
-    piece.span = number + 1
 
 
 @dataclass(frozen=True)
@@ -182,7 +177,7 @@ class Document:
         except UnicodeDecodeError as error:
             reason = f"it is not UTF-8 ({first_line(error)}): save it as UTF-8"
             item = BadRecord(place, 0, reason, data.decode("utf-8", "backslashreplace"))
-        yield Piece(0, iter([item]), len(data), place, 0, 1)
+        yield Piece(0, iter([item]), len(data))
 
 
 def line_stretches(file: File, size: int | None, sample_by: SampleBy) -> Iterator[Range | Whole | Document]:

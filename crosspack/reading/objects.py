@@ -41,14 +41,7 @@ def grouped(records: Iterable[tuple[int, Item]], size: int, start: int, step: in
     """Pieces of records that come with the byte or character at which each begins."""
     for number, group in groupby(records, key=lambda record: record[0] // size):
         if number >= start and (number - start) % step == 0:
-            items = (item for _, item in group)
-            first = next(items)
-            yield Piece(number, _chain(first, items), size, first.place, 0)
-
-
-def _chain(first: Item, others: Iterator[Item]) -> Iterator[Item]:
-    yield first
-    yield from others
+            yield Piece(number, (item for _, item in group), size)
 
 
 def _records(file: TextIO, place: Place) -> Iterator[tuple[int, Item]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,10 @@ class Records:
         for file in self.files:
             with _in_one_line(file.path):
                 yield from _stretches_of(file, size, self.columns, self.sample_by)
+
+    def size(self) -> int:
+        """Bytes of all files; 0 where there are none."""
+        return sum(file.size() for file in self.files)
 
     def state(self) -> list[Any]:
         """What changes when the files do."""
@@ -215,7 +220,7 @@ def read(
             raise PackingError(f"{name}: {error.strerror or first_line(error)}") from error
     if is_url(name) or not is_hub_name(name) or File(name).suffix in FORMATS:
         raise PackingError(f"{name}: no such file or folder, and not a hub name (`owner/name`)")
-    return Records(name, listed=lambda: _hub_rows(name, split))
+    return Records(name, listed=partial(_hub_rows, name, split))  # and no lambda, which processes cannot hand on
 
 
 def _remote_kind(url: str) -> tuple[bool, bool]:

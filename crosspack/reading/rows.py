@@ -79,17 +79,11 @@ class Piece:
         number: of the piece within its stretch.
         items: its records, and what could not be read as one.
         size: bytes of the file, or of the records, that it holds.
-        place: where its records stand.
-        first: what the numbers of its records count from within the file; None if only the stretches before it tell.
-        span: lines of the piece where ``first`` is None, known once ``items`` are read.
     """
 
     number: int
     items: Iterator[Item]
     size: int
-    place: Place
-    first: int | None = None
-    span: int = 0
 
 
 class Stretch(Protocol):

@@ -40,7 +40,8 @@ class Group:
         place = Place(self.file, "row", 0)
         with ExitStack() as stack:
             batches = _opened(self, stack)
-            number, held, bytes_held, first = 0, [], 0, self.first
+            held: list[Any] = []
+            number, bytes_held, first = 0, 0, self.first
             for part in _parts(batches):
                 if held and bytes_held + part.nbytes > size:
                     yield from _piece(number, held, bytes_held, place, first, start, step)
@@ -56,8 +57,7 @@ def _piece(
     number: int, batches: list[Any], size: int, place: Place, first: int, start: int, step: int
 ) -> Iterator[Piece]:
     if number >= start and (number - start) % step == 0:
-        rows = sum(batch.num_rows for batch in batches)
-        yield Piece(number, _rows(batches, place, first), size, place, 0, rows)
+        yield Piece(number, _rows(batches, place, first), size)
 
 
 def _parts(batches: Iterable[Any]) -> Iterator[Any]:

@@ -14,7 +14,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jax_backend import weights
-from jax_backend.data import to_batch
+from jax_backend.batches import to_batch
 from jax_backend.loss import packed_cross_entropy
 from jax_backend.model import Decoder, DecoderConfig
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError

@@ -11,7 +11,7 @@ import torch
 from flax import nnx
 
 from jax_backend import audit, make_train_step, weights
-from jax_backend.data import to_batch
+from jax_backend.batches import to_batch
 from jax_backend.decoder_config import DecoderConfig, MixtureConfig
 from jax_backend.layers import Maker
 from jax_backend.moe import Balance, Experts, Router, Routing, run_experts, sort_by_expert

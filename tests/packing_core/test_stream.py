@@ -136,7 +136,7 @@ class PackStreamSpy:
 
     @property
     def held(self) -> int:
-        return len(self.packed._pending.ids)
+        return len(self.packed._reader.pending.ids)
 
 
 @pytest.mark.parametrize("tail", [1.0, 1.3])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 import torch
@@ -11,16 +9,9 @@ import torch
 from packing_core import reference
 from packing_core.errors import LayoutError, UnsupportedError
 from tests.torch_backend.kernels import ONE_DTYPE, Where, assert_within_budget, numpy
+from tests.torch_backend.scans import LENGTHS, NAMES, continued, packed_on, working
 from torch_backend.ops.scan.delta_rule import gated_delta_rule, gated_delta_rule_with_states
 from torch_backend.segments import PackedMetadata
-
-# One token; two documents inside a chunk; one that reaches over two chunk ends; one that ends where a chunk does.
-LENGTHS = (1, 30, 20, 130, 11, 50)
-NAMES = ("q", "k", "v", "g", "beta")
-
-
-def packed_on(where: Where, lengths=LENGTHS) -> PackedMetadata:
-    return PackedMetadata.from_lengths(lengths, device=where.device, entries=len(lengths) + 1)
 
 
 def drawn(where: Where, tokens: int = sum(LENGTHS), heads: int = 2, shared: int = 1, width: int = 16, values: int = 32):
@@ -48,10 +39,6 @@ def oracle(inputs, dout, dtype: str, lengths=LENGTHS) -> dict[str, np.ndarray]:
     for name in ("q", "k"):
         found[name] = found[name].reshape(len(q), -1, shared, q.shape[2]).sum(2)
     return {"out": reference.gated_delta_rule(*arguments, dtype=dtype), **found}
-
-
-def working(where: Where) -> str:
-    return str(where.dtype).removeprefix("torch.")
 
 
 @pytest.mark.parametrize("shared", [1, 2])
@@ -108,28 +95,6 @@ def test_keys_that_are_all_alike_do_not_blow_up(where):
     found, dout = run(where, inputs, packed_on(where, (100,)))
     exact, rounded = (oracle(inputs, dout, dtype, (100,)) for dtype in ("float64", working(where)))
     assert_within_budget(found, exact, rounded, where.dtype)
-
-
-def continued(inputs, initial, douts, lengths, dtype: torch.dtype) -> dict[str, np.ndarray]:
-    """The recurrence from the initial states, token by token; gradients of what comes out and of the last states."""
-    names = [*NAMES[: len(inputs)], "initial"]
-    given = [x.detach().cpu().to(dtype).requires_grad_() for x in (*inputs, initial)]
-    q, k, v, g, *beta, states = given
-    out, final = [], []
-    for n, (start, stop) in enumerate(pairwise(np.cumsum([0, *lengths]))):
-        state = states[n]
-        for t in range(start, stop):
-            state = state * g[t].exp()[:, None, None]
-            new = v[t]
-            if beta:
-                new = (new - (state * k[t][..., None]).sum(1)) * beta[0][t][:, None]
-            state = state + k[t][..., None] * new[:, None]
-            out.append((state * q[t][..., None]).sum(1) * q.shape[2] ** -0.5)
-        final.append(state)
-    results = torch.stack(out), torch.stack(final)
-    gradients = torch.autograd.grad(results, given, [x.cpu().to(dtype) for x in douts])
-    found = {"out": results[0], "final": results[1], **dict(zip(names, gradients, strict=True))}
-    return {name: numpy(x) for name, x in found.items()}
 
 
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)

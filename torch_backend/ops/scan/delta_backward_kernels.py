@@ -136,9 +136,8 @@ def chunk_backward(
             do = rows(dout, t, head, H, first, V, BLOCK_V, has)
             new = rows(v, t, head, H, first, V, BLOCK_V, has)
             s = tl.load(state(states, chunk, head, H, K, first, V, BLOCK_V), any_enters, other=0.0)
-            ds = tl.load(state(dstates, chunk, head, H, K, first, V, BLOCK_V), any_leaves, other=0.0)
             if DELTA:
-                # Loaded in every turn, as registers are scarce here.
+                # Loaded in every turn, as s is again below: registers are scarce.
                 keys = rows(k, t, shared, Q, 0, K, K, has)
                 seen = tl.dot(keys, tl.trans(s), input_precision=PRECISION)
                 error = new - seen * reach[:, None]
@@ -153,7 +152,9 @@ def chunk_backward(
                 dk_sum += tl.dot(dseen.to(keys.dtype), s, input_precision=PRECISION)
             dscores += tl.dot(do, tl.trans(new), input_precision=PRECISION)
             dq_sum += tl.dot((do * (reach * scale)[:, None]).to(do.dtype), s, input_precision=PRECISION)
+            ds = tl.load(state(dstates, chunk, head, H, K, first, V, BLOCK_V), any_leaves, other=0.0)
             dk_sum += tl.dot((new * out_reach[:, None]).to(do.dtype), ds, input_precision=PRECISION)
+            s = tl.load(state(states, chunk, head, H, K, first, V, BLOCK_V), any_enters, other=0.0)
             through += tl.sum(s.to(tl.float32) * ds.to(tl.float32), 0)
         queries = rows(q, t, shared, Q, 0, K, K, has)
         keys = rows(k, t, shared, Q, 0, K, K, has)

@@ -8,51 +8,16 @@ and the inverses of each chunk, and computes the states again.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from packing_core.errors import LayoutError, UnsupportedError
-from torch_backend.ops.operators import operator, runs_triton
-from torch_backend.segments import PackedMetadata, most_pieces
-
-# Tokens. Half as many as others take: documents are short, a state is small beside it, and tiles of 32 rows keep Triton
-# off Hopper's wgmma, by which it gets products of narrow heads wrong (3.6, seen with 16 and 32 channels on an H200).
-CHUNK = 32
-WIDTHS = (16, 32, 64, 128, 256)  # of heads, that tiles take
-
-
-class Tile(NamedTuple):
-    """How a kernel runs: the channels of v that it takes at once, its warps, and the stages of its loop's loads."""
-
-    block_v: int
-    warps: int
-    stages: int = 1
-
-
-# In float16 and bfloat16; float32 takes half of the channels, without stages, for its elements are twice as large.
-TILES = {
-    "prepare": Tile(0, 2),
-    "carry": Tile(32, 2, 2),
-    "output": Tile(64, 4),
-    "values_backward": Tile(64, 4),
-    "carry_backward": Tile(32, 2, 2),
-    "chunk_backward": Tile(32, 4),
-}
-_GROUP = 16  # heads of v that share a head of k and whose gradients of it one program adds up, at most
-
-
-def unsupported(q: Tensor, v: Tensor) -> str | None:
-    """Why the kernels do not serve q [..., Q, K] and v [..., H, V], None if they do."""
-    if not runs_triton(v):
-        return f"runs on a GPU in bfloat16, float16 and float32, not on {v.device.type} in {v.dtype}"
-    for width in (q.shape[-1], v.shape[-1]):
-        if width not in WIDTHS:
-            return f"takes heads of {', '.join(map(str, WIDTHS))} channels, not {width}"
-    return None
+from torch_backend.ops.operators import operator
+from torch_backend.ops.scan.chunks import CHUNK, Row, like, unsupported, with_states
+from torch_backend.segments import PackedMetadata
 
 
 def gated_delta_rule(
@@ -72,7 +37,7 @@ def gated_delta_rule(
     scan of Mamba-2 (Dao and Gu 2024, https://arxiv.org/abs/2405.21060, section 5) by q = C, k = B, v = dt x, g = dt A.
 
     Args:
-        q, k: [T, Q, K], already normalised where the model does so; K in ``WIDTHS``.
+        q, k: [T, Q, K], already normalised where the model does so; K in ``chunks.WIDTHS``.
         v: [T, H, V], H a multiple of Q; head h of v reads head h // (H / Q) of q and k.
         g: [T, H], the log of the decay, at most 0.
         beta: [T, H], the strength of the correction, or None.
@@ -123,29 +88,10 @@ def gated_delta_rule_with_states(
         LayoutError, UnsupportedError: as there.
     """
     _check(q, k, v, g, beta, packed)
-    shape = len(packed.cu_seqlens) - 1, v.shape[1], q.shape[2], v.shape[2]
-    if initial is None:
-        initial = v.new_zeros(shape, dtype=torch.float32)
-    if initial.shape != shape:
-        raise LayoutError(f"initial states are {list(shape)} [N, H, K, V] here, got {list(initial.shape)}")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    aligned, place = packed.derived(("aligned", CHUNK), _aligned)
-    padded = (
-        None if x is None else x.new_zeros(aligned.tokens, *x.shape[1:]).index_copy(0, place, x)
-        for x in (q.to(v.dtype), k.to(v.dtype), v, g, beta)
-    )
-    transposed = initial.float().transpose(2, 3).contiguous()
-    out, final = _GatedDeltaRule.apply(*padded, transposed, aligned.cu_seqlens, aligned.seq_idx, scale)
+    padded, transposed, whole, place = with_states(packed, initial, (q.to(v.dtype), k.to(v.dtype), v, g, beta))
+    out, final = _GatedDeltaRule.apply(*padded, transposed, whole.cu_seqlens, whole.seq_idx, scale)
     return out.index_select(0, place), final.transpose(2, 3)
-
-
-def _aligned(packed: PackedMetadata) -> tuple[PackedMetadata, Tensor]:
-    """The segments padded to whole chunks, and int64 [T] the place of each token there."""
-    lengths = (packed.cu_seqlens.diff() + (CHUNK - 1)).div(CHUNK, rounding_mode="floor") * CHUNK
-    boundaries = F.pad(lengths.cumsum(0), (1, 0)).int()
-    tokens = most_pieces(packed.tokens, len(lengths), CHUNK) * CHUNK
-    place = boundaries.index_select(0, packed.seq_idx) + packed.position_ids
-    return PackedMetadata(boundaries, tokens, tokens), place
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, packed: PackedMetadata) -> None:
@@ -157,7 +103,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, pack
             raise LayoutError(f"{name} must be {list(v.shape[:2])} as v's first axes, got {list(x.shape)}")
     if packed.tokens != q.shape[0]:
         raise LayoutError(f"the segments cover {packed.tokens:,} tokens and q holds {q.shape[0]:,}")
-    reason = unsupported(q, v)
+    reason = unsupported(v, q.shape[-1], v.shape[-1])
     if reason is not None:
         raise UnsupportedError(f"the gated delta rule {reason}")
 
@@ -181,53 +127,13 @@ class _GatedDeltaRule(torch.autograd.Function):
         return *wanted, None, None, None
 
 
-class _Row:
-    """One call: its sizes, and how each kernel is launched."""
-
-    def __init__(self, q: Tensor, v: Tensor, beta: Tensor | None, initial: Tensor | None, boundaries: Tensor) -> None:
-        self.dtype = v.dtype
-        self.tokens, self.heads, self.value_width = v.shape
-        self.shared, self.width = q.shape[1:]
-        self.chunks = -(-self.tokens // CHUNK)
-        self.segments = len(boundaries) - 1
-        self.sizes: dict[str, Any] = {
-            "H": self.heads, "Q": self.shared, "K": self.width, "V": self.value_width, "C": CHUNK,
-            "DELTA": beta is not None, "STATES": initial is not None, "GROUP": self.group,
-            "PRECISION": "ieee" if self.dtype == torch.float32 else "tf32x3",
-        }  # fmt: skip
-
-    @property
-    def group(self) -> int:
-        """Heads of v in a program of ``chunk_backward``."""
-        each = self.heads // self.shared
-        return max(n for n in range(1, min(each, _GROUP) + 1) if each % n == 0)
-
-    def states(self, like: Tensor) -> Tensor:
-        """[chunks, H, V, K], unwritten where no document reaches from one chunk into the next."""
-        make = like.new_zeros if self.sizes["STATES"] else like.new_empty  # then chunks of padding read theirs
-        return make(self.chunks, self.heads, self.value_width, self.width)
-
-    def launch(self, kernel: Any, *arguments: Any) -> None:
-        """Start a kernel, over chunks or segments as its name says, with the constants that it takes."""
-        name = kernel.__name__
-        wide = self.dtype == torch.float32
-        block, warps, stages = TILES[name]
-        block = min(block // (1 + wide), self.value_width)
-        first = self.segments if name.startswith("carry") else self.chunks
-        second = self.heads // self.group if name == "chunk_backward" else self.heads
-        third = self.value_width // block if name in ("carry", "carry_backward", "output") else 1
-        known = self.sizes | {"BLOCK_V": block}
-        constants = {key: value for key, value in known.items() if key in kernel.arg_names}
-        kernel[first, second, third](*arguments, **constants, num_warps=warps, num_stages=1 if wide else stages)
-
-
 def _launch_forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, initial: Tensor | None,
     boundaries: Tensor, segments: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from torch_backend.ops.scan import delta_kernels as kernels
 
-    row = _Row(q, v, beta, initial, boundaries)
+    row = Row(q, v, beta, initial, boundaries)
     out, gates, inverses, final = _made(v, beta, initial)
     c, strength = gates[0], gates[-1]
     row.launch(kernels.prepare, k, g, beta, segments, c, strength, inverses, row.tokens)
@@ -242,11 +148,7 @@ def _made(v: Tensor, beta: Tensor | None, initial: Tensor | None) -> tuple[Tenso
     delta = beta is not None
     gates = v.new_empty(1 + delta, *v.shape[1::-1], dtype=torch.float32)
     inverses = v.new_empty(v.shape[0] if delta else 0, v.shape[1], CHUNK)
-    return torch.empty_like(v), gates, inverses, _like(initial, v)
-
-
-def _like(x: Tensor | None, v: Tensor) -> Tensor:
-    return v.new_empty(0) if x is None else torch.empty_like(x)
+    return torch.empty_like(v), gates, inverses, like(initial, v)
 
 
 def _launch_backward(
@@ -257,10 +159,10 @@ def _launch_backward(
     from torch_backend.ops.scan import delta_backward_kernels as backward
     from torch_backend.ops.scan import delta_kernels as forward
 
-    row = _Row(q, v, beta, initial, boundaries)
+    row = Row(q, v, beta, initial, boundaries)
     c, strength, delta = gates[0], gates[-1], beta is not None
     states, dstates, dnew = row.states(v), row.states(v), torch.empty_like(v)
-    dinitial = _like(initial, v)
+    dinitial = like(initial, v)
     # Here the final states are not needed: their memory is that of the initial ones' gradients, written later.
     row.launch(forward.carry, k, v, c, strength, inverses, boundaries, initial, states, dinitial, row.tokens)
     row.launch(backward.values_backward, q, k, c, segments, dout, dnew, scale, row.tokens)
@@ -273,7 +175,7 @@ def _launch_backward(
     parts = q.dtype if groups == row.shared else torch.float32
     dq, dk = (q.new_empty(row.tokens, groups, row.width, dtype=parts) for _ in range(2))
     dv, dg = torch.empty_like(v) if delta else dnew, torch.empty_like(g)
-    dbeta = _like(beta, v)
+    dbeta = like(beta, v)
     row.launch(
         backward.chunk_backward, q, k, v, c, strength, inverses, segments, states, dstates, dout, dnew,
         dq, dk, dv, dg, dbeta, scale, row.tokens,
@@ -294,5 +196,5 @@ _backward = operator(
     "Tensor boundaries, Tensor segments, Tensor gates, Tensor inverses, Tensor dout, Tensor dfinal, float scale) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _launch_backward,
-    lambda q, k, v, g, beta, initial, *_: tuple(_like(x, v) for x in (q, k, v, g, beta, initial)),
+    lambda q, k, v, g, beta, initial, *_: tuple(like(x, v) for x in (q, k, v, g, beta, initial)),
 )
