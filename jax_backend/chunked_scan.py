@@ -212,7 +212,8 @@ def _walk(
         return made if loss is None else made + both[..., width:] @ state
 
     def walk(state: jax.Array, group: Any) -> tuple[jax.Array, jax.Array]:
-        return of_state(*group, state), state
+        both, fade = group
+        return of_state(both, fade, state), state
 
     last, starts = jax.lax.scan(walk, state, (ends, fades), reverse=reverse)
     states = of_state(inside, fades_inside, starts)
