@@ -68,6 +68,8 @@ WEEKLY: dict[str, tuple[str, ...]] = {
         "test_grpo_learns_on_packed_completions",
     ),
     "tests/cli/test_launch.py": ("test_torchrun_trains_as_one_process_does_and_one_process_goes_on",),
+    "tests/cli/test_notebooks.py": ("test_a_notebook_runs",),
+    "tests/cli/test_pack_runs.py": ("test_workers_end_with_their_parent",),
     "tests/cli/test_records.py": ("test_the_standard_library_has_about_four_thousand_documents",),
     "tests/conformance/test_docs.py": (
         "test_the_plugin_is_right_at_first",
@@ -97,6 +99,12 @@ WEEKLY: dict[str, tuple[str, ...]] = {
         "test_the_console_command_compares_packed_with_padded",
         "test_a_resumed_run_repeats_to_the_bit",
         "test_each_run_has_the_losses_of_torchs_packed_run",
+    ),
+    "tests/jax_backend/test_train_options.py": (
+        "test_bfloat16_weights_are_trained_and_written_as_such",
+        "test_adapters_alone_are_trained_and_peft_reads_them",
+        "test_a_run_goes_on_over_other_devices",
+        "test_the_console_command_takes_them_and_its_file_repeats_the_run",
     ),
     "tests/jax_backend/test_train_step.py": ("test_fifty_steps_follow_torch_on_each_document_alone",),
     "tests/torch_backend/test_captured.py": ("test_compiled_layers_share_a_graph_over_layers_and_segmentations",),
