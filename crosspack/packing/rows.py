@@ -90,9 +90,7 @@ class Rows:
         bits = np.packbits(self.trained)
         columns = {f"token {name}": column for name, column in self.tokens.items()}
         with open(path, "wb") as file:
-            np.savez(
-                file, ids=self.ids, trained=bits, segments=self.segments, counts=self.counts, values=values, **columns
-            )
+            np.savez(file, values=values, **columns)  # type: ignore[arg-type]
 
     @staticmethod
     def load(path: Path) -> Rows:
