@@ -86,11 +86,12 @@ class Rows:
 
     def save(self, path: Path) -> None:
         """Write the rows, the same bytes for the same rows."""
-        values = np.frombuffer(json.dumps(self.values).encode(), np.uint8)
-        bits = np.packbits(self.trained)
-        columns = {f"token {name}": column for name, column in self.tokens.items()}
+        columns: dict[str, Any] = {f"token {name}": column for name, column in self.tokens.items()}
+        columns |= {name: getattr(self, name) for name in ("ids", "segments", "counts")}
+        columns["trained"] = np.packbits(self.trained)
+        columns["values"] = np.frombuffer(json.dumps(self.values).encode(), np.uint8)
         with open(path, "wb") as file:
-            np.savez(file, values=values, **columns)  # type: ignore[arg-type]
+            np.savez(file, **columns)
 
     @staticmethod
     def load(path: Path) -> Rows:
