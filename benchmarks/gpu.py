@@ -39,6 +39,7 @@ SECTIONS = {
     "scaling": "benchmarks.gpu_attention:run_scaling",
     "sweep": "benchmarks.gpu_rope:run_sweep",
     "others": "benchmarks.gpu_step:run_others",
+    "hybrid": "benchmarks.gpu_hybrid:run",
     "options": "benchmarks.gpu_options:run",
 }
 BY_NAME_ONLY = {"options"}  # takes minutes by itself
@@ -127,13 +128,13 @@ def as_table(results: list[Result]) -> str:
     return "\n".join([content, *(["", *notes] if notes else [])])
 
 
-def write(folder: Path, about: str, results: list[Result]) -> None:
-    """``gpu.json``, whole at every moment."""
+def write(folder: Path, about: str, results: list[Result], name: str = "gpu") -> None:
+    """``NAME.json``, whole at every moment."""
     folder.mkdir(parents=True, exist_ok=True)
     content = {"header": about.splitlines(), "results": [r.as_dict() for r in results]}
-    written = folder / "gpu.json.new"
+    written = folder / f"{name}.json.new"
     written.write_text(json.dumps(content, indent=1))
-    written.replace(folder / "gpu.json")
+    written.replace(folder / f"{name}.json")
 
 
 def draw(folder: Path, results: list[Result]) -> None:

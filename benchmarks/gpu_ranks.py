@@ -42,7 +42,7 @@ from torch_backend import enable_packing, explain
 
 SECTION = "training on several GPUs, Qwen2-0.5B" if not TOY else "training on several ranks, toy"
 LEARNING_RATE = 1e-5
-LIMIT = 900  # seconds for a contender
+LIMIT = 240  # seconds for a contender
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options.add_argument("--capacity", type=int, default=256 if TOY else 16_384, help="tokens of a row")
     options.add_argument("--epochs", type=int, default=1 if TOY else 3, help="timed, after the first")
     options.add_argument("--match", default="", metavar="PATTERN", help="only contenders whose name it matches")
-    options.add_argument("--output", type=Path, help="folder for gpu.json")
+    options.add_argument("--output", type=Path, help="folder for ranks.json")
     options.add_argument("--tiny", action="store_true", help="on the CPU, to see that everything runs")
     options.add_argument("--contender", type=json.loads, help=argparse.SUPPRESS)
     options.add_argument("--found", type=Path, help=argparse.SUPPRESS)
@@ -200,12 +200,14 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
         if wanted(contender.name):
             results += (found := launched(contender, chosen))
             print(f"{contender.name}: {in_one_line(found)}", flush=True)
+            if chosen.output:
+                write(chosen.output, about, results, "ranks")
     rates = {result.contender: result.value for result in results if result.unit == "real tokens/s" and result.value}
     for name, rate in rates.items():
         if "one" in rates:
             results.append(Result(SECTION, results[0].case, name, rate / rates["one"], "times one"))
     if chosen.output:
-        write(chosen.output, about, results)
+        write(chosen.output, about, results, "ranks")
     print(f"{DEVICE.type}\n{as_table(results)}")
     return results
 

@@ -43,7 +43,11 @@ def main() -> None:
     print(machine())
     print(versions("datasets", "pyarrow", "trl", "transformers"), end="\n\n")
     if chosen.fill:
-        print(table(["rows of 1,024", "batch", "steps", "real tokens", "trained tokens"], list(fill(chosen.data))))
+        lines = [
+            [name, str(size), f"{steps:,}", f"{real:.1%}", f"{trained:.1%}"]
+            for name, size, steps, real, trained in fill(chosen.data)
+        ]
+        print(table(["rows of 1,024", "batch", "steps", "real tokens", "trained tokens"], lines))
         return
     header = ["", "seconds", "ratio", "peak MiB", "rows", "efficiency"]
     for count in chosen.count:
@@ -111,8 +115,11 @@ def peak() -> int:
     return int(status.partition("VmHWM:")[2].split()[0]) >> 10
 
 
-def fill(path: Path) -> Iterator[list[str]]:
-    """The share of a batch's slots that are real and trained tokens: padded, packed by batch, packed as a whole."""
+def fill(path: Path) -> Iterator[tuple[str, int, int, float, float]]:
+    """Who makes the batches, their size, steps of an epoch, and which shares of all slots are real and trained tokens.
+
+    Padded, packed batch by batch, and packed as a whole.
+    """
     import datasets
     import transformers
 
@@ -155,7 +162,7 @@ def fill(path: Path) -> Iterator[list[str]]:
                 slots += batch["input_ids"].numel()
                 real += int((batch["input_ids"] != tokenizer.pad_token_id).sum())
                 trained += int((batch["labels"] != -100).sum())
-            yield [name, str(size), f"{steps:,}", f"{real / slots:.1%}", f"{trained / slots:.1%}"]
+            yield name, size, steps, real / slots, trained / slots
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from torch_backend.hf.heads import labels_documents, predicts_masked, trains_fir
 from torch_backend.patching import patch
 from torch_backend.training import preference
 from torch_backend.training.packed_step import speed_up
+from torch_backend.training.resuming import refuse_other_ranks
 from torch_backend.training.rows import pack_training_data, use_rows
 
 Trainer = TypeVar("Trainer")
@@ -42,7 +43,7 @@ _PER_EXAMPLE = {
     **dict.fromkeys(("GRPOTrainer", "RLOOTrainer", "PPOTrainer", "AsyncGRPOTrainer", "A2POTrainer"), _GENERATES),
     **dict.fromkeys(("OnlineDPOTrainer", "NashMDTrainer", "XPOTrainer", "SDFTTrainer", "SDPOTrainer"), _GENERATES),
     **dict.fromkeys(("DistillationTrainer", "AsyncDistillationTrainer", "IWOPDTrainer"), _TEACHER),
-    **dict.fromkeys(("GKDTrainer", "GOLDTrainer", "MiniLLMTrainer"), _TEACHER),
+    **dict.fromkeys(("ServerDistillationTrainer", "GKDTrainer", "GOLDTrainer", "MiniLLMTrainer"), _TEACHER),
 }
 
 
@@ -117,6 +118,7 @@ def enable_packing(
     if labels_documents(any_trainer.model) or trains_first_token(any_trainer.model):
         any_trainer.model_accepts_loss_kwargs = True  # a patched classifier divides its loss by the step's targets
     use_rows(any_trainer, rows)
+    refuse_other_ranks(any_trainer, rows)
     # accelerate would let the first rank read for all and concatenate batches, which plain ints cannot be.
     any_trainer.accelerator.dataloader_config.dispatch_batches = False
     if fast:
@@ -135,8 +137,8 @@ def _refuse_trainer(trainer: Any) -> None:
             reason = "is a trainer of TRL that computes its loss per example"
         if reason is not None:
             raise UnsupportedError(
-                f"{name} {reason}, and would take all documents of a row for one example: leave it unpacked, and use "
-                "enable_packing with a transformers.Trainer or an SFTTrainer"
+                f"{name} {reason}, and would take all documents of a row for one example: leave it unpacked; "
+                "enable_packing serves transformers.Trainer and TRL's SFT, DPO, KTO, reward, GRPO and RLOO trainers"
             )
     needed = ("model", "data_collator", "accelerator", "_set_signature_columns_if_needed")
     if any(getattr(trainer, field, None) is None for field in needed):
