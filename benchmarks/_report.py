@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 
 def machine() -> str:
@@ -47,6 +49,13 @@ def best(repeat: int, run: Callable[[], object], clock: Callable[[], float] = ti
         run()
         times.append(clock() - begin)
     return min(times)
+
+
+def write_json(path: Path | None, found: dict[str, Any], begin: float) -> None:
+    """Write what a benchmark found so far, and the seconds since ``begin``; None writes nothing."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found | {"seconds": time.perf_counter() - begin}, indent=1))
 
 
 def _version(distribution: str) -> str | None:

@@ -39,6 +39,7 @@ SECTIONS = {
     "scaling": "benchmarks.gpu_attention:run_scaling",
     "sweep": "benchmarks.gpu_rope:run_sweep",
     "others": "benchmarks.gpu_step:run_others",
+    "hybrid": "benchmarks.gpu_hybrid:run",
     "options": "benchmarks.gpu_options:run",
 }
 BY_NAME_ONLY = {"options"}  # takes minutes by itself

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
+from traceback import print_exc
 from typing import Any
 
 import torch
@@ -80,7 +81,11 @@ def gated(
             return {}, f"WRONG: error {error:.1e}, where {limit:.1e} is allowed"
         return measure(), f"error {error:.1e}"
     except Exception as failure:  # a contender that fails is a line in the table
-        return {}, f"{type(failure).__name__}: {str(failure).strip().splitlines()[0][:90] if str(failure) else ''}"
+        print_exc()
+        lines = [line.strip() for line in str(failure).splitlines() if line.strip()] or [""]
+        # "backend='inductor' raised:" says nothing yet
+        told = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+        return {}, f"{type(failure).__name__}: {told[:160]}"
 
 
 def relative_error(found: Tensor, right: Tensor) -> float:

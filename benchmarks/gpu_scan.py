@@ -1,4 +1,4 @@
-"""Scans of hybrid layers on packed rows: the gated delta rule of Qwen3.5, and the scan of Mamba-2.
+"""Scans of hybrid layers on packed rows: the delta rules of Qwen3.5 and Kimi, the scans of Mamba-2 and Mamba.
 
     python -m benchmarks.gpu_scan                       # the sets of the table, and documents of 16 to 8,192 tokens
     python -m benchmarks.gpu_scan --match triton --output results
@@ -26,6 +26,8 @@ from benchmarks.gpu import as_table, header, write
 from benchmarks.gpu_attention import lengths
 from benchmarks.gpu_clock import DEVICE, TOY, Result, device_ms, gated, relative_error, set_match, wanted
 from torch_backend.ops.scan.delta_rule import gated_delta_rule
+from torch_backend.ops.scan.kimi_delta import kimi_delta_rule
+from torch_backend.ops.scan.selective import selective_scan
 from torch_backend.segments import PackedMetadata
 
 LIMIT = 2e-2  # of bfloat16 results, in norm
@@ -47,6 +49,9 @@ def run() -> Iterator[Result]:
     for name, documents in sets().items():
         yield from compare("gated delta rule, 16/32 heads of 128", name, documents, drawn_delta, DELTA, plain_delta)
         yield from compare("Mamba-2 2.7B, 80 heads of 64, state 128", name, documents, drawn_ssd, SSD, plain_ssd)
+        # The tests compare these two with the recurrence; plain torch takes minutes, or hundreds of GiB.
+        yield from compare("Kimi delta rule, 32 heads of 128", name, documents, drawn_kimi, KIMI, None)
+        yield from compare("Mamba 2.8B, 5,120 channels, state 16", name, documents, drawn_selective, SELECTIVE, None)
     for each in () if TOY else (16, 32, 64, 128, 256, 512, 1_024, 2_048, 8_192):
         documents = [each] * (16_384 // each)
         yield from compare("gated delta rule by length, 16k", f"{each:,}", documents, drawn_delta, DELTA, None)
@@ -153,11 +158,14 @@ def drawn_ssd(tokens: int) -> list[Tensor]:
 
 
 def plain_ssd(c: Tensor, b: Tensor, x: Tensor, g: Tensor) -> Tensor:
-    # The scan multiplies x by the step and decays by A times the step: with a step of -g and A = -1, by g.
+    # The scan multiplies x by the step and decays by A times the step: with a step of -g and A = -1, by g. A few heads
+    # at a time, for all at once take tens of GiB on a long document.
     scan = inspect.unwrap(mamba2_chunk_scan)
-    step = -g
-    y = scan((x / step[..., None])[None], step[None], -torch.ones_like(g[0]), b[None], c[None], chunk_size=64)
-    return (y[0] if isinstance(y, tuple) else y)[0]
+    parts = []
+    for few, step in zip(x.split(8, 1), (-g).split(8, 1), strict=True):
+        y = scan((few / step[..., None])[None], step[None], -torch.ones_like(step[0]), b[None], c[None], chunk_size=64)
+        parts.append((y[0] if isinstance(y, tuple) else y)[0])
+    return torch.cat(parts, 1)
 
 
 def our_ssd(inputs: list[Tensor], packed: PackedMetadata) -> Tensor:
@@ -165,6 +173,38 @@ def our_ssd(inputs: list[Tensor], packed: PackedMetadata) -> Tensor:
     return gated_delta_rule(c, b, x, g, None, packed, scale=1.0)
 
 
+# -- Kimi: a decay per channel; Mamba: x, dt [T, E], B, C [T, N], with x third as in the others ------------------------
+
+
+def drawn_kimi(tokens: int) -> list[Tensor]:
+    heads, width = (2, 16) if TOY else (32, 128)
+    generator = torch.Generator().manual_seed(0)
+    q, k = (F.normalize(torch.randn(tokens, heads, width, generator=generator), dim=-1) for _ in range(2))
+    v = torch.randn(tokens, heads, width, generator=generator)
+    g = -0.3 * torch.rand(tokens, heads, width, generator=generator)
+    return [q.to(DTYPE), k.to(DTYPE), v.to(DTYPE), g, torch.rand(tokens, heads, generator=generator).to(DTYPE)]
+
+
+def our_kimi(inputs: list[Tensor], packed: PackedMetadata) -> Tensor:
+    return kimi_delta_rule(*inputs, packed)
+
+
+def drawn_selective(tokens: int) -> list[Tensor]:
+    channels, n = (12, 4) if TOY else (5_120, 16)
+    generator = torch.Generator().manual_seed(0)
+    b, c = (torch.randn(tokens, n, generator=generator).to(DTYPE) for _ in range(2))
+    x = torch.randn(tokens, channels, generator=generator).to(DTYPE)
+    dt = 0.1 * torch.rand(tokens, channels, generator=generator)
+    return [b, c, x, dt, -torch.arange(1.0, n + 1).repeat(channels, 1)]
+
+
+def our_selective(inputs: list[Tensor], packed: PackedMetadata) -> Tensor:
+    b, c, x, dt, rates = inputs
+    return selective_scan(x, dt, rates, b, c, packed)
+
+
+KIMI: dict[str, Call] = {"triton": our_kimi}
+SELECTIVE: dict[str, Call] = {"triton": our_selective}
 DELTA: dict[str, Call] = {"triton": ours, "fla": by_fla, "flash_qla": by_flash_qla}
 SSD: dict[str, Call] = {"triton": our_ssd}
 

@@ -36,7 +36,6 @@ from benchmarks.gpu_workload import (
     llama3,
     make_model,
     qwen2,
-    qwen35,
 )
 from torch_backend import patch
 from torch_backend.losses.causal_lm import causal_lm_loss
@@ -85,7 +84,6 @@ def run_others() -> Iterator[Result]:
         return
     few = [c for c in CONTENDERS if c.name in LORA_RUNS]
     yield from race(Shape("Llama-3-8B, LoRA", llama3, (8_192,), lora=True, steps=6), few)
-    yield from race(Shape("Qwen3.5 hybrid, 8 layers", qwen35, (16_384,), steps=2), HYBRIDS)
 
 
 def race(shape: Shape, contenders: Sequence[Contender]) -> Iterator[Result]:
@@ -195,15 +193,6 @@ CONTENDERS = [
     Contender("ours, work lists rebuilt in every layer", ours_rebuilt, capacities=(16_384, 256)),
 ]
 LORA_RUNS = {BEST_STOCK, "ours, compiled and captured", "ours with Liger's norms and MLP, captured"}
-HYBRIDS = [
-    Contender("padded, SDPA", without_fla(stock), "padded"),
-    Contender("padded, SDPA, fla", stock, "padded"),
-    Contender("stock packed: SDPA, metadata, fla", stock, "stock"),
-    Contender("ours, torch alone", without_fla(ours_alone)),
-    Contender("ours, fla", ours_alone),
-    Contender("ours, fla, captured", ours_alone, "fixed", captured=True),
-    Contender("ours, fla, compiled and captured", ours_compiled, "fixed", captured=True),
-]
 TOY_RUNS = {c.name for c in CONTENDERS if "Liger" not in c.name}
 
 
@@ -271,7 +260,10 @@ def _trained(model: Any) -> list[Tensor]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def _train(shape: Shape, contender: Contender, capacity: int) -> dict[str, float]:
+def prepared(
+    shape: Shape, contender: Contender, capacity: int
+) -> tuple[CapturedStep, list[Batch], Callable[[], dict[str, float]]]:
+    """A contender's step, the batches to time it on, and what gives its figures besides speed, memory from here on."""
     _free()
     held = 0
     if not TOY:
@@ -288,8 +280,22 @@ def _train(shape: Shape, contender: Contender, capacity: int) -> dict[str, float
         optimizer.step()
         return value.detach()
 
+    def memory() -> dict[str, float]:
+        if TOY:
+            return {}
+        return {
+            "GiB allocated at most": (torch.cuda.max_memory_allocated() - held) / 2**30,
+            "GiB reserved": (torch.cuda.memory_reserved() - held) / 2**30,
+            "operations per token": _operations(model, shape, 1),
+        }
+
     run = CapturedStep(step, enabled=contender.captured and not TOY)
     timed = batches(contender.rows, documents(), capacity, shape.padded)[: min(shape.steps, 3 if QUICK else 16)]
+    return run, timed, memory
+
+
+def _train(shape: Shape, contender: Contender, capacity: int) -> dict[str, float]:
+    run, timed, memory = prepared(shape, contender, capacity)
     for i in range(min(WARM_UP, shape.steps + 2)):
         run(timed[i % len(timed)])
     synchronize()
@@ -305,9 +311,10 @@ def _train(shape: Shape, contender: Contender, capacity: int) -> dict[str, float
     real = sum(_real_tokens(batch) for batch in timed)
     figures = {"real tokens/s": real / seconds, "ms per step": seconds / len(timed) * 1e3}
     if not TOY:
-        figures["GiB allocated at most"] = (torch.cuda.max_memory_allocated() - held) / 2**30
-        figures["GiB reserved"] = (torch.cuda.memory_reserved() - held) / 2**30
-        figures["share of the measured matrix rate"] = _operations(model, shape, real) / seconds / matrix_rate()
+        figures |= memory()
+        figures["share of the measured matrix rate"] = (
+            figures.pop("operations per token") * real / seconds / matrix_rate()
+        )
         figures |= _inspect(run, timed[0])
     return figures | {"last loss": float(value)}
 

@@ -65,12 +65,19 @@ def llama3(few: bool) -> Any:
 def qwen35(few: bool) -> Any:
     from transformers import Qwen3_5TextConfig
 
-    layers = 4 if few else 8
-    return Qwen3_5TextConfig(
-        hidden_size=1_024, intermediate_size=3_584, num_attention_heads=8, num_key_value_heads=2, head_dim=256,
-        num_hidden_layers=layers, linear_num_key_heads=16, linear_num_value_heads=16, vocab_size=248_320,
-        layer_types=(["linear_attention"] * 3 + ["full_attention"]) * (layers // 4), tie_word_embeddings=True,
-    )  # fmt: skip
+    layers = 4 if few or TOY else 8
+    size = {
+        "hidden_size": 1_024, "intermediate_size": 3_584, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 16, "vocab_size": 248_320,
+    }  # fmt: skip
+    if TOY:
+        size = {
+            "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16, "vocab_size": 199,
+        }  # fmt: skip
+    kinds = (["linear_attention"] * 3 + ["full_attention"]) * (layers // 4)
+    return Qwen3_5TextConfig(**size, num_hidden_layers=layers, layer_types=kinds, tie_word_embeddings=True)
 
 
 def documents() -> list[np.ndarray]:

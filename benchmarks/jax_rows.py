@@ -5,7 +5,6 @@ Data flows document lengths -> :class:`Row` of random operands -> a benchmark; w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -31,13 +30,39 @@ def lognormal(total: int, seed: int, median: float = 400.0, sigma: float = 1.2) 
     return lengths
 
 
-SETS: dict[str, list[int]] = {
-    "8k, one": [8192],
-    "8k, 8 x 1,024": [1024] * 8,
-    "8k lognormal": lognormal(8192, 94),
-    "32k lognormal": lognormal(32768, 337),
+@dataclass(frozen=True)
+class Documents:
+    """The lengths of one row's documents, and the heads of attention over it."""
+
+    lengths: list[int]
+    heads: int = 32
+    kv_heads: int = 8
+    width: int = 128
+
+
+SETS: dict[str, Documents] = {
+    "8k, one": Documents([8192]),
+    "8k, 8 x 1,024": Documents([1024] * 8),
+    "8k lognormal": Documents(lognormal(8192, 94)),
+    "32k lognormal": Documents(lognormal(32768, 337)),
+    "32k, 32 x 1,024": Documents([1024] * 32),
+    "32k, one, 16 heads over 4": Documents([32768], 16, 4),
+    "32k, 15 documents": Documents(lognormal(32768, 21, median=1800.0, sigma=0.8)),
+    "16k, 8 x 2,048, 16 heads of 64": Documents([2048] * 8, 16, 16, 64),
+    "16k lognormal, 14 heads of 64 over 2": Documents(lognormal(16384, 94), 14, 2, 64),
+    "16k lognormal, 32 heads of 64 over 8": Documents(lognormal(16384, 94), 32, 8, 64),
+    "16k lognormal, 28 heads over 4": Documents(lognormal(16384, 94), 28, 4),
+    "16k lognormal, 16 heads": Documents(lognormal(16384, 94), 16, 16),
 }
-TOY = {"toy": [40, 3, 60, 25], "toy, one": [128]}
+_CUDNN = ["8k lognormal", "8k, 8 x 1,024", "32k, 32 x 1,024", "8k, one", "32k, one, 16 heads over 4"]
+_CUDNN += ["32k, 15 documents", "16k, 8 x 2,048, 16 heads of 64"]
+# which sets are measured together
+GROUPS: dict[str, list[str]] = {
+    "attention": list(SETS)[:4],
+    "cudnn": _CUDNN,
+    "torch": ["8k lognormal", *list(SETS)[7:]],
+}
+TOY = {"toy": Documents([40, 3, 60, 25], 4, 2, 16), "toy, one": Documents([128], 4, 2, 16)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +94,8 @@ class Row:
         return self.q, self.k, self.v, self.dout
 
 
-def make_row(lengths: Sequence[int], heads: int, kv_heads: int, width: int) -> Row:
+def make_row(documents: Documents) -> Row:
+    lengths, heads, kv_heads, width = documents.lengths, documents.heads, documents.kv_heads, documents.width
     total = sum(lengths)
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = [(1, total, n, width) for n in (heads, kv_heads, kv_heads, heads)]
@@ -88,7 +114,7 @@ def gate(row: Row, found: tuple[jax.Array, ...]) -> float:
 
 
 @cache
-def wanted(row: Row, longest: int = 1500) -> list[tuple[slice, list[np.ndarray]]]:
+def wanted(row: Row, longest: int = 2048) -> list[tuple[slice, list[np.ndarray]]]:
     """Documents of the row and their output, dq, dk, dv in the first key/value head's group.
 
     A row of one longer document is judged by its first tokens: causally they are a document of their own for the output

@@ -1,16 +1,31 @@
 """Tokens per second of ``make_train_step`` on a decoder of Qwen2-0.5B's shape, on one device or over meshes of several.
 
-Run by ``benchmarks.jax_gpu``. Random weights, bfloat16 compute with float32 master weights, AdamW, rows of 8,192 packed
-from documents of mean length 243 and at most 2,048 tokens, two rows a step, or one for each of more devices. Each mesh
-of several devices first takes the same three steps as one device alone, and their losses are compared.
+    python -m benchmarks.jax_step                            # four ways to hold activations, one GPU
+    python -m benchmarks.jax_step --match "^scanned$"        # one of them: the peak is then its own
+    python -m benchmarks.jax_step --devices 2 --match "^scanned$"   # data parallel and fully sharded, beside one device
+    python -m benchmarks.jax_step --compile                  # seconds of compiling, nothing runs
+    python -m benchmarks.jax_step --profile "^scanned$"      # which parts of the step take the GPU's time
+
+Random weights, bfloat16 compute with float32 master weights, AdamW, rows of 16,384 tokens packed from documents of mean
+length 243 and at most 2,048 tokens, one row a step, or as many as there are devices, on one device alone too. Losses
+never make whole logits. Each mesh of several devices first takes the same three steps as one device alone, and their
+losses are compared.
+
+"Planned" memory is what XLA plans for the compiled step, arguments included. The peak is the process's so far: ways are
+measured from the least memory to the most.
 """
 
 from __future__ import annotations
 
+import argparse
+import re
 import statistics
+import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,9 +35,12 @@ import optax
 from flax import nnx
 
 import packing_core
+from benchmarks._report import machine, versions, write_json
+from benchmarks.jax_profile import parts_of_trace
 from jax_backend import make_train_step
-from jax_backend.data import to_batch
+from jax_backend.batches import to_batch
 from jax_backend.model import Decoder, DecoderConfig
+from jax_backend.train_step import TrainStep
 
 QWEN = {
     "model_type": "qwen2",
@@ -39,48 +57,98 @@ QWEN = {
 TOY = QWEN | {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 TOY |= {"num_attention_heads": 4}
 SAME_LOSS = 2e-3  # relative; bfloat16 sums in another order move the loss by about 1e-4
-ROWS = 2  # a step
+# options of the decoder, from the least memory to the most
+WAYS: dict[str, dict[str, Any]] = {
+    "scanned, recomputed": {"scan_layers": True, "remat": "full"},
+    "scanned, products and attention kept": {"scan_layers": True, "remat": "dots_and_attention"},
+    "scanned": {"scan_layers": True},
+    "one by one": {},
+}
 
 
-def run(devices: int, *, toy: bool, deadline: float) -> Iterator[dict[str, Any]]:
+def run(config: DecoderConfig, match: str, devices: int, *, toy: bool, deadline: float) -> Iterator[dict[str, Any]]:
     """Yield what is to be written after each case; print a line for each."""
-    cases: dict[str, dict[str, int]] = {"one device": {}}
+    meshes: dict[str, dict[str, int]] = {"one device": {}}
     if devices > 1:
-        cases |= {
+        meshes |= {
             f"data parallel over {devices}": {"data": devices},
             f"fully sharded over {devices}": {"fsdp": devices},
         }
-    batches = make_batches(max(ROWS, devices), 128 if toy else 8192, TOY["vocab_size"] if toy else QWEN["vocab_size"])
-    config = DecoderConfig.from_hf(TOY if toy else QWEN)
+    batches = make_batches(devices, 128 if toy else 16_384, config.vocab_size)
     results: list[dict[str, Any]] = []
-    alone: list[float] | None = None
-    for case, axes in cases.items():
-        pool = ThreadPoolExecutor(1)
-        try:
-            future = pool.submit(measure, config, batches, axes)
-            result = {"case": case, **future.result(max(deadline - time.perf_counter(), 0.01))}
-            alone = alone or result["losses"]
-            result["difference"] = float(np.max(np.abs(np.divide(result["losses"], alone) - 1)))
-            result["status"] = "ok" if result["difference"] <= SAME_LOSS else "WRONG: another loss than one device's"
-        except TimeoutError:
-            result = {"case": case, "status": "NOT RUN: out of time"}
-        except Exception as error:  # the other cases are still worth their figures
-            result = {"case": case, "status": f"NOT RUN: {type(error).__name__}: {str(error)[:200]}"}
-        results.append(result)
-        print(line(result), flush=True)
-        yield {"step": results}
+    for way in filter(re.compile(match).search, WAYS):
+        alone: dict[str, Any] | None = None
+        for mesh, axes in meshes.items():
+            pool = ThreadPoolExecutor(1)
+            result: dict[str, Any] = {"way": way, "mesh": mesh}
+            try:
+                future = pool.submit(measure, config, WAYS[way], batches, axes)
+                result |= future.result(max(deadline - time.perf_counter(), 0.01))
+                alone = alone or result
+                result["difference"] = float(np.max(np.abs(np.divide(result["losses"], alone["losses"]) - 1)))
+                result["ratio"] = result["tokens_per_second"] / alone["tokens_per_second"]
+                result["status"] = "ok" if result["difference"] <= SAME_LOSS else "WRONG: another loss"
+            except TimeoutError:
+                result["status"] = "NOT RUN: out of time"
+            except Exception as error:  # the other cases are still worth their figures
+                result["status"] = f"NOT RUN: {type(error).__name__}: {str(error)[:200]}"
+            results.append(result)
+            print(line(result), flush=True)
+            yield {"step": results}
 
 
 def line(result: dict[str, Any]) -> str:
+    name = f"{result['way']}, {result['mesh']}"
     if result["status"] != "ok":
-        return f"training step, {result['case']}: {result['status']}"
+        return f"{name}: {result['status']}"
     losses = ", ".join(f"{loss:.4f}" for loss in result["losses"])
     return (
-        f"training step, {result['case']}: {result['tokens_per_second']:,.0f} real tokens/s "
-        f"({result['step_ms']:.0f} ms a step of {result['documents']} documents, peak {result['peak_gib']:.1f} GiB); "
-        f"compiled once in {result['compile_s']:.0f} s; losses {losses}, from one device's by "
-        f"{result['difference']:.1e}"
+        f"{name}: {result['tokens_per_second']:,.0f} real tokens/s, {result['ratio']:.2f} of one device "
+        f"({result['step_ms']:.0f} ms a step of {result['documents']} documents; planned {result['planned_gib']:.1f} "
+        f"GiB a device, peak so far {result['peak_gib']:.1f} GiB); compiled in {result['compile_s']:.0f} s; losses "
+        f"{losses}, from one device's by {result['difference']:.1e}"
     )
+
+
+def step_of(config: DecoderConfig, options: dict[str, Any], axes: dict[str, int]) -> TrainStep:
+    count = int(np.prod([*axes.values(), 1]))
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=jax.devices()[:count]) if axes else None
+    make = lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16, **options)  # noqa: E731
+    return make_train_step(make, optax.adamw(1e-4), mesh)
+
+
+def compile_cold(config: DecoderConfig, match: str, *, toy: bool) -> Iterator[dict[str, Any]]:
+    """Seconds until the step of a row can run, each way by itself."""
+    seconds: dict[str, float] = {}
+    for way in filter(re.compile(match).search, WAYS):
+        begin = time.perf_counter()
+        step_of(config, WAYS[way], {}).compile(rows=1, tokens=128 if toy else 16_384)
+        seconds[way] = time.perf_counter() - begin
+        print(f"{way}, {config.num_hidden_layers} layers: traced and compiled in {seconds[way]:.1f} s", flush=True)
+        yield {"compile_s": seconds}
+
+
+def profile(config: DecoderConfig, way: str, *, toy: bool) -> dict[str, Any]:
+    """The share of each part of the model in the device's time, over three steps."""
+    step = step_of(config, WAYS[way], {})
+    batches = [step.place(batch) for batch in make_batches(1, 128 if toy else 16_384, config.vocab_size)]
+    shape = batches[0]["input_ids"].shape
+    text = step.compile(rows=shape[1], tokens=shape[2]).as_text()
+    state, _ = step(step.init(), batches[0])
+    with tempfile.TemporaryDirectory() as folder:
+        jax.block_until_ready(state)
+        with jax.profiler.trace(folder):
+            for batch in batches:
+                state, metrics = step(state, batch)
+            jax.block_until_ready((state, metrics))
+        parts, longest = parts_of_trace(Path(folder), text or "")
+    whole = sum(parts.values())
+    print(f"{way}: {whole / len(batches) / 1e3:.1f} ms of operations a step")
+    for name, microseconds in sorted(parts.items(), key=lambda part: -part[1]):
+        print(f"  {name}: {microseconds / whole:.1%}")
+    for microseconds, name, scope in longest:
+        print(f"  {microseconds / whole:6.1%}  {name}  {scope}")
+    return {"profile": {name: microseconds / whole for name, microseconds in parts.items()}, "longest": longest}
 
 
 def make_batches(rows: int, capacity: int, vocabulary: int) -> list[dict[str, np.ndarray]]:
@@ -93,27 +161,30 @@ def make_batches(rows: int, capacity: int, vocabulary: int) -> list[dict[str, np
     return [{name: x[i * rows : (i + 1) * rows] for name, x in batch.items()} for i in range(3)]
 
 
-def measure(config: DecoderConfig, batches: list[dict[str, np.ndarray]], axes: dict[str, int]) -> dict[str, Any]:
+def measure(
+    config: DecoderConfig, options: dict[str, Any], batches: list[dict[str, np.ndarray]], axes: dict[str, int]
+) -> dict[str, Any]:
     """Compile, take three steps and record their losses, then time more of them."""
-    count = int(np.prod([*axes.values(), 1]))
-    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=jax.devices()[:count]) if axes else None
-    train_step = make_train_step(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16), optax.adamw(1e-4), mesh)
-    state = train_step.init()
+    train_step = step_of(config, options, axes)
     begin = time.perf_counter()
-    losses, compiled = [], 0.0
+    compiled = train_step.compile(rows=len(batches[0]["input_ids"]), tokens=batches[0]["input_ids"].shape[1])
+    seconds_to_compile = time.perf_counter() - begin
+    memory = compiled.memory_analysis()
+    planned = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    state = train_step.init()
+    losses = []
     for batch in batches:
         state, metrics = train_step(state, batch)
         losses.append(float(metrics["loss"]))
-        compiled = compiled or time.perf_counter() - begin
     placed = [train_step.place(batch) for batch in batches]
     times = []
-    for _ in range(4):
+    for _ in range(5):
         begin = time.perf_counter()
         for batch in placed:
             state, metrics = train_step(state, batch)
         jax.block_until_ready((state, metrics))
         times.append((time.perf_counter() - begin) / len(batches))
-    seconds = statistics.median(times)
+    seconds = statistics.median(times[1:])
     real = sum(int(np.count_nonzero(batch["segment_ids"])) for batch in batches) / len(batches)
     assert train_step.compilations == 1, "a new segmentation must not recompile"
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", float("nan"))
@@ -121,7 +192,40 @@ def measure(config: DecoderConfig, batches: list[dict[str, np.ndarray]], axes: d
         "tokens_per_second": real / seconds,
         "step_ms": seconds * 1e3,
         "documents": sum(int(batch["segment_ids"].max(axis=1).sum()) for batch in batches) // len(batches),
+        "planned_gib": (planned + memory.temp_size_in_bytes) / 2**30,
         "peak_gib": peak / 2**30,
-        "compile_s": compiled,
+        "compile_s": seconds_to_compile,
         "losses": losses,
     }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    begin = time.perf_counter()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--match", default="", metavar="PATTERN", help="ways whose name it matches")
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--compile", action="store_true", help="only compile, and say how long it took")
+    parser.add_argument("--profile", metavar="WAY", choices=list(WAYS), help="only profile three steps of this way")
+    parser.add_argument("--seconds", type=float, default=140.0, help="begin nothing after this long")
+    parser.add_argument("--output", type=Path, help="file of JSON, rewritten after each measurement")
+    parser.add_argument("--toy", action="store_true", help="tiny shapes; only to see that everything runs")
+    options = parser.parse_args(arguments)
+    header = [
+        f"{machine()}; {len(jax.devices())} x {jax.devices()[0].device_kind}",
+        versions("jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax"),
+    ]
+    print("\n".join(header), flush=True)
+    config = DecoderConfig.from_hf(TOY if options.toy else QWEN)
+    if options.profile:
+        parts = iter([profile(config, options.profile, toy=options.toy)])
+    elif options.compile:
+        parts = compile_cold(config, options.match, toy=options.toy)
+    else:
+        parts = run(config, options.match, options.devices, toy=options.toy, deadline=begin + options.seconds)
+    for part in parts:
+        write_json(options.output, {"header": header, **part}, begin)
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""The sweep behind ``tiles_for``: each Pallas kernel alone under several tiles, on the sets of ``benchmarks.jax_gpu``.
+"""The sweep behind ``tiles_for``: each Pallas kernel alone under several tiles, on the sets of ``benchmarks.jax_rows``.
 
     python -m benchmarks.jax_tiles                                   # bfloat16, 32 heads over 8, width 128
     python -m benchmarks.jax_tiles --heads 14 2 --width 64
@@ -14,6 +14,7 @@ import argparse
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,8 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.jax_gpu import fastest
-from benchmarks.jax_rows import GATE, SETS, TOY, Row, make_row, request_of
+from benchmarks.jax_attention import fastest
+from benchmarks.jax_rows import GATE, GROUPS, SETS, TOY, Row, make_row, request_of
 from jax_backend import find_segments
 from jax_backend.attention.pallas_backward import grad_keys, grad_queries
 from jax_backend.attention.pallas_forward import forward
@@ -75,10 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for kernel, candidates in CANDIDATES.items():
         parser.add_argument(f"--{kernel}", nargs="*", default=candidates, metavar="R,K,W,S")
     options = parser.parse_args(arguments)
-    sets = TOY if options.toy else {name: SETS[name] for name in options.sets or SETS}
-    shape = (4, 2, 16) if options.toy else (*options.heads, options.width)
-
-    rows = {name: make_row(lengths, *shape) for name, lengths in sets.items()}
+    sets = TOY if options.toy else {name: SETS[name] for name in options.sets or GROUPS["attention"]}
+    shape = {"heads": options.heads[0], "kv_heads": options.heads[1], "width": options.width}
+    rows = {name: make_row(x if options.toy else replace(x, **shape)) for name, x in sets.items()}
     jobs: list[tuple[str, str, Tiles, tuple[Any, ...]]] = []
     for name, row in rows.items():
         chosen = tiles_for(request_of(row))

@@ -1,4 +1,4 @@
-"""Names to backends: entry points of the group ``crosspack.backends``, or ``package.module:attribute``.
+"""Names to backends: entry points of ``crosspack.backends`` and ``crosspack.peers``, or ``package.module:attribute``.
 
     reference            the whole family of an entry point
     torch:sdpa           one backend of a family
@@ -19,6 +19,7 @@ from packing_core.errors import MissingExtraError, PackingError, UnsupportedErro
 from packing_core.protocol import Backend
 
 GROUP = "crosspack.backends"
+PEERS = "crosspack.peers"  # libraries of others, which are judged when they are asked for
 CANNOT_RUN = (UnsupportedError, MissingExtraError)  # with the reason: the backend does not exist on this machine
 
 
@@ -34,9 +35,9 @@ class Roster:
     not_run: dict[str, str] = field(default_factory=dict)
 
 
-def registered() -> dict[str, Callable[[], Any]]:
+def registered(group: str = GROUP) -> dict[str, Callable[[], Any]]:
     """Entry point name -> function that imports it."""
-    return {point.name: point.load for point in sorted(entry_points(group=GROUP), key=lambda point: point.name)}
+    return {point.name: point.load for point in sorted(entry_points(group=group), key=lambda point: point.name)}
 
 
 def load(asked: Iterable[str] = ()) -> Roster:
@@ -61,7 +62,7 @@ def load(asked: Iterable[str] = ()) -> Roster:
 
 def _load_asked(name: str, roster: Roster) -> None:
     family, _, attribute = name.partition(":")
-    points = registered()
+    points = registered() | registered(PEERS)
     before = len(roster.backends)
     try:
         if family in points:

@@ -12,6 +12,18 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from crosspack.reading import (
+        BadRecord as BadRecord,
+    )
+    from crosspack.reading import (
+        Records as Records,
+    )
+    from crosspack.reading import (
+        Row as Row,
+    )
+    from crosspack.reading import (
+        read as read,
+    )
     from jax_backend import (
         Decoder as Decoder,
     )
@@ -79,6 +91,9 @@ if TYPE_CHECKING:
         MissingExtraError as MissingExtraError,
     )
     from packing_core import (
+        Mixture as Mixture,
+    )
+    from packing_core import (
         PackedBatch as PackedBatch,
     )
     from packing_core import (
@@ -109,6 +124,12 @@ if TYPE_CHECKING:
         balance as balance,
     )
     from packing_core import (
+        join_states as join_states,
+    )
+    from packing_core import (
+        mix as mix,
+    )
+    from packing_core import (
         pack as pack,
     )
     from packing_core import (
@@ -125,6 +146,12 @@ if TYPE_CHECKING:
     )
     from torch_backend import (
         PackedMetadata as PackedMetadata,
+    )
+    from torch_backend import (
+        PackedRows as PackedRows,
+    )
+    from torch_backend import (
+        StreamedRows as StreamedRows,
     )
     from torch_backend import (
         TokenLogprobs as TokenLogprobs,
@@ -187,7 +214,7 @@ if TYPE_CHECKING:
     __version__: str
 
 # The first package that exports a name answers for it; the second one's counterpart stays under its package's name.
-_PACKAGES = ("packing_core", "torch_backend", "jax_backend")
+_PACKAGES = ("packing_core", "torch_backend", "jax_backend", "crosspack.reading")
 
 
 def __getattr__(name: str) -> Any:

@@ -117,7 +117,7 @@ def draw(path: Path, runs: list[Run], found: dict[str, dict[str, Any]]) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     settings, seeds = runs[0]["settings"], len({run["seed"] for run in runs})
     figure.supxlabel(
-        f"{settings['model']}; GSM8K, {settings['documents']:,} documents, rows of {settings['capacity']:,} tokens, "
+        f"{settings['model']}; GSM8K, {settings['documents']:,} documents, rows of {settings['capacity']:,} tokens,\n"
         f"padded batches of {settings['padded batch']}; {seeds} seeds: mean and range; {runs[0]['device']}",
         fontsize=9,
     )

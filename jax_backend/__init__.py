@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from jax_backend.batches import to_batch
     from jax_backend.checkpoint import restore_state, save_state
     from jax_backend.context_parallel import balance_tokens, context_attention, reorder_tokens
+    from jax_backend.convolution import causal_conv
     from jax_backend.data import GrainSource, GrainStream
+    from jax_backend.delta_rule import gated_delta_rule, ssd
     from jax_backend.explaining import explain
     from jax_backend.head_loss import linear_cross_entropy
     from jax_backend.logprobs import TokenLogprobs, token_logprobs
@@ -29,9 +31,11 @@ _HOME: dict[str, str] = {
     "apply_rope": "jax_backend.rope",
     "audit": "jax_backend.auditing",
     "balance_tokens": "jax_backend.context_parallel",
+    "causal_conv": "jax_backend.convolution",
     "context_attention": "jax_backend.context_parallel",
     "explain": "jax_backend.explaining",
     "find_segments": "jax_backend.segments",
+    "gated_delta_rule": "jax_backend.delta_rule",
     "linear_cross_entropy": "jax_backend.head_loss",
     "load": "jax_backend.weights",
     "make_train_step": "jax_backend.train_step",
@@ -47,6 +51,7 @@ _HOME: dict[str, str] = {
     "selective_scan": "jax_backend.scan",
     "shift_labels": "jax_backend.loss",
     "spread": "jax_backend.reduction",
+    "ssd": "jax_backend.delta_rule",
     "to_batch": "jax_backend.batches",
     "token_logprobs": "jax_backend.logprobs",
     "Decoder": "jax_backend.model",
@@ -68,9 +73,11 @@ __all__ = [
     "apply_rope",
     "audit",
     "balance_tokens",
+    "causal_conv",
     "context_attention",
     "explain",
     "find_segments",
+    "gated_delta_rule",
     "linear_cross_entropy",
     "load",
     "make_train_step",
@@ -86,6 +93,7 @@ __all__ = [
     "selective_scan",
     "shift_labels",
     "spread",
+    "ssd",
     "to_batch",
     "token_logprobs",
 ]

@@ -26,17 +26,18 @@ from jax_backend import weights
 from jax_backend.attention import IMPLEMENTATIONS, segment_attention
 from jax_backend.batches import to_batch
 from jax_backend.conformance_documents import DocumentMethods, arithmetic
+from jax_backend.conformance_operations import out_and_gradients
+from jax_backend.conformance_scans import ScanMethods
 from jax_backend.loss import packed_cross_entropy, shift_labels
 from jax_backend.model import Decoder, DecoderConfig
 from jax_backend.rope import apply_rope
 from jax_backend.rope_scaling import RopeParameters
-from jax_backend.scan import selective_scan
 from jax_backend.train_step import TrainStep, make_train_step
 from packing_core import pack, plan, protocol
 from packing_core.errors import UnsupportedError
 from packing_core.protocol import Array, Backend, BackendFactory, Batch, Capabilities, Document, Gradients
 
-_ALL = protocol.ALL_OPTIONS - {"alibi", "dynamic_rope", "nonfinite_padding", "context_parallel"}
+_ALL = protocol.ALL_OPTIONS - {"alibi", "dynamic_rope", "nonfinite_padding", "context_parallel", "channel_decay"}
 _RANKS = 4  # devices that a CPU is split into, as many as the suite wants ranks
 _PLAIN = _ALL - {"sinks"}  # without a differentiable log-sum-exp there are no sinks
 
@@ -110,10 +111,10 @@ class AttentionStack(Backend):
             options["max_segments"] = _segments_cap(segment_ids)
         ids = np.asarray(segment_ids, np.int32)
         if context_ranks == 1:
-            return _out_and_gradients(_attend, operands, dout, ids, dtype=dtype, **options)
+            return out_and_gradients(_attend, operands, dout, ids, dtype=dtype, **options)
         options["ranks"] = context_ranks
         return _with_devices(
-            context_ranks, _out_and_gradients, _attend_in_slices, operands, dout, ids, dtype=dtype, **options
+            context_ranks, out_and_gradients, _attend_in_slices, operands, dout, ids, dtype=dtype, **options
         )
 
     def forward(self, decoder: protocol.Decoder, batch: Batch, *, dtype: str) -> Array:
@@ -169,7 +170,7 @@ class AttentionStack(Backend):
         )
 
 
-class Stack(AttentionStack, DocumentMethods):
+class Stack(AttentionStack, DocumentMethods, ScanMethods):
     """Everything: the attention's levels, and the operations, collator and trainer that do not depend on it."""
 
     def plan(self, lengths: Sequence[int], capacity: int, *, strategy: str) -> list[list[int]]:
@@ -191,22 +192,7 @@ class Stack(AttentionStack, DocumentMethods):
         dout: Array | None = None,
     ) -> tuple[Array, Gradients]:
         where = np.asarray(position_ids, np.int32), inv_freq
-        return _out_and_gradients(_turn, {"x": x}, dout, *where, dtype=dtype, interleaved=interleaved)
-
-    def scan(
-        self,
-        x: Array,
-        dt: Array,
-        A: Array,
-        B: Array,
-        C: Array,
-        segment_ids: Array,
-        *,
-        dtype: str,
-        dout: Array | None = None,
-    ) -> tuple[Array, Gradients]:
-        operands = {"x": x, "dt": dt, "A": A, "B": B, "C": C}
-        return _out_and_gradients(_scan, operands, dout, np.asarray(segment_ids, np.int32), dtype=dtype)
+        return out_and_gradients(_turn, {"x": x}, dout, *where, dtype=dtype, interleaved=interleaved)
 
     def loss(
         self,
@@ -337,36 +323,6 @@ def _attend_in_slices(operands: dict[str, Any], segment_ids: jax.Array, *, ranks
 
 def _turn(operands: dict[str, Any], position_ids: jax.Array, inv_freq: jax.Array, *, interleaved: bool) -> jax.Array:
     return apply_rope(operands["x"], position_ids, inv_freq, interleaved=interleaved)
-
-
-def _scan(operands: dict[str, Any], segment_ids: jax.Array) -> jax.Array:
-    return selective_scan(**operands, segment_ids=segment_ids)
-
-
-def _out_and_gradients(
-    function: Callable[..., jax.Array],
-    operands: dict[str, Array],
-    dout: Array | None,
-    *data: Array,
-    dtype: str,
-    **options: Any,
-) -> tuple[Array, Gradients]:
-    """The output of ``function(operands, *data, **options)`` and, with ``dout``, the operands' gradients."""
-    in_dtype = {name: jnp.asarray(x, dtype) for name, x in operands.items()}
-    cotangent = None if dout is None else jnp.asarray(dout, dtype)
-    with arithmetic(dtype):
-        found = _compiled(function, tuple(sorted(options.items())), in_dtype, cotangent, *map(jnp.asarray, data))
-    return jax.tree.map(lambda x: np.asarray(x, np.float32), found)
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _compiled(function: Callable[..., jax.Array], options: Any, operands: Any, dout: Any, *data: Any) -> Any:
-    """One compilation serves every call of the same shapes and options, whatever its segments."""
-    call = partial(function, **dict(options))
-    if dout is None:
-        return call(operands, *data), {}
-    out, pullback = jax.vjp(lambda operands: call(operands, *data), operands)
-    return out, pullback(dout)[0]
 
 
 @jax.jit

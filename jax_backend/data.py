@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import grain
 import numpy as np
 
-from jax_backend.batches import to_batch as to_batch
 from packing_core.batch import PackedBatch
 from packing_core.dataset import PackedDataset
 from packing_core.errors import PackingError
@@ -63,9 +62,20 @@ class GrainStream(grain.IterDataset):
         super().__init__()
         self.open_stream = open_stream
         self.convention = _known(convention)
+        self._worker = (0, 1)
+
+    def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
+        """What ``mp_prefetch`` calls in each worker process: the stream's rows are dealt to the workers in turn.
+
+        Raises:
+            PackingError: grain wants consecutive rows, whose number a stream does not know.
+        """
+        if sequential_slice:
+            raise PackingError("a stream does not know how many rows it has: leave sequential_slice out")
+        self._worker = (sl.start or 0, sl.step or 1)
 
     def __iter__(self) -> grain.DatasetIterator:
-        return _StreamIterator(self.open_stream(), self.convention)
+        return _StreamIterator(self.open_stream().of_worker(*self._worker), self.convention)
 
 
 class _StreamIterator(grain.DatasetIterator):

@@ -4,11 +4,72 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax_backend.rope_scaling import RopeParameters, read_rope
 from packing_core.errors import PackingError, UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class MixtureConfig:
+    """A sparse mixture of experts in place of a layer's MLP.
+
+    Attributes:
+        experts, chosen, size: how many there are, how many a token gets, and their intermediate size.
+        layers: which layers are sparse; the others have an MLP.
+        normalise: the weights of a token's experts add up to 1.
+        coefficient: factor on the routers' auxiliary loss in `Decoder.loss`; 0 leaves it out.
+        block, router, names: what checkpoints call the layer's part, its router, and an expert's gate, up and down.
+        router_bias: router logits have one.
+        clamp: GPT-OSS's (alpha, limit), which also says that gate and up are interleaved in one tensor, with biases.
+        shared_size: intermediate size of an MLP that every token runs through, weighed by a gate of its own; 0 for
+            none.
+    """
+
+    experts: int
+    chosen: int
+    size: int
+    layers: tuple[bool, ...]
+    normalise: bool = True
+    coefficient: float = 0.0
+    block: str = "mlp"
+    router: str = "gate"
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    router_bias: bool = False
+    clamp: tuple[float, float] | None = None
+    shared_size: int = 0
+
+
+@dataclass(frozen=True)
+class DeltaNetConfig:
+    """Gated delta nets in place of some layers' attention (Qwen3-Next, Qwen3.5).
+
+    Attributes:
+        key_heads, key_width: heads of q and k, and their channels.
+        heads, width: those of v.
+        kernel: tokens that the short convolution sees.
+        layers: which layers have one; the others have attention.
+        by_key_head: projections keep q, k, v and z of each head of k together, in one matrix (Qwen3-Next).
+    """
+
+    key_heads: int
+    key_width: int
+    heads: int
+    width: int
+    kernel: int
+    layers: tuple[bool, ...]
+    by_key_head: bool = False
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What layers of one decoder can differ in: their window, whether their MLP is a mixture of experts, and whether
+    they have a gated delta net instead of attention."""
+
+    window: int | None
+    sparse: bool = False
+    recurrent: bool = False
 
 
 @dataclass(frozen=True)
@@ -22,6 +83,10 @@ class DecoderConfig:
         norm_offset: what is added to the norms' weights, 1 in Gemma.
         qk_norm: "head" (over each head), "projection" (over all heads, Olmo 2), or None.
         fused: query, key and value projections are one, and so are gate and up projections (Phi-3).
+        mixture: experts in place of some layers' MLP, or None.
+        delta_net: gated delta nets in place of some layers' attention, or None.
+        output_gate: the query projection also makes a gate, whose sigmoid multiplies the attention's output.
+        sinks: attention has a logit per head that joins the softmax's denominator only (GPT-OSS).
         attention_scale: factor on attention logits; None for ``head_dim ** -0.5``.
         embedding_scale: factor on token embeddings.
         padding_id: the token whose embedding gets no gradient from where it is read, as in transformers.
@@ -49,6 +114,10 @@ class DecoderConfig:
     norm_offset: float = 0.0
     fused: bool = False
     activation: str = "silu"
+    mixture: MixtureConfig | None = None
+    delta_net: DeltaNetConfig | None = None
+    output_gate: bool = False
+    sinks: bool = False
     attention_scale: float | None = None
     attention_softcap: float | None = None
     final_softcap: float | None = None
@@ -59,6 +128,25 @@ class DecoderConfig:
     @property
     def num_hidden_layers(self) -> int:
         return len(self.windows)
+
+    @property
+    def layers(self) -> tuple[LayerKind, ...]:
+        neither = (False,) * len(self.windows)
+        sparse = self.mixture.layers if self.mixture else neither
+        recurrent = self.delta_net.layers if self.delta_net else neither
+        return tuple(map(LayerKind, self.windows, sparse, recurrent))
+
+    @property
+    def shallow(self) -> DecoderConfig:
+        """The same decoder with one layer of each kind, for what is judged by kinds of layers."""
+        first = [i for i, kind in enumerate(self.layers) if kind not in self.layers[:i]]
+
+        def chosen(layers: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(layers[i] for i in first)
+
+        mixture = self.mixture and replace(self.mixture, layers=chosen(self.mixture.layers))
+        delta_net = self.delta_net and replace(self.delta_net, layers=chosen(self.delta_net.layers))
+        return replace(self, windows=chosen(self.windows), mixture=mixture, delta_net=delta_net)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> DecoderConfig:
@@ -75,6 +163,11 @@ class DecoderConfig:
                 raise UnsupportedModelError(
                     f"{name} is {config[name]} and the flax decoder has no dropout: set it to 0 in config.json"
                 )
+        if config.get("quantization_config"):
+            raise UnsupportedModelError(
+                f"the weights are quantised ({config['quantization_config'].get('quant_method')}): write them with "
+                "AutoModelForCausalLM.from_pretrained(..., dtype=torch.bfloat16).save_pretrained(folder) first"
+            )
         heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
         activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
@@ -114,10 +207,21 @@ class DecoderConfig:
             raise PackingError(
                 "this DecoderConfig is not that of a config.json: make it with DecoderConfig.from_hf(dictionary)"
             )
-        architecture = {"olmo2": "Olmo2", "olmo3": "Olmo3", "gemma3_text": "Gemma3"}.get(self.model_type)
-        return source | {"architectures": [f"{architecture or self.model_type.capitalize()}ForCausalLM"]}
+        architecture = _ARCHITECTURES.get(self.model_type) or self.model_type.capitalize()
+        return source | {"architectures": [f"{architecture}ForCausalLM"]}
 
 
+# where it is not the model_type with a capital
+_ARCHITECTURES = {
+    "olmo2": "Olmo2",
+    "olmo3": "Olmo3",
+    "gemma3_text": "Gemma3",
+    "qwen2_moe": "Qwen2Moe",
+    "qwen3_moe": "Qwen3Moe",
+    "gpt_oss": "GptOss",
+    "qwen3_next": "Qwen3Next",
+    "qwen3_5_text": "Qwen3_5",
+}
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 
@@ -178,6 +282,95 @@ def _gemma3(config: Mapping[str, Any]) -> dict[str, Any]:
     return _gemma2(config) | own | {"final_softcap": config.get("final_logit_softcapping")}
 
 
+def _mixtral(config: Mapping[str, Any]) -> dict[str, Any]:
+    if config.get("router_jitter_noise"):
+        raise UnsupportedModelError(
+            f"router_jitter_noise is {config['router_jitter_noise']} and the flax decoder's router has no noise: set "
+            "it to 0 in config.json"
+        )
+    mixture = _mixture(config, block="block_sparse_moe", names=("w1", "w3", "w2"))
+    return _mistral(config) | {"mixture": mixture}
+
+
+def _qwen2_moe(config: Mapping[str, Any]) -> dict[str, Any]:
+    shared = config["shared_expert_intermediate_size"]
+    bias = {"qkv_bias": bool(config.get("qkv_bias", True))}
+    return _qwen2(config) | bias | {"mixture": _qwen_mixture(config, shared_size=shared)}
+
+
+def _qwen3_moe(config: Mapping[str, Any]) -> dict[str, Any]:
+    window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    windows = {"windows": (window,) * config["num_hidden_layers"]}
+    return _qwen3(config) | windows | {"mixture": _qwen_mixture(config)}
+
+
+def _qwen3_5(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Three gated delta nets to one layer of gated attention."""
+    layers, every = config["num_hidden_layers"], config.get("full_attention_interval", 4)
+    kinds = config.get("layer_types") or [
+        "linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)
+    ]
+    if unknown := sorted({*kinds} - {"linear_attention", "full_attention"}):
+        raise UnsupportedModelError(
+            f"layer_types has {unknown[0]!r} and the flax decoder computes linear_attention, "
+            "full_attention in this family"
+        )
+    delta_net = DeltaNetConfig(
+        key_heads=config.get("linear_num_key_heads", 16),
+        key_width=config.get("linear_key_head_dim", 128),
+        heads=config.get("linear_num_value_heads", 32),
+        width=config.get("linear_value_head_dim", 128),
+        kernel=config.get("linear_conv_kernel_dim", 4),
+        layers=tuple(kind == "linear_attention" for kind in kinds),
+    )
+    bias = bool(config.get("attention_bias", False))
+    own = {"qk_norm": "head", "norm_offset": 1.0, "output_gate": True, "delta_net": delta_net}
+    return own | {"qkv_bias": bias, "output_bias": bias}
+
+
+def _qwen3_next(config: Mapping[str, Any]) -> dict[str, Any]:
+    dense = _qwen3_5(config)
+    normalised = {"norm_topk_prob": True} | dict(config)
+    mixture = _qwen_mixture(normalised, shared_size=config["shared_expert_intermediate_size"])
+    return dense | {"delta_net": replace(dense["delta_net"], by_key_head=True), "mixture": mixture}
+
+
+def _gpt_oss(config: Mapping[str, Any]) -> dict[str, Any]:
+    every_other = ["full_attention" if i % 2 else "sliding_attention" for i in range(config["num_hidden_layers"])]
+    clamp = float(config.get("swiglu_alpha", 1.702)), float(config.get("swiglu_limit", 7.0))
+    bias = bool(config.get("attention_bias", True))
+    return {
+        "windows": _windows(config, kinds=every_other),
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "sinks": True,
+        "mixture": _mixture(config, router="router", router_bias=True, clamp=clamp),
+    }
+
+
+def _qwen_mixture(config: Mapping[str, Any], **more: Any) -> MixtureConfig:
+    dense, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
+    layers = tuple(i not in dense and (i + 1) % every == 0 for i in range(config["num_hidden_layers"]))
+    return _mixture(
+        config,
+        size=config["moe_intermediate_size"],
+        layers=layers,
+        normalise=bool(config.get("norm_topk_prob", False)),
+        **more,
+    )
+
+
+def _mixture(config: Mapping[str, Any], **more: Any) -> MixtureConfig:
+    common = {
+        "experts": config.get("num_local_experts") or config["num_experts"],
+        "chosen": config["num_experts_per_tok"],
+        "size": config["intermediate_size"],
+        "layers": (True,) * config["num_hidden_layers"],
+        "coefficient": config.get("router_aux_loss_coef", 0.001) if config.get("output_router_logits") else 0.0,
+    }
+    return MixtureConfig(**common | more)
+
+
 # model_type -> the fields in which the family differs from a plain decoder
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "llama": _llama,
@@ -190,6 +383,12 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "olmo3": _olmo3,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
+    "mixtral": _mixtral,
+    "qwen2_moe": _qwen2_moe,
+    "qwen3_moe": _qwen3_moe,
+    "gpt_oss": _gpt_oss,
+    "qwen3_next": _qwen3_next,
+    "qwen3_5_text": _qwen3_5,
 }
 _ALIBI = ("bloom", "mpt")
 

@@ -1,4 +1,4 @@
-"""Which attention implementation runs, and why the others do not, for a call or for each kind of a decoder's layers."""
+"""Which implementation runs, and why the others do not, for a call of attention or each kind of a decoder's layers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_backend.attention import ORDER, answers, request_for
+from jax_backend.chunked_scan import CHUNK
 from jax_backend.model import Decoder
 from packing_core.diagnosis import LayerChoice, first_served
 from packing_core.errors import PackingError
@@ -68,8 +69,13 @@ def _of_decoder(model: Decoder, rows: int, tokens: int, platform: str) -> Iterat
         jax.ShapeDtypeStruct((rows, tokens, heads, config.head_dim), dtype)
         for heads in (config.num_attention_heads, config.num_key_value_heads)
     )
-    for window in dict.fromkeys(config.windows):
-        layers = [str(i) for i, each in enumerate(config.windows) if each == window]
+    recurrent = [str(i) for i, kind in enumerate(config.layers) if kind.recurrent]
+    if recurrent:
+        reason = f"plain XLA in chunks of {CHUNK} tokens, on every platform"
+        yield LayerChoice(f"layers {', '.join(recurrent)}, gated delta net", "chunked", reason)
+    attention = {i: kind.window for i, kind in enumerate(config.layers) if not kind.recurrent}
+    for window in dict.fromkeys(attention.values()):
+        layers = [str(i) for i, each in attention.items() if each == window]
         request = request_for(
             q, k, k, platform=platform, window=window, softcap=config.attention_softcap, max_segments=model.max_segments
         )

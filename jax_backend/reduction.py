@@ -1,14 +1,17 @@
 """One number per document from one per token of a packed batch, and back, under ``jit`` and ``grad``.
 
 ``to_batch`` says of every token which document it is of and where in it it stands. Data flows values [B, S, ...] ->
-segment sums over those numbers -> [documents, ...] in source order. The number of documents is static; results of
-documents that a batch does not have are 0. Shape letters: B rows, S tokens of a row, T = B * S, N documents.
+tokens in the order of documents and positions -> sums that stay inside a document -> [documents, ...] in source order.
+Nothing is added by a scatter: on a GPU that adds with atomics, in another order every time. So results and gradients
+repeat to the bit on every device, and those of a document do not depend on the others or on where it is packed. The
+number of documents is static; results of documents that a batch does not have are 0. Shape letters: B rows, S tokens of
+a row, T = B * S, N documents; T' is T in the order of documents.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,22 +55,14 @@ def reduce(
     counted_T = ids_T >= 0
     if where is not None:
         counted_T &= _per_token(where, batch, "where").astype(bool)
-    nowhere = jnp.where(counted_T, ids_T, documents)  # the result of the last number is dropped
-
-    def per_document(x: jax.Array) -> jax.Array:
-        return jax.ops.segment_sum(x, nowhere, documents + 1)[:documents]
-
-    mask = counted_T.reshape(-1, *[1] * (flat.ndim - 1))
-    counts = per_document(counted_T.astype(jnp.int32)).reshape(-1, *[1] * (flat.ndim - 1))
+    tokens = _sort(jnp.where(counted_T, ids_T, documents), positions_T, documents)
     if how in ("sum", "mean"):
-        total = per_document(jnp.where(mask, flat, 0).astype(jnp.promote_types(flat.dtype, jnp.float32)))
-        found = total / jnp.maximum(counts, 1) if how == "mean" else total
+        found = _totals(flat.astype(jnp.promote_types(flat.dtype, jnp.float32)), tokens)
+        if how == "mean":
+            found /= jnp.maximum(tokens.counts_N, 1).reshape(-1, *[1] * (flat.ndim - 1))
     else:
-        extreme = jax.ops.segment_min if how == "first" else jax.ops.segment_max
-        wanted = extreme(positions_T, nowhere, documents + 1)
-        chosen = counted_T & (positions_T == wanted[nowhere])
-        kept = jnp.where(chosen.reshape(mask.shape), flat, 0)
-        found = per_document(kept).astype(flat.dtype)
+        wanted = tokens.starts_N + (tokens.counts_N - 1 if how == "last" else 0)
+        found = _take(flat, tokens.order_T[wanted], tokens.counts_N > 0)
     if not jnp.issubdtype(found.dtype, jnp.inexact):
         return found
     return jnp.where(ids_T.max() < documents, found, jnp.nan)
@@ -79,9 +74,74 @@ def spread(values: jax.Array, batch: Mapping[str, Any]) -> jax.Array:
     Raises:
         LayoutError: the batch does not say what its documents are.
     """
-    ids_T, _ = _documents(batch, len(values))
-    at_token = jnp.where((ids_T >= 0).reshape(-1, *[1] * (values.ndim - 1)), values[ids_T], 0)
+    values = jnp.asarray(values)
+    ids_T, positions_T = _documents(batch, len(values))
+    if jnp.issubdtype(values.dtype, jnp.inexact):
+        at_token = _spread(values, ids_T, positions_T)
+    else:
+        at_token = _at_tokens(values, ids_T)
     return at_token.reshape(*batch["document_ids"].shape, *values.shape[1:])
+
+
+class _Sorted(NamedTuple):
+    """Where the tokens of each document stand once they are sorted by document and position."""
+
+    order_T: jax.Array  # T' -> T
+    offsets_T: jax.Array  # of a sorted token in its document
+    starts_N: jax.Array  # T' of a document's first token
+    counts_N: jax.Array  # its tokens
+
+
+def _sort(ids_T: jax.Array, positions_T: jax.Array, documents: int) -> _Sorted:
+    """Tokens of documents 0..N-1 in their order; those with a larger number come last and are of no document."""
+    places_T = jnp.arange(len(ids_T))
+    ids_T, _, order_T = jax.lax.sort((ids_T, positions_T, places_T), num_keys=2)
+    bounds = jnp.searchsorted(ids_T, jnp.arange(documents + 1))
+    offsets_T = places_T - bounds.at[ids_T].get(mode="clip")
+    return _Sorted(order_T, offsets_T, bounds[:-1], jnp.diff(bounds))
+
+
+def _totals(values_T: jax.Array, tokens: _Sorted) -> jax.Array:
+    """[N, ...]: each document's sum, by doubling: after step k a token holds the sum of the last 2**k up to itself.
+
+    Which numbers are added to which depends on their distance from the document's end alone (Hillis and Steele, "Data
+    parallel algorithms", 1986), and the error grows with the logarithm of the length.
+    """
+    sums_T = values_T.at[tokens.order_T].get(unique_indices=True)
+    offsets_T = tokens.offsets_T.reshape(-1, *[1] * (values_T.ndim - 1))
+
+    def double(k: jax.Array, sums_T: jax.Array) -> jax.Array:
+        return sums_T + jnp.where(offsets_T >= 1 << k, jnp.roll(sums_T, 1 << k, axis=0), 0)
+
+    sums_T = jax.lax.fori_loop(0, (len(values_T) - 1).bit_length(), double, sums_T)
+    return _take(sums_T, tokens.starts_N + tokens.counts_N - 1, tokens.counts_N > 0)
+
+
+def _take(values_T: jax.Array, places_N: jax.Array, exists_N: jax.Array) -> jax.Array:
+    """[N, ...]: the values at different places, 0 where there is none. The gradient adds at no place twice."""
+    outside_N = len(values_T) + jnp.arange(len(places_N))
+    places_N = jnp.where(exists_N, places_N, outside_N)
+    return values_T.at[places_N].get(mode="fill", fill_value=0, unique_indices=True)
+
+
+def _at_tokens(values_N: jax.Array, ids_T: jax.Array) -> jax.Array:
+    return jnp.where((ids_T >= 0).reshape(-1, *[1] * (values_N.ndim - 1)), values_N[ids_T], 0)
+
+
+@jax.custom_jvp
+def _spread(values_N: jax.Array, ids_T: jax.Array, positions_T: jax.Array) -> jax.Array:
+    """:func:`_at_tokens` whose gradient is :func:`_totals`; that of an indexing adds with a scatter."""
+    return _at_tokens(values_N, ids_T)
+
+
+@_spread.defjvp
+def _spread_jvp(primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+    values_N, ids_T, positions_T = primals
+    tokens = _sort(jnp.where(ids_T >= 0, ids_T, len(values_N)), positions_T, len(values_N))
+    wide = jnp.promote_types(values_N.dtype, jnp.float32)
+    at_tokens = jax.ShapeDtypeStruct((len(ids_T), *values_N.shape[1:]), wide)
+    (tangent_T,) = jax.linear_transpose(lambda x: _totals(x, tokens), at_tokens)(tangents[0].astype(wide))
+    return _spread(*primals), tangent_T.astype(values_N.dtype)
 
 
 def _documents(batch: Mapping[str, Any], documents: int) -> tuple[jax.Array, jax.Array]:
@@ -98,6 +158,7 @@ def _documents(batch: Mapping[str, Any], documents: int) -> tuple[jax.Array, jax
 
 def _per_token(x: jax.Array, batch: Mapping[str, Any], name: str) -> jax.Array:
     """[T, ...] of an array that has one entry per token."""
+    x = jnp.asarray(x)
     shape = batch["document_ids"].shape
     if x.shape[:2] == shape:
         return x.reshape(-1, *x.shape[2:])

@@ -96,12 +96,12 @@ def _fill(state: nnx.State, tensors: Mapping[str, Any], mesh: Mesh | None) -> No
 
 @dataclass(frozen=True)
 class _Parameter:
-    """A decoder's parameter and the tensors of a checkpoint that it holds: one, or one of each stacked layer."""
+    """A decoder's parameter and the tensors of a checkpoint that it holds: one, or one of each stacked layer, of each
+    expert, or of each stacked layer's experts, as ``names`` has axes."""
 
-    names: tuple[str, ...]
+    names: np.ndarray
     leaf: Any
     turned: bool  # kernels: torch keeps them [out, in]
-    stacked: bool
 
     @property
     def everything(self) -> tuple[slice, ...]:
@@ -111,37 +111,42 @@ class _Parameter:
     @property
     def tensor_shape(self) -> tuple[int, ...]:
         """The shape of each of its tensors in the checkpoint."""
-        shape = self.leaf.shape[self.stacked :]
+        shape = self.leaf.shape[self.names.ndim :]
         return shape[::-1] if self.turned else shape
 
     def read(self, tensors: Mapping[str, Any], index: Any) -> np.ndarray:
         """The part ``index`` of the parameter from arrays or safetensors slices, in the parameter's dtype."""
-        names = self.names[index[0]] if self.stacked else self.names
-        inner = index[self.stacked :]
-        parts = [tensors[name][inner[::-1] if self.turned else inner] for name in names]
+        depth = self.names.ndim
+        inner = index[depth:]
+        names = np.asarray(self.names[index[:depth]], object)
+        parts = [tensors[name][inner[::-1] if self.turned else inner] for name in names.flat]
         parts = [part.T if self.turned else part for part in parts]
-        return np.ascontiguousarray(np.stack(parts) if self.stacked else parts[0], self.leaf.dtype)
+        whole = np.stack(parts) if depth else parts[0]
+        return np.ascontiguousarray(whole.reshape(*names.shape, *parts[0].shape), self.leaf.dtype)
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """The checkpoint's tensors, on the host."""
         whole = to_host(self.leaf[...])
-        for name, part in zip(self.names, whole if self.stacked else [whole], strict=True):
+        for place, name in np.ndenumerate(self.names):
+            part = whole[place]
             yield name, np.ascontiguousarray(part.T if self.turned else part)
 
 
 def _checked(state: nnx.State, shapes: Mapping[str, tuple[int, ...]]) -> list[_Parameter]:
     """All parameters, whose names and shapes are those of a checkpoint."""
     wanted = list(_parameters(state))
-    names = {name for parameter in wanted for name in parameter.names}
+    names = {name for parameter in wanted for name in parameter.names.flat}
     missing, extra = sorted(names - shapes.keys()), sorted(shapes.keys() - names)
-    extra = [name for name in extra if name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq")]
+    # Tied heads, frequencies, and the layers that predict a second token, which transformers leaves out as well.
+    unread = ("lm_head.weight", "mtp.")
+    extra = [name for name in extra if not name.startswith(unread) and not name.endswith("rotary_emb.inv_freq")]
     if missing or extra:
         raise LayoutError(
             f"the checkpoint lacks {missing or 'nothing'} and has {extra or 'nothing'} that the config does not: "
             "the config.json beside it describes another model"
         )
     for parameter in wanted:
-        for name in parameter.names:
+        for name in parameter.names.flat:
             if shapes[name] != parameter.tensor_shape:
                 raise LayoutError(f"{name} has shape {shapes[name]} and the config asks for {parameter.tensor_shape}")
     return wanted
@@ -153,15 +158,23 @@ def _parameters(state: nnx.State) -> Iterator[_Parameter]:
     scanned = max((leaf.shape[0] * period for path, leaf in found if path[1] == "blocks"), default=0)
     for path, leaf in found:
         parts = [str(part) for part in path]
+        turned = parts[-1] == "kernel"
         parts[-1] = {"kernel": "weight", "embedding": "weight"}.get(parts[-1], parts[-1])
-        stacked = parts[1] == "blocks"
-        numbers: Any = [None]
-        if stacked:
-            numbers = range(int(parts[2]), scanned, period)
+        axes: list[tuple[int, range]] = []  # position in the name, and the numbers that stand there
+        if parts[1] == "blocks":
+            axes.append((2, range(int(parts[2]), scanned, period)))
         elif parts[1] == "layers":
-            numbers = [scanned + int(parts[2])]
-        names = (parts if n is None else [parts[0], "layers", str(n), *parts[3:]] for n in numbers)
-        yield _Parameter(tuple(map(".".join, names)), leaf, path[-1] == "kernel", stacked)
+            parts[2] = str(scanned + int(parts[2]))
+        if turned and "experts" in parts:  # a checkpoint keeps these for each expert by itself
+            parts.insert(parts.index("experts") + 1, "")
+            axes.append((parts.index("experts") + 1, range(leaf.shape[len(axes)])))
+        parts[1] = "layers" if parts[1] == "blocks" else parts[1]
+        names = np.empty([len(numbers) for _, numbers in axes], object)
+        for place in np.ndindex(names.shape):
+            for (position, numbers), i in zip(axes, place, strict=True):
+                parts[position] = str(numbers[i])
+            names[place] = ".".join(parts)
+        yield _Parameter(names, leaf, turned)
 
 
 def _open(folder: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Packing of variable-length token sequences into fixed rows, on numpy alone: the public names, no logic."""
 
+from packing_core._state import join_states
 from packing_core.balance import Cost, ShardedPlan, balance
 from packing_core.batch import PackedBatch
 from packing_core.dataset import PackedDataset, pack
@@ -12,6 +13,7 @@ from packing_core.errors import (
     UnsupportedError,
     UnsupportedModelError,
 )
+from packing_core.mixing import Mixture, mix
 from packing_core.plan import PackPlan, plan
 from packing_core.ragged import Ragged
 from packing_core.stream import PackStream, stream
@@ -22,6 +24,7 @@ __all__ = [
     "Cost",
     "LayoutError",
     "MissingExtraError",
+    "Mixture",
     "PackPlan",
     "PackStream",
     "PackedBatch",
@@ -32,6 +35,8 @@ __all__ = [
     "UnsupportedError",
     "UnsupportedModelError",
     "balance",
+    "join_states",
+    "mix",
     "pack",
     "plan",
     "stream",

@@ -1,9 +1,8 @@
-"""What a stream has read and no row has taken yet: how sources are opened, and how documents are measured and cut."""
+"""What a stream has read and no row has taken yet: how documents are measured and cut."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise, repeat
 from typing import Any, NamedTuple
@@ -11,13 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from packing_core._arrow import is_arrow
 from packing_core._pieces import Overflow, integer
 from packing_core.errors import CapacityError, LayoutError, PackingError
-from packing_core.ragged import Ragged
 
 Int64 = NDArray[np.int64]
-Open = Callable[[int], Iterable[Any]]
 Piece = tuple[int, int, int, Any]  # document number, first token, length, content
 
 PROMPT = "prompt_length"  # the one column that is a number per document
@@ -78,39 +74,40 @@ class Read:
         return Pending(ids, np.zeros_like(ids), np.array(lengths, np.int64), self.documents)
 
 
-def opener(source: Any) -> Open:
-    """A function that iterates over the documents of ``source`` from a number on.
+class Later:
+    """A stretch of a document of known length, which is read when it is needed."""
 
-    Raises:
-        PackingError: ``source`` is neither a sequence nor a function of the first number.
-    """
-    if is_arrow(source):
-        source = Ragged.of(source, name="source")
-    if callable(source) and not hasattr(source, "__getitem__"):
-        try:
-            inspect.signature(source).bind(0)
-        except TypeError:
-            raise PackingError(
-                "source is a function that does not take one number: pass open(start), which iterates from document "
-                "number start"
-            ) from None
-        except ValueError:  # a builtin without a signature
-            pass
-        return source  # type: ignore[no-any-return]
-    text = isinstance(source, (str, bytes, Mapping))
-    if text or not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
-        raise PackingError(
-            f"source is a {type(source).__name__}: pass a sequence of documents, or a function open(start) that "
-            "iterates from document number start, so that the stream can be resumed"
-        )
-    return lambda start: (source[i] for i in range(start, len(source)))
+    __slots__ = ("length", "number", "source", "start", "stop")
+
+    def __init__(self, source: Any, number: int, length: int, start: int, stop: int) -> None:
+        self.source, self.number, self.length, self.start, self.stop = source, number, length, start, stop
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __getitem__(self, tokens: slice) -> Later:
+        start, stop, _ = tokens.indices(len(self))
+        return Later(self.source, self.number, self.length, self.start + start, self.start + stop)
+
+    def read(self) -> Any:
+        """The tokens, or the mapping that holds them.
+
+        Raises:
+            LayoutError: the document has another length than it was said to have.
+        """
+        document = self.source[self.number]
+        length = length_of(document, self.number)
+        if length != self.length:
+            raise LayoutError(
+                f"document {self.number} has {length:,} tokens and lengths says {self.length:,}: pass its own length"
+            )
+        whole = len(self) == length
+        return document if whole else part(document, self.start, self.stop, self.number)
 
 
-def iterate(opened: Any, start: int) -> Iterator[Any]:
-    """``iter(opened)``, of what ``open(start)`` returned."""
-    if not hasattr(opened, "__iter__") and not hasattr(opened, "__getitem__"):
-        raise PackingError(f"open({start}) returned a {type(opened).__name__}: return an iterable of documents")
-    return iter(opened)
+def read_now(contents: list[Any]) -> list[Any]:
+    """The documents, those that wait being read."""
+    return [content.read() if type(content) is Later else content for content in contents]
 
 
 def length_of(document: Any, number: int) -> int:

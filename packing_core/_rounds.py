@@ -1,4 +1,4 @@
-"""A round of a stream: which rows of its plan leave, and the batches that are made of them."""
+"""A round of a stream: the plan of what is pending, which of its rows leave, and the batches that are made of them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,53 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from packing_core._pending import Pending, columns_of
+from packing_core._mixed import mixed
+from packing_core._pending import Pending, columns_of, read_now
 from packing_core.batch import PackedBatch
 from packing_core.dataset import pack
 from packing_core.errors import LayoutError
-from packing_core.plan import PackPlan
+from packing_core.plan import PackPlan, plan
 
 Int64 = NDArray[np.int64]
 
 WASTE = 5e-4  # of the slots of the rows that leave a round; the rest waits for documents that fill it
+
+
+def plan_round(
+    lengths: Int64,
+    capacity: int,
+    *,
+    strategy: str,
+    seed: list[int] | None,
+    once: bool,
+    alignment: int,
+    max_segments: int | None,
+) -> PackPlan:
+    """Rows of all that is pending, in the planner's order.
+
+    Args:
+        seed: what mixed rows are drawn by; None takes the pieces in their order.
+        once: take the first draw of mixed rows: rows that are not full stay, so it will do until the end.
+    """
+    if strategy == "best_fit":
+        return plan(lengths, capacity, alignment=alignment, max_segments=max_segments, seed=None)
+    rows = mixed(
+        -(-lengths // alignment),
+        capacity // alignment,
+        min(max_segments or len(lengths), len(lengths)),
+        None if seed is None else np.random.PCG64(seed),
+        once=once,
+    )
+    return PackPlan(
+        rows.offsets,
+        rows.order,
+        np.zeros_like(rows.order),
+        lengths[rows.order],
+        capacity=capacity,
+        n_documents=len(lengths),
+        alignment=alignment,
+        check=False,
+    )
 
 
 def leaving(rows: PackPlan, most_pieces: int, most_tokens: int, old: NDArray[np.bool_]) -> Int64:
@@ -53,7 +91,7 @@ def make_rows(pending: Pending, rows: PackPlan, numbers: Int64, options: dict[st
     """
     chosen = rows.select(numbers)
     ids, starts = pending.ids[chosen.source], pending.starts[chosen.source]
-    contents = [pending.contents[i] for i in chosen.source.tolist()]
+    contents = read_now([pending.contents[i] for i in chosen.source.tolist()])
     local = PackPlan(
         chosen.row_offsets,
         np.arange(len(contents)),

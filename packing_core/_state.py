@@ -6,7 +6,7 @@ that was changed, and a source that gives other documents, are found out before 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from packing_core._arrays import as_array
-from packing_core._pending import Pending
+from packing_core._deal import rows_done
+from packing_core._pending import Pending, read_now
 from packing_core._pieces import integer
 from packing_core.errors import PackingError
 
@@ -39,8 +40,10 @@ class Mark:
     def digest(self) -> str:
         """Of the documents: the same for lists and arrays of the same numbers."""
         hashed = blake2b(digest_size=16)
-        pieces = [*zip(self.pending.ids.tolist(), self.pending.starts.tolist(), self.pending.contents, strict=True)]
+        numbers, starts = self.pending.ids.tolist(), self.pending.starts.tolist()
+        pieces = [*zip(numbers, starts, self.pending.contents, strict=True)]
         for number, start, content in [*pieces, *([(self.cursor - 1, -1, self.last)] if self.cursor else [])]:
+            [content] = read_now([content])
             columns = content if isinstance(content, Mapping) else {"input_ids": content}
             for name in sorted(columns, key=str):
                 array = as_array(columns[name], f"{name} of document {number}")
@@ -51,9 +54,51 @@ class Mark:
 
 
 def sealed(state: Mapping[str, Any], digest: str) -> dict[str, Any]:
-    """The state with its fingerprint, given the digest of its documents."""
-    text = repr([digest, *((name, state[name]) for name in sorted(state) if name != "fingerprint")])
+    """The state with the digest of its documents, and a fingerprint of all of it."""
+    state = {**state, "documents": digest}
+    text = repr([(name, _plain(state[name])) for name in sorted(state) if name != "fingerprint"])
     return {**state, "fingerprint": blake2b(text.encode(), digest_size=16).hexdigest()}
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value.items()) if isinstance(value, Mapping) else value
+
+
+def join_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """One state of the states of all workers of a shard, which loads onto any number of workers and shards.
+
+    Args:
+        states: what ``state_dict()`` returned in each worker, in any order, after batches were taken from the workers
+            in turn, as a DataLoader takes them. Other shards must have taken as many rows.
+
+    Raises:
+        PackingError: a worker's state is missing or was changed, they are of different runs, or the rows that were
+            taken are not the shard's first ones.
+    """
+    states = list(states)
+    if not states:
+        raise PackingError("there are no states: pass what state_dict() returned in each worker")
+    for state in states:
+        if not isinstance(state, Mapping) or "documents" not in state or "fingerprint" not in state:
+            raise PackingError("a state is none of a stream: pass what state_dict() returned in each worker")
+        if sealed(state, state["documents"])["fingerprint"] != state["fingerprint"]:
+            raise PackingError("the fingerprint of a state does not match: it was changed")
+    if len(states) == 1 and "part" not in states[0]:
+        return dict(states[0])
+    moving = ("part", "documents", "fingerprint", "round", "rows_before", "cursor", "pending")
+    runs = [
+        {name: value for name, value in state.items() if name not in moving}
+        | {name: state.get("part", {}).get(name) for name in ("workers", "batch", "shards")}
+        for state in states
+    ]
+    if any(run != runs[0] for run in runs):
+        differs = next(name for run in runs for name in run if run[name] != runs[0].get(name))
+        raise PackingError(f"the states are of different runs, they differ in {differs}: pass those of one")
+    done = rows_done([state["part"] for state in states])
+    latest = max(states, key=lambda state: state["rows_before"])
+    rows = latest["rows"] + done * latest["part"]["shards"]
+    joined = {name: value for name, value in latest.items() if name not in ("part", "fingerprint")}
+    return sealed({**joined, "rows": rows}, latest["documents"])
 
 
 def read_state(state: Any, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,7 +109,7 @@ def read_state(state: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """
     if not isinstance(state, Mapping):
         raise PackingError(f"the state is a {type(state).__name__}: pass what state_dict() of a stream returned")
-    for name in (*options, *COUNTERS, "pending", "fingerprint"):
+    for name in (*options, *COUNTERS, "pending", "documents", "fingerprint"):
         if name not in state:
             raise PackingError(f"the state has no {name!r}: pass what state_dict() of a stream returned")
     for name, own in options.items():
@@ -80,11 +125,13 @@ def read_state(state: Any, options: Mapping[str, Any]) -> dict[str, Any]:
         well_formed = all(len(place) == 2 and place[0] < counters["cursor"] for place in pending)
     except TypeError:
         well_formed = False
-    if not well_formed or counters["rows"] < counters["rows_before"]:
+    part = state.get("part")
+    if not well_formed or (part is None and counters["rows"] < counters["rows_before"]):
         raise PackingError(
             "the numbers of the state contradict each other: pass what state_dict() of a stream returned"
         )
-    return {**options, **counters, "pending": pending, "fingerprint": state["fingerprint"]}
+    given = {} if part is None else {"part": part}
+    return {**options, **counters, **given, "pending": pending, "fingerprint": state["fingerprint"]}
 
 
 def _count(name: str, value: Any) -> int:

@@ -7,7 +7,7 @@ turns them into what kernels take, ``packing_core.conventions`` into what other 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -19,8 +19,9 @@ from packing_core import documents as by_document
 from packing_core._arrays import NUMBERS, as_array, as_int64, check_names
 from packing_core._arrays import read_only as _read_only
 from packing_core._pieces import MOST_TOKENS, check_pad_id, choice, positive
+from packing_core._select import select, single_rows, without_padding
 from packing_core.errors import CapacityError, LayoutError
-from packing_core.runs import Array, Int64, chosen, gaps, indexes, ramps, spread
+from packing_core.runs import Array, Int64, gaps, indexes, ramps, spread
 
 if TYPE_CHECKING:
     from packing_core.views import KernelView
@@ -269,25 +270,14 @@ class PackedBatch:
 
     def __getitem__(self, rows: int | slice | Int64 | list[int]) -> PackedBatch:
         """The batch of some of the rows, in the order asked for: an int gives one row, a slice copies no tokens."""
-        numbers = chosen(rows, len(self))
-        bounds = np.searchsorted(self.rows, np.stack([numbers, numbers + 1]))
-        counts = bounds[1] - bounds[0]
-        picked = indexes(bounds[0], counts)
-        tokens = rows if isinstance(rows, slice) else numbers
-        return PackedBatch(
-            input_ids=self.input_ids[tokens],
-            cu_seqlens=np.concatenate([np.zeros(1, np.int64), np.cumsum(self.lengths[picked])]),
-            rows=np.repeat(np.arange(len(numbers)), counts),
-            sources=self.sources[picked],
-            starts=self.starts[picked],
-            labels=None if self.labels is None else self.labels[tokens],
-            loss_mask=None if self.loss_mask is None else self.loss_mask[tokens],
-            columns={name: array[tokens] for name, array in self.columns.items()},
-            alignment=self.alignment,
-            pad_id=self.pad_id,
-            weighting=self.weighting,
-            per_document={name: values[picked] for name, values in self.per_document.items()},
-        )
+        return PackedBatch(**select(self, rows))
+
+    def single_rows(self, first: int = 0) -> Iterator[PackedBatch]:
+        """``batch[r]`` for each row r from ``first`` on, without copying tokens and at a tenth of the cost."""
+        for fields_of_row in single_rows(self, first):
+            row = object.__new__(PackedBatch)
+            row.__dict__.update(fields_of_row)  # of a batch that was checked
+            yield row
 
     def unpack(self, name: str = "input_ids") -> dict[int, Array]:
         """The documents that this batch holds, by id in rising order; a split document is put together again.
@@ -380,7 +370,7 @@ class PackedBatch:
 
         if not self.n_segments:
             raise LayoutError("this batch is nothing but padding: use kernel_view(), or leave the batch out")
-        return kernel_view(self._without_padding(), max_seqlen=max_seqlen, bucket=bucket)
+        return kernel_view(PackedBatch(**without_padding(self)), max_seqlen=max_seqlen, bucket=bucket)
 
     def to_dict(self, convention: str = "hf") -> dict[str, Any]:
         """This batch under the names, dtypes and shifts that an ecosystem's code reads; see ``conventions``.
@@ -391,27 +381,6 @@ class PackedBatch:
         from packing_core.conventions import to_dict
 
         return to_dict(self, convention)
-
-    def _without_padding(self) -> PackedBatch:
-        """One row of all segments, as long as their tokens."""
-        real = indexes(self.flat_starts, self.lengths)
-
-        def flat(array: Array) -> Array:
-            return array.reshape(1, -1)[:, real]
-
-        return PackedBatch(
-            input_ids=flat(self.input_ids),
-            cu_seqlens=self.cu_seqlens,
-            rows=np.zeros_like(self.rows),
-            sources=self.sources,
-            starts=self.starts,
-            labels=None if self.labels is None else flat(self.labels),
-            loss_mask=None if self.loss_mask is None else flat(self.loss_mask),
-            columns={name: flat(array) for name, array in self.columns.items()},
-            pad_id=self.pad_id,
-            weighting=self.weighting,
-            per_document=self.per_document,
-        )
 
     @cached_property
     def _number_in_row(self) -> Int64:

@@ -8,23 +8,26 @@ where it stopped, also with another number of shards.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
+from packing_core._deal import Deal
 from packing_core._hints import hinted
-from packing_core._mixed import mixed
-from packing_core._pending import Pending, Piece, Read, cut, iterate, length_of, opener
+from packing_core._pending import Pending, Piece
 from packing_core._pieces import Overflow, check_seed, choice, integer, positive
-from packing_core._rounds import leaving, make_rows
+from packing_core._reader import Reader
+from packing_core._rounds import leaving, make_rows, plan_round
+from packing_core._sources import Source
 from packing_core._state import Mark, read_state, sealed
 from packing_core.batch import WEIGHTINGS, PackedBatch, Weighting
 from packing_core.dataset import with_empty_row
 from packing_core.errors import PackingError
+from packing_core.joining import concatenate
 from packing_core.plan import PackPlan, plan
 
 Int64 = NDArray[np.int64]
@@ -32,7 +35,6 @@ Int64 = NDArray[np.int64]
 StreamStrategy = Literal["mixed", "best_fit"]
 
 CHUNK_TOKENS = 2**22  # slots of the rows that are made at a time
-REMEMBERED = 2**16  # numbers of documents that a stream lists as truncated or dropped
 _LIMITS = ("capacity", "buffer", "buffer_tokens", "max_age", "alignment", "max_segments")
 _OPTIONS = (*_LIMITS, "seed", "overflow", "strategy", "pad_id", "weighting")
 
@@ -47,6 +49,9 @@ def stream(
     max_age: int | None = None,
     seed: int | None = None,
     shard: tuple[int, int] = (0, 1),
+    worker: tuple[int, int] = (0, 1),
+    rows_per_batch: int = 1,
+    lengths: ArrayLike | None = None,
     overflow: Overflow = "error",
     alignment: int = 1,
     max_segments: int | None = None,
@@ -61,10 +66,11 @@ def stream(
     [[[5, 6, 7, 8, 9]], [[3, 4, 2, 1, 0]]]
 
     Args:
-        source: a sequence of documents, or a function ``open(start)`` that iterates over them from number ``start``. A
-            document is token ids, or a mapping of ``input_ids`` and optionally ``labels``, ``loss_mask``,
-            ``prompt_length`` and other per-token columns. It must give the same documents every time; every shard
-            reads all of them.
+        source: a sequence of documents, or a function ``open(start)`` that iterates over them from number ``start``, as
+            a mixture of sources is (:func:`packing_core.mix`). Also an iterable, which is read from its start to
+            continue, and an iterator, with which the stream cannot be continued and has one epoch. A document is
+            token ids, or a mapping of ``input_ids`` and optionally ``labels``, ``loss_mask``, ``prompt_length`` and
+            other per-token columns. It must give the same documents every time; every shard reads all of them.
         capacity: tokens a row can hold.
         buffer: documents that are pending at most; more fill rows better.
         buffer_tokens: tokens that are pending at most, not counting the last document that was read; by default 2**24,
@@ -73,6 +79,12 @@ def stream(
         seed: shuffles the rows that leave together, differently in every epoch; None keeps the planner's order.
         shard: (index, count). All shards get equally many rows: at the very end, up to ``count - 1`` shards get one row
             that is nothing but padding, so that none waits for the others.
+        worker: (index, count) among the processes that make the rows of this shard: batch b of ``rows_per_batch`` rows
+            is made by worker b modulo count, so a reader that takes a batch from each in turn gets the shard's rows in
+            their order. Each worker has a state of its own; :func:`join_states` makes one of them, for any number of
+            workers and shards.
+        lengths: [N] tokens of each document of a sequence. Documents are then read when their rows are made: each shard
+            reads its own, and plans by the lengths alone.
         overflow, alignment, max_segments, strategy: as in ``plan``; under ``mixed`` every round draws from the pending
             documents, by the seed, or without one in their own order.
         pad_id, weighting: as in ``pack``.
@@ -92,6 +104,9 @@ def stream(
         max_age=max_age,
         seed=seed,
         shard=shard,
+        worker=worker,
+        rows_per_batch=rows_per_batch,
+        lengths=lengths,
         overflow=overflow,
         alignment=alignment,
         max_segments=max_segments,
@@ -112,8 +127,8 @@ class PackStream:
         n_truncated, n_dropped: how many there were.
     """
 
-    _reader: Iterator[Any] | None
-    _ready: PackedBatch | tuple[()]  # rows of this shard that are made
+    _ready: PackedBatch | tuple[()]  # rows of this worker that are made
+    _rows: Iterator[PackedBatch]  # those of them that are left, one by one
     _no_rows: PackedBatch | None  # a batch without rows, which says what columns there are
     _mark: Mark  # where the present round begins
     _at_round: Mark  # where the round of the last row taken began
@@ -129,7 +144,10 @@ class PackStream:
         buffer_tokens: int | None = None,
         max_age: int | None,
         seed: int | None,
-        shard: tuple[int, int],
+        shard: tuple[int, int] = (0, 1),
+        worker: tuple[int, int] = (0, 1),
+        rows_per_batch: int = 1,
+        lengths: ArrayLike | None = None,
         overflow: Overflow,
         alignment: int,
         max_segments: int | None,
@@ -147,7 +165,8 @@ class PackStream:
         default = max(2**24, 64 * self.capacity)
         self.buffer_tokens = default if buffer_tokens is None else positive("buffer_tokens", buffer_tokens)
         self.seed = check_seed(seed)
-        self.index, self.shards = _shard(shard)
+        self.index, self.shards = _part("shard", shard)
+        self._deal = Deal(self.index, self.shards, *_part("worker", worker), positive("rows_per_batch", rows_per_batch))
         choice("overflow", overflow, get_args(Overflow))
         self.overflow = overflow
         self.alignment = positive("alignment", alignment)
@@ -162,66 +181,114 @@ class PackStream:
         choice("weighting", weighting, WEIGHTINGS)
         self.weighting = weighting
         self._pack_options = {"pad_id": self.pad_id, "weighting": self.weighting}
-        self._truncated: deque[int] = deque(maxlen=REMEMBERED)
-        self._dropped: deque[int] = deque(maxlen=REMEMBERED)
-        self.n_truncated = self.n_dropped = 0
-        self._open = opener(source)
-        self._begin(epoch=0)
+        limits = {"buffer": self.buffer, "buffer_tokens": self.buffer_tokens, "max_age": self.max_age}
+        self._source = Source(source, lengths=lengths)
+        self._reader = Reader(self._source, self.capacity, overflow, **limits)
+        self.start_epoch(0)
+
+    @property
+    def epoch(self) -> int:
+        """Number of the present epoch, from 0."""
+        return self._epoch
 
     @property
     def truncated(self) -> list[int]:
         """Numbers of the last documents that were cut."""
-        return list(self._truncated)
+        return list(self._reader.truncated)
 
     @property
     def dropped(self) -> list[int]:
         """Numbers of the last documents that were left out."""
-        return list(self._dropped)
+        return list(self._reader.dropped)
+
+    @property
+    def n_truncated(self) -> int:
+        """How many documents were cut."""
+        return self._reader.n_truncated
+
+    @property
+    def n_dropped(self) -> int:
+        """How many documents were left out."""
+        return self._reader.n_dropped
 
     def __iter__(self) -> PackStream:
         if self._done:
-            self._begin(self._epoch + 1)
+            self.start_epoch(self._epoch + 1)
         return self
 
     def __next__(self) -> PackedBatch:
-        return self._take(1)
+        while True:
+            row = next(self._rows, None)
+            if row is not None:
+                self._place += 1
+                self._count(1)
+                return row
+            self._make_ready()
+            assert isinstance(self._ready, PackedBatch)
+            self._rows = self._ready.single_rows(self._place)
+
+    def batches(self, rows: int) -> Iterator[PackedBatch]:
+        """This shard's rows of the rest of the epoch, so many at a time; the last batch may have fewer."""
+        parts: list[PackedBatch] = []
+        for part in self._parts(positive("rows", rows)):
+            parts.append(part)
+            if sum(map(len, parts)) == rows:
+                yield concatenate(parts)
+                parts = []
+        if parts:
+            yield concatenate(parts)
 
     def chunks(self) -> Iterator[PackedBatch]:
         """This shard's rows of the rest of the epoch, many at a time as one batch: far fewer objects.
 
         A batch holds at most 2**22 tokens with padding, or one row.
         """
+        return self._parts(None)
+
+    def _parts(self, rows: int | None) -> Iterator[PackedBatch]:
+        """What is ready of the next ``rows`` rows, and then the rest of these, and so on; None: all that is ready."""
+        wanted = rows
         while True:
             try:
-                yield self._take(None)
+                self._make_ready()
             except StopIteration:
                 return
+            assert isinstance(self._ready, PackedBatch)
+            part = self._ready[self._place :] if wanted is None else self._ready[self._place : self._place + wanted]
+            self._place += len(part)
+            self._rows = iter(())
+            self._count(len(part))
+            if wanted is not None:
+                wanted = wanted - len(part) or rows
+            yield part
 
-    def _take(self, count: int | None) -> PackedBatch:
-        """The next rows that are ready, at most ``count``.
+    def _make_ready(self) -> None:
+        """Have a row ready.
 
         Raises:
-            StopIteration: there are none.
+            StopIteration: there is none.
         """
         while self._place >= len(self._ready):
             self._advance()
-        assert isinstance(self._ready, PackedBatch)
-        place = self._place
-        taken = self._ready[place:] if count is None else self._ready[place : place + count]
-        self._place += len(taken)
-        self._taken += len(taken)
+
+    def _count(self, rows: int) -> None:
+        self._taken += rows
         self._at_round = self._mark
-        return taken
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands, as numbers, strings and lists that JSON takes.
 
-        It is the same on every shard that has yielded equally many rows, and loads onto any number of shards.
+        It is the same on every shard that has yielded equally many rows, and loads onto any number of shards. That of
+        one of several workers loads onto that worker; :func:`join_states` makes one of all.
+
+        Raises:
+            PackingError: the source can be read only once.
         """
+        self._source.check_resumable()
         at = self._at_round
         if self._digest is None or self._digest[0] is not at:
             self._digest = at, at.digest()
-        counters = {"epoch": self._epoch, "rows": self._base + self._taken * self.shards, "round": at.round}
+        counters = {"epoch": self._epoch, "round": at.round, **self._deal.state(self._taken)}
         position = {"rows_before": at.rows_before, "cursor": at.cursor, "pending": at.places()}
         return sealed({**self._options(), **counters, **position}, self._digest[1])
 
@@ -236,15 +303,16 @@ class PackStream:
                 fewer documents than it had, or others.
         """
         given = read_state(state, self._options())
+        deal = self._deal.resumed(given)
         cursor, places = given["cursor"], [(number, start) for number, start in given["pending"]]
         wanted = {number for number, _ in places}
         first = min([*wanted, max(cursor - 1, 0)])  # the last document that was read is in the fingerprint
-        reader = iterate(self._open(first), first)
+        reader = self._source.open(first)
         found: dict[tuple[int, int], Piece] = {}
         number, last = first - 1, None
         for number, last in enumerate(islice(reader, cursor - first), first):
             if number in wanted:
-                found |= {piece[:2]: piece for piece in self._cut(number, last)}
+                found |= {piece[:2]: piece for piece in self._reader.cut(number, last)}
         lost = [document for document, start in places if (document, start) not in found]
         if lost or number < cursor - 1:
             which = f"document {lost[0]} was pending" if lost else f"{cursor:,} documents were read"
@@ -256,27 +324,34 @@ class PackStream:
                 "the fingerprint of the state does not match: the state was changed, or the source gives other "
                 "documents than it did; give the stream the state and the source that it had"
             )
-        self._begin(given["epoch"])
-        self._round, self._rows_before, self._cursor = mark.round, mark.rows_before, cursor
-        self._base = given["rows"]
-        self._reader, self._pending, self._last = reader, pending, last
+        self.start_epoch(given["epoch"])
+        self._round, self._rows_before, self._deal = mark.round, mark.rows_before, deal
+        self._reader.go_on(cursor, pending, last, reader)
         self._mark = self._at_round = mark
 
     # One epoch is a sequence of rounds: read until the buffer is full, plan, let the rows that are full go.
 
-    def _begin(self, epoch: int) -> None:
-        self._epoch, self._round, self._cursor = epoch, 0, 0
+    def of_worker(self, index: int, count: int, rows_per_batch: int = 1) -> PackStream:
+        """This stream, at the start of its epoch, making the rows of one of several workers; see :func:`stream`."""
+        part = _part("worker", (index, count))
+        self._deal = Deal(self.index, self.shards, *part, positive("rows_per_batch", rows_per_batch))
+        self.start_epoch(self._epoch)
+        return self
+
+    def start_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch, counted from 0; ``iter()`` at the end of one starts the next by itself."""
+        self._epoch, self._round = epoch, 0
         self._rows_before = 0  # rows of all shards that earlier rounds let go
-        self._base = self._taken = 0  # rows of all shards that earlier runs took; this shard's since
-        self._reader = None
-        self._exhausted = self._done = False
-        self._pending, self._last = Pending.of([]), None
-        self._ready, self._no_rows = (), None
+        self._deal = replace(self._deal, base=0, taken=0)
+        self._taken = 0  # rows of this worker since the epoch or the resumed run began
+        self._reader.restart()
+        self._done = False
+        self._ready, self._rows, self._no_rows = (), iter(()), None
         self._place = 0
         self._leaves: tuple[Pending, PackPlan] | None = None  # the plan of a round, and what it was made of
-        self._todo = np.zeros(0, np.int64)  # its rows of this shard that are not made yet
+        self._todo = np.zeros(0, np.int64)  # its rows of this worker that are not made yet
         self._pads = False  # whether a row of padding is to follow them
-        self._mark = self._at_round = Mark(0, 0, 0, self._pending, None)
+        self._mark = self._at_round = Mark(0, 0, 0, self._reader.pending, None)
         self._digest = None
 
     def _advance(self) -> None:
@@ -288,11 +363,12 @@ class PackStream:
         if len(self._todo):
             block = self._todo[: max(1, CHUNK_TOKENS // self.capacity)]
             assert self._leaves is not None
-            self._ready, self._place = make_rows(*self._leaves, block, self._pack_options), 0
+            self._ready, self._rows, self._place = make_rows(*self._leaves, block, self._pack_options), iter(()), 0
             self._todo = self._todo[len(block) :]
         elif self._pads:
             assert self._no_rows is not None
-            self._ready, self._place, self._pads = with_empty_row(self._no_rows), 0, False
+            self._ready, self._rows, self._place = with_empty_row(self._no_rows), iter(()), 0
+            self._pads = False
         else:
             self._next_round()
 
@@ -302,141 +378,48 @@ class PackStream:
         Raises:
             StopIteration: there are no more rows.
         """
-        self._ready, self._place, self._leaves = (), 0, None
-        if self._exhausted and not len(self._pending.ids):
+        self._ready, self._rows, self._place, self._leaves = (), iter(()), 0, None
+        reader = self._reader
+        if reader.exhausted and not len(reader.pending.ids):
             self._done = True
             raise StopIteration
-        self._mark = Mark(self._round, self._rows_before, self._cursor, self._pending, self._last)
-        self._fill()
+        self._mark = Mark(self._round, self._rows_before, reader.cursor, reader.pending, reader.last)
+        reader.fill()
         rows = self._plan_round()
         if rows is not None:
-            self._leaves = self._pending, rows
+            self._leaves = reader.pending, rows
             if self._no_rows is None:
                 self._no_rows = make_rows(*self._leaves, np.zeros(1, np.int64), self._pack_options)[:0]
             gone = self._leaving(rows)
-            self._todo = gone[self._mine(len(gone))]
+            self._todo = gone[self._deal.mine(self._rows_before + np.arange(len(gone)))]
             goes = np.zeros(rows.n_rows, np.bool_)
             goes[gone] = True
-            stay = np.ones(len(self._pending.ids), np.bool_)
+            stay = np.ones(len(reader.pending.ids), np.bool_)
             stay[rows.source[np.repeat(goes, np.diff(rows.row_offsets))]] = False
-            self._pending = self._pending.keep(np.flatnonzero(stay))
+            reader.pending = reader.pending.keep(np.flatnonzero(stay))
             self._rows_before += len(gone)
         self._round += 1
-        if self._exhausted and not len(self._pending.ids):
+        if reader.exhausted and not len(reader.pending.ids):
             self._even_out()
 
-    def _fill(self) -> None:
-        """Read until the buffer is full, the oldest pending document is as old as may be, or the source ends.
-
-        When to stop is decided document by document, so it does not depend on where an earlier attempt broke off.
-        """
-        if self._reader is None:
-            self._reader = iterate(self._open(self._cursor), self._cursor)
-        held, tokens = len(self._pending.ids), int(self._pending.lengths.sum())
-        last_number = int(self._pending.ids.min()) + self.max_age if held else None
-        read = Read(self._cursor, [], [], {})
-        documents, lengths, array = read.documents, read.lengths, np.ndarray  # locals are read faster
-        capacity, most_tokens = self.capacity, self.buffer_tokens
-        try:
-            while tokens < most_tokens and not self._exhausted:
-                number = read.end
-                room = self.buffer - held if last_number is None else min(self.buffer - held, last_number - number)
-                if room <= 0:
-                    break
-                for document in islice(self._reader, room):  # a document is read when it is in ``documents``
-                    kind = type(document)
-                    try:  # the usual kinds, in less time; an array without dimensions has no length
-                        length = len(document) if kind is array or kind is list else length_of(document, read.end)
-                    except TypeError:
-                        length = length_of(document, read.end)
-                    if 0 < length <= capacity:
-                        lengths.append(length)
-                        documents.append(document)
-                        tokens += length
-                        if tokens < most_tokens:
-                            continue
-                    else:
-                        pieces = self._cut(read.end, document)
-                        read.cut[len(documents)] = pieces
-                        lengths.append(length)
-                        documents.append(document)
-                        tokens += sum(piece[2] for piece in pieces)
-                        held += len(pieces) - 1
-                    break
-                else:
-                    self._exhausted = read.end < number + room
-                held += read.end - number
-                if held and last_number is None:
-                    last_number = number + self.max_age
-        except BaseException:
-            self._reader = None  # an iterator that raised is at its end: open the source again
-            raise
-        finally:
-            if documents:
-                self._last = documents[-1]
-            self._pending, self._cursor = self._pending.and_then(read.pending()), read.end
-
-    def _cut(self, number: int, document: Any) -> list[Piece]:
-        """The pieces of a document under ``overflow``; notes what is lost of it."""
-        length = length_of(document, number)
-        pieces = cut(number, document, length, self.capacity, self.overflow)
-        if not pieces:
-            self._dropped.append(number)
-            self.n_dropped += 1
-        elif length > self.capacity and len(pieces) == 1:
-            self._truncated.append(number)
-            self.n_truncated += 1
-        return pieces
-
     def _plan_round(self) -> PackPlan | None:
-        if not len(self._pending.ids):
+        if not len(self._reader.pending.ids):
             return None
-        if self.strategy == "mixed":
-            return self._draw_round()
-        return plan(
-            self._pending.lengths,
-            self.capacity,
-            alignment=self.alignment,
-            max_segments=self.max_segments,
-            seed=None,
-        )
-
-    def _draw_round(self) -> PackPlan:
-        """Mixed rows of the pending documents. Rows that are not full stay, so the first draw will do until the end."""
-        lengths = self._pending.lengths
-        rows = mixed(
-            -(-lengths // self.alignment),
-            self.capacity // self.alignment,
-            min(self.max_segments or len(lengths), len(lengths)),
-            None if self.seed is None else np.random.PCG64([self.seed, self._epoch, self._round]),
-            once=not self._exhausted,
-        )
-        return PackPlan(
-            rows.offsets,
-            rows.order,
-            np.zeros_like(rows.order),
-            lengths[rows.order],
-            capacity=self.capacity,
-            n_documents=len(lengths),
-            alignment=self.alignment,
-            check=False,
-        )
+        seed = None if self.seed is None else [self.seed, self._epoch, self._round]
+        limits = {"alignment": self.alignment, "max_segments": self.max_segments}
+        lengths, once = self._reader.pending.lengths, not self._reader.exhausted
+        return plan_round(lengths, self.capacity, strategy=self.strategy, seed=seed, once=once, **limits)
 
     def _leaving(self, rows: PackPlan) -> Int64:
         """The rows that leave in this round, shuffled by the seed."""
-        if self._exhausted:
+        if self._reader.exhausted:
             gone = np.arange(rows.n_rows)
         else:  # what stays now is looked at again after another buffer of documents
-            old = self._pending.ids[rows.source] <= self._cursor - 1 - (self.max_age - self.buffer)
+            old = self._reader.pending.ids[rows.source] <= self._reader.cursor - 1 - (self.max_age - self.buffer)
             gone = leaving(rows, self.buffer // 2, self.buffer_tokens // 2, old)
         if self.seed is not None:
             gone = np.random.default_rng([self.seed, self._epoch, self._round]).permutation(gone)
         return gone
-
-    def _mine(self, count: int) -> Int64:
-        """Which of the ``count`` rows that leave are this shard's and were not taken in an earlier run."""
-        numbers = self._rows_before + np.arange(count)
-        return np.flatnonzero((numbers % self.shards == self.index) & (numbers >= self._base))
 
     def _even_out(self) -> None:
         """After the last row: one row of padding for each shard that would otherwise have one row less.
@@ -446,16 +429,14 @@ class PackStream:
         """
         if self._no_rows is None:
             raise PackingError("the source has no document to pack")
-        missing = -(self._rows_before - self._base) % self.shards if self._base < self._rows_before else 0
-        numbers = self._rows_before + np.arange(missing)
-        self._pads = bool((numbers % self.shards == self.index).any())
+        self._pads = self._deal.base < self._rows_before and self._deal.pads(self._rows_before)
 
 
-def _shard(shard: Any) -> tuple[int, int]:
+def _part(name: str, given: Any) -> tuple[int, int]:
     try:
-        index, count = map(integer, shard)
+        index, count = map(integer, given)
     except (TypeError, ValueError):  # not two things
         index = count = None
     if index is None or count is None or not 0 <= index < count:
-        raise PackingError(f"shard is {shard!r}: pass (index, count) with 0 <= index < count")
+        raise PackingError(f"{name} is {given!r}: pass (index, count) with 0 <= index < count")
     return index, count

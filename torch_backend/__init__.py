@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from torch_backend.auditing.model import AuditReport, audit
     from torch_backend.auditing.trainer import TrainerReport
     from torch_backend.collate import PackedCollator, with_boundaries
+    from torch_backend.collate.loading import PackedRows, StreamedRows
     from torch_backend.hf.explain import explain
     from torch_backend.losses.cross_entropy import next_token_targets, normalise, packed_cross_entropy
     from torch_backend.losses.token_logprobs import TokenLogprobs, token_logprobs
@@ -25,6 +26,8 @@ _HOME: dict[str, str] = {
     "AuditReport": "torch_backend.auditing.model",
     "PackedCollator": "torch_backend.collate",
     "PackedMetadata": "torch_backend.segments",
+    "PackedRows": "torch_backend.collate.loading",
+    "StreamedRows": "torch_backend.collate.loading",
     "TokenLogprobs": "torch_backend.losses.token_logprobs",
     "TrainStep": "torch_backend.training.step",
     "TrainerReport": "torch_backend.auditing.trainer",
@@ -49,6 +52,8 @@ __all__ = [
     "AuditReport",
     "PackedCollator",
     "PackedMetadata",
+    "PackedRows",
+    "StreamedRows",
     "TokenLogprobs",
     "TrainStep",
     "TrainerReport",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -145,6 +144,4 @@ def _faster(device: torch.device, dtype: torch.dtype) -> list[str]:
         reason = load("flash4").supports(_request(device, dtype))
         if reason is not None:
             advice.append(f"attention runs without flash-attn-4 ({reason}): pip install 'crosspack[flash]'")
-    if find_spec("fla") is None:
-        advice.append("Kimi delta attention scans in plain torch: pip install flash-linear-attention")
     return advice

@@ -4,7 +4,7 @@
 single one runs through the whole suite with ``--backend conformance.mutants:NAME``.
 """
 
-from conformance.mutants import attention, collator, combined, documents, larger, model, operations, trainer
+from conformance.mutants import attention, collator, combined, documents, larger, model, operations, scans, trainer
 from conformance.mutants.base import MUTANTS, Mutant
 
 globals().update(MUTANTS)
@@ -19,5 +19,6 @@ __all__ = [
     "larger",
     "model",
     "operations",
+    "scans",
     "trainer",
 ]

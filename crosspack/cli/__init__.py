@@ -25,6 +25,7 @@ COMMANDS = {
     "train": "crosspack.cli.train:train",
     "pack": "crosspack.cli.pack:pack",
     "report": "crosspack.cli.report:report",
+    "inspect": "crosspack.cli.inspect:inspect",
     "bench": "crosspack.cli.bench:bench",
     "audit": "crosspack.cli.audit:audit",
     "doctor": "crosspack.cli.doctor:doctor",
@@ -40,6 +41,9 @@ _KEYWORDS = {
     r'\boverflow="(\w+)"': r"--overflow \1",
     r'\bimplementation="(\w+)"': r"--attention \1",
     r"^compile=True\b": "--compile",
+    r"\bleave split out\b": "leave --split out",
+    r"\bpass another split\b": "pass another --split",
+    r"\bas split$": "as --split",
     r'\bpass compile="auto"': "leave --compile out",
 }
 _BESIDE_KEYWORDS = {r'(?<=\s)"(\w+)"': r"\1", r"\braise capacity\b": "raise --capacity"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,10 +11,10 @@ import typer
 from rich.markup import escape
 
 from crosspack.cli.console import OUT
+from crosspack.cli.layouts import canonical
 from crosspack.cli.progress import counted
-from crosspack.cli.records import Records, open_records
+from crosspack.cli.records import open_records
 from crosspack.cli.text import (
-    COLUMNS,
     Encoder,
     Loss,
     Policy,
@@ -24,6 +24,7 @@ from crosspack.cli.text import (
     plain_texts,
     train_tokenizer,
 )
+from crosspack.reading import Records
 from packing_core.errors import CapacityError, PackingError
 from packing_core.training.schedule import Document
 
@@ -60,6 +61,9 @@ TrustRemoteCode = Annotated[
     typer.Option("--trust-remote-code", help="Let Python code in the model's folder run. Off: refuse such models."),
 ]
 
+Engine = Literal["local", "ray"]
+TextFiles = Literal["line", "document"]
+
 VOCABULARY = 2048  # entries of the byte-level BPE that is trained when no tokenizer is named
 
 
@@ -87,11 +91,15 @@ class Source:
 
         The names and the first record are checked before a library is imported.
         """
-        records = check_data(data, split, tokenizer)
+        return Source.of(check_data(data, split, tokenizer), tokenizer, policy, trust_remote_code=trust_remote_code)
+
+    @staticmethod
+    def of(records: Records, tokenizer: str | None, policy: Policy, *, trust_remote_code: bool = False) -> Source:
+        """The same of records that are open."""
         if tokenizer is not None:
             loaded = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
             return Source(records, Encoder(loaded, policy), Path(tokenizer).name)
-        texts = plain_texts(counted(OUT, "records read for the tokenizer", records))
+        texts = plain_texts(counted(OUT, "records read for the tokenizer", records), policy.fields)
         trained = train_tokenizer(texts, VOCABULARY)
         return Source(records, Encoder(trained, policy), f"byte-level BPE of the data, {len(trained):,} entries")
 
@@ -121,7 +129,15 @@ def option_of_split(option: str) -> str:
     return option.removesuffix("data") + "split"
 
 
-def check_data(data: str | None, split: str, tokenizer: str | None = None, *, option: str = "--data") -> Records:
+def check_data(
+    data: str | None,
+    split: str,
+    tokenizer: str | None = None,
+    *,
+    option: str = "--data",
+    policy: Policy | None = None,
+    more: Iterable[str] = (),
+) -> Records:
     """Open the data and look at its first record; imports no framework for local files. Errors name the ``option``.
 
     Raises:
@@ -130,11 +146,11 @@ def check_data(data: str | None, split: str, tokenizer: str | None = None, *, op
     if tokenizer is not None:
         check_tokenizer(tokenizer)
     try:
-        records = open_records(data, split=split, columns=COLUMNS)
+        records = open_records(data, split=split, columns=(*(policy or Policy()).columns, *more))
         first = next(iter(records), None)
     except PackingError as error:
         raise type(error)(str(error).replace("--data", option).replace("--split", option_of_split(option))) from error
     if first is None:
         raise PackingError(f"{option} {records.name} has no records: check the file and {option_of_split(option)}")
-    kind_of(first, first.where)
+    kind_of(canonical(first, first.where, (policy or Policy()).fields), first.where)
     return records

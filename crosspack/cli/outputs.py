@@ -26,6 +26,8 @@ from packing_core.errors import PackingError, first_line
 from packing_core.training.files import replace, sync, sync_tree
 
 LISTING, LOCK, TEMPORARY = "crosspack-files.json", ".crosspack-lock", ".crosspack-partial-"
+PART = ".crosspack-part-"  # folders of the parts of a result that are merged later
+_WORK, _MOVES = f"{TEMPORARY}run", "publish.json"
 FORMAT = "crosspack files 1"
 # What a folder may hold and still count as empty; new file systems begin with lost+found.
 _INVISIBLE = (LISTING, LOCK, "lost+found")
@@ -53,12 +55,20 @@ class Output:
         folder: what ``--output`` names.
         partial: the temporary folder for the result; everything in it is published.
         summary: the file of the result that says what it is; it goes first and comes last.
+        work: for what a run that is started again goes on from; it is deleted when the result is published.
+        keep: whether ``work`` and ``partial`` stay where the run ends without a result.
+        run: what the result is the result of; None for one that is always made anew.
+        finished: an earlier run of the same was killed while it published; the result is complete now.
     """
 
     folder: Path
     partial: Path
     summary: str
     old: list[Listed] = field(default_factory=list)
+    work: Path | None = None
+    keep: bool = False
+    run: str | None = None
+    finished: bool = False
 
     def publish(self) -> None:
         """Put the complete result in place of what an earlier run listed.
@@ -72,23 +82,66 @@ class Output:
         names, ours = {file.name for file in new}, {file.name for file in self.old}
         _check_free(self.folder, names - ours)
         sync_tree(self.partial)
-        _write_listing(self.folder, [*self.old, *new])  # from here on an interrupted run owns both
-        for file in sorted(self.old, key=lambda file: file.name != self.summary):
-            if file.name not in names or file.name == self.summary:
-                (self.folder / file.name).unlink(missing_ok=True)
-        for file in new:
-            (self.folder / file.name).parent.mkdir(parents=True, exist_ok=True)
-            replace(self.partial / file.name, self.folder / file.name)
+        moves = _Moves(self.summary, self.run, self.old, new)
+        if self.work is not None:
+            moves.write(self.work / _MOVES)
+        moves.make(self.folder, self.partial)
+        self.keep = False
+
+
+@dataclass(frozen=True)
+class _Moves:
+    """A publication: which files go and which come. It can be made again where it was interrupted."""
+
+    summary: str
+    run: str | None
+    old: list[Listed]
+    new: list[Listed]
+
+    def make(self, folder: Path, partial: Path) -> None:
+        names = {file.name for file in self.new}
+        _write_listing(folder, [*self.old, *self.new])  # from here on an interrupted run owns both
+        if (partial / self.summary).exists():  # else it has been moved
+            (folder / self.summary).unlink(missing_ok=True)
+        for file in self.old:
+            if file.name not in names:
+                (folder / file.name).unlink(missing_ok=True)
+        for file in self.new:
+            if (partial / file.name).exists():
+                (folder / file.name).parent.mkdir(parents=True, exist_ok=True)
+                replace(partial / file.name, folder / file.name)
         parents = {parent for file in self.old for parent in PurePosixPath(file.name).parents[:-1]}
         for parent in sorted(parents, reverse=True):  # the inner ones first
             with suppress(OSError):  # it holds files still
-                (self.folder / parent).rmdir()
-        _write_listing(self.folder, new)
+                (folder / parent).rmdir()
+        _write_listing(folder, self.new)
+
+    def write(self, path: Path) -> None:
+        content = {"summary": self.summary, "run": self.run} | {
+            name: [asdict(file) for file in getattr(self, name)] for name in ("old", "new")
+        }
+        temporary = path.with_suffix(".new")
+        temporary.write_text(json.dumps(content))
+        sync(temporary)
+        replace(temporary, path)
+
+    @staticmethod
+    def read(path: Path) -> _Moves:
+        content = json.loads(path.read_text())
+        return _Moves(
+            content["summary"], content["run"], *([Listed(**file) for file in content[name]] for name in ("old", "new"))
+        )
 
 
 @contextmanager
 def writing(
-    folder: Path, summary: str, *, names: Sequence[str] = (), overwrite: bool = False, ways: str = "--overwrite"
+    folder: Path,
+    summary: str,
+    *,
+    names: Sequence[str] = (),
+    overwrite: bool = False,
+    ways: str = "--overwrite",
+    run: str | None = None,
 ) -> Iterator[Output]:
     """Lock ``folder`` and hand out a temporary folder in it; without ``publish`` nothing of the folder changes.
 
@@ -98,6 +151,8 @@ def writing(
         names: patterns of files that the result will have, so that a file in their place is an error at once.
         overwrite: whether what an earlier run listed may be replaced.
         ways: the options that the error about a folder that is not empty offers.
+        run: a digest of all that decides the result. With it, ``work`` is what an earlier run left when it was killed,
+            of this digest or another, and a publication that was interrupted is completed first.
 
     Raises:
         PackingError: the folder holds files that are not ours to replace, another process writes there, or the
@@ -110,7 +165,7 @@ def writing(
         folder.mkdir(parents=True, exist_ok=True)
         try:
             with _locked(folder):
-                yield from _written(folder, summary, names, overwrite, ways)
+                yield from _written(folder, summary, names, overwrite, ways, run)
         finally:
             if made:
                 with suppress(OSError):  # it holds the result
@@ -124,21 +179,50 @@ def writing(
         raise PackingError(f"--output {folder}: {_reason(error)}") from error
 
 
-def _written(folder: Path, summary: str, names: Sequence[str], overwrite: bool, ways: str) -> Iterator[Output]:
+def _written(
+    folder: Path, summary: str, names: Sequence[str], overwrite: bool, ways: str, run: str | None
+) -> Iterator[Output]:
+    work = folder / _WORK
+    resumable = run is not None
+    if resumable and (work / _MOVES).exists():
+        moves = _Moves.read(work / _MOVES)
+        moves.make(folder, work / "result")
+        _remove_work(work)
+        _remove_stale(folder, None)
+        if moves.run == run:
+            yield Output(folder, folder, summary, finished=True)
+            return
     old = _check(folder, [summary, *names], overwrite, ways)
-    for stale in folder.glob(f"{TEMPORARY}*"):  # of a run that was killed: we hold the lock
-        shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
+    _remove_stale(folder, work if resumable else None)
     listed = (folder / LISTING).exists()
     if not listed:
         _write_listing(folder, [])  # says whose folder it is, should the run be interrupted
-    partial = folder / f"{TEMPORARY}{uuid4().hex}"
-    partial.mkdir()
+    partial = work / "result" if resumable else folder / f"{TEMPORARY}{uuid4().hex}"
+    partial.mkdir(parents=True, exist_ok=resumable)
+    output = Output(folder, partial, summary, old, work if resumable else None, run=run)
     try:
-        yield Output(folder, partial, summary, old)
+        yield output
     finally:
-        shutil.rmtree(partial)
+        if not output.keep:
+            _remove_work(work) if resumable else shutil.rmtree(partial)
         if not listed and set(os.listdir(folder)) <= {LISTING, LOCK}:
             (folder / LISTING).unlink()
+
+
+def _remove_stale(folder: Path, keep: Path | None) -> None:
+    """Remove what runs that were killed left: we hold the lock."""
+    for stale in folder.glob(f"{TEMPORARY}*"):
+        if stale != keep:
+            shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
+
+
+def _remove_work(work: Path) -> None:
+    """Remove a work folder; a publication, which may have to be made again until then, goes last."""
+    for path in work.iterdir():
+        if path.name != _MOVES:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    (work / _MOVES).unlink(missing_ok=True)
+    work.rmdir()
 
 
 def check(folder: Path, *, overwrite: bool, ways: str = "--overwrite") -> None:
@@ -152,7 +236,7 @@ def check(folder: Path, *, overwrite: bool, ways: str = "--overwrite") -> None:
 def _check(folder: Path, names: Iterable[str], overwrite: bool, ways: str) -> list[Listed]:
     """The files that may be replaced."""
     held = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    if not {name for name in held - {*_INVISIBLE} if not name.startswith(TEMPORARY)}:
+    if not {name for name in held - {*_INVISIBLE} if not name.startswith((TEMPORARY, PART))}:
         return []
     if not overwrite:
         raise PackingError(f"--output {folder} is not empty: pass {ways} or another folder")

@@ -1,37 +1,28 @@
-"""``crosspack pack``: a data set in, packed Parquet or Arrow files with a manifest out, in bounded memory.
+"""``crosspack pack``: data sets in, packed files with a manifest out, on every core and resumable.
 
-Records are read, encoded and packed as they come, and rows are written as they fill. A row holds ``input_ids``,
-``labels`` (unshifted, -100 at first tokens and prompts) and ``seq_lengths``, without padding, which is what trainers
-that take packed data sets read, and what ``crosspack train --data`` cuts into documents again.
+A row holds ``input_ids``, ``labels`` (unshifted, -100 at first tokens and prompts) and ``seq_lengths``, not padded,
+which is what trainers of packed data sets read, and what ``crosspack train --data`` cuts into documents again.
+``crosspack.packing`` does the work; here options become a job, and results a manifest.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
-from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-import numpy as np
 import typer
 
 from crosspack.cli import options
-from crosspack.cli.console import figures
-from crosspack.cli.fit import Fit
-from crosspack.cli.options import OUT, Source
-from crosspack.cli.outputs import writing
-from crosspack.cli.progress import counted
+from crosspack.cli.console import OUT, figures
+from crosspack.cli.packjob import BAD, NOTES, PackOptions, pack_data, pack_part
+from crosspack.cli.packmerge import merge_parts
 from crosspack.cli.text import Policy
-from packing_core.batch import PackedBatch
+from crosspack.packing.run import Part
+from crosspack.packing.unit import OnError
+from crosspack.packing.writers import Format
 from packing_core.errors import PackingError, plural
 from packing_core.extras import require
-from packing_core.stream import stream
 
-MANIFEST, NOTES = "manifest.json", "incomplete.jsonl"
 # what happened to documents that are not whole in the rows: keys of the manifest and of the notes
 SAID = {
     "left_out": "documents left out, nothing to train on",
@@ -39,12 +30,24 @@ SAID = {
     "dropped": "documents dropped",
     "untrained": "pieces of long documents left out, nothing to train on",
 }
-Format = Literal["parquet", "arrow"]
+Datas = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--data",
+        help="A file, a folder or a URL of either (.jsonl, .json, .csv, .txt, .parquet, .arrow; also .gz, .zst), or a "
+        "hub data set. Several: one after the other, or mixed by weight, FILE:0.3. Default: the docstrings of the "
+        "Python standard library, as questions and answers.",
+    ),
+]
+
+
+def _column(name: str, what: str) -> Any:
+    return typer.Option(f"--{name}-column", help=f"The column that holds {what}; other columns do not count then.")
 
 
 def pack(
-    output: Annotated[Path, typer.Option(help="Folder for the packed files, the manifest and the tokenizer.")],
-    data: options.Data = None,
+    output: Annotated[str, typer.Option(help="Folder, or URL of one, for the packed files, manifest and tokenizer.")],
+    data: Datas = None,
     split: options.Split = "train",
     tokenizer: options.TokenizerName = None,
     capacity: options.Capacity = 2048,
@@ -52,7 +55,30 @@ def pack(
     packing: options.Packing = "mixed",
     format: Annotated[Format, typer.Option(help="Of the packed files.")] = "parquet",
     rows_per_file: Annotated[int, typer.Option(min=1, help="Rows after which a new file begins.")] = 65_536,
-    buffer: Annotated[int, typer.Option(min=1, max=1 << 24, help="Documents held back to fill rows with.")] = 8192,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes. Default: one for each core.")] = None,
+    engine: Annotated[
+        options.Engine, typer.Option(help="Run the workers here, or on the Ray cluster that RAY_ADDRESS names.")
+    ] = "local",
+    on_error: Annotated[
+        OnError, typer.Option("--on-error", help="A record that cannot be used: stop, skip it, or keep it in a file.")
+    ] = "stop",
+    part: Annotated[str | None, typer.Option(help="K/N: do one part of N, K from 1, to be joined by --merge.")] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Join the parts in --output.")] = False,
+    keep: Annotated[list[str] | None, typer.Option(help="A column that the packed files keep; also `where`.")] = None,
+    text_column: Annotated[str | None, _column("text", "the text")] = None,
+    prompt_column: Annotated[str | None, _column("prompt", "prompts")] = None,
+    completion_column: Annotated[str | None, _column("completion", "completions")] = None,
+    messages_column: Annotated[str | None, _column("messages", "chats")] = None,
+    tokens_column: Annotated[str | None, _column("tokens", "token ids")] = None,
+    text_files: Annotated[
+        options.TextFiles, typer.Option("--text-files", help="Each line of a text file is a document, or the file.")
+    ] = "line",
+    block_size: Annotated[
+        int | None, typer.Option(min=1, help="Bytes of input that a worker packs at once. Default: by the size.")
+    ] = None,
+    log: Annotated[
+        Path | None, typer.Option(help="A file to which progress is added, a line every ten seconds.")
+    ] = None,
     loss: options.LossOn = "completion",
     bos: options.Bos = None,
     eos: options.Eos = None,
@@ -62,134 +88,62 @@ def pack(
 ) -> None:
     """Write a data set packed, for trainers that read packed rows."""
     require("pyarrow", extra="hf")
-    with writing(output, MANIFEST, names=(NOTES, "train-*", "tokenizer/*"), overwrite=overwrite) as target:
-        source = Source.open(data, split, tokenizer, Policy(loss, bos, eos), trust_remote_code=trust_remote_code)
-        encoder = source.encoder
-        written = _Files(target.partial, format, rows_per_file)
-        with open(target.partial / NOTES, "w") as notes:
-            fit = Fit(capacity, overflow, notes)
-            encoder.on_left_out = lambda where, tokens: fit.note("left_out", where, tokens)
-            documents = counted(OUT, "documents packed", encoder.located(source.records))
-            for block in fit.blocks(documents):
-                for chunk in stream(_once(block), capacity, buffer=buffer, strategy=packing, seed=seed).chunks():
-                    written.write(chunk)
-        written.close()
-        if not fit.documents:
-            raise PackingError("no document has a token to train on: check --data, its columns and --loss")
-        if not fit.counts:
-            (target.partial / NOTES).unlink()
-        encoder.tokenizer.save_pretrained(target.partial / "tokenizer")
-        manifest = {
-            "crosspack": version("crosspack"),
-            "data": source.records.name,
-            "tokenizer": source.tokenizer,
-            "policy": encoder.describe(),
-            "capacity": capacity,
-            "overflow": overflow,
-            "packing": packing,
-            "seed": seed,
-            "documents": fit.documents,
-            **{what: fit.counts[what] for what in SAID},
-            "rows": written.rows,
-            "tokens": written.tokens,
-            "trained_tokens": written.trained,
-            "efficiency": written.tokens / (written.rows * capacity),
-            "files": [asdict(file) for file in written.files],
-        }
-        (target.partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        target.publish()
+    named = {
+        "text": text_column,
+        "prompt": prompt_column,
+        "completion": completion_column,
+        "messages": messages_column,
+        "input_ids": tokens_column,
+    }
+    given = PackOptions(
+        data=tuple(data or ()),
+        split=split,
+        tokenizer=tokenizer,
+        policy=Policy(loss, bos, eos, tuple((name, column) for name, column in named.items() if column is not None)),
+        capacity=capacity,
+        overflow=overflow,
+        packing=packing,
+        form=format,
+        rows_per_file=rows_per_file,
+        keep=tuple(keep or ()),
+        sample_by=text_files,
+        block_size=block_size,
+        seed=seed,
+        workers=workers,
+        engine=engine,
+        on_error=on_error,
+        log=log,
+        overwrite=overwrite,
+        trust_remote_code=trust_remote_code,
+    )
+    if merge and (data or part):
+        raise PackingError("--merge joins the parts in --output: pass neither --data nor --part")
+    if merge:
+        manifest = merge_parts(output, given)
+    elif part is not None:
+        done = pack_part(output, given, _part(part))
+        OUT.print(f"part {part} is done: when all are, pass --merge and --output {output}", highlight=False)
+        figures(done)
+        return
+    else:
+        manifest = pack_data(output, given)
     figures(manifest)
     OUT.print(
-        f"{plural(fit.documents, 'document')}, {plural(written.tokens, 'token')} ({written.trained:,} trained) in "
-        f"{plural(written.rows, 'row')} of {capacity:,}: efficiency {written.tokens / (written.rows * capacity):.2%}",
+        f"{plural(manifest['documents'], 'document')}, {plural(manifest['tokens'], 'token')} "
+        f"({manifest['trained_tokens']:,} trained) in {plural(manifest['rows'], 'row')} of {manifest['capacity']:,}: "
+        f"efficiency {manifest['efficiency']:.2%}",
         highlight=False,
     )
     for what, said in SAID.items():
-        if fit.counts[what]:
-            OUT.print(f"{fit.counts[what]:,} {said}, see {NOTES}", highlight=False)
+        if manifest[what]:
+            OUT.print(f"{manifest[what]:,} {said}, see {NOTES}", highlight=False)
+    if manifest["bad_records"]:
+        OUT.print(f"{plural(manifest['bad_records'], 'record')} could not be used, see {BAD}", highlight=False)
     OUT.print(f"packed: {output}", highlight=False)
 
 
-def _once(documents: Iterator[Any]) -> Callable[[int], Iterator[Any]]:
-    """A source that a stream can read once."""
-    return lambda start: islice(documents, start, None)
-
-
-@dataclass
-class _File:
-    """One finished file, as the manifest lists it."""
-
-    name: str
-    rows: int = 0
-    tokens: int = 0
-    sha256: str = ""
-
-
-@dataclass
-class _Files:
-    """Writes packed rows to files of at most ``rows_per_file`` rows, and counts."""
-
-    folder: Path
-    format: Format
-    rows_per_file: int
-    files: list[_File] = field(default_factory=list)
-    trained: int = 0
-    _writer: Any = None
-
-    @property
-    def rows(self) -> int:
-        return sum(file.rows for file in self.files)
-
-    @property
-    def tokens(self) -> int:
-        return sum(file.tokens for file in self.files)
-
-    def write(self, batch: PackedBatch) -> None:
-        """Append the rows of a batch."""
-        self.trained += int(np.count_nonzero(batch.targets != -100))
-        begin = 0
-        while begin < len(batch):
-            if self._writer is None or self.files[-1].rows == self.rows_per_file:
-                self.close()
-                self.files.append(_File(f"train-{len(self.files):05d}.{self.format}"))
-            part = batch[begin : begin + self.rows_per_file - self.files[-1].rows]
-            table = _table(part)
-            if self._writer is None:
-                self._writer = _writer(self.folder / self.files[-1].name, self.format, table.schema)
-            self._writer.write_table(table)
-            self.files[-1].rows += len(part)
-            self.files[-1].tokens += part.n_tokens
-            begin += len(part)
-
-    def close(self) -> None:
-        """Finish the file that is being written."""
-        if self._writer is None:
-            return
-        self._writer.close()
-        self._writer = None
-        with open(self.folder / self.files[-1].name, "rb") as written:
-            self.files[-1].sha256 = hashlib.file_digest(written, "sha256").hexdigest()
-
-
-def _table(batch: PackedBatch) -> Any:
-    """The rows as an Arrow table of lists, padding left out."""
-    pyarrow = require("pyarrow", extra="hf")
-    real = batch.attention_mask
-
-    def lists(values: Any, counts: Any) -> Any:
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]).astype(np.int32)
-        return pyarrow.ListArray.from_arrays(offsets, values.astype(np.int32))
-
-    return pyarrow.table(
-        {
-            "input_ids": lists(batch.input_ids[real], real.sum(axis=1)),
-            "labels": lists(batch.targets[real], real.sum(axis=1)),
-            "seq_lengths": lists(batch.lengths, np.bincount(batch.rows, minlength=len(batch))),
-        }
-    )
-
-
-def _writer(path: Path, format: Format, schema: Any) -> Any:
-    if format == "parquet":
-        return require("pyarrow.parquet", extra="hf").ParquetWriter(path, schema)
-    return require("pyarrow", extra="hf").ipc.new_stream(path, schema)
+def _part(text: str) -> Part:
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise PackingError(f"--part {text}: pass K/N with K from 1 to N: --part 3/64")
+    return Part(int(number) - 1, int(count))

@@ -7,19 +7,23 @@ ids and, for each, whether it is trained. Messages name the record's file and li
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from crosspack.cli.chats import assistant_spans, in_spans
-from crosspack.cli.records import Record
+from crosspack.cli.layouts import COLUMNS as LAYOUT_COLUMNS
+from crosspack.cli.layouts import canonical
 from crosspack.cli.tokens import COLUMNS as TOKEN_COLUMNS
 from crosspack.cli.tokens import token_documents
+from crosspack.reading.records import Record, size_of
+from crosspack.reading.rows import BadRecord, Place, Row
 from packing_core.errors import PackingError, first_line
 from packing_core.extras import require
 from packing_core.training.job import is_hub_name
@@ -27,11 +31,47 @@ from packing_core.training.schedule import Document
 
 Loss = Literal["completion", "all"]
 
-Located = tuple[str, Record]  # where a record stands, and the record
+Where = Any  # str() of it says where a record stands
+Located = tuple[Where, Record]
+
+
+class Encoded(NamedTuple):
+    """A document, the record that it comes from with its place, and other columns that have a value for each token."""
+
+    where: Where
+    record: Record
+    document: Document
+    columns: dict[str, NDArray[Any]]
+
+
+class _Lazy(NamedTuple):
+    """The place of a record, which is written out only where somebody reads it."""
+
+    place: Place
+    number: int
+
+    def __str__(self) -> str:
+        return self.place.where(self.number)
+
+
+Refuse = Callable[[BadRecord, PackingError], None]
+
+
+def _raise(found: BadRecord, error: PackingError) -> None:
+    raise error
+
 
 # What the tokenizer sees at once: so many records, or so many bytes. A token takes over a hundred bytes meanwhile.
 _CHUNK, _CHUNK_BYTES = 1000, 1 << 20
-COLUMNS = ("messages", "tools", "prompt", "completion", "text", *TOKEN_COLUMNS)  # what is read of a record
+COLUMNS = (
+    "messages",
+    "tools",
+    "prompt",
+    "completion",
+    "text",
+    *LAYOUT_COLUMNS,
+    *TOKEN_COLUMNS,
+)  # what is read of a record
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the tag with which a template marks what the assistant says
 
 END, PAD = "<|endoftext|>", "<|pad|>"
@@ -52,11 +92,19 @@ class Policy:
             prompt, so all of it is trained either way.
         bos: put the BOS token first; None does what the tokenizer itself does. A chat template writes its own.
         eos: append the EOS token and train it; None does so if the tokenizer has one. A chat template writes its own.
+        fields: (name, column) pairs: which column of the data is what is called ``text``, ``prompt``, ``completion``,
+            ``messages`` or ``input_ids`` here. With any, the records' other columns do not count.
     """
 
     loss: Loss = "completion"
     bos: bool | None = None
     eos: bool | None = None
+    fields: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """All columns that may be read of a record."""
+        return tuple(column for _, column in self.fields) or COLUMNS
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
@@ -101,9 +149,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     return tokenizer
 
 
-def plain_texts(records: Iterable[Record]) -> Iterator[str]:
+def plain_texts(records: Iterable[Record], fields: tuple[tuple[str, str], ...] = ()) -> Iterator[str]:
     """All text of the records, for training a tokenizer."""
-    for where, record in _located(records):
+    for where, given in _located(records):
+        record = canonical(given, where, fields)
         match kind_of(record, where):
             case "text":
                 yield record["text"]
@@ -122,30 +171,31 @@ class Encoder:
 
     Attributes:
         left_out: documents so far that have nothing to train on.
-        on_left_out: called with the place and the tokens of each.
+        carried: columns beside the tokens of tokenised records, a number for each, that documents keep.
     """
 
     def __init__(self, tokenizer: Any, policy: Policy) -> None:
         self.tokenizer = tokenizer
         self.policy = policy
         self.left_out = 0
-        self.on_left_out: Callable[[str, int], None] = lambda where, tokens: None
+        self.carried: tuple[str, ...] = ()
         probe = tokenizer("a")["input_ids"]
         adds_bos = tokenizer.bos_token_id is not None and probe[:1] == [tokenizer.bos_token_id]
         self._bos = self._special("bos", policy.bos, adds_bos)
         self._eos = self._special("eos", policy.eos, tokenizer.eos_token_id is not None)
+        self._rust = _rust(tokenizer)
 
-    def _special(self, name: str, wanted: bool | None, default: bool) -> list[int]:
+    def _special(self, name: str, wanted: bool | None, default: bool) -> NDArray[np.int32]:
         if not (default if wanted is None else wanted):
-            return []
+            return np.zeros(0, np.int32)
         token: int | None = getattr(self.tokenizer, f"{name}_token_id")
         if token is None:
             raise PackingError(f"--{name} was given and the tokenizer has no {name.upper()} token: leave --{name} out")
-        return [token]
+        return np.array([token], np.int32)
 
     def describe(self) -> str:
         """The policy in one line, for the plan and the manifest."""
-        bos, eos = (self.tokenizer.decode(ids) for ids in (self._bos, self._eos))
+        bos, eos = (self.tokenizer.decode(ids.tolist()) for ids in (self._bos, self._eos))
         trained = "all tokens" if self.policy.loss == "all" else "completions and assistant turns; plain text in full"
         return (
             f"BOS {bos or 'none'}, EOS {f'{eos} (trained)' if eos else 'none'}; chats as their template writes them; "
@@ -162,41 +212,66 @@ class Encoder:
 
     def located(self, records: Iterable[Record]) -> Iterator[tuple[str, Document]]:
         """The same, each document with the place of its record."""
-        for kind, chunk in _chunks(records):
-            for where, document in self._by_kind[kind](self, chunk):
-                if document.has_target:
-                    yield where, document
+        return ((str(found.where), found.document) for found in self.encoded(records))
+
+    def encoded(
+        self,
+        records: Iterable[Record],
+        refuse: Refuse = _raise,
+        left_out: Callable[[Where, int], None] | None = None,
+    ) -> Iterator[Encoded]:
+        """The same, each document with its record and the columns that were read beside its tokens.
+
+        Args:
+            records: as above.
+            refuse: is called with each record that cannot be encoded, and the error; raises it by default.
+            left_out: is called with the place and the tokens of each document without a trained token.
+        """
+        for kind, chunk in _chunks(records, refuse, self.policy.fields):
+            for found in self._by_kind[kind](self, chunk, refuse):
+                if found.document.has_target:
+                    yield found
                 else:
                     self.left_out += 1
-                    self.on_left_out(where, len(document.ids))
+                    if left_out is not None:
+                        left_out(found.where, len(found.document.ids))
 
-    def _texts(self, chunk: Sequence[Located]) -> Iterator[tuple[str, Document]]:
-        texts = self._ids(record["text"] for _, record in chunk)
-        for (where, _), ids in zip(chunk, texts, strict=True):
-            whole = [*self._bos, *ids, *self._eos]
-            yield where, _document(whole, np.ones(len(whole), np.bool_))
+    def _texts(self, chunk: Sequence[Located], refuse: Refuse) -> Iterator[Encoded]:
+        texts = self._ids([record["text"] for _, record in chunk])
+        for (where, record), ids in zip(chunk, texts, strict=True):
+            whole = np.concatenate([self._bos, ids, self._eos], dtype=np.int32)
+            yield Encoded(where, record, Document(whole, np.ones(len(whole), np.bool_)), {})
 
-    def _completions(self, chunk: Sequence[Located]) -> Iterator[tuple[str, Document]]:
+    def _completions(self, chunk: Sequence[Located], refuse: Refuse) -> Iterator[Encoded]:
         """Prompt and completion are tokenised separately, as they are in generation, and joined as they are."""
-        prompts = self._ids(record["prompt"] for _, record in chunk)
-        completions = self._ids(record["completion"] for _, record in chunk)
-        for (where, _), prompt, completion in zip(chunk, prompts, completions, strict=True):
-            before, after = [*self._bos, *prompt], [*completion, *self._eos]
-            trained = np.arange(len(before) + len(after)) >= (0 if self.policy.loss == "all" else len(before))
-            yield where, _document([*before, *after], trained)
+        prompts = self._ids([record["prompt"] for _, record in chunk])
+        completions = self._ids([record["completion"] for _, record in chunk])
+        for (where, record), prompt, completion in zip(chunk, prompts, completions, strict=True):
+            whole = np.concatenate([self._bos, prompt, completion, self._eos], dtype=np.int32)
+            trained = np.ones(len(whole), np.bool_)
+            if self.policy.loss != "all":
+                trained[: len(self._bos) + len(prompt)] = False
+            yield Encoded(where, record, Document(whole, trained), {})
 
-    def _chats(self, chunk: Sequence[Located]) -> Iterator[tuple[str, Document]]:
+    def _chats(self, chunk: Sequence[Located], refuse: Refuse) -> Iterator[Encoded]:
         for where, record in chunk:
-            messages, first_trained = _chat(record, where)
-            if not messages:
-                yield where, _document([], np.zeros(0, np.bool_))
-                continue
             try:
-                yield where, self._chat_document(messages, first_trained, record.get("tools") or None)
+                document = self._chat(where, record)
             except PackingError as error:
-                raise PackingError(f"{where}: {error}") from None
-            except Exception as error:  # a template is a program of the model's author and may raise anything
-                raise PackingError(f"{where}: the chat template refused it: {first_line(error)}") from error
+                refuse(_bad(where, record, error), error)
+            else:
+                yield Encoded(where, record, document, {})
+
+    def _chat(self, where: Where, record: Record) -> Document:
+        messages, first_trained = _chat(record, where)
+        if not messages:
+            return _document([], np.zeros(0, np.bool_))
+        try:
+            return self._chat_document(messages, first_trained, record.get("tools") or None)
+        except PackingError as error:
+            raise PackingError(f"{where}: {error}") from None
+        except Exception as error:  # a template is a program of the model's author and may raise anything
+            raise PackingError(f"{where}: the chat template refused it: {first_line(error)}") from error
 
     def _chat_document(self, messages: list[Any], first_trained: int, tools: Any) -> Document:
         if self.tokenizer.chat_template is None:
@@ -214,23 +289,32 @@ class Encoder:
             return text
 
         if everything:
-            ids = self._ids([write(messages)])[0]
+            (ids,) = self._ids([write(messages)])
             return _document(ids, np.ones(len(ids), np.bool_))
         chat, spans = assistant_spans(write, messages, first_trained)
         encoded = self.tokenizer(chat, add_special_tokens=False, return_offsets_mapping=True)
         starts = np.array([begin for begin, _ in encoded["offset_mapping"]], np.int64)
         return _document(encoded["input_ids"], in_spans(starts, spans))
 
-    def _tokens(self, chunk: Sequence[Located]) -> Iterator[tuple[str, Document]]:
-        return ((where, document) for where, record in chunk for document in token_documents(record, where))
+    def _tokens(self, chunk: Sequence[Located], refuse: Refuse) -> Iterator[Encoded]:
+        for where, record in chunk:
+            try:
+                found = list(token_documents(record, str(where), self.carried))
+            except PackingError as error:
+                refuse(_bad(where, record, error), error)
+            else:
+                yield from (Encoded(where, record, document, columns) for document, columns in found)
 
-    def _ids(self, texts: Iterable[str]) -> list[list[int]]:
-        ids: list[list[int]] = self.tokenizer(
-            list(texts), add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False
-        )["input_ids"]
-        return ids
+    def _ids(self, texts: list[str]) -> list[NDArray[np.int32]]:
+        if self._rust is not None:
+            encodings = self._rust.encode_batch_fast(texts, add_special_tokens=False)
+            return [np.fromiter(encoding.ids, np.int32, len(encoding)) for encoding in encodings]
+        ids = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)[
+            "input_ids"
+        ]
+        return [np.array(one, np.int32) for one in ids]
 
-    _by_kind: ClassVar[dict[str, Callable[[Encoder, Sequence[Located]], Iterator[tuple[str, Document]]]]] = {
+    _by_kind: ClassVar[dict[str, Callable[[Encoder, Sequence[Located], Refuse], Iterator[Encoded]]]] = {
         "messages": _chats,
         "completion": _completions,
         "text": _texts,
@@ -238,41 +322,62 @@ class Encoder:
     }
 
 
+def _rust(tokenizer: Any) -> Any:
+    """The tokenizer of the ``tokenizers`` library that does all the work of this one; None if there is none.
+
+    Calling it directly saves what transformers makes of its result: masks, lists, a dict.
+    """
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if not getattr(tokenizer, "is_fast", False) or not hasattr(backend, "encode_batch_fast"):
+        return None
+    probe = ["", " a\n\tb ", "É ü\u0301 \U0001f600 <s>x</s> [CLS]", *map(str, tokenizer.all_special_tokens)]
+    expected = tokenizer(probe, add_special_tokens=False)["input_ids"]  # also turns padding and truncation off
+    found = [encoding.ids for encoding in backend.encode_batch_fast(probe, add_special_tokens=False)]
+    own = type(tokenizer).__module__.startswith("transformers.")  # others may do anything in Python
+    return backend if own and found == expected else None
+
+
+def _bad(where: Where, record: Record, error: PackingError) -> BadRecord:
+    place, number = where if isinstance(where, _Lazy) else (Place(str(where), "row"), 0)
+    text = json.dumps(dict(record), default=repr, ensure_ascii=True)
+    return BadRecord(place, number, str(error).removeprefix(f"{where}").lstrip(": "), text)
+
+
 def _document(ids: Any, trained: NDArray[np.bool_]) -> Document:
     return Document(np.asarray(ids, np.int32), trained)
 
 
 def _located(records: Iterable[Record]) -> Iterator[Located]:
-    return ((getattr(record, "where", f"record {number}"), record) for number, record in enumerate(records))
+    for number, record in enumerate(records):
+        if isinstance(record, Row):
+            yield _Lazy(record.place, record.number), record
+        else:
+            yield getattr(record, "where", f"record {number}"), record
 
 
-def _chunks(records: Iterable[Record]) -> Iterator[tuple[str, list[Located]]]:
+def _chunks(
+    records: Iterable[Record], refuse: Refuse, fields: tuple[tuple[str, str], ...]
+) -> Iterator[tuple[str, list[Located]]]:
     """Records in order by runs of one kind, so that the tokenizer works on many texts, but not too many, at once."""
     chunk: list[Located] = []
     kind, size = "", 0
-    for where, record in _located(records):
-        own = kind_of(record, where)
+    for where, given in _located(records):
+        try:
+            record = canonical(given, where, fields)
+            own = kind_of(record, where)
+        except PackingError as error:
+            refuse(_bad(where, given, error), error)
+            continue
         if chunk and (own != kind or len(chunk) == _CHUNK or size >= _CHUNK_BYTES):
             yield kind, chunk
             chunk, size = [], 0
-        kind, size = own, size + _size(record)
+        kind, size = own, size + size_of(record)
         chunk.append((where, record))
     if chunk:
         yield kind, chunk
 
 
-def _size(value: Any) -> int:
-    """Bytes that a value takes, roughly."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(map(_size, value.values()))
-    if isinstance(value, list) and not (value and isinstance(value[0], int)):
-        return sum(map(_size, value))
-    return 8 * len(value) if hasattr(value, "__len__") else 8
-
-
-def kind_of(record: Record, where: str) -> str:
+def kind_of(record: Record, where: Where) -> str:
     """Which of the known columns the record has; the first that is there wins. Its texts are strings."""
     if record.get("input_ids") is not None:
         return "input_ids"
@@ -295,11 +400,11 @@ def kind_of(record: Record, where: str) -> str:
         return "text"
     raise PackingError(
         f"{where} has the columns {', '.join(map(str, record)) or 'none'}: a record needs text, prompt + completion, "
-        f"messages or input_ids, and none of them null"
+        f"messages, conversations, instruction + output or input_ids, and none of them null"
     )
 
 
-def _encodable(text: str, where: str) -> str:
+def _encodable(text: str, where: Where) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -307,7 +412,7 @@ def _encodable(text: str, where: str) -> str:
     return text
 
 
-def _chat(record: Record, where: str) -> tuple[list[Any], int]:
+def _chat(record: Record, where: Where) -> tuple[list[Any], int]:
     """The messages of a record and the number of the first one whose assistant turns are trained."""
     given = record.get("messages")
     prompt = [] if given is not None else record["prompt"]

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,15 @@ COLUMNS = ("input_ids", "labels", *READ)
 _LARGEST = np.iinfo(np.int32).max
 
 
-def token_documents(record: Mapping[str, Any], where: str) -> Iterator[Document]:
+def token_documents(
+    record: Mapping[str, Any], where: str, carried: Sequence[str] = ()
+) -> Iterator[tuple[Document, dict[str, NDArray[Any]]]]:
     """The documents of a record; a column that is null counts as absent.
+
+    Args:
+        record: a document or a packed row.
+        where: its place.
+        carried: other columns, those of which that have a number for each token are given with each document.
 
     Raises:
         PackingError: a column is not of whole numbers, or they contradict each other.
@@ -30,15 +37,16 @@ def token_documents(record: Mapping[str, Any], where: str) -> Iterator[Document]
     columns = {name: _numbers(record[name], name, where) for name in COLUMNS if record.get(name) is not None}
     ids = columns["input_ids"]
     if not len(ids):
-        yield Document(ids.astype(np.int32), np.zeros(0, np.bool_))
+        yield Document(ids.astype(np.int32), np.zeros(0, np.bool_)), {}
         return
     if (outside := (ids < 0) | (ids > _LARGEST)).any():
         raise PackingError(f"{where}: input_ids has {ids[outside][0]}: a token id is 0 to {_LARGEST:,}")
+    extra = {name: array for name in carried if (array := _per_token(record.get(name), len(ids))) is not None}
     for name in TRAINED:
         if name in columns and not np.isin(columns[name], (0, 1)).all():
             raise PackingError(f"{where}: {name} has values other than 0 and 1: 1 marks a trained token")
     try:
-        read = read_examples([columns])
+        read = read_examples([columns | extra])
     except PackingError as error:
         raise PackingError(f"{where}: {error}") from error
     for number, document in enumerate(read.input_ids):
@@ -55,7 +63,15 @@ def token_documents(record: Mapping[str, Any], where: str) -> Iterator[Document]
             if not 0 <= prompt <= len(document):
                 raise PackingError(f"{where}: {PROMPT} is {prompt} and the document has {len(document):,} tokens")
             trained = trained & (np.arange(len(document)) >= prompt)
-        yield Document(document.astype(np.int32), trained)
+        yield Document(document.astype(np.int32), trained), {name: read.columns[name][number] for name in extra}
+
+
+def _per_token(value: Any, tokens: int) -> NDArray[Any] | None:
+    """A column of numbers, one for each token; None of anything else."""
+    if not isinstance(value, list | np.ndarray) or len(value) != tokens:
+        return None
+    array = np.asarray(value)
+    return array if array.ndim == 1 and array.dtype.kind in "biuf" else None
 
 
 def _numbers(value: Any, name: str, where: str) -> NDArray[Any]:

@@ -1,12 +1,12 @@
-"""What the conformance suite asks of a packed-training stack: one class of at most twelve methods, in numpy.
+"""What the conformance suite asks of a packed-training stack: one class, in numpy.
 
     suite (float64 oracle, one document at a time)  --numpy arrays + a dtype name-->  Backend  --numpy arrays-->  suite
 
 A stack takes part at four levels and implements what it has; every method left alone raises `UnsupportedError`:
 
     collator      `plan`, `collate`                         documents in, batch out
-    operation     `attention`, `rope`, `scan`, `loss`,      each with its vector-Jacobian product
-                  `reduce`
+    operation     `attention`, `rope`, `scan`,              each with its vector-Jacobian product
+                  `delta_rule`, `ssd`, `loss`, `reduce`
     model         `forward`, `gradients`, `logprobs`        batch in, numbers per token and gradients out
     trainer       `train`, `preference`                     documents in, updated weights or gradients out
 
@@ -34,7 +34,7 @@ from packing_core.protocol.capabilities import (
     Capabilities,
 )
 from packing_core.protocol.data import Array, Batch, Decoder, DecoderConfig, Document, Gradients, Place
-from packing_core.protocol.layout import attention_options, cu_seqlens, position_ids, segments
+from packing_core.protocol.layout import attention_options, cu_seqlens, delta_rule_options, position_ids, segments
 
 __all__ = [
     "ADAMW_EPSILON",
@@ -55,6 +55,7 @@ __all__ = [
     "Place",
     "attention_options",
     "cu_seqlens",
+    "delta_rule_options",
     "position_ids",
     "require_declared",
     "segments",

@@ -150,6 +150,74 @@ class Backend:
         """
         raise self._lacks("scan")
 
+    def delta_rule(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        g: Array,
+        beta: Array,
+        segment_ids: Array,
+        *,
+        dtype: str,
+        normalise: bool = False,
+        dout: Array | None = None,
+    ) -> tuple[Array, Gradients]:
+        """The gated delta rule (arXiv 2412.06464, equation 10) whose state starts from zero at every segment.
+
+        ``S' = exp(g_t) S_{t-1}``, ``S_t = S' + k_t beta_t (v_t - S'^T k_t)^T``, ``o_t = D ** -0.5 S_t^T q_t``.
+
+        Args:
+            q: ``[B, S, K, D]``; K below H takes the option "grouped_values" (head h of v reads head ``h // (H // K)``).
+            k: ``[B, S, K, D]``.
+            v: ``[B, S, H, E]``.
+            g: ``[B, S, H]``, the log of the decay, at most 0; ``[B, S, H, D]`` takes the option "channel_decay".
+            beta: ``[B, S, H]``, from 0 to 1.
+            segment_ids: ``[B, S]``.
+            normalise: True takes the option "normalise": every head of q and k is divided by
+                ``sqrt(sum(x^2) + 1e-6)`` first. Without it they have that norm already.
+            dout: ``[B, S, H, E]``, zero at padding, or None.
+
+        Returns:
+            ``[B, S, H, E]`` and the gradients ``{"q", "k", "v", "g", "beta"}`` (empty without ``dout``), zero at
+            padding.
+        """
+        raise self._lacks("delta_rule")
+
+    def ssd(
+        self,
+        x: Array,
+        dt: Array,
+        A: Array,
+        B: Array,
+        C: Array,
+        D: Array,
+        segment_ids: Array,
+        *,
+        dtype: str,
+        dout: Array | None = None,
+    ) -> tuple[Array, Gradients]:
+        """The scan of Mamba-2 (arXiv 2405.21060, section 5) whose state starts from zero at every segment.
+
+        ``h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T``, ``y_t = h_t C_t + D x_t``: no gate; bias and softplus of the
+        steps are applied.
+
+        Args:
+            x: ``[B, S, H, P]`` channels of heads.
+            dt: ``[B, S, H]`` positive steps.
+            A: ``[H]`` negative decay rates.
+            B: ``[B, S, G, N]``, N states; group g serves heads ``g * H / G`` to ``(g + 1) * H / G - 1``.
+            C: ``[B, S, G, N]``.
+            D: ``[H]``.
+            segment_ids: ``[B, S]``.
+            dout: ``[B, S, H, P]``, zero at padding, or None.
+
+        Returns:
+            ``[B, S, H, P]`` and the gradients ``{"x", "dt", "A", "B", "C", "D"}`` (empty without ``dout``), zero at
+            padding.
+        """
+        raise self._lacks("ssd")
+
     def loss(
         self,
         logits: Array,

@@ -13,7 +13,7 @@ ADAMW_EPSILON = 1e-3
 # level -> the methods by which a backend takes part in it
 LEVELS: dict[str, tuple[str, ...]] = {
     "collator": ("plan", "collate"),
-    "operation": ("attention", "rope", "scan", "loss", "reduce"),
+    "operation": ("attention", "rope", "scan", "delta_rule", "ssd", "loss", "reduce"),
     "model": ("forward", "gradients", "logprobs"),
     "trainer": ("train", "preference"),
 }
@@ -39,6 +39,12 @@ OPTIONS: dict[str, dict[str, str]] = {
     },
     "rope": {"interleaved": "interleaved=True", "partial": "fewer channels turned than there are"},
     "scan": {},
+    "delta_rule": {
+        "grouped_values": "fewer heads of q and k than of v",
+        "channel_decay": "g=[B, S, H, D], a decay for each key channel (Kimi Delta Attention)",
+        "normalise": "normalise=True",
+    },
+    "ssd": {},
     "loss": {"token_weights": "token_weights=[B, S]"},
     "reduce": {},
     "forward": {
@@ -68,7 +74,7 @@ class Capabilities:
     Attributes:
         dtypes: working dtypes, out of `DTYPES`.
         options: what it serves out of `ALL_OPTIONS`.
-        head_dims: widths D that attention serves, as a range or any collection of ints.
+        head_dims: widths D that attention and the delta rule serve, as a range or any collection of ints.
         interpreted: runs in an interpreter (Triton's, Pallas's), so the suite draws a reduced selection and says so.
         atomic_backward: backward passes add with atomics, so their isolation is judged by the noise of running twice,
             not bitwise. The forward is bitwise for everybody.

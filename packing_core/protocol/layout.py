@@ -37,6 +37,12 @@ def attention_options(
     return {name for name, is_taken in taken.items() if is_taken}
 
 
+def delta_rule_options(q: Array, v: Array, g: Array, *, normalise: bool = False) -> set[str]:
+    """Name the options of `OPTIONS["delta_rule"]` that a call of `Backend.delta_rule` takes."""
+    taken = {"grouped_values": q.shape[2] < v.shape[2], "channel_decay": g.ndim == 4, "normalise": normalise}
+    return {name for name, is_taken in taken.items() if is_taken}
+
+
 def position_ids(segment_ids: Array) -> Array:
     """Positions that restart at 0 at each run of equal segment ids, padding runs included: int64 ``[B, S]``."""
     ids = np.asarray(segment_ids)

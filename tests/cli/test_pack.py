@@ -5,21 +5,15 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import weakref
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from crosspack.cli import app
-from crosspack.cli import fit as fit_module
-from crosspack.cli.fit import Fit
-from crosspack.cli.pack import _Files
 from crosspack.cli.records import open_records
 from crosspack.cli.text import Encoder, Policy, load_tokenizer
-from packing_core.training.schedule import Document
 
 
 def pack(*arguments: object):
@@ -122,33 +116,12 @@ def test_split_documents_are_counted_once(arguments, tmp_path):
     assert manifest["documents"] == 90
 
 
-def test_rows_are_written_while_the_data_is_still_being_read(arguments, monkeypatch):
-    read, packed, held = [0], [0], []
-    encode, write = Encoder.located, _Files.write
-
-    def counting(self, records):
-        for document in encode(self, records):
-            read[0] += 1
-            yield document
-
-    def watching(self, batch):
-        write(self, batch)
-        packed[0] += batch.n_segments
-        held.append(read[0] - packed[0])
-
-    monkeypatch.setattr(Encoder, "located", counting)
-    monkeypatch.setattr(_Files, "write", watching)
-    assert pack(*arguments, "--buffer", 10).exit_code == 0
-    assert len(held) > 5
-    assert max(held) <= 10
-
-
 def test_an_interrupted_run_leaves_nothing_that_looks_finished(arguments, tmp_path, monkeypatch):
-    def full(self):
+    def full(path, content):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as broken:
-        broken.setattr(_Files, "close", full)
+        broken.setattr("crosspack.packing.unit.write", full)
         result = pack(*arguments)
     assert result.exit_code == 2
     assert "packed: No space left on device: pass a folder that can be written" in result.stderr.replace("\n", " ")
@@ -220,38 +193,6 @@ def test_data_without_anything_to_train_is_one_line(tokenizer_folder, write, tmp
     assert result.exit_code == 2
     assert "no document has a token to train on" in " ".join(result.stderr.split())
     assert not (tmp_path / "packed").exists()
-
-
-def test_long_documents_do_not_wait_together(tmp_path):
-    """However many documents the buffer may hold, those that wait have a bounded number of tokens."""
-    read: list[weakref.ref[Any]] = []
-    most = 0
-
-    def documents():
-        nonlocal most
-        for number in range(400):
-            ids = np.full(1 << 17, number, np.int32)
-            read.append(weakref.ref(ids))
-            most = max(most, sum(reference() is not None for reference in read))
-            yield f"data:{number}", Document(ids, np.ones(len(ids), np.bool_))
-
-    with open(tmp_path / "notes", "w") as notes:
-        fit = Fit(1 << 17, "error", notes)
-        rows = 0
-        for block in fit.blocks(documents()):
-            pieces = list(block)
-            rows += len(pieces)
-            assert sum(len(piece["input_ids"]) for piece in pieces) <= 1 << 24
-    assert rows == fit.documents == 400
-    assert most <= 2  # the pieces are copies: what was cut off is not kept
-
-
-def test_many_blocks_pack_what_one_does(arguments, data, tokenizer_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(fit_module, "_BLOCK_TOKENS", 500)
-    monkeypatch.setattr(fit_module, "_BLOCK_ROWS", 1)
-    assert pack(*arguments).exit_code == 0
-    packed = tmp_path / "packed"
-    assert documents(packed, packed / "tokenizer") == documents(data, tokenizer_folder)
 
 
 def test_one_row_is_singular_and_json_prints_the_manifest(write, tokenizer, tmp_path):

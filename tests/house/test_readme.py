@@ -13,8 +13,8 @@ import transformers
 from typer.testing import CliRunner
 
 from crosspack.cli import app
-from crosspack.cli.corpus import standard_library_records
 from crosspack.cli.text import train_tokenizer
+from crosspack.reading.corpus import standard_library_records
 from packing_core.extras import MINIMUM
 from torch_backend.stacks.paths import config_of, survey
 
@@ -24,8 +24,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 REPOSITORY = PROJECT["urls"]["Repository"]
 PAGES = (
     "README.md",
+    "docs/hybrids.md",
     "docs/migration.md",
     "docs/post-training.md",
+    "docs/start.md",
     "docs/steps.md",
     "docs/torch.md",
     "docs/trainers.md",

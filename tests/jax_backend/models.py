@@ -28,6 +28,17 @@ _LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 _THETA = {"rope_theta": 10000.0}
+_DELTA_NET = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    # The output of a delta rule may be tiny. A usual epsilon would blow its rounding errors up to the size of the norm:
+    # torch itself, from weights changed by one part in ten million, is then 2e-4 away after fifty steps.
+    "rms_norm_eps": 1e-2,
+}
 _ALTERNATING = ["sliding_attention", "full_attention"]
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**_TINY),
@@ -79,16 +90,43 @@ CONFIGS = {
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **_TINY, head_dim=8, sliding_window=7, query_pre_attn_scalar=16, layer_types=_ALTERNATING
     ),
+    "mixtral": lambda: transformers.MixtralConfig(**_TINY, num_local_experts=4, sliding_window=7),
+    "qwen2-moe": lambda: transformers.Qwen2MoeConfig(
+        **_TINY, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, shared_expert_intermediate_size=40
+    ),
+    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
+        **_TINY,
+        head_dim=16,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        mlp_only_layers=[0],
+        norm_topk_prob=True,
+    ),
+    "gpt-oss": lambda: transformers.GptOssConfig(
+        **_TINY, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=7, swiglu_limit=1.5
+    ),
+    "qwen3.5": lambda: transformers.Qwen3_5TextConfig(**_TINY, **_DELTA_NET),
+    "qwen3-next": lambda: transformers.Qwen3NextConfig(
+        **_TINY,
+        **_DELTA_NET,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=16,
+        mlp_only_layers=[1],
+    ),
 }
 
 
-def torch_model(name: str) -> torch.nn.Module:
+def torch_model(family: str) -> torch.nn.Module:
     """A float32 transformers model with weights large enough that every part of it shows in the logits."""
     generator = torch.Generator().manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[family](), attn_implementation="eager")
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             mean, std = (0.0, 0.2) if parameter.ndim > 1 else (1.0, 0.1)
+            mean = -2.0 if name.endswith("A_log") else mean  # a memory of several tokens
             parameter.normal_(mean, std, generator=generator)
     return model.eval()
 
@@ -98,6 +136,26 @@ def saved(name: str, folder: Path) -> torch.nn.Module:
     model = torch_model(name)
     model.save_pretrained(folder)
     return model
+
+
+def on_disk(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """Tensors named as the model's parameters (its gradients, say), as transformers names and cuts them in files."""
+    kept = {name: tensor.detach().numpy() for name, tensor in tensors.items()}
+    family = model.config.model_type
+    gate, up, down = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    found = {}
+    for name, tensor in kept.items():
+        if family == "mixtral":
+            name = name.replace(".mlp.", ".block_sparse_moe.")
+        stem, _, last = name.rpartition(".")
+        if family != "gpt_oss" and stem.endswith(".experts"):
+            for i, expert in enumerate(tensor):
+                halves = {gate: expert[: len(expert) // 2], up: expert[len(expert) // 2 :]}
+                own = halves if last == "gate_up_proj" else {down: expert}
+                found |= {f"{stem}.{i}.{part}.weight": value for part, value in own.items()}
+        else:
+            found[name] = tensor
+    return found
 
 
 def documents(count: int, longest: int = 30, seed: int = 0) -> list[np.ndarray]:

@@ -89,6 +89,15 @@ def test_explain_names_what_serves_each_kind_of_layer_and_why_not_the_others() -
     assert window.implementation == "none" and "not cudnn: " in window.reason
 
 
+def test_a_hybrid_is_explained_by_its_two_kinds_of_layers() -> None:
+    model = nnx.eval_shape(
+        lambda: Decoder(DecoderConfig.from_hf(CONFIGS["qwen3.5"]().to_dict()), rngs=nnx.Rngs(0), implementation="xla")
+    )
+    nets, attention = explain(model, platform="cpu")
+    assert (nets.layer, nets.implementation) == ("layers 0, gated delta net", "chunked")
+    assert (attention.layer, attention.implementation) == ("layers 1, full attention", "xla")
+
+
 def test_explain_of_a_call_asks_the_call_s_own_options() -> None:
     q = jax.ShapeDtypeStruct((1, 64, 4, 512), jnp.float32)
     (choice,) = explain(q, q, q, platform="gpu")

@@ -6,13 +6,13 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import jax_gpu
-from benchmarks.jax_rows import GATE, gate, make_row
+from benchmarks import jax_attention
+from benchmarks.jax_rows import GATE, Documents, gate, make_row
 from jax_backend import find_segments, segment_attention
 
 
 def test_the_gate_sees_a_wrong_number_and_one_that_is_none() -> None:
-    row = make_row([20, 12], 2, 1, 16)
+    row = make_row(Documents([20, 12], 2, 1, 16))
     out, pullback = jax.vjp(lambda *qkv: segment_attention(*qkv, row.ids), row.q, row.k, row.v)
     found = out, *pullback(row.dout)
     assert gate(row, found) <= GATE
@@ -27,11 +27,11 @@ def test_rows_of_one_shape_share_a_program_only_under_the_same_cap(monkeypatch: 
     def capped(row):
         cap = len(row.lengths)
         call = lambda q, k, v, segments: segment_attention(q, k, v, segments, max_segments=cap)  # noqa: E731
-        return jax_gpu.Call(call, (find_segments(row.ids),), cap)
+        return jax_attention.Call(call, (find_segments(row.ids),), cap)
 
-    monkeypatch.setattr(jax_gpu, "CONTENDERS", {"capped": capped})
-    compilers = jax_gpu.Compilers()
-    rows = [make_row(lengths, 2, 1, 16) for lengths in ([32], [20, 12], [16, 16])]
+    monkeypatch.setattr(jax_attention, "CONTENDERS", {"capped": capped})
+    compilers = jax_attention.Compilers()
+    rows = [make_row(Documents(lengths, 2, 1, 16)) for lengths in ([32], [20, 12], [16, 16])]
     one, two, again = (compilers.start("capped", row)(60.0) for row in rows)
     assert two.both is again.both and two.both is not one.both
     for row, compiled in zip(rows, (one, two, again), strict=True):

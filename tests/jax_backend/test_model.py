@@ -14,11 +14,11 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jax_backend import weights
-from jax_backend.data import to_batch
+from jax_backend.batches import to_batch
 from jax_backend.loss import packed_cross_entropy
 from jax_backend.model import Decoder, DecoderConfig
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
-from tests.jax_backend.models import CONFIGS, documents, packed, saved
+from tests.jax_backend.models import CONFIGS, documents, on_disk, packed, saved
 
 
 @pytest.fixture(params=list(CONFIGS))
@@ -68,8 +68,10 @@ def test_packed_logits_loss_and_gradients_are_those_of_each_document_alone_in_to
         assert relative(logits[row, start : start + length], wanted_logits[source]) < 1e-5
     assert float(loss) == pytest.approx(wanted_loss, rel=1e-6)
     found = weights.export(grads)
-    for name, parameter in reference.named_parameters():
-        assert relative(found[name], parameter.grad) < 1e-5, name
+    wanted = on_disk(reference, {name: parameter.grad for name, parameter in reference.named_parameters()})
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert relative(found[name], gradient) < 1e-5, name
 
 
 def test_recomputed_layers_change_no_gradient(tmp_path) -> None:
@@ -189,6 +191,18 @@ def test_what_the_decoder_does_not_compute_is_refused_with_the_reason(change, re
     config = CONFIGS["llama"]().to_dict() | change
     with pytest.raises(UnsupportedModelError, match=reason):
         DecoderConfig.from_hf(config)
+
+
+def test_a_hybrids_config_may_leave_out_what_transformers_fills_in() -> None:
+    told = json.loads(CONFIGS["qwen3.5"]().to_json_string(use_diff=False))
+    brief = dict(told) | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    kinds = ["linear_attention"] * 3 + ["full_attention"]
+    del brief["layer_types"]
+    brief["num_hidden_layers"] = told["num_hidden_layers"] = 4
+    assert DecoderConfig.from_hf(brief) == DecoderConfig.from_hf(told | {"layer_types": kinds})
+    assert DecoderConfig.from_hf(brief).rope.channels == 4
+    with pytest.raises(UnsupportedModelError, match="layer_types has 'spiral' and the flax decoder computes"):
+        DecoderConfig.from_hf(told | {"layer_types": ["spiral"] * 4})
 
 
 def test_the_config_layout_of_transformers_4_gives_the_same_decoder() -> None:

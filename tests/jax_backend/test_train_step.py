@@ -14,8 +14,8 @@ from flax import nnx
 
 import packing_core
 from jax_backend import weights
+from jax_backend.batches import to_batch
 from jax_backend.checkpoint import restore_state, save_state
-from jax_backend.data import to_batch
 from jax_backend.model import Decoder, DecoderConfig
 from jax_backend.train_step import make_train_step
 from packing_core.errors import LayoutError, PackingError
@@ -205,8 +205,9 @@ def test_rows_that_do_not_divide_over_the_devices_are_refused() -> None:
         train_step.place({name: array[:6] for name, array in BATCHES[0].items()})
 
 
-def test_fifty_steps_follow_torch_on_each_document_alone(tmp_path) -> None:
-    model = saved("llama", tmp_path)
+@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3-moe", "gpt-oss", "qwen3.5"])
+def test_fifty_steps_follow_torch_on_each_document_alone(name, tmp_path) -> None:
+    model = saved(name, tmp_path)
     batches = [documents(12, seed=seed) for seed in range(50)]
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)

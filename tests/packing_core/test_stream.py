@@ -136,7 +136,7 @@ class PackStreamSpy:
 
     @property
     def held(self) -> int:
-        return len(self.packed._pending.ids)
+        return len(self.packed._reader.pending.ids)
 
 
 @pytest.mark.parametrize("tail", [1.0, 1.3])
@@ -303,7 +303,13 @@ def test_a_stop_between_the_pieces_of_a_split_document_resumes_exactly() -> None
             'document 1 has 9 tokens and capacity is 4: pass overflow="split"',
         ),
         (lambda: list(stream([], 4)), PackingError, "the source has no document to pack"),
-        (lambda: stream(iter([[1]]), 4), PackingError, r"pass a sequence of documents, or a function open\(start\)"),
+        (lambda: stream(3, 4), PackingError, r"pass a sequence of documents, a function open\(start\)"),
+        (
+            lambda: stream(iter([[1]]), 4).state_dict(),
+            PackingError,
+            "a list_iterator, which can be read once: to go on",
+        ),
+        (lambda: list(stream({"a": [1]}, 4)), PackingError, "source is a dict: pass a sequence of documents"),
         (lambda: stream([[1]], 4, shard=(2, 2)), PackingError, r"shard is \(2, 2\): pass \(index, count\)"),
         (lambda: stream([[1]], 4, shard=(0, 2.0)), PackingError, r"shard is \(0, 2.0\): pass \(index, count\)"),
         (lambda: stream([[1]], 4, seed=-1), PackingError, "seed must be an integer of at least 0, or None"),
@@ -336,6 +342,28 @@ def test_a_state_of_another_stream_or_source_is_refused() -> None:
         stream(documents(LENGTHS), 24, **OPTIONS).load_state_dict(state)
     with pytest.raises(PackingError, match="was pending and the source ends before it: give the source that it had"):
         stream(documents(LENGTHS[:5]), 20, **OPTIONS).load_state_dict(state)
+
+
+def test_a_generator_is_read_once() -> None:
+    source = documents(LENGTHS)
+    rows = stream((document for document in source), 20, **OPTIONS)
+    assert contents(rows) == contents(stream(source, 20, **OPTIONS))
+    with pytest.raises(PackingError, match="source is a generator, which can be read once: to go on in it or to read"):
+        list(rows)
+
+
+def test_an_iterable_is_read_from_its_start_to_go_on() -> None:
+    class Again:
+        def __iter__(self):
+            return iter(source)
+
+    source = documents(LENGTHS)
+    whole = contents(stream(source, 20, **OPTIONS))
+    stopped, continued = stream(Again(), 20, **OPTIONS), stream(Again(), 20, **OPTIONS)
+    assert contents(next(stopped) for _ in range(9)) == whole[:9]
+    continued.load_state_dict(stopped.state_dict())
+    assert contents(continued) == whole[9:]
+    assert sorted(segments(continued)) == sorted(tuple(d.tolist()) for d in source)
 
 
 def test_the_type_is_public() -> None:

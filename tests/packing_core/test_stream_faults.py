@@ -45,7 +45,7 @@ def persistently(packed):
 
 
 def packed_source(packed):
-    return packed._open.given
+    return packed._source.given.given
 
 
 @pytest.mark.parametrize("overflow", ["error", "split", "drop"])
@@ -100,7 +100,7 @@ def test_no_document_waits_longer_than_max_age_while_others_are_dropped() -> Non
 
 
 def test_the_documents_named_as_dropped_or_truncated_are_the_last_ones_and_all_are_counted(monkeypatch) -> None:
-    monkeypatch.setattr(STREAM, "REMEMBERED", 3)
+    monkeypatch.setattr("packing_core._reader.REMEMBERED", 3)
     for overflow, kept in (("drop", "dropped"), ("truncate", "truncated")):
         packed = stream(documents([30] * 10 + [3]), 20, overflow=overflow)
         list(packed)
@@ -206,7 +206,7 @@ def test_a_state_loads_onto_the_same_documents_in_another_form() -> None:
         (lambda: stream([[1]], 2**70), r"capacity must be an integer of at most 2\*\*60, got 1180591620717411303424"),
         (lambda: stream([[1]], 4, pad_id="x"), "pad_id is 'x': pass an integer"),
         (lambda: stream([[1]], 4, weighting="row"), "weighting must be one of"),
-        (lambda: stream({"input_ids": [[1]]}, 4), "source is a dict: pass a sequence of documents, or a function"),
+        (lambda: stream({"input_ids": [[1]]}, 4), "source is a dict: pass a sequence of documents, a function"),
         (lambda: stream(lambda: iter(()), 4), r"a function that does not take one number: pass open\(start\)"),
         (lambda: list(stream(lambda start: 5, 4)), r"open\(0\) returned a int: return an iterable of documents"),
         (

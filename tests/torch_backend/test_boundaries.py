@@ -14,8 +14,10 @@ from torch import Tensor
 
 from packing_core.errors import LayoutError
 from tests.torch_backend import flash_stand_ins
+from tests.torch_backend.guards import DeviceGuard
 from tests.torch_backend.kernels import ONE_DTYPE
 from tests.torch_backend.test_attention_implementations import OURS, called
+from torch_backend.hf.boundaries import take_metadata
 from torch_backend.ops.attention import attention, triton
 from torch_backend.ops.attention.triton import TRITON, Tile, Tiles
 from torch_backend.ops.conv import short_convolution
@@ -203,6 +205,20 @@ def test_the_chunks_of_a_scan_hold_every_token_once(boundaries):
     starts, chunks = _chunks(on_device(boundaries))
     bounds = [(starts[s] + 64 * c, min(starts[s] + 64 * (c + 1), starts[s + 1])) for s, c in chunks.tolist()]
     assert sorted(token for start, stop in bounds for token in range(start, stop)) == list(range(TOKENS))
+
+
+def test_a_recording_gets_the_boundaries_of_the_calls_before_it(monkeypatch):
+    """Others would have other shapes, and compiled layers would be compiled again inside of the recording."""
+
+    def taken() -> Tensor:
+        batch = {"cu_seq_lens_q": torch.tensor([0, 5, 8, 14, 14]), "max_length_q": 7}
+        tokens = torch.zeros(2, 8, dtype=torch.long)
+        return take_metadata(batch, tokens=tokens, host_lengths=False, guard=DeviceGuard()).cu_seqlens
+
+    before = taken()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert torch.equal(taken(), before)
 
 
 @pytest.mark.gpu

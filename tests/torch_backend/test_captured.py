@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from packing_core.errors import LayoutError
 from tests.torch_backend.models import collate, documents, tiny
 from torch_backend import patch
+from torch_backend.hf import guard
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.ops import operators
 from torch_backend.training import captured
@@ -109,8 +110,11 @@ def mean_loss(model, batch) -> torch.Tensor:
     return total / weight
 
 
-def test_compiled_layers_share_a_graph_over_layers_and_segmentations(interpreted):
-    model = patch(tiny("qwen2"), implementation="triton", verify=False)
+@pytest.mark.parametrize(
+    ("family", "graphs"), [("qwen2", 2), ("qwen3_5_text", 3)]
+)  # of each kind of layer, of the norm
+def test_compiled_layers_share_a_graph_over_layers_and_segmentations(interpreted, family, graphs, monkeypatch):
+    model = patch(tiny(family), implementation="triton", verify=False)
     # as many segments, as long a longest one: where boundaries lie on the CPU, both are read from them
     segmentations = [(5, 19, 33, 71), (71, 50, 3, 4), (1, 2, 54, 71)]
 
@@ -122,7 +126,29 @@ def test_compiled_layers_share_a_graph_over_layers_and_segmentations(interpreted
     compile_layers(model, backend=counter)
     for lengths, right in zip(segmentations, plain, strict=True):
         torch.testing.assert_close(gradients(lengths), right, rtol=1e-4, atol=1e-6)
-    assert counter.frame_count == 2  # of the layers, of the norm
+    assert counter.frame_count == graphs  # of each kind of layer, of the norm
+    monkeypatch.setattr(guard, "recording", lambda: True)  # as in a CUDA graph: batches are not checked
+    torch.testing.assert_close(gradients(segmentations[0]), plain[0], rtol=1e-4, atol=1e-6)
+    assert counter.frame_count == graphs
+
+
+def test_a_recording_that_fails_says_what_failed_first(stand_in, monkeypatch):
+    @contextmanager
+    def recording(graph, **options):
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError("operation failed due to a previous error during capture") from error
+
+    def step(batch):
+        if captured.recording:
+            raise RuntimeError("this kernel waits for the device")
+
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    captured = CapturedStep(step, warm_up=1)
+    captured(row(1))
+    with pytest.raises(RuntimeError, match="this kernel waits for the device"):
+        captured(row(1))
 
 
 def test_compiling_needs_a_packed_batch_before():
@@ -135,10 +161,11 @@ def test_compiling_needs_a_packed_batch_before():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_5_text"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_captured_steps_are_the_steps_to_the_bit(compiled):
+def test_captured_steps_are_the_steps_to_the_bit(compiled, family):
     def trained(capture: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        model = patch(tiny("qwen2").cuda().bfloat16(), implementation="triton", verify=False)
+        model = patch(tiny(family).cuda().bfloat16(), implementation="triton", verify=False)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=True)
         with torch.no_grad():
             mean_loss(model, {n: x.cuda() if hasattr(x, "cuda") else x for n, x in fixed(ROWS[0]).items()})

@@ -12,7 +12,7 @@ import transformers
 import torch_backend
 from packing_core.errors import PackingError, UnsupportedError
 from tests.torch_backend.models import error
-from tests.torch_backend.test_document_heads import classifier
+from tests.torch_backend.test_document_heads import ROUTES, classifier
 from tests.torch_backend.test_trainer import arguments, datasets
 from torch_backend.training.trainer import enable_packing
 
@@ -76,6 +76,61 @@ def test_every_step_is_the_mean_over_its_documents(tmp_path: Any) -> None:
     assert len({len(rows.sources) for rows in seen[:6]}) > 1  # rows of unequal numbers of documents
     for (name, found), want in zip(packed.model.named_parameters(), truth.parameters(), strict=True):
         assert error(found.detach(), want.detach()) <= 1e-5, name
+
+
+def one_document(features: list[dict[str, Any]]) -> dict[str, Any]:
+    """A batch of equal documents, of which a stock trainer has one."""
+    return {name: torch.tensor([x[name] for x in features]) for name in ("input_ids", "labels")}
+
+
+def summed(output: Any, labels: Any, num_items_in_batch: Any) -> Any:
+    """The mean over the step. By itself, transformers adds up the means of a step's micro-batches of classifiers."""
+    logits = output["logits"].view(-1, CLASSES)
+    return torch.nn.functional.cross_entropy(logits, labels.view(-1), reduction="sum") / num_items_in_batch
+
+
+def headed(what: str, family: str, path: Any, **options: Any) -> Any:
+    """A stock trainer that classifies documents or tokens, all of them in one step and each in a batch of its own."""
+    examples = data(11)
+    if what == "tokens":
+        labels = [[token % CLASSES for token in ids] for ids in examples["input_ids"]]
+        examples = examples.remove_columns("label").add_column("labels", labels)
+    else:
+        examples = examples.rename_column("label", "labels")
+    args = arguments(transformers.TrainingArguments, path)
+    args.max_steps, args.per_device_train_batch_size, args.gradient_accumulation_steps = 1, 1, len(examples)
+    for name, value in options.items():
+        setattr(args, name, value)
+    model = classifier(family, auto=HEADS[what])
+    return transformers.Trainer(
+        model, args, data_collator=one_document, train_dataset=examples, compute_loss_func=None if options else summed
+    )
+
+
+HEADS = {
+    "documents": transformers.AutoModelForSequenceClassification,
+    "tokens": transformers.AutoModelForTokenClassification,
+}
+# Qwen3.5 has no classifier of tokens; Qwen3-Next has the same layers.
+CASES = [("documents", family) for family in ROUTES]
+CASES += [("tokens", "qwen3_next" if family == "qwen3_5_text" else family) for family in ROUTES]
+
+
+@pytest.mark.parametrize(("what", "family"), CASES, ids=map("-".join, CASES))
+def test_a_step_is_that_of_the_stock_trainer_with_one_document_per_batch(what: str, family: str, tmp_path: Any) -> None:
+    stock = headed(what, family, tmp_path)
+    stock.train()
+    packed = headed(what, family, tmp_path, per_device_train_batch_size=1)
+    before = {name: p.detach().clone() for name, p in packed.model.named_parameters()}
+    enable_packing(packed, capacity=CAPACITY, verify=False)
+    counts = [len(batch["packed_documents"]) for batch in packed.get_train_dataloader()]
+    assert len(set(counts)) > 1 and sum(counts) == 11  # micro-batches of unequal weight
+    packed.args.gradient_accumulation_steps = len(counts)
+    packed.train()
+    assert packed.state.log_history[0]["loss"] == pytest.approx(stock.state.log_history[0]["loss"], rel=1e-5)
+    for (name, found), want in zip(packed.model.named_parameters(), stock.model.parameters(), strict=True):
+        assert error(found.detach(), want.detach()) <= 1e-5, name
+    assert any(not torch.equal(p, before[name]) for name, p in packed.model.named_parameters())
 
 
 def test_evaluation_gives_metrics_in_the_order_of_the_data(tmp_path: Any) -> None:

@@ -9,16 +9,9 @@ import torch
 from packing_core import reference
 from packing_core.errors import LayoutError, UnsupportedError
 from tests.torch_backend.kernels import ONE_DTYPE, Where, assert_within_budget, numpy
-from torch_backend.ops.scan.delta_rule import gated_delta_rule
+from tests.torch_backend.scans import LENGTHS, NAMES, continued, packed_on, working
+from torch_backend.ops.scan.delta_rule import gated_delta_rule, gated_delta_rule_with_states
 from torch_backend.segments import PackedMetadata
-
-# One token; two documents inside a chunk; one that reaches over two chunk ends; one that ends where a chunk does.
-LENGTHS = (1, 30, 20, 130, 11, 50)
-NAMES = ("q", "k", "v", "g", "beta")
-
-
-def packed_on(where: Where, lengths=LENGTHS) -> PackedMetadata:
-    return PackedMetadata.from_lengths(lengths, device=where.device, entries=len(lengths) + 1)
 
 
 def drawn(where: Where, tokens: int = sum(LENGTHS), heads: int = 2, shared: int = 1, width: int = 16, values: int = 32):
@@ -46,10 +39,6 @@ def oracle(inputs, dout, dtype: str, lengths=LENGTHS) -> dict[str, np.ndarray]:
     for name in ("q", "k"):
         found[name] = found[name].reshape(len(q), -1, shared, q.shape[2]).sum(2)
     return {"out": reference.gated_delta_rule(*arguments, dtype=dtype), **found}
-
-
-def working(where: Where) -> str:
-    return str(where.dtype).removeprefix("torch.")
 
 
 @pytest.mark.parametrize("shared", [1, 2])
@@ -106,6 +95,31 @@ def test_keys_that_are_all_alike_do_not_blow_up(where):
     found, dout = run(where, inputs, packed_on(where, (100,)))
     exact, rounded = (oracle(inputs, dout, dtype, (100,)) for dtype in ("float64", working(where)))
     assert_within_budget(found, exact, rounded, where.dtype)
+
+
+@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
+@pytest.mark.parametrize("delta", [True, False], ids=["corrected", "linear"])
+def test_states_enter_and_leave_every_segment(where, delta):
+    lengths = (1, 40, 64, 7)
+    inputs = drawn(where, sum(lengths))[: 5 if delta else 4]
+    entries = len(lengths) + 2  # empty segments pass their states on
+    initial = (0.3 * where.draw(entries, 2, 16, 32, seed=7).float()).requires_grad_()
+    packed = PackedMetadata.from_lengths(lengths, device=where.device, entries=entries)
+    out, final = gated_delta_rule_with_states(*inputs, *([] if delta else [None]), packed, initial=initial)
+    douts = where.draw(*out.shape, seed=8), where.draw(*final.shape, seed=9).float()
+    found = torch.autograd.grad((out, final), (*inputs, initial), douts)
+    found = {"out": out, "final": final, **dict(zip([*NAMES[: len(inputs)], "initial"], found, strict=True))}
+    exact, rounded = (continued(inputs, initial, douts, (*lengths, 0, 0), x) for x in (torch.float64, where.dtype))
+    assert_within_budget(found, exact, rounded, where.dtype)
+
+
+@pytest.mark.parametrize("where", ONE_DTYPE[:1], indirect=True)
+def test_a_document_goes_on_in_another_row(where):
+    inputs = [x.detach() for x in drawn(where, 90)]
+    whole = gated_delta_rule(*inputs, packed_on(where, (90,)))
+    first, state = gated_delta_rule_with_states(*(x[:50] for x in inputs), packed_on(where, (50,)))
+    rest, _ = gated_delta_rule_with_states(*(x[50:] for x in inputs), packed_on(where, (40,)), initial=state)
+    assert (torch.cat([first, rest]) - whole).abs().max() < 1e-5 * whole.abs().max()
 
 
 @pytest.mark.parametrize("where", ONE_DTYPE[:1], indirect=True)

@@ -23,14 +23,18 @@ KINDS = {"single_label_classification": 3, "regression": 1, "multi_label_classif
 PAD = 0
 
 
-def classifier(family: str, kind: str = "single_label_classification", **changes: Any) -> Any:
-    """A fresh tiny sequence classifier in train mode."""
+def classifier(
+    family: str,
+    kind: str = "single_label_classification",
+    auto: Any = transformers.AutoModelForSequenceClassification,
+    **changes: Any,
+) -> Any:
+    """A fresh tiny classifier of documents, or what ``auto`` builds, in train mode."""
     config = model_of("phi3").config if family == "phi3" else tiny(family).config
     config.num_labels, config.problem_type = KINDS[kind], kind
     config.pad_token_id = PAD
     for name, value in changes.items():
         setattr(config, name, value)
-    auto: Any = transformers.AutoModelForSequenceClassification
     return tiny_model(config, auto._model_mapping[type(config)]).train()
 
 

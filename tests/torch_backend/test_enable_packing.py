@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from packing_core.errors import LayoutError, PackingError, UnsupportedError
 from tests.torch_backend.test_trainer import CAPACITY, arguments, datasets, documents, llama, sft, tiny_tokenizer, trl
 from torch_backend import PackedCollator, audit, pack_dataset, with_boundaries
 from torch_backend.collate import BoundaryCollator
+from torch_backend.hf.unpadding import kind_of
 from torch_backend.training.trainer import enable_packing
 
 PROMPTS = {"input_ids": [[5, 6, 7, 8], [9, 10, 11]], "labels": [[-100, -100, 7, 8], [-100, 10, 11]]}
@@ -191,6 +194,9 @@ def test_rows_that_are_packed_keep_their_documents_under_the_default_collator(tm
 # Trainers.
 
 
+SERVED = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer", "GMPOTrainer")
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -204,8 +210,38 @@ def test_trainers_whose_loss_is_per_example_are_refused_with_the_reason(name: st
     """Also one that derives from a trainer which packing serves, because it calls models in ways of its own."""
     bases = (trl.GRPOTrainer if name == "A2POTrainer" else transformers.Trainer,)
     unbuilt = object.__new__(type(name, bases, {"__module__": "trl.experimental.new"}))
-    with pytest.raises(UnsupportedError, match=rf"{name} {reason}.*documents of a row.*Trainer or an SFTTrainer"):
+    with pytest.raises(
+        UnsupportedError, match=rf"{name} {reason}.*documents of a row.*serves transformers.Trainer and TRL's"
+    ):
         enabled(unbuilt)
+
+
+def classes_of_trl() -> dict[str, tuple[str, ...]]:
+    """Trainer -> its bases, of every trainer in the installed TRL; importing them all would need their own packages."""
+    found = {}
+    for file in Path(trl.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef) and node.name.endswith("Trainer") and not node.name.startswith("_"):
+                found[node.name] = tuple(base.id for base in node.bases if isinstance(base, ast.Name))
+    return found
+
+
+def test_every_trainer_of_trl_is_served_or_refused_by_name_and_the_page_says_which() -> None:
+    found = classes_of_trl()
+    assert len(found) > 15 and found["GMPOTrainer"] == ("GRPOTrainer",), sorted(found)
+    page = (Path(__file__).parents[2] / "docs" / "post-training.md").read_text()
+    table, _, _ = page.partition("```python")
+    served = {line.partition("|")[2].partition("|")[0] for line in table.splitlines() if "refused" not in line}
+    for name, bases in found.items():
+        kind = getattr(trl, bases[0]) if bases and bases[0] in SERVED else transformers.Trainer
+        trainer = object.__new__(type(name, (kind,), {"__module__": "trl.experimental.new"}))
+        assert f"`{name}`" in table or name == "SFTTrainer", f"{name} is not in the table of docs/post-training.md"
+        if name in SERVED:
+            assert kind_of(trainer) is not None or name == "SFTTrainer"
+        else:
+            assert not any(f"`{name}`" in cell for cell in served), name
+            with pytest.raises(UnsupportedError, match=f"^{name} (compares|gives|generates) "):
+                enabled(trainer)
 
 
 def test_a_refused_trainer_is_known_by_the_names_of_its_bases() -> None:

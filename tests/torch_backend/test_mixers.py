@@ -20,7 +20,8 @@ from tests.torch_backend.models import alone, assert_same, collate, documents, p
 from torch_backend.hf import mixers, stand_ins
 from torch_backend.hf.knowledge import CONVOLUTION, SCANS
 from torch_backend.hf.stand_ins import LayerSegments
-from torch_backend.ops import conv, operators, scan
+from torch_backend.ops import conv, norm, operators, scan
+from torch_backend.ops.scan import selective
 from torch_backend.segments import PackedMetadata
 
 SHORT = (5, 11, 3)
@@ -33,7 +34,12 @@ ON_THE_ROW = {
     "falcon_h1": 2,
     "nemotron_h": 1,
     "kimi_linear": 2,
+    "recurrent_gemma": 2,
+    "falcon_mamba": 1,
 }
+# Of these, passes of the norm kernel in each such layer: of q, of k, and behind the scan.
+NORMS = {"qwen3_next": 3, "qwen3_5_text": 3, "kimi_linear": 3}
+SMALL = {"falcon_mamba": {"state_size": 2, "num_hidden_layers": 1}}  # interpreted scans take long
 
 
 @pytest.fixture
@@ -44,32 +50,56 @@ def convolved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         pytest.skip("the kernels are compiled in this process: test_patch_on_gpu runs them")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(operators, "INTERPRETED", True)
-    calls: list[int] = []
-    launch = conv._forward
+    monkeypatch.setattr(selective, "_L", 8)
+    return counted(monkeypatch, conv)
 
-    def counted(x: Tensor, *rest: Any) -> Any:
+
+def counted(monkeypatch: pytest.MonkeyPatch, kernels: Any) -> list[int]:
+    """The lengths of the first axis that a forward kernel is given from now on."""
+    calls: list[int] = []
+    launch = kernels._forward
+
+    def counting(x: Tensor, *rest: Any) -> Any:
         calls.append(len(x))
         return launch(x, *rest)
 
-    monkeypatch.setattr(conv, "_forward", counted)
+    monkeypatch.setattr(kernels, "_forward", counting)
     return calls
 
 
 @pytest.mark.parametrize("family", ON_THE_ROW)
-def test_a_layer_of_known_functions_runs_once_on_the_row(family: str, convolved: list[int]) -> None:
-    model, docs = tiny(family), documents(SHORT)
+def test_a_layer_of_known_functions_runs_once_on_the_row(
+    family: str, convolved: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    normed = counted(monkeypatch, norm)
+    model, docs = tiny(family, **SMALL.get(family, {})), documents(SHORT)
     truth = alone(model, docs)
+    exact = truth
+    if family == "kimi_linear":  # whose float32 recurrence is further from float64 than the kernels are
+        double = tiny(family).double()
+        double.set_experts_implementation("eager")
+        exact = alone(double, docs)
     torch_backend.patch(model, implementation="sdpa", verify=False)
     batch = collate(docs, capacity=16, strategy="sequential")
     assert batch["input_ids"].shape == (2, 16)
-    assert_same(packed(model, docs, batch), truth, 2e-5)
+    assert_same(packed(model, docs, batch), exact, 2e-5)
     assert convolved == [32] * ON_THE_ROW[family]
+    assert len(normed) == NORMS.get(family, 0) * ON_THE_ROW[family]
     assert torch.equal(model(input_ids=docs[0][None]).logits[0], truth.logits[0])
     assert len(convolved) == ON_THE_ROW[family]  # unpacked batches take the path that they took before
     assert "row -> its own forward on the row  convolution by Triton" in str(torch_backend.explain(model))
 
 
-@pytest.mark.parametrize("family", ["mamba", "recurrent_gemma"])
+@pytest.mark.usefixtures("convolved")
+def test_lightning_attention_is_a_scan_on_the_row() -> None:
+    model, docs = tiny("minimax"), documents(SHORT)
+    truth = alone(model, docs)
+    torch_backend.patch(model, implementation="sdpa", verify=False)
+    assert_same(packed(model, docs, collate(docs, capacity=16, strategy="sequential")), truth, 2e-5)
+    assert "row -> its own forward on the row  scan by Triton" in str(torch_backend.explain(model))
+
+
+@pytest.mark.parametrize("family", ["mamba", "recurrent_gemma", "minimax"])
 def test_any_other_layer_is_divided(family: str) -> None:
     model = torch_backend.patch(tiny(family), verify=False)
     assert "per document -> its own forward on batches of documents" in str(torch_backend.explain(model))

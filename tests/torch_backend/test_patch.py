@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import threading
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 import torch_backend
 from packing_core.errors import ContaminationError, LayoutError, UnsupportedError, UnsupportedModelError
@@ -50,6 +52,27 @@ def test_an_all_ones_mask_and_an_explicit_cache_flag_change_nothing() -> None:
     ones = torch.ones_like(batch["input_ids"])
     assert_same(packed(model, docs, {**batch, "attention_mask": ones}, use_cache=True), want, 0.0)
     assert model.config.use_cache and model(**batch).past_key_values is None
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+def test_rotary_frequencies_that_a_cast_rounded_are_named_once(family: str, caplog: Any) -> None:
+    model = tiny(family).to(torch.bfloat16)
+    for implementation in ("sdpa", "sdpa", "reference"):
+        torch_backend.patch(model, implementation=implementation, verify=False)
+    (said,) = (record.getMessage() for record in caplog.records if "rotary" in record.getMessage())
+    kind = "inv_freq" if family == "qwen3" else "full_attention_inv_freq"
+    assert f"rotary frequencies are in torch.bfloat16 (model.rotary_emb.{kind}, " in said
+    assert "from_pretrained(..., dtype=torch.bfloat16)" in said
+
+
+def test_a_model_that_was_loaded_or_made_in_half_precision_has_its_frequencies(tmp_path: Path, caplog: Any) -> None:
+    tiny("qwen3").save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    made = AutoModelForCausalLM.from_config(loaded.config, dtype=torch.float16)
+    for model in (loaded, made, tiny("qwen3")):
+        torch_backend.patch(model, verify=False)
+    assert loaded.dtype == torch.bfloat16 and made.dtype == torch.float16
+    assert not [record for record in caplog.records if "rotary" in record.getMessage()]
 
 
 def test_without_patch_the_same_batch_is_contaminated() -> None:

@@ -16,14 +16,13 @@ from tests.torch_backend.preference import (
     tokenizer,
     trained,
 )
-from tests.torch_backend.torchrun import torchrun
 from torch_backend.training.trainer import enable_packing
 
 trl = pytest.importorskip("trl", reason="the trainers are TRL's")
 peft = pytest.importorskip("peft", reason="TRL applies adapters")
 
 
-def dpo(path, family="qwen3", *, data=None, ref_model=True, changes=None, **options):
+def dpo(path, family="qwen3", *, data=None, eval_dataset=None, ref_model=True, changes=None, **options):
     """A DPOTrainer whose reference is another model than the one that is trained."""
     adapter = options.pop("peft_config", None)
     model = model_of(family, **(changes or {}))
@@ -33,6 +32,7 @@ def dpo(path, family="qwen3", *, data=None, ref_model=True, changes=None, **opti
         reference,
         args=arguments(trl.DPOConfig, path, **options),
         train_dataset=pairs() if data is None else data,
+        eval_dataset=eval_dataset,
         processing_class=tokenizer(),
         peft_config=adapter,
     )
@@ -108,12 +108,14 @@ def test_pairs_weigh_the_same_in_every_micro_batch(tmp_path) -> None:
     assert_same_training((weights, kept), (truth, wanted))
 
 
-def test_evaluation_is_that_of_each_document_alone(tmp_path) -> None:
-    found = []
+@pytest.mark.parametrize("precomputed", [False, True])
+def test_evaluation_is_that_of_each_document_alone(tmp_path, precomputed) -> None:
+    found, data = [], pairs(5, seed=3)
     for prepare in (lambda trainer: enable_packing(trainer, verify=False), divide):
-        trainer = dpo(tmp_path, "phi3")
+        ahead = precomputed and prepare is not divide
+        trainer = dpo(tmp_path, "phi3", eval_dataset=data, precompute_ref_log_probs=ahead)
         prepare(trainer)
-        found.append(trainer.evaluate(pairs(5, seed=3)))
+        found.append(trainer.evaluate())
     ours, truth = found
     for name in truth:
         if not any(word in name for word in ("time", "per_second")):
@@ -164,15 +166,3 @@ def test_enabling_twice_is_enabling_once(tmp_path) -> None:
     enable_packing(trainer, verify=False)
     assert trainer.data_collator is collator
     assert_same_training(trained(trainer), packed(dpo(tmp_path)), 0)
-
-
-def test_pairs_split_over_two_ranks_are_those_of_one(tmp_path) -> None:
-    """Eight pairs: two ranks with two micro-batches of two pairs."""
-    torchrun("torchrun_preference.py", str(tmp_path), "2", "2")
-    found = torch.load(tmp_path / "result.pt")
-    single = dpo(tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=8)
-    _, logs = alone(single)
-    assert found["loss"] == pytest.approx(logs[0]["loss"], rel=1e-5)
-    for name, weight in single.model.state_dict().items():
-        difference = (found["model"][name] - weight).abs().max() / weight.abs().max()
-        assert difference <= 1e-5, f"{name}: {difference:.1e}"

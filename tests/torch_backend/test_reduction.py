@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from packing_core import LayoutError, PackedBatch, PackingError, pack
+from packing_core._select import without_padding
 from torch_backend import PackedCollator, reduce, spread, with_boundaries
 
 HOW = ("sum", "mean", "first", "last")
@@ -27,7 +28,7 @@ def test_reduction_equals_the_reference(how: Any, options: dict[str, Any], paddi
     source = packed(**options)
     batch = PackedCollator(padding_free=padding_free)(source)
     if padding_free:
-        source = source._without_padding()
+        source = PackedBatch(**without_padding(source))
     trained = batch["labels"] != -100
     for shape in (source.input_ids.shape, (*source.input_ids.shape, 3)):
         values = torch.randn(shape, dtype=torch.float64, requires_grad=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -27,13 +27,14 @@ from packing_core.errors import UnsupportedError
 from packing_core.protocol import Array, Backend, BackendFactory, Batch, Capabilities, Document, Gradients
 from torch_backend.collate import PackedCollator, with_boundaries
 from torch_backend.conformance.documents import DocumentMethods
+from torch_backend.conformance.scans import ScanMethods
+from torch_backend.conformance.tensors import TensorMethods, to_numpy
 from torch_backend.losses.cross_entropy import next_token_targets, normalise, packed_cross_entropy
 from torch_backend.ops.attention import IMPLEMENTATIONS, AttentionRequest, attention, load, rejections
 from torch_backend.ops.attention.probe import Probed
 from torch_backend.ops.documents import per_document
 from torch_backend.ops.rope import apply_rope
 from torch_backend.patching import patch
-from torch_backend.segments import PackedMetadata
 
 # What each option of attention asks of an implementation.
 _ASKS: dict[str, dict[str, Any]] = {
@@ -81,6 +82,8 @@ def capabilities(name: str, device: torch.device) -> Capabilities:
         dtypes = tuple(dtype for dtype in dtypes if dtype != "bfloat16")
     request = _request(device, dtypes[0] if dtypes else "float32")
     options = {option for option, change in _ASKS.items() if takes(**change)}
+    if "bidirectional" in options and "window" in options and not takes(causal=False, window=4):
+        options.remove("bidirectional")  # what is declared works together
     options |= protocol.ALL_OPTIONS - set(protocol.OPTIONS["attention"]) | {"arbitrary_ids"}
     if name in _LEAVES_PADDING_OUT:
         options.add("nonfinite_padding")
@@ -119,7 +122,7 @@ def _request(device: torch.device, dtype: str) -> AttentionRequest:
     )
 
 
-class AttentionStack(Backend):
+class AttentionStack(TensorMethods):
     """The levels that depend on the attention implementation: attention itself and a model's forward and backward."""
 
     def __init__(self, name: str, device: torch.device, declared: Capabilities) -> None:
@@ -143,9 +146,9 @@ class AttentionStack(Backend):
         dout: Array | None = None,
         **options: Any,
     ) -> tuple[Array, Gradients]:
-        protocol.require_declared(self, options=["context_parallel"] * (context_ranks > 1))
-        if v.shape[-1] < q.shape[-1]:  # some serve one such pair of widths, which is not what declaring it means
-            protocol.require_declared(self, options=["narrow_values"])
+        # Some serve an option in one case alone, which is not what declaring it means.
+        asked = {"sinks": sinks, "alibi_slopes": alibi_slopes, "context_ranks": context_ranks, **options}
+        protocol.require_declared(self, options=protocol.attention_options(q, k, v, **asked))
         operands = self._operands({"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks}), dtype)
         slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, device=self.device)
 
@@ -158,7 +161,7 @@ class AttentionStack(Backend):
 
     def forward(self, decoder: protocol.Decoder, batch: Batch, *, dtype: str) -> Array:
         with torch.no_grad():
-            return _numpy(self._model(decoder, dtype)(**self._inputs(batch)).logits)
+            return to_numpy(self._model(decoder, dtype)(**self._inputs(batch)).logits)
 
     def gradients(self, decoder: protocol.Decoder, batch: Batch, *, dtype: str) -> tuple[float, Gradients]:
         model = self._model(decoder, dtype)
@@ -167,28 +170,9 @@ class AttentionStack(Backend):
         loss, weight = packed_cross_entropy(model(**inputs).logits, targets)
         mean = loss / weight if weight > 0 else loss  # a sum over nothing is 0, and so are its gradients
         mean.backward()
-        return mean.item(), {name: _numpy(x.grad) for name, x in model.named_parameters()}
+        return mean.item(), {name: to_numpy(x.grad) for name, x in model.named_parameters()}
 
     # -- from the protocol's words to torch's --------------------------------------------------------------------
-
-    def _operands(self, arrays: Mapping[str, Array], dtype: str) -> dict[str, Tensor]:
-        protocol.require_declared(self, dtype=dtype)
-        working = getattr(torch, dtype)
-        return {name: torch.tensor(x, device=self.device).to(working).requires_grad_() for name, x in arrays.items()}
-
-    def _packed(self, segment_ids: Array) -> PackedMetadata:
-        return PackedMetadata.from_lengths(np.diff(protocol.cu_seqlens(segment_ids)).tolist(), device=self.device)
-
-    def _out_and_gradients(
-        self, function: Callable[..., Tensor], operands: dict[str, Tensor], dout: Array | None
-    ) -> tuple[Array, Gradients]:
-        with torch.set_grad_enabled(dout is not None):
-            out = function(**operands)
-        if dout is None:
-            return _numpy(out), {}
-        cotangent = torch.tensor(dout, device=self.device).to(out.dtype)
-        found = torch.autograd.grad(out, list(operands.values()), cotangent)
-        return _numpy(out), {name: _numpy(x) for name, x in zip(operands, found, strict=True)}
 
     def _inputs(self, batch: Batch) -> dict[str, Any]:
         """The batch as its collator made it, or a drawn one with the boundaries that any collator can be given."""
@@ -237,7 +221,7 @@ def _patched(config: protocol.DecoderConfig, name: str, dtype: str, device: torc
     return patch(model, implementation=name, verify=False)
 
 
-class Stack(AttentionStack, DocumentMethods):
+class Stack(AttentionStack, DocumentMethods, ScanMethods):
     """Everything: the attention's levels, and the operations, collator and trainer that do not depend on it."""
 
     def plan(self, lengths: Sequence[int], capacity: int, *, strategy: str) -> list[list[int]]:
@@ -311,7 +295,7 @@ class Stack(AttentionStack, DocumentMethods):
         operands = self._operands({"logits": logits}, dtype)
         loss, weight = packed_cross_entropy(operands["logits"], targets, weights=weights)
         (gradient,) = torch.autograd.grad(loss, operands["logits"])
-        return loss.item(), weight.item(), _numpy(gradient)
+        return loss.item(), weight.item(), to_numpy(gradient)
 
     def train(
         self,
@@ -377,7 +361,7 @@ class Stack(AttentionStack, DocumentMethods):
                 loss.backward()
             losses.append(_mean_over_ranks(loss, model))
             updates.step()
-        return losses, {name: _numpy(x) for name, x in model.named_parameters()}
+        return losses, {name: to_numpy(x) for name, x in model.named_parameters()}
 
 
 def _feature(document: Document) -> dict[str, Array]:
@@ -424,11 +408,6 @@ def _train_on_rank(
     if rank == 0:
         torch.save(found, Path(folder) / "found")
     dist.destroy_process_group()
-
-
-def _numpy(x: Tensor | None) -> Array:
-    assert x is not None
-    return x.detach().float().cpu().numpy()
 
 
 def _integers(x: Tensor) -> Array:

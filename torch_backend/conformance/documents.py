@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,18 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from packing_core import protocol
-from packing_core.protocol import Array, Backend, Batch, Document, Gradients, Place
+from packing_core.protocol import Array, Batch, Document, Gradients, Place
 from torch_backend.collate import PackedCollator
+from torch_backend.conformance.tensors import TensorMethods
 from torch_backend.losses.cross_entropy import normalise
 from torch_backend.losses.preference import dpo_loss
 from torch_backend.losses.token_logprobs import token_logprobs
 from torch_backend.ops.reduction import reduce
 
 
-class DocumentMethods(Backend):
-    """`reduce`, `logprobs` and `preference` of an adapter that knows its device and makes the suite's decoder."""
-
-    device: torch.device
+class DocumentMethods(TensorMethods):
+    """`reduce`, `logprobs` and `preference` of an adapter that makes the suite's decoder."""
 
     def reduce(
         self,
@@ -79,14 +78,6 @@ class DocumentMethods(Backend):
         return total, _gradients(model)
 
     # -- of the adapter that this is mixed into ----------------------------------------------------------------------
-
-    def _operands(self, arrays: Mapping[str, Array], dtype: str) -> dict[str, Tensor]:
-        raise NotImplementedError
-
-    def _out_and_gradients(
-        self, function: Callable[..., Tensor], operands: dict[str, Tensor], dout: Array | None
-    ) -> tuple[Array, Gradients]:
-        raise NotImplementedError
 
     def _inputs(self, batch: Batch) -> dict[str, Any]:
         raise NotImplementedError

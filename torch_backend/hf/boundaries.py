@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from packing_core.errors import LayoutError, PackingError, UnsupportedError
-from torch_backend.hf.guard import Guard, has_values, recording
+from torch_backend.hf.guard import Guard, has_values
 from torch_backend.segments import PackedMetadata, to_device
 
 # What a packed batch holds beside input_ids, labels and position_ids.
@@ -78,10 +78,11 @@ def take_metadata(
         boundaries = None
     if lengths is None:
         assert boundaries is not None
-        if recording():  # a graph of fixed shapes: the batches before it were checked
-            return PackedMetadata(to_device(boundaries.int(), device), int(longest), rows * row_length)
         claimed = PackedMetadata(to_device(boundaries.int(), device), int(longest), rows * row_length)
+        if torch.compiler.is_compiling():
+            return claimed
         _check_on_device(claimed, guard, rows=rows, wait=wait)
+        # also while a CUDA graph is recorded, or compiled layers would meet new shapes in it and be compiled again
         return PackedMetadata.from_boundaries(
             claimed.cu_seqlens, rows=rows, row_length=row_length, max_seqlen=int(longest), device=device
         )

@@ -23,6 +23,8 @@ from torch_backend.ops.attention import AttentionRequest
 from torch_backend.ops.documents import FINE, PerBatch, per_document
 from torch_backend.segments import PackedMetadata
 
+TRITON_SCAN = "scan by Triton"
+
 
 @dataclass(frozen=True)
 class AttentionChoice:
@@ -37,16 +39,23 @@ class RowChoice:
     """A recurrent layer that ran on the whole row.
 
     Attributes:
-        triton: whether its convolution ran in Triton; otherwise it ran on batches of documents.
+        triton: whether its convolution ran in Triton; otherwise it ran on batches of documents. None if it has none.
         scan: what its scan ran on, in words; None if it has none.
     """
 
-    triton: bool
+    triton: bool | None
     scan: str | None
 
+    @property
+    def fixed(self) -> bool:
+        """Whether it runs on kernels of this project alone, in shapes that do not depend on documents."""
+        return self.triton is not False and self.scan in (None, TRITON_SCAN)
+
     def __str__(self) -> str:
-        convolution = f"convolution by {'Triton' if self.triton else 'plain torch on batches of documents'}"
-        return convolution if self.scan is None else f"{convolution}, {self.scan}"
+        parts = [] if self.scan is None else [self.scan]
+        if self.triton is not None:
+            parts.insert(0, f"convolution by {'Triton' if self.triton else 'plain torch on batches of documents'}")
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)

@@ -161,11 +161,23 @@ SCANS = {  # the library whose kernel transformers uses for each
     "chunk_kimi_delta_attention": "fla",
     "mamba2_chunk_scan": "mamba_ssm",
 }
-FUSED_STEPS = ("mamba2_split_conv1d_scan_combined",)  # may return None, and the layer then takes its steps one by one
+# A scan that gets no segments from its layer: the layer's stand-ins know them.
+SELECTIVE_SCAN = "mamba_selective_scan"
+FUSED_STEPS = (
+    "mamba2_split_conv1d_scan_combined",
+    "mamba_inner_fn",
+)  # may return None, and the layer then takes its steps one by one
+# Classes whose forward is weight * norm(x) * activation(gate), with the attributes weight, variance_epsilon and
+# activation. Mamba-2's norms, which gate first, are none of them.
+GATED_NORMS = (
+    *("Qwen3NextRMSNormGated", "Qwen3_5RMSNormGated", "Qwen3_5MoeRMSNormGated", "OlmoHybridRMSNormGated"),
+    *("KimiLinearRMSNormGated", "BailingHybridRMSNormGated"),
+)
 WITHIN_TOKENS = ("apply_mask_to_padding_states",)  # no effect across tokens
 ONLY_WITH_A_CACHE = (
     "causal_conv1d_update",
     "mamba2_selective_state_update",
+    "mamba_selective_state_update",
     "recurrent_kimi_delta_attention",
     "torch_recurrent_gated_delta_rule",
 )

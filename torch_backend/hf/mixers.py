@@ -25,18 +25,23 @@ from torch_backend.hf.knowledge import (
     FUSED_STEPS,
     ONLY_WITH_A_CACHE,
     SCANS,
+    SELECTIVE_SCAN,
     STATEFUL_LAYERS,
     WITHIN_TOKENS,
     WITHIN_TOKENS_METHODS,
 )
 from torch_backend.hf.override import has_own_forward, original_class, override
 from torch_backend.hf.rebinding import called, names, rebound
-from torch_backend.hf.stand_ins import LayerSegments, convolve, no_fused_steps, scan
+from torch_backend.hf.row_layers import FORWARDS, with_fast_norms, without_triton
+from torch_backend.hf.stand_ins import LayerSegments, convolve, no_fused_steps, running, scan, selective_scan
 from torch_backend.ops.operators import runs_triton
 
 logger = logging.getLogger(__name__)
 
-_ROW_FORWARD = "_crosspack_row_forward"
+# of a layer: its forward on a row; whether that is ours; whether it calls its scan without segments; whether it passes
+# on keywords that it does not know
+_ROW_FORWARD, _OURS = "_crosspack_row_forward", "_crosspack_row_is_ours"
+_SCANS_ALONE, _TAKES_OTHERS = "_crosspack_scans_alone", "_crosspack_takes_others"
 
 
 def find_mixers(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
@@ -74,7 +79,10 @@ def why_not_on_the_row(layer: nn.Module) -> str | None:
     if has_own_forward(layer):
         return "somebody set a forward on this instance, which may do anything"
     found = row_forward(original_class(layer))
-    return found if isinstance(found, str) else None
+    if isinstance(found, str):
+        return found
+    reason = without_triton(layer)
+    return None if reason is None else f"its scan has no kernel: {reason}"
 
 
 def row_forward(layer_class: type[nn.Module]) -> Callable[..., Any] | str:
@@ -83,9 +91,11 @@ def row_forward(layer_class: type[nn.Module]) -> Callable[..., Any] | str:
     It convolves by name, and every other function and method that it names is known.
     """
     functions = called(layer_class.forward)
+    if layer_class.__name__ in FORWARDS:
+        return FORWARDS[layer_class.__name__]
     if CONVOLUTION not in functions:
         return f"it does not convolve through {CONVOLUTION}"
-    known = {*WITHIN_TOKENS, *ONLY_WITH_A_CACHE, *FUSED_STEPS, *SCANS, CONVOLUTION}
+    known = {*WITHIN_TOKENS, *ONLY_WITH_A_CACHE, *FUSED_STEPS, *SCANS, SELECTIVE_SCAN, CONVOLUTION}
     methods = {name for name in names(layer_class.forward) if _is_method(layer_class, name)}
     unknown = sorted((functions.keys() - known) | (methods - set(WITHIN_TOKENS_METHODS)))
     if unknown:
@@ -105,6 +115,8 @@ def _rebound_row_forward(
             stand_ins[name] = partial(convolve, function)
         elif name in SCANS:
             stand_ins[name] = partial(scan, name, function, SCANS[name])
+        elif name == SELECTIVE_SCAN:
+            stand_ins[name] = selective_scan
         elif name in FUSED_STEPS:
             stand_ins[name] = no_fused_steps
     return rebound(forward, stand_ins)
@@ -115,30 +127,65 @@ def _is_method(layer_class: type[nn.Module], name: str) -> bool:
 
 
 def _row_attributes(original: type[nn.Module]) -> dict[str, Any]:
+    """What a packed call reads of the layer's class: here, because a compiler would trace how it is found out."""
     found = row_forward(original)
-    return {_ROW_FORWARD: None if isinstance(found, str) else found}
+    parameters = inspect.signature(original.forward).parameters.values()
+    return {
+        _ROW_FORWARD: None if isinstance(found, str) else found,
+        _OURS: original.__name__ in FORWARDS,
+        _SCANS_ALONE: SELECTIVE_SCAN in called(original.forward),
+        _TAKES_OTHERS: any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters),
+    }
 
 
 def _mixer_forward(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     forward = forward_among((*args, *kwargs.values()))
     if forward is None:
         return call(*args, **kwargs)
-    on_row = layer.__dict__[_ROW_FORWARD]
-    if on_row is None or has_own_forward(layer) or not any(name in kwargs for name in CARRIED):
-        if not torch.compiler.is_compiling():
-            forward.record(layer, DocumentsChoice(why_not_on_the_row(layer) or "no keyword hands it the segments"))
+    hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    reason = _why_not_now(layer, kwargs, hidden.dtype)
+    if reason is not None:
+        forward.record(layer, DocumentsChoice(reason))
         mask = partial(causal_mask, layer) if uses_interface(original_class(layer)) else _no_mask
         return forward.per_document(call, args, kwargs, mask=mask)
     segments = LayerSegments(forward.segments)
+    result = _run_on_row(layer, forward, segments, args, kwargs)
+    if not torch.compiler.is_compiling():
+        convolves = any(isinstance(inner, nn.Conv1d) for inner in layer.children())
+        forward.record(layer, RowChoice(runs_triton(hidden) if convolves else None, segments.scan))
+    return result
+
+
+def _why_not_now(layer: nn.Module, kwargs: dict[str, Any], dtype: torch.dtype) -> str | None:
+    """Why this call does not run on the row, None if it does."""
+    of_class = layer.__dict__
+    if of_class[_ROW_FORWARD] is None or has_own_forward(layer):
+        return "its forward may mix tokens" if torch.compiler.is_compiling() else why_not_on_the_row(layer)
+    if of_class[_OURS] or of_class[_SCANS_ALONE]:
+        reason = without_triton(layer, dtype)
+        if reason is not None:
+            return f"its scan has no kernel: {reason}"
+    reaches = of_class[_OURS] or of_class[_TAKES_OTHERS] or any(name in kwargs for name in CARRIED)
+    return None if reaches else "no keyword hands it the segments"
+
+
+def _run_on_row(
+    layer: nn.Module, forward: PackedForward, segments: LayerSegments, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    on_row = layer.__dict__[_ROW_FORWARD]
+    if layer.__dict__[_OURS]:
+        return on_row(layer, segments, *args, **kwargs)
+    if not any(name in kwargs for name in CARRIED):
+        kwargs = kwargs | {CARRIED[0]: forward}
     args = tuple(None if isinstance(value, PackedForward) else value for value in args)
     kwargs = {
         name: (segments if name in CARRIED else None) if isinstance(value, PackedForward) else value
         for name, value in kwargs.items()
     }
-    result = on_row(layer, *args, **kwargs)
-    hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-    forward.record(layer, RowChoice(runs_triton(hidden), segments.scan))
-    return result
+    if not layer.__dict__[_SCANS_ALONE]:
+        return on_row(with_fast_norms(layer), *args, **kwargs)
+    with running(segments):
+        return on_row(with_fast_norms(layer), *args, **kwargs)
 
 
 def _decoder_forward(decoder: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -285,8 +285,13 @@ class Patched:
         if self.compiled:
             if not self.needs_lengths:
                 forward.segments.lengths = None  # a compiled graph would contain them as constants
+            # Compiled layers are guarded on what was derived. The checks of a batch derive more, and while a CUDA graph
+            # is recorded none is made: without this, layers would be compiled again in the recording, which may fail.
+            forward.segments.forget()
             for request in self.compiled:
                 prepare(forward.segments, request, self.implementation)
+            if self.mixers:
+                forward.segments.seq_idx, forward.segments.position_ids  # noqa: B018  made once, not in every graph
         kwargs["attention_mask"] = forward
         if self.mixers:  # some layers pass on what they do not know, some only the argument of fused kernels
             kwargs |= dict.fromkeys(CARRIED, forward)

@@ -114,6 +114,22 @@ def interleaving(original: Rotation) -> bool | None:
     return None
 
 
+# -- frequencies in half precision -----------------------------------------------------------------------------------
+
+
+def rounded_frequencies(model: nn.Module) -> dict[str, torch.dtype]:
+    """Rotary frequencies of ``model`` in half precision, by the buffer's name.
+
+    Transformers keeps them in float32 whatever dtype a model is loaded or made in. Only a cast of the whole model
+    rounds them, and the rotation, which computes in float32, cannot undo that.
+    """
+    return {
+        name: x.dtype
+        for name, x in model.named_buffers()
+        if name.endswith("inv_freq") and x.is_floating_point() and x.dtype.itemsize < 4
+    }
+
+
 # -- frequencies that depend on the batch --------------------------------------------------------------------------
 
 

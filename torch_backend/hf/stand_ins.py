@@ -5,18 +5,23 @@ x and the segments, as the layer passes them on -> :func:`convolve`, :func:`scan
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from packing_core.errors import UnsupportedModelError
+from torch_backend.hf.forward import TRITON_SCAN
 from torch_backend.hf.knowledge import BOUNDARY_ARGUMENTS, CONVOLUTION, STATE_ARGUMENTS
 from torch_backend.ops import scan as scans
 from torch_backend.ops.conv import short_convolution
 from torch_backend.ops.documents import per_document
 from torch_backend.ops.operators import runs_triton
+from torch_backend.ops.scan import selective
 from torch_backend.ops.scan import triton as triton_scans
 from torch_backend.segments import PackedMetadata
 
@@ -92,7 +97,7 @@ def scan(name: str, function: Callable[..., Any], library: str, *args: Any, **kw
     kwargs = {name: value for name, value in kwargs.items() if not isinstance(value, LayerSegments)}
     reason = triton_scans.refused(name, args, kwargs)
     if reason is None:
-        segments.scan = "scan by Triton"
+        segments.scan = TRITON_SCAN
         return triton_scans.scan(name, segments.packed, args, kwargs)
     return _scan_elsewhere(segments, reason, function, library, args, kwargs)
 
@@ -111,6 +116,51 @@ def _scan_elsewhere(
     request = scans.request_of(function, library, args, kwargs)
     segments.scan = f"{request}, not by Triton: {reason}"
     return scans.scan(request, segments.packed, args, kwargs)
+
+
+@contextmanager
+def running(segments: LayerSegments) -> Iterator[None]:
+    """Inside, a layer of these segments runs, for what its forward calls without them."""
+    before = getattr(_running, "segments", None)
+    _running.segments = segments
+    try:
+        yield
+    finally:
+        _running.segments = before
+
+
+_running = threading.local()
+
+
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    **others: Any,
+) -> Tensor:
+    """Mamba's selective scan of the running layer, its state restarted at every segment.
+
+    Args:
+        x, dt, z: [B, E, S]; A: [E, N]; B, C: [B, N, S]; D, delta_bias: [E].
+        others: what selects other code for the same result.
+
+    Returns:
+        [B, E, S], dtype of x.
+    """
+    segments: LayerSegments = _running.segments
+    segments.scan = TRITON_SCAN
+    rows = x.transpose(1, 2)
+    flat = [None if y is None else y.transpose(1, 2).flatten(0, 1) for y in (x, dt, B, C, z)]
+    step = flat[1].float() if delta_bias is None else flat[1].float() + delta_bias.float()
+    step = F.softplus(step) if delta_softplus else step
+    y = selective.selective_scan(flat[0], step, A, flat[2], flat[3], segments.packed, D=D, z=flat[4])
+    return y.view(rows.shape).transpose(1, 2)
 
 
 def no_fused_steps(*args: Any, **kwargs: Any) -> None:

@@ -148,8 +148,18 @@ class CapturedStep:
         graph = torch.cuda.CUDAGraph()
         # Only this thread's calls matter: a data loader's may pin memory meanwhile.
         recording = torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local")
-        with _random_numbers_kept(), recording:
-            self.result = self.step(self.batch)
+        failed: Exception | None = None
+        try:
+            with _random_numbers_kept(), recording:
+                try:
+                    self.result = self.step(self.batch)
+                except Exception as error:
+                    failed = error
+                    raise
+        except Exception:
+            if failed is None:
+                raise
+            raise failed from None  # the end of a failed recording raises an error of its own, which says nothing
         self.graph, self.recording = graph, False
 
 

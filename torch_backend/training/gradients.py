@@ -19,6 +19,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from packing_core.errors import UnsupportedError, UnsupportedModelError
+from torch_backend.hf.forward import RowChoice
 from torch_backend.hf.patch import Patched, causal_lm, state_of
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.training import captured
@@ -161,7 +162,7 @@ class Gradients:
             for parameter, gradient in zip(self.graphs.parameters, before, strict=True):
                 parameter.grad = gradient  # a recording runs nothing, so the values are those from before
             self.parts[GRAPH] = f"none: recording it failed, {error}".splitlines()[0]
-            log.warning("the training step runs without a CUDA graph: %s", error)
+            log.warning("the training step runs without a CUDA graph: %s", error, exc_info=error)
             self.capture, self.graphs = False, None
             return self.backward(batch)
 
@@ -173,6 +174,10 @@ class Gradients:
             self.fixed = self.shapes
         with torch.random.fork_rng(_cuda_devices()), torch.no_grad():
             reason = self.probe(batch if self.fixed is None else self.fixed(batch), layers is None)
+        if self.fixed is not None and (waits := _why_not_mixers(self.model)) is not None:
+            layers = layers or _refused("compile", self.compile, waits)
+            graph = graph or _refused("capture", self.capture, waits)
+            self.fixed = None
         self.parts = {
             LOSS: "without logits" if reason is None else f"with logits: {reason}",
             LAYERS: "compiled" if layers is None else f"not compiled: {layers}",
@@ -206,6 +211,9 @@ def why_not_compiled(model: nn.Module, batch: Batch | None = None) -> str | None
     """Why the layers of a model cannot be compiled, None if they can; without a batch, what the model says of it."""
     if any(isinstance(module, OptimizedModule) or module._compiled_call_impl for module in model.modules()):
         return "it is compiled already"
+    state = state_of(causal_lm(model))
+    if state is not None and not state.attention:
+        return "it has recurrent layers alone"
     return _why_not_fixed(model, batch)
 
 
@@ -228,8 +236,6 @@ def _why_not_fixed(model: nn.Module, batch: Batch | None) -> str | None:
         return f"the model computes on {state.device.type}"
     if state.needs_lengths:
         return "its layers need the lengths of documents on the host, which differ from batch to batch"
-    if state.mixers:
-        return "it has recurrent layers, which were not tried"
     if getattr(root, "is_quantized", False):
         return "its weights are quantised"
     if len({parameter.device for parameter in root.parameters()}) > 1:
@@ -239,6 +245,14 @@ def _why_not_fixed(model: nn.Module, batch: Batch | None) -> str | None:
     if batch is not None and not FixedShapes.takes(batch):
         return "batches do not carry the lengths of their documents (packed_lengths)"
     return None
+
+
+def _why_not_mixers(model: nn.Module) -> str | None:
+    """Why the recurrent layers that ran cannot run in fixed shapes: what ran is not from this project."""
+    state = state_of(causal_lm(model))
+    choices = () if state is None else state.choices.values()
+    other = next((choice for choice in choices if isinstance(choice, RowChoice) and not choice.fixed), None)
+    return None if other is None else f"of a recurrent layer, what runs is {other}"
 
 
 def _refused(name: str, choice: Choice, reason: str | None) -> str | None:

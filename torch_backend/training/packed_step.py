@@ -42,6 +42,8 @@ require("transformers", extra="hf")
 
 from transformers import Trainer  # noqa: E402
 
+from torch_backend.training.waiting import without_waiting  # noqa: E402
+
 TRL_LENGTHS = "seq_lengths"  # the column in which TRL's packing keeps the lengths of a row's documents
 
 
@@ -64,6 +66,7 @@ class PackedStep:
         self.gradients: Gradients | None = None
         self.size = 0  # of the batches that it was made for
         self.metrics = sft.Metrics(trainer) if _loss_is_of_trl(trainer) else None
+        self.losses = without_waiting(trainer)
         trainer.training_step = self.training_step
         if self.refused is None:
             trainer.compute_loss = self.compute_loss
@@ -102,7 +105,7 @@ class PackedStep:
         if self.metrics is not None:
             inputs = self.metrics.count(inputs)
         more = {} if num_items_in_batch is None else {TARGETS: num_items_in_batch}
-        return self.gradients({**inputs, **more})
+        return self.losses(self.gradients({**inputs, **more}))
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None

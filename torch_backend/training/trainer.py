@@ -43,7 +43,7 @@ _PER_EXAMPLE = {
     **dict.fromkeys(("GRPOTrainer", "RLOOTrainer", "PPOTrainer", "AsyncGRPOTrainer", "A2POTrainer"), _GENERATES),
     **dict.fromkeys(("OnlineDPOTrainer", "NashMDTrainer", "XPOTrainer", "SDFTTrainer", "SDPOTrainer"), _GENERATES),
     **dict.fromkeys(("DistillationTrainer", "AsyncDistillationTrainer", "IWOPDTrainer"), _TEACHER),
-    **dict.fromkeys(("GKDTrainer", "GOLDTrainer", "MiniLLMTrainer"), _TEACHER),
+    **dict.fromkeys(("ServerDistillationTrainer", "GKDTrainer", "GOLDTrainer", "MiniLLMTrainer"), _TEACHER),
 }
 
 
@@ -137,8 +137,8 @@ def _refuse_trainer(trainer: Any) -> None:
             reason = "is a trainer of TRL that computes its loss per example"
         if reason is not None:
             raise UnsupportedError(
-                f"{name} {reason}, and would take all documents of a row for one example: leave it unpacked, and use "
-                "enable_packing with a transformers.Trainer or an SFTTrainer"
+                f"{name} {reason}, and would take all documents of a row for one example: leave it unpacked; "
+                "enable_packing serves transformers.Trainer and TRL's SFT, DPO, KTO, reward, GRPO and RLOO trainers"
             )
     needed = ("model", "data_collator", "accelerator", "_set_signature_columns_if_needed")
     if any(getattr(trainer, field, None) is None for field in needed):

@@ -1,0 +1,327 @@
+"""Packed causal attention in JAX on NVIDIA GPUs, ours beside what else a JAX user can call; a part of `jax_gpu`.
+
+    python -m benchmarks.jax_attention                          # four sets, every contender
+    python -m benchmarks.jax_attention --sets "8k lognormal" --match pallas
+    python -m benchmarks.jax_attention --group cudnn --match "pallas$|packed offsets"
+    python -m benchmarks.jax_attention --group torch --match "ours, pallas" --torch   # beside torch's kernels
+
+bfloat16, one row a call. Every contender first shows its output and gradients on documents of the set against the
+float64 reference; one that fails or cannot run has no figure, and the reason below the table. Milliseconds are the
+fastest of several rounds of back-to-back calls. What a contender wants to know about the documents (segments, offsets,
+first keys) is an argument, computed before, once for all layers; only the dense mask is made inside, since nobody keeps
+it. TFLOP/s count the operations that documents need (2 per multiply-add, keys not after the query; the backward 2.5
+times the forward), not those that a contender spends on masked blocks. Memory is what the compiled forward and backward
+allocate beyond arguments and results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks._report import machine, table, versions, write_json
+from benchmarks.jax_rows import GATE, GROUPS, SETS, TOY, Documents, Row, gate, make_row, visited_area, wanted
+from jax_backend import find_segments, segment_attention
+from jax_backend.attention import mosaic_tiles
+from jax_backend.attention.request import Request
+
+NAN = float("nan")
+
+
+# -- contenders: each makes a call of a row; what it raises is why it has no figure
+
+
+@dataclass(frozen=True)
+class Call:
+    """``attend`` of (q, k, v, *extras). ``cap`` is what ``attend`` itself knows of the row: most documents of one."""
+
+    attend: Callable[..., jax.Array]
+    extras: tuple[Any, ...]
+    cap: int | None = None
+
+
+def ours(row: Row, implementation: str) -> Call:
+    cap = len(row.lengths) if implementation == "cudnn" else None
+    options: dict[str, Any] = {"implementation": implementation, "max_segments": cap}
+    return Call(
+        lambda q, k, v, segments: segment_attention(q, k, v, segments, **options), (find_segments(row.ids),), cap
+    )
+
+
+def cudnn_packed(row: Row) -> Call:
+    from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
+
+    options: dict[str, Any] = {"scale": row.q.shape[3] ** -0.5, "mask_type": MaskType.PADDING_CAUSAL}
+    # One document would select the call without offsets; an empty second one keeps it this one.
+    lengths = [*row.lengths, -1][: max(2, len(row.lengths))]
+    offsets = [*row.starts, sum(row.lengths), -1][: len(lengths) + 1]
+    extras = jnp.asarray([lengths], jnp.int32), jnp.asarray([offsets], jnp.int32)
+    return Call(
+        lambda q, k, v, n, first: dot_product_attention(q, k, v, None, None, n, n, first, first, **options), extras
+    )
+
+
+def cudnn_mask(row: Row) -> Call:
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
+        size = ids.shape[1]
+        visible = (ids[:, :, None] == ids[:, None, :]) & jnp.tril(jnp.ones((size, size), bool))
+        return jax.nn.dot_product_attention(q, k, v, mask=visible[:, None], implementation="cudnn")
+
+    return Call(attend, (row.ids,))
+
+
+def pallas_ops_mha(row: Row) -> Call:
+    """Expands keys and values, because with fewer of them it is silently wrong."""
+    from jax.experimental.pallas.ops.gpu.attention import mha
+
+    group, scale = row.q.shape[2] // row.k.shape[2], row.q.shape[3] ** -0.5
+    interpret = jax.default_backend() == "cpu"
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
+        k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
+        return mha(q, k, v, ids, scale, True, interpret=interpret)
+
+    return Call(attend, (row.ids,))
+
+
+def tokamax(row: Row, implementation: str) -> Call:
+    """With the start of each query's document, which its public function does not take; its best way."""
+    from tokamax._src.ops.attention import api, base
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array) -> jax.Array:
+        return api.IMPLEMENTATIONS[implementation](q, k, v, mask=base.Mask(k_start=first, is_causal=True))
+
+    return Call(attend, (jnp.asarray(np.repeat(row.starts, row.lengths).astype(np.int32)[None, None]),))
+
+
+CONTENDERS: dict[str, Callable[[Row], Call]] = {
+    "ours, pallas": partial(ours, implementation="pallas"),
+    "ours, cudnn": partial(ours, implementation="cudnn"),
+    "cuDNN packed offsets (private)": cudnn_packed,
+    "tokamax mosaic, k_start (private)": partial(tokamax, implementation="mosaic_gpu"),
+    "tokamax triton, k_start (private)": partial(tokamax, implementation="triton"),
+    "pallas.ops.gpu mha, segment ids": pallas_ops_mha,
+    "jax.nn cudnn, bool mask": cudnn_mask,
+    "ours, chunked": partial(ours, implementation="chunked"),
+}
+
+
+def lower(request: Request) -> bool:
+    """Whether Mosaic GPU's kernels lower, be they faster or not: to judge ``mosaic_tiles.serves``."""
+    even = request.queries % mosaic_tiles.COPIED == request.keys % mosaic_tiles.COPIED == 0
+    plain = request.platform == "gpu" and request.dtype != jnp.float32 and request.softcap is None
+    return plain and even and request.head_dim == request.value_dim and request.head_dim in (64, 128)
+
+
+# -- measuring --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Result:
+    """One contender on one set; a ``status`` other than "ok" says why there are no figures."""
+
+    set: str
+    contender: str
+    status: str = "ok"
+    error: float = NAN
+    forward_ms: float = NAN
+    both_ms: float = NAN
+    forward_tflops: float = NAN
+    both_tflops: float = NAN
+    memory_mib: float = NAN
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Both compiled functions of a contender on a row, and what they take after q, k, v (and dout)."""
+
+    forward: Any
+    both: Any
+    extras: tuple[Any, ...]
+
+
+class Compilers:
+    """Compiles contenders beside each other, each set of shapes and cap once, so that the GPU waits for few."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(min(16, os.cpu_count() or 1))
+        self._pairs: dict[Any, Future[tuple[Any, Any]]] = {}
+
+    def start(self, name: str, row: Row) -> Callable[[float], Compiled]:
+        """Start compiling; the result takes the seconds to wait and gives the compiled pair, or raises."""
+        try:
+            call = CONTENDERS[name](row)
+        except Exception as error:
+            return partial(_raise, error)
+        shapes = jax.tree.map(lambda x: (x.shape, x.dtype), (row.operands, call.extras))
+        key = name, call.cap, jax.tree.structure(call.extras), str(shapes)
+        if key not in self._pairs:
+            self._pairs[key] = self._pool.submit(_compile, row, call)
+        future = self._pairs[key]
+        return lambda seconds: Compiled(*future.result(max(seconds, 0.01)), call.extras)
+
+
+def _raise(error: Exception, seconds: float) -> Compiled:
+    raise error
+
+
+def _compile(row: Row, call: Call) -> tuple[Any, Any]:
+    def both(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array, *extras: Any) -> tuple[jax.Array, ...]:
+        out, pullback = jax.vjp(lambda q, k, v: call.attend(q, k, v, *extras), q, k, v)
+        return out, *pullback(dout)
+
+    forward = jax.jit(call.attend).lower(row.q, row.k, row.v, *call.extras).compile()
+    return forward, jax.jit(both).lower(*row.operands, *call.extras).compile()
+
+
+def measure(result: Result, row: Row, compiled: Callable[[float], Compiled], rounds: int, seconds: float) -> None:
+    """Fill in ``result``; ``seconds`` is how long it may wait for the compiler."""
+    try:
+        found = compiled(seconds)
+        result.error = gate(row, found.both(*row.operands, *found.extras))
+        if not result.error <= GATE:
+            result.status = f"WRONG: relative error {result.error:.2g}"
+            return
+        result.memory_mib = found.both.memory_analysis().temp_size_in_bytes / 2**20
+        result.forward_ms = fastest(partial(found.forward, row.q, row.k, row.v, *found.extras), rounds)
+        result.both_ms = fastest(partial(found.both, *row.operands, *found.extras), rounds)
+        result.forward_tflops = row.flops / result.forward_ms / 1e9
+        result.both_tflops = 3.5 * row.flops / result.both_ms / 1e9
+    except TimeoutError:
+        result.status = f"NOT RUN: not compiled after {seconds:.0f} s more"
+    except Exception as error:  # a peer may fail in any way; the table says how
+        reason = str(error).strip().splitlines()[:1]
+        result.status = f"NOT RUN: {type(error).__name__}: {''.join(reason)[:120]}"
+
+
+def fastest(run: Callable[[], Any], rounds: int, seconds: float = 0.05) -> float:
+    """Milliseconds of a call, the best of ``rounds`` rounds of about ``seconds`` of back-to-back calls; one that takes
+    longer than that is called once a round, two rounds."""
+    jax.block_until_ready(run())
+    begin = time.perf_counter()
+    jax.block_until_ready(run())
+    first = time.perf_counter() - begin
+    calls = max(1, min(200, int(seconds / first)))
+    best = first
+    for _ in range(rounds if first < seconds else 2):
+        begin = time.perf_counter()
+        for _ in range(calls):
+            last = run()
+        jax.block_until_ready(last)
+        best = min(best, (time.perf_counter() - begin) / calls)
+    return best * 1e3
+
+
+# -- the report -------------------------------------------------------------------------------------------------------
+
+
+def line(r: Result) -> list[str]:
+    if r.status != "ok":
+        return [r.set, r.contender, *["-"] * 6]
+    figures = [f"{r.forward_ms:.3f}", f"{r.forward_tflops:.0f}", f"{r.both_ms:.3f}", f"{r.both_tflops:.0f}"]
+    return [r.set, r.contender, *figures, f"{r.memory_mib:,.0f}", f"{r.error:.1e}"]
+
+
+def report(results: list[Result]) -> str:
+    header = ["set", "contender", "forward ms", "TFLOP/s", "fwd + bwd ms", "TFLOP/s", "memory MiB", "error"]
+    reasons = [f"{r.set}, {r.contender}: {r.status}" for r in results if r.status != "ok"]
+    return "\n".join([table(header, [line(r) for r in results]), *reasons])
+
+
+def proportion(results: list[Result], rows: dict[str, Row]) -> dict[str, float]:
+    """Time of our kernels, forward and backward, per visited tile area, relative to the cheapest set."""
+    mine = [r for r in results if r.contender == "ours, pallas" and r.status == "ok"]
+    cost = {r.set: r.both_ms / visited_area(rows[r.set]) for r in mine}
+    return {name: value / min(cost.values()) for name, value in cost.items()}
+
+
+def attention(sets: dict[str, Documents], match: str, rounds: int, deadline: float) -> Iterator[dict[str, Any]]:
+    """Yield what is to be written after each measurement; print rows as they come and the table at the end."""
+    rows = {name: make_row(documents) for name, documents in sets.items()}
+    for name, row in rows.items():
+        print(f"{name}: {len(row.lengths)} documents, longest {max(row.lengths)}, {row.flops / 1e9:.1f} GFLOP forward")
+    compilers = Compilers()
+    results = [Result(set_name, name) for set_name in rows for name in CONTENDERS if re.search(match, name)]
+    pending = [compilers.start(r.contender, rows[r.set]) for r in results]
+    for row in rows.values():
+        wanted(row)
+    for r, compiled in zip(results, pending, strict=True):
+        # All are being compiled at once; the first waits longest.
+        measure(r, rows[r.set], compiled, rounds, min(60.0, deadline - time.perf_counter()))
+        print(" | ".join(line(r)), "" if r.status == "ok" else r.status, flush=True)
+        yield {"attention": [asdict(x) for x in results[: results.index(r) + 1]]}
+    find = jax.jit(find_segments)
+    finding = {name: fastest(partial(find, row.ids), rounds) for name, row in rows.items()}
+    visited = proportion(results, rows)
+    print(report(results))
+    print("find_segments, once per batch, ms:", ", ".join(f"{name} {value:.3f}" for name, value in finding.items()))
+    print("time of ours, pallas (forward + backward) per visited tile area, against the cheapest set:", end=" ")
+    print(", ".join(f"{name} {value:.2f}" for name, value in visited.items()), flush=True)
+    yield {"find_segments_ms": finding, "time_per_visited_area": visited}
+
+
+def torch_kernels(names: Sequence[str], toy: bool, seconds: float) -> list[Result]:
+    """The same sets under torch's kernels, in a process of its own that shares the GPU."""
+    command = [sys.executable, "-m", "benchmarks.jax_attention_torch", "--sets", *names, *(["--toy"] if toy else [])]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=max(seconds, 1.0), check=False)
+    if done.returncode:
+        return [Result(name, "torch", f"NOT RUN: ended with status {done.returncode}") for name in names]
+    return [Result(**fields) for fields in json.loads(done.stdout.splitlines()[-1])]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    begin = time.perf_counter()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--match", default="", metavar="PATTERN", help="contenders whose name it matches")
+    parser.add_argument("--group", choices=list(GROUPS), default="attention", help="which sets")
+    parser.add_argument("--sets", nargs="*", choices=list(SETS), help="these sets only")
+    parser.add_argument("--torch", action="store_true", help="also torch's kernels, in a process of its own")
+    parser.add_argument("--mosaic", action="store_true", help="Mosaic GPU's forward and dq wherever they lower")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=120.0, help="stop measuring after this long")
+    parser.add_argument("--output", type=Path, help="file of JSON, rewritten after each measurement")
+    parser.add_argument("--toy", action="store_true", help="tiny shapes; only to see that everything runs")
+    options = parser.parse_args(arguments)
+    sets = TOY if options.toy else {name: SETS[name] for name in options.sets or GROUPS[options.group]}
+    if options.torch:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves memory to torch
+    if options.mosaic:
+        mosaic_tiles.serves = lower  # type: ignore[assignment]
+    deadline = begin + options.seconds
+
+    header = [
+        f"{machine()}; {len(jax.devices())} x {jax.devices()[0].device_kind}",
+        versions("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "tokamax", "torch"),
+    ]
+    print("\n".join(header), flush=True)
+    found: dict[str, Any] = {"header": header}
+    for part in attention(sets, options.match, options.rounds, deadline):
+        found |= part
+        write_json(options.output, found, begin)
+    if options.torch:
+        others = torch_kernels(list(sets), options.toy, deadline - time.perf_counter())
+        mine = [Result(**fields) for fields in found["attention"]]
+        both = sorted([*mine, *others], key=lambda r: list(sets).index(r.set))
+        print(report(both), flush=True)
+        write_json(options.output, found | {"attention": [asdict(r) for r in both]}, begin)
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)  # a compiler that outlived its limit would hold the process

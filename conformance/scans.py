@@ -1,0 +1,271 @@
+"""Delta rules and the scan of Mamba-2: cases, per-document truth beside the packed answer, and what is checked.
+
+Like :mod:`conformance.documents` for numbers per document. The oracle is `packing_core.reference`: the gated delta
+rule, and the selective scan in which the channels of a head share what Mamba-2 has once per head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from conformance.draws import Rows, generator, round_to, segment_ids
+from conformance.judge import LARGE, Judge
+from conformance.oracle import Expected, Result
+from packing_core import reference
+from packing_core.protocol import Array, delta_rule_options, segments
+from packing_core.reference import WorkingDtype
+
+# All layouts are of one shape, so that compiled backends compile once.
+FULL: Rows = ((7, 16, 1, 33, 24, 15, 64), (50, 90, 20))
+PADDED: Rows = ((-5, 9, 17, -3, 1, 30, 14, -17, 60, -4), (160,))
+# Documents that start and end around multiples of 32, 64 and 128.
+EDGES: dict[str, Rows] = {
+    "31 to 65": ((31, 32, 33, 63, 1), (64, 65, 31)),
+    "127 to 129": ((127, 33), (128, 32)),
+    "one token": ((1,) * 160, (1, 129, 1, 1, 1, 27)),
+    "a row": ((160,), (129, 31)),
+}
+# The documents that are changed stand in front of some that start at multiples of 32 and 64.
+ON_EDGES: Rows = ((32, 32, 33, 31, 32), (64, 64, 32))
+ON_EDGES_CHANGED = (0, 1, 3, 5, 6)
+
+
+@dataclass(frozen=True)
+class DeltaCase:
+    """One call of `Backend.delta_rule`.
+
+    Attributes:
+        heads: of v, g and beta.
+        key_heads: of q and k.
+        decay: the mean of ``-g``, whose values lie from half to three halves of it.
+        by_channel: g has a value for each key channel.
+        normalise: q and k are not normalised before the call, but in it.
+    """
+
+    rows: Rows = PADDED
+    heads: int = 2
+    key_heads: int = 2
+    width: int = 32
+    value_width: int = 32
+    decay: float = 0.1
+    by_channel: bool = False
+    normalise: bool = False
+    seed: int = 0
+
+    def arguments(self, dtype: str) -> dict[str, Array]:
+        """``q``, ``k``, ``v``, ``g``, ``beta`` and ``dout`` (zero at padding)."""
+        draw = generator(self)
+        ids = segment_ids(self.rows)
+        keys = (*ids.shape, self.key_heads, self.width)
+        decays = (*ids.shape, self.heads, *([self.width] if self.by_channel else []))
+        arrays = {
+            "q": draw.standard_normal(keys),
+            "k": draw.standard_normal(keys),
+            "v": draw.standard_normal((*ids.shape, self.heads, self.value_width)),
+            "g": -self.decay * draw.uniform(0.5, 1.5, decays),
+            "beta": draw.uniform(0.1, 1.0, (*ids.shape, self.heads)),
+            "dout": draw.standard_normal((*ids.shape, self.heads, self.value_width)) * (ids > 0)[..., None, None],
+        }
+        if not self.normalise:
+            arrays |= {name: _normalised(arrays[name]) for name in ("q", "k")}
+        return {name: round_to(dtype, x) for name, x in arrays.items()}
+
+    def sound(self, given: Mapping[str, Array], dtype: str) -> dict[str, Array]:
+        """Arguments in which any numbers may stand, as a model would pass them: k of norm 1, g below 0, beta in 0..1.
+
+        With longer keys the recurrence itself grows beyond all bounds.
+        """
+        changed = dict(given)
+        if not self.normalise:
+            changed["k"] = round_to(dtype, _normalised(given["k"]))
+        changed["g"] = -np.abs(given["g"])
+        changed["beta"] = np.minimum(np.abs(given["beta"]), 1)
+        return changed
+
+
+@dataclass(frozen=True)
+class SsdCase:
+    """One call of `Backend.ssd`."""
+
+    rows: Rows = PADDED
+    heads: int = 4
+    groups: int = 2
+    width: int = 16
+    states: int = 16
+    seed: int = 0
+
+    def arguments(self, dtype: str) -> dict[str, Array]:
+        """``x``, ``dt``, ``A``, ``B``, ``C``, ``D`` and ``dout`` (zero at padding)."""
+        draw = generator(self)
+        ids = segment_ids(self.rows)
+        arrays = {
+            "x": draw.standard_normal((*ids.shape, self.heads, self.width)),
+            "dt": draw.uniform(0.01, 0.5, (*ids.shape, self.heads)),
+            "A": -draw.uniform(0.1, 2.0, self.heads),
+            "B": draw.standard_normal((*ids.shape, self.groups, self.states)),
+            "C": draw.standard_normal((*ids.shape, self.groups, self.states)),
+            "D": draw.standard_normal(self.heads),
+            "dout": draw.standard_normal((*ids.shape, self.heads, self.width)) * (ids > 0)[..., None, None],
+        }
+        return {name: round_to(dtype, x) for name, x in arrays.items()}
+
+    def sound(self, given: Mapping[str, Array], dtype: str) -> dict[str, Array]:
+        """Arguments in which any numbers may stand, as a model would pass them: dt above 0."""
+        return {**given, "dt": np.abs(given["dt"])}
+
+
+Case = DeltaCase | SsdCase
+_OF_HEADS = ("A", "D")  # arguments that have no axes of tokens
+
+
+def _normalised(x: Array) -> Array:
+    """The last axis of norm 1, as Qwen3-Next normalises it: 1e-6 stands under the root."""
+    return x / np.sqrt((x * x).sum(axis=-1, keepdims=True) + 1e-6)
+
+
+def ask(judge: Judge, case: Case, dtype: str, changed: Mapping[str, Array] | None = None) -> Result:
+    """Output and gradients of a case, some of whose arrays may be exchanged."""
+    given: dict[str, Any] = {**case.arguments(dtype), **(changed or {}), "segment_ids": segment_ids(case.rows)}
+    if isinstance(case, SsdCase):
+        answer = judge.ask("ssd", **given, dtype=dtype)
+    else:
+        taken = delta_rule_options(given["q"], given["v"], given["g"], normalise=case.normalise)
+        answer = judge.ask(
+            "delta_rule", **given, normalise=case.normalise, dtype=dtype, options=taken, head_dim=case.width
+        )
+    out, gradients = answer
+    return np.asarray(out, np.float64), {name: np.asarray(x, np.float64) for name, x in gradients.items()}
+
+
+def fitted(judge: Judge, case: Case) -> Case:
+    """The case, at a width that the backend declares."""
+    widths = judge.backend.capabilities.head_dims
+    if isinstance(case, SsdCase) or case.width in widths:
+        return case
+    width = min(widths)
+    return replace(case, width=width, value_width=width)
+
+
+def check(judge: Judge, case: Case, dtype: str | None = None, *, only: str | None = None) -> None:
+    """Output and gradients, or the one that is named, are those of the documents run alone."""
+    dtype, case = dtype or judge.dtype, fitted(judge, case)
+    judge.within(ask(judge, case, dtype), expected(case, dtype), segment_ids(case.rows), dtype, only=only)
+
+
+def check_isolated(judge: Judge, case: Case, where: tuple[int, ...] | None = None) -> None:
+    """No segment (of those in ``where``) moves another's output or gradients."""
+    case = fitted(judge, case)
+    change = ("v", "k", "g", "beta", "dout") if isinstance(case, DeltaCase) else ("x", "dt", "B", "dout")
+
+    def call(arguments: Mapping[str, Array]) -> dict[str, Array]:
+        out, found = ask(judge, case, judge.dtype, case.sound(arguments, judge.dtype))
+        per_token = {f"gradient of {name}": x for name, x in found.items() if name not in _OF_HEADS}
+        return {"output": out} | per_token
+
+    judge.isolated(
+        call, case.arguments(judge.dtype), segment_ids(case.rows),
+        change=change, dtype=judge.dtype, where=where, backward=True,
+    )  # fmt: skip
+
+
+def check_padding(judge: Judge, case: Case) -> None:
+    """What stands at padding moves no real token's output or gradient, and the gradients there are exactly 0."""
+    case = fitted(judge, case)
+    given, ids = case.arguments(judge.dtype), segment_ids(case.rows)
+    real, large = ids > 0, LARGE[judge.dtype]
+    names = [name for name in given if name not in _OF_HEADS and name != "dout"]
+    other = {name: generator("padding", name).choice([-large, large], given[name].shape) for name in names}
+    other = case.sound({**given, **other}, judge.dtype)
+    changed = {name: given[name].copy() for name in names}
+    for name, x in changed.items():
+        x[~real] = other[name][~real]
+    before, found = ask(judge, case, judge.dtype)
+    after, moved = ask(judge, case, judge.dtype, changed)
+    judge.unmoved("the output", before[real], after[real], because="padding changed")
+    noise = judge.noise(lambda: ask(judge, case, judge.dtype)[1], found)
+    for name, gradient in found.items():
+        at = (...,) if name in _OF_HEADS else real
+        judge.unmoved(
+            f"the gradient of {name}", gradient[at], moved[name][at], because="padding changed", noise=noise[name]
+        )
+        if name not in _OF_HEADS:
+            zero = not gradient[~real].any() and not moved[name][~real].any()
+            judge.holds(zero, f"the gradient of {name} at padding is not exactly 0")
+
+
+# -- the oracle --------------------------------------------------------------------------------------------------------
+
+
+@cache
+def expected(case: Case, dtype: WorkingDtype) -> Expected:
+    """Output and gradients of every argument, each document run alone."""
+    given, ids = case.arguments(dtype), segment_ids(case.rows)
+
+    def alone(mine: dict[str, Array], arithmetic: WorkingDtype) -> Result:
+        if isinstance(case, SsdCase):
+            return _ssd_alone(case, mine, arithmetic)
+        return _delta_rule_alone(case, mine, arithmetic)
+
+    def compute(arithmetic: WorkingDtype) -> Result:
+        out = np.zeros(given["dout"].shape)
+        gradients = {name: np.zeros(x.shape) for name, x in given.items() if name != "dout"}
+        for row, start, stop in segments(ids):
+            here = (row, slice(start, stop))
+            mine = {name: x if name in _OF_HEADS else x[here] for name, x in given.items()}
+            out[here], found = alone(mine, arithmetic)
+            for name, gradient in found.items():
+                gradients[name][... if name in _OF_HEADS else here] += gradient
+        return out, gradients
+
+    return Expected(compute("float64"), compute(dtype))
+
+
+def _delta_rule_alone(case: DeltaCase, given: dict[str, Array], arithmetic: WorkingDtype) -> Result:
+    length, group = len(given["v"]), case.heads // case.key_heads
+    before = {name: given[name].astype(np.float64) for name in ("q", "k")}
+    q, k = (np.repeat(_normalised(x) if case.normalise else x, group, axis=1) for x in before.values())
+    v, g, beta, bounds = given["v"], given["g"], given["beta"], [0, length]
+    out = reference.gated_delta_rule(q, k, v, g, beta, bounds, dtype=arithmetic)
+    found = reference.gated_delta_rule_vjp(q, k, v, g, beta, bounds, given["dout"], dtype=arithmetic)
+    for name, x in before.items():
+        found[name] = found[name].reshape(length, case.key_heads, group, case.width).sum(axis=2)
+        if case.normalise:
+            found[name] = normalised_vjp(x, found[name])
+    return out, {**found}
+
+
+def normalised_vjp(x: Array, dout: Array) -> Array:
+    """The gradient of what is normalised: what lies along it is lost."""
+    norm = np.sqrt((x * x).sum(axis=-1, keepdims=True) + 1e-6)
+    return dout / norm - x * (x * dout).sum(axis=-1, keepdims=True) / norm**3
+
+
+def _ssd_alone(case: SsdCase, given: dict[str, Array], arithmetic: WorkingDtype) -> Result:
+    """The selective scan over channels ``(head, channel)``, whose rates are equal inside a head."""
+    length, heads, width = given["x"].shape
+    dy = given["dout"].reshape(length, -1)
+    by_channel: Any = {
+        "x": given["x"].reshape(length, -1),
+        "dt": np.repeat(given["dt"], width, axis=1),
+        "A": np.repeat(given["A"], width)[:, None] * np.ones(case.states),
+        "B": given["B"],
+        "C": given["C"],
+        "D": np.repeat(given["D"], width),
+        "cu_seqlens": [0, length],
+        "dtype": arithmetic,
+    }
+    out = reference.selective_scan(**by_channel)
+    found = reference.selective_scan_vjp(**by_channel, dy=dy)
+    return out.reshape(given["x"].shape), {
+        "x": found["x"].reshape(given["x"].shape),
+        "dt": found["dt"].reshape(length, heads, width).sum(axis=2),
+        "A": found["A"].reshape(heads, -1).sum(axis=1),
+        "B": found["B"],
+        "C": found["C"],
+        "D": found["D"].reshape(heads, width).sum(axis=1),
+    }

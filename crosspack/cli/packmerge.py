@@ -1,0 +1,91 @@
+"""``crosspack pack --merge``: the parts of array jobs joined to one result, each document in it once.
+
+Each part is a folder of finished units. Joining packs what they handed on, all together, so the result is that of one
+machine that made all units: the same bytes.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from crosspack.cli.outputs import PART, Output, writing
+from crosspack.cli.packjob import (
+    MANIFEST,
+    PART_FILE,
+    RESULT,
+    Job,
+    PackOptions,
+    digest,
+    finish_job,
+    read_json,
+    units_folder,
+)
+from crosspack.packing.journal import journal
+from crosspack.packing.run import Part, Run, Worker
+from crosspack.packing.unit import Key, Outcome, Rules
+from packing_core.errors import PackingError
+
+
+def merge_parts(output: str, given: PackOptions) -> dict[str, Any]:
+    """Join the parts in an output folder: pack what they handed on, write the files, and delete the parts.
+
+    Raises:
+        PackingError: a part is missing, or was made of other data or with other options.
+    """
+    folder = Path(output)
+    parts = {path: _part_of(path) for path in sorted(folder.glob(f"{PART}*")) if path.is_dir()}
+    if not parts:
+        raise PackingError(f"--merge: {folder} holds no part: run --part 1/N to N/N with this --output first")
+    first = next(iter(parts.values()))
+    count = first["part"][1]
+    for path, content in parts.items():
+        if content["run"] != first["run"] or content["part"][1] != count:
+            raise PackingError(f"--merge: {path} was made of other data or with other options: make that part again")
+    missing = sorted(set(range(count)) - {content["part"][0] for content in parts.values()})
+    if missing:
+        raise PackingError(f"--merge: part {missing[0] + 1}/{count} is not there or not complete: run it first")
+    job = Job(
+        name=first["data"],
+        stretches=[],
+        size=0,
+        encoder=None,
+        tokenizer=first["tokenizer"],
+        policy=first["policy"],
+        rules=Rules(**first["run"]["rules"] | {"keep": tuple(first["run"]["rules"]["keep"])}),
+        form=first["run"]["format"],
+        rows_per_file=first["run"]["rows_per_file"],
+        run={**first["run"], "merged": count},
+        save_tokenizer=lambda target: shutil.copytree(next(iter(parts)) / "tokenizer", target, dirs_exist_ok=True),
+    )
+    with writing(folder, MANIFEST, names=RESULT, overwrite=given.overwrite, run=digest(job.run)) as target:
+        manifest = read_json(folder / MANIFEST) if target.finished else _merged(target, parts, given, job)
+    for path in parts:
+        shutil.rmtree(path)
+    return manifest
+
+
+def _merged(target: Output, parts: dict[Path, dict[str, Any]], given: PackOptions, job: Job) -> dict[str, Any]:
+    units = units_folder(target, job)
+    folders: dict[Key, Path] = {}
+    worker = Worker(None, job.rules, given.on_error, job.form, units, target.partial)
+    assert target.work is not None
+    with journal(target.work / "journal", job.run) as log:
+        run = Run(range(next(iter(parts.values()))["stretches"]), worker, log, part=Part())  # type: ignore[arg-type]
+    for path, content in parts.items():
+        for outcome in (Outcome(**found) for found in content["outcomes"]):
+            if outcome.key in folders:
+                raise PackingError(f"--merge: {path} and {folders[outcome.key].parent} hold the same unit: remove one")
+            folders[outcome.key] = path / "units"
+            run.note(outcome)
+    manifest = finish_job(target, run, given, job, folders.__getitem__)
+    target.publish()
+    return manifest
+
+
+def _part_of(path: Path) -> dict[str, Any]:
+    if not (path / PART_FILE).exists():
+        number = path.name.removeprefix(PART).replace("-of-", "/")
+        raise PackingError(f"--merge: part {number} in {path} is not complete: run it again, it goes on")
+    return read_json(path / PART_FILE)

@@ -1,0 +1,53 @@
+"""``--output`` as a URL: the result is made in a local folder and uploaded when it is complete, the manifest last.
+
+The local folder has a name that follows from the URL, so a run that was killed goes on, and so does an upload.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from crosspack.cli.outputs import LISTING
+from crosspack.reading.files import remote
+from packing_core.errors import PackingError
+
+
+@contextmanager
+def staged(url: str, manifest: str, *, overwrite: bool) -> Iterator[Path]:
+    """A local folder for what belongs to ``url``; what is in it afterwards is uploaded.
+
+    Args:
+        url: a folder that fsspec writes.
+        manifest: the file whose presence says that the result is complete: it is deleted first and uploaded last.
+        overwrite: whether a result that is there is replaced.
+
+    Raises:
+        PackingError: there is something, or it cannot be written.
+    """
+    folder = Path(tempfile.gettempdir(), f"crosspack-{hashlib.sha256(url.encode()).hexdigest()[:16]}")
+    with remote(url) as (system, path):
+        held = system.find(path) if system.exists(path) else []
+        if held and not overwrite:
+            raise PackingError(f"--output {url} is not empty: pass --overwrite or another folder")
+        if held and not system.exists(f"{path.rstrip('/')}/{LISTING}"):
+            raise PackingError(f"--overwrite: {url} has no {LISTING}, so it holds something else: pass another folder")
+    yield folder
+    with remote(url) as (system, path):
+        path = path.rstrip("/")
+        old = [entry["name"] for entry in json.loads(system.cat(f"{path}/{LISTING}"))["files"]] if held else []
+        new = [entry["name"] for entry in json.loads((folder / LISTING).read_text())["files"]]
+        if manifest in old:
+            system.rm(f"{path}/{manifest}")
+        for name in [LISTING, *(name for name in new if name != manifest), manifest]:
+            parent = f"{path}/{name}".rpartition("/")[0]
+            system.makedirs(parent, exist_ok=True)
+            system.put_file(str(folder / name), f"{path}/{name}")
+        for name in set(old) - set(new):
+            system.rm(f"{path}/{name}")
+    shutil.rmtree(folder)

@@ -1,0 +1,53 @@
+"""Several data sets mixed by weight: each unit holds every one of them, by its share of the bytes.
+
+Where a unit begins in each data set follows from the sizes alone, so units can be made in any order. The mixture ends
+with the data set that runs out first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+from crosspack.reading import Records
+from crosspack.reading.lines import Range
+from crosspack.reading.records import read_pieces
+from crosspack.reading.rows import Piece
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A stretch of records of several data sets, with their weights, which add up to 1."""
+
+    sources: tuple[tuple[Records, float], ...]
+
+    @property
+    def file(self) -> str:
+        return ", ".join(records.name for records, _ in self.sources)
+
+    @property
+    def size(self) -> int:
+        """Bytes until the first data set ends, if all are plain files."""
+        return int(min(records.size() / weight for records, weight in self.sources))
+
+    def pieces(self, size: int, start: int = 0, step: int = 1) -> Iterator[Piece]:
+        shares = (_shares(records, max(1, round(size * weight)), start, step) for records, weight in self.sources)
+        for number, parts in enumerate(zip(*shares, strict=False)):
+            items = chain.from_iterable(part.items for part in parts)
+            yield Piece(start + step * number, items, sum(part.size for part in parts))
+
+
+def _shares(records: Records, size: int, start: int, step: int) -> Iterator[Piece]:
+    """Every ``step``-th piece of all the files of a data set, which are numbered through."""
+    number = 0
+    for stretch in records.stretches(size):
+        if isinstance(stretch, Range):  # one piece, which need not be read to be counted
+            if number >= start and (number - start) % step == 0:
+                yield from read_pieces(stretch, size)
+            number += 1
+            continue
+        for piece in read_pieces(stretch, size):
+            if number >= start and (number - start) % step == 0:
+                yield piece
+            number += 1

@@ -1,0 +1,299 @@
+"""A packing run: units by the workers, then files of their rows, by a journal that a run started again goes on from.
+
+    stretches of the input -> units (workers) -> rows and leftovers on disk
+    leftovers of all units, in order          -> the last rows (this process)
+    rows of all units, in order               -> files of so many rows (workers)
+
+Everything that a finished unit leaves on disk is complete and on the device before the journal says so.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from crosspack.cli.text import Encoder
+from crosspack.packing.journal import Journal
+from crosspack.packing.rows import Rows, joined
+from crosspack.packing.unit import (
+    Key,
+    OnError,
+    Outcome,
+    Rules,
+    left_file,
+    make_unit,
+    pack_documents,
+    rows_file,
+    write,
+)
+from crosspack.packing.workers import Failed, Finished, Pool
+from crosspack.packing.writers import Format, Written, write_file
+from crosspack.reading.lines import Document, Range
+from crosspack.reading.records import Listed, read_pieces
+from crosspack.reading.rows import Stretch
+from crosspack.reading.tables import Group
+from packing_core.training.files import sync
+
+PACKED_TOGETHER = 1 << 22  # tokens of leftovers, or 64 rows
+
+
+class Pieces(NamedTuple):
+    """A job: pieces ``start``, ``start + step``, ... of a stretch, without those that are done."""
+
+    number: int
+    stretch: Stretch
+    start: int
+    step: int
+    done: frozenset[int]
+
+
+class FileJob(NamedTuple):
+    """A job: file ``number``, of rows ``begin`` to ``end`` of each of these units' files."""
+
+    number: int
+    parts: tuple[tuple[Path, int, int], ...]
+
+
+@dataclass(frozen=True)
+class Worker:
+    """Does the jobs of a run; this is what is pickled to processes.
+
+    Attributes:
+        units: the folder of units' files.
+        result: the folder of packed files.
+    """
+
+    encoder: Encoder | None  # None where all units are made
+    rules: Rules
+    on_error: OnError
+    form: Format
+    units: Path
+    result: Path
+
+    def __call__(self, job: Pieces | FileJob) -> Iterator[Outcome | Written]:
+        if isinstance(job, FileJob):
+            written = write_file(self.result, job.number, self.form, self._rows(job))
+            for name in (written.name, *written.beside):
+                sync(self.result / name)
+            yield written
+            return
+        assert self.encoder is not None
+        for piece in read_pieces(job.stretch, self.rules.size, job.start, job.step):
+            if piece.number not in job.done:
+                key = Key(job.number, piece.number)
+                try:
+                    yield make_unit(key, piece, self.encoder, self.rules, self.on_error, self.units)
+                except Exception as error:
+                    vars(error)["piece"] = piece.number  # which of two errors is the first of the input
+                    raise
+
+    def _rows(self, job: FileJob) -> Iterator[Rows]:
+        for path, begin, end in job.parts:
+            yield Rows.load(path)[begin:end]
+
+
+@dataclass
+class Totals:
+    """Sums over finished units."""
+
+    size: int = 0
+    records: int = 0
+    documents: int = 0
+    rows: int = 0
+    tokens: int = 0
+    trained: int = 0
+    left_tokens: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def add(self, outcome: Outcome) -> None:
+        self.size += outcome.size
+        self.records += outcome.records
+        self.documents += outcome.documents
+        self.rows += outcome.rows
+        self.tokens += outcome.tokens
+        self.trained += outcome.trained
+        self.left_tokens += outcome.left_tokens
+        self.counts.update(outcome.counts)
+
+
+class Part(NamedTuple):
+    """Part ``number``, from 0, of the ``parts`` of the work."""
+
+    number: int = 0
+    parts: int = 1
+
+
+class Run:
+    """The state of a run. Units are journaled as they are finished.
+
+    Args:
+        stretches: all of the input, also of the other parts.
+        part: which units are to be made here.
+        watch: is called after each unit and file.
+    """
+
+    def __init__(
+        self,
+        stretches: Sequence[Stretch],
+        worker: Worker,
+        journal: Journal,
+        *,
+        part: Part,
+        watch: Callable[[Totals], None] = lambda totals: None,
+    ) -> None:
+        self.stretches = stretches
+        self.worker = worker
+        self.journal = journal
+        self.part = part
+        self.totals = Totals()
+        self.outcomes: dict[Key, Outcome] = {}
+        self.files: list[Written] = []
+        self._watch = watch
+        for entry in journal.entries:
+            content = {name: value for name, value in entry.items() if name != "kind"}
+            if entry["kind"] == "unit":
+                self.note(Outcome(**content))
+            elif entry["kind"] == "file":
+                self.files.append(Written(**content))
+        self.resumed = len(self.outcomes)
+
+    def note(self, outcome: Outcome) -> None:
+        """Count a finished unit."""
+        self.outcomes[outcome.key] = outcome
+        self.totals.add(outcome)
+
+    def jobs(self, workers: int) -> Iterator[Pieces]:
+        """The units that are not made yet, in order. How they are dealt to jobs does not change what they are."""
+        done: dict[int, set[int]] = {}
+        for key in self.outcomes:
+            done.setdefault(key.stretch, set()).add(key.piece)
+        few = len(self.stretches) < 4 * self.part.parts
+        for number, stretch in enumerate(self.stretches):
+            finished = frozenset(done.get(number, ()))
+            single = isinstance(stretch, Range | Document)
+            if single and finished:
+                continue
+            start, stride = (self.part.number - number) % self.part.parts, self.part.parts
+            if not few or single:
+                if start:
+                    continue
+                stride = 1
+            several = not isinstance(stretch, Range | Document | Listed) and not _small(stretch, self.worker.rules.size)
+            share = workers if several and len(self.stretches) < 4 * workers else 1
+            for each in range(share):
+                yield Pieces(number, stretch, start + stride * each, stride * share, finished)
+
+    def make_units(self, pool: Pool, workers: int) -> None:
+        """Make all units of this part.
+
+        Raises:
+            PackingError: a record cannot be used; the first one of the input, whichever process came upon one first.
+        """
+        for job in self.jobs(workers):
+            pool.submit(job)
+        failed: dict[tuple[int, int], Exception] = {}
+        for job, result in pool.results():
+            if isinstance(result, Outcome):
+                self.journal.append("unit", **asdict(result))
+                self.note(result)
+                self._watch(self.totals)
+            elif isinstance(result, Failed):
+                failed[job.number, vars(result.error).get("piece", job.start)] = result.error
+                first = min(failed)[0]
+                pool.forget(lambda other, first=first: other.number > first)  # type: ignore[misc]
+            else:
+                assert isinstance(result, Finished)
+        if failed:
+            raise failed[min(failed)]
+
+    def pack_leftovers(self, folder_of: Callable[[Key], Path]) -> list[tuple[Path, int]]:
+        """Pack what the units handed on; the last units, of which nothing is handed on.
+
+        Returns:
+            The files of rows of all units, in order, and how many rows each has.
+        """
+        rules, units = self.worker.rules, self.worker.units
+        sequence = [(rows_file(folder_of(key), key), self.outcomes[key].rows) for key in sorted(self.outcomes)]
+        limit = max(PACKED_TOGETHER, 64 * rules.capacity)
+        held: list[Rows] = []
+        made = Outcome(len(self.stretches), -1)
+
+        def emit(*, last: bool) -> list[Rows]:
+            made.piece += 1
+            full, left = pack_documents(joined(held), rules, made.key, all_rows=last)
+            if len(full):
+                write(rows_file(units, made.key), full)
+                sequence.append((rows_file(units, made.key), len(full)))
+                self.totals.add(_counted(full))
+            return [left] if len(left) else []
+
+        for key in sorted(self.outcomes):
+            if self.outcomes[key].left:
+                held.append(Rows.load(left_file(folder_of(key), key)))
+                if sum(len(rows.ids) for rows in held) >= limit:
+                    held = emit(last=False)
+        if held:
+            emit(last=True)
+        return sequence
+
+    def write_files(self, pool: Pool, sequence: Sequence[tuple[Path, int]], rows_per_file: int) -> None:
+        """Write the files that are not written yet."""
+        there = {file.name for file in self.files}
+        for job in file_jobs(sequence, rows_per_file):
+            if not {file_name(self.worker.form, job.number)} & there:
+                pool.submit(job)
+        failed: list[Exception] = []
+        for _, result in pool.results():
+            if isinstance(result, Written):
+                self.journal.append("file", **asdict(result))
+                self.files.append(result)
+                self._watch(self.totals)
+            elif isinstance(result, Failed):
+                failed.append(result.error)
+                pool.forget(lambda job: True)
+        if failed:
+            raise failed[0]
+        self.files.sort(key=lambda file: file.name)
+
+    def notes(self, folder: Callable[[Key], Path], kind: Callable[[Path, Key], Path]) -> Iterator[bytes]:
+        """The contents of all units' notes, in order."""
+        for key in sorted(self.outcomes):
+            path = kind(folder(key), key)
+            if path.exists():
+                yield path.read_bytes()
+
+
+def _counted(rows: Rows) -> Outcome:
+    return Outcome(0, 0, rows=len(rows), tokens=len(rows.ids), trained=int(np.count_nonzero(rows.targets)))
+
+
+def _small(stretch: Stretch, size: int) -> bool:
+    return isinstance(stretch, Group) and stretch.number is not None and stretch.size <= size
+
+
+def file_jobs(sequence: Sequence[tuple[Path, int]], rows_per_file: int) -> Iterator[FileJob]:
+    """Which rows of which units each file holds."""
+    number, room = 0, rows_per_file
+    parts: list[tuple[Path, int, int]] = []
+    for path, rows in sequence:
+        begin = 0
+        while begin < rows:
+            end = min(rows, begin + room)
+            parts.append((path, begin, end))
+            room -= end - begin
+            begin = end
+            if not room:
+                yield FileJob(number, tuple(parts))
+                number, room, parts = number + 1, rows_per_file, []
+    if parts:
+        yield FileJob(number, tuple(parts))
+
+
+def file_name(form: Format, number: int) -> str:
+    """The name of file ``number`` of a result."""
+    return {"mds": f"shard.{number:05d}.mds", "megatron": "train.bin"}.get(form, f"train-{number:05d}.{form}")

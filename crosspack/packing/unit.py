@@ -1,0 +1,207 @@
+"""The unit of work: a piece of the input in, full packed rows and a few documents left over out, on disk.
+
+A unit knows nothing of the others, so any number of processes, or machines, can work on units in any order, and the
+result is the same. Documents that would leave a row partly empty are not packed here: they are handed on, and those of
+all units are packed together at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from crosspack.cli.text import Encoded, Encoder
+from crosspack.packing.fit import Fit
+from crosspack.packing.rows import Gathered, Rows
+from crosspack.reading.rows import BadRecord, Piece, Row
+from packing_core._pieces import Overflow
+from packing_core.errors import PackingError
+from packing_core.plan import plan
+from packing_core.training.files import replace, sync
+
+Strategy = Literal["mixed", "best_fit"]
+OnError = Literal["stop", "skip", "quarantine"]
+
+# What a unit hands on at most: an eighth of its tokens, or so many rows, if they are few tokens.
+HANDED_ON, FEW_ROWS, FEW_TOKENS = 8, 64, 1 << 20
+WASTE = 5e-4  # of the slots of a unit's rows
+SHOWN = 1 << 16  # characters of a bad record that are kept
+
+
+class Key(NamedTuple):
+    """Which unit it is: the number of its stretch of the input, and of its piece of the stretch."""
+
+    stretch: int
+    piece: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.stretch:07d}-{self.piece:07d}"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What decides the content of the rows.
+
+    Attributes:
+        capacity, overflow, packing, seed: as in ``packing_core.plan``.
+        size: bytes of input of a unit.
+        dtype: of the token ids, ``uint16`` or ``int32``.
+        keep: columns of the records that are carried into the packed files.
+    """
+
+    capacity: int
+    overflow: Overflow
+    packing: Strategy
+    seed: int
+    size: int
+    dtype: str
+    keep: tuple[str, ...] = ()
+
+
+@dataclass
+class Outcome:
+    """What is known of a finished unit: a line of the journal.
+
+    Attributes:
+        size: bytes of input.
+        row_tokens: tokens of all its rows; ``rows``, ``tokens`` and ``trained`` are counted over them.
+        left: documents handed on, and their tokens.
+        counts: how many notes say what.
+    """
+
+    stretch: int
+    piece: int
+    size: int = 0
+    records: int = 0
+    documents: int = 0
+    rows: int = 0
+    tokens: int = 0
+    trained: int = 0
+    left: int = 0
+    left_tokens: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def key(self) -> Key:
+        return Key(self.stretch, self.piece)
+
+
+def rows_file(folder: Path, key: Key) -> Path:
+    return folder / f"{key.name}.rows"
+
+
+def left_file(folder: Path, key: Key) -> Path:
+    return folder / f"{key.name}.left"
+
+
+def notes_file(folder: Path, key: Key) -> Path:
+    return folder / f"{key.name}.notes"
+
+
+def bad_file(folder: Path, key: Key) -> Path:
+    return folder / f"{key.name}.bad"
+
+
+def make_unit(key: Key, piece: Piece, encoder: Encoder, rules: Rules, on_error: OnError, folder: Path) -> Outcome:
+    """Encode and pack a piece, and write what comes of it to ``folder``, complete or not at all.
+
+    Raises:
+        PackingError: the piece has a record that cannot be used, under ``on_error="stop"``.
+    """
+    outcome = Outcome(*key, size=piece.size)
+    notes: list[dict[str, Any]] = []
+    bad: list[dict[str, str]] = []
+
+    def refuse(found: BadRecord, error: PackingError | None = None) -> None:
+        if on_error == "stop":
+            raise error or found.error()
+        text = {"record": found.text[:SHOWN]} if on_error == "quarantine" else {}
+        bad.append({"where": found.where, "error": found.reason, **text})
+
+    fit = Fit(rules.capacity, rules.overflow, lambda what, where, n: notes.append(_note(what, where, n)))
+    gathered = Gathered(np.dtype(rules.dtype).type)
+
+    def records() -> Iterator[Row]:
+        for item in piece.items:
+            outcome.records += 1
+            if isinstance(item, BadRecord):
+                refuse(item)
+            else:
+                yield item
+
+    for found in fit.pieces(encoder.encoded(records(), refuse, partial(fit.note, "left_out"))):
+        values, tokens = _kept(found, rules.keep)
+        gathered.add(found.document.ids, found.document.trained, values, tokens)
+    full, left = pack_documents(gathered.rows(), rules, key)
+    outcome.documents = fit.documents
+    outcome.rows, outcome.tokens, outcome.trained = len(full), len(full.ids), int(np.count_nonzero(full.targets))
+    outcome.left, outcome.left_tokens = len(left), len(left.ids)
+    outcome.counts = dict(Counter([*(note["what"] for note in notes), *("bad" for _ in bad)]))
+    if len(full):
+        write(rows_file(folder, key), full)
+    if len(left):
+        write(left_file(folder, key), left)
+    for path, lines in ((notes_file(folder, key), notes), (bad_file(folder, key), bad)):
+        if lines:
+            write(path, lines)
+    return outcome
+
+
+def _note(what: str, where: Any, tokens: int) -> dict[str, Any]:
+    return {"what": what, "where": str(where), "tokens": tokens}
+
+
+def _kept(found: Encoded, keep: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The columns to carry: a value of the record for its segments, or one for each token of the piece."""
+    values: dict[str, Any] = {}
+    tokens: dict[str, Any] = {}
+    for name in keep:
+        value = str(found.where) if name == "where" and name not in found.record else found.record.get(name)
+        if isinstance(value, list | np.ndarray) and name in found.columns:
+            tokens[name] = found.columns[name]
+        else:
+            values[name] = value.tolist() if isinstance(value, np.ndarray) else value
+    return values, tokens
+
+
+def pack_documents(documents: Rows, rules: Rules, key: Key, *, all_rows: bool = False) -> tuple[Rows, Rows]:
+    """The rows that are full, or all of them, and the documents of the others, in their order."""
+    if not len(documents):
+        return documents, documents
+    seed = int(np.random.SeedSequence([rules.seed, *key]).generate_state(1)[0])
+    made = plan(documents.segments, rules.capacity, strategy=rules.packing, seed=seed)
+    counts = np.diff(made.row_offsets)
+    if all_rows:
+        return documents.take(made.source, counts), documents[:0]
+    tokens = made.row_tokens
+    fullest = np.argsort(-tokens, kind="stable")
+    free = np.cumsum(rules.capacity - tokens[fullest])
+    within = np.flatnonzero(free <= WASTE * rules.capacity * np.arange(1, len(free) + 1))
+    gone = np.cumsum(tokens[fullest])
+    most = max(2 * rules.capacity, min(FEW_ROWS * rules.capacity, FEW_TOKENS), int(gone[-1]) // HANDED_ON)
+    enough = int(np.searchsorted(gone, gone[-1] - most)) + 1 if gone[-1] > most else 0
+    leave = np.zeros(made.n_rows, np.bool_)
+    leave[fullest[: max(enough, int(within[-1]) + 1 if len(within) else 0)]] = True
+    goes = np.repeat(leave, counts)
+    left = np.sort(made.source[~goes])
+    return documents.take(made.source[goes], counts[leave]), documents.take(left, np.ones(len(left), np.int64))
+
+
+def write(path: Path, content: Rows | list[dict[str, Any]]) -> None:
+    """Write a file that is whole under its name, also after a power cut."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    if isinstance(content, Rows):
+        content.save(temporary)
+    else:
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in content))
+    sync(temporary)
+    replace(temporary, path)

@@ -1,0 +1,165 @@
+"""Processes that run jobs: a job goes in, results come out one by one, in any order.
+
+Each worker has a pipe of its own, so one that dies, for want of memory say, is noticed at once. A worker whose parent
+is killed ends at once too.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, Protocol
+
+from packing_core.errors import PackingError, first_line
+
+Job = Any
+Work = Callable[[Job], Iterator[Any]]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A job raised this."""
+
+    error: Exception
+
+
+class Finished:
+    """A job has no more results."""
+
+
+class Pool(Protocol):
+    """Runs jobs, the earlier ones first."""
+
+    def submit(self, job: Job, *, first: bool = False) -> None:
+        """Add a job; ``first`` puts it before those that wait."""
+        ...
+
+    def results(self) -> Iterator[tuple[Job, Any]]:
+        """Jobs with each result, at last Finished or Failed, until no job is left. Jobs may be added meanwhile."""
+        ...
+
+    def forget(self, unwanted: Callable[[Job], bool]) -> None:
+        """Drop jobs that wait."""
+        ...
+
+
+class Inline:
+    """Runs jobs in this process."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._jobs: deque[Job] = deque()
+
+    def submit(self, job: Job, *, first: bool = False) -> None:
+        self._jobs.appendleft(job) if first else self._jobs.append(job)
+
+    def forget(self, unwanted: Callable[[Job], bool]) -> None:
+        self._jobs = deque(job for job in self._jobs if not unwanted(job))
+
+    def results(self) -> Iterator[tuple[Job, Any]]:
+        while self._jobs:
+            job = self._jobs.popleft()
+            yield from ((job, result) for result in results_of(self._work, job))
+
+
+class Processes:
+    """Runs jobs in processes of their own; a context manager that ends them.
+
+    Args:
+        work: runs a job; it is pickled once for each process.
+        count: how many processes.
+    """
+
+    def __init__(self, work: Work, count: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["crosspack.packing.warm"])
+        self._jobs: deque[Job] = deque()
+        self._busy: dict[Connection, Job] = {}
+        self._idle: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+        pickled = pickle.dumps(work)
+        for _ in range(count):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there, pickled), daemon=True)
+            process.start()
+            there.close()
+            self._processes.append(process)
+            self._idle.append(here)
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        for connection in [*self._idle, *self._busy]:
+            connection.close()
+        for process in self._processes:
+            process.terminate()
+            process.join()
+
+    def submit(self, job: Job, *, first: bool = False) -> None:
+        self._jobs.appendleft(job) if first else self._jobs.append(job)
+
+    def forget(self, unwanted: Callable[[Job], bool]) -> None:
+        self._jobs = deque(job for job in self._jobs if not unwanted(job))
+
+    def results(self) -> Iterator[tuple[Job, Any]]:
+        while self._jobs or self._busy:
+            while self._jobs and self._idle:
+                connection, job = self._idle.pop(), self._jobs.popleft()
+                self._busy[connection] = job
+                connection.send(job)
+            for ready in wait(list(self._busy)):
+                assert isinstance(ready, Connection)
+                connection = ready
+                job = self._busy[connection]
+                try:
+                    result = connection.recv()
+                except (EOFError, OSError):
+                    raise PackingError(
+                        "a worker process was killed, most likely for want of memory: pass fewer --workers; the same "
+                        "command goes on where this one stopped"
+                    ) from None
+                if isinstance(result, Failed | Finished):
+                    self._idle.append(connection)
+                    del self._busy[connection]
+                yield job, result
+
+
+def _serve(connection: Connection, pickled: bytes) -> None:
+    """The life of a worker."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        work: Work = pickle.loads(pickled)
+        while True:
+            for result in results_of(work, connection.recv()):
+                connection.send(result)
+    except (EOFError, OSError, KeyboardInterrupt):  # the parent is gone, or is stopping
+        pass
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+def results_of(work: Work, job: Job) -> Iterator[Any]:
+    """The results of a job, then Finished, or Failed with what it raised."""
+    try:
+        yield from work(job)
+    except Exception as error:
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # another library's class, which takes other arguments
+            error = RuntimeError(f"{type(error).__name__}: {first_line(error)}")
+        yield Failed(error)
+    else:
+        yield Finished()

@@ -1,0 +1,110 @@
+"""CSV and TSV, whose first line names the columns; read from the begin, because a record may have several lines."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import IO
+
+from crosspack.reading.files import File
+from crosspack.reading.objects import grouped
+from crosspack.reading.rows import BadRecord, Item, Piece, Place, Row
+from packing_core.errors import PackingError, first_line
+
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_LONGEST = 1 << 28  # characters of a value; a quote that is never closed ends here
+
+
+@dataclass(frozen=True)
+class Csv:
+    """A file of comma- or tab-separated values."""
+
+    origin: File
+
+    @property
+    def file(self) -> str:
+        return self.origin.path
+
+    @property
+    def size(self) -> int:
+        return self.origin.size()
+
+    def pieces(self, size: int, start: int = 0, step: int = 1) -> Iterator[Piece]:
+        place = Place(self.file, "line", 0)
+        with self.origin.open() as file:
+            yield from grouped(self._records(_Lines(file), place), size, start, step)
+
+    def _records(self, lines: _Lines, place: Place) -> Iterator[tuple[int, Item]]:
+        """Each record with the byte that it begins at; its number is that of its first line.
+
+        Raises:
+            PackingError: the first line does not name the columns.
+        """
+        csv.field_size_limit(_LONGEST)
+        reader = csv.reader(lines, delimiter=DELIMITERS[self.origin.suffix], strict=True)
+        names = self._names(reader, place)
+        while True:
+            at, number = lines.at, lines.number
+            lines.kept = []
+            try:
+                cells = next(reader, None)
+            except csv.Error as error:
+                yield at, _bad(place, number, f"it is not CSV, {first_line(error)}", lines)
+                continue
+            if cells is None:
+                return
+            if not cells:  # a blank line
+                continue
+            try:
+                "".join(cells).encode()
+            except UnicodeEncodeError:
+                yield at, _bad(place, number, "it is not UTF-8: save it as UTF-8", lines)
+                continue
+            if len(cells) != len(names):
+                reason = f"it has {len(cells)} values and the file has {len(names)} columns"
+                yield at, _bad(place, number, reason, lines)
+            else:
+                yield at, Row(zip(names, cells, strict=True), place, number)
+
+    def _names(self, reader: Iterator[list[str]], place: Place) -> list[str]:
+        try:
+            names = next(reader, [])
+            "".join(names).encode()
+        except (csv.Error, UnicodeEncodeError) as error:
+            raise PackingError(
+                f"{place.where(0)}: the names of the columns cannot be read: save it as UTF-8"
+            ) from error
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise PackingError(f"{place.where(0)}: two columns are called {twice[0]!r}: rename one of them")
+        return names
+
+
+@dataclass
+class _Lines:
+    """The lines of a file as text, counted; bytes that are not UTF-8 become surrogates."""
+
+    file: IO[bytes]
+    at: int = 0  # bytes so far
+    number: int = 0  # lines so far
+    kept: list[str] = field(default_factory=list)  # of the present record
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = self.file.readline()
+        if not line:
+            raise StopIteration
+        text = line.decode("utf-8", "surrogateescape")
+        text = text.removeprefix("\ufeff") if self.number == 0 else text
+        self.at += len(line)
+        self.number += 1
+        self.kept.append(text)
+        return text
+
+
+def _bad(place: Place, number: int, reason: str, lines: _Lines) -> BadRecord:
+    text = "".join(lines.kept).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    return BadRecord(place, number, reason, text.rstrip("\r\n"))

@@ -1,0 +1,193 @@
+"""Formats of lines, JSON Lines and text, read in pieces of bytes.
+
+A piece holds the records that begin in its range of the (decompressed) bytes, so plain files can be read from any piece
+on and by many processes. Compressed files are read from their begin.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import IO, Literal
+
+from crosspack.reading.files import File
+from crosspack.reading.rows import BadRecord, Item, Piece, Place, Row, row_or_bad
+from packing_core.errors import first_line
+
+SampleBy = Literal["line", "document"]
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bytes ``begin`` to ``end`` of a plain file of one record a line: one piece, whatever its size."""
+
+    origin: File
+    begin: int
+    end: int | None  # None: to the end of the file
+
+    @property
+    def file(self) -> str:
+        return self.origin.path
+
+    @property
+    def size(self) -> int:
+        return (self.origin.size() if self.end is None else self.end) - self.begin
+
+    def pieces(self, size: int, start: int = 0, step: int = 1) -> Iterator[Piece]:
+        if start:
+            return
+        place = Place(self.file, "line", self._count if self.begin else 0)
+        yield Piece(0, parsed(self._lines(), place, self.origin.suffix, first=not self.begin), self.size)
+
+    def _lines(self) -> Iterator[bytes]:
+        with self.origin.open_plain() as file:
+            if self.begin:  # the line that holds the byte before belongs to the range before
+                file.seek(self.begin - 1)
+                file.readline()
+            at = file.tell() if self.begin else 0
+            for line in file:
+                if self.end is not None and at >= self.end:
+                    return
+                at += len(line)
+                yield line
+
+    def _count(self) -> int:
+        with self.origin.open_plain() as file:
+            file.seek(self.begin - 1)
+            starts_here = file.read(1) == b"\n"
+        return self.origin.lines_before(self.begin) + (not starts_here)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A compressed file of lines, which is read from its begin."""
+
+    origin: File
+
+    @property
+    def file(self) -> str:
+        return self.origin.path
+
+    @property
+    def size(self) -> int:
+        return self.origin.size()
+
+    def pieces(self, size: int, start: int = 0, step: int = 1) -> Iterator[Piece]:
+        with self.origin.open() as file:
+            first = 0
+            for number, data in cut(file, size):
+                if number >= start and (number - start) % step == 0:
+                    lines = parsed(
+                        io.BytesIO(data), Place(self.file, "line", first), self.origin.suffix, first=not first
+                    )
+                    yield Piece(number, lines, len(data))
+                first += data.count(b"\n")
+
+
+def cut(file: IO[bytes], size: int) -> Iterator[tuple[int, bytes]]:
+    """Number and bytes of each piece: the lines that begin in bytes ``number * size`` to ``(number + 1) * size``.
+
+    Args:
+        file: read from its begin to its end.
+        size: bytes of a piece, not counting the end of its last line.
+    """
+    pending: list[bytes] = []  # of a piece whose last line goes on
+    owner = 0
+    for number, block in enumerate(iter(lambda: _read(file, size), b"")):
+        at = 0
+        if pending:
+            at = block.find(b"\n") + 1 or len(block)
+            pending.append(block[:at])
+            if block[at - 1 : at] == b"\n":
+                yield owner, b"".join(pending)
+                pending = []
+        if at == len(block):
+            continue
+        pending, owner = [block[at:] if at else block], number
+        if block.endswith(b"\n"):
+            yield owner, pending.pop()
+    if pending:
+        yield owner, b"".join(pending)
+
+
+def _read(file: IO[bytes], size: int) -> bytes:
+    """``size`` bytes, fewer only at the end of the file."""
+    parts, left = [], size
+    while left and (part := file.read(left)):
+        parts.append(part)
+        left -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def parsed(lines: Iterable[bytes], place: Place, suffix: str, *, first: bool) -> Iterator[Item]:
+    """The records of lines, of which blank ones are none; ``first`` if they are the first ones of the file."""
+    loads, text_file = json.loads, suffix == ".txt"
+    for number, line in enumerate(lines):
+        try:
+            text = line.decode("utf-8-sig" if first and number == 0 else "utf-8")
+        except UnicodeDecodeError as error:
+            reason = f"it is not UTF-8 ({first_line(error)}): save it as UTF-8"
+            yield BadRecord(place, number, reason, line.decode("utf-8", "backslashreplace").rstrip("\r\n"))
+            continue
+        if text_file:
+            if text := text.rstrip("\r\n"):
+                yield Row({"text": text}, place, number)
+            continue
+        try:
+            record = loads(text)
+        except json.JSONDecodeError as error:
+            if not text.strip():
+                continue
+            reason = f"it is not JSON, {error.msg} at column {error.colno}"
+            yield BadRecord(place, number, reason, text.rstrip("\r\n"))
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of levels
+            yield BadRecord(place, number, first_line(error), text.rstrip("\r\n"))
+        else:
+            if type(record) is dict:
+                yield Row(record, place, number)
+            else:
+                yield row_or_bad(record, place, number, text.rstrip("\r\n"))
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text file that is one record."""
+
+    origin: File
+
+    @property
+    def file(self) -> str:
+        return self.origin.path
+
+    @property
+    def size(self) -> int:
+        return self.origin.size()
+
+    def pieces(self, size: int, start: int = 0, step: int = 1) -> Iterator[Piece]:
+        if start:
+            return
+        with self.origin.open() as file:
+            data = file.read()
+        place = Place(self.file, "line", 0)
+        item: Item
+        try:
+            item = Row({"text": data.decode("utf-8-sig")}, place, 0)
+        except UnicodeDecodeError as error:
+            reason = f"it is not UTF-8 ({first_line(error)}): save it as UTF-8"
+            item = BadRecord(place, 0, reason, data.decode("utf-8", "backslashreplace"))
+        yield Piece(0, iter([item]), len(data))
+
+
+def line_stretches(file: File, size: int | None, sample_by: SampleBy) -> Iterator[Range | Whole | Document]:
+    """The stretches of a file of lines; of a plain one those of ``size`` bytes, or one if ``size`` is None."""
+    if file.suffix == ".txt" and sample_by == "document":
+        yield Document(file)
+    elif file.compression:
+        yield Whole(file)
+    elif size is None:
+        yield Range(file, 0, None)
+    else:
+        end = file.size()
+        yield from (Range(file, begin, min(begin + size, end)) for begin in range(0, end, size))

@@ -1,0 +1,237 @@
+"""``read``: a file, a folder, a URL or a hub data set as records, streamed, each of which knows its place.
+
+Nothing is held in memory or written to a cache, and iterating again reads again, so the same object serves one pass
+that trains a tokenizer and another that encodes. ``stretches`` gives the same records in parts that several processes
+can read, in the same order.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from crosspack.reading.corpus import standard_library_records
+from crosspack.reading.csvfiles import DELIMITERS, Csv
+from crosspack.reading.files import File, is_url, remote
+from crosspack.reading.folders import FORMATS, files_of_split
+from crosspack.reading.lines import SampleBy, line_stretches
+from crosspack.reading.objects import Json, grouped
+from crosspack.reading.rows import Item, Piece, Place, Row, Stretch, row_or_bad, strictly
+from crosspack.reading.tables import table_stretches
+from packing_core.errors import PackingError, first_line
+from packing_core.extras import require
+from packing_core.training.job import is_hub_name
+
+Record = Mapping[str, Any]
+
+STANDARD_LIBRARY = "docstrings of the Python standard library"
+_PIECE = 1 << 20  # bytes that are read at once where records are read one after the other
+
+
+@dataclass(frozen=True)
+class Records:
+    """Records that can be read more than once.
+
+    Attributes:
+        name: what tables and manifests call them.
+        files: where they come from; none for a hub data set.
+        columns: all that is read of files that store columns one by one; empty for every column.
+        sample_by: whether a line of a text file is a record, or the file.
+        listed: gives the records where there are no files.
+    """
+
+    name: str
+    files: tuple[File, ...] = ()
+    columns: frozenset[str] = frozenset()
+    sample_by: SampleBy = "line"
+    listed: Callable[[], Iterable[Any]] | None = None
+
+    def __iter__(self) -> Iterator[Row]:
+        return strictly(self.items())
+
+    def items(self) -> Iterator[Item]:
+        """The records, and a :class:`BadRecord` in place of each that cannot be read.
+
+        Raises:
+            PackingError: a file cannot be read from some place on.
+        """
+        for stretch in self.stretches(None):
+            for piece in read_pieces(stretch, _PIECE):
+                yield from piece.items
+
+    def stretches(self, size: int | None) -> Iterator[Stretch]:
+        """The records in order, in parts that can be read by themselves.
+
+        Args:
+            size: bytes of a part of a plain file of lines; None for whole files.
+
+        Raises:
+            PackingError: a file cannot be read.
+        """
+        if self.listed is not None:
+            yield Listed(self.name, self.listed)
+        for file in self.files:
+            with _in_one_line(file.path):
+                yield from _stretches_of(file, size, self.columns, self.sample_by)
+
+    def size(self) -> int:
+        """Bytes of all files; 0 where there are none."""
+        return sum(file.size() for file in self.files)
+
+    def state(self) -> list[Any]:
+        """What changes when the files do."""
+        return [file.state() for file in self.files] or [self.name]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Records that come from no file: of a hub data set, or the built-in ones."""
+
+    file: str
+    records: Callable[[], Iterable[Any]]
+    size: int = 0
+
+    def pieces(self, size: int, start: int = 0, step: int = 1) -> Iterator[Piece]:
+        place = Place(self.file, "row")
+        yield from grouped(self._rows(place), size, start, step)
+
+    def _rows(self, place: Place) -> Iterator[tuple[int, Item]]:
+        at = 0
+        for number, record in enumerate(self.records()):
+            yield at, row_or_bad(record, place, number)
+            at += size_of(record)
+
+
+def size_of(value: Any) -> int:
+    """Bytes that a value takes, roughly."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(size_of, value.values()))
+    if isinstance(value, list) and not (value and isinstance(value[0], int)):
+        return sum(map(size_of, value))
+    return 8 * len(value) if hasattr(value, "__len__") else 8
+
+
+class _in_one_line:
+    """Whatever a file, or the library that reads it, raises inside becomes one line with the file."""
+
+    def __init__(self, file: str) -> None:
+        self._file = file
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, at: Any) -> None:
+        if isinstance(error, UnicodeDecodeError):
+            raise PackingError(f"{self._file}: it is not UTF-8 ({first_line(error)}): save it as UTF-8") from error
+        if isinstance(error, FileNotFoundError):
+            raise PackingError(f"{self._file}: no such file") from error
+        if isinstance(error, Exception) and not isinstance(error, PackingError):
+            raise PackingError(f"{self._file}: {first_line(error)}") from error  # Arrow may raise anything
+
+
+def read_pieces(stretch: Stretch, size: int, start: int = 0, step: int = 1) -> Iterator[Piece]:
+    """``stretch.pieces``, whose errors, and those of the records of each piece, are one line with the file.
+
+    Raises:
+        PackingError: the file cannot be read.
+    """
+    with _in_one_line(stretch.file):
+        for piece in stretch.pieces(size, start, step):
+            piece.items = _guarded(stretch.file, piece.items)
+            yield piece
+
+
+def _guarded(file: str, items: Iterator[Item]) -> Iterator[Item]:
+    with _in_one_line(file):
+        yield from items
+
+
+def _stretches_of(file: File, size: int | None, columns: frozenset[str], sample_by: SampleBy) -> Iterator[Stretch]:
+    if file.suffix in (".jsonl", ".txt"):
+        yield from line_stretches(file, size, sample_by)
+    elif file.suffix in DELIMITERS:
+        yield Csv(file)
+    elif file.suffix == ".json":
+        yield Json(file)
+    else:
+        yield from table_stretches(file, columns)
+
+
+def read(
+    data: str | os.PathLike[str] | None,
+    *,
+    split: str = "train",
+    columns: Iterable[str] = (),
+    sample_by: SampleBy = "line",
+) -> Records:
+    """The records of a file, a folder or a hub data set, streamed: iterate over what is returned, as often as need be.
+
+    >>> import json, pathlib, tempfile
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "data.jsonl"
+    >>> _ = path.write_text(json.dumps({"text": "one"}) + "\\n" + json.dumps({"text": "two"}) + "\\n")
+    >>> [(record["text"], record.where.rpartition("/")[2]) for record in read(path)]
+    [('one', 'data.jsonl:1'), ('two', 'data.jsonl:2')]
+
+    Args:
+        data: a ``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.txt``, ``.parquet`` or ``.arrow`` file (those of lines and
+            ``.json`` also with ``.gz``, ``.zst``, ``.bz2`` or ``.xz`` after it), a folder of them, either of these by a
+            URL that fsspec opens (``s3://``, ``gs://``, ``hf://``, ``memory://``), or the name of a hub data set. None
+            for the built-in questions and answers from the standard library's docstrings.
+        split: which split of a folder or a hub data set; a single file has only ``train``.
+        columns: what to read of files that store columns one by one; if they have none of these, all are read.
+        sample_by: whether each ``line`` of a text file is a record, or the whole ``document``.
+
+    Returns:
+        Records: an iterable of :class:`Row`, dicts with a ``where`` (``data.jsonl:17``). A record that cannot be read
+        raises PackingError with its place while iterating; ``Records.items()`` yields it as a BadRecord instead.
+
+    Raises:
+        PackingError: there is no such file or folder, it has another format, or it does not say what to read.
+    """
+    if data is None:
+        return Records(STANDARD_LIBRARY, listed=standard_library_records)
+    name = os.fspath(data)
+    wanted = frozenset(columns)
+    if is_url(name):
+        is_file, is_folder = _remote_kind(name)
+    else:
+        try:
+            is_file, is_folder = Path(name).is_file(), Path(name).is_dir()
+        except (OSError, ValueError) as error:
+            raise PackingError(f"{name}: {getattr(error, 'strerror', None) or first_line(error)}") from error
+    if is_file:
+        file = File(name)
+        if file.suffix not in FORMATS:
+            found = file.suffix or "a file without suffix"
+            raise PackingError(f"{name}: cannot read {found}; it reads {', '.join(FORMATS)}")
+        if split != "train":
+            raise PackingError(f"{name}: a file has no split {split!r}: leave split out, or pass a folder")
+        return Records(name, (file,), wanted, sample_by)
+    if is_folder:
+        try:
+            return Records(name, tuple(files_of_split(name, split)), wanted, sample_by)
+        except OSError as error:
+            raise PackingError(f"{name}: {error.strerror or first_line(error)}") from error
+    if is_url(name) or not is_hub_name(name) or File(name).suffix in FORMATS:
+        raise PackingError(f"{name}: no such file or folder, and not a hub name (`owner/name`)")
+    return Records(name, listed=partial(_hub_rows, name, split))  # and no lambda, which processes cannot hand on
+
+
+def _remote_kind(url: str) -> tuple[bool, bool]:
+    with remote(url) as (system, path):
+        return system.isfile(path), system.isdir(path)
+
+
+def _hub_rows(name: str, split: str) -> Iterator[Any]:
+    try:
+        yield from require("datasets", extra="hf").load_dataset(name, split=split, streaming=True)
+    except PackingError:
+        raise
+    except Exception as error:  # what the library raises for the network, for scripts, for formats, has no common base
+        raise PackingError(f"{name}: {first_line(error)}") from error

@@ -1,0 +1,127 @@
+"""What readers yield: records that know their place, pieces of files, and what stands where no record can be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+from packing_core.errors import PackingError
+
+
+class Place:
+    """A stretch of a file whose records are numbered from 0.
+
+    Args:
+        file: the name of the file.
+        kind: whether a number stands for a line (``data.jsonl:17``, from 1) or a row (``data.parquet[16]``, from 0).
+        first: the number within the file of the first record, or a function that counts it when it is asked for.
+    """
+
+    __slots__ = ("_first", "file", "kind")
+
+    def __init__(self, file: str, kind: Literal["line", "row"], first: int | Callable[[], int] = 0) -> None:
+        self.file = file
+        self.kind = kind
+        self._first = first
+
+    def where(self, number: int) -> str:
+        """File and line, or file and row, of a record."""
+        if not isinstance(self._first, int):
+            self._first = self._first()
+        return located(self.file, self.kind, self._first + number)
+
+
+def located(file: str, kind: str, number: int) -> str:
+    """The place of record ``number``, counted from 0, as messages write it."""
+    return f"{file}:{number + 1}" if kind == "line" else f"{file}[{number}]"
+
+
+class Row(dict[str, Any]):
+    """A record; ``where`` says where it stands: ``data.jsonl:17`` or ``data.parquet[16]``."""
+
+    __slots__ = ("number", "place")
+
+    def __init__(self, record: Any, place: Place, number: int) -> None:
+        super().__init__(record)
+        self.place = place
+        self.number = number
+
+    @property
+    def where(self) -> str:
+        return self.place.where(self.number)
+
+
+class BadRecord(NamedTuple):
+    """Something in the place of a record that is none: the reason, and the text as far as it can be shown."""
+
+    place: Place
+    number: int
+    reason: str
+    text: str
+
+    @property
+    def where(self) -> str:
+        return self.place.where(self.number)
+
+    def error(self) -> PackingError:
+        return PackingError(f"{self.where}: {self.reason}")
+
+
+Item = Row | BadRecord
+
+
+@dataclass
+class Piece:
+    """Some records of a stretch, read as they are iterated over.
+
+    Attributes:
+        number: of the piece within its stretch.
+        items: its records, and what could not be read as one.
+        size: bytes of the file, or of the records, that it holds.
+    """
+
+    number: int
+    items: Iterator[Item]
+    size: int
+
+
+class Stretch(Protocol):
+    """A part of a file that can be read by itself, from its begin.
+
+    Attributes:
+        file: the name of the file.
+        size: bytes of the file in it, for progress.
+    """
+
+    @property
+    def file(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+
+    def pieces(self, size: int, start: int = 0, step: int = 1) -> Iterator[Piece]:
+        """Pieces ``start``, ``start + step``, ... of about ``size`` bytes, each to be read before the next.
+
+        Where a piece begins and ends depends on ``size`` alone.
+        """
+        ...
+
+
+def row_or_bad(record: Any, place: Place, number: int, text: str = "") -> Item:
+    """The record as a Row, if it is an object."""
+    if isinstance(record, dict):
+        return Row(record, place, number)
+    return BadRecord(place, number, f"a record is an object with named columns, not {_kind(record)}", text)
+
+
+def strictly(items: Iterable[Item]) -> Iterator[Row]:
+    """The records; the first that is none raises PackingError with its place."""
+    for item in items:
+        if isinstance(item, BadRecord):
+            raise item.error()
+        yield item
+
+
+def _kind(value: Any) -> str:
+    names = {type(None): "null", list: "a list", str: "a string", bool: "true or false"}
+    return names.get(type(value), "a number")

@@ -1,0 +1,40 @@
+"""Operations of the conformance adapter: numpy float32 in, the named dtype inside, numpy float32 out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_backend.conformance_documents import arithmetic
+from packing_core.protocol import Array, Gradients
+
+
+def out_and_gradients(
+    function: Callable[..., jax.Array],
+    operands: dict[str, Array],
+    dout: Array | None,
+    *data: Array,
+    dtype: str,
+    **options: Any,
+) -> tuple[Array, Gradients]:
+    """The output of ``function(operands, *data, **options)`` and, with ``dout``, the operands' gradients."""
+    in_dtype = {name: jnp.asarray(x, dtype) for name, x in operands.items()}
+    cotangent = None if dout is None else jnp.asarray(dout, dtype)
+    with arithmetic(dtype):
+        found = _compiled(function, tuple(sorted(options.items())), in_dtype, cotangent, *map(jnp.asarray, data))
+    return jax.tree.map(lambda x: np.asarray(x, np.float32), found)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _compiled(function: Callable[..., jax.Array], options: Any, operands: Any, dout: Any, *data: Any) -> Any:
+    """One compilation serves every call of the same shapes and options, whatever its segments."""
+    call = partial(function, **dict(options))
+    if dout is None:
+        return call(operands, *data), {}
+    out, pullback = jax.vjp(lambda operands: call(operands, *data), operands)
+    return out, pullback(dout)[0]

@@ -1,0 +1,381 @@
+"""Packing runs: the same bytes for any number of workers, after any kill, and from parts; formats; bad records."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+import crosspack
+from crosspack.cli import app
+from crosspack.cli.text import Encoded
+from crosspack.packing.journal import journal
+from crosspack.packing.run import Part, Run, Worker
+from crosspack.packing.unit import Key, Rules, make_unit
+from crosspack.reading.rows import Piece
+from packing_core.plan import plan
+from packing_core.training.schedule import Document
+from tests import processes
+
+ROUNDS = int(os.environ.get("CROSSPACK_KILLS", "3"))  # 200 and more in a long run
+WORDS = np.array(["fox", "dog", "box", "jugs", "quick", "lazy", "zebras", "jump"])
+
+
+def pack(*arguments: object, code: int = 0) -> str:
+    result = CliRunner(env={"NO_COLOR": "1"}).invoke(app, ["pack", *map(str, arguments)])
+    assert result.exit_code == code, result.output + result.stderr
+    return " ".join((result.output if not code else result.stderr).split())
+
+
+@pytest.fixture(scope="module")
+def corpus(tokenizer, tmp_path_factory) -> tuple[Path, Path]:
+    """A folder with 600 documents in several formats and files, and a tokenizer."""
+    folder = tmp_path_factory.mktemp("corpus")
+    tokenizer.save_pretrained(folder / "tokenizer")
+    rng = np.random.default_rng(3)
+    texts = [" ".join(rng.choice(WORDS, rng.integers(1, 20))) for _ in range(600)]
+    lines = "".join(json.dumps({"text": text, "id": n}) + "\n" for n, text in enumerate(texts))
+    (folder / "data.jsonl").write_text(lines)
+    (folder / "data.jsonl.gz").write_bytes(gzip.compress(lines.encode(), mtime=0))
+    pq.write_table(pa.table({"text": texts, "id": range(600)}), folder / "data.parquet", row_group_size=250)
+    return folder, folder / "tokenizer"
+
+
+def arguments(corpus: tuple[Path, Path], *more: object, name: str = "data.jsonl") -> tuple[object, ...]:
+    folder, tokenizer = corpus
+    return ("--data", folder / name, "--tokenizer", tokenizer, "--capacity", 64, "--block-size", 4000, *more)
+
+
+def result(folder: Path) -> dict[str, bytes]:
+    """Every file of a result but the listing, whose order of files follows from the rest."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != "crosspack-files.json"
+    }
+
+
+def documents(folder: Path) -> list[tuple[int, ...]]:
+    found = []
+    for row in crosspack.read(folder):
+        ends = np.cumsum(row["seq_lengths"])[:-1]
+        found += [tuple(part.tolist()) for part in np.split(np.asarray(row["input_ids"]), ends)]
+    return sorted(found)
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.jsonl.gz", "data.parquet"])
+def test_the_bytes_do_not_depend_on_the_number_of_workers_nor_on_the_parts(corpus, tmp_path, name):
+    given = arguments(corpus, "--rows-per-file", 40, name=name)
+    pack(*given, "--output", tmp_path / "one", "--workers", 1)
+    alone = result(tmp_path / "one")
+    assert len(alone) > 5 and json.loads(alone["manifest.json"])["documents"] == 600
+    with processes.limited():
+        pack(*given, "--output", tmp_path / "three", "--workers", 3)
+    assert result(tmp_path / "three") == alone
+    for part in (2, 3, 1):
+        pack(*given, "--output", tmp_path / "parts", "--part", f"{part}/3", "--workers", 1)
+    pack("--merge", "--output", tmp_path / "parts", "--workers", 1)
+    merged = result(tmp_path / "parts")
+    assert {**merged, "manifest.json": b""} == {**alone, "manifest.json": b""}
+    manifests = [json.loads(files["manifest.json"]) | {"run": ""} for files in (merged, alone)]
+    assert manifests[0] == manifests[1]
+
+
+def test_ray_makes_the_same_bytes(corpus, tmp_path):
+    pytest.importorskip("ray", reason="ray is not installed")
+    given = arguments(corpus, "--rows-per-file", 40)
+    pack(*given, "--output", tmp_path / "here", "--workers", 1)
+    with processes.limited():
+        pack(*given, "--output", tmp_path / "there", "--engine", "ray", "--workers", 2)
+    assert result(tmp_path / "there") == result(tmp_path / "here")
+
+
+class Data:
+    """Stands in for Ray Data where Ray is not installed: the calls that the engine makes, in this process."""
+
+    def __init__(self, items: list[dict[str, Any]] | None = None) -> None:
+        self.items = items or []
+        self.DataContext = SimpleNamespace(get_current=lambda: SimpleNamespace())
+        self.ActorPoolStrategy = SimpleNamespace
+
+    def from_items(self, items: list[dict[str, Any]], *, override_num_blocks: int) -> Data:
+        assert override_num_blocks == len(items)
+        return Data(items)
+
+    def map_batches(self, kind: Any, *, fn_constructor_args: tuple[Any, ...], **options: Any) -> Data:
+        assert options["batch_size"] == 1
+        actor = kind(*fn_constructor_args)
+        batches = [{name: [value] for name, value in item.items()} for item in reversed(self.items)]
+        made = [batch for given in batches for batch in actor(given)]
+        return Data([dict(zip(batch, row)) for batch in made for row in zip(*batch.values())])
+
+    def iter_rows(self) -> Any:
+        return iter(self.items)
+
+
+def test_the_engine_for_ray_hands_jobs_on_and_takes_results_in_any_order(corpus, tmp_path, monkeypatch):
+    ray = SimpleNamespace(init=lambda **options: None, cluster_resources=lambda: {"CPU": 2.0}, data=Data())
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.data", ray.data)
+    pack(*arguments(corpus, name="data.parquet"), "--output", tmp_path / "here", "--workers", 1)
+    pack(*arguments(corpus, name="data.parquet"), "--output", tmp_path / "there", "--engine", "ray")
+    assert result(tmp_path / "there") == result(tmp_path / "here")
+
+
+@pytest.mark.parametrize("capacity", [2048, 8192])
+def test_units_fill_rows_as_one_plan_of_all_documents_does(tmp_path, capacity):
+    lengths = np.random.default_rng(0).lognormal(5.5, 1.0, 30_000).astype(int).clip(2, capacity)
+    whole = plan(lengths, capacity, seed=0).efficiency
+    rules = Rules(capacity, "error", "mixed", 0, 1 << 20, "uint16")
+    (tmp_path / "units").mkdir()
+    with journal(tmp_path / "journal", {}) as log:
+        run = Run([], Worker(None, rules, "stop", "parquet", tmp_path / "units", tmp_path), log, part=Part())
+        for number, part in enumerate(np.array_split(lengths, 30)):
+            piece = Piece(number, iter(()), 0)
+            run.note(make_unit(Key(0, number), piece, Lengths(part), rules, "stop", tmp_path / "units"))
+        run.pack_leftovers(lambda key: tmp_path / "units")
+    assert run.totals.tokens == lengths.sum()
+    assert abs(run.totals.tokens / (run.totals.rows * capacity) - whole) < 0.001 and whole > 0.998
+
+
+class Lengths:
+    """Stands in for an encoder: gives documents of these lengths."""
+
+    def __init__(self, lengths: Any) -> None:
+        self.lengths = lengths
+
+    def encoded(self, records: Any, *_: Any) -> Any:
+        for length in self.lengths:
+            yield Encoded("", {}, Document(np.zeros(length, np.int32), np.ones(length, np.bool_)), {})
+
+
+def test_a_part_that_is_missing_or_of_other_options_is_named(corpus, tmp_path):
+    out = tmp_path / "out"
+    pack(*arguments(corpus), "--output", out, "--part", "1/2")
+    assert "--merge: part 2/2 is not there or not complete" in pack("--merge", "--output", out, code=2)
+    pack(*arguments(corpus, "--seed", 1), "--output", out, "--part", "2/2")
+    assert "was made of other data or with other options" in pack("--merge", "--output", out, code=2)
+    assert "pass K/N with K from 1 to N" in pack(*arguments(corpus), "--output", out, "--part", "3/2", code=2)
+    assert "holds no part" in pack("--merge", "--output", tmp_path / "empty", code=2)
+
+
+def test_all_documents_are_in_the_rows_once(corpus, tmp_path):
+    pack(*arguments(corpus), "--output", tmp_path / "small")
+    pack(*arguments(corpus), "--block-size", 1 << 24, "--output", tmp_path / "whole")
+    assert documents(tmp_path / "small") == documents(tmp_path / "whole")
+    small, whole = (json.loads((tmp_path / name / "manifest.json").read_text()) for name in ("small", "whole"))
+    assert abs(small["efficiency"] - whole["efficiency"]) < 0.01
+
+
+def killed_after(events: int, arguments: list[str]) -> int:
+    """Run ``crosspack pack`` in a copy of this process, and kill it before it does the n-th thing to a file in ``out``.
+
+    Returns:
+        The exit status, or minus the signal.
+    """
+    left = events
+
+    def counting(event: str, details: tuple[Any, ...]) -> None:
+        nonlocal left
+        if event in _EVENTS and "out" in str(details[0]):
+            left -= 1
+            if not left:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def work() -> int:
+        sys.addaudithook(counting)
+        return CliRunner().invoke(app, ["pack", *arguments]).exit_code
+
+    return processes.forked(work)
+
+
+_EVENTS = ("open", "os.rename", "os.remove", "os.truncate", "os.mkdir", "os.rmdir", "shutil.rmtree")
+
+
+def test_a_run_that_is_killed_anywhere_and_started_again_gives_the_same_bytes(corpus, tmp_path):
+    """For random n, killed before the n-th thing that it does to a file of its output, again and again."""
+    given = list(map(str, arguments(corpus, "--rows-per-file", 40, "--workers", 1, "--block-size", 9000)))
+    pack(*given, "--output", tmp_path / "expected")
+    expected = result(tmp_path / "expected")
+    out = tmp_path / "out"
+    rng = np.random.default_rng(int(os.environ.get("CROSSPACK_SEED", "0")))
+    kills = runs = 0
+    while kills < ROUNDS or runs < 2:
+        status = killed_after(int(rng.integers(1, 150)) if kills < ROUNDS else 0, [*given, "--output", str(out)])
+        kills += status == -signal.SIGKILL
+        complete = (out / "manifest.json").exists()
+        if complete:  # nothing looks finished that is not
+            assert {name: x for name, x in result(out).items() if not name.startswith(".crosspack")} == expected
+        if status != -signal.SIGKILL:
+            assert complete and status in (0, 2)  # 2: it was complete before, so the folder is not empty
+            assert result(out) == expected
+            shutil.rmtree(out)
+            runs += 1
+
+
+def test_workers_end_with_their_parent(corpus, tmp_path):
+    given = arguments(corpus, "--workers", 2, "--block-size", 300, "--output", tmp_path / "out")
+    journal = tmp_path / "out/.crosspack-partial-run/journal"
+    command = [sys.executable, "-m", "crosspack", "pack", *map(str, given)]
+    assert processes.killed_when(command, lambda: journal.exists() and journal.read_bytes().count(b"\n") > 3)
+    pack(*given)
+    pack(*given[:-1], tmp_path / "expected")
+    assert result(tmp_path / "out") == result(tmp_path / "expected")
+
+
+BAD = [{"text": "fox"}, {"other": 1}, {"text": 7}, {"text": "dog jump"}, {"input_ids": [1, "x"]}, {"text": ""}]
+
+
+@pytest.fixture
+def damaged(tmp_path) -> Path:
+    path = tmp_path / "damaged.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in BAD) + "{broken\n")
+    return path
+
+
+def test_a_bad_record_stops_the_run_is_skipped_or_kept_aside(corpus, damaged, tmp_path):
+    given = ("--data", damaged, "--tokenizer", corpus[1], "--capacity", 64, "--block-size", 40)
+    stopped = pack(*given, "--output", tmp_path / "stop", code=2)
+    assert "damaged.jsonl:2 has the columns other: a record needs text" in stopped
+    with processes.limited():
+        assert pack(*given, "--output", tmp_path / "stop", "--workers", 3, code=2) == stopped
+    for policy in ("skip", "quarantine"):
+        said = pack(*given, "--output", tmp_path / policy, "--on-error", policy)
+        assert "4 records could not be used, see bad_records.jsonl" in said
+        manifest = json.loads((tmp_path / policy / "manifest.json").read_text())
+        counted = {name: manifest[name] for name in ("records", "bad_records", "documents", "left_out")}
+        assert counted == {"records": 7, "bad_records": 4, "documents": 2, "left_out": 1}
+        lines = [json.loads(x) for x in (tmp_path / policy / "bad_records.jsonl").read_text().splitlines()]
+        assert [line["where"] for line in lines] == [f"{damaged}:{n}" for n in (2, 3, 5, 7)]
+        assert [line["error"].split(":")[0].split(",")[0] for line in lines] == [
+            "has the columns other",
+            "text is a int",
+            "input_ids is not a list of whole numbers of at most 64 bits",
+            "it is not JSON",
+        ]
+        records = [line.get("record") for line in lines]
+        assert records == (
+            [None] * 4 if policy == "skip" else [*map(json.dumps, BAD[1:3]), json.dumps(BAD[4]), "{broken"]
+        )
+
+
+def test_what_was_finished_before_a_bad_record_counts_under_another_policy(corpus, damaged, tmp_path):
+    given = ("--data", damaged, "--tokenizer", corpus[1], "--capacity", 64, "--block-size", 10, "--workers", 1)
+    damaged.write_text("".join(json.dumps({"text": "fox " * n}) + "\n" for n in range(1, 9)) + "{broken\n")
+    pack(*given, "--output", tmp_path / "out", code=2)
+    assert "going on: " in pack(*given, "--output", tmp_path / "out", "--on-error", "skip")
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [dict(row) for row in crosspack.read(path)]
+
+
+def test_columns_and_weights_of_tokens_are_carried(corpus, tmp_path):
+    pack(*arguments(corpus), "--output", tmp_path / "out", "--keep", "id", "--keep", "where")
+    seen = []
+    for row in rows_of(tmp_path / "out"):
+        assert len(row["id"]) == len(row["seq_lengths"]) == len(row["where"])
+        assert [place.rpartition(":")[2] for place in row["where"]] == [str(n + 1) for n in row["id"]]
+        seen += list(row["id"])
+    assert sorted(seen) == list(range(600))
+    records = [
+        {"input_ids": list(range(n)), "weights": [n / 8 + i for i in range(n)], "tag": str(n)} for n in (2, 3, 5, 6, 8)
+    ]
+    path = tmp_path / "tokens.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    options = ("--tokenizer", corpus[1], "--capacity", 6, "--overflow", "split", "--keep", "weights", "--keep", "tag")
+    pack("--data", path, *options, "--output", tmp_path / "tokens")
+    total = 0
+    for row in rows_of(tmp_path / "tokens"):
+        tags = np.repeat([int(tag) for tag in row["tag"]], row["seq_lengths"])
+        assert np.array_equal(row["weights"], tags / 8 + row["input_ids"])
+        total += len(tags)
+    assert total == 24
+
+
+@pytest.mark.parametrize(
+    ("records", "options", "reads"),
+    [
+        ([{"body": "fox", "text": "dog"}], ("--text-column", "body"), "fox"),
+        ([{"q": "fox", "a": " dog"}], ("--prompt-column", "q", "--completion-column", "a"), "fox dog"),
+        (
+            [{"conversations": [{"from": "human", "value": "fox"}, {"from": "gpt", "value": "dog"}]}],
+            (),
+            "<|im_start|>user\nfox<|im_end|>\n<|im_start|>assistant\ndog<|im_end|>\n",
+        ),
+        (
+            [{"instruction": "jump", "input": "fox", "output": "dog"}],
+            (),
+            "Below is an instruction that describes a task, paired with an input that provides further context. Write "
+            "a response that appropriately completes the request.\n\n### Instruction:\njump\n\n### Input:\nfox\n\n"
+            "### Response:\ndog",
+        ),
+        (
+            [{"instruction": "jump", "input": "", "output": "dog"}],
+            (),
+            "Below is an instruction that describes a task. Write a response that appropriately completes the "
+            "request.\n\n### Instruction:\njump\n\n### Response:\ndog",
+        ),
+    ],
+)
+def test_common_layouts_and_columns_of_other_names_are_read(corpus, tokenizer, tmp_path, records, options, reads):
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    pack("--data", path, "--tokenizer", corpus[1], "--no-eos", *options, "--output", tmp_path / "out")
+    (row,) = rows_of(tmp_path / "out")
+    assert tokenizer.decode(row["input_ids"]) == reads
+    trained = np.asarray(row["input_ids"])[np.asarray(row["labels"]) != -100]
+    assert len(trained) < len(row["input_ids"]) and reads.rstrip().endswith(tokenizer.decode(trained).strip())
+
+
+def test_data_sets_are_mixed_by_weight_in_every_unit(corpus, tmp_path):
+    paths = [tmp_path / f"{name}.jsonl" for name in ("a", "b")]
+    for path, n in zip(paths, (900, 300), strict=True):
+        path.write_text("".join(json.dumps({"text": f"fox {i % 9} dog", "from": path.stem}) + "\n" for i in range(n)))
+    data = ("--data", f"{paths[0]}:3", "--data", f"{paths[1]}:1", "--tokenizer", corpus[1], "--keep", "from")
+    more = ("--capacity", 64, "--block-size", 4000)
+    pack(*data, *more, "--output", tmp_path / "out", "--workers", 1)
+    with processes.limited():
+        pack(*data, *more, "--output", tmp_path / "two", "--workers", 2)
+    assert result(tmp_path / "two") == result(tmp_path / "out")
+    origins = [origin for row in rows_of(tmp_path / "out") for origin in row["from"]]
+    assert len(origins) > 1100 and abs(origins.count("a") / len(origins) - 0.75) < 0.01
+    first = [origin for row in rows_of(tmp_path / "out")[:8] for origin in row["from"]]
+    assert abs(first.count("a") / len(first) - 0.75) < 0.2
+    unweighted = pack("--data", f"{paths[0]}:3", "--data", paths[1], "--output", tmp_path / "no", code=2)
+    assert "some have a weight and some have none" in unweighted
+
+
+def test_a_result_behind_a_url_is_uploaded_with_its_manifest_last(corpus, tmp_path):
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/in/data.jsonl", (corpus[0] / "data.jsonl").read_bytes())
+    given = ("--tokenizer", corpus[1], "--capacity", 64)
+    try:
+        pack("--data", "memory://in/data.jsonl", *given, "--output", "memory://out")
+        assert "is not empty" in pack("--data", "memory://in/data.jsonl", *given, "--output", "memory://out", code=2)
+        pack("--data", "memory://in/data.jsonl", *given, "--output", "memory://out", "--overwrite")
+        pack("--data", corpus[0] / "data.jsonl", *given, "--output", tmp_path / "here")
+        assert memory.cat("/out/train-00000.parquet") == (tmp_path / "here/train-00000.parquet").read_bytes()
+        there = json.loads(memory.cat("/out/manifest.json"))
+        assert there["documents"] == 600
+    finally:
+        memory.store.clear()
+
+
+def test_progress_is_logged_with_rates_and_the_time_left(corpus, tmp_path):
+    pack(*arguments(corpus), "--output", tmp_path / "out", "--log", tmp_path / "log")
+    (line,) = map(json.loads, (tmp_path / "log").read_text().splitlines())
+    assert {"documents_per_second", "megabytes_per_second", "tokens_per_second", "efficiency", "seconds_left"} < {*line}

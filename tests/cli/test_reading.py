@@ -1,0 +1,151 @@
+"""``crosspack.read``: every format and compression, from any piece on, in the same order and with the same places."""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import io
+import json
+import lzma
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import crosspack
+from crosspack.reading.records import read_pieces
+from packing_core.errors import PackingError
+
+RECORDS = [{"text": f'{"é" * (n % 7)} word, "{n}"'} for n in range(300)]
+
+
+def jsonl(records: list[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
+
+
+def table(records: list[dict[str, Any]], *, stream: bool) -> bytes:
+    sink, content = pa.BufferOutputStream(), pa.Table.from_pylist(records)
+    with (pa.ipc.new_stream if stream else pa.ipc.new_file)(sink, content.schema) as out:
+        out.write_table(content, max_chunksize=70)
+    return sink.getvalue().to_pybytes()
+
+
+def parquet(records: list[dict[str, Any]]) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(records), sink, row_group_size=120)
+    return sink.getvalue()
+
+
+def values(records: list[dict[str, Any]], delimiter: str) -> bytes:
+    out = io.StringIO(newline="")
+    writer = csv.DictWriter(out, ["text"], delimiter=delimiter)
+    writer.writeheader()
+    writer.writerows(records)
+    return out.getvalue().encode()
+
+
+FILES: dict[str, Callable[[list[dict[str, Any]]], bytes]] = {
+    "data.jsonl": jsonl,
+    "data.json": lambda records: json.dumps(records, indent=1).encode(),
+    "data.jsonl.gz": lambda records: gzip.compress(jsonl(records)),
+    "data.jsonl.bz2": lambda records: bz2.compress(jsonl(records)),
+    "data.jsonl.xz": lambda records: lzma.compress(jsonl(records)),
+    "data.jsonl.zst": lambda records: pa.compress(jsonl(records), codec="zstd", asbytes=True),
+    "data.csv": lambda records: values(records, ","),
+    "data.tsv": lambda records: values(records, "\t"),
+    "data.txt": lambda records: "".join(record["text"] + "\n" for record in records).encode(),
+    "data.parquet": parquet,
+    "data.arrow": lambda records: table(records, stream=True),
+    "data.file.arrow": lambda records: table(records, stream=False),
+}
+
+
+@pytest.fixture
+def memory():
+    yield fsspec.filesystem("memory")
+    fsspec.filesystem("memory").store.clear()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_each_format_is_read_here_and_behind_a_url(tmp_path, memory, name):
+    (tmp_path / name).write_bytes(FILES[name](RECORDS))
+    memory.pipe(f"/{name}", FILES[name](RECORDS))
+    here, there = crosspack.read(tmp_path / name), crosspack.read(f"memory://{name}")
+    assert [dict(row) for row in here] == [dict(row) for row in there] == RECORDS
+    places = [row.where.removeprefix(str(tmp_path)) for row in here]
+    assert places == [row.where.removeprefix("memory:/") for row in there]
+    assert len(set(places)) == 300
+    assert next(iter(crosspack.read(f"file://{tmp_path}/{name}"))).where.startswith("file://")
+
+
+@pytest.mark.parametrize("size", [1, 50, 1000, 1 << 20])
+@pytest.mark.parametrize("name", FILES)
+def test_stretches_and_every_third_piece_hold_the_same_records_with_the_same_places(tmp_path, name, size):
+    (tmp_path / name).write_bytes(FILES[name](RECORDS))
+    records = crosspack.read(tmp_path / name)
+    found = {}
+    for number, stretch in enumerate(records.stretches(size)):
+        for start in (2, 0, 1):
+            for piece in read_pieces(stretch, size, start, 3):
+                for item in piece.items:
+                    found[number, piece.number, item.number] = dict(item), item.where
+    assert [found[key] for key in sorted(found)] == [(dict(row), row.where) for row in records]
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.jsonl.gz", "data.csv", "data.txt"])
+@pytest.mark.parametrize("size", [None, 1, 8, 64])
+def test_what_is_no_record_is_an_error_with_its_line_or_an_item_of_its_own(tmp_path, name, size):
+    header, good, bad = {".csv": (b"text,n\n", b"a,1", b"b"), ".txt": (b"a\n", b"c", b"\xff")}.get(
+        Path(name).suffix, (b'{"text": 0}\n', b'{"text": "a"}', b'{"text": \xff"b"}')
+    )
+    content = header + b"\n".join([good, b"", bad, good, bad])
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    records = crosspack.read(tmp_path / name)
+    with pytest.raises(PackingError, match=r"data\.\w+(\.gz)?:4: it (is not UTF-8|has 1 values and the file has 2)"):
+        list(records)
+    stretches = records.stretches(size)
+    items = [item for stretch in stretches for piece in read_pieces(stretch, size or 1 << 20) for item in piece.items]
+    wrong = [item for item in items if isinstance(item, crosspack.BadRecord)]
+    assert [item.where.rpartition(":")[2] for item in wrong] == ["4", "6"]
+    assert len(items) == (4 if name == "data.csv" else 5)
+
+
+def test_a_value_of_csv_may_have_several_lines(tmp_path):
+    path = tmp_path / "data.csv"
+    path.write_bytes('\ufefftext,"the, id"\r\n"two\r\nlines, ""quoted""",1\r\n\r\nplain 5" pipe,2\r\n'.encode())
+    rows = list(crosspack.read(path))
+    assert [dict(row) for row in rows] == [
+        {"text": 'two\r\nlines, "quoted"', "the, id": "1"},
+        {"text": 'plain 5" pipe', "the, id": "2"},
+    ]
+    assert [row.where for row in rows] == [f"{path}:2", f"{path}:5"]
+
+
+def test_a_text_file_is_a_record_a_line_or_one(tmp_path):
+    (tmp_path / "data.txt").write_text("one\n\ntwo\n")
+    assert [row["text"] for row in crosspack.read(tmp_path / "data.txt")] == ["one", "two"]
+    assert [row["text"] for row in crosspack.read(tmp_path / "data.txt", sample_by="document")] == ["one\n\ntwo\n"]
+
+
+def test_a_folder_behind_a_url_is_read_by_the_names_of_its_files(memory):
+    for name, text in {"train-0.jsonl": "a", "train-1.jsonl.gz": "b", "test.jsonl": "c", ".hidden.jsonl": "d"}.items():
+        content = jsonl([{"text": text}])
+        memory.pipe(f"/data/{name}", gzip.compress(content) if name.endswith(".gz") else content)
+    assert [row["text"] for row in crosspack.read("memory://data")] == ["a", "b"]
+    assert [row["text"] for row in crosspack.read("memory://data", split="test")] == ["c"]
+    with pytest.raises(PackingError, match=r"^memory://nowhere: no such file or folder"):
+        crosspack.read("memory://nowhere")
+    with pytest.raises(PackingError, match=r"^nothing://x: "):
+        crosspack.read("nothing://x")
+
+
+@pytest.mark.parametrize("name", ["data.jsonl.gz", "data.jsonl.zst", "data.jsonl.xz", "data.jsonl.bz2"])
+def test_a_compressed_file_that_ends_early_is_one_line(tmp_path, name):
+    (tmp_path / name).write_bytes(FILES[name](RECORDS)[:-9])
+    with pytest.raises(PackingError, match=rf"^{tmp_path}/{name}: [^\n]+$"):
+        list(crosspack.read(tmp_path / name))

@@ -1,0 +1,44 @@
+"""What the parts of the conformance adapter share: numpy float32 in, tensors of the named dtype, numpy float32 out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from packing_core import protocol
+from packing_core.protocol import Array, Backend, Gradients
+from torch_backend.segments import PackedMetadata
+
+
+class TensorMethods(Backend):
+    """The way from the protocol's words to torch's and back, on one device."""
+
+    device: torch.device
+
+    def _operands(self, arrays: Mapping[str, Array], dtype: str) -> dict[str, Tensor]:
+        protocol.require_declared(self, dtype=dtype)
+        working = getattr(torch, dtype)
+        return {name: torch.tensor(x, device=self.device).to(working).requires_grad_() for name, x in arrays.items()}
+
+    def _packed(self, segment_ids: Array) -> PackedMetadata:
+        return PackedMetadata.from_lengths(np.diff(protocol.cu_seqlens(segment_ids)).tolist(), device=self.device)
+
+    def _out_and_gradients(
+        self, function: Callable[..., Tensor], operands: dict[str, Tensor], dout: Array | None
+    ) -> tuple[Array, Gradients]:
+        with torch.set_grad_enabled(dout is not None):
+            out = function(**operands)
+        if dout is None:
+            return to_numpy(out), {}
+        cotangent = torch.tensor(dout, device=self.device).to(out.dtype)
+        found = torch.autograd.grad(out, list(operands.values()), cotangent)
+        return to_numpy(out), {name: to_numpy(x) for name, x in zip(operands, found, strict=True)}
+
+
+def to_numpy(x: Tensor | None) -> Array:
+    """float32 on the host; of a gradient that must be there."""
+    assert x is not None
+    return np.asarray(x.detach().float().cpu())
