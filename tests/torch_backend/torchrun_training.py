@@ -75,7 +75,7 @@ def train(model: torch.nn.Module, folder: Path, rows_at_once: int, accumulation:
 def weights_of(model: torch.nn.Module, strategy: str) -> dict[str, torch.Tensor]:
     if strategy != "zero3":
         return whole({name: p.detach() for name, p in model.named_parameters()})
-    from deepspeed.zero import GatheredParameters
+    from deepspeed.runtime.zero import GatheredParameters
 
     with GatheredParameters(list(model.parameters())):
         return {name: p.detach().clone() for name, p in model.named_parameters()}
