@@ -330,7 +330,8 @@ def _qwen3_5(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _qwen3_next(config: Mapping[str, Any]) -> dict[str, Any]:
     dense = _qwen3_5(config)
-    mixture = _qwen_mixture(config, shared_size=config["shared_expert_intermediate_size"])
+    normalised = {"norm_topk_prob": True} | dict(config)
+    mixture = _qwen_mixture(normalised, shared_size=config["shared_expert_intermediate_size"])
     return dense | {"delta_net": replace(dense["delta_net"], by_key_head=True), "mixture": mixture}
 
 

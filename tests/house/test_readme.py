@@ -24,8 +24,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 REPOSITORY = PROJECT["urls"]["Repository"]
 PAGES = (
     "README.md",
+    "docs/hybrids.md",
     "docs/migration.md",
     "docs/post-training.md",
+    "docs/start.md",
     "docs/steps.md",
     "docs/torch.md",
     "docs/trainers.md",

@@ -1,0 +1,110 @@
+"""The charts of the site, from the tables of benchmarks/RESULTS.md: ``CHARTS`` maps the name in a page to its chart.
+
+A page names a chart in a comment, ``<!-- chart: step -->``. A table or a row that is no longer there is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from docs.site.drawing import bars
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "RESULTS.md"
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart of bars.
+
+    Attributes:
+        title: with the unit.
+        section: heading of RESULTS.md under which its tables are.
+        column: heading of the column with the values.
+        rows: label of each bar -> words that its row's cells contain, in order, up to the value.
+        highlight: what the labels of this project's bars contain.
+        caption: the conditions.
+    """
+
+    title: str
+    section: str
+    column: str
+    rows: dict[str, tuple[str, ...]]
+    highlight: str
+    caption: str
+
+
+CHARTS = {
+    "step": Chart(
+        "Real tokens per second, Qwen2-0.5B shape, rows of 16,384, one H200",
+        "The training step",
+        "real tokens/s",
+        {
+            "padded, batches of 8, SDPA": ("padded, batches of 8", "padded, SDPA"),
+            "stock packed rows, SDPA": ("rows of 16,384", "stock packed, SDPA"),
+            "best stock: flash-attn-4, Liger": ("rows of 16,384", "best stock"),
+            "Crosspack, torch alone": ("rows of 16,384", "ours, torch alone"),
+            "Crosspack, compiled and captured": ("rows of 16,384", "ours, compiled and captured"),
+        },
+        "Crosspack",
+        "bfloat16, fused AdamW, the same 480 documents. Compiled and best stock: one run; the others: an earlier one.",
+    ),
+    "trainers": Chart(
+        "Real tokens per second, Qwen2-0.5B shape, rows of 16,384, one H200",
+        "Training by one line",
+        "real tokens/s",
+        {
+            "Trainer, stock SDPA": ("`Trainer`, stock SDPA",),
+            "SFTTrainer, Crosspack": ("`SFTTrainer(packing=True)` after `enable_packing` |",),
+            "Trainer, Crosspack": ("`Trainer` after `enable_packing`",),
+            "make_train_step, Crosspack": ("`make_train_step`",),
+        },
+        "Crosspack",
+        "torch 2.11.0, transformers 5.17.0, no flash-attn-4.",
+    ),
+    "planner": Chart(
+        "Milliseconds to plan 100,000 short documents, one core",
+        "Planner",
+        "ms",
+        {
+            "crosspack best_fit": ("short lognormal, 100,000", "crosspack best_fit"),
+            "lightbinpack obfd (C++)": ("short lognormal, 100,000", "lightbinpack"),
+            "LLaMA-Factory knapsack": ("short lognormal, 100,000", "LLaMA-Factory"),
+            "axolotl (numba)": ("short lognormal, 100,000", "axolotl"),
+            "TRL bfd, tokens moved too": ("short lognormal, 100,000", "TRL bfd"),
+        },
+        "crosspack",
+        "Rows of 2,048. TRL moves the tokens as well.",
+    ),
+}
+
+
+def tables(section: str) -> list[list[str]]:
+    """The tables under a heading, down to the next heading, each as its lines."""
+    text = RESULTS.read_text()
+    found = re.search(rf"^#+ {re.escape(section)}\n(.*?)(?=^#|\Z)", text, flags=re.MULTILINE | re.DOTALL)
+    if not found:
+        raise LookupError(f"benchmarks/RESULTS.md has no section {section!r}, which a chart is drawn from")
+    return [part.strip().splitlines() for part in re.findall(r"(?:^\|.*\n?)+", found[1], flags=re.MULTILINE)]
+
+
+def value_of(section: str, column: str, words: tuple[str, ...]) -> str:
+    """The cell under ``column`` in the first row of a section that contains all ``words``.
+
+    Raises:
+        LookupError: there is none.
+    """
+    for heading, _, *lines in tables(section):
+        columns = [cell.strip() for cell in heading.strip("|").split("|")]
+        for line in lines:
+            if column in columns and all(word in line for word in words):
+                return line.strip("|").split("|")[columns.index(column)].strip()
+    raise LookupError(f"benchmarks/RESULTS.md, {section!r}: no row of {' and '.join(words)} under {column!r}")
+
+
+def draw(name: str) -> str:
+    chart = CHARTS[name]
+    cells = {label: value_of(chart.section, chart.column, words) for label, words in chart.rows.items()}
+    measured = [(label, float(cell.replace(",", "")), cell) for label, cell in cells.items()]
+    return bars(chart.title, measured, highlight=chart.highlight, caption=chart.caption)

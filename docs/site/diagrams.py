@@ -1,0 +1,170 @@
+"""The diagrams of the site, drawn from what the code computes: ``DIAGRAMS`` maps the name in a page to its function.
+
+A page names a diagram in a comment, ``<!-- diagram: rows -->``. The site shows the diagram there, a forge nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from conformance.numerics import EPSILON, FACTOR, FLOOR
+from crosspack import PackedCollator, pack
+from docs.site.drawing import OTHER, OWN, PADDING, SEGMENTS, Drawing
+from packing_core import reference
+from packing_core.batch import PackedBatch
+from tests.house.test_layers import FLOORS, PACKAGES
+
+ROOT = Path(__file__).parents[2]
+CELL = 26
+
+
+def example() -> PackedBatch:
+    """Four documents in two rows of eight tokens, as in docs/data.md."""
+    return pack([[11, 12, 13, 14, 15], [21, 22, 23], [31, 32, 33, 34], [41, 42]], 8, seed=None)
+
+
+def rows() -> str:
+    """What a packed batch holds: its rows, and the arrays derived from its boundaries."""
+    batch = example()
+    names = ("input_ids", "segment_ids", "position_ids", "targets")
+    left, between = 120, 44
+    height = CELL * len(names) + between
+    drawing = Drawing(left + CELL * 1.6 * batch.capacity, height * len(batch), "Two packed rows with their arrays")
+    for row in range(len(batch)):
+        for line, name in enumerate(names):
+            y = row * height + line * CELL
+            drawing.text(left - 10, y + 18, name, anchor="end", code=True)
+            for place, value in enumerate(getattr(batch, name)[row]):
+                segment = int(batch.segment_ids[row, place])
+                x = left + place * CELL * 1.6
+                drawing.box(x, y, CELL * 1.6 - 2, CELL - 2, SEGMENTS[(segment - 1) % 2] if segment else PADDING)
+                drawing.text(
+                    x + CELL * 0.8, y + 17, value, anchor="middle", size=12, colour="white" if segment == 1 else "black"
+                )
+    return drawing.figure("Four documents in two rows of 8 tokens. Padding is grey; -100 marks what is no target.")
+
+
+def visible(segments: np.ndarray) -> np.ndarray:
+    """[T, T]: whether the attention output at a token (first axis) changes when the value at another (second) does."""
+    tokens = len(segments)
+    q, k, v = np.random.default_rng(0).normal(size=(3, tokens, 1, 4))
+    edges = [0, *np.flatnonzero(np.diff(segments)) + 1, tokens]
+    before = reference.attention(q, k, v, edges)
+    changed = np.zeros((tokens, tokens), bool)
+    for place in range(tokens):
+        moved = v.copy()
+        moved[place] += 1
+        changed[:, place] = (reference.attention(q, k, moved, edges) != before).any((1, 2))
+    return changed
+
+
+def mask() -> str:
+    """Which token changes which output: the row as one document, and as the documents that it holds."""
+    documents = np.repeat([1, 2, 3], [5, 3, 4])
+    tokens, side = len(documents), 20
+    drawing = Drawing(2 * side * tokens + 90, side * tokens + 46, "Causal mask of a row beside the document mask")
+    for panel, (title, segments) in enumerate((("causal mask", np.ones(tokens, int)), ("document mask", documents))):
+        x0 = panel * (side * tokens + 80)
+        drawing.text(x0 + side * tokens / 2, 16, title, anchor="middle", bold=True)
+        for query, key in np.argwhere(visible(segments)):
+            fill = OWN if documents[query] == documents[key] else OTHER
+            drawing.box(x0 + key * side, 26 + query * side, side - 2, side - 2, fill)
+        drawing.text(
+            x0 + side * tokens / 2, 26 + side * tokens + 16, "token that is replaced", anchor="middle", size=12
+        )
+    return drawing.figure(
+        "A row of three documents. Each square is an output (down) that changes with a token (across), measured on the "
+        "reference. Blue: of its own document. Red: of another one, which is contamination."
+    )
+
+
+def travel() -> str:
+    """How boundaries reach a layer of a transformers model: the parts that they pass, and what a batch carries."""
+    batch = PackedCollator()([{"input_ids": [5, 6, 7, 8]}, {"input_ids": [9, 10, 11]}])
+    carried = [
+        f"{name} {tuple(value.shape)}" if hasattr(value, "shape") else f"{name} {value}"
+        for name, value in batch.items()
+    ]
+    stations = [
+        ("PackedCollator", "torch_backend/collate", "documents of any length become one row"),
+        ("the batch", None, "boundaries on the CPU, lengths as Python integers"),
+        ("PackedForward", "torch_backend/hf/forward.py", "built once per call, passed as an argument"),
+        ("every layer", "torch_backend/ops", "attention, rotary embedding, convolution, scan"),
+        ("the loss", "torch_backend/losses", "no target crosses a boundary"),
+    ]
+    height = 78
+    drawing = Drawing(860, height * len(stations), "From the collator to the layers and the loss")
+    for place, (title, path, words) in enumerate(stations):
+        if path and not (ROOT / path).exists():
+            raise FileNotFoundError(f"the diagram of how segments travel names {path}")
+        y = place * height + 4
+        drawing.box(4, y, 380, 52, outline=True)
+        drawing.text(16, y + 21, title, bold=True)
+        drawing.text(372, y + 21, path or "", anchor="end", size=11, code=True)
+        drawing.text(16, y + 42, words, size=12)
+        if place + 1 < len(stations):
+            drawing.arrow(194, y + 52, 194, y + height - 2)
+    for line, words in enumerate(carried):
+        drawing.text(420, height + 4 + line * 18 - 9, words, size=12, code=True)
+    return drawing.figure("Documents of 4 and 3 tokens: every key of the batch with its shape or value.")
+
+
+def budget() -> str:
+    """The error budget of attention in each dtype, beside the error of a row whose documents see each other."""
+    rng = np.random.default_rng(0)
+    q, k, v = rng.integers(-64, 65, (3, 24, 2, 16)) / 64.0  # exact in every dtype
+    edges = [0, 9, 16, 24]
+    exact = reference.attention(q, k, v, edges)
+    leak = float(np.abs(reference.attention(q, k, v, [0, 24]) - exact).max())
+    measured = []
+    for dtype in ("float32", "float16", "bfloat16"):
+        rounded = float(np.abs(reference.attention(q, k, v, edges, dtype=dtype) - exact).max())
+        allowed = FACTOR * rounded + FLOOR[dtype] * EPSILON[dtype] * float(np.abs(exact).max())
+        measured += [(f"{dtype}: rounding alone", rounded, PADDING), (f"{dtype}: budget", allowed, OWN)]
+    measured.append(("documents that see each other", leak, OTHER))
+    smallest, left, width, height = 1e-8, 240, 460, 24
+    drawing = Drawing(left + width + 90, 8 + height * len(measured), "Errors of attention on a logarithmic scale")
+    for place, (label, value, colour) in enumerate(measured):
+        length = width * np.log10(value / smallest) / np.log10(1 / smallest)
+        drawing.text(left - 8, place * height + 19, label, anchor="end")
+        drawing.box(left, place * height + 4, length, height - 6, colour)
+        drawing.text(left + length + 6, place * height + 19, f"{value:.1e}")
+    return drawing.figure(
+        "Largest error of an attention output against the float64 reference, logarithmic from 1e-8 to 1."
+    )
+
+
+def house() -> str:
+    """The packages and what each may import, and the parts of torch_backend in the order of their imports."""
+    drawing = Drawing(860, 360, "Packages and the direction of imports")
+    places = {"crosspack": (360, 30), "torch_backend": (20, 150), "jax_backend": (180, 150), "conformance": (400, 150)}
+    places["packing_core"] = (190, 280)
+    if set(places) != set(PACKAGES):
+        raise ValueError(f"the diagram of the house lacks packages: {set(places) ^ set(PACKAGES)}")
+    for package, allowed in PACKAGES.items():
+        x, y = places[package]
+        for other in allowed:
+            to_x, to_y = places[other]
+            drawing.arrow(x + 70, y + 44, to_x + 70, to_y - 2)
+    for package, (x, y) in places.items():
+        drawing.box(x, y, 140, 44, "var(--md-default-bg-color, white)", outline=True)
+        drawing.text(x + 70, y + 27, package, anchor="middle", code=True)
+    drawing.text(560, 26, "inside torch_backend", bold=True)
+    for place, part in enumerate(reversed(FLOORS)):
+        y = 36 + place * 28
+        drawing.box(560, y, 220, 24, outline=True)
+        drawing.text(670, y + 17, part, anchor="middle", code=True, size=12)
+    drawing.text(560, 36 + len(FLOORS) * 28 + 14, "each imports those below it", size=12)
+    return drawing.figure("An arrow points at what a package may import. crosspack loads the backends by name.")
+
+
+DIAGRAMS: dict[str, Callable[[], str]] = {
+    "rows": rows,
+    "mask": mask,
+    "travel": travel,
+    "budget": budget,
+    "house": house,
+}
