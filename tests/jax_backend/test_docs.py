@@ -232,3 +232,18 @@ def test_without_segment_ids_maxtexts_rows_are_one_document_each() -> None:
     wanted, _, _ = op.apply_attention(q, k, v, None, None, "train")
     np.testing.assert_allclose(found, wanted, atol=2e-6)
     assert lse.shape == (2, 4, 32)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"local_window_size": (3, 0), "scale": 0.3}, {"is_causal": False, "local_window_size": 2}],
+    ids=str,
+)
+def test_the_function_with_the_arguments_of_jax_nn_gives_its_numbers_for_each_document(options) -> None:
+    q, k, v = (jax.random.normal(jax.random.key(i), (1, 12, heads, 8)) for i, heads in enumerate((4, 2, 2)))
+    found = module("packed_nn.py").packed_attention(q, k, v, ids("111112222220"), **options)
+    for document in (slice(0, 5), slice(5, 11)):
+        alone = [x[:, document] for x in (q, k, v)]
+        wanted = jax.nn.dot_product_attention(*alone, **{"is_causal": True} | options)
+        np.testing.assert_allclose(found[:, document], wanted, atol=2e-6)
+    assert not found[:, 11].any()
