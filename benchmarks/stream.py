@@ -25,6 +25,7 @@ def main() -> None:
     print(machine())
     print(versions("numpy"), end="\n\n")
     streaming()
+    one_by_one()
     balancing()
 
 
@@ -51,6 +52,21 @@ def streaming(count: int = 200_000, repeat: int = 3) -> None:
     print(
         table([f"stream, buffer {BUFFER:,}", "shards", "documents/s", "Mtok/s made", "efficiency"], lines), end="\n\n"
     )
+
+
+def one_by_one(count: int = 40_000, repeat: int = 2) -> None:
+    """Tokens per second of processor time, rows taken one by one and in chunks."""
+    name, lengths, capacity = next(iter(distributions(count)))
+    tokens = np.zeros(capacity, np.int32)
+    documents = [tokens[:length] for length in lengths.tolist()]
+    taken = {
+        "one by one": lambda: sum(row.n_tokens for row in stream(documents, capacity)),
+        "batches of 8": lambda: sum(batch.n_tokens for batch in stream(documents, capacity).batches(8)),
+        "chunks": lambda: sum(chunk.n_tokens for chunk in stream(documents, capacity).chunks()),
+    }
+    rates = {way: lengths.sum() / best(repeat, run, time.process_time) / 1e6 for way, run in taken.items()}
+    lines = [[way, f"{rate:,.0f}", f"{rate / rates['chunks']:.2f}"] for way, rate in rates.items()]
+    print(table([f"{name}, {count:,}", "Mtok per CPU-second", "to chunks"], lines), end="\n\n")
 
 
 def balancing(repeat: int = 5) -> None:

@@ -45,8 +45,9 @@ class Deal:
 
     def mine(self, numbers: Int64) -> NDArray[np.bool_]:
         """Which of these rows are this worker's and not taken yet."""
-        mine = (numbers >= self.base) & (numbers % self.shards == self.index)
-        return mine & self._own((numbers - self._first) // self.shards)
+        mine: NDArray[np.bool_] = (numbers >= self.base) & (numbers % self.shards == self.index)
+        mine &= self._own((numbers - self._first) // self.shards)
+        return mine
 
     def pads(self, rows: int) -> bool:
         """Whether this worker ends with a row of padding, so that all shards of ``rows`` rows have as many."""
@@ -96,7 +97,7 @@ def rows_done(parts: list[Mapping[str, Any]]) -> int:
     if sorted(part["worker"] for part in parts) != list(range(workers)):
         found = ", ".join(str(part["worker"]) for part in parts)
         raise PackingError(f"the states are of the workers {found} of {workers}: pass one of each")
-    done = sum(part["taken"] for part in parts)
+    done: int = sum(part["taken"] for part in parts)
     for part in parts:
         place = np.arange(done)
         own = int(Deal(0, 1, part["worker"], workers, batch)._own(place).sum())

@@ -19,9 +19,9 @@ from packing_core import documents as by_document
 from packing_core._arrays import NUMBERS, as_array, as_int64, check_names
 from packing_core._arrays import read_only as _read_only
 from packing_core._pieces import MOST_TOKENS, check_pad_id, choice, positive
-from packing_core._select import select, single_rows, without_padding
+from packing_core._select import select, single_rows, slice_rows, without_padding
 from packing_core.errors import CapacityError, LayoutError
-from packing_core.runs import Array, Int64, gaps, indexes, ramps, spread
+from packing_core.runs import Array, Int64, chosen, gaps, indexes, ramps, spread
 
 if TYPE_CHECKING:
     from packing_core.views import KernelView
@@ -270,14 +270,15 @@ class PackedBatch:
 
     def __getitem__(self, rows: int | slice | Int64 | list[int]) -> PackedBatch:
         """The batch of some of the rows, in the order asked for: an int gives one row, a slice copies no tokens."""
+        if isinstance(rows, slice) and rows.step in (None, 1):
+            numbers = chosen(rows, len(self))
+            begin = int(numbers[0]) if len(numbers) else 0
+            return _unchecked(slice_rows(self, begin, begin + len(numbers)))
         return PackedBatch(**select(self, rows))
 
     def single_rows(self, first: int = 0) -> Iterator[PackedBatch]:
         """``batch[r]`` for each row r from ``first`` on, without copying tokens and at a tenth of the cost."""
-        for fields_of_row in single_rows(self, first):
-            row = object.__new__(PackedBatch)
-            row.__dict__.update(fields_of_row)  # of a batch that was checked
-            yield row
+        return map(_unchecked, single_rows(self, first))
 
     def unpack(self, name: str = "input_ids") -> dict[int, Array]:
         """The documents that this batch holds, by id in rising order; a split document is put together again.
@@ -397,6 +398,13 @@ class PackedBatch:
         fill = fill.astype(np.int32) if isinstance(fill, np.ndarray) else fill
         spread_out = spread(values.astype(np.int32), self.flat_starts, self.lengths, self.input_ids.size, fill)
         return _read_only(spread_out.reshape(self.input_ids.shape))
+
+
+def _unchecked(values: dict[str, Any]) -> PackedBatch:
+    """The batch with these fields, taken from one that was checked."""
+    batch = object.__new__(PackedBatch)
+    batch.__dict__.update(values)
+    return batch
 
 
 def segment_starts(rows: Int64, lengths: Int64, alignment: int) -> Int64:

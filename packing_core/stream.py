@@ -406,9 +406,15 @@ class PackStream:
         if not len(self._reader.pending.ids):
             return None
         seed = None if self.seed is None else [self.seed, self._epoch, self._round]
-        limits = {"alignment": self.alignment, "max_segments": self.max_segments}
-        lengths, once = self._reader.pending.lengths, not self._reader.exhausted
-        return plan_round(lengths, self.capacity, strategy=self.strategy, seed=seed, once=once, **limits)
+        return plan_round(
+            self._reader.pending.lengths,
+            self.capacity,
+            strategy=self.strategy,
+            seed=seed,
+            once=not self._reader.exhausted,
+            alignment=self.alignment,
+            max_segments=self.max_segments,
+        )
 
     def _leaving(self, rows: PackPlan) -> Int64:
         """The rows that leave in this round, shuffled by the seed."""

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from packing_core.balance import Cost, balance
 from packing_core.errors import PackingError
 from packing_core.packplan import PackPlan
-from packing_core.plan import plan
+from packing_core.plan import Strategy, plan
 
 Int64 = NDArray[np.int64]
 
-STRATEGIES = ("mixed", "best_fit", "first_fit", "sequential")
+STRATEGIES: tuple[Strategy, ...] = ("mixed", "best_fit", "first_fit", "sequential")
 # Dense bfloat16 operations per second, as the makers state them.
 GPUS = {"a100": 312e12, "h100": 989e12, "h200": 989e12, "b200": 2250e12, "l4": 121e12, "rtx4090": 165e12}
 UTILISATION = 0.4  # of it that training of such models reaches
@@ -33,7 +33,7 @@ SHAPES: dict[str, dict[str, int]] = {
 
 def by_strategy(lengths: Int64, capacity: int, overflow: Any, seed: int) -> list[dict[str, Any]]:
     """Rows and efficiency of every strategy at half, one, two and four times the capacity."""
-    policy = "split" if overflow == "error" else overflow
+    policy: Any = "split" if overflow == "error" else overflow
     found: list[dict[str, Any]] = []
     for size in sorted({max(1, capacity // 2), capacity, 2 * capacity, 4 * capacity}):
         for strategy in STRATEGIES:

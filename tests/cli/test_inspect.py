@@ -10,7 +10,7 @@ from tests.cli.test_commands import one_line, run
 
 RECORDS = [
     {"input_ids": [5, 6, 7, 8, 9], "labels": [-100, -100, 7, -100, 9], "seq_lengths": [3, 2]},
-    {"input_ids": [4] * 40, "labels": [-100] + [4] * 39, "seq_lengths": [40]},
+    {"input_ids": [4] * 40, "labels": [4] * 40, "seq_lengths": [40]},
 ]
 
 
