@@ -286,7 +286,7 @@ class Patched:
             if not self.needs_lengths:
                 forward.segments.lengths = None  # a compiled graph would contain them as constants
             # Compiled layers are guarded on what was derived. The checks of a batch derive more, and while a CUDA graph
-            # is recorded none is made: without this, layers would be compiled again in the recording, which may fail.
+            # is recorded none is made: then layers may be compiled again in the recording, where it can fail.
             forward.segments.forget()
             for request in self.compiled:
                 prepare(forward.segments, request, self.implementation)
