@@ -153,6 +153,8 @@ def main() -> None:
         print(f"{'':24}{'s':>8}{'MB/s':>8}{'CPU s':>8}{'MB/CPU s':>10}{'peak MB':>9}", flush=True)
         if size <= 300:
             _line("tokenizer alone", size, measured([sys.executable, "-c", ALONE, str(data), str(tokenizer)]))
+        few = folder / "few.jsonl"
+        write_data(few, 0)
         for count in given.workers:
             options = [
                 "--data",
@@ -164,10 +166,11 @@ def main() -> None:
                 "--output",
                 folder / f"{count}",
             ]
-            command = [sys.executable, "-m", "crosspack", "pack", *map(str, options), "--workers", str(count)]
-            command += ["--overflow", "truncate", "--json"]
-            found = measured(command)
-            _line(f"crosspack, {count} workers", size, found, f"efficiency {found['efficiency']:.2%}")
+            command = [sys.executable, "-m", "crosspack", "pack", *map(str, options), "--json"]
+            start = measured([*command, "--data", str(few), "--output", str(folder / f"few-{count}")])
+            found = measured([*command, "--data", str(data), "--output", str(folder / f"all-{count}")])
+            said = f"efficiency {found['efficiency']:.2%}; {start['wall']:.1f} s, {start['cpu']:.1f} CPU s to start"
+            _line(f"crosspack, {count} workers", size, found, said)
         for count in given.trl:
             command = [sys.executable, "-c", TRL, str(data), str(tokenizer), str(count), str(folder / "trl")]
             found = measured(command)

@@ -99,7 +99,9 @@ def rows(title: str, given: Sequence[Sequence[Segment]], capacity: int) -> str:
         top = number * (_BAR + 4)
         parts.append(_rect(0, top, WIDTH, _BAR, "rest"))
         for place, segment in enumerate(segments):
-            said = f"row {number}, document {segment.document}: {segment.length:,} tokens, {_trained(segment):,} with loss"
+            said = (
+                f"row {number}, document {segment.document}: {segment.length:,} tokens, {_trained(segment):,} with loss"
+            )
             inside = [_rect(segment.begin * scale, top, max(segment.length * scale - 0.6, 0.4), _BAR, "silent")]
             inside += [
                 _rect((segment.begin + begin) * scale, top, max((end - begin) * scale - 0.6, 0.4), _BAR, shade)

@@ -1,4 +1,4 @@
-"""What ``crosspack report`` says about a data set: lengths in, plain numbers out, which its page and ``--json`` share."""
+"""What ``crosspack report`` says of a data set: lengths in, plain numbers out, which its page and ``--json`` share."""
 
 from __future__ import annotations
 
@@ -84,9 +84,7 @@ def _imbalance(steps: NDArray[np.float64]) -> float:
     return float(steps.max(axis=1).sum() / steps.mean(axis=1).sum())
 
 
-def hours(
-    rows: PackPlan, config: dict[str, int], gpu: str, batches: Sequence[int], seed: int
-) -> list[dict[str, Any]]:
+def hours(rows: PackPlan, config: dict[str, int], gpu: str, batches: Sequence[int], seed: int) -> list[dict[str, Any]]:
     """Estimated hours of one epoch, packed and in padded batches.
 
     Training takes three times the operations of the forward (``Cost.operations``), of which a GPU does

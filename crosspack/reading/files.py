@@ -69,11 +69,11 @@ class File:
         plain = self.open_plain()
         match self.compression:
             case ".gz":
-                return gzip.open(plain)
+                return gzip.open(plain)  # type: ignore[return-value]
             case ".bz2":
                 return bz2.open(plain)
             case ".xz":
-                return lzma.open(plain)  # type: ignore[return-value]
+                return lzma.open(plain)
             case ".zst":
                 pyarrow = require("pyarrow", extra="hf")
                 return io.BufferedReader(_Raw(pyarrow.CompressedInputStream(plain, "zstd")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
 import sys
@@ -34,7 +35,21 @@ def test_every_example_is_run_here():
         "grpo.py",
         "fsdp2.py",
         "deepspeed_zero3.py",
+        "jax_loop.py",
+        "jax_own_model.py",
+        "grain_rows.py",
+        "maxtext_keys.py",
+        "stream_resume.py",
+        "ray_pack.py",
+        "gate_backend.py",
+        "audit_other_stack.py",
     }
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_begins_by_what_it_shows_and_how_to_run_it(path):
+    purpose, _, usage = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")
+    assert purpose.endswith(".") and "\n" not in purpose and usage.startswith("Run it: ") and path.name in usage
 
 
 def test_ranks_share_weights_and_steps():
@@ -123,3 +138,46 @@ def test_grpo_learns_on_packed_completions():
     assert re.search(r"packed: GRPOTrainer .* 16 documents in 1 rows\): exact", text)
     rewards = [float(reward) for reward in re.findall(r"reward ([\d.]+)", text)]
     assert rewards[-1] > rewards[0] + 0.2
+
+
+def test_a_jax_loop_learns_on_packed_rows(capsys):
+    text = output_here("jax_loop.py", capsys)
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", text)]
+    assert "audit: exact" in text and len(losses) == 3 and losses[-1] < losses[0] - 0.5
+
+
+def test_an_nnx_model_of_ones_own_is_exact_and_learns(capsys):
+    text = output_here("jax_own_model.py", capsys)
+    losses = [float(loss) for loss in re.findall(r": loss ([\d.]+)", text)]
+    assert text.startswith("exact") and losses[-1] < losses[0] - 0.5
+
+
+def test_grain_deals_rows_to_hosts_and_resumes_a_stream(capsys):
+    text = output_here("grain_rows.py", capsys)
+    assert "inputs (4, 512)" in text and "the same as without the stop: True" in text
+
+
+def test_maxtexts_keys_train_within_documents(capsys):
+    text = output_here("maxtext_keys.py", capsys)
+    assert "within documents alone: True" in text
+    assert "from grain: ['inputs', 'inputs_position', 'inputs_segmentation', 'targets'" in text
+
+
+def test_a_stream_and_its_losses_go_on_after_a_stop(capsys):
+    assert "the same losses to the bit: True" in output_here("stream_resume.py", capsys)
+
+
+def test_ray_writes_the_bytes_of_one_machine():
+    pytest.importorskip("ray", reason="unsupported here: Ray is in none of the extras that the tests need")
+    assert "the same bytes from Ray: True" in output("ray_pack.py")
+
+
+def test_the_gate_rejects_a_causal_mask_and_passes_the_document_mask():
+    text = output("gate_backend.py")
+    assert re.search(r"CausalOnly: exit status 1: .*moved", text)
+    assert "InsideDocuments: exit status 0: every test passed" in text
+
+
+def test_other_stacks_are_audited_as_they_are(capsys):
+    text = output_here("audit_other_stack.py", capsys)
+    assert "by hand: contaminated" in text and "DataCollatorWithFlattening: " in text

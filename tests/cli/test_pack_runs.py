@@ -7,9 +7,7 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -188,25 +186,20 @@ def killed_after(events: int, arguments: list[str]) -> int:
     Returns:
         The exit status, or minus the signal.
     """
-    child = os.fork()
-    if not child:
-        left = events
+    left = events
 
-        def counting(event: str, details: tuple[Any, ...]) -> None:
-            nonlocal left
-            if event in _EVENTS and "out" in str(details[0]):
-                left -= 1
-                if not left:
-                    os.kill(os.getpid(), signal.SIGKILL)
+    def counting(event: str, details: tuple[Any, ...]) -> None:
+        nonlocal left
+        if event in _EVENTS and "out" in str(details[0]):
+            left -= 1
+            if not left:
+                os.kill(os.getpid(), signal.SIGKILL)
 
-        try:
-            signal.alarm(processes.LIMIT)
-            sys.addaudithook(counting)
-            done = CliRunner().invoke(app, ["pack", *arguments])
-            os._exit(done.exit_code)
-        finally:
-            os._exit(99)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    def work() -> int:
+        sys.addaudithook(counting)
+        return CliRunner().invoke(app, ["pack", *arguments]).exit_code
+
+    return processes.forked(work)
 
 
 _EVENTS = ("open", "os.rename", "os.remove", "os.truncate", "os.mkdir", "os.rmdir", "shutil.rmtree")
@@ -235,34 +228,12 @@ def test_a_run_that_is_killed_anywhere_and_started_again_gives_the_same_bytes(co
 
 def test_workers_end_with_their_parent(corpus, tmp_path):
     given = arguments(corpus, "--workers", 2, "--block-size", 300, "--output", tmp_path / "out")
-    started = subprocess.Popen(
-        [sys.executable, "-m", "crosspack", "pack", *map(str, given)], start_new_session=True, stdout=subprocess.DEVNULL
-    )
     journal = tmp_path / "out/.crosspack-partial-run/journal"
-    stop = time.monotonic() + processes.LIMIT
-    while not (journal.exists() and journal.read_bytes().count(b"\n") > 3) and time.monotonic() < stop:
-        time.sleep(0.01)
-    started.kill()
-    started.wait()
-    while time.monotonic() < stop and _group(started.pid):
-        time.sleep(0.05)
-    assert not _group(started.pid)
+    command = [sys.executable, "-m", "crosspack", "pack", *map(str, given)]
+    assert processes.killed_when(command, lambda: journal.exists() and journal.read_bytes().count(b"\n") > 3)
     pack(*given)
     pack(*given[:-1], tmp_path / "expected")
     assert result(tmp_path / "out") == result(tmp_path / "expected")
-
-
-def _group(leader: int) -> list[int]:
-    """Processes of the group that still run."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            state = (folder / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(state[2]) == leader and state[0] != "Z":
-            found.append(int(folder.name))
-    return found
 
 
 BAD = [{"text": "fox"}, {"other": 1}, {"text": 7}, {"text": "dog jump"}, {"input_ids": [1, "x"]}, {"text": ""}]

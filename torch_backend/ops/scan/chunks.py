@@ -47,6 +47,7 @@ KIMI_TILES = TILES | {
     "carry_backward": Tile(32, 4, 2),
     "chunk_backward": Tile(32, 8),
 }
+_HELD = 128 * 128  # numbers of a state in a program, at most: 32 KiB, as float32 takes half of the channels
 _GROUP = 16  # heads of v that share a head of k and whose gradients of it one program adds up, at most
 
 
@@ -144,6 +145,7 @@ class Row:
         wide = self.dtype == torch.float32
         few = FEW if self.segments * self.heads < _FEW_WALKS and self.tiles is TILES else {}
         block, warps, stages = few.get(name, self.tiles[name])
+        block = min(block, _HELD // self.width)
         block = min(max(16, block // (1 + wide)), self.value_width)
         first = self.segments if name.startswith("carry") else self.chunks
         second = self.heads // self.group if name == "chunk_backward" else self.heads

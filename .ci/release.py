@@ -1,0 +1,75 @@
+"""Checks before a release: ``python .ci/release.py v0.2.0 dist/*``. Standard library only.
+
+The tag, pyproject.toml, CITATION.cff and the changelog must name one version, and the wheel and the sdist must hold the
+packages, their data, the licence and nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tarfile
+import tomllib
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("crosspack", "packing_core", "torch_backend", "jax_backend", "conformance")
+DATA = {".py", ".json", ".md", ".ini", ".typed"}
+BESIDE = {"LICENSE", "README.md", "PKG-INFO", "pyproject.toml", "setup.cfg"}  # of an sdist
+
+
+def version() -> str:
+    return str(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"])
+
+
+def version_faults(tag: str) -> list[str]:
+    """What keeps a tag from being released."""
+    stated = version()
+    faults = [] if tag == f"v{stated}" else [f"the tag is {tag}, pyproject.toml has {stated}"]
+    if f"\nversion: {stated}\n" not in (ROOT / "CITATION.cff").read_text():
+        faults.append(f"CITATION.cff has another version than {stated}")
+    if not re.search(
+        rf"^## \[{re.escape(stated)}\] - \d{{4}}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    ):
+        faults.append(f"CHANGELOG.md has no section [{stated}] with a date")
+    return faults
+
+
+def names_in(archive: Path) -> list[str]:
+    """Files of a wheel or an sdist; those of an sdist without the folder that holds them all."""
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as wheel:
+            return [name for name in wheel.namelist() if not name.endswith("/")]
+    with tarfile.open(archive) as sdist:
+        return [member.name.partition("/")[2] for member in sdist.getmembers() if member.isfile()]
+
+
+def content_faults(names: Iterable[str]) -> list[str]:
+    """What is missing in a wheel or an sdist, and what should not be there."""
+    names = set(names)
+    faults = []
+    for name in sorted(names):
+        top, _, _ = name.partition("/")
+        metadata = top.endswith((".dist-info", ".egg-info")) or name in BESIDE
+        if not metadata and (top not in PACKAGES or Path(name).suffix not in DATA or "__pycache__" in name):
+            faults.append(f"{name} does not belong here")
+    sources = {str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*")}
+    needed = {name for name in sources if Path(name).suffix in DATA and "__pycache__" not in name}
+    faults += [f"{name} is missing" for name in sorted(needed - names)]
+    if not any(name.rpartition("/")[2] == "LICENSE" for name in names):
+        faults.append("the licence is missing")
+    return faults
+
+
+def main(tag: str, *archives: str) -> int:
+    faults = version_faults(tag) + [
+        f"{archive}: {fault}" for archive in archives for fault in content_faults(names_in(Path(archive)))
+    ]
+    print("\n".join(faults) or f"{tag}: {len(archives)} archives are complete")
+    return bool(faults)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
