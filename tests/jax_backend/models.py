@@ -35,9 +35,6 @@ _DELTA_NET = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 6,
-    # The output of a delta rule may be tiny. A usual epsilon would blow its rounding errors up to the size of the norm:
-    # torch itself, from weights changed by one part in ten million, is then 2e-4 away after fifty steps.
-    "rms_norm_eps": 1e-2,
 }
 _ALTERNATING = ["sliding_attention", "full_attention"]
 CONFIGS = {
@@ -106,7 +103,9 @@ CONFIGS = {
     "gpt-oss": lambda: transformers.GptOssConfig(
         **_TINY, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=7, swiglu_limit=1.5
     ),
-    "qwen3.5": lambda: transformers.Qwen3_5TextConfig(**_TINY, **_DELTA_NET),
+    # The output of a delta rule may be tiny. A usual epsilon would blow its rounding errors up to the size of the norm:
+    # torch itself, from weights changed by one part in ten million, is then 2e-4 away after fifty steps.
+    "qwen3.5": lambda: transformers.Qwen3_5TextConfig(**_TINY, **_DELTA_NET, rms_norm_eps=1e-2),
     "qwen3-next": lambda: transformers.Qwen3NextConfig(
         **_TINY,
         **_DELTA_NET,
