@@ -23,7 +23,7 @@ from benchmarks.gpu import header
 from benchmarks.gpu_clock import DEVICE, TOY, device_ms, gated, relative_error, set_budget
 from benchmarks.gpu_scan import DTYPE, drawn_delta, drawn_ssd, sets
 from torch_backend.ops.scan import delta_rule
-from torch_backend.ops.scan.chunks import TILES, Tile
+from torch_backend.ops.scan.chunks import FEW, TILES, Tile
 from torch_backend.segments import PackedMetadata
 
 _CARRY = [(16, 1, 2), (16, 2, 2), (32, 1, 2), (32, 2, 1), (32, 2, 2), (32, 2, 3), (32, 4, 2), (64, 2, 2), (64, 4, 2)]
@@ -45,12 +45,14 @@ def run(shape: str, kernels: list[str]) -> None:
     right = {name: _results(calls) for name, calls in cases.items()}
     print(json.dumps({"kernel": "as in the table", **_measured(cases)}), flush=True)
     for kernel in kernels:
-        usual = TILES[kernel]
+        usual, few = TILES[kernel], FEW.pop(kernel, None)
         for candidate in CANDIDATES[kernel]:
             TILES[kernel] = Tile(*candidate)
             figures, note = gated(partial(_error, cases, right), LIMIT, partial(_measured, cases))
             print(json.dumps({"kernel": kernel, "tile": candidate, **figures, "note": note}), flush=True)
         TILES[kernel] = usual
+        if few is not None:
+            FEW[kernel] = few
 
 
 def _calls(shape: str, documents: list[int]) -> tuple[Any, Any]:

@@ -37,6 +37,8 @@ import numpy as np
 from benchmarks._report import machine, table, versions, write_json
 from benchmarks.jax_rows import GATE, GROUPS, SETS, TOY, Documents, Row, gate, make_row, visited_area, wanted
 from jax_backend import find_segments, segment_attention
+from jax_backend.attention import mosaic_tiles
+from jax_backend.attention.request import Request
 
 NAN = float("nan")
 
@@ -117,6 +119,13 @@ CONTENDERS: dict[str, Callable[[Row], Call]] = {
     "jax.nn cudnn, bool mask": cudnn_mask,
     "ours, chunked": partial(ours, implementation="chunked"),
 }
+
+
+def lower(request: Request) -> bool:
+    """Whether Mosaic GPU's kernels lower, be they faster or not: to judge ``mosaic_tiles.serves``."""
+    even = request.queries % mosaic_tiles.COPIED == request.keys % mosaic_tiles.COPIED == 0
+    plain = request.platform == "gpu" and request.dtype != jnp.float32 and request.softcap is None
+    return plain and even and request.head_dim == request.value_dim and request.head_dim in (64, 128)
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
@@ -282,6 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--group", choices=list(GROUPS), default="attention", help="which sets")
     parser.add_argument("--sets", nargs="*", choices=list(SETS), help="these sets only")
     parser.add_argument("--torch", action="store_true", help="also torch's kernels, in a process of its own")
+    parser.add_argument("--mosaic", action="store_true", help="Mosaic GPU's forward and dq wherever they lower")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=120.0, help="stop measuring after this long")
     parser.add_argument("--output", type=Path, help="file of JSON, rewritten after each measurement")
@@ -290,6 +300,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sets = TOY if options.toy else {name: SETS[name] for name in options.sets or GROUPS[options.group]}
     if options.torch:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves memory to torch
+    if options.mosaic:
+        mosaic_tiles.serves = lower  # type: ignore[assignment]
     deadline = begin + options.seconds
 
     header = [

@@ -1,7 +1,7 @@
 """The gated delta rule of a Qwen3.5 layer in JAX: ours packed, beside MaxText's chunked form and the plain recurrence.
 
     python -m benchmarks.jax_scan --output results/scan.json       # on a GPU, under two minutes with compiling
-    python -m benchmarks.jax_scan --only ours --unroll 4           # ours alone, its walk over chunks unrolled
+    python -m benchmarks.jax_scan --only ours --group 1            # ours alone, its walk from chunk to chunk ungrouped
     python -m benchmarks.jax_scan --toy                            # tiny shapes, to see that it runs
 
 bfloat16, 16 heads of q and k, 32 of v, width 128, g and beta float32 as models compute them. Every contender first
@@ -247,12 +247,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="contenders whose name contains this")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--unroll", type=int, default=chunked_scan.UNROLL, help="chunks in a step of ours")
+    parser.add_argument("--group", type=int, default=chunked_scan.GROUP, help="chunks in a step of ours")
     parser.add_argument("--seconds", type=float, default=110.0, help="start nothing after this long")
     parser.add_argument("--output", type=Path, help="file for the figures, rewritten after each measurement")
     parser.add_argument("--toy", action="store_true", help="tiny shapes; only to see that everything runs")
     options = parser.parse_args(arguments)
-    chunked_scan.UNROLL = options.unroll
+    chunked_scan.GROUP = options.group
     shape = Shape(2, 4, 16) if options.toy else Shape()
     rows = {name: make_row(lengths, shape) for name, lengths in (TOY if options.toy else SETS).items()}
     header = [f"{machine()}; {jax.devices()[0].device_kind}", versions("jax", "jaxlib", "jax-cuda13-plugin", "maxtext")]
@@ -269,7 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(" | ".join(line(result)), "" if result.status == "ok" else result.status, flush=True)
             if options.output:
                 options.output.parent.mkdir(parents=True, exist_ok=True)
-                found = {"header": header, "unroll": options.unroll, "results": [asdict(r) for r in results]}
+                found = {"header": header, "group": options.group, "results": [asdict(r) for r in results]}
                 options.output.write_text(json.dumps(found | {"seconds": time.perf_counter() - begin}, indent=1))
     columns = ["set", "contender", "forward ms", "fwd + bwd ms", "memory MiB", "compile s", "error"]
     print(table(columns, [line(r) for r in results]))

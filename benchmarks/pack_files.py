@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -96,14 +97,13 @@ def write_tokenizer(folder: Path, *, words: bool) -> None:
 
 
 def measured(command: list[str]) -> dict[str, Any]:
-    """Run a command: seconds, processor seconds with all children, peak memory in MB, and its last line as JSON."""
-    before = os.times()
+    """Run a command: seconds, processor seconds and peak memory in MB with all children, and its last line as JSON."""
     begin = time.perf_counter()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
-        peak, ended = [0], threading.Event()
-        watcher = threading.Thread(target=_watch, args=(process.pid, peak, ended))
+        seen, ended = _Seen(), threading.Event()
+        watcher = threading.Thread(target=_watch, args=(process.pid, seen, ended))
         watcher.start()
         out, _ = process.communicate()
         ended.set()
@@ -111,22 +111,30 @@ def measured(command: list[str]) -> dict[str, Any]:
         if process.returncode:
             errors.seek(0)
             raise SystemExit(f"{' '.join(command)[:200]} failed: {errors.read()[-2000:]}")
-    after = os.times()
-    cpu = after.children_user - before.children_user + after.children_system - before.children_system
     found = json.loads(out) if out.lstrip().startswith("{\n") else json.loads(out.strip().splitlines()[-1])
-    return {"wall": time.perf_counter() - begin, "cpu": cpu, "peak": peak[0] / 1e6, **found}
+    wall = time.perf_counter() - begin
+    return {"wall": wall, "cpu": sum(seen.seconds.values()), "peak": seen.peak / 1e6, **found}
 
 
-def _watch(pid: int, peak: list[int], ended: threading.Event) -> None:
+@dataclass
+class _Seen:
+    """Processor seconds of each process when it was last seen, and the most memory of all together."""
+
+    seconds: dict[int, float] = field(default_factory=dict)
+    peak: int = 0
+
+
+def _watch(pid: int, seen: _Seen, ended: threading.Event) -> None:
     while not ended.wait(0.05):
         total = 0
         try:
             process = psutil.Process(pid)
             for each in [process, *process.children(recursive=True)]:
                 total += each.memory_info().rss
+                seen.seconds[each.pid] = sum(each.cpu_times()[:2])
         except psutil.Error:
             continue
-        peak[0] = max(peak[0], total)
+        seen.peak = max(seen.peak, total)
 
 
 def main() -> None:
@@ -145,6 +153,8 @@ def main() -> None:
         print(f"{'':24}{'s':>8}{'MB/s':>8}{'CPU s':>8}{'MB/CPU s':>10}{'peak MB':>9}", flush=True)
         if size <= 300:
             _line("tokenizer alone", size, measured([sys.executable, "-c", ALONE, str(data), str(tokenizer)]))
+        few = folder / "few.jsonl"
+        write_data(few, 0)
         for count in given.workers:
             options = [
                 "--data",
@@ -156,9 +166,11 @@ def main() -> None:
                 "--output",
                 folder / f"{count}",
             ]
-            command = [sys.executable, "-m", "crosspack", "pack", *map(str, options), "--workers", str(count), "--json"]
-            found = measured(command)
-            _line(f"crosspack, {count} workers", size, found, f"efficiency {found['efficiency']:.2%}")
+            command = [sys.executable, "-m", "crosspack", "pack", *map(str, options), "--json"]
+            start = measured([*command, "--data", str(few), "--output", str(folder / f"few-{count}")])
+            found = measured([*command, "--data", str(data), "--output", str(folder / f"all-{count}")])
+            said = f"efficiency {found['efficiency']:.2%}; {start['wall']:.1f} s, {start['cpu']:.1f} CPU s to start"
+            _line(f"crosspack, {count} workers", size, found, said)
         for count in given.trl:
             command = [sys.executable, "-c", TRL, str(data), str(tokenizer), str(count), str(folder / "trl")]
             found = measured(command)

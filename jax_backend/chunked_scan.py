@@ -2,7 +2,7 @@
 and `ssd`.
 
 Rows are cut into chunks of 64 tokens. Inside a chunk everything is a product of small matrices, for all chunks at once;
-from chunk to chunk goes a state, one product a chunk:
+from chunk to chunk goes a state:
 
     decays between tokens, 0 between segments -> what each chunk adds to the state, and what it takes off
     -> the states at the chunks' starts, one after the other -> outputs
@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 
 CHUNK = 64
-UNROLL = 1  # chunks in a step of the walk from chunk to chunk
+GROUP = 8  # chunks whose states are found for all groups at once, before the walk from group to group
 _BASE = 16  # width of the triangles that are inverted by doubling in place; larger ones are put together from these
 _STATES = 2**25  # numbers in the states of a block, 128 MiB: what bounds the memory of a long row
 _EXACT = jax.lax.Precision.HIGHEST
@@ -86,8 +86,8 @@ def scan(rule: Rule, inputs: Inputs, carry: Carry) -> tuple[Carry, jax.Array]:
     def cut(x: jax.Array) -> jax.Array:
         """[B, S, ...] to [blocks, B, N, C, ...]."""
         # The last run goes on with tokens of 0, which leave its state as it is.
-        mode = "edge" if x is inputs.runs else "constant"
-        x = jnp.pad(x, ((0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)), mode=mode)
+        more = x[:, -1:] if x is inputs.runs else jnp.zeros_like(x[:, :1])
+        x = jnp.concatenate([x, jnp.repeat(more, padding, axis=1)], axis=1) if padding else x
         return jnp.moveaxis(x.reshape(rows, blocks, in_block, CHUNK, *x.shape[2:]), 1, 0)
 
     carry, out = jax.lax.scan(jax.checkpoint(partial(_block, rule)), carry, jax.tree.map(cut, inputs))
@@ -111,7 +111,7 @@ def _block(rule: Rule, carry: Carry, inputs: Inputs) -> tuple[Carry, jax.Array]:
 
     g = jnp.maximum(jnp.moveaxis(g, 2, -1), _FORGOTTEN)  # [B, N, H, G, C]
     after = jnp.where(together & (at[:, None] > at), g[..., :, None], 0.0)
-    tril = jnp.tril(jnp.ones((CHUNK, CHUNK)))
+    tril = jnp.tril(jnp.ones((CHUNK, CHUNK), jnp.float32))
     exponent = jnp.einsum("it,bnhgtj->bnhgij", tril, after, precision=_EXACT)  # sum of g from j + 1 to i
     decay = jnp.where(together, jnp.exp(exponent), 0.0)  # from token j to token i
     from_start = jnp.where(goes_on, jnp.exp(exponent[..., 0] + g[..., :1]), 0.0)  # from the chunk before to token i
@@ -151,13 +151,7 @@ def _carry_states(
         gain: [N, B, H, G, D, E].
         state: [B, H, G, D, E].
     """
-
-    def step(state: jax.Array, chunk: Any) -> tuple[jax.Array, jax.Array]:
-        kept, loss, gain = chunk
-        moved = kept * state + gain
-        return moved if loss is None else moved - loss @ state, state
-
-    return jax.lax.scan(step, state, (kept, loss, gain), unroll=UNROLL)
+    return _walk(kept, loss, gain, state)
 
 
 def _carry_states_forward(*arguments: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
@@ -167,21 +161,74 @@ def _carry_states_forward(*arguments: Any) -> tuple[tuple[jax.Array, jax.Array],
 
 
 def _carry_states_backward(saved: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array | None, ...]:
-    """The states' gradient runs from the last chunk to the first; all else is made of it for all chunks at once."""
+    """The states' gradient goes from the last chunk to the first; all else is made of it for all chunks at once."""
     kept, loss, states = saved
     dlast, dstates = cotangents
-
-    def step(dafter: jax.Array, chunk: Any) -> tuple[jax.Array, jax.Array]:
-        kept, loss, dstate = chunk
-        dbefore = dstate + kept * dafter
-        return dbefore if loss is None else dbefore - loss.mT @ dafter, dafter
-
-    dstate, dafter = jax.lax.scan(step, dlast, (kept, loss, dstates), reverse=True, unroll=UNROLL)
+    dstate, dafter = _walk(kept, None if loss is None else loss.mT, dstates, dlast, reverse=True)
     dkept = jnp.sum(dafter * states, axis=(-2, -1), keepdims=True)
     return dkept, None if loss is None else -(dafter @ states.mT), dafter, dstate
 
 
 _carry_states.defvjp(_carry_states_forward, _carry_states_backward)
+
+
+def _walk(
+    kept: jax.Array, loss: jax.Array | None, gain: jax.Array, state: jax.Array, reverse: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """``S' = kept S - loss S + gain`` over the first axis: the last state, and the states before each step.
+
+    Many steps are cut into groups. In all groups at once, step after step, goes what a group makes of an empty state,
+    and of any state S: ``fade S + change S``. So the walk itself has a step for each group only. What fades is kept
+    apart, in float32, so that products in a narrower precision round the changes alone.
+    """
+    steps = gain.shape[0]
+    if steps < 2 * GROUP or GROUP == 1:
+        return _one_by_one(kept, loss, gain, state, reverse)
+    groups = -(-steps // GROUP)
+
+    def cut(x: jax.Array, filling: float) -> jax.Array:
+        """[N, ...] to [GROUP, groups, ...], filled up with steps that change nothing."""
+        padding = [(0, groups * GROUP - steps), *[(0, 0)] * (x.ndim - 1)]
+        x = jnp.pad(x, padding, constant_values=filling)
+        return jnp.moveaxis(x.reshape(groups, GROUP, *x.shape[1:]), 0, 1)
+
+    width = gain.shape[-1]
+    kept, gain = cut(kept, 1.0), cut(gain, 0.0)
+    columns = [width] if loss is None else [width, loss.shape[-1]]  # of the state, and of the change of any state
+    start = jnp.zeros((*gain.shape[1:-1], sum(columns)), jnp.float32), jnp.ones(kept.shape[1:], jnp.float32)
+
+    def step(carry: tuple[jax.Array, jax.Array], chunk: Any) -> tuple[Any, Any]:
+        both, fade = carry
+        kept, loss, gain = chunk
+        if loss is None:
+            return (kept * both + gain, kept * fade), carry
+        return (kept * both - loss @ both + jnp.concatenate([gain, -fade * loss], axis=-1), kept * fade), carry
+
+    steps_of_groups = (kept, None if loss is None else cut(loss, 0.0), gain)
+    (ends, fades), (inside, fades_inside) = jax.lax.scan(step, start, steps_of_groups, reverse=reverse)
+
+    def of_state(both: jax.Array, fade: jax.Array, state: jax.Array) -> jax.Array:
+        made = fade * state + both[..., :width]
+        return made if loss is None else made + both[..., width:] @ state
+
+    def walk(state: jax.Array, group: Any) -> tuple[jax.Array, jax.Array]:
+        both, fade = group
+        return of_state(both, fade, state), state
+
+    last, starts = jax.lax.scan(walk, state, (ends, fades), reverse=reverse)
+    states = of_state(inside, fades_inside, starts)
+    return last, jnp.moveaxis(states, 0, 1).reshape(-1, *state.shape)[:steps]
+
+
+def _one_by_one(
+    kept: jax.Array, loss: jax.Array | None, gain: jax.Array, state: jax.Array, reverse: bool
+) -> tuple[jax.Array, jax.Array]:
+    def step(state: jax.Array, chunk: Any) -> tuple[jax.Array, jax.Array]:
+        kept, loss, gain = chunk
+        moved = kept * state + gain
+        return moved if loss is None else moved - loss @ state, state
+
+    return jax.lax.scan(step, state, (kept, loss, gain), reverse=reverse)
 
 
 @jax.custom_vjp
@@ -193,7 +240,7 @@ def _unit_lower_inverse(lower: jax.Array) -> jax.Array:
     """
     at = jnp.arange(_BASE)
     base = _blocks(lower, _BASE, 0, _BASE)
-    x = jnp.eye(_BASE) - jnp.where(at[:, None] // 2 == at // 2, base, 0.0)
+    x = jnp.eye(_BASE, dtype=jnp.float32) - jnp.where(at[:, None] // 2 == at // 2, base, 0.0)
     size = 2
     while size < _BASE:
         pair, block = at // (2 * size), at // size

@@ -136,6 +136,18 @@ class DecoderConfig:
         recurrent = self.delta_net.layers if self.delta_net else neither
         return tuple(map(LayerKind, self.windows, sparse, recurrent))
 
+    @property
+    def shallow(self) -> DecoderConfig:
+        """The same decoder with one layer of each kind, for what is judged by kinds of layers."""
+        first = [i for i, kind in enumerate(self.layers) if kind not in self.layers[:i]]
+
+        def chosen(layers: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(layers[i] for i in first)
+
+        mixture = self.mixture and replace(self.mixture, layers=chosen(self.mixture.layers))
+        delta_net = self.delta_net and replace(self.delta_net, layers=chosen(self.delta_net.layers))
+        return replace(self, windows=chosen(self.windows), mixture=mixture, delta_net=delta_net)
+
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> DecoderConfig:
         """Read a Hugging Face ``config.json`` (transformers 4 or 5 layout).
@@ -318,7 +330,8 @@ def _qwen3_5(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _qwen3_next(config: Mapping[str, Any]) -> dict[str, Any]:
     dense = _qwen3_5(config)
-    mixture = _qwen_mixture(config, shared_size=config["shared_expert_intermediate_size"])
+    normalised = {"norm_topk_prob": True} | dict(config)
+    mixture = _qwen_mixture(normalised, shared_size=config["shared_expert_intermediate_size"])
     return dense | {"delta_net": replace(dense["delta_net"], by_key_head=True), "mixture": mixture}
 
 

@@ -20,6 +20,8 @@ import numpy as np
 
 from packing_core.errors import UnsupportedModelError
 
+# model_type -> share of a head that turns where config.json does not say, as transformers has it
+_SHARES = {"qwen3_next": 0.25, "qwen3_5_text": 0.25}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
 
 
@@ -141,7 +143,8 @@ def _rope(config: Mapping[str, Any], given: Mapping[str, Any], head_dim: int) ->
     options = dict(given)
     options.setdefault("rope_type", options.pop("type", "default"))
     options.setdefault("rope_theta", config.get("rope_theta", 10000.0))
-    share = options.setdefault("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    usual = _SHARES.get(config.get("model_type", ""), 1.0)
+    share = options.setdefault("partial_rotary_factor", config.get("partial_rotary_factor", usual))
     longest = config.get("max_position_embeddings", 2048)
     kind = options["rope_type"]
     if kind not in ROPE_TYPES:

@@ -8,7 +8,7 @@ row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -109,6 +109,7 @@ class TrainStep:
         self._zeros = jax.jit(self._start, out_shardings=sums)
         self._add = jax.jit(self._add_first, donate_argnums=2, out_shardings=sums)
         self._update = jax.jit(self._divide_and_update, donate_argnums=0, out_shardings=out)
+        self._evaluate = jax.jit(self._evaluation)
 
     def init(self, *, donate: bool = False) -> TrainState:
         """The state before the first step: the model's own weights, or those that its function makes, on the mesh.
@@ -168,6 +169,18 @@ class TrainStep:
         """Divide the sums once and take the optimizer step; ``state`` is donated."""
         return self._update(state, sums)
 
+    def evaluate(self, state: TrainState, batches: Iterable[Mapping[str, Any]]) -> Metrics:
+        """The loss of microbatches [B, S] as a step counts it, the model in evaluation mode; nothing changes.
+
+        Returns:
+            ``loss`` (mean over the weights of all batches), ``loss_sum`` and ``weight_sum``, float32 scalars.
+        """
+        total = weight = jnp.zeros(())
+        for batch in batches:
+            more, heavier = self._evaluate(state, self._others(), self.place(batch))
+            total, weight = total + more, weight + heavier
+        return {"loss": _quotient((total, weight)), "loss_sum": total, "weight_sum": weight}
+
     def compile(self, *, rows: int, tokens: int, microbatches: int = 1) -> jax.stages.Compiled:
         """The step for batches of one shape, compiled for its ``memory_analysis()`` and the like; nothing is allocated.
 
@@ -222,6 +235,17 @@ class TrainStep:
             params, rest = cast_weights((params, rest), self.compute_dtype)
         loss, weight, *extra = self._loss_fn(nnx.merge(self._graph, params, rest), micro)
         return loss, (jnp.asarray(weight), jax.tree.map(jnp.asarray, extra[0] if extra else {}))
+
+    def _evaluation(
+        self, state: TrainState, rest: nnx.State, batch: dict[str, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        params, rest = state.params, fold_keys(rest, state.step)
+        if self.compute_dtype is not None:
+            params, rest = cast_weights((params, rest), self.compute_dtype)
+        model = nnx.merge(self._graph, params, rest)
+        model.eval()
+        loss, weight, *_ = self._loss_fn(model, {key: value[0] for key, value in batch.items()})
+        return loss.astype(jnp.float32), jnp.asarray(weight, jnp.float32)
 
     def _start(self, params: nnx.State, rest: nnx.State, batch: dict[str, jax.Array]) -> Sums:
         """Sums of no microbatch."""

@@ -59,6 +59,19 @@ class Cost:
 
     @classmethod
     def from_config(cls, config: Any) -> Cost:
+        """The ratio of :meth:`operations` of a model, with tokens at 1.
+
+        Args:
+            config: a Hugging Face config object, or its ``config.json`` as a mapping.
+
+        Raises:
+            PackingError: as :meth:`operations`.
+        """
+        cost = cls.operations(config)
+        return cls(tokens=1.0, squares=cost.squares / cost.tokens)
+
+    @classmethod
+    def operations(cls, config: Any) -> Cost:
         """Forward floating-point operations of a decoder, after Kaplan et al. 2020 (arXiv:2001.08361), table 1.
 
         Per token and layer the projections take ``2 h d (2 n + 2 k)`` and a gated feed-forward block ``6 h f`` per
@@ -95,7 +108,7 @@ class Cost:
         inner = inner or read("intermediate_size", "n_inner", default=4 * hidden)
         per_layer = 2 * hidden * width * (2 * heads + 2 * kv_heads) + 6 * hidden * inner * visited
         tokens = layers * per_layer + 2 * hidden * read("vocab_size", default=0)
-        return cls(tokens=1.0, squares=layers * 2 * heads * width / tokens)
+        return cls(tokens=float(tokens), squares=float(layers * 2 * heads * width))
 
     def of_rows(self, plan: PackPlan) -> Float64:
         """float64 [R]: the cost of each row of the plan."""

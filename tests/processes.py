@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -76,6 +77,35 @@ def end(processes: Sequence[psutil.Process]) -> None:
         for each in with_children:
             with suppress(psutil.NoSuchProcess):
                 each.kill()
+
+
+def forked(work: Callable[[], int]) -> int:
+    """Run ``work`` in a copy of this process; its exit status, or minus the signal that ended it."""
+    child = os.fork()
+    if not child:
+        try:
+            signal.alarm(LIMIT)
+            os._exit(work())
+        finally:
+            os._exit(99)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def killed_when(command: Sequence[str], ready: Callable[[], bool]) -> bool:
+    """Kill a command, and not its children, as soon as ``ready``; whether its children end by themselves."""
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
+    stop = time.monotonic() + LIMIT
+    children: list[psutil.Process] = []
+    try:
+        while not ready() and time.monotonic() < stop:
+            time.sleep(0.01)
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        process.wait()
+        return bool(children) and not psutil.wait_procs(children, max(stop - time.monotonic(), 0))[1]
+    finally:
+        process.kill()
+        end(children)
 
 
 @contextmanager

@@ -159,6 +159,10 @@ class PackedMetadata:
         value: Value = self._derived[key]
         return value
 
+    def forget(self) -> None:
+        """Drop what was derived."""
+        self._derived.clear()
+
 
 def most_pieces(tokens: int, segments: int, size: int) -> int:
     """No segmentation of ``tokens`` into as many segments, cut into pieces of ``size``, has more pieces than this."""

@@ -25,6 +25,7 @@ COMMANDS = {
     "train": "crosspack.cli.train:train",
     "pack": "crosspack.cli.pack:pack",
     "report": "crosspack.cli.report:report",
+    "inspect": "crosspack.cli.inspect:inspect",
     "bench": "crosspack.cli.bench:bench",
     "audit": "crosspack.cli.audit:audit",
     "doctor": "crosspack.cli.doctor:doctor",

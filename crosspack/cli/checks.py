@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,37 @@ def check_contradictions(given: Mapping[str, Any]) -> None:
             f"--rows-per-step {given['rows_per_step']} leaves some of {ranks} processes without a row in every step: "
             f"pass {ranks} or more"
         )
+    devices = math.prod(read_mesh(given["mesh"]).values())
+    if given["compare"] and devices > 1:
+        raise PackingError("--compare measures one device: pass it without --mesh")
+    if given["rows_per_step"] < devices:
+        raise PackingError(
+            f"--rows-per-step {given['rows_per_step']} leaves some of {devices} devices without a row in every step: "
+            f"pass {devices} or more"
+        )
     if given["compile"] and (given["compare"] or given["deterministic"]):
         other = "--compare" if given["compare"] else "--deterministic"
         raise PackingError(f"{other} runs no compiled layers: leave --compile out")
     if given["eval_data"] is None and (given["eval_every"] or given["eval_split"]):
         raise PackingError("--eval-every and --eval-split need --eval-data, the documents to evaluate on")
+
+
+def read_mesh(text: str | None) -> dict[str, int]:
+    """``data=2,fsdp=4`` as axis -> devices; None as no axis.
+
+    Raises:
+        PackingError: it says something else.
+    """
+    if text is None:
+        return {}
+    parts = [part.strip().partition("=") for part in text.split(",")]
+    axes = {name: int(size) for name, _, size in parts if size.isdecimal()}
+    if len(axes) != len(parts) or not axes.keys() <= {"data", "fsdp"} or min(axes.values()) < 1:
+        raise PackingError(
+            f"--mesh {text}: pass the devices of each axis, data=2, fsdp=4 or data=2,fsdp=4: rows are spread over both "
+            "axes, weights are cut over fsdp"
+        )
+    return axes
 
 
 def used_options(given: Mapping[str, Any]) -> list[str]:
@@ -51,5 +78,6 @@ def used_options(given: Mapping[str, Any]) -> list[str]:
         "--eval-data": given["eval_data"] is not None,
         "--compile": given["compile"] is not None,
         "--nproc or torchrun": ranks > 1,
+        "--mesh": given["mesh"] is not None,
     }
     return [option for option, is_used in used.items() if is_used]

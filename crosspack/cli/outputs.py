@@ -187,14 +187,13 @@ def _written(
     if resumable and (work / _MOVES).exists():
         moves = _Moves.read(work / _MOVES)
         moves.make(folder, work / "result")
-        shutil.rmtree(work)
+        _remove_work(work)
+        _remove_stale(folder, None)
         if moves.run == run:
             yield Output(folder, folder, summary, finished=True)
             return
     old = _check(folder, [summary, *names], overwrite, ways)
-    for stale in folder.glob(f"{TEMPORARY}*"):  # of a run that was killed: we hold the lock
-        if not (resumable and stale == work):
-            shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
+    _remove_stale(folder, work if resumable else None)
     listed = (folder / LISTING).exists()
     if not listed:
         _write_listing(folder, [])  # says whose folder it is, should the run be interrupted
@@ -205,9 +204,25 @@ def _written(
         yield output
     finally:
         if not output.keep:
-            shutil.rmtree(work if resumable else partial)
+            _remove_work(work) if resumable else shutil.rmtree(partial)
         if not listed and set(os.listdir(folder)) <= {LISTING, LOCK}:
             (folder / LISTING).unlink()
+
+
+def _remove_stale(folder: Path, keep: Path | None) -> None:
+    """Remove what runs that were killed left: we hold the lock."""
+    for stale in folder.glob(f"{TEMPORARY}*"):
+        if stale != keep:
+            shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
+
+
+def _remove_work(work: Path) -> None:
+    """Remove a work folder; a publication, which may have to be made again until then, goes last."""
+    for path in work.iterdir():
+        if path.name != _MOVES:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    (work / _MOVES).unlink(missing_ok=True)
+    work.rmdir()
 
 
 def check(folder: Path, *, overwrite: bool, ways: str = "--overwrite") -> None:

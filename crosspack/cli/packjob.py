@@ -29,7 +29,7 @@ from crosspack.reading import Records
 from crosspack.reading.files import is_url
 from crosspack.reading.lines import SampleBy
 from crosspack.reading.rows import Stretch
-from packing_core._pieces import Overflow
+from packing_core._pieces import Overflow, check_seed
 from packing_core.errors import PackingError
 from packing_core.training.files import sync
 
@@ -93,6 +93,7 @@ def open_job(given: PackOptions, part: Part) -> Job:
     Raises:
         PackingError: one of them cannot be used.
     """
+    check_seed(given.seed)
     sources = _sources(given)
     joined = sources[0][0] if len(sources) == 1 else _concatenated([records for records, _ in sources])
     source = Source.of(joined, given.tokenizer, given.policy, trust_remote_code=given.trust_remote_code)
@@ -139,7 +140,8 @@ def open_job(given: PackOptions, part: Part) -> Job:
 
 
 def _sources(given: PackOptions) -> list[tuple[Records, float | None]]:
-    named = [_weighted(data) for data in given.data] or [(None, None)]
+    named: list[tuple[str | None, float | None]] = [_weighted(data) for data in given.data]
+    named = named or [(None, None)]
     if len({weight is None for _, weight in named}) > 1:
         raise PackingError("--data: some have a weight and some have none: give all of them one, FILE:0.3, or none")
     opened = []
@@ -190,7 +192,7 @@ def _dtype(tokenizer: Any) -> str:
 
 
 def _digest_of(tokenizer: Any) -> str:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     content = backend.to_str() if hasattr(backend, "to_str") else repr(sorted(tokenizer.get_vocab().items()))
     return digest([content, getattr(tokenizer, "chat_template", None), tokenizer.name_or_path])
 
@@ -252,7 +254,7 @@ def pack_part(output: str, given: PackOptions, part: Part) -> dict[str, Any]:
     if is_url(output):
         raise PackingError("--part: pass an --output that all parts share, on a network file system")
     job = open_job(given, part)
-    folder = Path(output) / f"{PART}{part.number + 1:05d}-of-{part.count:05d}"
+    folder = Path(output) / f"{PART}{part.number + 1:05d}-of-{part.parts:05d}"
     with writing(folder, PART_FILE, names=("units/*",), overwrite=given.overwrite, run=digest(job.run)) as target:
         if target.finished:
             return read_json(folder / PART_FILE)
@@ -269,7 +271,7 @@ def pack_part(output: str, given: PackOptions, part: Part) -> dict[str, Any]:
         }
         (target.partial / PART_FILE).write_text(json.dumps(content))
         target.publish()
-    return {"part": part.number + 1, "of": part.count, "documents": run.totals.documents, "tokens": run.totals.tokens}
+    return {"part": part.number + 1, "of": part.parts, "documents": run.totals.documents, "tokens": run.totals.tokens}
 
 
 def units_folder(target: Output, job: Job, *, in_result: bool = False) -> Path:

@@ -1,31 +1,44 @@
-"""``crosspack report``: what packing would save on this data, as tables and on request a picture.
+"""``crosspack report``: what packing would save on this data, as tables and on request a page or a picture.
 
-Only the lengths of the documents are kept; only the picture needs matplotlib.
+The lengths of the documents are kept, and of the first ones what carries loss; only the picture needs matplotlib.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import typer
+from numpy.typing import NDArray
 
 from crosspack.cli import options
+from crosspack.cli.charts import Segment
 from crosspack.cli.console import OUT, figures
 from crosspack.cli.figures import report_figure
+from crosspack.cli.findings import SHAPES, UTILISATION, by_policy, by_rank, by_strategy, histogram, hours
 from crosspack.cli.models import check_name
-from crosspack.cli.options import Source
+from crosspack.cli.options import Source, check_data, check_length
+from crosspack.cli.page import page
 from crosspack.cli.progress import counted
 from crosspack.cli.tables import composition_table, computed_tokens, lengths_table, savings_table
-from crosspack.cli.text import Policy
+from crosspack.cli.text import Policy, kind_of
+from crosspack.cli.tokens import token_documents
+from packing_core.balance import Cost
 from packing_core.errors import PackingError, plural
 from packing_core.extras import require
+from packing_core.packplan import PackPlan
 from packing_core.plan import plan as make_plan
+from packing_core.training.schedule import Document
 
 BATCHES = (8, 16)  # sizes of the padded batches that packing is compared with
-PICTURES = (".png", ".pdf", ".svg")
+PAGES, PICTURES = (".html",), (".png", ".pdf", ".svg")
+KEPT = 20_000  # documents of which it is remembered which tokens carry loss, for the rows that the page shows
+SHOWN = 16  # rows that the page shows
+Shape = Literal["llama-1b", "llama-8b", "llama-70b"]
+Gpu = Literal["a100", "h100", "h200", "b200", "l4", "rtx4090"]
 
 
 def report(
@@ -39,26 +52,34 @@ def report(
     bos: options.Bos = None,
     eos: options.Eos = None,
     seed: options.Seed = 0,
-    output: Annotated[Path | None, typer.Option(help="Draw a picture there: .png, .pdf or .svg.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the picture that --output names.")] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="Write a page (.html) or draw a picture (.png, .pdf or .svg) there.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file that --output names.")] = False,
+    shape: Annotated[Shape, typer.Option(help="The model whose time is estimated.")] = "llama-8b",
+    gpu: Annotated[Gpu, typer.Option(help="The GPU whose time is estimated.")] = "h100",
+    ranks: Annotated[int, typer.Option(min=2, max=1 << 16, help="Ranks that rows are balanced over.")] = 8,
     trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Show what packing would save on your data."""
     if output is not None:
-        _check_picture(output, overwrite=overwrite)
+        _check_output(output, overwrite=overwrite)
     check_name("--tokenizer", tokenizer)
-    source = Source.open(data, split, tokenizer, Policy(loss, bos, eos), trust_remote_code=trust_remote_code)
+    opened = _open(data, split, tokenizer, Policy(loss, bos, eos), trust_remote_code=trust_remote_code)
+    masks: list[NDArray[np.uint8]] = []
     lengths, trained = [], 0
-    for document in counted(OUT, "documents read", source.documents(capacity, overflow)):
+    for document in counted(OUT, "documents read", opened.documents(capacity, overflow)):
         lengths.append(len(document.ids))
         trained += int(np.count_nonzero(document.trained[1:]))
+        if len(masks) < KEPT:
+            masks.append(np.packbits(document.trained))
     if not lengths:
         raise PackingError("no document has a token to train on: check --data, its columns and --loss")
     documents = np.array(lengths, np.int64)
     packed = make_plan(documents, capacity, overflow=overflow, strategy=packing, seed=seed)
     shuffled = np.random.default_rng(seed).permutation(packed.length)
     random = make_plan(shuffled, capacity, strategy="sequential", seed=None)
-    OUT.print(source.describe(), highlight=False)
+    OUT.print(opened.describe(), highlight=False)
     OUT.print(lengths_table(documents, trained=trained))
     long = int(np.count_nonzero(documents > capacity))
     lost = int(documents.sum()) - packed.n_tokens
@@ -71,35 +92,123 @@ def report(
         )
     OUT.print(savings_table(packed, batches=BATCHES, seed=seed))
     OUT.print(composition_table(composition, random.composition()))
-    figures(
-        {
-            "data": source.records.name,
-            "tokenizer": source.tokenizer,
-            "documents": len(documents),
-            "tokens": int(documents.sum()),
-            "trained_tokens": trained,
-            "longest": int(documents.max()),
-            "capacity": capacity,
-            "overflow": overflow,
-            "packing": packing,
-            "longer_than_capacity": long,
-            "tokens_left_out": lost,
-            "computed_tokens": computed_tokens(packed, batches=BATCHES, seed=seed),
-            "composition": asdict(composition),
-        }
-    )
-    if output is not None:
-        title = f"Packing {source.records.name}"
+    found = {
+        "data": opened.name,
+        "tokenizer": opened.tokenizer,
+        "documents": len(documents),
+        "tokens": int(documents.sum()),
+        "trained_tokens": trained,
+        "longest": int(documents.max()),
+        "capacity": capacity,
+        "overflow": overflow,
+        "packing": packing,
+        "longer_than_capacity": long,
+        "tokens_left_out": lost,
+        "computed_tokens": computed_tokens(packed, batches=BATCHES, seed=seed),
+        "composition": asdict(composition),
+        "length_histogram": _histogram(documents),
+        "row_cost_histogram": _histogram(Cost(tokens=0, squares=1).of_rows(packed)),
+        "strategies": by_strategy(documents, capacity, overflow, seed),
+        "policies": by_policy(documents, capacity),
+        "ranks": by_rank(packed, ranks, Cost.from_config(SHAPES[shape]), seed),
+        "time": {
+            "shape": shape,
+            "gpu": gpu,
+            "utilisation": UTILISATION,
+            "hours": hours(packed, SHAPES[shape], gpu, BATCHES, seed),
+        },
+    }
+    figures(found)
+    if output is None:
+        return
+    if output.suffix.lower() in PAGES:
+        some, said = packed, ""
+        if len(documents) > KEPT:
+            some = make_plan(documents[:KEPT], capacity, overflow=overflow, strategy=packing, seed=seed)
+            said = f"They are made of the first {KEPT:,} documents."
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(page({**found, "pictured": said}, pictured(some, masks)), encoding="utf-8")
+        OUT.print(f"page: {output}", highlight=False)
+    else:
+        title = f"Packing {opened.name}"
         report_figure(documents, packed, random, output, batches=BATCHES, seed=seed, title=title)
         OUT.print(f"picture: {output}", highlight=False)
 
 
-def _check_picture(path: Path, *, overwrite: bool) -> None:
-    """Refuse a picture that cannot be drawn or would replace a file, before anything is read."""
-    require("matplotlib.figure", extra="plot")
-    if path.suffix.lower() not in PICTURES:
-        raise PackingError(f"--output {path}: name a picture that ends in {', '.join(PICTURES)}")
+def pictured(rows: PackPlan, masks: list[NDArray[np.uint8]]) -> list[list[Segment]]:
+    """The segments of the first rows, with the runs of their tokens that carry loss.
+
+    Args:
+        masks: of each document, which tokens are trained, as bits. The first token of a segment never carries loss.
+    """
+    shown = []
+    for row in range(min(rows.n_rows, SHOWN)):
+        pieces = range(int(rows.row_offsets[row]), int(rows.row_offsets[row + 1]))
+        segments = []
+        for piece in pieces:
+            document, start, length = (int(x[piece]) for x in (rows.source, rows.start, rows.length))
+            trained = np.unpackbits(masks[document])[start : start + length].astype(np.int8)
+            trained[0] = 0
+            turns = np.flatnonzero(np.diff(trained, prepend=0, append=0)).reshape(-1, 2).tolist()
+            segments.append(Segment(document, int(rows.offset[piece]), length, [(a, b) for a, b in turns]))
+        shown.append(segments)
+    return shown
+
+
+class _Tokenised:
+    """Data that holds token ids, packed or not, for which no tokenizer is needed."""
+
+    tokenizer = "none, the data holds token ids"
+
+    def __init__(self, records: Any) -> None:
+        self.records, self.name = records, records.name
+        self.left_out = 0
+
+    def describe(self) -> str:
+        """What is read."""
+        left = f"\n{plural(self.left_out, 'document')} with nothing to train on, left out" if self.left_out else ""
+        return f"{self.name}, which holds token ids{left}"
+
+    def documents(self, capacity: int, overflow: str) -> Iterator[Document]:
+        """The documents; packed rows are cut into theirs."""
+        for record in self.records:
+            for document in token_documents(record, record.where):
+                if not document.has_target:
+                    self.left_out += 1
+                    continue
+                if overflow == "error":
+                    check_length(record.where, document, capacity)
+                yield document
+
+
+class _Encoded:
+    """Data that is tokenised."""
+
+    def __init__(self, source: Source) -> None:
+        self.name, self.tokenizer = source.records.name, source.tokenizer
+        self.describe, self.documents = source.describe, source.documents
+
+
+def _open(data: str | None, split: str, tokenizer: str | None, policy: Policy, **options: Any) -> _Tokenised | _Encoded:
+    records = check_data(data, split, tokenizer)
+    first = next(iter(records))
+    if tokenizer is None and kind_of(first, first.where) == "input_ids":
+        return _Tokenised(records)
+    return _Encoded(Source.open(data, split, tokenizer, policy, **options))
+
+
+def _histogram(values: NDArray[Any]) -> dict[str, Any]:
+    counts, edges = histogram(values)
+    return {"counts": counts, "edges": edges}
+
+
+def _check_output(path: Path, *, overwrite: bool) -> None:
+    """Refuse what cannot be written or would replace a file, before anything is read."""
+    if path.suffix.lower() not in PAGES:
+        require("matplotlib.figure", extra="plot")
+    if path.suffix.lower() not in PAGES + PICTURES:
+        raise PackingError(f"--output {path}: name a page that ends in .html or a picture in {', '.join(PICTURES)}")
     if path.is_dir():
-        raise PackingError(f"--output {path} is a folder: name a picture inside it")
+        raise PackingError(f"--output {path} is a folder: name a file inside it")
     if path.exists() and not overwrite:
         raise PackingError(f"--output {path} exists: pass --overwrite or another name")

@@ -327,7 +327,7 @@ def _rust(tokenizer: Any) -> Any:
 
     Calling it directly saves what transformers makes of its result: masks, lists, a dict.
     """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if not getattr(tokenizer, "is_fast", False) or not hasattr(backend, "encode_batch_fast"):
         return None
     probe = ["", " a\n\tb ", "É ü\u0301 \U0001f600 <s>x</s> [CLS]", *map(str, tokenizer.all_special_tokens)]

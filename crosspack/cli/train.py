@@ -19,7 +19,7 @@ import typer
 from rich.markup import escape
 
 from crosspack.cli import launch, options
-from crosspack.cli.checks import check_contradictions, check_output, used_options
+from crosspack.cli.checks import check_contradictions, check_output, read_mesh, used_options
 from crosspack.cli.console import OUT, figures, warn
 from crosspack.cli.figures import compare_figure
 from crosspack.cli.models import SMALL_LLAMA, check_name, model_source, special_tokens
@@ -124,6 +124,9 @@ def train(
     strategy: Annotated[
         Literal["ddp", "fsdp"], typer.Option(help="Of several processes: all weights on each, or sharded weights.")
     ] = "ddp",
+    mesh: Annotated[
+        str | None, typer.Option(help="Devices of one process: data=2,fsdp=4 (weights are cut over fsdp).")
+    ] = None,
     report_to: Annotated[Service, typer.Option(help="Where figures of each step go.")] = "none",
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Repeat to the bit on a GPU too.")] = False,
     seed: options.Seed = 0,
@@ -209,6 +212,7 @@ def train(
                 eval_every=eval_every,
                 compile=compile,
                 strategy=strategy,
+                mesh=read_mesh(mesh),
                 runs=("padded", "grouped", "packed") if compare else ("packed",),
                 device=device,
                 attention=attention,

@@ -86,13 +86,12 @@ class Rows:
 
     def save(self, path: Path) -> None:
         """Write the rows, the same bytes for the same rows."""
-        values = np.frombuffer(json.dumps(self.values).encode(), np.uint8)
-        bits = np.packbits(self.trained)
-        columns = {f"token {name}": column for name, column in self.tokens.items()}
+        columns: dict[str, Any] = {f"token {name}": column for name, column in self.tokens.items()}
+        columns |= {name: getattr(self, name) for name in ("ids", "segments", "counts")}
+        columns["trained"] = np.packbits(self.trained)
+        columns["values"] = np.frombuffer(json.dumps(self.values).encode(), np.uint8)
         with open(path, "wb") as file:
-            np.savez(
-                file, ids=self.ids, trained=bits, segments=self.segments, counts=self.counts, values=values, **columns
-            )
+            np.savez(file, **columns)
 
     @staticmethod
     def load(path: Path) -> Rows:

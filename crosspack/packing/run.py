@@ -34,7 +34,7 @@ from crosspack.packing.unit import (
 from crosspack.packing.workers import Failed, Finished, Pool
 from crosspack.packing.writers import Format, Written, write_file
 from crosspack.reading.lines import Document, Range
-from crosspack.reading.records import read_pieces
+from crosspack.reading.records import Listed, read_pieces
 from crosspack.reading.rows import Stretch
 from crosspack.reading.tables import Group
 from packing_core.training.files import sync
@@ -122,10 +122,10 @@ class Totals:
 
 
 class Part(NamedTuple):
-    """Part ``number``, from 0, of ``count`` parts of the work."""
+    """Part ``number``, from 0, of the ``parts`` of the work."""
 
     number: int = 0
-    count: int = 1
+    parts: int = 1
 
 
 class Run:
@@ -172,18 +172,18 @@ class Run:
         done: dict[int, set[int]] = {}
         for key in self.outcomes:
             done.setdefault(key.stretch, set()).add(key.piece)
-        few = len(self.stretches) < 4 * self.part.count
+        few = len(self.stretches) < 4 * self.part.parts
         for number, stretch in enumerate(self.stretches):
             finished = frozenset(done.get(number, ()))
             single = isinstance(stretch, Range | Document)
             if single and finished:
                 continue
-            start, stride = (self.part.number - number) % self.part.count, self.part.count
+            start, stride = (self.part.number - number) % self.part.parts, self.part.parts
             if not few or single:
                 if start:
                     continue
                 stride = 1
-            several = not single and not _small(stretch, self.worker.rules.size)
+            several = not isinstance(stretch, Range | Document | Listed) and not _small(stretch, self.worker.rules.size)
             share = workers if several and len(self.stretches) < 4 * workers else 1
             for each in range(share):
                 yield Pieces(number, stretch, start + stride * each, stride * share, finished)

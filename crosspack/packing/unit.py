@@ -21,7 +21,7 @@ import numpy as np
 from crosspack.cli.text import Encoded, Encoder
 from crosspack.packing.fit import Fit
 from crosspack.packing.rows import Gathered, Rows
-from crosspack.reading.rows import BadRecord, Item, Piece
+from crosspack.reading.rows import BadRecord, Piece, Row
 from packing_core._pieces import Overflow
 from packing_core.errors import PackingError
 from packing_core.plan import plan
@@ -130,7 +130,7 @@ def make_unit(key: Key, piece: Piece, encoder: Encoder, rules: Rules, on_error: 
     fit = Fit(rules.capacity, rules.overflow, lambda what, where, n: notes.append(_note(what, where, n)))
     gathered = Gathered(np.dtype(rules.dtype).type)
 
-    def records() -> Iterator[Item]:
+    def records() -> Iterator[Row]:
         for item in piece.items:
             outcome.records += 1
             if isinstance(item, BadRecord):

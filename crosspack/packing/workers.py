@@ -115,8 +115,9 @@ class Processes:
                 connection, job = self._idle.pop(), self._jobs.popleft()
                 self._busy[connection] = job
                 connection.send(job)
-            for connection in wait(list(self._busy)):
-                assert isinstance(connection, Connection)
+            for ready in wait(list(self._busy)):
+                assert isinstance(ready, Connection)
+                connection = ready
                 job = self._busy[connection]
                 try:
                     result = connection.recv()

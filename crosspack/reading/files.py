@@ -73,7 +73,7 @@ class File:
             case ".bz2":
                 return bz2.open(plain)
             case ".xz":
-                return lzma.open(plain)  # type: ignore[return-value]
+                return lzma.open(plain)
             case ".zst":
                 pyarrow = require("pyarrow", extra="hf")
                 return io.BufferedReader(_Raw(pyarrow.CompressedInputStream(plain, "zstd")))
@@ -132,9 +132,10 @@ class remote:
     def __enter__(self) -> tuple[Any, str]:
         fsspec = require("fsspec", extra="hf")
         try:
-            return fsspec.core.url_to_fs(self._url)  # type: ignore[no-any-return]
+            found: tuple[Any, str] = fsspec.core.url_to_fs(self._url)
         except Exception as error:  # an unknown protocol, or one whose package is missing
             raise PackingError(f"{self._url}: {first_line(error)}") from error
+        return found
 
     def __exit__(self, kind: Any, error: BaseException | None, at: Any) -> None:
         if isinstance(error, FileNotFoundError):
@@ -149,14 +150,13 @@ def walk(folder: str) -> Iterator[tuple[str, str]]:
         for root, folders, names in os.walk(folder, onerror=_raise):
             folders[:] = [name for name in folders if not _hidden(name)]
             for name in names:
-                path = Path(root, name)
-                if not _hidden(name) and path.is_file():
-                    yield str(path), path.relative_to(folder).as_posix()
+                file = Path(root, name)
+                if not _hidden(name) and file.is_file():
+                    yield str(file), file.relative_to(folder).as_posix()
         return
     with remote(folder) as (system, path):
-        root = path.rstrip("/")
-        for name in system.find(root):
-            relative = name.removeprefix(root).lstrip("/")
+        for name in system.find(path.rstrip("/")):
+            relative = name.removeprefix(path.rstrip("/")).lstrip("/")
             if not any(map(_hidden, relative.split("/"))):
                 yield system.unstrip_protocol(name), relative
 

@@ -40,7 +40,8 @@ class Group:
         place = Place(self.file, "row", 0)
         with ExitStack() as stack:
             batches = _opened(self, stack)
-            number, held, bytes_held, first = 0, [], 0, self.first
+            held: list[Any] = []
+            number, bytes_held, first = 0, 0, self.first
             for part in _parts(batches):
                 if held and bytes_held + part.nbytes > size:
                     yield from _piece(number, held, bytes_held, place, first, start, step)

@@ -8,8 +8,9 @@ Data flows ``segment_attention`` -> checks -> ``Request`` -> ``choose`` -> one i
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -36,7 +37,7 @@ PARTITIONED = ("chunked", "xla")
 
 # What ``implementation=None`` tries, in this order; measured (benchmarks/RESULTS.md), and the same on every host of a
 # job.
-ORDER = {"cpu": ("chunked", "xla"), "gpu": ("pallas", "chunked", "xla"), "tpu": ("tpu", "chunked", "xla")}
+ORDER = {"cpu": ("chunked", "xla"), "gpu": ("pallas", "cudnn", "chunked", "xla"), "tpu": ("tpu", "chunked", "xla")}
 
 
 def segment_attention(
@@ -228,7 +229,27 @@ def answers(request: Request, implementation: str | None = None) -> dict[str, st
             f"implementation {implementation!r} is unknown: pass one of {', '.join(IMPLEMENTATIONS)}, or None"
         )
     names = ORDER[request.platform] if implementation is None else (implementation,)
-    return {name: import_module(IMPLEMENTATIONS[name]).supports(request) for name in names}
+    found: dict[str, str | None] = {}
+    for name in names:
+        found[name] = _lacking(name) or import_module(IMPLEMENTATIONS[name]).supports(request)
+        if found[name] is None and implementation is None:
+            break  # what comes after is not asked: cudnn would compile a trial
+    return found
+
+
+@cache
+def _lacking(name: str) -> str | None:
+    """Why an implementation cannot be imported here, or None: JAX promises to keep none of what kernels are written in.
+
+    It warns once, because what runs in place of a kernel may be much slower.
+    """
+    try:
+        import_module(IMPLEMENTATIONS[name])
+    except ImportError as error:
+        reason = f"JAX {jax.__version__} lacks what it is written in ({error})"
+        warnings.warn(f"segment_attention: {name} cannot run: {reason}", stacklevel=2)
+        return reason
+    return None
 
 
 def _segments(

@@ -33,7 +33,7 @@ COPIED = 8  # tokens are copied eight at a time: the rows of a swizzled block of
 MOST_PACKED = ROWS // COPIED  # query heads whose rows share a warpgroup's tile
 KEYS = 128  # keys of a step
 STAGES = 2  # steps in shared memory
-WIDTH = 128  # of a head: where they were measured to win; whole blocks of 64 channels would do, wider ones do not fit
+WIDTHS: tuple[int, ...] = (128,)  # of heads: where they were measured to win; 64 would do, wider ones do not fit
 PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
 BLOCKS = (plgpu.TilingTransform((COPIED, 64)), plgpu.SwizzleTransform(128))  # how wgmma wants its operands to lie
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)  # how one number per row lies beside them in registers
@@ -51,7 +51,7 @@ def serves(request: Request) -> bool:
         request.platform == "gpu"
         and request.dtype != jnp.float32
         and request.head_dim == request.value_dim
-        and request.head_dim == WIDTH
+        and request.head_dim in WIDTHS
         and packed_heads(request) == min(request.group, MOST_PACKED)
         and request.queries % COPIED == 0
         and request.keys % COPIED == 0

@@ -136,6 +136,8 @@ class TrainJob:
         eval_every: steps between evaluations of the packed run; there is one after its last step in any case.
         compile: whether layers are compiled; None leaves it to the backend.
         strategy: how several ranks train: ``ddp`` keeps all weights on each, ``fsdp`` shards them.
+        mesh: axis -> number of devices, of one process over several: rows are spread over all axes, weights are cut
+            over ``fsdp``. Empty for one device.
         runs: which runs, each from the same initial weights, step by step in turn; only ``packed`` is kept.
         device: ``auto`` or what the framework calls it.
         attention: the name of an attention implementation, or ``auto``.
@@ -158,6 +160,7 @@ class TrainJob:
     eval_every: int = 0
     compile: bool | None = None
     strategy: Literal["ddp", "fsdp"] = "ddp"
+    mesh: Mapping[str, int] = field(default_factory=dict)
     runs: tuple[Run, ...] = ("packed",)
     device: str = "auto"
     attention: str = "auto"

@@ -88,7 +88,7 @@ def tokenised(draw: st.DrawFn) -> dict[str, Any]:
 def files(draw: st.DrawFn) -> tuple[str, bytes]:
     """A name and the bytes of a data file, which may be damaged."""
     rows = draw(st.lists(tokenised() | records, max_size=4))
-    suffix = draw(st.sampled_from([".jsonl", ".json", ".parquet", ".arrow"]))
+    suffix = draw(st.sampled_from([".jsonl", ".json", ".parquet", ".arrow", ".txt", ".csv"]))
     content = encoded(rows, suffix)
     if content is None:
         suffix, content = ".jsonl", encoded(rows, ".jsonl") or b""
@@ -105,6 +105,8 @@ def encoded(rows: list[Any], suffix: str) -> bytes | None:
     """The rows in a format; None if the format cannot hold them."""
     if suffix == ".jsonl":
         return "".join(json.dumps(row) + "\n" for row in rows).encode()
+    if suffix in (".txt", ".csv"):
+        return ("text\n" + "".join(f"{row}\n" for row in rows)).encode(errors="surrogatepass")
     if suffix == ".json":
         return json.dumps(rows, ensure_ascii=False, indent=1).encode(errors="surrogatepass")
     sink = pa.BufferOutputStream()
@@ -202,15 +204,15 @@ PLACES = [".", "..", "file", "file/below", "link", "a" * 300, "out"]
 @generated
 @given(
     capacity=st.integers(1, 40) | st.integers(1, 1 << 24),
-    buffer=st.integers(1, 9) | st.integers(1, 1 << 24),
+    block=st.integers(1, 99) | st.integers(1, 1 << 40),
     rows=st.integers(1, 4) | st.integers(1, 2**70),
     seed=st.integers(0, 9) | st.integers(-(2**70), 2**70),
-    format=st.sampled_from(["parquet", "arrow"]),
+    format=st.sampled_from(["parquet", "arrow", "mds", "megatron"]),
     flags=st.lists(st.sampled_from(["--bos", "--no-bos", "--eos", "--no-eos"]), max_size=2),
     output=words.map(lambda text: text.replace("/", "_")) | st.sampled_from(PLACES),
     data=words | st.sampled_from(["file", ".", "data.jsonl", "data.jsonl/x"]),
 )
-def test_any_options(capacity, buffer, rows, seed, format, flags, output, data):
+def test_any_options(capacity, block, rows, seed, format, flags, output, data):
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
         patched.setenv("HF_HUB_OFFLINE", "1")
         patched.setattr("crosspack.reading.records.is_hub_name", lambda name: False)
@@ -219,7 +221,21 @@ def test_any_options(capacity, buffer, rows, seed, format, flags, output, data):
         Path("link").symlink_to("nowhere")
         Path("data.jsonl").write_text('{"text": "a b c d e f g h i j"}\n' * 9)
         outcome(
-            *(f"--output={output}", f"--data={data}", "--tokenizer=t", f"--capacity={capacity}", f"--buffer={buffer}"),
-            *(f"--rows-per-file={rows}", f"--seed={seed}", "--format", format, "--overflow=split", *flags),
+            *(
+                f"--output={output}",
+                f"--data={data}",
+                "--tokenizer=t",
+                f"--capacity={capacity}",
+                f"--block-size={block}",
+            ),
+            *(
+                "--workers=1",
+                f"--rows-per-file={rows}",
+                f"--seed={seed}",
+                "--format",
+                format,
+                "--overflow=split",
+                *flags,
+            ),
         )
         assert Path("file").read_text() == "mine"

@@ -166,8 +166,10 @@ def test_report_replaces_no_picture_unasked(report, tmp_path):
     assert picture.read_text() == "mine"
     assert run(*report, "--output", picture, "--overwrite").exit_code == 0
     assert picture.read_bytes().startswith(PNG)
-    assert "name a picture that ends in .png, .pdf, .svg" in one_line(run(*report, "--output", tmp_path / "r.xyz"))
-    assert "is a folder: name a picture inside it" in one_line(run(*report, "--output", _folder(tmp_path / "r.png")))
+    assert "name a page that ends in .html or a picture in .png, .pdf, .svg" in one_line(
+        run(*report, "--output", tmp_path / "r.xyz")
+    )
+    assert "is a folder: name a file inside it" in one_line(run(*report, "--output", _folder(tmp_path / "r.png")))
 
 
 def _folder(path: Path) -> Path:

@@ -7,10 +7,9 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -22,6 +21,13 @@ from typer.testing import CliRunner
 
 import crosspack
 from crosspack.cli import app
+from crosspack.cli.text import Encoded
+from crosspack.packing.journal import journal
+from crosspack.packing.run import Part, Run, Worker
+from crosspack.packing.unit import Key, Rules, make_unit
+from crosspack.reading.rows import Piece
+from packing_core.plan import plan
+from packing_core.training.schedule import Document
 from tests import processes
 
 ROUNDS = int(os.environ.get("CROSSPACK_KILLS", "3"))  # 200 and more in a long run
@@ -97,6 +103,65 @@ def test_ray_makes_the_same_bytes(corpus, tmp_path):
     assert result(tmp_path / "there") == result(tmp_path / "here")
 
 
+class Data:
+    """Stands in for Ray Data where Ray is not installed: the calls that the engine makes, in this process."""
+
+    def __init__(self, items: list[dict[str, Any]] | None = None) -> None:
+        self.items = items or []
+        self.DataContext = SimpleNamespace(get_current=lambda: SimpleNamespace())
+        self.ActorPoolStrategy = SimpleNamespace
+
+    def from_items(self, items: list[dict[str, Any]], *, override_num_blocks: int) -> Data:
+        assert override_num_blocks == len(items)
+        return Data(items)
+
+    def map_batches(self, kind: Any, *, fn_constructor_args: tuple[Any, ...], **options: Any) -> Data:
+        assert options["batch_size"] == 1
+        actor = kind(*fn_constructor_args)
+        batches = [{name: [value] for name, value in item.items()} for item in reversed(self.items)]
+        made = [batch for given in batches for batch in actor(given)]
+        return Data([dict(zip(batch, row)) for batch in made for row in zip(*batch.values())])
+
+    def iter_rows(self) -> Any:
+        return iter(self.items)
+
+
+def test_the_engine_for_ray_hands_jobs_on_and_takes_results_in_any_order(corpus, tmp_path, monkeypatch):
+    ray = SimpleNamespace(init=lambda **options: None, cluster_resources=lambda: {"CPU": 2.0}, data=Data())
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.data", ray.data)
+    pack(*arguments(corpus, name="data.parquet"), "--output", tmp_path / "here", "--workers", 1)
+    pack(*arguments(corpus, name="data.parquet"), "--output", tmp_path / "there", "--engine", "ray")
+    assert result(tmp_path / "there") == result(tmp_path / "here")
+
+
+@pytest.mark.parametrize("capacity", [2048, 8192])
+def test_units_fill_rows_as_one_plan_of_all_documents_does(tmp_path, capacity):
+    lengths = np.random.default_rng(0).lognormal(5.5, 1.0, 30_000).astype(int).clip(2, capacity)
+    whole = plan(lengths, capacity, seed=0).efficiency
+    rules = Rules(capacity, "error", "mixed", 0, 1 << 20, "uint16")
+    (tmp_path / "units").mkdir()
+    with journal(tmp_path / "journal", {}) as log:
+        run = Run([], Worker(None, rules, "stop", "parquet", tmp_path / "units", tmp_path), log, part=Part())
+        for number, part in enumerate(np.array_split(lengths, 30)):
+            piece = Piece(number, iter(()), 0)
+            run.note(make_unit(Key(0, number), piece, Lengths(part), rules, "stop", tmp_path / "units"))
+        run.pack_leftovers(lambda key: tmp_path / "units")
+    assert run.totals.tokens == lengths.sum()
+    assert abs(run.totals.tokens / (run.totals.rows * capacity) - whole) < 0.001 and whole > 0.998
+
+
+class Lengths:
+    """Stands in for an encoder: gives documents of these lengths."""
+
+    def __init__(self, lengths: Any) -> None:
+        self.lengths = lengths
+
+    def encoded(self, records: Any, *_: Any) -> Any:
+        for length in self.lengths:
+            yield Encoded("", {}, Document(np.zeros(length, np.int32), np.ones(length, np.bool_)), {})
+
+
 def test_a_part_that_is_missing_or_of_other_options_is_named(corpus, tmp_path):
     out = tmp_path / "out"
     pack(*arguments(corpus), "--output", out, "--part", "1/2")
@@ -121,25 +186,20 @@ def killed_after(events: int, arguments: list[str]) -> int:
     Returns:
         The exit status, or minus the signal.
     """
-    child = os.fork()
-    if not child:
-        left = events
+    left = events
 
-        def counting(event: str, details: tuple[Any, ...]) -> None:
-            nonlocal left
-            if event in _EVENTS and "out" in str(details[0]):
-                left -= 1
-                if not left:
-                    os.kill(os.getpid(), signal.SIGKILL)
+    def counting(event: str, details: tuple[Any, ...]) -> None:
+        nonlocal left
+        if event in _EVENTS and "out" in str(details[0]):
+            left -= 1
+            if not left:
+                os.kill(os.getpid(), signal.SIGKILL)
 
-        try:
-            signal.alarm(processes.LIMIT)
-            sys.addaudithook(counting)
-            done = CliRunner().invoke(app, ["pack", *arguments])
-            os._exit(done.exit_code)
-        finally:
-            os._exit(99)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    def work() -> int:
+        sys.addaudithook(counting)
+        return CliRunner().invoke(app, ["pack", *arguments]).exit_code
+
+    return processes.forked(work)
 
 
 _EVENTS = ("open", "os.rename", "os.remove", "os.truncate", "os.mkdir", "os.rmdir", "shutil.rmtree")
@@ -168,34 +228,12 @@ def test_a_run_that_is_killed_anywhere_and_started_again_gives_the_same_bytes(co
 
 def test_workers_end_with_their_parent(corpus, tmp_path):
     given = arguments(corpus, "--workers", 2, "--block-size", 300, "--output", tmp_path / "out")
-    started = subprocess.Popen(
-        [sys.executable, "-m", "crosspack", "pack", *map(str, given)], start_new_session=True, stdout=subprocess.DEVNULL
-    )
     journal = tmp_path / "out/.crosspack-partial-run/journal"
-    stop = time.monotonic() + processes.LIMIT
-    while not (journal.exists() and journal.read_bytes().count(b"\n") > 3) and time.monotonic() < stop:
-        time.sleep(0.01)
-    started.kill()
-    started.wait()
-    while time.monotonic() < stop and _group(started.pid):
-        time.sleep(0.05)
-    assert not _group(started.pid)
+    command = [sys.executable, "-m", "crosspack", "pack", *map(str, given)]
+    assert processes.killed_when(command, lambda: journal.exists() and journal.read_bytes().count(b"\n") > 3)
     pack(*given)
     pack(*given[:-1], tmp_path / "expected")
     assert result(tmp_path / "out") == result(tmp_path / "expected")
-
-
-def _group(leader: int) -> list[int]:
-    """Processes of the group that still run."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            state = (folder / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(state[2]) == leader and state[0] != "Z":
-            found.append(int(folder.name))
-    return found
 
 
 BAD = [{"text": "fox"}, {"other": 1}, {"text": 7}, {"text": "dog jump"}, {"input_ids": [1, "x"]}, {"text": ""}]

@@ -34,7 +34,7 @@ def test_a_week_runs_everything_and_a_day_a_part() -> None:
         assert sum("test_three" in name for name in ran) == 1
         assert sum("test_quick" in name for name in ran) == 9
         assert "tests/packing_core/test_x.py::test_alone" in ran
-    assert 3 <= sum("tests/torch_backend/test_x.py::test_alternating" in ran for ran in days) <= 4
+    assert 1 <= sum("tests/torch_backend/test_x.py::test_alternating" in ran for ran in days) <= 2
     assert sum(f"{RARE}::test_rare" in ran for ran in days) == 1
     assert sum("test_two" in name for ran in days for name in ran) == 2
     assert sum(SLOW in ran for ran in days) == 1

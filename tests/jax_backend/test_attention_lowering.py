@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from jaxlib.mlir import ir
 from jaxlib.triton import dialect
 
 from jax_backend import segment_attention
+from tests import processes
+from tests.processes import limited
 
 triton = pytest.importorskip("triton", reason="unsupported here: Triton has wheels for Linux alone")
 compiler = pytest.importorskip("triton.backends.compiler")
@@ -102,6 +106,38 @@ def test_the_compiled_kernels_fit_into_shared_memory(tmp_path: Path) -> None:
         options = {"num_warps": config["num_warps"].value, "num_stages": config["num_stages"].value}
         compiled = triton.compile(str(source), target=compiler.GPUTarget("cuda", 90, 32), options=options)
         assert compiled.metadata.shared <= SHARED_MEMORY, (name, compiled.metadata.shared)
+
+
+WITHOUT_A_LOWERING = """
+import sys, warnings
+sys.modules[{module!r}] = None  # as in a JAX that has removed it
+import jax, jax.numpy as jnp
+from jax_backend import explain, segment_attention
+q = jnp.ones((1, 16, 4, 8))
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    print(explain(q, q[:, :, :2], q[:, :, :2], platform="gpu"))
+    print(explain(q, q[:, :, :2], q[:, :, :2], platform="gpu"))
+print([str(warning.message) for warning in caught if "segment_attention" in str(warning.message)])
+print(segment_attention(q, q, q, jnp.ones((1, 16), int)).shape)
+try:
+    segment_attention(q, q, q, jnp.ones((1, 16), int), implementation="pallas")
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+@limited()
+@pytest.mark.parametrize("module", ["jax.experimental.pallas.triton", "jax.experimental.pallas.mosaic_gpu"])
+def test_without_a_lowering_the_next_in_the_order_serves_and_says_why(module: str) -> None:
+    done = processes.run([sys.executable, "-c", WITHOUT_A_LOWERING.format(module=module)])
+    assert done.returncode == 0, done.stderr
+    first, second, warned, shape, refused = done.stdout.splitlines()
+    assert first == second and first.startswith("attention: chunked (not pallas: JAX")
+    assert "lacks what it is written in" in first and "not cudnn:" in first
+    assert len(ast.literal_eval(warned)) == 1 and "pallas cannot run" in warned
+    assert shape == "(1, 16, 4, 8)"
+    assert refused.startswith("UnsupportedError pallas cannot serve: JAX")
 
 
 def _text(bytecode: bytes) -> str:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import grain
 import numpy as np
+import optax
+import orbax.checkpoint as ocp
 import pytest
 from absl import flags
+from flax import nnx
 
 import packing_core
 from jax_backend.batches import to_batch
 from jax_backend.data import GrainSource, GrainStream
+from jax_backend.model import Decoder, DecoderConfig
+from jax_backend.train_step import make_train_step
 from packing_core.errors import PackingError
 from tests.processes import limited
+from tests.training_jobs import LLAMA
 
 DOCUMENTS = [np.arange(3 + n % 17, dtype=np.int32) + 100 * n for n in range(1, 61)]
 
@@ -116,6 +122,50 @@ def test_grains_workers_share_the_rows_of_a_host() -> None:
     assert documents_of(row for share in shares for row in share) == host and all(shares)
     with pytest.raises(PackingError, match="does not know how many rows it has"):
         rows.set_slice(slice(0, 1), sequential_slice=True)
+
+
+@pytest.mark.parametrize("kind", ["rows", "stream"])
+def test_model_and_data_resume_from_one_checkpoint_of_orbax(kind, tmp_path) -> None:
+    def iterator():
+        if kind == "stream":
+            return iter(GrainStream(opened(0, 1)).batch(2, drop_remainder=True))
+        rows = grain.MapDataset.source(GrainSource(dataset())).shuffle(seed=4).batch(2, drop_remainder=True)
+        return iter(rows.to_iter_dataset())
+
+    def batch_of(row):
+        names = {"input_ids": "inputs", "segment_ids": "inputs_segment_ids", "position_ids": "inputs_positions"}
+        return {
+            name: row[key] for name, key in (names | {"targets": "targets", "loss_weights": "loss_weights"}).items()
+        }
+
+    def run(state, batches, steps):
+        losses = []
+        for _ in range(steps):
+            state, metrics = step(state, batch_of(next(batches)))
+            losses.append(float(metrics["loss"]))
+        return state, losses
+
+    config = {**LLAMA, "vocab_size": 8192}
+    step = make_train_step(
+        Decoder(DecoderConfig.from_hf(config), rngs=nnx.Rngs(0), implementation="xla"), optax.sgd(0.1)
+    )
+    batches = iterator()
+    state, _ = run(step.init(), batches, 2)
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        saved = ocp.args.Composite(state=ocp.args.StandardSave(state), data=grain.checkpoint.CheckpointSave(batches))
+        manager.save(2, args=saved)
+    _, wanted = run(state, batches, 3)
+
+    batches = iterator()
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        restored = manager.restore(
+            2,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardRestore(step.shapes), data=grain.checkpoint.CheckpointRestore(batches)
+            ),
+        )
+    _, found = run(restored["state"], restored["data"], 3)
+    assert found == wanted
 
 
 def test_the_train_steps_batch_is_shifted_inside_segments() -> None:

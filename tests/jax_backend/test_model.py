@@ -193,6 +193,18 @@ def test_what_the_decoder_does_not_compute_is_refused_with_the_reason(change, re
         DecoderConfig.from_hf(config)
 
 
+def test_a_hybrids_config_may_leave_out_what_transformers_fills_in() -> None:
+    told = json.loads(CONFIGS["qwen3.5"]().to_json_string(use_diff=False))
+    brief = dict(told) | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    kinds = ["linear_attention"] * 3 + ["full_attention"]
+    del brief["layer_types"]
+    brief["num_hidden_layers"] = told["num_hidden_layers"] = 4
+    assert DecoderConfig.from_hf(brief) == DecoderConfig.from_hf(told | {"layer_types": kinds})
+    assert DecoderConfig.from_hf(brief).rope.channels == 4
+    with pytest.raises(UnsupportedModelError, match="layer_types has 'spiral' and the flax decoder computes"):
+        DecoderConfig.from_hf(told | {"layer_types": ["spiral"] * 4})
+
+
 def test_the_config_layout_of_transformers_4_gives_the_same_decoder() -> None:
     new = json.loads(CONFIGS["llama3-rope-biases"]().to_json_string(use_diff=False))
     old = dict(new)

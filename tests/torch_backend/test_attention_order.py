@@ -57,6 +57,15 @@ def hopper(monkeypatch):
 
 
 @pytest.fixture
+def products():
+    """torch's setting of matrix products on a GPU, as it was afterwards."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    yield matmul
+    matmul.fp32_precision = before
+
+
+@pytest.fixture
 def without_flash_attention(monkeypatch):
     """No library is installed, triton serves everything, and the trial runs of varlen and flex pass."""
     for name in ("flash4", "flash3", "flash2", "xformers"):
@@ -129,6 +138,15 @@ def test_a_window_counts_only_where_a_document_exceeds_it(has):
     request = replace(REQUEST, device=torch.device("cpu"), **has)
     assert SDPA.last_resort(replace(request, max_seqlen=has["window"])) is None
     assert SDPA.last_resort(replace(request, max_seqlen=has["window"] + 1)) == "it builds score matrices"
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_float32_on_a_gpu_goes_through_torchs_kernel_only_where_tf32_is_allowed(products, allowed):
+    products.fp32_precision = "tf32" if allowed else "ieee"
+    request = replace(REQUEST, device=torch.device("cuda"), dtype=torch.float32)
+    assert (SDPA.last_resort(request) is None) == allowed
+    assert SDPA.last_resort(replace(request, dtype=torch.bfloat16)) is None
+    assert SDPA.last_resort(replace(request, device=torch.device("cpu"))) is None
 
 
 @pytest.mark.parametrize("has", SCORED.values(), ids=SCORED)

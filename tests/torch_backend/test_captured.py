@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from packing_core.errors import LayoutError
 from tests.torch_backend.models import collate, documents, tiny
 from torch_backend import patch
+from torch_backend.hf import guard
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.ops import operators
 from torch_backend.training import captured
@@ -112,7 +113,7 @@ def mean_loss(model, batch) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("family", "graphs"), [("qwen2", 2), ("qwen3_5_text", 3)]
 )  # of each kind of layer, of the norm
-def test_compiled_layers_share_a_graph_over_layers_and_segmentations(interpreted, family, graphs):
+def test_compiled_layers_share_a_graph_over_layers_and_segmentations(interpreted, family, graphs, monkeypatch):
     model = patch(tiny(family), implementation="triton", verify=False)
     # as many segments, as long a longest one: where boundaries lie on the CPU, both are read from them
     segmentations = [(5, 19, 33, 71), (71, 50, 3, 4), (1, 2, 54, 71)]
@@ -126,6 +127,9 @@ def test_compiled_layers_share_a_graph_over_layers_and_segmentations(interpreted
     for lengths, right in zip(segmentations, plain, strict=True):
         torch.testing.assert_close(gradients(lengths), right, rtol=1e-4, atol=1e-6)
     assert counter.frame_count == graphs  # of each kind of layer, of the norm
+    monkeypatch.setattr(guard, "recording", lambda: True)  # as in a CUDA graph: batches are not checked
+    torch.testing.assert_close(gradients(segmentations[0]), plain[0], rtol=1e-4, atol=1e-6)
+    assert counter.frame_count == graphs
 
 
 def test_a_recording_that_fails_says_what_failed_first(stand_in, monkeypatch):

@@ -60,6 +60,7 @@ def test_sdpa_takes_part_at_every_level_and_the_others_where_attention_matters()
         ("flash4", {"alibi", "narrow_values"}),
         ("flash2", {"sinks", "narrow_values"}),
         ("varlen", {"softcap", "sinks", "alibi", "narrow_values"}),
+        ("xformers", {"bidirectional", "softcap", "sinks", "alibi", "narrow_values"}),  # its windows are causal
         ("flex", set()),
         ("sdpa", set()),
         ("reference", set()),

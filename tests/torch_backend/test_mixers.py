@@ -74,10 +74,15 @@ def test_a_layer_of_known_functions_runs_once_on_the_row(
     normed = counted(monkeypatch, norm)
     model, docs = tiny(family, **SMALL.get(family, {})), documents(SHORT)
     truth = alone(model, docs)
+    exact = truth
+    if family == "kimi_linear":  # whose float32 recurrence is further from float64 than the kernels are
+        double = tiny(family).double()
+        double.set_experts_implementation("eager")
+        exact = alone(double, docs)
     torch_backend.patch(model, implementation="sdpa", verify=False)
     batch = collate(docs, capacity=16, strategy="sequential")
     assert batch["input_ids"].shape == (2, 16)
-    assert_same(packed(model, docs, batch), truth, 2e-5)
+    assert_same(packed(model, docs, batch), exact, 2e-5)
     assert convolved == [32] * ON_THE_ROW[family]
     assert len(normed) == NORMS.get(family, 0) * ON_THE_ROW[family]
     assert torch.equal(model(input_ids=docs[0][None]).logits[0], truth.logits[0])

@@ -122,30 +122,6 @@ def test_in_bfloat16_they_differ_by_rounding(options: dict[str, Any], tmp_path: 
     assert fast.packed_step.parts["loss"] == FAST
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_adapters_of_4_bit_weights_train_as_in_the_plain_step(tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes", reason="4-bit weights need bitsandbytes")
-    llama().save_pretrained(tmp_path / "model")
-    quantised = transformers.BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
-    )
-
-    def make() -> Any:
-        model = transformers.LlamaForCausalLM.from_pretrained(
-            tmp_path / "model", quantization_config=quantised, device_map={"": 0}
-        )
-        torch.manual_seed(0)
-        config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
-        return peft.get_peft_model(peft.prepare_model_for_kbit_training(model), config)
-
-    fast, plain = (built(tmp_path / str(kind), kind, make=make, use_cpu=False) for kind in (True, False))
-    for found, wanted in zip(trained(fast), trained(plain), strict=True):
-        assert found == pytest.approx(wanted, rel=2e-2)
-    assert fast.packed_step.parts["loss"] == FAST
-    assert fast.packed_step.parts["layers"] == "not compiled: its weights are quantised"
-
-
 def test_the_kernels_of_liger_keep_their_own_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for liger_kernel, which replaces the model's forward and never makes logits."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import pickle
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 import transformers
 
 from packing_core import plan
-from packing_core.errors import CapacityError, PackingError
+from packing_core.errors import CapacityError, PackingError, UnsupportedError
 from tests.processes import limited
 from tests.torch_backend.test_trainer import CAPACITY, arguments, datasets, differences, documents, llama, sft
 from tests.torch_backend.torchrun import torchrun
@@ -112,6 +113,24 @@ def test_a_run_that_resumes_inside_an_epoch_equals_one_that_was_not_stopped(tmp_
 
     whole = run(tmp_path)
     assert differences(whole, run(tmp_path, str(tmp_path / "checkpoint-7"))) == 0.0
+
+
+def test_a_run_goes_on_with_another_number_of_ranks_between_epochs_alone(tmp_path) -> None:
+    """Rows are dealt by the number of ranks, so inside an epoch some documents would be lost and others doubled."""
+
+    def resumed(step: int, **options) -> None:
+        folder = tmp_path / f"checkpoint-{step}"
+        state = json.loads((folder / "trainer_state.json").read_text())
+        assert state["stateful_callbacks"]["crosspack.rows"]["attributes"] == {"ranks": 1}
+        state["stateful_callbacks"]["crosspack.rows"]["attributes"]["ranks"] = 2
+        (folder / "trainer_state.json").write_text(json.dumps(state))
+        enabled(build(tmp_path, documents(60), max_steps=8, **options)).train(resume_from_checkpoint=str(folder))
+
+    enabled(build(tmp_path, documents(60), max_steps=7, save_strategy="steps", save_steps=1)).train()
+    with pytest.raises(UnsupportedError, match="2 steps into an epoch whose rows were dealt to 2 ranks, and 1 rank"):
+        resumed(7)
+    resumed(5)
+    resumed(6, train_sampling_strategy="sequential")
 
 
 # What is said at the call.

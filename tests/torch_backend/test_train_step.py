@@ -188,6 +188,12 @@ def test_what_is_not_possible_is_refused_where_it_is_demanded_and_explained_wher
     assert f"{part} of the step: {step.parts[part]}" in explain(step).notes
 
 
+def test_an_engine_of_deepspeed_is_refused_by_name() -> None:
+    engine = type("DeepSpeedEngine", (torch.nn.Module,), {})
+    with pytest.raises(UnsupportedError, match="a DeepSpeedEngine takes both steps itself: train by a Trainer and"):
+        make_train_step(type("Engine", (engine,), {})(), torch.optim.SGD([torch.zeros(1)]))
+
+
 def test_explain_says_what_it_takes() -> None:
     with pytest.raises(
         UnsupportedError, match="a trainer after enable_packing or a step of make_train_step, got a int"

@@ -72,22 +72,21 @@ class Recorder:
 
 
 def arguments(kind, tmp_path, **options):
-    return kind(
-        output_dir=str(tmp_path),
-        max_steps=3,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        logging_steps=1,
-        learning_rate=0.1,
-        lr_scheduler_type="constant",
-        optim="sgd",
-        max_grad_norm=0.0,
-        report_to=[],
-        save_strategy="no",
-        use_cpu=True,
-        disable_tqdm=True,
-        **options,
-    )
+    defaults = {
+        "max_steps": 3,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "logging_steps": 1,
+        "learning_rate": 0.1,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+        "report_to": [],
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    return kind(output_dir=str(tmp_path), **{**defaults, **options})
 
 
 def train_recorded(trainer) -> tuple[list[float], list[dict]]:

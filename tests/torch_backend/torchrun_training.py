@@ -1,6 +1,7 @@
 """Run by ``torchrun`` in test_torchrun: two optimizer steps of packed training; rank 0 writes what came out.
 
-Arguments: the folder to write to, rows per rank and microbatch, microbatches per step.
+Arguments: the folder to write to, rows per rank and microbatch, microbatches per step, and what is sharded: ddp, fsdp2,
+zero2 or zero3.
 """
 
 from __future__ import annotations
@@ -11,13 +12,19 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+from torch.distributed.tensor import DTensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from packing_core.errors import UnsupportedModelError
 from tests.torch_backend.models import tiny
 from tests.torch_backend.test_trainer import CAPACITY, arguments, documents, gpt_oss
-from tests.torch_backend.torchrun import leave
+from tests.torch_backend.torchrun import leave, whole
 from torch_backend.training.trainer import enable_packing
 
 DOCUMENTS = 48  # 16 rows in the order of the documents: 2 steps of 8 rows
+LIMITS = {"max_steps": 2, "max_grad_norm": 0.5, "train_sampling_strategy": "sequential"}
 FAMILIES = ("qwen3", "gpt_oss", "qwen3_5_text", "bloom")  # rotary and plain attention, sinks, recurrent layers, ALiBi
 
 
@@ -36,25 +43,60 @@ def untrained(family: str) -> torch.nn.Module:
     return gpt_oss() if family == "gpt_oss" else tiny(family)
 
 
-def train(family: str, folder: Path, rows_at_once: int, accumulation: int) -> dict[str, Any]:
-    model = untrained(family)
-    given = arguments(transformers.TrainingArguments, folder)
-    given.per_device_train_batch_size, given.gradient_accumulation_steps = rows_at_once, accumulation
-    given.max_steps, given.max_grad_norm = 2, 0.5
-    given.train_sampling_strategy = "sequential"
+def train(model: torch.nn.Module, folder: Path, rows_at_once: int, accumulation: int, strategy: str) -> dict[str, Any]:
+    options = {"per_device_train_batch_size": rows_at_once, "gradient_accumulation_steps": accumulation}
+    if strategy == "fsdp2":
+        layers = sorted({type(m).__name__ for m in model.modules() if isinstance(m, GradientCheckpointingLayer)})
+        options |= {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": layers}}
+    if strategy.startswith("zero"):
+        options["deepspeed"] = {
+            "zero_optimization": {"stage": int(strategy.removeprefix("zero"))},
+            "zero_allow_untested_optimizer": True,
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+        }
+    given = arguments(transformers.TrainingArguments, folder, **LIMITS, **options)
+    if strategy == "fsdp2":
+        # accelerate has FSDP for ranks with an accelerator alone, so these ranks say that they have one.
+        assert given.device.type == "cpu"
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
     trainer = Counting(model, given, train_dataset=documents(DOCUMENTS))
     enable_packing(trainer, capacity=CAPACITY, verify=False)
     trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return {"model": model.state_dict(), "losses": losses, "counts": trainer.counts}
+    return {
+        "model": weights_of(trainer.model, strategy),
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "counts": trainer.counts,
+        "sharded": any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in trainer.model.parameters()),
+    }
 
 
-def main(folder: Path, rows_at_once: int, accumulation: int) -> None:
-    found = {family: train(family, folder, rows_at_once, accumulation) for family in FAMILIES}
+def weights_of(model: torch.nn.Module, strategy: str) -> dict[str, torch.Tensor]:
+    if strategy != "zero3":
+        return whole({name: p.detach() for name, p in model.named_parameters()})
+    from deepspeed.zero import GatheredParameters
+
+    with GatheredParameters(list(model.parameters())):
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def main(folder: Path, rows_at_once: int, accumulation: int, strategy: str) -> None:
+    if strategy.startswith("zero"):
+        from deepspeed.ops import __compatible_ops__
+
+        __compatible_ops__["deepspeed_shm_comm"] = False  # which it would compile first; gloo does the same
+    models = {family: untrained(family) for family in FAMILIES}  # before ZeRO-3 partitions all that is built
+    found: dict[str, Any] = {}
+    for family, model in models.items():
+        try:
+            found[family] = train(model, folder, rows_at_once, accumulation, strategy)
+        except UnsupportedModelError as refusal:
+            found[family] = str(refusal)
     if torch.distributed.get_rank() == 0:
         torch.save(found, folder / "result.pt")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
     leave()

@@ -82,6 +82,8 @@ def capabilities(name: str, device: torch.device) -> Capabilities:
         dtypes = tuple(dtype for dtype in dtypes if dtype != "bfloat16")
     request = _request(device, dtypes[0] if dtypes else "float32")
     options = {option for option, change in _ASKS.items() if takes(**change)}
+    if "bidirectional" in options and "window" in options and not takes(causal=False, window=4):
+        options.remove("bidirectional")  # what is declared works together
     options |= protocol.ALL_OPTIONS - set(protocol.OPTIONS["attention"]) | {"arbitrary_ids"}
     if name in _LEAVES_PADDING_OUT:
         options.add("nonfinite_padding")
@@ -144,9 +146,9 @@ class AttentionStack(TensorMethods):
         dout: Array | None = None,
         **options: Any,
     ) -> tuple[Array, Gradients]:
-        protocol.require_declared(self, options=["context_parallel"] * (context_ranks > 1))
-        if v.shape[-1] < q.shape[-1]:  # some serve one such pair of widths, which is not what declaring it means
-            protocol.require_declared(self, options=["narrow_values"])
+        # Some serve an option in one case alone, which is not what declaring it means.
+        asked = {"sinks": sinks, "alibi_slopes": alibi_slopes, "context_ranks": context_ranks, **options}
+        protocol.require_declared(self, options=protocol.attention_options(q, k, v, **asked))
         operands = self._operands({"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks}), dtype)
         slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, device=self.device)
 

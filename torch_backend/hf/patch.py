@@ -285,6 +285,9 @@ class Patched:
         if self.compiled:
             if not self.needs_lengths:
                 forward.segments.lengths = None  # a compiled graph would contain them as constants
+            # Compiled layers are guarded on what was derived. The checks of a batch derive more, and while a CUDA graph
+            # is recorded none is made: without this, layers would be compiled again in the recording, which may fail.
+            forward.segments.forget()
             for request in self.compiled:
                 prepare(forward.segments, request, self.implementation)
             if self.mixers:

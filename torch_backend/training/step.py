@@ -78,6 +78,12 @@ class TrainStep:
         capture: Choice,
         group: dist.ProcessGroup | None,
     ) -> None:
+        if any(base.__name__ == "DeepSpeedEngine" for base in type(model).__mro__):
+            raise UnsupportedError(
+                "make_train_step calls backward() and optimizer.step(), and a DeepSpeedEngine takes both steps itself: "
+                "train by a Trainer and enable_packing(trainer), which DeepSpeed serves, or wrap the model by DDP or "
+                "FSDP2 instead"
+            )
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -259,7 +265,8 @@ def make_train_step(
 
     Raises:
         UnsupportedModelError: ``model`` holds no transformers model, or DataParallel stands around it.
-        UnsupportedError: there are several ranks, and nothing reduces the model's gradients over them.
+        UnsupportedError: there are several ranks, and nothing reduces the model's gradients over them; or ``model`` is
+            a DeepSpeedEngine.
 
     >>> import torch_backend  # doctest: +SKIP
     >>> step = torch_backend.make_train_step(model, torch.optim.AdamW(model.parameters()), max_grad_norm=1.0)

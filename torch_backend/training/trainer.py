@@ -26,6 +26,7 @@ from torch_backend.hf.heads import labels_documents, predicts_masked, trains_fir
 from torch_backend.patching import patch
 from torch_backend.training import preference
 from torch_backend.training.packed_step import speed_up
+from torch_backend.training.resuming import refuse_other_ranks
 from torch_backend.training.rows import pack_training_data, use_rows
 
 Trainer = TypeVar("Trainer")
@@ -117,6 +118,7 @@ def enable_packing(
     if labels_documents(any_trainer.model) or trains_first_token(any_trainer.model):
         any_trainer.model_accepts_loss_kwargs = True  # a patched classifier divides its loss by the step's targets
     use_rows(any_trainer, rows)
+    refuse_other_ranks(any_trainer, rows)
     # accelerate would let the first rank read for all and concatenate batches, which plain ints cannot be.
     any_trainer.accelerator.dataloader_config.dispatch_batches = False
     if fast:

@@ -1,13 +1,14 @@
 """Packed attention on ``torch.nn.functional.scaled_dot_product_attention``, on any device and without a T x T mask.
 
 Documents of similar length run as padded causal batches (without a causal mask, documents of one length), so the cost
-follows the sum of squared lengths. Within a batch there are three ways:
+follows the sum of squared lengths. Within a batch there are these ways:
 
     plain                                     -> torch's function on whole documents
     window that the documents exceed          -> torch's function on blocks of queries over two blocks of keys
     softcap, sinks, ALiBi, no fused kernel    -> score matrices, a block of queries at a time, again in the backward
+    float32 on a GPU, unless TF32 is allowed  -> the same
 
-The first two rely on torch's fused kernels and the third computes a bounded number of scores at a time, so memory grows
+The first two rely on torch's fused kernels and the others compute a bounded number of scores at a time, so memory grows
 with the length of a document and not with its square.
 """
 
@@ -80,7 +81,20 @@ def _has_no_kernel(request: AttentionRequest) -> bool:
         return True
     if request.device.type == "cpu":
         return request.dropout > 0
-    return request.device.type == "cuda" and request.dtype == torch.float64
+    if request.device.type != "cuda":
+        return False
+    return request.dtype == torch.float64 or (request.dtype == torch.float32 and not _takes_tf32())
+
+
+@torch.compiler.assume_constant_result
+def _takes_tf32() -> bool:
+    """Whether the process multiplies float32 matrices in TF32 on a GPU.
+
+    torch's only fused kernel for float32 makes a product of three in TF32, whose sums the tensor cores cut: two to
+    three times the error of float32, which shows where scores are in the thousands. So it runs only for those who take
+    TF32 anyway.
+    """
+    return str(torch.backends.cuda.matmul.fp32_precision) == "tf32"
 
 
 def _window_has_no_blocks(request: AttentionRequest) -> bool:

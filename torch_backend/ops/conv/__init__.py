@@ -1,7 +1,7 @@
 """The causal short convolution of state-space and linear-attention layers, restarted at every segment.
 
-x [T, C] and the batch's metadata -> :func:`short_convolution` -> [T, C], forward and backward by one Triton kernel
-each, so that hybrid models train packed without ``causal_conv1d``, whose build is what stops people; plain torch where
+x [T, C] and the batch's metadata -> :func:`short_convolution` -> [T, C], forward by one Triton kernel and backward by
+two, so that hybrid models train packed without ``causal_conv1d``, whose build is what stops people; plain torch where
 Triton does not run.
 """
 
@@ -95,11 +95,28 @@ def _launch_backward(
     dx = x.new_empty(x.shape)
     dweight = x.new_empty(programs, channels, width, dtype=torch.float32)
     dbias = x.new_empty(programs, channels if bias is not None else 0, dtype=torch.float32)
-    kernels.backward[programs, -(-channels // _CHANNELS)](
-        x, weight, bias, positions, dy, dx, dweight, dbias, tokens, *x.stride(), *weight.stride(), *dy.stride(),
+    # The gradient before the activation, which the one kernel writes and the other reads at W tokens.
+    dz = x.new_empty(x.shape, dtype=torch.float32) if silu else dy
+    tiles = -(-channels // _CHANNELS)
+    kernels.weights_backward[programs, tiles](
+        x, weight, bias, positions, dy, dz, dweight, dbias, tokens, *x.stride(), *weight.stride(), *dy.stride(),
         channels, width, bias is not None, silu, 1 << (width - 1).bit_length(), _TOKENS, _CHANNELS, _TILES,
         num_warps=_WARPS,
     )  # fmt: skip
+    kernels.input_backward[-(-tokens // _TOKENS), tiles](
+        weight,
+        positions,
+        dz,
+        dx,
+        tokens,
+        *weight.stride(),
+        *dz.stride(),
+        channels,
+        width,
+        _TOKENS,
+        _CHANNELS,
+        num_warps=_WARPS,
+    )
     bias_dtype = weight.dtype if bias is None else bias.dtype
     return dx, dweight.sum(0).to(weight.dtype), dbias.sum(0).to(bias_dtype)
 

@@ -43,45 +43,61 @@ def forward(
 
 
 @triton.jit
-def backward(
-    x, weight, bias, positions, dy, dx, dweight, dbias, tokens, x_t, x_c, w_c, w_w, dy_t, dy_c,
+def weights_backward(
+    x, weight, bias, positions, dy, dz, dweight, dbias, tokens, x_t, x_c, w_c, w_w, dy_t, dy_c,
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
     LAGS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """dx [T, C], and this program's share of dweight [programs, C, W] and dbias [programs, C], both float32.
+    """dz [T, C] in float32 with SILU, and this program's share of dweight [programs, C, W] and dbias [programs, C].
 
-    With z the convolution and dz the gradient there, dx[t] is the sum of weight[W - 1 - w] dz[t + w] over the lags w
-    that stay inside the segment; z is computed again. A program walks over TILES tiles.
-    Grid: (programs, channel tiles).
+    With z the convolution, computed again, and dz the gradient there, the weight of lag w gets the sum of dz[t] x[t-w]
+    over the tokens whose segment reaches back that far. A program walks over TILES tiles and adds up over their tokens
+    in the end. Grid: (programs, channel tiles).
     """
     c = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]
-    w = tl.arange(0, LAGS)[:, None]
-    weight_sum = tl.zeros([LAGS, BLOCK_C], tl.float32)
-    bias_sum = tl.zeros([1, BLOCK_C], tl.float32)
+    w = tl.arange(0, LAGS)
+    weight_sum = tl.zeros([BLOCK_T, LAGS, BLOCK_C], tl.float32)
+    bias_sum = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
     for tile in range(TILES):
         first = (tl.program_id(0) * TILES + tile).to(tl.int64) * BLOCK_T
         t = (first + tl.arange(0, BLOCK_T))[:, None]
-        total = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
+        known = (t < tokens) & (c < CHANNELS)
+        gradient = tl.load(dy + t * dy_t + c * dy_c, known, other=0.0).to(tl.float32)
+        if SILU:
+            z = convolve(x, weight, bias, positions, t, c, tokens, x_t, x_c, w_c, w_w, CHANNELS, WIDTH, BIAS)
+            gate = tl.sigmoid(z)
+            gradient *= gate * (1 + z * (1 - gate))
+            tl.store(dz + t * CHANNELS + c, gradient, known)
+        position = tl.load(positions + t, t < tokens, other=-1)
         for lag in tl.static_range(WIDTH):
-            later = t + lag
-            has = later < tokens
-            position = tl.load(positions + later, has, other=-1)
-            dz = tl.load(dy + later * dy_t + c * dy_c, has & (c < CHANNELS), other=0.0).to(tl.float32)
-            if SILU:
-                z = convolve(x, weight, bias, positions, later, c, tokens, x_t, x_c, w_c, w_w, CHANNELS, WIDTH, BIAS)
-                gate = tl.sigmoid(z)
-                dz *= gate * (1 + z * (1 - gate))
-            inside = position >= lag
-            tap = tl.load(weight + c * w_c + (WIDTH - 1 - lag) * w_w, c < CHANNELS, other=0.0)
-            total += tl.where(inside, dz * tap, 0.0)
-            # the same product of token t and the gradient lag tokens later belongs to the weight of that lag
-            taken = tl.load(x + t * x_t + c * x_c, inside & (c < CHANNELS), other=0.0).to(tl.float32)
-            share = tl.sum(tl.where(inside, dz * taken, 0.0), 0, keep_dims=True)
-            weight_sum += tl.where(w == WIDTH - 1 - lag, share, 0.0)
-            if BIAS and lag == 0:
-                bias_sum += tl.sum(dz, 0, keep_dims=True)
-        tl.store(dx + t * CHANNELS + c, total.to(dx.dtype.element_ty), (t < tokens) & (c < CHANNELS))
-    place = (tl.program_id(0) * CHANNELS + c) * WIDTH + w
-    tl.store(dweight + place, weight_sum, (c < CHANNELS) & (w < WIDTH))
+            inside = (position >= lag) & (c < CHANNELS)
+            taken = tl.load(x + (t - lag) * x_t + c * x_c, inside, other=0.0).to(tl.float32)
+            share = tl.where(inside, gradient * taken, 0.0)
+            weight_sum += tl.where((w == WIDTH - 1 - lag)[None, :, None], share[:, None, :], 0.0)
+        if BIAS:
+            bias_sum += gradient
+    place = (tl.program_id(0) * CHANNELS + c) * WIDTH + w[:, None]
+    tl.store(dweight + place, tl.sum(weight_sum, 0), (c < CHANNELS) & (w < WIDTH)[:, None])
     if BIAS:
-        tl.store(dbias + tl.program_id(0) * CHANNELS + c, bias_sum, c < CHANNELS)
+        tl.store(dbias + tl.program_id(0) * CHANNELS + c, tl.sum(bias_sum, 0, keep_dims=True), c < CHANNELS)
+
+
+@triton.jit
+def input_backward(
+    weight, positions, dz, dx, tokens, w_c, w_w, dz_t, dz_c,
+    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """dx [T, C], contiguous: the sum of weight[W - 1 - w] dz[t + w] over the lags w that stay inside the segment.
+
+    Grid: (token tiles, channel tiles).
+    """
+    t = (tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
+    c = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]
+    total = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
+    for lag in tl.static_range(WIDTH):
+        later = t + lag
+        position = tl.load(positions + later, later < tokens, other=-1)
+        inside = (position >= lag) & (c < CHANNELS)
+        tap = tl.load(weight + c * w_c + (WIDTH - 1 - lag) * w_w, c < CHANNELS, other=0.0)
+        total += tl.load(dz + later * dz_t + c * dz_c, inside, other=0.0).to(tl.float32) * tap
+    tl.store(dx + t * CHANNELS + c, total.to(dx.dtype.element_ty), (t < tokens) & (c < CHANNELS))

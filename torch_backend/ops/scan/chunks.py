@@ -28,14 +28,18 @@ class Tile(NamedTuple):
 
 
 # In float16 and bfloat16; float32 takes half of the channels, without stages, for its elements are twice as large.
+# Measured on an H200 by benchmarks/gpu_scan_tiles.py.
 TILES = {
-    "prepare": Tile(0, 2),
-    "carry": Tile(32, 2, 2),
-    "output": Tile(64, 4),
-    "values_backward": Tile(64, 4),
+    "prepare": Tile(0, 1),
+    "carry": Tile(32, 2, 3),
+    "output": Tile(128, 4),
+    "values_backward": Tile(128, 4),
     "carry_backward": Tile(32, 2, 2),
     "chunk_backward": Tile(32, 4),
 }
+# Where documents and heads are so few that what walks documents leaves most of the GPU idle.
+FEW = {"carry": Tile(16, 2, 2), "carry_backward": Tile(16, 2, 2)}
+_FEW_WALKS = 512  # documents times heads
 # Of Kimi's rule, whose decays take registers.
 KIMI_TILES = TILES | {
     "prepare": Tile(0, 8),
@@ -43,6 +47,7 @@ KIMI_TILES = TILES | {
     "carry_backward": Tile(32, 4, 2),
     "chunk_backward": Tile(32, 8),
 }
+_HELD = 128 * 128  # numbers of a state in a program, at most: 32 KiB, as float32 takes half of the channels
 _GROUP = 16  # heads of v that share a head of k and whose gradients of it one program adds up, at most
 
 
@@ -138,8 +143,10 @@ class Row:
         """Start a kernel, over chunks or segments as its name says, with the constants that it takes."""
         name = kernel.__name__
         wide = self.dtype == torch.float32
-        block, warps, stages = self.tiles[name]
-        block = min(block // (1 + wide), self.value_width)
+        few = FEW if self.segments * self.heads < _FEW_WALKS and self.tiles is TILES else {}
+        block, warps, stages = few.get(name, self.tiles[name])
+        block = min(block, _HELD // self.width)
+        block = min(max(16, block // (1 + wide)), self.value_width)
         first = self.segments if name.startswith("carry") else self.chunks
         second = self.heads // self.group if name == "chunk_backward" else self.heads
         third = self.value_width // block if name in ("carry", "carry_backward", "output") else 1

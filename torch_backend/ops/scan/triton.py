@@ -53,6 +53,9 @@ def refused_kind(kind: str, like: Tensor, width: int, value_width: int) -> str |
         reason = unsupported(like, width, value_width)
     if reason is not None or operators.INTERPRETED:
         return reason
+    if torch.compiler.is_compiling():
+        # A trial is no part of a graph. Layers are compiled after a packed batch, for which it was made.
+        return _FAILED.get((kind, width, value_width))
     return _refused(like.dtype, like.device.index, width, value_width, kind)
 
 
@@ -129,11 +132,14 @@ _FORMS: dict[str, Callable[..., tuple[Tensor, Tensor, str]]] = {
 }
 
 
-@torch.compiler.assume_constant_result  # the trial is no part of a graph that calls this
+_FAILED: dict[tuple[str, int, int], str] = {}  # trials, by kind and widths, whatever the dtype
+
+
 @cache
 def _refused(dtype: torch.dtype, device: int, width: int, value_width: int, kind: str) -> str | None:
     reason = refusal(partial(_error, dtype, device, width, value_width, kind), TRIAL_TOLERANCE)
     if reason is not None:
+        _FAILED[kind, width, value_width] = reason
         logger.warning("the Triton kernels of scans do not run here, which costs speed: %s", reason)
     return reason
 

@@ -1,0 +1,113 @@
+"""What ``crosspack report`` says of a data set: lengths in, plain numbers out, which its page and ``--json`` share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packing_core.balance import Cost, balance
+from packing_core.errors import PackingError
+from packing_core.packplan import PackPlan
+from packing_core.plan import plan
+
+Int64 = NDArray[np.int64]
+
+STRATEGIES = ("mixed", "best_fit", "first_fit", "sequential")
+# Dense bfloat16 operations per second, as the makers state them.
+GPUS = {"a100": 312e12, "h100": 989e12, "h200": 989e12, "b200": 2250e12, "l4": 121e12, "rtx4090": 165e12}
+UTILISATION = 0.4  # of it that training of such models reaches
+_LLAMA = {"vocab_size": 128_256, "head_dim": 128, "num_key_value_heads": 8}
+SHAPES: dict[str, dict[str, int]] = {
+    "llama-1b": _LLAMA
+    | {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "intermediate_size": 8192}
+    | {"head_dim": 64},
+    "llama-8b": _LLAMA
+    | {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 14_336},
+    "llama-70b": _LLAMA
+    | {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "intermediate_size": 28_672},
+}
+
+
+def by_strategy(lengths: Int64, capacity: int, overflow: Any, seed: int) -> list[dict[str, Any]]:
+    """Rows and efficiency of every strategy at half, one, two and four times the capacity."""
+    policy = "split" if overflow == "error" else overflow
+    found: list[dict[str, Any]] = []
+    for size in sorted({max(1, capacity // 2), capacity, 2 * capacity, 4 * capacity}):
+        for strategy in STRATEGIES:
+            try:
+                made = plan(lengths, size, strategy=strategy, overflow=policy, seed=seed)
+            except PackingError:  # every document is dropped
+                continue
+            figures = {"rows": made.n_rows, "efficiency": made.efficiency}
+            found.append({"capacity": size, "strategy": strategy, "overflow": policy, **figures})
+    return found
+
+
+def by_policy(lengths: Int64, capacity: int) -> list[dict[str, Any]]:
+    """What each policy for documents longer than a row does to them."""
+    long = lengths[lengths > capacity]
+    pieces = -(-long // capacity)
+    lost = {"truncate": int((long - capacity).sum()), "split": 0, "drop": int(long.sum())}
+    return [
+        {
+            "overflow": policy,
+            "documents": len(long),
+            "tokens_left_out": left_out,
+            "share_left_out": left_out / int(lengths.sum()),
+            "pieces": int(pieces.sum()) if policy == "split" else len(long) * (policy == "truncate"),
+        }
+        for policy, left_out in lost.items()
+    ]
+
+
+def by_rank(rows: PackPlan, ranks: int, cost: Cost, seed: int) -> dict[str, Any] | None:
+    """How evenly the cost of rows falls on ranks, as the rows come and after ``balance``; None with too few rows."""
+    if rows.n_rows < ranks:
+        return None
+    costs = cost.of_rows(rows)
+    steps = costs[: len(costs) // ranks * ranks].reshape(-1, ranks)
+    dealt = balance(rows, ranks, cost=cost, seed=seed)
+    whole = dealt.loads[(dealt.steps < rows.n_rows).all(axis=(1, 2))]
+    return {
+        "ranks": ranks,
+        "steps": len(steps),
+        "slowest_over_mean_before": _imbalance(steps),
+        "slowest_over_mean_after": _imbalance(whole),
+        "row_cost_deviation": float(costs.std() / costs.mean()),
+    }
+
+
+def _imbalance(steps: NDArray[np.float64]) -> float:
+    return float(steps.max(axis=1).sum() / steps.mean(axis=1).sum())
+
+
+def hours(rows: PackPlan, config: dict[str, int], gpu: str, batches: Sequence[int], seed: int) -> list[dict[str, Any]]:
+    """Estimated hours of one epoch, packed and in padded batches.
+
+    Training takes three times the operations of the forward (``Cost.operations``), of which a GPU does
+    ``UTILISATION`` times what its maker states. Padding costs what real tokens cost, in attention too.
+    """
+    cost = Cost.operations(config)
+    second = GPUS[gpu] * UTILISATION
+    shuffled = np.random.default_rng(seed).permutation(rows.length)
+    found = []
+    for name, order in (("random", shuffled), ("sorted", -np.sort(-rows.length))):
+        for size in batches:
+            starts = np.arange(0, len(order), size)
+            longest = np.maximum.reduceat(order, starts).astype(np.float64)
+            counts = np.diff(np.append(starts, len(order)))
+            operations = float((counts * (cost.tokens * longest + cost.squares * longest**2)).sum())
+            found.append({"arrangement": f"batches of {size}, {name}", "hours": 3 * operations / second / 3600})
+    packed = cost.tokens * rows.n_rows * rows.capacity + cost.squares * float((rows.length.astype(float) ** 2).sum())
+    return [*found, {"arrangement": f"rows of {rows.capacity:,}, packed", "hours": 3 * packed / second / 3600}]
+
+
+def histogram(values: NDArray[Any], bins: int = 32) -> tuple[list[int], list[float]]:
+    """Counts in bins of equal width on a logarithmic scale, and the edges of the bins."""
+    low, high = float(values.min()), float(values.max())
+    edges = np.geomspace(low, max(high, low * 2) * 1.0001, bins + 1)
+    counts, _ = np.histogram(values, edges)
+    return counts.tolist(), edges.tolist()

@@ -1,0 +1,148 @@
+"""Options of ``crosspack train --backend jax``: bfloat16 weights, adapters, evaluation, several devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from crosspack.cli import app
+from crosspack.cli.checks import read_mesh
+from crosspack.cli.text import train_tokenizer
+from jax_backend.train import _begin, train
+from packing_core.errors import PackingError
+from packing_core.training.job import TrainJob
+from tests import training_jobs
+from tests.torch_backend.test_train_options import loss_of_documents, with_evaluation, with_options
+from tests.training_jobs import losses, small_job
+
+LLAMA = {**training_jobs.LLAMA, "num_hidden_layers": 1}
+HALF = {"precision": "bfloat16", "dtype": "bfloat16"}
+
+
+@pytest.fixture
+def job(tmp_path) -> TrainJob:
+    """Two steps of four rows; ``xla`` is the quickest to compile."""
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).save_pretrained(tmp_path / "start")
+    job = small_job(str(tmp_path / "start"), device="cpu", attention="xla")
+    return dataclasses.replace(job, schedule=dataclasses.replace(job.schedule, limit=3))
+
+
+def test_bfloat16_weights_are_trained_and_written_as_such(job, tmp_path) -> None:
+    result = train(dataclasses.replace(with_options(job, **HALF, master_weights=True), output=tmp_path / "out"))
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
+    exact = losses(train(job))
+    assert losses(result) != exact
+    np.testing.assert_allclose(losses(result), exact, rtol=2e-2)
+    assert result.audit.exact, result.audit.line
+
+
+@pytest.mark.parametrize(("master", "kept"), [(True, "float32"), (False, "bfloat16")])
+def test_the_optimizer_of_bfloat16_weights_keeps_float32_if_asked(job, master, kept) -> None:
+    step, *_ = _begin(with_options(job, **HALF, master_weights=master), None)
+    floating = [leaf for leaf in jax.tree.leaves(step.shapes) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    assert {leaf.dtype.name for leaf in floating} == {kept}
+    assert step.compute_dtype == (jnp.bfloat16 if master else None)
+
+
+def test_adapters_alone_are_trained_and_peft_reads_them(job, tmp_path) -> None:
+    adapted = with_options(job, lora=2, lr=0.05)
+    result = train(dataclasses.replace(with_evaluation(adapted), output=tmp_path / "out"))
+    found = losses(result)
+    assert found[0] == pytest.approx(losses(train(job))[0], rel=1e-6) and found[2] < found[0]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    base = transformers.AutoModelForCausalLM.from_pretrained(job.model)
+    written = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert len(written) == 2 * 7 and all(tensor.abs().max() > 0 for tensor in written.values())
+    model = peft.PeftModel.from_pretrained(base, str(tmp_path / "out"))
+    evaluated = result.records["packed"][-1].eval_loss
+    assert evaluated == pytest.approx(loss_of_documents(model, job.schedule), rel=1e-5)
+
+
+@pytest.mark.parametrize("mesh", [{"data": 2}, {"data": 1, "fsdp": 2}, {"fsdp": 3}], ids=str)
+def test_devices_share_the_rows_of_a_step_and_its_evaluation(job, mesh, tmp_path) -> None:
+    job = with_evaluation(job)
+    alone = train(job)
+    result = train(dataclasses.replace(job, mesh=mesh, output=tmp_path / "out"))
+    np.testing.assert_allclose(losses(result), losses(alone), rtol=1e-5)
+    evaluated = result.records["packed"][-1].eval_loss
+    assert evaluated == pytest.approx(alone.records["packed"][-1].eval_loss, rel=1e-5)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert evaluated == pytest.approx(loss_of_documents(model, job.schedule), rel=1e-5)
+    assert f"{np.prod(list(mesh.values()))} devices" in result.device
+
+
+def test_a_run_goes_on_over_other_devices(job, tmp_path) -> None:
+    job = dataclasses.replace(job, model=LLAMA)
+    wanted = losses(train(job))
+
+    class Stop(Exception):
+        pass
+
+    def stop(record) -> None:
+        if record.step == 2:
+            raise Stop
+
+    parts = dataclasses.replace(job, output=tmp_path / "out", save_every=1, on_step=stop, mesh={"fsdp": 2})
+    with pytest.raises(Stop):
+        train(parts)
+    resumed = train(dataclasses.replace(parts, resume=True, on_step=lambda record: None, mesh={"data": 2}))
+    np.testing.assert_allclose(losses(resumed), wanted, rtol=1e-5)
+
+
+def test_weight_decay_leaves_norms_alone(job) -> None:
+    step, *_ = _begin(with_options(job, weight_decay=0.5), None)
+    state = step.init()
+    none = jax.tree.map(jnp.zeros_like, state.params)
+    updates, _ = step.tx.update(none, state.opt_state, state.params)
+    moved = {leaf.ndim: bool(jnp.any(leaf != 0)) for leaf in jax.tree.leaves(updates)}
+    assert moved == {1: False, 2: True}
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"), [(None, {}), ("data=2", {"data": 2}), ("data=2, fsdp=4", {"data": 2, "fsdp": 4})]
+)
+def test_a_mesh_is_axes_and_devices(text, wanted) -> None:
+    assert read_mesh(text) == wanted
+
+
+def test_another_mesh_is_refused() -> None:
+    for text in ("", "4", "data=", "data=0", "tensor=2", "data=2,data=2", "fsdp=-1"):
+        with pytest.raises(PackingError, match=r"pass the devices of each axis, data=2, fsdp=4 or data=2,fsdp=4"):
+            read_mesh(text)
+
+
+def test_more_devices_than_there_are_are_refused(job) -> None:
+    with pytest.raises(PackingError, match="--mesh data=64: jax finds cpu:0, cpu:1"):
+        train(dataclasses.replace(job, mesh={"data": 64}))
+
+
+def test_the_console_command_takes_them_and_its_file_repeats_the_run(job, tmp_path) -> None:
+    tokenizer = train_tokenizer(("a b c d e", "f g h"), 64)
+    config = transformers.LlamaConfig(**LLAMA | {"vocab_size": len(tokenizer)})
+    for part in (tokenizer, transformers.LlamaForCausalLM(config)):
+        part.save_pretrained(job.model)
+    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"text": "a b c d e f g h " * n}) for n in range(1, 9)))
+    command = ["train", "--backend", "jax", "--model", job.model, "--data", tmp_path / "data.jsonl"]
+    command += ["--eval-data", tmp_path / "data.jsonl", "--capacity", 256, "--device", "cpu", "--attention", "xla"]
+    command += ["--dtype", "bfloat16", "--lora", 2, "--mesh", "data=2", "--steps", 2, "--output", tmp_path / "out"]
+    run = CliRunner(env={"NO_COLOR": "1", "COLUMNS": "130"})
+    result = run.invoke(app, list(map(str, command)))
+    assert result.exit_code == 0, result.output
+    assert "evaluation loss" in result.output and "2 devices (data=2)" in result.output
+    again = ["train", "--config", tmp_path / "out" / "run.yaml", "--output", tmp_path / "again"]
+    result = run.invoke(app, list(map(str, again)))
+    assert result.exit_code == 0, result.output
+    first, second = (json.loads((tmp_path / name / "crosspack.json").read_text())["runs"] for name in ("out", "again"))
+    assert [step["loss"] for step in first["packed"]] == [step["loss"] for step in second["packed"]]

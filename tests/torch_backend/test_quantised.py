@@ -1,0 +1,75 @@
+"""Adapters of 4-bit weights (bitsandbytes, NF4): packed documents train them as each document alone does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.torch_backend.models import Run, alone, assert_same, collate, documents, packed, tiny
+from tests.torch_backend.test_packed_step import FAST, built, trained
+from tests.torch_backend.test_trainer import llama, peft
+from torch_backend import patch
+
+pytest.importorskip("bitsandbytes", reason="unsupported here: bitsandbytes is no dependency of any extra")
+
+CUDA = pytest.param(
+    "cuda",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+)
+DEVICES = pytest.mark.parametrize("device", ["cpu", CUDA])
+NOISE = 2.0  # times the error of bfloat16 itself
+
+
+def adapted(folder: Path, device: str, dtype: torch.dtype, *, prepared: bool = False) -> Any:
+    """A saved model with 4-bit weights that computes in ``dtype``, and adapters of its projections."""
+    quantised = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=quantised, device_map={"": device}, dtype=dtype
+    )
+    if prepared:
+        model = peft.prepare_model_for_kbit_training(model)
+    torch.manual_seed(0)
+    targets = ["q_proj", "v_proj", "up_proj", "down_proj"]
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)).train()
+
+
+def gradients(run: Run) -> torch.Tensor:
+    return torch.cat([gradient.flatten().float().cpu() for gradient in run.gradients.values()])
+
+
+@DEVICES
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_packed_documents_give_the_gradients_of_each_alone(family: str, device: str, tmp_path: Path) -> None:
+    tiny(family).save_pretrained(tmp_path)
+    docs = [document.to(device) for document in documents()]
+    batch = {name: x.to(device) if torch.is_tensor(x) else x for name, x in collate(documents()).items()}
+    exact = alone(adapted(tmp_path, device, torch.float32), docs)
+    assert any("Linear4bit" in type(module).__name__ for module in adapted(tmp_path, device, torch.float32).modules())
+    found = packed(patch(adapted(tmp_path, device, torch.float32), verify=False), docs, batch)
+    assert_same(found, exact, tolerance=1e-5)
+    rounded = alone(adapted(tmp_path, device, torch.bfloat16), docs)
+    found = packed(patch(adapted(tmp_path, device, torch.bfloat16), verify=False), docs, batch)
+    want, noise = gradients(exact), (gradients(rounded) - gradients(exact)).norm()
+    assert noise > 0
+    assert (gradients(found) - want).norm() <= NOISE * noise
+
+
+@DEVICES
+def test_the_fast_step_trains_them_as_the_plain_one(device: str, tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "model")
+
+    def make() -> Any:
+        return adapted(tmp_path / "model", device, torch.bfloat16, prepared=True)
+
+    fast, plain = (built(tmp_path / str(kind), kind, make=make, use_cpu=device == "cpu") for kind in (True, False))
+    for found, wanted in zip(trained(fast), trained(plain), strict=True):
+        assert found == pytest.approx(wanted, rel=2e-2)
+    assert fast.packed_step.parts["loss"] == FAST
+    reason = "the model computes on cpu" if device == "cpu" else "its weights are quantised"
+    assert fast.packed_step.parts["layers"] == f"not compiled: {reason}"
