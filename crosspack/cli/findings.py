@@ -33,7 +33,7 @@ SHAPES: dict[str, dict[str, int]] = {
 
 def by_strategy(lengths: Int64, capacity: int, overflow: Any, seed: int) -> list[dict[str, Any]]:
     """Rows and efficiency of every strategy at half, one, two and four times the capacity."""
-    policy = "split" if overflow == "error" else overflow
+    policy: Any = "split" if overflow == "error" else overflow
     found: list[dict[str, Any]] = []
     for size in sorted({max(1, capacity // 2), capacity, 2 * capacity, 4 * capacity}):
         for strategy in STRATEGIES:

@@ -172,7 +172,7 @@ class _Tokenised:
     def documents(self, capacity: int, overflow: str) -> Iterator[Document]:
         """The documents; packed rows are cut into theirs."""
         for record in self.records:
-            for document in token_documents(record, record.where):
+            for document, _ in token_documents(record, record.where):
                 if not document.has_target:
                     self.left_out += 1
                     continue
