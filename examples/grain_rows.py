@@ -15,8 +15,8 @@ documents = [rng.integers(1, 500, length) for length in rng.integers(5, 200, 400
 # All lengths are known: rows are planned once, and grain asks for them by number.
 rows = grain.MapDataset.source(jax_backend.GrainSource(crosspack.PackedDataset(documents, 512)))
 hosts = [rows.shuffle(seed=0)[host::2].batch(4) for host in range(2)]
-batch = jax_backend.to_batch(hosts[0][0])  # what make_train_step takes
-print(f"{len(rows)} rows, {[len(host) for host in hosts]} batches on two hosts, inputs {batch['input_ids'].shape}")
+batch = hosts[0][0]
+print(f"{len(rows)} rows, {[len(host) for host in hosts]} batches on two hosts, inputs {batch['inputs'].shape}")
 
 # They are not: a stream packs documents as they come, and grain's iterator carries its state.
 stream = jax_backend.GrainStream(lambda: crosspack.stream(documents, 512, buffer=64, seed=0)).batch(4)

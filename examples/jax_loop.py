@@ -25,7 +25,6 @@ config = jax_backend.DecoderConfig.from_hf(
     }
 )
 model = jax_backend.Decoder(config, rngs=nnx.Rngs(0))  # or jax_backend.load(folder), from safetensors
-print(f"audit: {jax_backend.audit(model).verdict}")  # packed against each document alone
 
 train_step = jax_backend.make_train_step(model, optax.adamw(1e-2))
 state = train_step.init()

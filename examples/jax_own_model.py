@@ -49,8 +49,9 @@ def loss_fn(model: Model, batch: dict):
 
 rng = np.random.default_rng(0)
 documents = [np.arange(start, start + length) % 60 for start, length in rng.integers(4, 40, (100, 2))]
-model = Model(64, 32, 4, 2, rngs=nnx.Rngs(0))
-print(jax_backend.audit(model, vocab_size=64))  # packed rows against each document alone
+model = Model(64, 32, 4, 1, rngs=nnx.Rngs(0))
+audit = jax_backend.audit(model)  # packed rows against each document alone
+print(f"exact: {audit.exact}; {audit.line}")
 train_step = jax_backend.make_train_step(model, optax.adamw(1e-2), loss_fn=loss_fn, trainable=nnx.Param)
 state = train_step.init()
 rows = crosspack.PackedDataset(documents, 256)

@@ -74,7 +74,7 @@ LACKING = {
     "pack --data text.jsonl --output packed": "'crosspack[hf]'",
     "report --data text.jsonl": "'crosspack[hf]'",
     "bench --model . --data text.jsonl": "'crosspack[torch]'",
-    "audit llama": "'crosspack[torch]'",
+    "audit llama": "'crosspack[hf]'",
     "conform --backend reference": "'crosspack[test]'",
 }
 
