@@ -4,6 +4,7 @@ of workers and ranks."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from itertools import chain, pairwise, zip_longest
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from packing_core import LayoutError, PackedDataset, PackingError, Ragged, stream
+from tests.processes import limited
 from torch_backend import PackedCollator, PackedRows, StreamedRows
 
 LENGTHS = np.random.default_rng(0).integers(1, 17, 60)
@@ -25,9 +27,12 @@ def stateful():
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No ranks, and an end to workers that hang."""
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+    with limited():
+        yield
 
 
 def loader(rows: StreamedRows, workers: int = 0, **options) -> DataLoader:
