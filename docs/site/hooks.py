@@ -53,6 +53,9 @@ MODULES = {
     )
 }
 
+_IN_LIST = re.compile(
+    r"^  (?=\S)", flags=re.MULTILINE
+)  # a forge continues a list's item by two spaces, Markdown by four
 _FENCED = re.compile(r"(^ *```.*?^ *```$)", flags=re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 _DRAWING = re.compile(r"^<!-- (diagram|chart): (\w+) -->$", flags=re.MULTILINE)
@@ -110,7 +113,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return found[1] + target(found[2], source, page.file.src_uri) + found[3]
 
     parts = _FENCED.split(markdown)
-    parts[::2] = [_LINK.sub(linked, part) for part in parts[::2]]
+    parts[::2] = [_IN_LIST.sub("    ", _LINK.sub(linked, part)) for part in parts[::2]]
     return _DRAWING.sub(lambda found: DIAGRAMS[found[2]]() if found[1] == "diagram" else draw(found[2]), "".join(parts))
 
 
