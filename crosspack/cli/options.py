@@ -149,7 +149,12 @@ def check_data(
         records = open_records(data, split=split, columns=(*(policy or Policy()).columns, *more))
         first = next(iter(records), None)
     except PackingError as error:
-        raise type(error)(str(error).replace("--data", option).replace("--split", option_of_split(option))) from error
+        renamed = {"--data": option, "leave split out": f"leave {option_of_split(option)} out"}
+        renamed |= {"pass another split": f"pass another {option_of_split(option)}"}
+        text = str(error)
+        for keyword, of_console in renamed.items():
+            text = text.replace(keyword, of_console)
+        raise type(error)(text) from error
     if first is None:
         raise PackingError(f"{option} {records.name} has no records: check the file and {option_of_split(option)}")
     kind_of(canonical(first, first.where, (policy or Policy()).fields), first.where)

@@ -92,8 +92,9 @@ def _is_fast(norm: nn.Module) -> bool:
     if original_class(norm).__name__ not in GATED_NORMS or has_own_forward(norm):
         return False
     hooked = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
-    known = norm.activation in ("silu", "sigmoid") and norm.weight.shape[0] <= WIDEST
-    return known and not hooked and runs_triton(norm.weight)
+    weight: Any = norm.weight
+    known = norm.activation in ("silu", "sigmoid") and len(weight) <= WIDEST
+    return known and not hooked and runs_triton(weight)
 
 
 def _gated_norm(norm: Any, x: Tensor, gate: Tensor) -> Tensor:

@@ -156,10 +156,11 @@ def selective_scan(
     segments: LayerSegments = _running.segments
     segments.scan = TRITON_SCAN
     rows = x.transpose(1, 2)
-    flat = [None if y is None else y.transpose(1, 2).flatten(0, 1) for y in (x, dt, B, C, z)]
-    step = flat[1].float() if delta_bias is None else flat[1].float() + delta_bias.float()
+    on_row, step, b, c = (y.transpose(1, 2).flatten(0, 1) for y in (x, dt, B, C))
+    gate = None if z is None else z.transpose(1, 2).flatten(0, 1)
+    step = step.float() if delta_bias is None else step.float() + delta_bias.float()
     step = F.softplus(step) if delta_softplus else step
-    y = selective.selective_scan(flat[0], step, A, flat[2], flat[3], segments.packed, D=D, z=flat[4])
+    y = selective.selective_scan(on_row, step, A, b, c, segments.packed, D=D, z=gate)
     return y.view(rows.shape).transpose(1, 2)
 
 

@@ -154,6 +154,8 @@ def _error(dtype: torch.dtype, device: int, width: int, value_width: int, kind: 
         return torch.randn(tokens, *shape, generator=generator)
 
     g = -0.1 * torch.rand(tokens, 2, width, generator=generator)
+    kernels: Callable[..., Tensor]
+    truth: Callable[..., Tensor]
     if kind == SELECTIVE:
         kernels, truth = _selective_on_kernels, _selective_recurrence
         inputs = [
