@@ -5,7 +5,7 @@ blocks of one expert -> products with that expert's weights -> weighted sums per
 ``S * k`` choices fill at most ``S * k / c + E`` blocks of ``c`` tokens, whatever the router says, and rows are sorted
 each by itself, so rows that are spread over devices stay where they are.
 
-`jax.lax.ragged_dot` would be shorter, but outside of TPUs XLA expands it to every token times every expert.
+`jax.lax.ragged_dot` would be shorter, but JAX expands it to every token times every expert on CPUs, at least.
 
 Shape letters: B rows, S tokens of a row, M hidden size, F intermediate size, E experts, k experts of a token, n blocks,
 c tokens of a block.
