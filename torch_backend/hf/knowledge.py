@@ -260,6 +260,7 @@ TOUCHED = (
     "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS",
     "transformers.loss.loss_utils:ForCausalLMLoss",
     "transformers:Trainer",
+    "transformers:TrainerCallback",
     "transformers:TrainingArguments",
     "transformers.modeling_layers:GradientCheckpointingLayer",
     "transformers.models.auto:modeling_auto",
