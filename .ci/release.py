@@ -53,14 +53,19 @@ def content_faults(names: Iterable[str]) -> list[str]:
     for name in sorted(names):
         top, _, _ = name.partition("/")
         metadata = top.endswith((".dist-info", ".egg-info")) or name in BESIDE
-        if not metadata and (top not in PACKAGES or Path(name).suffix not in DATA or "__pycache__" in name):
+        if not metadata and (top not in PACKAGES or Path(name).suffix not in DATA or _is_cache(name)):
             faults.append(f"{name} does not belong here")
     sources = {str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*")}
-    needed = {name for name in sources if Path(name).suffix in DATA and "__pycache__" not in name}
+    needed = {name for name in sources if Path(name).suffix in DATA and not _is_cache(name)}
     faults += [f"{name} is missing" for name in sorted(needed - names)]
     if not any(name.rpartition("/")[2] == "LICENSE" for name in names):
         faults.append("the licence is missing")
     return faults
+
+
+def _is_cache(name: str) -> bool:
+    """Whether Python, pytest or another tool left it in the tree."""
+    return any(part == "__pycache__" or part.startswith(".") for part in Path(name).parts)
 
 
 def main(tag: str, *archives: str) -> int:

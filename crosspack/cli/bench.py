@@ -21,8 +21,8 @@ from crosspack.cli.models import SMALL_LLAMA, check_name, model_source, special_
 from crosspack.cli.options import Source, check_data
 from crosspack.cli.progress import counted
 from crosspack.cli.tables import lengths_table
-from crosspack.cli.text import Policy
 from crosspack.cli.train import warn_if_busy
+from crosspack.encoding.text import Policy
 from packing_core.errors import ContaminationError, PackingError
 from packing_core.extras import loaded, registered
 from packing_core.plan import plan as make_plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,10 @@ import typer
 from rich.markup import escape
 
 from crosspack.cli.console import OUT
-from crosspack.cli.layouts import canonical
 from crosspack.cli.progress import counted
 from crosspack.cli.records import open_records
-from crosspack.cli.text import (
+from crosspack.encoding.layouts import canonical
+from crosspack.encoding.text import (
     Encoder,
     Loss,
     Policy,
@@ -24,8 +25,9 @@ from crosspack.cli.text import (
     plain_texts,
     train_tokenizer,
 )
+from crosspack.encoding.tokens import check_length
 from crosspack.reading import Records
-from packing_core.errors import CapacityError, PackingError
+from packing_core.errors import PackingError
 from packing_core.training.schedule import Document
 
 Data = Annotated[
@@ -115,15 +117,6 @@ class Source:
             yield document
 
 
-def check_length(where: str, document: Document, capacity: int) -> None:
-    """Raise CapacityError if a document is longer than a row."""
-    if len(document.ids) > capacity:
-        raise CapacityError(
-            f"{where}: a document has {len(document.ids):,} tokens and capacity is {capacity:,}: "
-            f"pass --overflow split, truncate or drop, or raise --capacity"
-        )
-
-
 def option_of_split(option: str) -> str:
     """The option that names a split of what ``option`` names: ``--eval-split`` for ``--eval-data``."""
     return option.removesuffix("data") + "split"
@@ -149,12 +142,9 @@ def check_data(
         records = open_records(data, split=split, columns=(*(policy or Policy()).columns, *more))
         first = next(iter(records), None)
     except PackingError as error:
-        renamed = {"--data": option, "leave split out": f"leave {option_of_split(option)} out"}
-        renamed |= {"pass another split": f"pass another {option_of_split(option)}"}
-        text = str(error)
-        for keyword, of_console in renamed.items():
-            text = text.replace(keyword, of_console)
-        raise type(error)(text) from error
+        text = str(error).replace("--data", option)
+        named = re.sub(r"\b(leave|pass another|as) split\b", rf"\1 {option_of_split(option)}", text)
+        raise type(error)(named) from error
     if first is None:
         raise PackingError(f"{option} {records.name} has no records: check the file and {option_of_split(option)}")
     kind_of(canonical(first, first.where, (policy or Policy()).fields), first.where)

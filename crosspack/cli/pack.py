@@ -16,7 +16,7 @@ from crosspack.cli import options
 from crosspack.cli.console import OUT, figures
 from crosspack.cli.packjob import BAD, NOTES, PackOptions, pack_data, pack_part
 from crosspack.cli.packmerge import merge_parts
-from crosspack.cli.text import Policy
+from crosspack.encoding.text import Policy
 from crosspack.packing.run import Part
 from crosspack.packing.unit import OnError
 from crosspack.packing.writers import Format

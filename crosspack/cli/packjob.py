@@ -18,7 +18,7 @@ from crosspack.cli.console import OUT
 from crosspack.cli.options import Engine, Source, check_data
 from crosspack.cli.outputs import PART, Output, writing
 from crosspack.cli.packprogress import PackProgress
-from crosspack.cli.text import Encoder, Policy
+from crosspack.encoding.text import Encoder, Policy
 from crosspack.packing.journal import journal, read_journal
 from crosspack.packing.mixture import Mixture
 from crosspack.packing.run import Part, Run, Worker

@@ -20,12 +20,12 @@ from crosspack.cli.console import OUT, figures
 from crosspack.cli.figures import report_figure
 from crosspack.cli.findings import SHAPES, UTILISATION, by_policy, by_rank, by_strategy, histogram, hours
 from crosspack.cli.models import check_name
-from crosspack.cli.options import Source, check_data, check_length
+from crosspack.cli.options import Source, check_data
 from crosspack.cli.page import page
 from crosspack.cli.progress import counted
 from crosspack.cli.tables import composition_table, computed_tokens, lengths_table, savings_table
-from crosspack.cli.text import Policy, kind_of
-from crosspack.cli.tokens import token_documents
+from crosspack.encoding.text import Policy, kind_of
+from crosspack.encoding.tokens import check_length, token_documents
 from packing_core.balance import Cost
 from packing_core.errors import PackingError, plural
 from packing_core.extras import require

@@ -29,7 +29,7 @@ from crosspack.cli.progress import TrainProgress, counted
 from crosspack.cli.reporting import Service, check_service, reporting, scalars
 from crosspack.cli.runfile import RUN_FILE, as_yaml, effective, take_file
 from crosspack.cli.tables import comparison_table, lengths_table, padding, rate, saving_line, steps_table
-from crosspack.cli.text import Policy
+from crosspack.encoding.text import Policy
 from packing_core._pieces import Overflow
 from packing_core.errors import ContaminationError, PackingError, plural
 from packing_core.extras import loaded, registered, require

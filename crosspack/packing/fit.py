@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from crosspack.cli.options import check_length
-from crosspack.cli.text import Encoded
+from crosspack.encoding.text import Encoded
+from crosspack.encoding.tokens import check_length
 from packing_core._pieces import Overflow
 from packing_core.training.schedule import Document
 

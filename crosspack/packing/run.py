@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from crosspack.cli.text import Encoder
+from crosspack.encoding.text import Encoder
 from crosspack.packing.journal import Journal
 from crosspack.packing.rows import Rows, joined
 from crosspack.packing.unit import (

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from crosspack.cli.text import Encoded, Encoder
+from crosspack.encoding.text import Encoded, Encoder
 from crosspack.packing.fit import Fit
 from crosspack.packing.rows import Gathered, Rows
 from crosspack.reading.rows import BadRecord, Piece, Row

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from crosspack.cli.tables import loss_difference, padded_slots, padding, rate
-from crosspack.cli.text import Document
+from crosspack.encoding.text import Document
 from packing_core.errors import PackingError
 from packing_core.extras import registered
 from packing_core.plan import plan

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from crosspack.cli import app
 from crosspack.cli.records import open_records
-from crosspack.cli.text import Encoder, Policy, load_tokenizer
+from crosspack.encoding.text import Encoder, Policy, load_tokenizer
 
 
 def pack(*arguments: object):

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import crosspack
 from crosspack.cli import app
-from crosspack.cli.text import Encoded
+from crosspack.encoding.text import Encoded
 from crosspack.packing.journal import journal
 from crosspack.packing.run import Part, Run, Worker
 from crosspack.packing.unit import Key, Rules, make_unit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from crosspack.cli.text import Document
+from crosspack.encoding.text import Document
 from packing_core.errors import PackingError
 from packing_core.plan import plan
 from packing_core.training.schedule import Corpus, Schedule

@@ -7,8 +7,8 @@ import re
 import numpy as np
 import pytest
 
-from crosspack.cli import text as text_module
-from crosspack.cli.text import Encoder, Policy, load_tokenizer, plain_texts, train_tokenizer
+from crosspack.encoding import text as text_module
+from crosspack.encoding.text import Encoder, Policy, load_tokenizer, plain_texts, train_tokenizer
 from packing_core.errors import PackingError
 
 CHAT = [

@@ -21,6 +21,8 @@ PACKAGES: dict[str, set[str]] = {
 # the floors of torch_backend, from the ground up; a part imports itself and what stands before it
 FLOORS = ["segments", "ops", "hf", "collate", "losses", "auditing", "patching", "training", "stacks", "doctor"]
 FLOORS.append("conformance")
+# the same of crosspack
+CONSOLE = ["reading", "encoding", "packing", "cli", "__main__"]
 
 
 def module_of(file: Path) -> str:
@@ -63,15 +65,16 @@ def test_packages_import_in_one_direction(package: str) -> None:
     assert not wrong
 
 
-def test_the_floors_of_torch_backend_import_downwards() -> None:
+@pytest.mark.parametrize(("package", "floors"), [("torch_backend", FLOORS), ("crosspack", CONSOLE)])
+def test_the_floors_of_a_package_import_downwards(package: str, floors: list[str]) -> None:
     wrong = set()
-    for file in files_of("torch_backend"):
+    for file in files_of(package):
         own = module_of(file).split(".")
         if len(own) == 1:
             continue  # the public names
         for name in imports_of(file, everywhere=True):
             parts = name.split(".")
-            if parts[0] == "torch_backend" and len(parts) > 1 and FLOORS.index(parts[1]) > FLOORS.index(own[1]):
+            if parts[0] == package and len(parts) > 1 and floors.index(parts[1]) > floors.index(own[1]):
                 wrong.add((".".join(own), name))
     assert not wrong
 

@@ -38,7 +38,7 @@ class LossFilter(TrainerCallback):
     def __call__(self, loss: Tensor) -> Tensor:
         """What the loop shall add for a step of this loss."""
         trainer = self.trainer
-        total = getattr(trainer, "_tr_loss", None)  # kept elsewhere before transformers 5
+        total = getattr(trainer, "_tr_loss", None)  # a variable of the loop in earlier releases of transformers
         if not trainer.args.logging_nan_inf_filter or total is None or total.device != loss.device:
             return loss
         trainer.args.logging_nan_inf_filter = False

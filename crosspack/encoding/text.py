@@ -17,11 +17,11 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from crosspack.cli.chats import assistant_spans, in_spans
-from crosspack.cli.layouts import COLUMNS as LAYOUT_COLUMNS
-from crosspack.cli.layouts import canonical
-from crosspack.cli.tokens import COLUMNS as TOKEN_COLUMNS
-from crosspack.cli.tokens import token_documents
+from crosspack.encoding.chats import assistant_spans, in_spans
+from crosspack.encoding.layouts import COLUMNS as LAYOUT_COLUMNS
+from crosspack.encoding.layouts import canonical
+from crosspack.encoding.tokens import COLUMNS as TOKEN_COLUMNS
+from crosspack.encoding.tokens import token_documents
 from crosspack.reading.records import Record, size_of
 from crosspack.reading.rows import BadRecord, Place, Row
 from packing_core.errors import PackingError, first_line

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from packing_core.batch import IGNORE_INDEX
 from packing_core.columns import PROMPT, READ, TRAINED, read_examples
-from packing_core.errors import PackingError
+from packing_core.errors import CapacityError, PackingError
 from packing_core.training.schedule import Document
 
 COLUMNS = ("input_ids", "labels", *READ)
@@ -86,3 +86,12 @@ def _numbers(value: Any, name: str, where: str) -> NDArray[Any]:
     if array.dtype.kind == "u" and array.max() > np.iinfo(np.int64).max:
         raise PackingError(f"{where}: {name} has {array.max()}, which does not fit 64 bits with a sign")
     return array.astype(np.int64)
+
+
+def check_length(where: str, document: Document, capacity: int) -> None:
+    """Raise CapacityError if a document is longer than a row."""
+    if len(document.ids) > capacity:
+        raise CapacityError(
+            f"{where}: a document has {len(document.ids):,} tokens and capacity is {capacity:,}: "
+            f"pass --overflow split, truncate or drop, or raise --capacity"
+        )
