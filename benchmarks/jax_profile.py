@@ -39,7 +39,7 @@ _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$", re.MULTILINE)
 
 
 class Event(NamedTuple):
-    """A kernel's name, the operation that launched it ("" if the trace does not tell), microseconds of begin and end."""
+    """A kernel, the operation that launched it ("" if the trace does not tell), microseconds of begin and end."""
 
     kernel: str
     operation: str

@@ -39,8 +39,8 @@ from benchmarks._report import machine, versions, write_json
 from benchmarks.jax_profile import profile_of
 from jax_backend import make_train_step
 from jax_backend.batches import to_batch
-from jax_backend.model import Decoder, DecoderConfig
-from jax_backend.train_step import TrainStep
+from jax_backend.model.decoder import Decoder, DecoderConfig
+from jax_backend.training.train_step import TrainStep
 
 QWEN = {
     "model_type": "qwen2",
