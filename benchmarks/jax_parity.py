@@ -4,7 +4,7 @@ each document alone there, float32 on the CPU.
     python -m benchmarks.jax_parity                    # every family, under two minutes on 16 cores
     python -m benchmarks.jax_parity --match "gemma|olmo"
 
-Tiny models with random weights, the ones of ``tests/jax_backend/models.py``; each is written by transformers and read by
+Tiny models with random weights, those of ``tests/jax_backend/models.py``, written by transformers and read by
 ``jax_backend.load``. An error is the largest difference over the largest value.
 """
 
