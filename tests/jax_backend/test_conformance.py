@@ -9,8 +9,8 @@ import pytest
 from conformance.draws import DecoderCase, documents
 from jax_backend.attention import IMPLEMENTATIONS
 from jax_backend.conformance import Stack, _train, backends, capabilities
-from jax_backend.conformance_documents import arithmetic
-from jax_backend.train_step import TrainStep
+from jax_backend.conformance.documents import arithmetic
+from jax_backend.training.train_step import TrainStep
 from packing_core.errors import UnsupportedError
 from packing_core.protocol import ALL_OPTIONS, LEVELS, DecoderConfig
 from tests import processes

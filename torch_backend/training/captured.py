@@ -159,7 +159,11 @@ class CapturedStep:
         except Exception:
             if failed is None:
                 raise
-            raise failed from None  # the end of a failed recording raises an error of its own, which says nothing
+        if failed is not None:  # the end of its recording raised another error, which says nothing
+            try:
+                raise failed
+            finally:
+                del failed  # without a cycle of error and frame, what was recorded is freed when the error is
         self.graph, self.recording = graph, False
 
 

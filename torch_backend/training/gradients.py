@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from traceback import format_exception
 from typing import Any, Literal
 
 import torch
@@ -159,12 +160,13 @@ class Gradients:
         except RuntimeError as error:
             if self.capture is True or not self.graphs.recording:
                 raise
-            for parameter, gradient in zip(self.graphs.parameters, before, strict=True):
-                parameter.grad = gradient  # a recording runs nothing, so the values are those from before
             self.parts[GRAPH] = f"none: recording it failed, {error}".splitlines()[0]
-            log.warning("the training step runs without a CUDA graph: %s", error, exc_info=error)
-            self.capture, self.graphs = False, None
-            return self.backward(batch)
+            # as text: the error holds the frames of the recording, and these hold all activations
+            log.warning("the training step runs without a CUDA graph: %s", "".join(format_exception(error)).rstrip())
+        for parameter, gradient in zip(self.graphs.parameters, before, strict=True):
+            parameter.grad = gradient  # a recording runs nothing, so the values are those from before
+        self.capture, self.graphs = False, None
+        return self.backward(batch)
 
     def _prepare(self, batch: Batch) -> None:
         """Choose what is fast, and try the loss on the first batch."""
