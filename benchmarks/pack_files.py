@@ -83,7 +83,7 @@ def write_tokenizer(folder: Path, *, words: bool) -> None:
     import tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from crosspack.encoding.text import train_tokenizer
+    from crosspack.encoding.tokenizer import train_tokenizer
 
     if not words:
         sample = [text for text, _ in zip(texts(), range(2000), strict=False)]

@@ -292,16 +292,23 @@ def test_columns_and_weights_of_tokens_are_carried(corpus, tmp_path):
         seen += list(row["id"])
     assert sorted(seen) == list(range(600))
     records = [
-        {"input_ids": list(range(n)), "weights": [n / 8 + i for i in range(n)], "tag": str(n)} for n in (2, 3, 5, 6, 8)
+        {
+            "input_ids": list(range(n)),
+            "weights": [n / 8 + i for i in range(n)],
+            "odd": [i % 2 == 1 for i in range(n)],
+            "tag": str(n),
+        }
+        for n in (2, 3, 5, 6, 8)
     ]
     path = tmp_path / "tokens.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    options = ("--tokenizer", corpus[1], "--capacity", 6, "--overflow", "split", "--keep", "weights", "--keep", "tag")
-    pack("--data", path, *options, "--output", tmp_path / "tokens")
+    options = ("--tokenizer", corpus[1], "--capacity", 6, "--overflow", "split", "--keep", "weights", "--keep", "odd")
+    pack("--data", path, *options, "--keep", "tag", "--output", tmp_path / "tokens")
     total = 0
     for row in rows_of(tmp_path / "tokens"):
         tags = np.repeat([int(tag) for tag in row["tag"]], row["seq_lengths"])
         assert np.array_equal(row["weights"], tags / 8 + row["input_ids"])
+        assert np.array_equal(row["odd"], np.asarray(row["input_ids"]) % 2 == 1)
         total += len(tags)
     assert total == 24
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from crosspack.encoding import text as text_module
-from crosspack.encoding.text import Encoder, Policy, load_tokenizer, plain_texts, train_tokenizer
+from crosspack.encoding.text import Encoder, Policy, plain_texts
+from crosspack.encoding.tokenizer import load_tokenizer, train_tokenizer
 from packing_core.errors import PackingError
 
 CHAT = [

@@ -13,7 +13,7 @@ import transformers
 from typer.testing import CliRunner
 
 from crosspack.cli import app
-from crosspack.encoding.text import train_tokenizer
+from crosspack.encoding.tokenizer import train_tokenizer
 from crosspack.reading.corpus import standard_library_records
 from packing_core.extras import MINIMUM
 from torch_backend.stacks.paths import config_of, survey
