@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 import crosspack
 from crosspack.cli import app
+from crosspack.cli.progress import Ticker
 from crosspack.encoding.text import Encoded
 from crosspack.packing.journal import journal
 from crosspack.packing.run import Part, Run, Worker
@@ -382,7 +383,11 @@ def test_a_result_behind_a_url_is_uploaded_with_its_manifest_last(corpus, tmp_pa
         memory.store.clear()
 
 
-def test_progress_is_logged_with_rates_and_the_time_left(corpus, tmp_path):
-    pack(*arguments(corpus), "--output", tmp_path / "out", "--log", tmp_path / "log")
-    (line,) = map(json.loads, (tmp_path / "log").read_text().splitlines())
+def test_progress_is_logged_with_rates_and_the_time_left_until_the_files_are_written(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(Ticker, "due", lambda ticker: True)
+    pack(*arguments(corpus, "--rows-per-file", 40), "--output", tmp_path / "out", "--log", tmp_path / "log")
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    line = lines[-1]
+    files = len(list((tmp_path / "out").glob("train-*")))
+    assert [line["documents"] for line in lines[-files - 1 :]] == [600] * (files + 1)
     assert {"documents_per_second", "megabytes_per_second", "tokens_per_second", "efficiency", "seconds_left"} < {*line}
