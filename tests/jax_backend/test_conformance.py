@@ -48,7 +48,7 @@ def test_xla_takes_part_at_every_level_and_the_others_where_attention_matters():
 )
 def test_what_is_declared(name, lacks):
     declared = capabilities(name, "gpu")
-    everywhere = {"dynamic_rope", "nonfinite_padding", "context_parallel"}
+    everywhere = {"dynamic_rope", "nonfinite_padding", "context_parallel", "channel_decay"}
     assert ALL_OPTIONS - declared.options - {"ranks"} == lacks | everywhere
     assert ("float32" in declared.dtypes) == (name != "cudnn")
     assert declared.atomic_backward == (name == "cudnn")
