@@ -24,7 +24,7 @@ from flax import nnx
 from benchmarks._report import machine, versions, write_json
 from benchmarks.jax_step import TOY
 from jax_backend import load, make_train_step, save
-from jax_backend.model import Decoder, DecoderConfig
+from jax_backend.model.decoder import Decoder, DecoderConfig
 
 LLAMA = {
     "model_type": "llama",

@@ -36,11 +36,11 @@ from flax import nnx
 
 import packing_core
 from benchmarks._report import machine, versions, write_json
-from benchmarks.jax_profile import parts_of_trace
+from benchmarks.jax_profile import profile_of
 from jax_backend import make_train_step
 from jax_backend.batches import to_batch
-from jax_backend.model import Decoder, DecoderConfig
-from jax_backend.train_step import TrainStep
+from jax_backend.model.decoder import Decoder, DecoderConfig
+from jax_backend.training.train_step import TrainStep
 
 QWEN = {
     "model_type": "qwen2",
@@ -129,7 +129,7 @@ def compile_cold(config: DecoderConfig, match: str, *, toy: bool) -> Iterator[di
 
 
 def profile(config: DecoderConfig, way: str, *, toy: bool) -> dict[str, Any]:
-    """The share of each part of the model in the device's time, over three steps."""
+    """Milliseconds of each kind of work in a step, and the operations that took longest, over three steps."""
     step = step_of(config, WAYS[way], {})
     batches = [step.place(batch) for batch in make_batches(1, 128 if toy else 16_384, config.vocab_size)]
     shape = batches[0]["input_ids"].shape
@@ -137,18 +137,24 @@ def profile(config: DecoderConfig, way: str, *, toy: bool) -> dict[str, Any]:
     state, _ = step(step.init(), batches[0])
     with tempfile.TemporaryDirectory() as folder:
         jax.block_until_ready(state)
+        begin = time.perf_counter()
         with jax.profiler.trace(folder):
             for batch in batches:
                 state, metrics = step(state, batch)
             jax.block_until_ready((state, metrics))
-        parts, longest = parts_of_trace(Path(folder), text or "")
-    whole = sum(parts.values())
-    print(f"{way}: {whole / len(batches) / 1e3:.1f} ms of operations a step")
-    for name, microseconds in sorted(parts.items(), key=lambda part: -part[1]):
-        print(f"  {name}: {microseconds / whole:.1%}")
-    for microseconds, name, scope in longest:
-        print(f"  {microseconds / whole:6.1%}  {name}  {scope}")
-    return {"profile": {name: microseconds / whole for name, microseconds in parts.items()}, "longest": longest}
+            seconds = time.perf_counter() - begin
+        kinds, longest = profile_of(Path(folder), text or "")
+    steps = len(batches)
+    milliseconds = {kind: microseconds / steps / 1e3 for kind, microseconds in kinds.items()}
+    whole = sum(milliseconds.values())
+    print(f"{way}: {whole:.1f} ms of work and waiting a step, {seconds / steps * 1e3:.1f} ms on the clock")
+    for kind, ms in sorted(milliseconds.items(), key=lambda part: -part[1]):
+        print(f"  {ms:8.2f} ms  {ms / whole:6.1%}  {kind}")
+    for operation in longest:
+        ms = operation.microseconds / steps / 1e3
+        origin = operation.origin.replace("while/body/", "").replace("closed_call/", "")[-100:]
+        print(f"  {ms:8.2f} ms  {operation.times / steps:5.0f} x  {operation.name}  {operation.result}  {origin}")
+    return {"profile_ms": milliseconds, "longest": longest}
 
 
 def make_batches(rows: int, capacity: int, vocabulary: int) -> list[dict[str, np.ndarray]]:

@@ -19,9 +19,16 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_backend.model import Decoder
-from jax_backend.objective import LossFunction, cast_weights, causal_lm_loss, check_variables, fold_keys, refuse_linen
+from jax_backend.model.decoder import Decoder
 from jax_backend.placement import auto_axes, place_rows, weight_shardings
+from jax_backend.training.objective import (
+    LossFunction,
+    cast_weights,
+    causal_lm_loss,
+    check_variables,
+    fold_keys,
+    refuse_linen,
+)
 from packing_core.errors import LayoutError, PackingError
 
 Metrics = dict[str, jax.Array]
@@ -132,7 +139,7 @@ class TrainStep:
         return TrainState(params, opt_state, _put(jnp.zeros((), jnp.int32), self._shardings and self._shardings.step))
 
     def model(self, state: TrainState) -> Any:
-        """A model that holds the state's weights, for evaluation or :func:`jax_backend.weights.save`.
+        """A model that holds the state's weights, for evaluation or :func:`jax_backend.model.weights.save`.
 
         It shares the state's arrays: the next step donates them, so use the model before it.
         """
