@@ -5,8 +5,8 @@
 
 Milliseconds of kernels, forward alone and forward with backward, in bfloat16. Every contender is compared in the same
 run with transformers' plain torch in float32 on each document alone; what is wrong has no figure. ``fla``,
-``flash_qla`` and ``mamba_ssm`` take part where they are installed (:mod:`.gpu_scan_peers`), and what they raise stands in
-the place of their figure. Without a GPU everything runs tiny, and times mean nothing.
+``flash_qla`` and ``mamba_ssm`` take part where they are installed (:mod:`.gpu_scan_peers`), and what they raise stands
+in the place of their figure. Without a GPU everything runs tiny, and times mean nothing.
 """
 
 from __future__ import annotations
