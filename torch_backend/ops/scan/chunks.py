@@ -135,11 +135,8 @@ def scan_with_states(
         initial = v.new_zeros(shape, dtype=torch.float32)
     if initial.shape != shape:
         raise LayoutError(f"initial states are {list(shape)} [N, H, K, V] here, got {list(initial.shape)}")
-    whole, place = packed.derived(("aligned", CHUNK), aligned)
-    padded = [
-        None if x is None else x.new_zeros(whole.tokens, *x.shape[1:]).index_copy(0, place, x)
-        for x in _of_one_dtype(inputs)
-    ]
+    whole, place = in_whole_chunks(packed, CHUNK)
+    padded = [None if x is None else placed(x, place, whole.tokens) for x in _of_one_dtype(inputs)]
     transposed = initial.float().transpose(2, 3).contiguous()
     out, final = apply(*padded, transposed, whole.cu_seqlens, whole.seq_idx, _scale(inputs, scale))
     return out.index_select(0, place), final.transpose(2, 3)
@@ -157,13 +154,22 @@ def _scale(inputs: Sequence[Tensor | None], scale: float | None) -> float:
     return float(inputs[0].shape[-1] ** -0.5) if scale is None else scale
 
 
-def aligned(packed: PackedMetadata) -> tuple[PackedMetadata, Tensor]:
-    """The segments padded to whole chunks, and int64 [T] the place of each token there."""
-    lengths = (packed.cu_seqlens.diff() + (CHUNK - 1)).div(CHUNK, rounding_mode="floor") * CHUNK
-    boundaries = F.pad(lengths.cumsum(0), (1, 0)).int()
-    tokens = most_pieces(packed.tokens, len(lengths), CHUNK) * CHUNK
-    place = boundaries.index_select(0, packed.seq_idx) + packed.position_ids
-    return PackedMetadata(boundaries, tokens, tokens), place
+def in_whole_chunks(packed: PackedMetadata, size: int) -> tuple[PackedMetadata, Tensor]:
+    """The segments padded to whole chunks of ``size`` tokens, and int64 [T] the place of each token there."""
+
+    def find(packed: PackedMetadata) -> tuple[PackedMetadata, Tensor]:
+        lengths = (packed.cu_seqlens.diff() + (size - 1)).div(size, rounding_mode="floor") * size
+        boundaries = F.pad(lengths.cumsum(0), (1, 0)).int()
+        tokens = most_pieces(packed.tokens, len(lengths), size) * size
+        place = boundaries.index_select(0, packed.seq_idx) + packed.position_ids
+        return PackedMetadata(boundaries, tokens, tokens), place
+
+    return packed.derived(("whole chunks", size), find)
+
+
+def placed(x: Tensor, place: Tensor, tokens: int) -> Tensor:
+    """x [T, ...] at its places in a row of so many tokens, zeros in between."""
+    return x.new_zeros(tokens, *x.shape[1:]).index_copy(0, place, x)
 
 
 def like(x: Tensor | None, v: Tensor) -> Tensor:
@@ -210,7 +216,7 @@ class Row:
         """Start a kernel, over chunks or segments as its name says, with the constants that it takes."""
         name = kernel.__name__
         wide = self.dtype == torch.float32
-        few = FEW if self.segments * self.heads < _FEW_WALKS and self.tiles is TILES else {}
+        few = FEW if self.segments * self.heads < _FEW_WALKS else {}
         block, warps, stages = few.get(name, self.tiles[name])
         block = min(block, _HELD // self.width)
         block = min(max(16, block // (1 + wide)), self.value_width)
