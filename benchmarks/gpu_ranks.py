@@ -2,6 +2,8 @@
 
     python -m benchmarks.gpu_ranks                      # 2 GPUs, Qwen2-0.5B shape, rows of 16,384, bfloat16
     python -m benchmarks.gpu_ranks --ranks 8 --match FSDP2 --output results
+    python -m benchmarks.gpu_ranks --documents 1200 --epochs 2 --limit 60 --budget 140   # what fits into three minutes
+    python -m benchmarks.gpu_ranks --match 'DDP, balance$' --profile    # where the time of a step goes
     python -m benchmarks.gpu_ranks --tiny               # two processes on the CPU by gloo, where nothing is sharded
 
 Every contender trains random weights on the same packed rows, one row per rank and step, in processes of its own that
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -35,31 +38,42 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from benchmarks.gpu import as_table, header, in_one_line, write
-from benchmarks.gpu_clock import DEVICE, TOY, Result, set_match, wanted
+from benchmarks.gpu_clock import DEVICE, TOY, Result, seconds_left, set_budget, set_match, wanted
+from benchmarks.gpu_profile import Profile
 from benchmarks.gpu_workload import DTYPE, qwen2
 from packing_core import Cost, PackedDataset, PackPlan, balance, plan
 from torch_backend import enable_packing, explain
 
 SECTION = "training on several GPUs, Qwen2-0.5B" if not TOY else "training on several ranks, toy"
 LEARNING_RATE = 1e-5
-LIMIT = 240  # seconds for a contender
+PROFILED = 3  # steps after the warm-up
+# What may cost DDP time: a search through the graph of every step, small messages.
+VARIANTS: list[dict[str, Any]] = [
+    {"ddp_find_unused_parameters": False},
+    {"ddp_find_unused_parameters": False, "ddp_bucket_cap_mb": 200},
+]
 
 
 @dataclass(frozen=True)
 class Contender:
-    """How a contender trains: on how many ranks, what is sharded, and whether rows are dealt at equal cost."""
+    """How a contender trains: on how many ranks, what is sharded, and whether rows are dealt at equal cost.
+
+    Attributes:
+        arguments: of transformers' ``TrainingArguments``, beyond those of all contenders.
+    """
 
     ranks: int
     sharded: bool = False
     balanced: bool = False
+    arguments: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         if self.ranks == 1:
             return "one"
-        return f"{self.ranks} ranks, {'FSDP2' if self.sharded else 'DDP'}, " + (
-            "balance" if self.balanced else "as they come"
-        )
+        dealt = "balance" if self.balanced else "as they come"
+        more = [f"{name}={value}" for name, value in self.arguments.items()]
+        return ", ".join([f"{self.ranks} ranks", "FSDP2" if self.sharded else "DDP", dealt, *more])
 
 
 @dataclass
@@ -74,9 +88,9 @@ class Measured:
     note: str = ""
 
 
-def documents(capacity: int) -> list[np.ndarray[Any, Any]]:
+def documents(capacity: int, count: int) -> list[np.ndarray[Any, Any]]:
     generator = np.random.default_rng(0)
-    count, median = (60, 24) if TOY else (2_400, 220)
+    median = 24 if TOY else 220
     lengths = np.clip(generator.lognormal(np.log(median), 1.3, count), 8, capacity).astype(int)
     return [generator.integers(1, 199 if TOY else 100_000, n) for n in lengths]
 
@@ -93,17 +107,19 @@ def dealt(rows: PackPlan, contender: Contender, cost: Cost) -> tuple[PackPlan, f
     return rows, float(loads.max(1).sum() / loads.mean(1).sum())
 
 
-def train(contender: Contender, capacity: int, epochs: int) -> Measured:
+def train(contender: Contender, chosen: argparse.Namespace) -> Measured:
     """Run by every process of a contender."""
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-    config = qwen2(False)
+    config, capacity, epochs = qwen2(False), chosen.capacity, chosen.epochs
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(DTYPE)
-    docs = documents(capacity)
+    with torch.device("cpu" if contender.sharded else DEVICE):  # accelerate shards what it finds on the host
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=DTYPE)
+    docs = documents(capacity, chosen.documents)
     rows, imbalance = dealt(plan([len(each) for each in docs], capacity, seed=0), contender, Cost.from_config(config))
     steps = rows.n_rows // contender.ranks
     ticks: dict[int, float] = {}
+    profile = Profile() if chosen.profile and os.environ["RANK"] == "0" else None
 
     class Clock(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -113,6 +129,10 @@ def train(contender: Contender, capacity: int, epochs: int) -> Measured:
                 if dist.is_initialized():
                     dist.barrier()
                 ticks[state.global_step] = time.perf_counter()
+            if profile is not None and state.global_step == steps:
+                profile.start()
+            if profile is not None and state.global_step == steps + PROFILED:
+                profile.stop()
 
     wrap = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"], "reshard_after_forward": True}
     sharding = {"fsdp": "full_shard auto_wrap", "fsdp_config": wrap} if contender.sharded else {}
@@ -121,13 +141,15 @@ def train(contender: Contender, capacity: int, epochs: int) -> Measured:
             folder, max_steps=steps * (1 + epochs), per_device_train_batch_size=1, learning_rate=LEARNING_RATE,
             lr_scheduler_type="constant", optim="adamw_torch_fused", logging_steps=steps, report_to=[],
             save_strategy="no", disable_tqdm=True, use_cpu=TOY, train_sampling_strategy="sequential",
-            remove_unused_columns=False, **sharding,
+            remove_unused_columns=False, **sharding, **contender.arguments,
         )  # fmt: skip
         trainer = Trainer(model, arguments, train_dataset=PackedDataset(docs, rows), callbacks=[Clock()])
         enable_packing(trainer, verify=False)
         trainer.train()
     if contender.sharded and not TOY:  # accelerate shards nothing on the CPU
         assert any(isinstance(p, DTensor) for p in trainer.model.parameters()), "the weights are not sharded"
+    if profile is not None:
+        print(profile.report(PROFILED), flush=True)
     seconds = ticks[steps * (1 + epochs)] - ticks[steps]
     return Measured(
         tokens_per_second=rows.n_tokens * epochs / seconds,
@@ -146,14 +168,18 @@ def launched(contender: Contender, chosen: argparse.Namespace) -> list[Result]:
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(contender.ranks),
             "-m", "benchmarks.gpu_ranks", "--contender", json.dumps(asdict(contender)), "--found", str(found),
-            "--capacity", str(chosen.capacity), "--epochs", str(chosen.epochs), *["--tiny"] * TOY,
+            "--capacity", str(chosen.capacity), "--epochs", str(chosen.epochs), "--documents", str(chosen.documents),
+            *["--profile"] * chosen.profile, *["--tiny"] * TOY,
         ]  # fmt: skip
         with log.open("w") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
             try:
-                process.wait(LIMIT)
+                process.wait(chosen.limit)
             except subprocess.TimeoutExpired:
-                process.terminate()
+                os.killpg(process.pid, signal.SIGKILL)  # ranks may wait for each other for ever
+                process.wait()
+        if chosen.profile:
+            print("\n".join(line for line in log.read_text().splitlines() if line.startswith("|")), flush=True)
         case = f"rows of {chosen.capacity:,}, heavy-tailed"
         if not found.exists():
             reasons = [line for line in log.read_text().splitlines() if "Error" in line]
@@ -170,8 +196,9 @@ def launched(contender: Contender, chosen: argparse.Namespace) -> list[Result]:
 
 
 def contenders(ranks: int) -> list[Contender]:
-    several = [Contender(ranks, sharded, balanced) for sharded in (False, True) for balanced in (False, True)]
-    return [Contender(1), *several]
+    """The most important first."""
+    several = [Contender(ranks, sharded, balanced) for balanced in (True, False) for sharded in (False, True)]
+    return [Contender(1), *several, *(Contender(ranks, balanced=True, arguments=each) for each in VARIANTS)]
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
@@ -179,6 +206,10 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options.add_argument("--ranks", type=int, default=2, help="processes, each with a GPU")
     options.add_argument("--capacity", type=int, default=256 if TOY else 16_384, help="tokens of a row")
     options.add_argument("--epochs", type=int, default=1 if TOY else 3, help="timed, after the first")
+    options.add_argument("--documents", type=int, default=60 if TOY else 2_400)
+    options.add_argument("--limit", type=float, default=240, help="seconds for a contender")
+    options.add_argument("--budget", type=float, metavar="SECONDS", help="begin nothing new after that")
+    options.add_argument("--profile", action="store_true", help="the kernels of three steps of rank 0; no speed then")
     options.add_argument("--match", default="", metavar="PATTERN", help="only contenders whose name it matches")
     options.add_argument("--output", type=Path, help="folder for ranks.json")
     options.add_argument("--tiny", action="store_true", help="on the CPU, to see that everything runs")
@@ -188,18 +219,21 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     if chosen.contender is not None:
         if not TOY:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        measured = train(Contender(**chosen.contender), chosen.capacity, chosen.epochs)
+        measured = train(Contender(**chosen.contender), chosen)
         if os.environ["RANK"] == "0":
             chosen.found.write_text(json.dumps(asdict(measured)))
         return []
     set_match(chosen.match)
+    if chosen.budget:
+        set_budget(chosen.budget)
     about = header()
     print(about, flush=True)
     results: list[Result] = []
+    began = time.perf_counter()
     for contender in contenders(chosen.ranks):
-        if wanted(contender.name):
+        if wanted(contender.name) and seconds_left() > 0:
             results += (found := launched(contender, chosen))
-            print(f"{contender.name}: {in_one_line(found)}", flush=True)
+            print(f"[{time.perf_counter() - began:3.0f} s] {contender.name}: {in_one_line(found)}", flush=True)
             if chosen.output:
                 write(chosen.output, about, results, "ranks")
     rates = {result.contender: result.value for result in results if result.unit == "real tokens/s" and result.value}

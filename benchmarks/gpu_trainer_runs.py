@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.gpu_clock import DEVICE, TOY, Result, synchronize
+from benchmarks.gpu_profile import Profile
 from benchmarks.gpu_workload import LONGEST, Shape, documents, make_model, tight, with_adapters
 from packing_core import PackedDataset
 from torch_backend import PackedCollator, enable_packing, explain, make_train_step, patch
@@ -26,6 +27,7 @@ from torch_backend.training.captured import CapturedStep, compile_layers
 
 LEARNING_RATE = 1e-5
 WARM_UP = 14  # steps at least, in two or more whole epochs
+PROFILED = 3  # steps after the warm-up
 
 
 @dataclass
@@ -43,6 +45,7 @@ class Run:
     first_loss: float = 0.0
     last_loss: float = 0.0
     note: str = ""
+    profile: Profile | None = None
 
     def __post_init__(self) -> None:
         self.row_count = len(self.rows)
@@ -59,6 +62,10 @@ class Run:
     def tick(self, step: int) -> None:
         """Called after every step; ``step`` counts from 1. It waits for the GPU three times in all."""
         warm = self.row_count * self.warm_up
+        if self.profile is not None and step == warm:
+            self.profile.start()
+        if self.profile is not None and step == warm + PROFILED:
+            self.profile.stop()
         if step not in (1, warm, self.steps):
             return
         synchronize()
@@ -234,10 +241,12 @@ def _tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
 
 
-def measure(shape: Shape, name: str, capacity: int, epochs: int, repeat: int) -> Iterator[Result]:
+def measure(
+    shape: Shape, name: str, capacity: int, epochs: int, repeat: int, profile: bool = False
+) -> Iterator[Result]:
     """The figures of one contender; ``repeat``: of the documents, for epochs of more steps."""
     docs = documents() * repeat
-    run = Run(docs, PackedDataset(docs, tight(docs, capacity)), epochs)
+    run = Run(docs, PackedDataset(docs, tight(docs, capacity)), epochs, profile=Profile() if profile else None)
     if not TOY:
         torch.cuda.reset_peak_memory_stats()
     model = make_model(replace(shape, lora=False), "sdpa", few=TOY)
@@ -252,6 +261,8 @@ def measure(shape: Shape, name: str, capacity: int, epochs: int, repeat: int) ->
         return
     finally:
         del model
+    if run.profile is not None:
+        print(run.profile.report(min(PROFILED, run.row_count * epochs)), flush=True)
     tokens = sum(map(len, docs)) * epochs
     figures = {
         "real tokens/s": tokens / (run.ended - run.warm),

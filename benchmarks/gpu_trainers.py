@@ -4,6 +4,7 @@
     python -m benchmarks.gpu_trainers --capacity 65536 --match make_train_step
     python -m benchmarks.gpu_trainers --repeat 10 --epochs 1  # 70 steps an epoch and not 7
     python -m benchmarks.gpu_trainers --only sft lora --output results  # results/sft.json, results/lora.json
+    python -m benchmarks.gpu_trainers --match SFT.*packing$ --profile  # where the time of a step goes
     python -m benchmarks.gpu_trainers --only slots --data gsm8k_train.jsonl
     python -m benchmarks.gpu_trainers --only start train    # each contender in processes of its own
     python -m benchmarks.gpu_trainers --only trainers sft lora start train slots --tiny  # on the CPU, to see it run
@@ -63,7 +64,7 @@ LIMIT = 300  # seconds for a process
 
 def trainers(chosen: argparse.Namespace) -> Iterator[Result]:
     for name in filter(wanted, CONTENDERS):
-        yield from _measured(SMALL, name, chosen.capacity, chosen.epochs, chosen.repeat)
+        yield from _measured(SMALL, name, chosen.capacity, chosen.epochs, chosen.repeat, chosen.profile)
 
 
 def sft(chosen: argparse.Namespace) -> Iterator[Result]:
@@ -78,8 +79,10 @@ def lora(chosen: argparse.Namespace) -> Iterator[Result]:
     yield from _beside(LARGE)
 
 
-def _measured(shape: Shape, name: str, capacity: int, epochs: int, repeat: int) -> Iterator[Result]:
-    yield from measure(shape, name, capacity, epochs, repeat)
+def _measured(
+    shape: Shape, name: str, capacity: int, epochs: int, repeat: int, profile: bool = False
+) -> Iterator[Result]:
+    yield from measure(shape, name, capacity, epochs, repeat, profile)
     torch._dynamo.reset()
     gc.collect()
     if not TOY:
@@ -185,6 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options.add_argument("--data", type=Path, help="prompts and completions of slots and train, a .jsonl file")
     options.add_argument("--match", default="", metavar="PATTERN", help="only contenders whose name it matches")
     options.add_argument("--output", type=Path, help="folder for SECTION.json")
+    options.add_argument("--profile", action="store_true", help="the kernels of three steps of trainers; no speed then")
     options.add_argument("--tiny", action="store_true", help="on the CPU, to see that everything runs")
     chosen = options.parse_args(arguments)
     set_match(chosen.match)

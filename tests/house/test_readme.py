@@ -24,12 +24,16 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 REPOSITORY = PROJECT["urls"]["Repository"]
 PAGES = (
     "README.md",
+    "docs/accelerate.md",
     "docs/hybrids.md",
     "docs/migration.md",
+    "docs/plain-loop.md",
     "docs/post-training.md",
+    "docs/sft-trainer.md",
     "docs/start.md",
     "docs/steps.md",
     "docs/torch.md",
+    "docs/trainer.md",
     "docs/trainers.md",
 )
 

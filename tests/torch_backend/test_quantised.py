@@ -9,8 +9,9 @@ import pytest
 import torch
 import transformers
 
+from tests.torch_backend import test_packed_step, test_sft_step
 from tests.torch_backend.models import Run, alone, assert_same, collate, documents, packed, tiny
-from tests.torch_backend.test_packed_step import FAST, built, trained
+from tests.torch_backend.test_packed_step import FAST, trained
 from tests.torch_backend.test_trainer import llama, peft
 from torch_backend import patch
 
@@ -61,13 +62,14 @@ def test_packed_documents_give_the_gradients_of_each_alone(family: str, device: 
 
 
 @DEVICES
-def test_the_fast_step_trains_them_as_the_plain_one(device: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("build", [test_packed_step.built, test_sft_step.built], ids=["Trainer", "SFTTrainer"])
+def test_the_fast_step_trains_them_as_the_plain_one(build: Any, device: str, tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path / "model")
 
     def make() -> Any:
         return adapted(tmp_path / "model", device, torch.bfloat16, prepared=True)
 
-    fast, plain = (built(tmp_path / str(kind), kind, make=make, use_cpu=device == "cpu") for kind in (True, False))
+    fast, plain = (build(tmp_path / str(kind), kind, make=make, use_cpu=device == "cpu") for kind in (True, False))
     for found, wanted in zip(trained(fast), trained(plain), strict=True):
         assert found == pytest.approx(wanted, rel=2e-2)
     assert fast.packed_step.parts["loss"] == FAST

@@ -11,10 +11,15 @@ import pytest
 import torch
 
 from packing_core.errors import PackingError
+from packing_core.plan import plan
 from packing_core.training.job import TrainJob
+from packing_core.training.schedule import Corpus, Document, Schedule
+from tests.torch_backend.test_train_step import graphs as graphs
 from tests.training_jobs import LLAMA, losses, small_job
+from torch_backend.training import job as training_job
 from torch_backend.training.job import train
 from torch_backend.training.job_models import build_model
+from torch_backend.training.step import TrainStep
 
 NOISY = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.3}
 
@@ -69,6 +74,24 @@ def test_a_resumed_run_repeats_to_the_bit(job, config, tmp_path):
     assert losses(resumed) == losses(expected)
     first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "parts"))
     assert first == second
+
+
+def test_shapes_fit_all_rows_from_the_first_step_on(job, graphs, monkeypatch):
+    """Rows whose longest document is longer than before would otherwise be compiled and recorded again."""
+
+    class Step(TrainStep):
+        def __init__(self, model, *args, **options):
+            graphs.model = model
+            super().__init__(model, *args, **options)
+
+    lengths = [3] * 20 + [30, 20, 9, 30]
+    documents = [Document(np.arange(n, dtype=np.int32), np.ones(n, np.bool_)) for n in lengths]
+    rows = plan(lengths, 32, strategy="sequential", seed=None)
+    job = dataclasses.replace(job, schedule=Schedule(Corpus.collect(iter(documents)), (rows,), rows_per_step=1))
+    plain = losses(train(dataclasses.replace(job, runs=("padded", "packed"))))
+    monkeypatch.setattr(training_job, "TrainStep", Step)
+    np.testing.assert_allclose(losses(train(job)), plain, rtol=1e-5)
+    assert graphs.recorded == 1
 
 
 def test_two_runs_of_one_seed_are_equal_and_another_seed_differs(job):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -227,7 +228,7 @@ def test_fixed_shapes_change_no_document(rows: int) -> None:
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """CUDA graphs on the CPU. Recording runs nothing; replaying writes into, or adds to, the recorded gradients."""
-    seen = SimpleNamespace(recorded=0, replayed=0, model=None, fails=False)
+    seen = SimpleNamespace(recorded=0, replayed=0, model=None, fails=False, made=lambda: None)
 
     def record(step: CapturedStep) -> None:
         seen.recorded += 1
@@ -237,6 +238,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         writes = all(gradient is None for gradient in before)
         step.result = step.step(step.batch)
         if seen.fails:
+            seen.made = weakref.ref(step.result)
             raise RuntimeError("operation not permitted when stream is capturing\nmore")
         static = [p.grad for p in parameters]
         for gradient, value in zip(static, before, strict=True):
@@ -301,12 +303,15 @@ def test_frozen_weights_are_recorded_again(graphs: SimpleNamespace) -> None:
 def test_a_recording_that_fails_leaves_the_step_as_usual_and_says_why(graphs: SimpleNamespace, caplog: Any) -> None:
     model, right = patched(), patched()
     graphs.model, graphs.fails = model, True
+    held: list[bool] = []  # whether what the recording made is there while a step runs
+    model.register_forward_pre_hook(lambda *_: held.append(graphs.made() is not None))
     given = [batches([slice(0, 3)], capacity=64)] * 5
     step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     for batch in given:
         step(batch)
     steps(right, given, capture=False, compile=False)
     assert distance(model, right) < 1e-6
+    assert graphs.made is not None and len(held) == 7 and not any(held)
     assert step.parts["graph"] == "none: recording it failed, operation not permitted when stream is capturing"
     assert "runs without a CUDA graph" in caplog.text
     model = graphs.model = patched()

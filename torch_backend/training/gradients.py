@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from traceback import format_exception
 from typing import Any, Literal
 
 import torch
@@ -159,12 +160,13 @@ class Gradients:
         except RuntimeError as error:
             if self.capture is True or not self.graphs.recording:
                 raise
-            for parameter, gradient in zip(self.graphs.parameters, before, strict=True):
-                parameter.grad = gradient  # a recording runs nothing, so the values are those from before
             self.parts[GRAPH] = f"none: recording it failed, {error}".splitlines()[0]
-            log.warning("the training step runs without a CUDA graph: %s", error, exc_info=error)
-            self.capture, self.graphs = False, None
-            return self.backward(batch)
+            # as text: the error holds the frames of the recording, and these hold all activations
+            log.warning("the training step runs without a CUDA graph: %s", "".join(format_exception(error)).rstrip())
+        for parameter, gradient in zip(self.graphs.parameters, before, strict=True):
+            parameter.grad = gradient  # a recording runs nothing, so the values are those from before
+        self.capture, self.graphs = False, None
+        return self.backward(batch)
 
     def _prepare(self, batch: Batch) -> None:
         """Choose what is fast, and try the loss on the first batch."""
@@ -223,6 +225,8 @@ def why_not_captured(model: nn.Module, batch: Batch) -> str | None:
         return "gradients are reduced over ranks during the backward"
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         return "gradient checkpointing reads the random state"
+    if (state := state_of(causal_lm(model))) is not None and state.rows.needs_lengths:
+        return "its head reads documents, of which each batch has another number"
     return _why_not_fixed(model, batch)
 
 
@@ -234,7 +238,7 @@ def _why_not_fixed(model: nn.Module, batch: Batch | None) -> str | None:
         return "the model is not patched"
     if state.device.type != captured.DEVICE:
         return f"the model computes on {state.device.type}"
-    if state.needs_lengths:
+    if state.layers_need_lengths:
         return "its layers need the lengths of documents on the host, which differ from batch to batch"
     if getattr(root, "is_quantized", False):
         return "its weights are quantised"

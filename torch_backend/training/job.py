@@ -13,6 +13,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -32,8 +33,9 @@ from torch_backend.training.gradients import Choice
 from torch_backend.training.job_models import build_model, with_adapters
 from torch_backend.training.memory import Memory, memory_line
 from torch_backend.training.ranks import ALONE, Ranks, unwrapped, whole
+from torch_backend.training.shapes import FixedShapes
 from torch_backend.training.states import make_optimizer
-from torch_backend.training.step import TrainStep, make_train_step
+from torch_backend.training.step import TrainStep
 
 
 @honours("--dtype bfloat16", "--lora", "--eval-data", "--compile", "--nproc or torchrun")
@@ -168,8 +170,11 @@ def _train_step(job: TrainJob, model: Any, optimizer: torch.optim.Optimizer) -> 
     compile = fast if job.compile is None else job.compile
     mixed = job.options.dtype == "float32" and job.options.precision == "bfloat16"
     autocast = torch.bfloat16 if mixed else None
-    return make_train_step(
-        model, optimizer, max_grad_norm=job.options.clip or None, autocast=autocast, compile=compile, capture=fast
+    clip, plans = job.options.clip or None, job.schedule.plans
+    longest, counts = max(plan.length.max() for plan in plans), np.hstack([np.diff(plan.row_offsets) for plan in plans])
+    fixed = FixedShapes.of_rows(longest, counts)
+    return TrainStep(
+        model, optimizer, max_grad_norm=clip, autocast=autocast, compile=compile, capture=fast, fixed=fixed
     )
 
 

@@ -252,8 +252,7 @@ def _fixed_shapes(trainer: Any) -> FixedShapes:
         longest, counts = max(row.max() for row in lengths), np.array([len(row) for row in lengths])
     else:
         return FixedShapes(_tokens(trainer))
-    most = np.sort(counts)[-size:].sum() + size  # each row may end in padding
-    return FixedShapes(_tokens(trainer), longest=int(longest), segments=int(most))
+    return FixedShapes.of_rows(longest, counts, size, _tokens(trainer))
 
 
 def speed_up(trainer: Any) -> None:

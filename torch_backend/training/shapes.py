@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -61,11 +63,19 @@ class FixedShapes:
         for name in ("max_length_q", "max_length_k"):
             if batch.get(name) is not None:
                 fixed[name] = longest
+        if batch.get("packed_documents") is None:  # every segment is a document, and the padding is none
+            fixed["packed_documents"] = tuple((number,) for number in range(len(lengths)))
         return fixed | {"packed_lengths": (*lengths, *pieces)}
 
     def forget_rows(self) -> None:
         """Let the next batch say how many rows batches have."""
         self.rows = self.row_length = self.entries = 0
+
+    @classmethod
+    def of_rows(cls, longest: int, counts: NDArray[Any], rows: int = 1, tokens: int | None = None) -> FixedShapes:
+        """Shapes of batches of ``rows`` rows: of segments at most ``longest``, ``counts`` [R] of them in each row."""
+        most = np.sort(counts)[-rows:].sum() + rows  # each row may end in padding
+        return cls(tokens, longest=int(longest), segments=int(most))
 
     @staticmethod
     def takes(batch: Mapping[str, Any]) -> bool:

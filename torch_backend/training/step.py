@@ -27,6 +27,7 @@ from torch_backend.hf.placement import execution_device
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.segments import to_device
 from torch_backend.training.gradients import TARGETS, Batch, Choice, Gradients, fast_loss_refused, run_layers
+from torch_backend.training.shapes import FixedShapes
 
 _DATA_PARALLEL = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
 
@@ -62,6 +63,9 @@ class Evaluation(TypedDict):
 class TrainStep:
     """``metrics = step(batch)``; see :func:`make_train_step`.
 
+    Args:
+        fixed: shapes that the data are known to need, so that no later batch needs others.
+
     Attributes:
         parts: "loss", "layers" and "graph": what of the step is fast, and why the rest is not; known after a step.
     """
@@ -71,12 +75,13 @@ class TrainStep:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        scheduler: Any,
+        scheduler: Any = None,
         max_grad_norm: float | None,
         autocast: torch.dtype | None,
         compile: Choice,
         capture: Choice,
-        group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup | None = None,
+        fixed: FixedShapes | None = None,
     ) -> None:
         if any(base.__name__ == "DeepSpeedEngine" for base in type(model).__mro__):
             raise UnsupportedError(
@@ -104,7 +109,7 @@ class TrainStep:
         self._first_token = 0 if trains_first_token(model) or labels_documents(model) else 1
         self._takes_count = _takes_count(causal_lm(model))
         self._without_logits = False
-        self._gradients = Gradients(model, self._backward, self._probe, compile=compile, capture=capture)
+        self._gradients = Gradients(model, self._backward, self._probe, compile=compile, capture=capture, fixed=fixed)
 
     @property
     def parts(self) -> dict[str, str]:

@@ -81,7 +81,8 @@ def enable_packing(
         overflow: what to do with a document longer than ``capacity``, as in ``packing_core.plan``.
         implementation, verify: as in :func:`torch_backend.patch`.
         fast: train without logits, through compiled layers and as a CUDA graph, each where nothing forbids it
-            (:mod:`.packed_step`); ``explain(trainer)`` says what is fast and why the rest is not. False leaves the
+            (:mod:`.packed_step`); of TRL's preference, reward and policy trainers the layers alone
+            (:mod:`.packed_calls`). ``explain(trainer)`` says what is fast and why the rest is not. False leaves the
             training step as it is.
 
     Returns:
@@ -99,7 +100,12 @@ def enable_packing(
     any_trainer: Any = trainer
     if preference.kind_of(trainer) is not None:
         preference.enable_unpadding(
-            any_trainer, capacity=capacity, overflow=overflow, implementation=implementation, verify=verify
+            any_trainer,
+            capacity=capacity,
+            overflow=overflow,
+            implementation=implementation,
+            verify=verify,
+            fast=fast,
         )
         return trainer
     _refuse_trainer(trainer)

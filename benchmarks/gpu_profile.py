@@ -1,0 +1,85 @@
+"""What the GPU does in some steps of training: kernels by kind, and how long it does nothing.
+
+seen = Profile()
+seen.start(); ...; seen.stop()     # around steps that are warm
+print(seen.report(steps=3))
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from benchmarks._report import table
+from benchmarks.gpu_clock import TOY, synchronize
+
+# The first that matches: names as the profiler prints them.
+KINDS = {
+    "loss: powers, factors": r"^(powers|finish|target_logits|scale_rows|softmax_loss)",
+    "loss: product into the float32 gradient": r"nvjet_sm90_tss|_sss_",
+    "other matrix products": r"nvjet|gemm|cutlass|splitK|cublas",
+    "optimizer, clipping": r"multi_tensor|[Aa]dam|lpnorm|LpNorm",
+    "attention, RoPE": r"^(forward|backward|prepare|rotate)\w*$",
+    "compiled pointwise and norms": r"^triton_",
+    "NCCL": r"nccl",
+    "copies and fills": r"Memcpy|Memset|Fill|copy_kernel",
+    "rest": r"",
+}
+SHOWN = 24  # kernels in the table
+
+
+class Profile:
+    """The kernels between ``start`` and ``stop``."""
+
+    def __init__(self) -> None:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if not TOY:
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self.profiler = torch.profiler.profile(activities=activities)
+
+    def start(self) -> None:
+        synchronize()
+        self.profiler.start()
+
+    def stop(self) -> None:
+        synchronize()
+        self.profiler.stop()
+
+    def report(self, steps: int) -> str:
+        """Two tables, in milliseconds a step: by kind, and the longest kernels."""
+        wanted = torch.autograd.DeviceType.CPU if TOY else torch.autograd.DeviceType.CUDA
+        events = [event for event in self.profiler.events() if event.device_type == wanted]
+        spans = [(event.time_range.start, event.time_range.end) for event in events]
+        whole, busy = (max(end for _, end in spans) - min(begin for begin, _ in spans)) / 1e3, covered(spans) / 1e3
+        times: Counter[str] = Counter()
+        calls: Counter[str] = Counter()
+        for event in events:
+            times[event.name] += event.time_range.elapsed_us() / 1e3
+            calls[event.name] += 1
+        kinds: Counter[str] = Counter()
+        for name, ms in times.items():
+            kinds[next(kind for kind, pattern in KINDS.items() if re.search(pattern, name))] += ms
+        kinds["nothing runs"] = whole - busy
+        by_kind = [[kind, f"{ms / steps:.2f}", f"{ms / whole:.1%}"] for kind, ms in kinds.most_common()]
+        longest = [
+            [name[:80], f"{calls[name] / steps:.0f}", f"{ms / steps:.2f}"] for name, ms in times.most_common(SHOWN)
+        ]
+        return "\n\n".join(
+            (
+                table([f"of {whole / steps:.1f} ms a step", "ms", "share"], by_kind),
+                table(["kernel", "calls a step", "ms"], longest),
+            )
+        )
+
+
+def covered(spans: Sequence[tuple[Any, Any]]) -> float:
+    """The length of the union of intervals."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
