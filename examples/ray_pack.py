@@ -20,7 +20,7 @@ def pack(data: Path, output: Path, *options: str) -> dict[str, bytes]:
 
 with TemporaryDirectory() as folder:  # on a cluster: a folder that all of its machines see
     data = Path(folder) / "data.jsonl"
-    data.write_text("\n".join(json.dumps({"input_ids": list(range(1, 2 + n % 90))}) for n in range(2000)))
+    data.write_text("\n".join(json.dumps({"text": f"Document {n}." + " packed" * (n % 90)}) for n in range(2000)))
     here = pack(data, Path(folder) / "here", "--workers", "1")
     on_ray = pack(data, Path(folder) / "ray", "--engine", "ray", "--workers", "2")
     print(f"{list(here)}: the same bytes from Ray: {here == on_ray}")

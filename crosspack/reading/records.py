@@ -30,7 +30,7 @@ Record = Mapping[str, Any]
 
 STANDARD_LIBRARY = "docstrings of the Python standard library"
 _PIECE = 1 << 20  # bytes that are read at once where records are read one after the other
-_SMALLEST, _LARGEST = 1 << 16, 1 << 24  # bytes of a range of a file of lines that one of several readers has
+_SMALLEST, _LARGEST = 1 << 13, 1 << 24  # bytes of a range of a file of lines that one of several readers has
 
 
 @dataclass(frozen=True)
