@@ -37,7 +37,7 @@ from torch import nn
 
 import crosspack
 from benchmarks._report import machine, table, versions
-from crosspack.encoding.text import train_tokenizer
+from crosspack.encoding.tokenizer import train_tokenizer
 from packing_core import plan
 from packing_core.batch import IGNORE_INDEX
 

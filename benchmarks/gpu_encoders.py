@@ -51,7 +51,7 @@ STOCK = {
     "padded by length, flash_attention_2": "flash_attention_2",
 }
 TASKS = {"masked": "masked LM", "classes": "classes of documents"}
-PACKED = ("packed, make_train_step", "packed, plain loop")
+PACKED = ("packed, make_train_step", "packed, make_train_step(compile=False)", "packed, plain loop")
 Batch = dict[str, Any]
 Step = Callable[[list[Batch]], Any]
 Collate = Callable[[list[dict[str, Any]]], list[Batch]]
@@ -149,9 +149,10 @@ def contender(name: str, task: str) -> tuple[Step, Collate]:
         compiled = torch.compile(model, dynamic=sorts) if "compiled" in name and not TOY else model
         return plain(compiled), by_length if sorts else whole
     model = torch_backend.patch(build(task), verify=False)
-    if name == PACKED[0]:
+    if name != PACKED[-1]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=not TOY)
-        step: Step = torch_backend.make_train_step(model, optimizer)
+        compiles: Any = "auto" if name == PACKED[0] else False
+        step: Step = torch_backend.make_train_step(model, optimizer, compile=compiles)
         return step, packer(model)
     return plain(model), packer(model)
 

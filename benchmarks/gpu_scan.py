@@ -4,14 +4,16 @@
     python -m benchmarks.gpu_scan --match triton --output results
 
 Milliseconds of kernels, forward alone and forward with backward, in bfloat16. Every contender is compared in the same
-run with transformers' plain torch in float32 on each document alone; what is wrong has no figure. ``fla`` and
-``flash_qla`` take part where they are installed. Without a GPU everything runs tiny, and times mean nothing.
+run with transformers' plain torch in float32 on each document alone; what is wrong has no figure. ``fla``,
+``flash_qla`` and ``mamba_ssm`` take part where they are installed (:mod:`.gpu_scan_peers`), and what they raise stands
+in the place of their figure. Without a GPU everything runs tiny, and times mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,9 +24,10 @@ from torch.nn import functional as F
 from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
+from benchmarks import gpu_scan_peers as peers
 from benchmarks.gpu import as_table, header, write
 from benchmarks.gpu_attention import lengths
-from benchmarks.gpu_clock import DEVICE, TOY, Result, device_ms, gated, relative_error, set_match, wanted
+from benchmarks.gpu_clock import DEVICE, TOY, Result, device_ms, gated, relative_error, set_budget, set_match, wanted
 from torch_backend.ops.scan.delta_rule import gated_delta_rule
 from torch_backend.ops.scan.kimi_delta import kimi_delta_rule
 from torch_backend.ops.scan.selective import selective_scan
@@ -45,19 +48,26 @@ def sets() -> dict[str, list[int]]:
     }
 
 
-def run() -> Iterator[Result]:
+def run(sections: str = "") -> Iterator[Result]:
+    def compare(section: str, *others: Any) -> Iterator[Result]:
+        if re.search(sections, section):
+            yield from _compare(section, *others)
+
     for name, documents in sets().items():
         yield from compare("gated delta rule, 16/32 heads of 128", name, documents, drawn_delta, DELTA, plain_delta)
         yield from compare("Mamba-2 2.7B, 80 heads of 64, state 128", name, documents, drawn_ssd, SSD, plain_ssd)
-        # The tests compare these two with the recurrence; plain torch takes minutes, or hundreds of GiB.
+        yield from compare("Mamba-2 2.7B, from dt", name, documents, drawn_stepped, STEPPED, plain_stepped)
+        # The tests compare these two with the recurrence; plain torch takes minutes, or hundreds of GiB. Here peers are
+        # compared with ours.
         yield from compare("Kimi delta rule, 32 heads of 128", name, documents, drawn_kimi, KIMI, None)
         yield from compare("Mamba 2.8B, 5,120 channels, state 16", name, documents, drawn_selective, SELECTIVE, None)
     for each in () if TOY else (16, 32, 64, 128, 256, 512, 1_024, 2_048, 8_192):
         documents = [each] * (16_384 // each)
         yield from compare("gated delta rule by length, 16k", f"{each:,}", documents, drawn_delta, DELTA, None)
+        yield from compare("Kimi delta rule by length, 16k", f"{each:,}", documents, drawn_kimi, KIMI, None)
 
 
-def compare(
+def _compare(
     section: str, case: str, documents: list[int], drawn: Callable[[int], list[Tensor]],
     contenders: dict[str, Call], plain: Callable[..., Tensor] | None,
 ) -> Iterator[Result]:  # fmt: skip
@@ -77,11 +87,10 @@ def compare(
             return [out, *torch.autograd.grad(out, inputs, dout)]
 
         def check(both: Any = both, dout: Tensor = dout) -> float:
-            if plain is None:
-                return 0.0
+            found = both()
             if not right:
-                right.extend(alone(plain, inputs, dout, documents))
-            return max(map(relative_error, both(), right))
+                right.extend(found if plain is None else alone(plain, inputs, dout, documents))
+            return max(map(relative_error, found, right))
 
         def measure(forward: Any = forward, both: Any = both) -> dict[str, float]:
             with torch.no_grad():
@@ -129,22 +138,6 @@ def ours(inputs: list[Tensor], packed: PackedMetadata) -> Tensor:
     return gated_delta_rule(*inputs, packed)
 
 
-def by_fla(inputs: list[Tensor], packed: PackedMetadata) -> Tensor:
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    from torch_backend.ops.scan import _chunks
-
-    boundaries, chunks = packed.derived("chunks", _chunks)
-    rows = (x[None] for x in inputs)
-    return chunk_gated_delta_rule(*rows, cu_seqlens=boundaries, chunk_indices=chunks)[0][0]
-
-
-def by_flash_qla(inputs: list[Tensor], packed: PackedMetadata) -> Tensor:
-    from flash_qla import chunk_gated_delta_rule
-
-    return chunk_gated_delta_rule(*(x[None] for x in inputs), cu_seqlens=packed.cu_seqlens, auto_cp=False)[0][0]
-
-
 # -- Mamba-2: C, B [T, G, N], x [T, H, P] times its step, g [T, H] -----------------------------------------------------
 
 
@@ -166,6 +159,21 @@ def plain_ssd(c: Tensor, b: Tensor, x: Tensor, g: Tensor) -> Tensor:
         y = scan((few / step[..., None])[None], step[None], -torch.ones_like(step[0]), b[None], c[None], chunk_size=64)
         parts.append((y[0] if isinstance(y, tuple) else y)[0])
     return torch.cat(parts, 1)
+
+
+def plain_stepped(c: Tensor, b: Tensor, x: Tensor, dt: Tensor) -> Tensor:
+    return plain_ssd(c, b, x * dt[..., None], -dt)
+
+
+def drawn_stepped(tokens: int) -> list[Tensor]:
+    c, b, x, g = drawn_ssd(tokens)
+    return [c, b, x, -g]
+
+
+def our_stepped(inputs: list[Tensor], packed: PackedMetadata) -> Tensor:
+    """As a layer runs it: A is -1, and the step multiplies x first."""
+    c, b, x, dt = inputs
+    return gated_delta_rule(c, b, (x * dt[..., None]).to(x.dtype), -dt, None, packed, scale=1.0)
 
 
 def our_ssd(inputs: list[Tensor], packed: PackedMetadata) -> Tensor:
@@ -203,21 +211,26 @@ def our_selective(inputs: list[Tensor], packed: PackedMetadata) -> Tensor:
     return selective_scan(x, dt, rates, b, c, packed)
 
 
-KIMI: dict[str, Call] = {"triton": our_kimi}
+KIMI: dict[str, Call] = {"triton": our_kimi, "fla": peers.kimi_by_fla}
 SELECTIVE: dict[str, Call] = {"triton": our_selective}
-DELTA: dict[str, Call] = {"triton": ours, "fla": by_fla, "flash_qla": by_flash_qla}
+DELTA: dict[str, Call] = {"triton": ours, "fla": peers.delta_by_fla, "flash_qla": peers.delta_by_flash_qla}
 SSD: dict[str, Call] = {"triton": our_ssd}
+STEPPED: dict[str, Call] = {"triton": our_stepped, "mamba_ssm": peers.stepped_by_mamba_ssm}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--match", default="", help="only contenders whose name this pattern matches")
+    parser.add_argument("--sections", default="", help="only sections whose name this pattern matches")
+    parser.add_argument("--budget", type=float, help="seconds after which nothing new is begun")
     parser.add_argument("--output", type=Path, help="folder for gpu.json")
     options = parser.parse_args()
     set_match(options.match)
+    if options.budget:
+        set_budget(options.budget)
     print(header(), flush=True)
     results = []
-    for result in run():
+    for result in run(options.sections):
         results.append(result)
         print(
             f"{result.section} | {result.case} | {result.contender} | {result.value} {result.unit} {result.note}",

@@ -47,8 +47,11 @@ SECTIONS = {
     "compile": Section("jax_step", ("--compile",)),
     # CUDA graphs would hide which operation a kernel belongs to
     "profile": Section(
-        "jax_step", ("--profile", "scanned"), environment={"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}
+        "jax_step",
+        ("--profile", "scanned, products and attention kept"),
+        environment={"XLA_FLAGS": "--xla_gpu_enable_command_buffer="},
     ),
+    "scan": Section("jax_scan"),
     "devices": Section("jax_step", ("--match", "scanned, products", "--devices", "2"), devices=2),
     "init": Section("jax_large", ("--phase", "init"), devices=2),
     "save": Section("jax_large", ("--phase", "save", "--folder", CHECKPOINT), devices=2),

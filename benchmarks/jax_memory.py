@@ -27,7 +27,7 @@ from flax import nnx  # noqa: E402
 from benchmarks._report import machine  # noqa: E402
 from benchmarks.jax_step import QWEN, TOY  # noqa: E402
 from jax_backend import make_train_step, packed_cross_entropy  # noqa: E402
-from jax_backend.model import Decoder, DecoderConfig  # noqa: E402
+from jax_backend.model.decoder import Decoder, DecoderConfig  # noqa: E402
 
 
 def compile_seconds(**options: object) -> float:

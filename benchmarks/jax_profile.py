@@ -1,7 +1,8 @@
-"""Which parts of a compiled JAX step take the device's time, from a trace of ``jax.profiler``.
+"""What a compiled JAX step spends the device's time on, from a trace of ``jax.profiler``.
 
-Data flows trace events (an operation of the compiled program and its microseconds) + the program's text (which named
-scopes each operation came from, fused ones included) -> microseconds of each part.
+Data flows trace events (a kernel, the operation of the compiled program that launched it, when, how long) + the
+program's text (which named scopes each operation came from, fused ones included) -> microseconds of each kind of work,
+and of none.
 """
 
 from __future__ import annotations
@@ -11,42 +12,97 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-# part -> what the names of its operations contain; an operation belongs to the first part that any of its origins names
-PARTS = {
-    "rope (operations that hold any of it)": "rope",
-    "attention kernels": "_attend",
-    "loss and output head": "cross_entropy",
-    "optimizer": "optimizer",
-    "matrix products": "dot_general",
+# kind -> what the names of its operations contain; an operation is of the first kind that any of its origins names
+KINDS = {
+    "communication": r"^(all-reduce|all-gather|reduce-scatter|collective|ncclDev)",
+    "attention, forward": r"segment_attention_forward",
+    "attention, dq": r"segment_attention_dq",
+    "attention, dkv": r"segment_attention_dkv",
+    "attention, around the kernels": r"_attend",
+    "rope (operations that hold any of it)": r"\brope\b",
+    "loss and output head, products": r"cross_entropy.*dot_general",
+    "loss and output head, the rest": r"cross_entropy",
+    "optimizer": r"\boptimizer\b|apply_updates",
+    "matrix products": r"dot_general",
+    "embedding": r"\b(gather|scatter-add|take)\b",
+    "stacking and slicing of layers": r"dynamic_(update_)?slice",
+    "casts": r"^(wrapped_|loop_)?convert",
+    "copies, transposes, fills": r"^(wrapped_|loop_|input_)?(copy|transpose|bitcast|broadcast|memset|Memset|MemcpyD2D)",
 }
-OTHER = "norms, activations, copies"
+OTHER = "norms, activations, residuals"
+IDLE = "nothing"
 
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*", re.MULTILINE)
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$", re.MULTILINE)
 
 
-def parts_of_trace(folder: Path, program: str, longest: int = 25) -> tuple[Counter[str], list[tuple[float, str, str]]]:
-    """Microseconds of each part, and the operations that took longest with one of their origins.
+class Event(NamedTuple):
+    """A kernel, the operation that launched it ("" if the trace does not tell), microseconds of begin and end."""
+
+    kernel: str
+    operation: str
+    begin: float
+    end: float
+
+
+class Operation(NamedTuple):
+    """One operation of the program: microseconds, how often it ran, its kind, one of its origins, what it makes."""
+
+    microseconds: float
+    times: int
+    name: str
+    kind: str
+    origin: str
+    result: str
+
+
+def profile_of(folder: Path, program: str, longest: int = 40) -> tuple[Counter[str], list[Operation]]:
+    """Microseconds of each kind of work and of none, and the operations that took longest.
 
     Raises:
         FileNotFoundError: the folder holds no trace.
     """
-    origins = origins_of(program)
-    parts: Counter[str] = Counter()
-    operations: Counter[str] = Counter()
-    for name, microseconds in _events(folder):
-        found = origins.get(name, ())
-        part = next((part for part, mark in PARTS.items() if any(mark in origin for origin in found)), OTHER)
-        parts[part] += microseconds
-        operations[name] += microseconds
-    top = operations.most_common(longest)
-    return parts, [(microseconds, name, max(origins.get(name, ()), key=len, default="")) for name, microseconds in top]
+    events = read_events(folder)
+    origins, results = origins_of(program)
+    kinds: Counter[str] = Counter()
+    spent: Counter[str] = Counter()
+    times: Counter[str] = Counter()
+    kind_of: dict[str, str] = {}
+    for event in events:
+        name = event.operation or event.kernel
+        names = {name, event.kernel} | origins.get(name, set())
+        kind_of[name] = next((kind for kind, mark in KINDS.items() if any(re.search(mark, n) for n in names)), OTHER)
+        kinds[kind_of[name]] += event.end - event.begin
+        spent[name] += event.end - event.begin
+        times[name] += 1
+    kinds[IDLE] = idle(events)
+    operations = [
+        Operation(
+            time,
+            times[name],
+            name,
+            kind_of[name],
+            max(origins.get(name, ()), key=len, default=""),
+            results.get(name, ""),
+        )
+        for name, time in spent.most_common(longest)
+    ]
+    return kinds, operations
 
 
-def origins_of(program: str) -> dict[str, set[str]]:
-    """Operation of the program -> the names of all that was fused into it, as they were traced."""
+def idle(events: list[Event]) -> float:
+    """Microseconds between the first event's begin and the last one's end in which none ran."""
+    gaps, busy_until = 0.0, events[0].begin
+    for event in sorted(events, key=lambda event: event.begin):
+        gaps += max(event.begin - busy_until, 0.0)
+        busy_until = max(busy_until, event.end)
+    return gaps
+
+
+def origins_of(program: str) -> tuple[dict[str, set[str]], dict[str, str]]:
+    """Operation of the program -> the names of all that was fused into it, as they were traced; and its result."""
     bodies: dict[str, set[str]] = {}
     lines: dict[str, str] = {}
     for block in re.split(r"\n(?=\S)", program):
@@ -55,30 +111,39 @@ def origins_of(program: str) -> dict[str, set[str]]:
         lines |= found
         if header:
             bodies[header[1]] = set().union(*map(_names, found.values())) if found else set()
-    origins = {}
+    origins, results = {}, {}
     for name, text in lines.items():
         called = re.search(r"calls=%?([\w.\-]+)", text)
         origins[name] = _names(text) | (bodies.get(called[1], set()) if called else set())
-    return origins
+        results[name] = text.split(" = ", 1)[1].split(" ", 1)[0][:60]
+    return origins, results
 
 
 def _names(text: str) -> set[str]:
     return set(re.findall(r'op_name="([^"]*)"', text))
 
 
-def _events(folder: Path) -> list[tuple[str, float]]:
-    """Operation and microseconds of each that ran, but for loops, whose bodies are listed by themselves."""
+def read_events(folder: Path) -> list[Event]:
+    """What ran on the first device that ran anything, but for loops, whose bodies are listed by themselves."""
     files = sorted(folder.rglob("*.trace.json.gz"))
     if not files:
         raise FileNotFoundError(f"{folder} holds no *.trace.json.gz")
-    events: list[dict[str, Any]] = []
+    traced: list[dict[str, Any]] = []
     for file in files:
-        events += json.loads(gzip.decompress(file.read_bytes())).get("traceEvents", [])
-    processes = {event["pid"]: event["args"]["name"] for event in events if event.get("name") == "process_name"}
-    devices = {pid for pid, name in processes.items() if "/device:GPU" in name} or set(processes)  # not the host's half
-    named = [
-        (event["args"]["hlo_op"], float(event["dur"]))
-        for event in events
-        if event.get("ph") == "X" and event["pid"] in devices and "hlo_op" in event.get("args", {})
+        traced += json.loads(gzip.decompress(file.read_bytes())).get("traceEvents", [])
+    processes = {event["pid"]: event["args"]["name"] for event in traced if event.get("name") == "process_name"}
+    threads = {
+        (event["pid"], event.get("tid")): event["args"]["name"]
+        for event in traced
+        if event.get("name") == "thread_name"
+    }
+    devices = sorted(pid for pid, name in processes.items() if "/device:GPU" in name)
+    # a device's other threads sum up what its streams ran
+    streams = {key for key, name in threads.items() if key[0] in devices[:1] and "Stream" in name}
+    events = [
+        Event(event["name"], event.get("args", {}).get("hlo_op", ""), event["ts"], event["ts"] + event["dur"])
+        for event in traced
+        if event.get("ph") == "X"
+        and ((event["pid"], event.get("tid")) in streams if devices else "hlo_op" in event.get("args", {}))
     ]
-    return [(name, dur) for name, dur in named if not name.startswith(("while", "call", "conditional"))]
+    return [event for event in events if not event.operation.startswith(("while", "call", "conditional"))]

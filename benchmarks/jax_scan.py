@@ -28,7 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks._report import machine, table, versions
-from jax_backend import chunked_scan, gated_delta_rule
+from jax_backend import gated_delta_rule
+from jax_backend.scan import chunked_scan
 from packing_core import reference
 
 NAN = float("nan")

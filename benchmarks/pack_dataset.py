@@ -129,7 +129,7 @@ def fill(path: Path) -> Iterator[tuple[str, int, int, float, float]]:
     import datasets
     import transformers
 
-    from crosspack.encoding.text import train_tokenizer
+    from crosspack.encoding.tokenizer import train_tokenizer
     from torch_backend import PackedCollator, enable_packing
 
     records = [json.loads(line) for line in path.read_text().split("\n") if line]

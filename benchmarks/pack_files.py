@@ -1,10 +1,10 @@
 """``crosspack pack`` on a file of text: MB/s by workers, beside the tokenizer alone and TRL's way, and peak memory.
 
     python -m benchmarks.pack_files --megabytes 32 --workers 1 2
-    python -m benchmarks.pack_files --megabytes 1000 --workers 2 --words
+    python -m benchmarks.pack_files --megabytes 1000 --workers 2 --lines
 
-The text is the Python sources and documents of installed packages, as JSON Lines of up to 3,000 characters. The
-tokenizer is a byte-level BPE of 32,000 entries trained on it, or with ``--words`` a split at white space, which is many
+The text is the Python sources and documents of installed packages, as JSON Lines of 64 to 3,000 characters. The
+tokenizer is a byte-level BPE of 32,000 entries trained on it, or with ``--lines`` a split at line ends, which is many
 times faster, so that memory can be measured on large files. Peak memory is the sum over a process and its children,
 sampled twenty times a second; pages that processes share count once for each.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -26,6 +27,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 CAPACITY = 2048
@@ -59,14 +61,17 @@ print(json.dumps({"rows": len(data), "tokens": sum(map(len, data["input_ids"]))}
 
 
 def texts() -> Iterator[str]:
-    """Stretches of at most 3,000 characters, the same ones on the same installation, without end."""
+    """Stretches of random lengths, the same ones on the same installation, without end."""
+    lengths = cycle(np.random.default_rng(0).lognormal(7, 0.9, 1 << 16).clip(64, 3000).astype(int).tolist())
     root = Path(sysconfig.get_paths()["purelib"])
     files = sorted([*root.glob("transformers/models/*/*.py"), *root.glob("numpy/**/*.py"), *root.glob("**/*.md")])
-    for number, file in enumerate(cycle(files)):
+    for file in cycle(files):
         content = file.read_text(errors="replace")
-        shift = number // len(files)  # another round begins elsewhere, so that texts differ
-        for at in range(37 * shift, len(content), 3000):
-            yield content[at : at + 3000]
+        at = 0
+        while at < len(content):
+            end = at + next(lengths)
+            yield content[at:end]
+            at = end
 
 
 def write_data(path: Path, megabytes: int) -> int:
@@ -79,20 +84,20 @@ def write_data(path: Path, megabytes: int) -> int:
     raise AssertionError("the texts do not end")
 
 
-def write_tokenizer(folder: Path, *, words: bool) -> None:
+def write_tokenizer(folder: Path, *, lines: bool) -> None:
     import tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from crosspack.encoding.text import train_tokenizer
+    from crosspack.encoding.tokenizer import train_tokenizer
 
-    if not words:
+    if not lines:
         sample = [text for text, _ in zip(texts(), range(2000), strict=False)]
         train_tokenizer(sample, 32_000).save_pretrained(folder)
         return
-    names = {word for text, _ in zip(texts(), range(500), strict=False) for word in text.split()}
+    names = {line for text, _ in zip(texts(), range(1000), strict=False) for line in text.split("\n")}
     vocabulary = {name: n for n, name in enumerate(["<unk>", "<eos>", *sorted(names)[:30_000]])}
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
-    model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    model.pre_tokenizer = tokenizers.pre_tokenizers.CharDelimiterSplit("\n")
     PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<eos>", unk_token="<unk>").save_pretrained(folder)
 
 
@@ -141,34 +146,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=32)
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2])
-    parser.add_argument("--words", action="store_true")
+    parser.add_argument("--lines", action="store_true")
     parser.add_argument("--trl", type=int, nargs="*", default=[], help="numbers of processes for datasets.map")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         data, tokenizer = folder / "data.jsonl", folder / "tokenizer"
         size = write_data(data, given.megabytes) / 1e6
-        write_tokenizer(tokenizer, words=given.words)
+        write_tokenizer(tokenizer, lines=given.lines)
         print(f"{size:,.0f} MB of JSON Lines", flush=True)
         print(f"{'':24}{'s':>8}{'MB/s':>8}{'CPU s':>8}{'MB/CPU s':>10}{'peak MB':>9}", flush=True)
-        if size <= 300:
+        if not given.lines:
             _line("tokenizer alone", size, measured([sys.executable, "-c", ALONE, str(data), str(tokenizer)]))
         few = folder / "few.jsonl"
-        write_data(few, 0)
+        few.write_text("".join(json.dumps({"text": text}) + "\n" for text, _ in zip(texts(), range(8), strict=False)))
         for count in given.workers:
-            options = [
-                "--data",
-                data,
-                "--tokenizer",
-                tokenizer,
-                "--capacity",
-                CAPACITY,
-                "--output",
-                folder / f"{count}",
-            ]
-            command = [sys.executable, "-m", "crosspack", "pack", *map(str, options), "--json"]
-            start = measured([*command, "--data", str(few), "--output", str(folder / f"few-{count}")])
+            options = ["--tokenizer", tokenizer, "--capacity", CAPACITY, "--workers", count, "--json"]
+            command = [sys.executable, "-m", "crosspack", "pack", *map(str, options)]
+            small = ["--data", str(few), "--block-size", "500", "--output", str(folder / f"few-{count}")]
+            start = measured([*command, *small])
             found = measured([*command, "--data", str(data), "--output", str(folder / f"all-{count}")])
+            shutil.rmtree(folder / f"all-{count}")
             said = f"efficiency {found['efficiency']:.2%}; {start['wall']:.1f} s, {start['cpu']:.1f} CPU s to start"
             _line(f"crosspack, {count} workers", size, found, said)
         for count in given.trl:

@@ -28,7 +28,7 @@ from transformers import DataCollatorWithFlattening
 
 from crosspack import PackedCollator, patch, plan
 from crosspack.cli.options import VOCABULARY
-from crosspack.encoding.text import train_tokenizer
+from crosspack.encoding.tokenizer import train_tokenizer
 from crosspack.reading.corpus import standard_library_records
 from torch_backend.auditing.tiny import family_config, tiny_config, tiny_model
 

@@ -17,8 +17,8 @@ from flax import nnx
 
 import packing_core
 from jax_backend.batches import to_batch
-from jax_backend.loss import packed_cross_entropy
-from jax_backend.model import Decoder
+from jax_backend.losses.cross_entropy import packed_cross_entropy
+from jax_backend.model.decoder import Decoder
 from packing_core.errors import LayoutError
 
 _INPUTS = ("input_ids", "segment_ids", "position_ids")

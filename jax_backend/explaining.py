@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_backend.attention import ORDER, answers, request_for
-from jax_backend.chunked_scan import CHUNK
-from jax_backend.model import Decoder
+from jax_backend.model.decoder import Decoder
+from jax_backend.scan.chunked_scan import CHUNK
 from packing_core.diagnosis import LayerChoice, first_served
 from packing_core.errors import PackingError
 

@@ -22,15 +22,15 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jax_backend import weights
 from jax_backend.attention import IMPLEMENTATIONS, ORDER
 from jax_backend.auditing import audit
 from jax_backend.batches import to_batch
-from jax_backend.checkpoint import restore_state, save_state
-from jax_backend.lora import add_adapters, save_adapters
-from jax_backend.model import Decoder, DecoderConfig
-from jax_backend.objective import cast_weights
-from jax_backend.train_step import BATCH_KEYS, TrainState, TrainStep, make_train_step
+from jax_backend.model import weights
+from jax_backend.model.decoder import Decoder, DecoderConfig
+from jax_backend.model.lora import add_adapters, save_adapters
+from jax_backend.training.checkpoint import restore_state, save_state
+from jax_backend.training.objective import cast_weights
+from jax_backend.training.train_step import BATCH_KEYS, TrainState, TrainStep, make_train_step
 from packing_core.batch import IGNORE_INDEX, PackedBatch
 from packing_core.errors import PackingError, UnsupportedError
 from packing_core.extras import require

@@ -159,6 +159,10 @@ class PackedMetadata:
         value: Value = self._derived[key]
         return value
 
+    def round_longest(self, row_length: int) -> None:
+        """Round ``max_seqlen`` up to a power of two, or the length of a row, so that it takes few values."""
+        self.max_seqlen = min(1 << (self.max_seqlen - 1).bit_length(), row_length)
+
     def forget(self) -> None:
         """Drop what was derived."""
         self._derived.clear()

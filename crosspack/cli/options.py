@@ -15,16 +15,8 @@ from crosspack.cli.console import OUT
 from crosspack.cli.progress import counted
 from crosspack.cli.records import open_records
 from crosspack.encoding.layouts import canonical
-from crosspack.encoding.text import (
-    Encoder,
-    Loss,
-    Policy,
-    check_tokenizer,
-    kind_of,
-    load_tokenizer,
-    plain_texts,
-    train_tokenizer,
-)
+from crosspack.encoding.text import Encoder, Loss, Policy, kind_of, plain_texts
+from crosspack.encoding.tokenizer import check_tokenizer, load_tokenizer, train_tokenizer
 from crosspack.encoding.tokens import check_length
 from crosspack.reading import Records
 from packing_core.errors import PackingError

@@ -243,8 +243,9 @@ def _pack_here(folder: Path, given: PackOptions, *, staged: bool = False) -> dic
         if target.finished:
             return read_json(folder / MANIFEST)
         units = units_folder(target, job)
-        run = make_units(target, job, given, Part(), units)
-        manifest = finish_job(target, run, given, job, lambda key: units)
+        with _progress(job, given) as seen:
+            run = make_units(target, job, given, Part(), units, seen)
+            manifest = finish_job(target, run, given, job, lambda key: units)
         target.publish()
     return manifest
 
@@ -258,7 +259,8 @@ def pack_part(output: str, given: PackOptions, part: Part) -> dict[str, Any]:
     with writing(folder, PART_FILE, names=("units/*",), overwrite=given.overwrite, run=digest(job.run)) as target:
         if target.finished:
             return read_json(folder / PART_FILE)
-        run = make_units(target, job, given, part, units_folder(target, job, in_result=True))
+        with _progress(job, given) as seen:
+            run = make_units(target, job, given, part, units_folder(target, job, in_result=True), seen)
         job.save_tokenizer(target.partial / "tokenizer")
         content = {
             "run": {name: value for name, value in job.run.items() if name != "part"},
@@ -289,14 +291,15 @@ def units_folder(target: Output, job: Job, *, in_result: bool = False) -> Path:
     return folder
 
 
-def make_units(target: Output, job: Job, given: PackOptions, part: Part, units: Path) -> Run:
+def _progress(job: Job, given: PackOptions) -> PackProgress:
+    return PackProgress(OUT, job.size, given.capacity, given.log)
+
+
+def make_units(target: Output, job: Job, given: PackOptions, part: Part, units: Path, seen: PackProgress) -> Run:
     """Make all units of a part, or those that an earlier run did not make."""
     assert target.work is not None
     worker = Worker(job.encoder, job.rules, given.on_error, job.form, units, target.partial)
-    with (
-        journal(target.work / "journal", job.run) as log,
-        PackProgress(OUT, job.size, given.capacity, given.log) as seen,
-    ):
+    with journal(target.work / "journal", job.run) as log:
         run = Run(job.stretches, worker, log, part=part, watch=seen.update)
         if run.resumed:
             OUT.print(f"going on: {run.resumed:,} units are finished", style="dim", highlight=False)

@@ -1,4 +1,4 @@
-"""Records to token ids and loss masks: columns, chat templates, BOS and EOS. Tokenisers are loaded or trained here.
+"""Records to token ids and loss masks: columns, chat templates, BOS and EOS.
 
 A record has ``messages`` (a chat, written by the tokenizer's template), ``prompt`` + ``completion`` (text, or two
 lists of messages), ``text``, or ``input_ids`` (``tokens``). Records come in, documents go out in the same order: token
@@ -8,7 +8,7 @@ ids and, for each, whether it is trained. Messages name the record's file and li
 from __future__ import annotations
 
 import json
-import os
+import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,13 +20,12 @@ from numpy.typing import NDArray
 from crosspack.encoding.chats import assistant_spans, in_spans
 from crosspack.encoding.layouts import COLUMNS as LAYOUT_COLUMNS
 from crosspack.encoding.layouts import canonical
+from crosspack.encoding.tokenizer import rust_tokenizer
 from crosspack.encoding.tokens import COLUMNS as TOKEN_COLUMNS
 from crosspack.encoding.tokens import token_documents
 from crosspack.reading.records import Record, size_of
 from crosspack.reading.rows import BadRecord, Place, Row
 from packing_core.errors import PackingError, first_line
-from packing_core.extras import require
-from packing_core.training.job import is_hub_name
 from packing_core.training.schedule import Document
 
 Loss = Literal["completion", "all"]
@@ -74,14 +73,6 @@ COLUMNS = (
 )  # what is read of a record
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the tag with which a template marks what the assistant says
 
-END, PAD = "<|endoftext|>", "<|pad|>"
-_CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + '<|im_end|>\n' }}{% endgeneration %}"
-    "{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
 
 @dataclass(frozen=True)
 class Policy:
@@ -107,48 +98,6 @@ class Policy:
         return tuple(column for _, column in self.fields) or COLUMNS
 
 
-def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a local folder or a hub name, through ``AutoTokenizer``.
-
-    Raises:
-        PackingError: there is none, or it needs code of its own to run and ``trust_remote_code`` is False.
-    """
-    check_tokenizer(name)
-    transformers = require("transformers", extra="hf")
-    try:
-        return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except Exception as error:  # files of the folder may hold anything, and so may what reading them raises
-        raise PackingError(f"tokenizer {name}: {first_line(error)}") from error
-
-
-def check_tokenizer(name: str) -> None:
-    """Raise PackingError if ``name`` is no folder and cannot be a hub name; nothing is loaded."""
-    if "\0" in name or not (os.path.isdir(name) or is_hub_name(name)):
-        raise PackingError(f"tokenizer {name}: no such folder, and not a hub name (`owner/name`)")
-
-
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
-    """A byte-level BPE tokenizer of at most ``vocab_size`` entries, trained on ``texts``; the same for the same texts.
-
-    It adds no BOS, ends documents with ``<|endoftext|>``, and writes chats as ChatML.
-    """
-    tokenizers = require("tokenizers", extra="hf")
-    transformers = require("transformers", extra="hf")
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END, PAD, "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(texts, trainer)
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, pad_token=PAD)
-    tokenizer.chat_template = _CHATML
-    return tokenizer
-
-
 def plain_texts(records: Iterable[Record], fields: tuple[tuple[str, str], ...] = ()) -> Iterator[str]:
     """All text of the records, for training a tokenizer."""
     for where, given in _located(records):
@@ -169,13 +118,17 @@ def plain_texts(records: Iterable[Record], fields: tuple[tuple[str, str], ...] =
 class Encoder:
     """Turns records into documents with one tokenizer under one policy.
 
+    A pickled encoder loads the tokenizer of transformers when it needs it, for chats; texts need the library
+    ``tokenizers`` alone, which a process imports in a tenth of the time.
+
     Attributes:
         left_out: documents so far that have nothing to train on.
         carried: columns beside the tokens of tokenised records, a number for each, that documents keep.
     """
 
     def __init__(self, tokenizer: Any, policy: Policy) -> None:
-        self.tokenizer = tokenizer
+        self._tokenizer = tokenizer
+        self._pickled = b""  # of the tokenizer, in an encoder that was pickled and has not needed it
         self.policy = policy
         self.left_out = 0
         self.carried: tuple[str, ...] = ()
@@ -183,7 +136,17 @@ class Encoder:
         adds_bos = tokenizer.bos_token_id is not None and probe[:1] == [tokenizer.bos_token_id]
         self._bos = self._special("bos", policy.bos, adds_bos)
         self._eos = self._special("eos", policy.eos, tokenizer.eos_token_id is not None)
-        self._rust = _rust(tokenizer)
+        self._rust = rust_tokenizer(tokenizer)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer, as transformers has it."""
+        if self._tokenizer is None:
+            self._tokenizer = pickle.loads(self._pickled)
+        return self._tokenizer
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_tokenizer": None, "_pickled": pickle.dumps(self.tokenizer)}
 
     def _special(self, name: str, wanted: bool | None, default: bool) -> NDArray[np.int32]:
         if not (default if wanted is None else wanted):
@@ -320,21 +283,6 @@ class Encoder:
         "text": _texts,
         "input_ids": _tokens,
     }
-
-
-def _rust(tokenizer: Any) -> Any:
-    """The tokenizer of the ``tokenizers`` library that does all the work of this one; None if there is none.
-
-    Calling it directly saves what transformers makes of its result: masks, lists, a dict.
-    """
-    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    if not getattr(tokenizer, "is_fast", False) or not hasattr(backend, "encode_batch_fast"):
-        return None
-    probe = ["", " a\n\tb ", "É ü\u0301 \U0001f600 <s>x</s> [CLS]", *map(str, tokenizer.all_special_tokens)]
-    expected = tokenizer(probe, add_special_tokens=False)["input_ids"]  # also turns padding and truncation off
-    found = [encoding.ids for encoding in backend.encode_batch_fast(probe, add_special_tokens=False)]
-    own = type(tokenizer).__module__.startswith("transformers.")  # others may do anything in Python
-    return backend if own and found == expected else None
 
 
 def _bad(where: Where, record: Record, error: PackingError) -> BadRecord:

@@ -6,6 +6,7 @@ see. ``RAY_ADDRESS`` names the cluster; without it Ray starts one on this machin
 
 from __future__ import annotations
 
+import logging
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -33,7 +34,11 @@ class RayPool:
         try:
             ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level="warning")
         except (ConnectionError, RuntimeError, ValueError) as error:
-            raise PackingError(f"--engine ray: {first_line(error)}: check RAY_ADDRESS") from error
+            raise PackingError(
+                f"--engine ray: {first_line(error)}: check RAY_ADDRESS, and set RAY_AUTH_MODE=token for a cluster that "
+                "asks for a token, as those of `ray start` in Ray 2.60 do"
+            ) from error
+        logging.getLogger("ray.data").setLevel(logging.WARNING)
         self._data.DataContext.get_current().enable_progress_bars = False
         self.count = count or max(1, int(ray.cluster_resources().get("CPU", 1)))
         self._pickled = pickle.dumps(work)

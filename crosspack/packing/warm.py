@@ -10,6 +10,5 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # workers are the para
 with suppress(ImportError):
     import pyarrow.parquet  # noqa: F401
     import tokenizers  # noqa: F401
-    import transformers  # noqa: F401
 
 import crosspack.packing.unit  # noqa: F401

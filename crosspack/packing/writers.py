@@ -114,20 +114,31 @@ def _table(rows: Rows, pyarrow: Any, schema: Any) -> Any:
     """The rows as a table: ``input_ids``, ``labels`` and ``seq_lengths``, then what is carried."""
     tokens, segments = _offsets(rows.lengths), _offsets(rows.counts)
     columns = {
-        "input_ids": pyarrow.ListArray.from_arrays(tokens, rows.ids),
-        "labels": pyarrow.ListArray.from_arrays(tokens, rows.labels),
-        "seq_lengths": pyarrow.ListArray.from_arrays(segments, rows.segments.astype(np.int32)),
+        "input_ids": _lists(tokens, rows.ids, pyarrow),
+        "labels": _lists(tokens, rows.labels, pyarrow),
+        "seq_lengths": _lists(segments, rows.segments.astype(np.int32), pyarrow),
     }
-    columns |= {name: pyarrow.ListArray.from_arrays(tokens, column) for name, column in rows.tokens.items()}
+    columns |= {name: _lists(tokens, column, pyarrow) for name, column in rows.tokens.items()}
     for name, values in rows.values.items():
         kind = None if schema is None else schema.field(name).type.value_type
         try:
-            columns[name] = pyarrow.ListArray.from_arrays(segments, pyarrow.array(values, type=kind))
+            columns[name] = pyarrow.ListArray.from_arrays(_array(segments, pyarrow), pyarrow.array(values, type=kind))
         except (pyarrow.ArrowException, TypeError, ValueError, OverflowError) as error:
             raise PackingError(
                 f"--keep {name}: its values have not all one type ({str(error).splitlines()[0]}): leave the column out"
             ) from error
     return pyarrow.table(columns)
+
+
+def _lists(offsets: Any, values: Any, pyarrow: Any) -> Any:
+    return pyarrow.ListArray.from_arrays(_array(offsets, pyarrow), _array(values, pyarrow))
+
+
+def _array(values: Any, pyarrow: Any) -> Any:
+    """The numbers as Arrow has them, not copied. ``pyarrow.array`` would import pandas, which takes half a second."""
+    stored = np.packbits(values, bitorder="little") if values.dtype == np.bool_ else np.ascontiguousarray(values)
+    kind = pyarrow.from_numpy_dtype(values.dtype)
+    return pyarrow.Array.from_buffers(kind, len(values), [None, pyarrow.py_buffer(stored)])
 
 
 def _offsets(counts: Any) -> Any:

@@ -24,6 +24,7 @@ from jax_backend.attention.pallas_tiles import (
     Tiles,
     base2_logits,
     dot,
+    exp2,
     heaviest_first,
     load_interval,
     load_rows,
@@ -163,7 +164,7 @@ def _dq_kernel(
         k = load_span(k_ref, first, tiles.keys, request.head_dim, inside=there)
         v = load_span(v_ref, first, tiles.keys, request.value_dim, inside=there)
         raw, factor = base2_logits(dot(q, k, contract=(1, 1)), request)
-        p = jnp.exp2(raw * factor - lse[:, None])
+        p = exp2(raw * factor - lse[:, None], request)
         if masked:
             visible = (interval.begin[:, None] <= key[None, :]) & (key[None, :] < interval.end[:, None])
             p = jnp.where(visible, p, 0.0)
@@ -213,11 +214,10 @@ def _dkv_kernel(
         lse = load_scalars(lse_ref, token, member, there) * LOG2E
         delta = load_scalars(delta_ref, token, member, there)
         raw, factor = base2_logits(dot(k, q, contract=(1, 1)), request)
-        p = jnp.exp2(raw * factor - lse[None, :])
+        p = exp2(raw * factor - lse[None, :], request)
         if masked:
-            visible = (
-                (interval.begin[:, None] <= token[None, :]) & (token[None, :] < interval.end[:, None]) & used[None, :]
-            )
+            place = jnp.where(used, token, -1)  # no key's interval holds -1
+            visible = (interval.begin[:, None] <= place[None, :]) & (place[None, :] < interval.end[:, None])
             p = jnp.where(visible, p, 0.0)
         dv = dv + dot(p.astype(dout.dtype), dout, contract=(1, 0))
         dz = p * (dot(v, dout, contract=(1, 1)) - delta[None, :])

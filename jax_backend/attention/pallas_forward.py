@@ -19,6 +19,7 @@ from jax_backend.attention.pallas_tiles import (
     Tiles,
     base2_logits,
     dot,
+    exp2,
     load_interval,
     load_rows,
     load_span,
@@ -101,8 +102,8 @@ def _kernel(
             raw = jnp.where(visible, raw, -jnp.inf)
         m_new = jnp.maximum(m, jnp.max(raw, axis=1) * factor)
         pivot = jnp.where(m_new == -jnp.inf, 0.0, m_new) if masked else m_new  # a row may have seen nothing yet
-        p = jnp.exp2(raw * factor - pivot[:, None])
-        alpha = jnp.exp2(m - pivot)
+        p = exp2(raw * factor - pivot[:, None], request)
+        alpha = exp2(m - pivot, request)
         v = load_span(v_ref, first, tiles.keys, request.value_dim, inside=there)
         acc = acc * alpha[:, None] + dot(p.astype(v.dtype), v, contract=(1, 0))
         return acc, m_new, total * alpha + jnp.sum(p, axis=1)

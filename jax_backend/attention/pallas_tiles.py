@@ -220,3 +220,16 @@ def base2_logits(product: jax.Array, request: Request) -> tuple[jax.Array, float
     if request.softcap is None:
         return product, request.scale * LOG2E
     return jnp.tanh(product * (request.scale / request.softcap)), request.softcap * LOG2E
+
+
+def exp2(x: jax.Array, request: Request) -> jax.Array:
+    """2 to the power of x, float32; on a GPU the chip's one instruction, which takes results below 2^-126 for 0.
+
+    XLA's own ``exp2`` keeps those at three further instructions per element, a quarter of what a step of these kernels
+    issues at width 64.
+    """
+    if request.platform == "cpu":
+        return jnp.exp2(x)
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    code, constraints = "ex2.approx.ftz.f32 $0, $1;", "=f,f"
+    return plgpu.elementwise_inline_asm(code, args=[x], constraints=constraints, pack=1, result_shape_dtypes=[like])[0]

@@ -36,7 +36,7 @@ def width(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
-    from crosspack.encoding.text import train_tokenizer
+    from crosspack.encoding.tokenizer import train_tokenizer
 
     return train_tokenizer(SENTENCES * 4, 320)
 

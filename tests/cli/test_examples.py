@@ -58,9 +58,9 @@ def test_ranks_share_weights_and_steps():
     assert len(losses) > 5 and losses[0] == pytest.approx(6.24, abs=0.1) and losses[-1] < losses[0]
 
 
-def test_the_page_on_many_gpus_has_the_lines_of_the_examples():
-    page = (EXAMPLES.parent / "docs/distributed.md").read_text()
-    for name in ("fsdp2", "deepspeed_zero3"):
+def test_the_pages_have_the_lines_of_the_examples_for_several_gpus():
+    for page, name in (("distributed.md", "fsdp2"), ("deepspeed.md", "deepspeed_zero3")):
+        page = (EXAMPLES.parent / "docs" / page).read_text()
         (block,) = re.findall(rf"^```{name}\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
         example = (EXAMPLES / f"{name}.py").read_text().splitlines()
         assert not [line for line in block.splitlines() if line not in example]

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from crosspack.cli import app
 from crosspack.cli.records import open_records
-from crosspack.encoding.text import Encoder, Policy, load_tokenizer
+from crosspack.encoding.text import Encoder, Policy
+from crosspack.encoding.tokenizer import load_tokenizer
 
 
 def pack(*arguments: object):

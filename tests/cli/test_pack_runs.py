@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 import crosspack
 from crosspack.cli import app
+from crosspack.cli.progress import Ticker
 from crosspack.encoding.text import Encoded
 from crosspack.packing.journal import journal
 from crosspack.packing.run import Part, Run, Worker
@@ -292,16 +293,23 @@ def test_columns_and_weights_of_tokens_are_carried(corpus, tmp_path):
         seen += list(row["id"])
     assert sorted(seen) == list(range(600))
     records = [
-        {"input_ids": list(range(n)), "weights": [n / 8 + i for i in range(n)], "tag": str(n)} for n in (2, 3, 5, 6, 8)
+        {
+            "input_ids": list(range(n)),
+            "weights": [n / 8 + i for i in range(n)],
+            "odd": [i % 2 == 1 for i in range(n)],
+            "tag": str(n),
+        }
+        for n in (2, 3, 5, 6, 8)
     ]
     path = tmp_path / "tokens.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    options = ("--tokenizer", corpus[1], "--capacity", 6, "--overflow", "split", "--keep", "weights", "--keep", "tag")
-    pack("--data", path, *options, "--output", tmp_path / "tokens")
+    options = ("--tokenizer", corpus[1], "--capacity", 6, "--overflow", "split", "--keep", "weights", "--keep", "odd")
+    pack("--data", path, *options, "--keep", "tag", "--output", tmp_path / "tokens")
     total = 0
     for row in rows_of(tmp_path / "tokens"):
         tags = np.repeat([int(tag) for tag in row["tag"]], row["seq_lengths"])
         assert np.array_equal(row["weights"], tags / 8 + row["input_ids"])
+        assert np.array_equal(row["odd"], np.asarray(row["input_ids"]) % 2 == 1)
         total += len(tags)
     assert total == 24
 
@@ -375,7 +383,11 @@ def test_a_result_behind_a_url_is_uploaded_with_its_manifest_last(corpus, tmp_pa
         memory.store.clear()
 
 
-def test_progress_is_logged_with_rates_and_the_time_left(corpus, tmp_path):
-    pack(*arguments(corpus), "--output", tmp_path / "out", "--log", tmp_path / "log")
-    (line,) = map(json.loads, (tmp_path / "log").read_text().splitlines())
+def test_progress_is_logged_with_rates_and_the_time_left_until_the_files_are_written(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(Ticker, "due", lambda ticker: True)
+    pack(*arguments(corpus, "--rows-per-file", 40), "--output", tmp_path / "out", "--log", tmp_path / "log")
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    line = lines[-1]
+    files = len(list((tmp_path / "out").glob("train-*")))
+    assert [line["documents"] for line in lines[-files - 1 :]] == [600] * (files + 1)
     assert {"documents_per_second", "megabytes_per_second", "tokens_per_second", "efficiency", "seconds_left"} < {*line}

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 from crosspack.encoding import text as text_module
-from crosspack.encoding.text import Encoder, Policy, load_tokenizer, plain_texts, train_tokenizer
+from crosspack.encoding.text import Encoder, Policy, plain_texts
+from crosspack.encoding.tokenizer import load_tokenizer, train_tokenizer
 from packing_core.errors import PackingError
 
 CHAT = [
@@ -49,6 +53,21 @@ def test_text_is_trained_whole_and_ends_with_eos(tokenizer):
     assert document.ids.dtype == np.int32
     assert tokenizer.decode(document.ids) == "lazy dog<|endoftext|>"
     assert document.trained.all()
+
+
+def test_another_process_encodes_texts_without_importing_transformers(tokenizer, tmp_path):
+    (tmp_path / "encoder").write_bytes(pickle.dumps(Encoder(tokenizer, Policy())))
+    program = (
+        "import pickle, sys; encoder = pickle.load(open(sys.argv[1], 'rb'));"
+        "print(next(encoder([{'text': 'lazy dog'}])).ids.tolist(), 'transformers' in sys.modules);"
+        "print(next(encoder([{'messages': [{'role': 'assistant', 'content': 'dog'}]}])).trained.sum())"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "encoder")], capture_output=True, text=True, timeout=90
+    )
+    expected = [document.ids.tolist() for document in encode(tokenizer, [{"text": "lazy dog"}])]
+    chat = encode(tokenizer, [{"messages": [{"role": "assistant", "content": "dog"}]}])[0]
+    assert said.stdout.splitlines() == [f"{expected[0]} False", str(chat.trained.sum())], said.stderr
 
 
 def test_a_prompt_is_not_trained_and_the_eos_after_the_completion_is(tokenizer):

@@ -13,7 +13,7 @@ import transformers
 from typer.testing import CliRunner
 
 from crosspack.cli import app
-from crosspack.encoding.text import train_tokenizer
+from crosspack.encoding.tokenizer import train_tokenizer
 from crosspack.reading.corpus import standard_library_records
 from packing_core.extras import MINIMUM
 from torch_backend.stacks.paths import config_of, survey
@@ -24,12 +24,16 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 REPOSITORY = PROJECT["urls"]["Repository"]
 PAGES = (
     "README.md",
+    "docs/accelerate.md",
     "docs/hybrids.md",
     "docs/migration.md",
+    "docs/plain-loop.md",
     "docs/post-training.md",
+    "docs/sft-trainer.md",
     "docs/start.md",
     "docs/steps.md",
     "docs/torch.md",
+    "docs/trainer.md",
     "docs/trainers.md",
 )
 

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 import optax
 
-from jax_backend import weights
-from jax_backend.train_step import make_train_step
+from jax_backend.model import weights
+from jax_backend.training.train_step import make_train_step
 
 
 def main(address: str, count: str, number: str, folder: Path) -> None:

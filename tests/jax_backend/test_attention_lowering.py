@@ -89,6 +89,12 @@ def test_none_picks_pallas_for_a_gpu_and_its_three_kernels_lower(
     assert set(kernels(lowered(heads, kv_heads, width, dtype, window).compiler_ir())) == set(KERNELS)
 
 
+def test_powers_of_two_are_single_instructions() -> None:
+    for name, config in kernels(lowered(14, 2, 64, "bfloat16").compiler_ir()).items():
+        text = _text(config["ir"].value_bytes)
+        assert "ex2.approx.ftz.f32" in text and "exp2f" not in text, name
+
+
 @pytest.mark.parametrize("device", ["NVIDIA H200", "NVIDIA B200"])
 def test_layers_share_the_compiled_kernels(device: str) -> None:
     def count(layers: int) -> int:

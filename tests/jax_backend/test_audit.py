@@ -12,7 +12,7 @@ from flax import linen, nnx
 
 import jax_backend
 from jax_backend import audit, explain, segment_attention
-from jax_backend.model import Decoder, DecoderConfig
+from jax_backend.model.decoder import Decoder, DecoderConfig
 from packing_core.errors import LayoutError, PackingError
 from tests.jax_backend.models import CONFIGS
 

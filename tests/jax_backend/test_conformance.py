@@ -9,8 +9,8 @@ import pytest
 from conformance.draws import DecoderCase, documents
 from jax_backend.attention import IMPLEMENTATIONS
 from jax_backend.conformance import Stack, _train, backends, capabilities
-from jax_backend.conformance_documents import arithmetic
-from jax_backend.train_step import TrainStep
+from jax_backend.conformance.documents import arithmetic
+from jax_backend.training.train_step import TrainStep
 from packing_core.errors import UnsupportedError
 from packing_core.protocol import ALL_OPTIONS, LEVELS, DecoderConfig
 from tests import processes
@@ -48,7 +48,7 @@ def test_xla_takes_part_at_every_level_and_the_others_where_attention_matters():
 )
 def test_what_is_declared(name, lacks):
     declared = capabilities(name, "gpu")
-    everywhere = {"dynamic_rope", "nonfinite_padding", "context_parallel"}
+    everywhere = {"dynamic_rope", "nonfinite_padding", "context_parallel", "channel_decay"}
     assert ALL_OPTIONS - declared.options - {"ranks"} == lacks | everywhere
     assert ("float32" in declared.dtypes) == (name != "cudnn")
     assert declared.atomic_backward == (name == "cudnn")

@@ -13,8 +13,8 @@ from flax import nnx
 import packing_core
 from jax_backend.batches import to_batch
 from jax_backend.data import GrainSource, GrainStream
-from jax_backend.model import Decoder, DecoderConfig
-from jax_backend.train_step import make_train_step
+from jax_backend.model.decoder import Decoder, DecoderConfig
+from jax_backend.training.train_step import make_train_step
 from packing_core.errors import PackingError
 from tests.processes import limited
 from tests.training_jobs import LLAMA

@@ -13,8 +13,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from conformance.draws import segment_ids
-from jax_backend import chunked_scan, gated_delta_rule, ssd
+from jax_backend import gated_delta_rule, ssd
 from jax_backend.placement import auto_axes
+from jax_backend.scan import chunked_scan
 from packing_core.errors import LayoutError, UnsupportedError
 from tests.jax_backend.scans import (
     EDGES,

@@ -14,8 +14,8 @@ from flax import nnx
 
 from conformance.numerics import over_budget
 from jax_backend import linear_cross_entropy, packed_cross_entropy
-from jax_backend.model import Decoder, DecoderConfig
-from jax_backend.train_step import make_train_step
+from jax_backend.model.decoder import Decoder, DecoderConfig
+from jax_backend.training.train_step import make_train_step
 from packing_core.errors import LayoutError, PackingError
 from tests.jax_backend.models import CONFIGS
 

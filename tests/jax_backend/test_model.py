@@ -13,10 +13,10 @@ import transformers
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from jax_backend import weights
 from jax_backend.batches import to_batch
-from jax_backend.loss import packed_cross_entropy
-from jax_backend.model import Decoder, DecoderConfig
+from jax_backend.losses.cross_entropy import packed_cross_entropy
+from jax_backend.model import weights
+from jax_backend.model.decoder import Decoder, DecoderConfig
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
 from tests.jax_backend.models import CONFIGS, documents, on_disk, packed, saved
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 from flax import nnx
 
-from jax_backend import audit, make_train_step, weights
+from jax_backend import audit, make_train_step
 from jax_backend.batches import to_batch
-from jax_backend.decoder_config import DecoderConfig, MixtureConfig
-from jax_backend.layers import Maker
-from jax_backend.moe import Balance, Experts, Router, Routing, run_experts, sort_by_expert
+from jax_backend.model import weights
+from jax_backend.model.decoder_config import DecoderConfig, MixtureConfig
+from jax_backend.model.layers import Maker
+from jax_backend.model.moe import Balance, Experts, Router, Routing, run_experts, sort_by_expert
 from packing_core.errors import UnsupportedModelError
 from tests.jax_backend.models import CONFIGS, documents, on_disk, packed, saved
 

@@ -12,7 +12,7 @@ import pytest
 from flax import linen, nnx
 
 from jax_backend import linear_cross_entropy, packed_cross_entropy, segment_attention
-from jax_backend.train_step import TrainStep, make_train_step
+from jax_backend.training.train_step import TrainStep, make_train_step
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
 from tests.jax_backend.test_train_step import BATCHES, decoder, largest_difference, one_device, run
 

@@ -14,9 +14,9 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from jax_backend import weights
-from jax_backend.model import Decoder, DecoderConfig
-from jax_backend.train_step import make_train_step
+from jax_backend.model import weights
+from jax_backend.model.decoder import Decoder, DecoderConfig
+from jax_backend.training.train_step import make_train_step
 from packing_core.errors import PackingError
 from tests.jax_backend.models import CONFIGS, saved
 from tests.jax_backend.processes import run_processes

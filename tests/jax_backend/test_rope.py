@@ -12,7 +12,7 @@ import pytest
 
 from conformance.numerics import over_budget
 from jax_backend import apply_rope, segment_positions
-from jax_backend.rope_scaling import read_rope
+from jax_backend.model.rope_scaling import read_rope
 from packing_core import reference
 from packing_core.errors import LayoutError
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_backend import reduce, to_batch, token_logprobs, weights
+from jax_backend import reduce, to_batch, token_logprobs
+from jax_backend.model import weights
 from packing_core import LayoutError, PackingError
 from packing_core.reference import token_logprobs as reference
 from tests.jax_backend.models import documents, packed, saved

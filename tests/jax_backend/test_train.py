@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import torch_backend.training.job
 from crosspack.cli import app
-from crosspack.encoding.text import train_tokenizer
+from crosspack.encoding.tokenizer import train_tokenizer
 from crosspack.reading.corpus import standard_library_records
 from jax_backend.train import train
 from packing_core.errors import PackingError, UnsupportedError, UnsupportedModelError

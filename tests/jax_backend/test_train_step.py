@@ -13,11 +13,11 @@ import torch
 from flax import nnx
 
 import packing_core
-from jax_backend import weights
 from jax_backend.batches import to_batch
-from jax_backend.checkpoint import restore_state, save_state
-from jax_backend.model import Decoder, DecoderConfig
-from jax_backend.train_step import make_train_step
+from jax_backend.model import weights
+from jax_backend.model.decoder import Decoder, DecoderConfig
+from jax_backend.training.checkpoint import restore_state, save_state
+from jax_backend.training.train_step import make_train_step
 from packing_core.errors import LayoutError, PackingError
 from tests.jax_backend.models import CONFIGS, documents, saved
 

@@ -57,8 +57,7 @@ def test_forward_and_backward_are_the_recurrence(where, n):
 
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
 def test_channels_may_need_many_programs_that_share_gradients(where, monkeypatch):
-    monkeypatch.setattr("torch_backend.ops.scan.selective._TILE", CHUNK * 2 * 2)
-    monkeypatch.setattr("torch_backend.ops.scan.selective._SHARED", 4)
+    monkeypatch.setattr("torch_backend.ops.scan.selective._WARP", 4)
     inputs = drawn(where, channels=7)
     found, dy = run(where, inputs)
     assert_within_budget(found, oracle(inputs, dy, "float64"), oracle(inputs, dy, working(where)), where.dtype)

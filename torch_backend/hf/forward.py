@@ -85,6 +85,7 @@ class PackedForward(BlockMask):
         choices: what each layer chose, by ``id``; shared by the copies on other devices.
         reached: names of the layers that ran; shared likewise.
         handed_over: whether the decoder has put it in place.
+        prepared: whether everything is derived that compiled layers read.
         numbers: of each document's segments, in source order; None if the batch does not say.
         waiting: arguments of the model that wait for its inner model, while the head gets rows of documents.
         encoded: the last hidden states [B, S, D], for a pooler that gets the first token of each row alone.
@@ -109,7 +110,7 @@ class PackedForward(BlockMask):
         self.sizes = sizes
         self.choices: dict[int, Choice] = {}
         self.reached: set[str] = set()
-        self.handed_over = False
+        self.handed_over = self.prepared = False
         self._shape = (shape[0], 1, shape[1], shape[1])
         self._copies: dict[torch.device, PackedForward] = {segments.device: self}
 

@@ -225,7 +225,12 @@ class Patched:
     @property
     def needs_lengths(self) -> bool:
         """Whether something in the model needs the segments' lengths on the host, whatever the batch."""
-        if self.rotaries or self.rows.needs_lengths or getattr(self.decoder.config, "attention_chunk_size", None):
+        return self.rows.needs_lengths or self.layers_need_lengths
+
+    @property
+    def layers_need_lengths(self) -> bool:
+        """As :attr:`needs_lengths`, apart from the model's head, which reads them outside of the layers."""
+        if self.rotaries or getattr(self.decoder.config, "attention_chunk_size", None):
             return True
         if self.divided:
             return True
@@ -283,8 +288,12 @@ class Patched:
                 kwargs["position_ids"] = None
             return args, kwargs
         if self.compiled:
-            if not self.needs_lengths:
+            forward.prepared = True
+            if not self.layers_need_lengths:
+                if self.rows.needs_lengths:
+                    forward.documents  # noqa: B018  made while the lengths are known
                 forward.segments.lengths = None  # a compiled graph would contain them as constants
+            forward.segments.round_longest(forward.shape[-1])  # which it may contain too
             # Compiled layers are guarded on what was derived. The checks of a batch derive more, and while a CUDA graph
             # is recorded none is made: then layers may be compiled again in the recording, where it can fail.
             forward.segments.forget()
@@ -316,7 +325,8 @@ class Patched:
             )
 
     def _reach(self, name: str, layer: nn.Module, args: tuple[Any, ...]) -> None:
-        if self.current is not None and not torch.compiler.is_compiling():
+        # a graph that read `current` through this hook would be guarded on its numbers as on those of a module
+        if not torch.compiler.is_compiling() and self.current is not None:
             self.current.reached.add(name)
 
     # -- parts of the hooks -----------------------------------------------------------------------------------------

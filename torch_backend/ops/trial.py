@@ -49,9 +49,11 @@ def current_device(device: torch.device) -> Iterator[None]:
         yield
         return
     mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("default")
+    if mode:  # setting it, to whatever, warns
+        torch.cuda.set_sync_debug_mode("default")
     try:
         with torch.cuda.device(device) if device.index is not None else nullcontext():
             yield
     finally:
-        torch.cuda.set_sync_debug_mode(mode)
+        if mode:
+            torch.cuda.set_sync_debug_mode(mode)

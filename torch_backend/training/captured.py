@@ -30,7 +30,13 @@ _HOST_ONLY = ("packed_lengths", "packed_documents")
 DEVICE = "cuda"
 
 
-def compile_layers(model: nn.Module, *, recompute: bool = True, backend: str | Callable[..., Any] = "inductor") -> None:
+def compile_layers(
+    model: nn.Module,
+    *,
+    recompute: bool = True,
+    backend: str | Callable[..., Any] = "inductor",
+    dynamic: bool | None = False,
+) -> None:
     """Compile each decoder layer and the last norm of a patched model, in place.
 
     Layers of one kind share a graph, so this takes seconds where compiling the model as a whole takes minutes. Run a
@@ -41,6 +47,8 @@ def compile_layers(model: nn.Module, *, recompute: bool = True, backend: str | C
         recompute: do not keep between the passes what a layer's backward can make again from what it reads anyway: a
             normalised input, the product inside a gated MLP. Saves memory for about one percent of the time.
         backend: of ``torch.compile``.
+        dynamic: of ``torch.compile``. False compiles a graph for each number of tokens; None one for all of them, at
+            the second or third number that it sees.
 
     Raises:
         LayoutError: the model is not patched, or has not seen a packed batch.
@@ -55,7 +63,7 @@ def compile_layers(model: nn.Module, *, recompute: bool = True, backend: str | C
     chosen = _recompute_cheap if recompute and backend == "inductor" else backend
     for module in (*layers, getattr(decoder, "norm", None)):
         if module is not None:
-            module.compile(backend=chosen, dynamic=False)
+            module.compile(backend=chosen, dynamic=dynamic)
 
 
 def _recompute_cheap(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:

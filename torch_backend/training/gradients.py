@@ -225,6 +225,8 @@ def why_not_captured(model: nn.Module, batch: Batch) -> str | None:
         return "gradients are reduced over ranks during the backward"
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         return "gradient checkpointing reads the random state"
+    if (state := state_of(causal_lm(model))) is not None and state.rows.needs_lengths:
+        return "its head reads documents, of which each batch has another number"
     return _why_not_fixed(model, batch)
 
 
@@ -236,7 +238,7 @@ def _why_not_fixed(model: nn.Module, batch: Batch | None) -> str | None:
         return "the model is not patched"
     if state.device.type != captured.DEVICE:
         return f"the model computes on {state.device.type}"
-    if state.needs_lengths:
+    if state.layers_need_lengths:
         return "its layers need the lengths of documents on the host, which differ from batch to batch"
     if getattr(root, "is_quantized", False):
         return "its weights are quantised"

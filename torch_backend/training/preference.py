@@ -3,7 +3,8 @@
 A built trainer -> checks of its class, arguments and data -> its model and its reference model are patched, and their
 padded calls run packed (:mod:`torch_backend.hf.unpadding`) -> its collator tells the documents' lengths. The documents
 of a micro-batch, for DPO and reward models both answers of every pair, share one row without padding. The loss, the
-metrics, generation and the loop are the trainer's own, so every loss type keeps its meaning.
+metrics, generation and the loop are the trainer's own, so every loss type keeps its meaning. Where nothing forbids it,
+the layers are compiled for these calls (:mod:`.packed_calls`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from torch_backend.hf.patch import causal_lm, state_of
 from torch_backend.hf.rotary import find_batch_dependent
 from torch_backend.hf.unpadding import GENERATING, LENGTHS, PAIRS, LengthsCollator, kind_of, unpad_calls
 from torch_backend.patching import patch, unpatch
+from torch_backend.training.gradients import GRAPH, LAYERS, LOSS
+from torch_backend.training.packed_calls import CompiledCalls
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +30,9 @@ logger = logging.getLogger(__name__)
 REFERENCE = ("ref_logps", "ref_KL_logps", "ref_chosen_logps", "ref_rejected_logps")
 
 
-def enable_unpadding(trainer: Any, *, capacity: int | None, overflow: str, implementation: Any, verify: bool) -> None:
+def enable_unpadding(
+    trainer: Any, *, capacity: int | None, overflow: str, implementation: Any, verify: bool, fast: bool
+) -> None:
     """Run every forward of a preference, reward or policy trainer packed; see the module.
 
     Raises:
@@ -50,6 +55,8 @@ def enable_unpadding(trainer: Any, *, capacity: int | None, overflow: str, imple
         raise
     for model in models:
         unpad_calls(model)
+    if not hasattr(trainer, "packed_step"):
+        trainer.packed_step = ScoredStep(models, _why_not_layers(trainer) if fast else "fast=False")
     if kind_of(trainer) in GENERATING:
         return
     # accelerate would let the first rank read for all and concatenate batches, which plain ints cannot be.
@@ -79,6 +86,37 @@ def _refuse(trainer: Any) -> None:
                 f"{name} trains a {config.peft_type} adapter, whose virtual tokens every document of a row would need: "
                 "use LoRA"
             )
+
+
+class ScoredStep:
+    """What of a step is fast, for ``explain(trainer)``; :class:`.CompiledCalls` make it so.
+
+    Attributes:
+        model: the one that is trained.
+        parts: "loss", "layers", "layers of the reference" if there is one, and "graph".
+    """
+
+    def __init__(self, models: list[Any], refused: str | None) -> None:
+        self.model = models[0]
+        names = (LAYERS, f"{LAYERS} of the reference")
+        self.calls = {name: CompiledCalls(model, refused) for name, model in zip(names, models, strict=False)}
+
+    @property
+    def parts(self) -> dict[str, str]:
+        layers = {part: calls.layers for part, calls in self.calls.items()}
+        return {LOSS: "the trainer's own", **layers, GRAPH: "no CUDA graph: rows differ in length"}
+
+
+def _why_not_layers(trainer: Any) -> str | None:
+    """Why the layers of a trainer's models are left alone."""
+    args = trainer.args
+    if args.torch_compile:
+        return "torch_compile=True compiles the model as a whole"
+    if trainer.is_deepspeed_enabled:
+        return "DeepSpeed partitions the model"
+    if trainer.is_fsdp_enabled:
+        return "FSDP gathers parameters in the calls of layers"
+    return "activations are offloaded" if getattr(args, "activation_offloading", False) else None
 
 
 class _MeanOverStep:

@@ -63,6 +63,8 @@ class FixedShapes:
         for name in ("max_length_q", "max_length_k"):
             if batch.get(name) is not None:
                 fixed[name] = longest
+        if batch.get("packed_documents") is None:  # every segment is a document, and the padding is none
+            fixed["packed_documents"] = tuple((number,) for number in range(len(lengths)))
         return fixed | {"packed_lengths": (*lengths, *pieces)}
 
     def forget_rows(self) -> None:

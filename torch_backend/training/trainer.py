@@ -28,6 +28,7 @@ from torch_backend.training import preference
 from torch_backend.training.packed_step import speed_up
 from torch_backend.training.resuming import refuse_other_ranks
 from torch_backend.training.rows import pack_training_data, use_rows
+from torch_backend.training.sft import warn_of_room
 
 Trainer = TypeVar("Trainer")
 
@@ -81,7 +82,8 @@ def enable_packing(
         overflow: what to do with a document longer than ``capacity``, as in ``packing_core.plan``.
         implementation, verify: as in :func:`torch_backend.patch`.
         fast: train without logits, through compiled layers and as a CUDA graph, each where nothing forbids it
-            (:mod:`.packed_step`); ``explain(trainer)`` says what is fast and why the rest is not. False leaves the
+            (:mod:`.packed_step`); of TRL's preference, reward and policy trainers the layers alone
+            (:mod:`.packed_calls`). ``explain(trainer)`` says what is fast and why the rest is not. False leaves the
             training step as it is.
 
     Returns:
@@ -99,7 +101,12 @@ def enable_packing(
     any_trainer: Any = trainer
     if preference.kind_of(trainer) is not None:
         preference.enable_unpadding(
-            any_trainer, capacity=capacity, overflow=overflow, implementation=implementation, verify=verify
+            any_trainer,
+            capacity=capacity,
+            overflow=overflow,
+            implementation=implementation,
+            verify=verify,
+            fast=fast,
         )
         return trainer
     _refuse_trainer(trainer)
@@ -121,6 +128,7 @@ def enable_packing(
     refuse_other_ranks(any_trainer, rows)
     # accelerate would let the first rank read for all and concatenate batches, which plain ints cannot be.
     any_trainer.accelerator.dataloader_config.dispatch_batches = False
+    warn_of_room(any_trainer)
     if fast:
         speed_up(any_trainer)
     return trainer

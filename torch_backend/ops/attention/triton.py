@@ -7,7 +7,6 @@ The backward uses no atomics, so it repeats to the bit.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -177,7 +176,6 @@ _SMALL = {
 }
 
 
-@cache
 def _shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program can have; none, so the small tiles, where kernels are interpreted."""
     if device.type != "cuda":

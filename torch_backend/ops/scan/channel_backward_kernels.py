@@ -2,8 +2,8 @@
 
 With D the gradient of the state that leaves a chunk, transposed as states are, and dR = T^T dN:
 
-    dN = scale B^T dO + x (exp(c_last - c) k) D      dA = -dR N^T, j < i      dB = scale dO N^T, j <= i
-    dS = exp(c_last) D + scale (e exp(c) q)^T dO - (beta e exp(c) k)^T dR
+    dN = scale B^T dO + leaving D      dA = -dR N^T, j < i      dB = scale dO N^T, j <= i
+    dS = exp(c_last) D + scale asking^T dO - (beta entering)^T dR
 
 What reaches q and k as they stand in a product with a decay reaches c as that gradient times q or k.
 """
@@ -12,7 +12,7 @@ What reaches q and k as they stand in a product with a decay reaches c as that g
 import triton
 import triton.language as tl
 
-from torch_backend.ops.scan.channel_kernels import column_of, row_of
+from torch_backend.ops.scan.channel_kernels import between, last_of, level_of
 from torch_backend.ops.scan.delta_kernels import chunk_of, columns, rows, state, store_columns, store_rows
 
 
@@ -32,7 +32,8 @@ def values_backward(
 
 @triton.jit
 def carry_backward(
-    q, k, c, strength, inverses, boundaries, dout, dnew, dfinal, dstates, dinitial, scale, tokens,
+    strength, c, entering, asking, leaving, inverses, boundaries, dout, dnew, dfinal, dstates, dinitial,
+    scale, tokens,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, STATES: tl.constexpr,
     C: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -47,50 +48,46 @@ def carry_backward(
     ds = tl.zeros([BLOCK_V, K], tl.float32)
     if STATES:
         ds += tl.load(state(dfinal, segment, head, H, K, first, V, BLOCK_V))
-    i, channel = tl.arange(0, C), tl.arange(0, K)
+    i = tl.arange(0, C)
     for n in range(closing - opening + (1 if STATES else 0)):
         chunk = closing - n
         t = (chunk * C + i).to(tl.int64)
         own = t < stop
-        keys = rows(k, t, head, H, 0, K, K, own)
-        total = rows(c, t, head, H, 0, K, K, own)
+        # In the closing chunk D is 0, and what leaves it is of another document.
+        keys = rows(leaving, t, head, H, 0, K, K, own)
         do = columns(dout, t, head, H, first, V, BLOCK_V, own)
         dn = columns(dnew, t, head, H, first, V, BLOCK_V, own)
         leaves = (n > 0) | STATES
-        last = tl.load(c + (tl.cast(chunk * C + C - 1, tl.int64) * H + head) * K + channel, leaves, other=0.0)[None, :]
+        kept = tl.exp(last_of(c, chunk, tokens, head, H, K, C))
         tl.store(state(dstates, chunk, head, H, K, first, V, BLOCK_V), ds.to(dstates.dtype.element_ty), leaves)
-        # In the closing chunk D is 0, and its last token may be of another document.
-        leaving = (keys * tl.exp(tl.minimum(last - total, 0.0))).to(keys.dtype)
-        dn += tl.dot(ds.to(keys.dtype), tl.trans(leaving), input_precision=PRECISION)
+        dn += tl.dot(ds.to(keys.dtype), tl.trans(keys), input_precision=PRECISION)
         store_columns(dnew, dn, t, head, H, first, V, BLOCK_V, own)
-        reach = tl.exp(total)
-        asking = (rows(q, t, head, H, 0, K, K, own) * reach).to(keys.dtype)
-        ds = ds * tl.exp(last)
-        ds += tl.dot((do * scale).to(keys.dtype), asking, input_precision=PRECISION)
+        queries = rows(asking, t, head, H, 0, K, K, own)
+        ds = ds * kept
+        ds += tl.dot((do * scale).to(keys.dtype), queries, input_precision=PRECISION)
         beta = tl.load(strength + head * tokens + t, own, other=0.0)
         solved = rows(inverses, t, head, H, 0, C, C, own)
         dr = tl.dot(dn.to(keys.dtype), solved, input_precision=PRECISION)
-        ds -= tl.dot((dr * beta[None, :]).to(keys.dtype), (keys * reach).to(keys.dtype), input_precision=PRECISION)
+        keys = rows(entering, t, head, H, 0, K, K, own)
+        ds -= tl.dot((dr * beta[None, :]).to(keys.dtype), keys, input_precision=PRECISION)
     if STATES:
         tl.store(state(dinitial, segment, head, H, K, first, V, BLOCK_V), ds)
     elif closing > opening:
         t = (opening * C + i).to(tl.int64)
         own = t >= start
-        keys = rows(k, t, head, H, 0, K, K, own)
-        total = rows(c, t, head, H, 0, K, K, own)
-        last = tl.load(c + (tl.cast(opening * C + C - 1, tl.int64) * H + head) * K + channel)[None, :]
+        keys = rows(leaving, t, head, H, 0, K, K, own)
         tl.store(state(dstates, opening, head, H, K, first, V, BLOCK_V), ds.to(dstates.dtype.element_ty))
         dn = columns(dnew, t, head, H, first, V, BLOCK_V, own)
-        leaving = (keys * tl.exp(last - total)).to(keys.dtype)
-        dn += tl.dot(ds.to(keys.dtype), tl.trans(leaving), input_precision=PRECISION)
+        dn += tl.dot(ds.to(keys.dtype), tl.trans(keys), input_precision=PRECISION)
         store_columns(dnew, dn, t, head, H, first, V, BLOCK_V, own)
 
 
 @triton.jit
 def chunk_backward(
-    q, k, v, c, strength, inverses, segments, states, dstates, dout, dnew, dq, dk, dv, dg, dbeta, scale, tokens,
+    q, k, v, c, strength, entering, inverses, segments, states, dstates, dout, dnew,
+    dq, dk, dv, dg, dbeta, scale, tokens,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, STATES: tl.constexpr,
-    C: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    C: tl.constexpr, LEVELS: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of all inputs. Grid: (chunks, H)."""
     chunk, head = tl.program_id(0), tl.program_id(1)
@@ -105,15 +102,14 @@ def chunk_backward(
     dscores = tl.zeros([C, C], tl.float32)
     da = tl.zeros([C, C], tl.float32)
     dbeta_sum = tl.zeros([C], tl.float32)
-    through = tl.zeros([K], tl.float32)
+    kept = tl.zeros([K], tl.float32)
     for first in range(0, V, BLOCK_V):
-        keys = rows(k, t, head, H, 0, K, K, has)
-        reach = tl.where(enters[:, None], tl.exp(rows(c, t, head, H, 0, K, K, has)), 0.0)
         do = rows(dout, t, head, H, first, V, BLOCK_V, has)
         dn = rows(dnew, t, head, H, first, V, BLOCK_V, has)
         s = tl.load(state(states, chunk, head, H, K, first, V, BLOCK_V), any_enters, other=0.0)
         ds = tl.load(state(dstates, chunk, head, H, K, first, V, BLOCK_V), any_leaves, other=0.0)
-        seen = tl.dot((keys * reach).to(keys.dtype), tl.trans(s), input_precision=PRECISION)
+        keys = rows(entering, t, head, H, 0, K, K, has)
+        seen = tl.dot(keys, tl.trans(s), input_precision=PRECISION)
         error = rows(v, t, head, H, first, V, BLOCK_V, has) - seen
         new = tl.dot(solved, (error * beta[:, None]).to(keys.dtype), input_precision=PRECISION).to(keys.dtype)
         dr = tl.dot(tl.trans(solved), dn, input_precision=PRECISION)
@@ -125,34 +121,38 @@ def chunk_backward(
         dk_in -= tl.dot(dvalues.to(keys.dtype), s, input_precision=PRECISION)
         dq_sum += tl.dot(do, s, input_precision=PRECISION)
         dk_out += tl.dot(new, ds, input_precision=PRECISION)
-        through += tl.sum(s.to(tl.float32) * ds.to(tl.float32), 0)
+        kept += tl.sum(s.to(tl.float32) * ds.to(tl.float32), 0)
     total = rows(c, t, head, H, 0, K, K, has)
-    last = row_of(total, i == C - 1)
+    last = last_of(c, chunk, tokens, head, H, K, C)
     reach = tl.where(enters[:, None], tl.exp(total), 0.0)
     dq_sum *= reach * scale
     dk_in *= reach
-    dk_out *= tl.where(leaves[:, None], tl.exp(tl.minimum(last[None, :] - total, 0.0)), 0.0)
-    queries = rows(q, t, head, H, 0, K, K, has).to(tl.float32)
-    keys = rows(k, t, head, H, 0, K, K, has).to(tl.float32)
+    dk_out *= tl.where(leaves[:, None], between(total, last), 0.0)
+    queries = rows(q, t, head, H, 0, K, K, has)
+    keys = rows(k, t, head, H, 0, K, K, has)
     # All that leaves is decayed by c_last: what the chunk adds, and what entered if its document leaves too.
-    at_end = tl.sum(keys * dk_out, 0)[None, :] + tl.where(enters[:, None], (tl.exp(last) * through)[None, :], 0.0)
+    at_end = tl.sum(keys * dk_out, 0)[None, :] + tl.where(enters[:, None], tl.exp(last) * kept[None, :], 0.0)
     dc = tl.where(((i == C - 1) & leaves)[:, None], at_end, 0.0)
-    dscores = tl.where(visible, dscores * scale, 0.0)
-    da = tl.where(visible & (i[:, None] > i[None, :]), da, 0.0)
-    for j in range(C):
-        here = i == j
-        decay = tl.exp(tl.minimum(total - row_of(total, here)[None, :], 0.0))
-        moved = row_of(keys, here)[None, :] * decay
-        of_a = column_of(da, here)
-        dbeta_sum += of_a * tl.sum(keys * moved, 1)
-        of_a, of_scores = (of_a * beta)[:, None], column_of(dscores, here)[:, None]
-        dq_sum += of_scores * moved
-        dk_in += of_a * moved
-        dk_out += tl.where(here[:, None], tl.sum((of_scores * queries + of_a * keys) * decay, 0)[None, :], 0.0)
+    dscores *= scale
+    for level in range(LEVELS):
+        decay, pairs = level_of(c, total, segments, t, has, tokens, head, level, H, K, C)
+        of_b = tl.where(pairs, dscores, 0.0).to(keys.dtype)
+        of_a = tl.where(pairs, da, 0.0)
+        moved = (keys * decay).to(keys.dtype)
+        asked = (queries * decay).to(keys.dtype)
+        dq_sum += decay * tl.dot(of_b, moved, input_precision=PRECISION)
+        corrected = decay * tl.dot(of_a.to(keys.dtype), moved, input_precision=PRECISION)
+        dbeta_sum += tl.sum(corrected * keys, 1)
+        dk_in += corrected * beta[:, None]
+        of_a = tl.trans((of_a * beta[:, None]).to(keys.dtype))
+        added = tl.dot(tl.trans(of_b), asked, input_precision=PRECISION)
+        dk_out += decay * (added + tl.dot(of_a, moved, input_precision=PRECISION))
     tl.store(dbeta + t * H + head, dbeta_sum.to(dbeta.dtype.element_ty), has)
-    store_rows(dq, dq_sum, t, head, H, 0, K, K, has)
-    store_rows(dk, dk_in + dk_out, t, head, H, 0, K, K, has)
     dc += queries * dq_sum + keys * (dk_in - dk_out)
+    # A token's own score has no decay.
+    own = tl.sum(tl.where(i[:, None] == i[None, :], dscores, 0.0), 1)[:, None]
+    store_rows(dq, dq_sum + own * keys, t, head, H, 0, K, K, has)
+    store_rows(dk, dk_in + dk_out + own * queries, t, head, H, 0, K, K, has)
     # c_i is the sum over the tokens of the document up to i
     dgate = tl.dot(tl.trans(tl.where(visible, 1.0, 0.0)), dc, input_precision=PRECISION)
     store_rows(dg, dgate, t, head, H, 0, K, K, has)

@@ -1,12 +1,16 @@
-"""What the kernels of scans over chunks of a row share: their sizes, tiles and grids, and rows of whole chunks."""
+"""What the kernels of scans over chunks of a row share: their sizes, tiles and grids, and rows of whole chunks.
+
+The operators of a delta rule -> :func:`differentiable` -> :func:`scan`, or :func:`scan_with_states` on whole chunks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from packing_core.errors import LayoutError
@@ -16,6 +20,7 @@ from torch_backend.segments import PackedMetadata, most_pieces
 # Tokens. Half as many as others take: documents are short, a state is small beside it, and tiles of 32 rows keep Triton
 # off Hopper's wgmma, by which it gets products of narrow heads wrong (3.6, seen with 16 and 32 channels on an H200).
 CHUNK = 32
+LEVELS = CHUNK.bit_length() - 1  # a chunk is 2 ** LEVELS tokens
 WIDTHS = (16, 32, 64, 128, 256)  # of heads, that tiles take
 
 
@@ -42,7 +47,9 @@ FEW = {"carry": Tile(16, 2, 2), "carry_backward": Tile(16, 2, 2)}
 _FEW_WALKS = 512  # documents times heads
 # Of Kimi's rule, whose decays take registers.
 KIMI_TILES = TILES | {
-    "prepare": Tile(0, 8),
+    "decay": Tile(0, 8),
+    "score": Tile(0, 4),
+    "solve": Tile(0, 1),
     "carry": Tile(32, 4, 2),
     "carry_backward": Tile(32, 4, 2),
     "chunk_backward": Tile(32, 8),
@@ -61,19 +68,62 @@ def unsupported(v: Tensor, width: int, value_width: int) -> str | None:
     return None
 
 
-def with_states(
-    packed: PackedMetadata, initial: Tensor | None, inputs: Sequence[Tensor | None]
-) -> tuple[list[Tensor | None], Tensor, PackedMetadata, Tensor]:
-    """What a scan with states runs on.
+Scan = Callable[..., tuple[Tensor, Tensor]]
+
+
+def differentiable(ahead: Callable[..., Any], behind: Callable[..., Any]) -> Scan:
+    """(inputs, initial states, boundaries, segments, scale) -> output and final states, with gradients.
 
     Args:
-        packed: N segments of T tokens.
-        initial: [N, H, K, V] or None for zeros.
-        inputs: q and k [T, Q, K], v [T, H, V] and others [T, ...], some None.
+        ahead: operator of these arguments -> output, what its backward keeps, final states.
+        behind: operator of the tensors among these arguments, what was kept, the gradients of output and final states,
+            and scale -> gradients of inputs and initial states.
+    """
 
-    Returns:
-        The inputs in a row where every segment has whole chunks, zeros in between, the states [N, H, V, K] in float32,
-        the segments of that row, and int64 [T] the place of each token in it.
+    class ChunkedScan(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+            *inputs, boundaries, segments, scale = arguments
+            inputs = [None if x is None else x.contiguous() for x in inputs]
+            out, *kept, final = ahead(*inputs, boundaries, segments, scale)
+            ctx.save_for_backward(*inputs, boundaries, segments, *kept)
+            ctx.scale = scale
+            return out, final
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, dout: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
+            given = ctx.saved_tensors
+            found = behind(*given, dout.contiguous(), dfinal.contiguous(), ctx.scale)
+            wanted = (None if x is None else gradient for x, gradient in zip(given, found, strict=False))
+            return *wanted, None, None, None
+
+    apply: Scan = ChunkedScan.apply
+    return apply
+
+
+def scan(apply: Scan, inputs: Sequence[Tensor | None], packed: PackedMetadata, scale: float | None) -> Tensor:
+    """The output [T, H, V] of a scan of q, k, v, ... whose state is zero before each segment.
+
+    Args:
+        apply: see :func:`differentiable`.
+        inputs: q and k [T, Q, K], v [T, H, V] and others [T, ...], some None.
+        packed: the segments.
+        scale: of the output; K ** -0.5 by default.
+    """
+    return apply(*_of_one_dtype(inputs), None, packed.cu_seqlens, packed.seq_idx, _scale(inputs, scale))[0]
+
+
+def scan_with_states(
+    apply: Scan,
+    inputs: Sequence[Tensor | None],
+    packed: PackedMetadata,
+    initial: Tensor | None,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    """The same from a state per segment, and the last states: both [N, H, K, V], in float32. None for zeros.
+
+    It runs on a row where every segment has whole chunks, zeros in between.
 
     Raises:
         LayoutError: ``initial`` has another shape.
@@ -85,18 +135,41 @@ def with_states(
         initial = v.new_zeros(shape, dtype=torch.float32)
     if initial.shape != shape:
         raise LayoutError(f"initial states are {list(shape)} [N, H, K, V] here, got {list(initial.shape)}")
-    whole, place = packed.derived(("aligned", CHUNK), aligned)
-    padded = [None if x is None else x.new_zeros(whole.tokens, *x.shape[1:]).index_copy(0, place, x) for x in inputs]
-    return padded, initial.float().transpose(2, 3).contiguous(), whole, place
+    whole, place = in_whole_chunks(packed, CHUNK)
+    padded = [None if x is None else placed(x, place, whole.tokens) for x in _of_one_dtype(inputs)]
+    transposed = initial.float().transpose(2, 3).contiguous()
+    out, final = apply(*padded, transposed, whole.cu_seqlens, whole.seq_idx, _scale(inputs, scale))
+    return out.index_select(0, place), final.transpose(2, 3)
 
 
-def aligned(packed: PackedMetadata) -> tuple[PackedMetadata, Tensor]:
-    """The segments padded to whole chunks, and int64 [T] the place of each token there."""
-    lengths = (packed.cu_seqlens.diff() + (CHUNK - 1)).div(CHUNK, rounding_mode="floor") * CHUNK
-    boundaries = F.pad(lengths.cumsum(0), (1, 0)).int()
-    tokens = most_pieces(packed.tokens, len(lengths), CHUNK) * CHUNK
-    place = boundaries.index_select(0, packed.seq_idx) + packed.position_ids
-    return PackedMetadata(boundaries, tokens, tokens), place
+def _of_one_dtype(inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """q and k in the dtype of v."""
+    q, k, v, *others = inputs
+    assert q is not None and k is not None and v is not None
+    return [q.to(v.dtype), k.to(v.dtype), v, *others]
+
+
+def _scale(inputs: Sequence[Tensor | None], scale: float | None) -> float:
+    assert inputs[0] is not None
+    return float(inputs[0].shape[-1] ** -0.5) if scale is None else scale
+
+
+def in_whole_chunks(packed: PackedMetadata, size: int) -> tuple[PackedMetadata, Tensor]:
+    """The segments padded to whole chunks of ``size`` tokens, and int64 [T] the place of each token there."""
+
+    def find(packed: PackedMetadata) -> tuple[PackedMetadata, Tensor]:
+        lengths = (packed.cu_seqlens.diff() + (size - 1)).div(size, rounding_mode="floor") * size
+        boundaries = F.pad(lengths.cumsum(0), (1, 0)).int()
+        tokens = most_pieces(packed.tokens, len(lengths), size) * size
+        place = boundaries.index_select(0, packed.seq_idx) + packed.position_ids
+        return PackedMetadata(boundaries, tokens, tokens), place
+
+    return packed.derived(("whole chunks", size), find)
+
+
+def placed(x: Tensor, place: Tensor, tokens: int) -> Tensor:
+    """x [T, ...] at its places in a row of so many tokens, zeros in between."""
+    return x.new_zeros(tokens, *x.shape[1:]).index_copy(0, place, x)
 
 
 def like(x: Tensor | None, v: Tensor) -> Tensor:
@@ -124,7 +197,7 @@ class Row:
         self.segments = len(boundaries) - 1
         self.sizes: dict[str, Any] = {
             "H": self.heads, "Q": self.shared, "K": self.width, "V": self.value_width, "C": CHUNK,
-            "DELTA": beta is not None, "STATES": initial is not None, "GROUP": self.group,
+            "DELTA": beta is not None, "STATES": initial is not None, "GROUP": self.group, "LEVELS": LEVELS,
             "PRECISION": "ieee" if self.dtype == torch.float32 else "tf32x3",
         }  # fmt: skip
 
@@ -143,7 +216,7 @@ class Row:
         """Start a kernel, over chunks or segments as its name says, with the constants that it takes."""
         name = kernel.__name__
         wide = self.dtype == torch.float32
-        few = FEW if self.segments * self.heads < _FEW_WALKS and self.tiles is TILES else {}
+        few = FEW if self.segments * self.heads < _FEW_WALKS else {}
         block, warps, stages = few.get(name, self.tiles[name])
         block = min(block, _HELD // self.width)
         block = min(max(16, block // (1 + wide)), self.value_width)

@@ -8,15 +8,12 @@ and the inverses of each chunk, and computes the states again.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from packing_core.errors import LayoutError, UnsupportedError
 from torch_backend.ops.operators import operator
-from torch_backend.ops.scan.chunks import CHUNK, Row, like, unsupported, with_states
+from torch_backend.ops.scan.chunks import CHUNK, Row, differentiable, like, scan, scan_with_states, unsupported
 from torch_backend.segments import PackedMetadata
 
 
@@ -52,11 +49,7 @@ def gated_delta_rule(
         UnsupportedError: Triton does not run on these tensors, or their heads are of other widths.
     """
     _check(q, k, v, g, beta, packed)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out: Tensor = _GatedDeltaRule.apply(
-        q.to(v.dtype), k.to(v.dtype), v, g, beta, None, packed.cu_seqlens, packed.seq_idx, scale
-    )[0]
-    return out
+    return scan(_scan, (q, k, v, g, beta), packed, scale)
 
 
 def gated_delta_rule_with_states(
@@ -88,10 +81,7 @@ def gated_delta_rule_with_states(
         LayoutError, UnsupportedError: as there.
     """
     _check(q, k, v, g, beta, packed)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    padded, transposed, whole, place = with_states(packed, initial, (q.to(v.dtype), k.to(v.dtype), v, g, beta))
-    out, final = _GatedDeltaRule.apply(*padded, transposed, whole.cu_seqlens, whole.seq_idx, scale)
-    return out.index_select(0, place), final.transpose(2, 3)
+    return scan_with_states(_scan, (q, k, v, g, beta), packed, initial, scale)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, packed: PackedMetadata) -> None:
@@ -106,25 +96,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, pack
     reason = unsupported(v, q.shape[-1], v.shape[-1])
     if reason is not None:
         raise UnsupportedError(f"the gated delta rule {reason}")
-
-
-class _GatedDeltaRule(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        *inputs, boundaries, segments, scale = arguments
-        inputs = [None if x is None else x.contiguous() for x in inputs]
-        out, gates, inverses, final = _forward(*inputs, boundaries, segments, scale)
-        ctx.save_for_backward(*inputs, boundaries, segments, gates, inverses)
-        ctx.scale = scale
-        return out, final
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
-        given = ctx.saved_tensors
-        found = _backward(*given, dout.contiguous(), dfinal.contiguous(), ctx.scale)
-        wanted = (None if x is None else gradient for x, gradient in zip(given, found, strict=False))
-        return *wanted, None, None, None
 
 
 def _launch_forward(
@@ -198,3 +169,4 @@ _backward = operator(
     _launch_backward,
     lambda q, k, v, g, beta, initial, *_: tuple(like(x, v) for x in (q, k, v, g, beta, initial)),
 )
+_scan = differentiable(_forward, _backward)

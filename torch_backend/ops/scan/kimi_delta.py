@@ -6,15 +6,21 @@ Triton kernels of :mod:`.channel_kernels`, as :mod:`.delta_rule` runs its own.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from packing_core.errors import LayoutError, UnsupportedError
 from torch_backend.ops.operators import operator
-from torch_backend.ops.scan.chunks import CHUNK, KIMI_TILES, Row, like, unsupported, with_states
+from torch_backend.ops.scan.chunks import (
+    CHUNK,
+    KIMI_TILES,
+    Row,
+    differentiable,
+    like,
+    scan,
+    scan_with_states,
+    unsupported,
+)
 from torch_backend.segments import PackedMetadata
 
 
@@ -42,11 +48,7 @@ def kimi_delta_rule(
         UnsupportedError: Triton does not run on these tensors, or their heads are of other widths.
     """
     _check(q, k, v, g, beta, packed)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out: Tensor = _KimiDeltaRule.apply(
-        q.to(v.dtype), k.to(v.dtype), v, g, beta, None, packed.cu_seqlens, packed.seq_idx, scale
-    )[0]
-    return out
+    return scan(_scan, (q, k, v, g, beta), packed, scale)
 
 
 def kimi_delta_rule_with_states(
@@ -66,10 +68,7 @@ def kimi_delta_rule_with_states(
         LayoutError, UnsupportedError: as there.
     """
     _check(q, k, v, g, beta, packed)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    padded, transposed, whole, place = with_states(packed, initial, (q.to(v.dtype), k.to(v.dtype), v, g, beta))
-    out, final = _KimiDeltaRule.apply(*padded, transposed, whole.cu_seqlens, whole.seq_idx, scale)
-    return out.index_select(0, place), final.transpose(2, 3)
+    return scan_with_states(_scan, (q, k, v, g, beta), packed, initial, scale)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: PackedMetadata) -> None:
@@ -85,25 +84,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: Pac
         raise UnsupportedError(f"Kimi's delta rule {reason}")
 
 
-class _KimiDeltaRule(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        *inputs, boundaries, segments, scale = arguments
-        inputs = [None if x is None else x.contiguous() for x in inputs]
-        out, *kept, final = _forward(*inputs, boundaries, segments, scale)
-        ctx.save_for_backward(*inputs, boundaries, segments, *kept)
-        ctx.scale = scale
-        return out, final
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
-        given = ctx.saved_tensors
-        found = _backward(*given, dout.contiguous(), dfinal.contiguous(), ctx.scale)
-        wanted = (None if x is None else gradient for x, gradient in zip(given, found, strict=False))
-        return *wanted, None, None, None
-
-
 def _launch_forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None,
     boundaries: Tensor, segments: Tensor, scale: float,
@@ -111,57 +91,74 @@ def _launch_forward(
     from torch_backend.ops.scan import channel_kernels as kernels
 
     row = Row(q, v, beta, initial, boundaries, KIMI_TILES)
-    out, c, strength, inverses, scores, final = _made(q, v, initial)
-    row.launch(kernels.prepare, q, k, g, beta, segments, c, strength, inverses, scores, row.tokens)
+    out, inverses, scores, final = _made(v, initial)
+    strength, c, entering, asking, leaving = decayed = _decayed(q)
+    row.launch(kernels.decay, q, k, g, beta, segments, *decayed, row.tokens)
+    system = torch.empty_like(inverses, dtype=torch.float32)
+    row.launch(kernels.score, q, k, c, segments, strength, system, scores, row.tokens)
+    row.launch(kernels.solve, system, inverses, row.tokens)
     states = row.states(v)
-    row.launch(kernels.carry, k, v, c, strength, inverses, boundaries, initial, states, final, row.tokens)
-    row.launch(kernels.output, q, k, v, c, strength, inverses, scores, states, segments, out, scale, row.tokens)
-    return out, c, strength, inverses, scores, final
+    row.launch(
+        kernels.carry, v, c, strength, entering, leaving, inverses, boundaries, initial, states, final, row.tokens
+    )
+    row.launch(
+        kernels.output, v, strength, entering, asking, inverses, scores, states, segments, out, scale, row.tokens
+    )
+    return out, inverses, scores, final
 
 
-def _made(q: Tensor, v: Tensor, initial: Tensor | None) -> tuple[Tensor, ...]:
-    """The output, c [T, H, K] and beta [H, T] in float32, T and B [T, H, C], the final states. All unwritten."""
-    tokens, heads, _ = v.shape
-    inverses, scores = (v.new_empty(tokens, heads, CHUNK) for _ in range(2))
-    c, strength = q.new_empty(q.shape, dtype=torch.float32), q.new_empty(heads, tokens, dtype=torch.float32)
-    return torch.empty_like(v), c, strength, inverses, scores, like(initial, v)
+def _made(v: Tensor, initial: Tensor | None) -> tuple[Tensor, ...]:
+    """The output, T and B [T, H, C], the final states. All unwritten."""
+    inverses, scores = (v.new_empty(*v.shape[:2], CHUNK) for _ in range(2))
+    return torch.empty_like(v), inverses, scores, like(initial, v)
+
+
+def _decayed(q: Tensor) -> tuple[Tensor, ...]:
+    """Strength [H, T] and c in float32; entering, asking and leaving; [T, H, K] all but the first. All unwritten."""
+    strength = q.new_empty(*q.shape[1::-1], dtype=torch.float32)
+    return strength, torch.empty_like(q, dtype=torch.float32), *(torch.empty_like(q) for _ in range(3))
 
 
 def _launch_backward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None,
-    boundaries: Tensor, segments: Tensor, c: Tensor, strength: Tensor, inverses: Tensor, scores: Tensor,
+    boundaries: Tensor, segments: Tensor, inverses: Tensor, scores: Tensor,
     dout: Tensor, dfinal: Tensor, scale: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     from torch_backend.ops.scan import channel_backward_kernels as backward
     from torch_backend.ops.scan import channel_kernels as forward
 
     row = Row(q, v, beta, initial, boundaries, KIMI_TILES)
+    strength, c, entering, _, leaving = decayed = _decayed(q)
+    row.launch(forward.decay, q, k, g, beta, segments, *decayed, row.tokens)
     states, dstates, dnew = row.states(v), row.states(v), torch.empty_like(v)
     dq, dk, dv, dg, dbeta, dinitial = (like(x, v) for x in (q, k, v, g, beta, initial))
     # Here the final states are not needed: their memory is that of the initial ones' gradients, written later.
-    row.launch(forward.carry, k, v, c, strength, inverses, boundaries, initial, states, dinitial, row.tokens)
+    row.launch(
+        forward.carry, v, c, strength, entering, leaving, inverses, boundaries, initial, states, dinitial, row.tokens
+    )
     row.launch(backward.values_backward, scores, segments, dout, dnew, scale, row.tokens)
     row.launch(
-        backward.carry_backward, q, k, c, strength, inverses, boundaries, dout, dnew, dfinal, dstates, dinitial,
+        backward.carry_backward, *decayed, inverses, boundaries, dout, dnew, dfinal, dstates, dinitial,
         scale, row.tokens,
     )  # fmt: skip
     row.launch(
-        backward.chunk_backward, q, k, v, c, strength, inverses, segments, states, dstates, dout, dnew,
-        dq, dk, dv, dg, dbeta, scale, row.tokens,
+        backward.chunk_backward, q, k, v, c, strength, entering, inverses, segments, states, dstates,
+        dout, dnew, dq, dk, dv, dg, dbeta, scale, row.tokens,
     )  # fmt: skip
     return dq, dk, dv, dg, dbeta, dinitial
 
 
 _forward = operator(
     "kimi_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial, Tensor boundaries, "
-    "Tensor segments, float scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "Tensor segments, float scale) -> (Tensor, Tensor, Tensor, Tensor)",
     _launch_forward,
-    lambda q, k, v, g, beta, initial, *_: _made(q, v, initial),
+    lambda q, k, v, g, beta, initial, *_: _made(v, initial),
 )
 _backward = operator(
     "kimi_delta_rule_backward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial, "
-    "Tensor boundaries, Tensor segments, Tensor c, Tensor strength, Tensor inverses, Tensor scores, Tensor dout, "
+    "Tensor boundaries, Tensor segments, Tensor inverses, Tensor scores, Tensor dout, "
     "Tensor dfinal, float scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _launch_backward,
     lambda q, k, v, g, beta, initial, *_: tuple(like(x, v) for x in (q, k, v, g, beta, initial)),
 )
+_scan = differentiable(_forward, _backward)

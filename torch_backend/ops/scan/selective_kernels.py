@@ -1,15 +1,20 @@
 """Triton kernels of scans whose state is a vector per channel: Mamba's selective scan, RG-LRU; see :mod:`.selective`.
 
 For each channel a state s [N], zero before each document: ``s_t = exp(g_t A) s_{t-1} + u_t B_t``, ``y_t = C_t . s_t``.
-Chunks of L tokens are cut from the row wherever documents begin, as in :mod:`.delta_kernels`: ``ends`` scans every
-chunk from zero to its last state, ``carry`` walks each document through its chunks and keeps the states that enter
-them, ``output`` scans every chunk from there. The backward is the same scan from the last token to the first,
-``ds_t = C_t dy_t + exp(g_{t+1} A) ds_{t+1}``, where the token after is of the same document.
+The row is cut into chunks of L tokens wherever documents begin, as in :mod:`.delta_kernels`: ``ends`` walks every chunk
+from zero to its last state, ``carry`` walks each document through its chunks and keeps the states that enter them,
+``output`` walks every chunk from there. The backward is the same from the last token to the first,
+``ds_t = C_t dy_t + exp(g_{t+1} A) ds_{t+1}``, where the token after is of the same document. It needs s_t beside ds_t:
+``chunk_backward`` walks a chunk forward first, keeps a state every SUB tokens, and computes those in between again, in
+registers.
 
-A document's first token takes no state: its decay is 0, and the scan leaves out what a decay of 0 multiplies.
+A program walks over the tokens of a chunk with the states of BLOCK channels [N, BLOCK] in registers. What a document's
+first token would take of the state before is left out, not multiplied by 0.
 
-Names: T tokens, E channels, u, g, y [T, E], A [E, N], B, C [T, N], states [chunks, E, N] in float32, all contiguous.
-Arithmetic is float32.
+With STATES every document takes a state in and gives one out, and begins where a chunk does.
+
+Names: T tokens, E channels, u, g, y [T, E], A [N, E], B, C [T, N], states [chunks, N, E] and ``fading``, the sum of g
+over each chunk [chunks, E], in float32, all contiguous. Arithmetic is float32.
 """
 
 # Triton reads annotations as values: their evaluation is not postponed here.
@@ -18,194 +23,228 @@ import triton.language as tl
 
 
 @triton.jit
-def combine(a_left, b_left, a_right, b_right):
-    """s -> a s + b, the left one first."""
-    return a_left * a_right, tl.where(a_right == 0, b_right, a_right * b_left + b_right)
-
-
-@triton.jit
-def tile(x, t, e, has, E: tl.constexpr):
-    """x[t, e] [L, BLOCK], 0 where ``has`` is false or the channel is none."""
-    return tl.load(x + t[:, None] * E + e[None, :], has[:, None] & (e < E)[None, :], other=0.0).to(tl.float32)
-
-
-@triton.jit
-def shared(x, t, has, N: tl.constexpr):
-    """x[t] [L, 1, N]."""
-    n = tl.arange(0, N)
-    return tl.load(x + t[:, None] * N + n[None, :], has[:, None], other=0.0).to(tl.float32)[:, None, :]
+def state(x, chunk, e, E: tl.constexpr, N: tl.constexpr):
+    """Addresses of x[chunk, :, e] [N, BLOCK]."""
+    return x + (tl.cast(chunk, tl.int64) * N + tl.arange(0, N)[:, None]) * E + e[None, :]
 
 
 @triton.jit
 def rates(A, e, E: tl.constexpr, N: tl.constexpr):
-    """A[e] [BLOCK, N]."""
+    """A[:, e] [N, BLOCK]."""
+    return tl.load(state(A, 0, e, E, N), (e < E)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def channels(x, t, e, tokens, E: tl.constexpr):
+    """x[t, e] [BLOCK], 0 after the row."""
+    return tl.load(x + t * E + e, (t < tokens) & (e < E), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def numbers(x, t, tokens, N: tl.constexpr):
+    """x[t] [N, 1], 0 after the row."""
     n = tl.arange(0, N)
-    return tl.load(A + e[:, None] * N + n[None, :], (e < E)[:, None], other=0.0).to(tl.float32)
+    return tl.load(x + t * N + n, (t < tokens) & (n < N), other=0.0).to(tl.float32)[:, None]
 
 
 @triton.jit
-def state(x, chunk, e, E: tl.constexpr, N: tl.constexpr):
-    """Addresses of x[chunk, e] [BLOCK, N]."""
-    return x + (tl.cast(chunk, tl.int64) * E + e[:, None]) * N + tl.arange(0, N)[None, :]
+def follows(segments, t, start, tokens):
+    """Whether token t takes the state before it: of the chunk's ``start`` it is 0 already where it should not."""
+    inside = (t > start) & (t < tokens)
+    segment = tl.load(segments + t, inside, other=-1)
+    return (t == start) | (segment == tl.load(segments + t - 1, inside, other=-2))
 
 
 @triton.jit
-def decays(g, a, t, e, segments, tokens, E: tl.constexpr):
-    """exp(g_t A) [L, BLOCK, N], 0 at the first token of a document and outside of the row."""
-    has = (t >= 0) & (t < tokens)
-    segment = tl.load(segments + t, has, other=-1)
-    follows = has & (segment == tl.load(segments + t - 1, has & (t > 0), other=-2))
-    return tl.where(follows[:, None, None], tl.exp(tile(g, t, e, has, E)[:, :, None] * a[None, :, :]), 0.0)
+def step(s, rate, taken, gate, u, b):
+    """The state after a token."""
+    return tl.where(taken, s, 0.0) * tl.exp(rate * gate[None, :]) + u[None, :] * b
 
 
 @triton.jit
-def last_of(x, L: tl.constexpr):
-    """x[L - 1] of x [L, BLOCK, N]."""
-    return tl.sum(tl.where((tl.arange(0, L) == L - 1)[:, None, None], x, 0.0), 0)
-
-
-@triton.jit
-def first_of(x, L: tl.constexpr):
-    """x[0] of x [L, BLOCK, N]."""
-    return tl.sum(tl.where((tl.arange(0, L) == 0)[:, None, None], x, 0.0), 0)
+def crosses(segments, start, tokens, STATES: tl.constexpr):
+    """Whether a document reaches over the ``start`` of a chunk."""
+    inside = (start > 0) & (start < tokens)
+    before = tl.load(segments + start - 1, inside, other=-1)
+    return (inside & (tl.load(segments + start, inside, other=-2) == before)) | STATES
 
 
 @triton.jit
 def ends(
-    u, g, A, B, segments, local, through, tokens,
-    E: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BLOCK: tl.constexpr,
+    u, g, A, B, segments, local, fading, tokens,
+    E: tl.constexpr, N: tl.constexpr, L: tl.constexpr, SUB: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The last state of each chunk that starts from zero, and the decay from before it to there. Grid: (chunks, E)."""
+    """The last state of each chunk that starts from zero, and the sum of its gates. Grid: (chunks, E)."""
     chunk, e = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    t = chunk.to(tl.int64) * L + tl.arange(0, L)
-    has = t < tokens
-    a = decays(g, rates(A, e, E, N), t, e, segments, tokens, E)
-    b = tile(u, t, e, has, E)[:, :, None] * shared(B, t, has, N)
-    decay, s = tl.associative_scan((a, b), 0, combine)
-    known = (e < E)[:, None]
-    tl.store(state(local, chunk, e, E, N), last_of(s, L), known)
-    tl.store(state(through, chunk, e, E, N), last_of(decay, L), known)
+    start = chunk.to(tl.int64) * L
+    rate = rates(A, e, E, N)
+    s = tl.zeros([N, BLOCK], tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, L, SUB):
+        us, gates = (), ()
+        for i in tl.static_range(SUB):
+            us += (channels(u, start + first + i, e, tokens, E),)
+            gates += (channels(g, start + first + i, e, tokens, E),)
+        for i in tl.static_range(SUB):
+            t = start + first + i
+            s = step(s, rate, follows(segments, t, start, tokens), gates[i], us[i], numbers(B, t, tokens, N))
+            total += gates[i]
+    tl.store(state(local, chunk, e, E, N), s, (e < E)[None, :])
+    tl.store(fading + tl.cast(chunk, tl.int64) * E + e, total, e < E)
 
 
 @triton.jit
 def carry(
-    local, through, boundaries, entering,
-    E: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BLOCK: tl.constexpr,
+    local, fading, A, boundaries, initial, entering, final,
+    E: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BLOCK: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
-    """The state that enters each chunk, where one does. Grid: (segments, E)."""
-    e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    start = tl.load(boundaries + tl.program_id(0))
-    stop = tl.load(boundaries + tl.program_id(0) + 1)
-    known = (e < E)[:, None]
-    s = tl.zeros([BLOCK, N], tl.float32)
-    for chunk in range(start // L, (stop - 1) // L):
-        decay = tl.load(state(through, chunk, e, E, N), known & (chunk > start // L), other=0.0)
-        s = s * decay + tl.load(state(local, chunk, e, E, N), known, other=0.0)
-        tl.store(state(entering, chunk + 1, e, E, N), s, known)
+    """The state that enters each chunk, where one does, and the final ones. Grid: (segments, E)."""
+    segment, e = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    start = tl.load(boundaries + segment)
+    stop = tl.load(boundaries + segment + 1)
+    known = (e < E)[None, :]
+    rate = rates(A, e, E, N)
+    s = tl.zeros([N, BLOCK], tl.float32)
+    if STATES:
+        s += tl.load(state(initial, segment, e, E, N), known, other=0.0)
+    for chunk in range(start // L, (stop - 1) // L + (1 if STATES else 0)):
+        # In an opening chunk that other documents begin, s is 0 without a gate.
+        gate = tl.load(fading + tl.cast(chunk, tl.int64) * E + e, (e < E) & (chunk * L >= start), other=0.0)
+        added = tl.load(state(local, chunk, e, E, N), known, other=0.0)
+        if STATES:
+            tl.store(state(entering, chunk, e, E, N), s, known)
+        s = s * tl.exp(rate * gate[None, :]) + added
+        if not STATES:
+            tl.store(state(entering, chunk + 1, e, E, N), s, known)
+    if STATES:
+        tl.store(state(final, segment, e, E, N), s, known)
 
 
 @triton.jit
 def output(
     u, g, A, B, C, segments, entering, y, tokens,
-    E: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BLOCK: tl.constexpr,
+    E: tl.constexpr, N: tl.constexpr, L: tl.constexpr, SUB: tl.constexpr, BLOCK: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
     """y [T, E]. Grid: (chunks, E)."""
     chunk, e = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    t = chunk.to(tl.int64) * L + tl.arange(0, L)
-    has = t < tokens
-    s = states(u, g, rates(A, e, E, N), B, segments, entering, chunk, t, e, has, tokens, E, N)
-    total = tl.sum(s * shared(C, t, has, N), 2)
-    tl.store(y + t[:, None] * E + e[None, :], total.to(y.dtype.element_ty), has[:, None] & (e < E)[None, :])
-
-
-@triton.jit
-def states(u, g, a_rates, B, segments, entering, chunk, t, e, has, tokens, E: tl.constexpr, N: tl.constexpr):
-    """The state after each token of a chunk [L, BLOCK, N]."""
-    a = decays(g, a_rates, t, e, segments, tokens, E)
-    b = tile(u, t, e, has, E)[:, :, None] * shared(B, t, has, N)
-    decay, s = tl.associative_scan((a, b), 0, combine)
-    first = chunk * t.shape[0]
-    enters = (first > 0) & (tl.load(segments + first) == tl.load(segments + first - 1, first > 0, other=-2))
-    before = tl.load(state(entering, chunk, e, E, N), (e < E)[:, None] & enters, other=0.0)
-    return s + decay * before[None, :, :]
+    start = chunk.to(tl.int64) * L
+    rate = rates(A, e, E, N)
+    enters = crosses(segments, start, tokens, STATES)
+    s = tl.load(state(entering, chunk, e, E, N), (e < E)[None, :] & enters, other=0.0)
+    for first in range(0, L, SUB):
+        us, gates = (), ()
+        for i in tl.static_range(SUB):
+            us += (channels(u, start + first + i, e, tokens, E),)
+            gates += (channels(g, start + first + i, e, tokens, E),)
+        for i in tl.static_range(SUB):
+            t = start + first + i
+            s = step(s, rate, follows(segments, t, start, tokens), gates[i], us[i], numbers(B, t, tokens, N))
+            total = tl.sum(s * numbers(C, t, tokens, N), 0)
+            tl.store(y + t * E + e, total.to(y.dtype.element_ty), (t < tokens) & (e < E))
 
 
 @triton.jit
 def ends_backward(
     g, A, C, dy, segments, local, tokens,
-    E: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BLOCK: tl.constexpr,
+    E: tl.constexpr, N: tl.constexpr, L: tl.constexpr, SUB: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the state that enters each chunk, but for what leaves it. Grid: (chunks, E)."""
     chunk, e = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    t = chunk.to(tl.int64) * L + tl.arange(0, L)
-    has = t < tokens
-    a = rates(A, e, E, N)
-    after = tl.where((tl.arange(0, L) < L - 1)[:, None, None], decays(g, a, t + 1, e, segments, tokens, E), 0.0)
-    b = tile(dy, t, e, has, E)[:, :, None] * shared(C, t, has, N)
-    _, ds = tl.associative_scan((after, b), 0, combine, reverse=True)
-    entered = first_of(ds * decays(g, a, t, e, segments, tokens, E), L)
-    tl.store(state(local, chunk, e, E, N), entered, (e < E)[:, None])
+    start = chunk.to(tl.int64) * L
+    rate = rates(A, e, E, N)
+    flow = tl.zeros([N, BLOCK], tl.float32)
+    for done in range(0, L, SUB):
+        dys, gates = (), ()
+        for i in tl.static_range(SUB):
+            dys += (channels(dy, start + L - 1 - done - i, e, tokens, E),)
+            gates += (channels(g, start + L - 1 - done - i, e, tokens, E),)
+        for i in tl.static_range(SUB):
+            t = start + L - 1 - done - i
+            ds = flow + dys[i][None, :] * numbers(C, t, tokens, N)
+            flow = tl.where(follows(segments, t, start, tokens), ds * tl.exp(rate * gates[i][None, :]), 0.0)
+    tl.store(state(local, chunk, e, E, N), flow, (e < E)[None, :])
 
 
 @triton.jit
 def carry_backward(
-    local, through, boundaries, leaving,
-    E: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BLOCK: tl.constexpr,
+    local, fading, A, boundaries, dfinal, leaving, dinitial,
+    E: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BLOCK: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the state that leaves each chunk, where one does. Grid: (segments, E)."""
-    e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    start = tl.load(boundaries + tl.program_id(0))
-    stop = tl.load(boundaries + tl.program_id(0) + 1)
+    """The gradient of the state that leaves each chunk, where one does, and of initial ones. Grid: (segments, E)."""
+    segment, e = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    start = tl.load(boundaries + segment)
+    stop = tl.load(boundaries + segment + 1)
     opening, closing = start // L, (stop - 1) // L
-    known = (e < E)[:, None]
-    ds = tl.zeros([BLOCK, N], tl.float32)
-    for n in range(closing - opening):
+    known = (e < E)[None, :]
+    rate = rates(A, e, E, N)
+    ds = tl.zeros([N, BLOCK], tl.float32)
+    if STATES:
+        ds += tl.load(state(dfinal, segment, e, E, N), known, other=0.0)
+    for n in range(closing - opening + (1 if STATES else 0)):
         chunk = closing - n
-        # The closing chunk is left by nobody of this document.
-        decay = tl.load(state(through, chunk, e, E, N), known & (n > 0), other=0.0)
-        ds = ds * decay + tl.load(state(local, chunk, e, E, N), known, other=0.0)
-        tl.store(state(leaving, chunk - 1, e, E, N), ds, known)
+        # In the closing chunk, where another document may begin, ds is 0 without STATES.
+        gate = tl.load(fading + tl.cast(chunk, tl.int64) * E + e, (e < E) & ((n > 0) | STATES), other=0.0)
+        added = tl.load(state(local, chunk, e, E, N), known, other=0.0)
+        if STATES:
+            tl.store(state(leaving, chunk, e, E, N), ds, known)
+        ds = ds * tl.exp(rate * gate[None, :]) + added
+        if not STATES:
+            tl.store(state(leaving, chunk - 1, e, E, N), ds, known)
+    if STATES:
+        tl.store(state(dinitial, segment, e, E, N), ds, known)
 
 
 @triton.jit
 def chunk_backward(
-    u, g, A, B, C, dy, segments, entering, leaving, du, dg, dA, dB, dC, tokens,
-    E: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    u, g, A, B, C, dy, segments, entering, leaving, kept, du, dg, dA, dB, dC, tokens,
+    E: tl.constexpr, N: tl.constexpr, L: tl.constexpr, SUB: tl.constexpr, BLOCK: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
-    """du, dg [T, E], and shares of dA [chunks, E, N], dB and dC [programs of a chunk, T, N]. Grid: (chunks, E).
+    """du, dg [T, E], and shares of dA [chunks, N, E], dB and dC [programs of a chunk, T, N]. Grid: (chunks, E).
 
-    A program takes BLOCKS times BLOCK channels one after another.
+    ``kept`` [chunks * L / SUB, N, E] is memory to work in.
     """
     chunk, part = tl.program_id(0), tl.program_id(1)
-    t = chunk.to(tl.int64) * L + tl.arange(0, L)
-    has = t < tokens
+    e = part * BLOCK + tl.arange(0, BLOCK)
     n = tl.arange(0, N)
-    dB_sum = tl.zeros([L, N], tl.float32)
-    dC_sum = tl.zeros([L, N], tl.float32)
-    end = chunk * L + L
-    inside = end < tokens
-    leaves = inside & (tl.load(segments + end, inside, other=-2) == tl.load(segments + end - 1, inside, other=-1))
-    for block in range(BLOCKS):
-        e = (part * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
-        known = has[:, None] & (e < E)[None, :]
-        a = rates(A, e, E, N)
-        s = states(u, g, a, B, segments, entering, chunk, t, e, has, tokens, E, N)
-        after = decays(g, a, t + 1, e, segments, tokens, E)
-        from_y = tile(dy, t, e, has, E)[:, :, None]
-        D = tl.load(state(leaving, chunk, e, E, N), (e < E)[:, None] & leaves, other=0.0)
-        # The state that leaves counts as what follows the last token.
-        behind = tl.where((tl.arange(0, L) == L - 1)[:, None, None], D[None, :, :], 0.0)
-        within = tl.where((tl.arange(0, L) < L - 1)[:, None, None], after, 0.0)
-        _, ds = tl.associative_scan((within, from_y * shared(C, t, has, N) + behind), 0, combine, reverse=True)
-        added = tile(u, t, e, has, E)[:, :, None] * shared(B, t, has, N)
-        dexponent = ds * (s - added)
-        tl.store(du + t[:, None] * E + e[None, :], tl.sum(ds * shared(B, t, has, N), 2).to(du.dtype.element_ty), known)
-        dg_sum = tl.sum(dexponent * a[None, :, :], 2)
-        tl.store(dg + t[:, None] * E + e[None, :], dg_sum.to(dg.dtype.element_ty), known)
-        dA_sum = tl.sum(dexponent * tile(g, t, e, has, E)[:, :, None], 0)
-        tl.store(state(dA, chunk, e, E, N), dA_sum, (e < E)[:, None])
-        dB_sum += tl.sum(ds * tile(u, t, e, has, E)[:, :, None], 1)
-        dC_sum += tl.sum(s * from_y, 1)
-    place = (part.to(tl.int64) * tokens + t[:, None]) * N + n[None, :]
-    tl.store(dB + place, dB_sum, has[:, None])
-    tl.store(dC + place, dC_sum, has[:, None])
+    known = (e < E)[None, :]
+    start = chunk.to(tl.int64) * L
+    rate = rates(A, e, E, N)
+    s = tl.load(state(entering, chunk, e, E, N), known & crosses(segments, start, tokens, STATES), other=0.0)
+    for block in range(L // SUB):
+        tl.store(state(kept, chunk * (L // SUB) + block, e, E, N), s, known)
+        us, gates = (), ()
+        for i in tl.static_range(SUB):
+            us += (channels(u, start + block * SUB + i, e, tokens, E),)
+            gates += (channels(g, start + block * SUB + i, e, tokens, E),)
+        for i in tl.static_range(SUB):
+            t = start + block * SUB + i
+            s = step(s, rate, follows(segments, t, start, tokens), gates[i], us[i], numbers(B, t, tokens, N))
+    tl.debug_barrier()
+    flow = tl.load(state(leaving, chunk, e, E, N), known & crosses(segments, start + L, tokens, STATES), other=0.0)
+    dA_sum = tl.zeros([N, BLOCK], tl.float32)
+    for done in range(L // SUB):
+        block = L // SUB - 1 - done
+        states = (tl.load(state(kept, chunk * (L // SUB) + block, e, E, N), known, other=0.0),)
+        us, gates, dys, taken = (), (), (), ()
+        for i in tl.static_range(SUB):
+            t = start + block * SUB + i
+            us += (channels(u, t, e, tokens, E),)
+            gates += (channels(g, t, e, tokens, E),)
+            dys += (channels(dy, t, e, tokens, E),)
+            taken += (follows(segments, t, start, tokens),)
+        for i in tl.static_range(SUB):
+            b = numbers(B, start + block * SUB + i, tokens, N)
+            states += (step(states[i], rate, taken[i], gates[i], us[i], b),)
+        for i in tl.static_range(SUB - 1, -1, -1):
+            t = start + block * SUB + i
+            has = (t < tokens) & (e < E)
+            ds = flow + dys[i][None, :] * numbers(C, t, tokens, N)
+            tl.store(du + t * E + e, tl.sum(ds * numbers(B, t, tokens, N), 0).to(du.dtype.element_ty), has)
+            place = (part.to(tl.int64) * tokens + t) * N + n
+            tl.store(dB + place, tl.sum(ds * us[i][None, :], 1), t < tokens)
+            tl.store(dC + place, tl.sum(states[i + 1] * dys[i][None, :], 1), t < tokens)
+            flow = tl.where(taken[i], ds * tl.exp(rate * gates[i][None, :]), 0.0)
+            dexponent = tl.where(taken[i], flow * states[i], 0.0)
+            tl.store(dg + t * E + e, tl.sum(dexponent * rate, 0).to(dg.dtype.element_ty), has)
+            dA_sum += dexponent * gates[i][None, :]
+    tl.store(state(dA, chunk, e, E, N), dA_sum, known)

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jax_backend.model import Decoder
-from jax_backend.weights import export
+from jax_backend.model.decoder import Decoder
+from jax_backend.model.weights import export
 from packing_core.extras import require
 
 SCALE = 2.0  # alpha is twice the rank

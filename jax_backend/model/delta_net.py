@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_backend.convolution import causal_conv
-from jax_backend.decoder_config import DecoderConfig
-from jax_backend.delta_rule import gated_delta_rule
+from jax_backend.model.decoder_config import DecoderConfig
+from jax_backend.scan.convolution import causal_conv
+from jax_backend.scan.delta_rule import gated_delta_rule
 
 
 class GatedDeltaNet(nnx.Module):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_backend.model import Decoder
+from jax_backend.model.decoder import Decoder
 from packing_core.errors import LayoutError, PackingError
 
 CHUNK_BYTES = 2**28  # float32 logits of one chunk

@@ -17,13 +17,13 @@ from jax.ad_checkpoint import checkpoint_policies
 
 from jax_backend.attention import segment_attention
 from jax_backend.attention.request import SAVED
-from jax_backend.decoder_config import DecoderConfig as DecoderConfig
-from jax_backend.decoder_config import LayerKind
-from jax_backend.head_loss import linear_cross_entropy
-from jax_backend.layers import Layer, Maker, no_balance
-from jax_backend.loss import packed_cross_entropy
-from jax_backend.moe import Balance
-from jax_backend.rope import apply_rope
+from jax_backend.losses.cross_entropy import packed_cross_entropy
+from jax_backend.losses.head_loss import linear_cross_entropy
+from jax_backend.model.decoder_config import DecoderConfig as DecoderConfig
+from jax_backend.model.decoder_config import LayerKind
+from jax_backend.model.layers import Layer, Maker, no_balance
+from jax_backend.model.moe import Balance
+from jax_backend.model.rope import apply_rope
 from jax_backend.segments import find_segments
 from packing_core.errors import PackingError
 

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jax_backend.loss import packed_cross_entropy, shift_labels
+from jax_backend.losses.cross_entropy import packed_cross_entropy, shift_labels
 from packing_core import pack
 from packing_core.errors import UnsupportedError
 from packing_core.protocol import (

@@ -13,8 +13,8 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 
-from jax_backend import chunked_scan
-from jax_backend.chunked_scan import Carry, Inputs, Rule
+from jax_backend.scan import chunked_scan
+from jax_backend.scan.chunked_scan import Carry, Inputs, Rule
 from jax_backend.segments import find_segments, run_numbers
 from packing_core.errors import LayoutError, UnsupportedError
 

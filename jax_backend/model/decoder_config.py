@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jax_backend.rope_scaling import RopeParameters, read_rope
+from jax_backend.model.rope_scaling import RopeParameters, read_rope
 from packing_core.errors import PackingError, UnsupportedModelError
 
 

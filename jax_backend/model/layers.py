@@ -1,7 +1,7 @@
 """The parts of a decoder's layer: norms, attention, MLP or experts, and the layer around them.
 
 Data flows x [B, S, M] -> attention -> MLP -> x. Attributes carry the names of the Hugging Face checkpoints. Shape
-letters as in ``model.py``.
+letters as in ``decoder.py``.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_backend.decoder_config import DecoderConfig, LayerKind
-from jax_backend.delta_net import GatedDeltaNet
-from jax_backend.moe import Balance, BiasedExperts, Experts, Router, run_experts
+from jax_backend.model.decoder_config import DecoderConfig, LayerKind
+from jax_backend.model.delta_net import GatedDeltaNet
+from jax_backend.model.moe import Balance, BiasedExperts, Experts, Router, run_experts
 
 
 class RMSNorm(nnx.Module):
@@ -98,7 +98,7 @@ class MLP(nnx.Module):
 
 
 class SparseMLP(nnx.Module):
-    """A mixture of experts (`jax_backend.moe`), with a shared expert where the family has one."""
+    """A mixture of experts (`jax_backend.model.moe`), with a shared expert where the family has one."""
 
     def __init__(self, config: DecoderConfig, make: Maker) -> None:
         mixture, m = config.mixture, config.hidden_size

@@ -19,9 +19,16 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_backend.model import Decoder
-from jax_backend.objective import LossFunction, cast_weights, causal_lm_loss, check_variables, fold_keys, refuse_linen
+from jax_backend.model.decoder import Decoder
 from jax_backend.placement import auto_axes, place_rows, weight_shardings
+from jax_backend.training.objective import (
+    LossFunction,
+    cast_weights,
+    causal_lm_loss,
+    check_variables,
+    fold_keys,
+    refuse_linen,
+)
 from packing_core.errors import LayoutError, PackingError
 
 Metrics = dict[str, jax.Array]
@@ -132,7 +139,7 @@ class TrainStep:
         return TrainState(params, opt_state, _put(jnp.zeros((), jnp.int32), self._shardings and self._shardings.step))
 
     def model(self, state: TrainState) -> Any:
-        """A model that holds the state's weights, for evaluation or :func:`jax_backend.weights.save`.
+        """A model that holds the state's weights, for evaluation or :func:`jax_backend.model.weights.save`.
 
         It shares the state's arrays: the next step donates them, so use the model before it.
         """
@@ -292,7 +299,11 @@ class TrainStep:
         def add(sums: Sums, micro: dict[str, jax.Array]) -> tuple[Sums, None]:
             return self._add_microbatch(state, rest, sums, micro), None
 
-        sums, _ = jax.lax.scan(add, self._start(state.params, rest, batch), batch)
+        sums = self._start(state.params, rest, batch)
+        if len(next(iter(batch.values()))) == 1:  # a loop over one microbatch would still keep and copy its sums
+            sums = self._add_first(state, rest, sums, batch)
+        else:
+            sums, _ = jax.lax.scan(add, sums, batch)
         return self._divide_and_update(state, sums)
 
 

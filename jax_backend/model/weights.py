@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jax_backend.model import Decoder, DecoderConfig
+from jax_backend.model.decoder import Decoder, DecoderConfig
 from jax_backend.placement import to_host, weight_sharding
 from packing_core.errors import LayoutError, PackingError
 from packing_core.extras import require
@@ -28,7 +28,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 def load(folder: str | Path, **options: Any) -> Decoder:
-    """Build a :class:`~jax_backend.model.Decoder` from a local Hugging Face folder.
+    """Build a :class:`~jax_backend.model.decoder.Decoder` from a local Hugging Face folder.
 
     Args:
         folder: holds ``config.json`` and ``model.safetensors`` (or its shards and their index).

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_backend.conformance_operations import out_and_gradients
-from jax_backend.delta_rule import gated_delta_rule, ssd
-from jax_backend.scan import selective_scan
+from jax_backend.conformance.operations import out_and_gradients
+from jax_backend.scan.delta_rule import gated_delta_rule, ssd
+from jax_backend.scan.selective_scan import selective_scan
 from packing_core import protocol
 from packing_core.protocol import Array, Backend, Gradients
 

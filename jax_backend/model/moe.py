@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_backend.decoder_config import MixtureConfig
+from jax_backend.model.decoder_config import MixtureConfig
 
 _SMALLEST_BLOCK = 8
 

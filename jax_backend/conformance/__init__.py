@@ -22,17 +22,17 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from jax_backend import weights
 from jax_backend.attention import IMPLEMENTATIONS, segment_attention
 from jax_backend.batches import to_batch
-from jax_backend.conformance_documents import DocumentMethods, arithmetic
-from jax_backend.conformance_operations import out_and_gradients
-from jax_backend.conformance_scans import ScanMethods
-from jax_backend.loss import packed_cross_entropy, shift_labels
-from jax_backend.model import Decoder, DecoderConfig
-from jax_backend.rope import apply_rope
-from jax_backend.rope_scaling import RopeParameters
-from jax_backend.train_step import TrainStep, make_train_step
+from jax_backend.conformance.documents import DocumentMethods, arithmetic
+from jax_backend.conformance.operations import out_and_gradients
+from jax_backend.conformance.scans import ScanMethods
+from jax_backend.losses.cross_entropy import packed_cross_entropy, shift_labels
+from jax_backend.model import weights
+from jax_backend.model.decoder import Decoder, DecoderConfig
+from jax_backend.model.rope import apply_rope
+from jax_backend.model.rope_scaling import RopeParameters
+from jax_backend.training.train_step import TrainStep, make_train_step
 from packing_core import pack, plan, protocol
 from packing_core.errors import UnsupportedError
 from packing_core.protocol import Array, Backend, BackendFactory, Batch, Capabilities, Document, Gradients

@@ -1,4 +1,4 @@
-"""Checkpoints of a :class:`~jax_backend.train_step.TrainState` through orbax, restored to the bit on any mesh.
+"""Checkpoints of a :class:`~jax_backend.training.train_step.TrainState` through orbax, restored to the bit on any mesh.
 
 When to save and which to keep is the caller's (``orbax.checkpoint.CheckpointManager`` does both); what is saved is
 here.
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import orbax.checkpoint as ocp
 
-from jax_backend.train_step import TrainState, TrainStep
+from jax_backend.training.train_step import TrainState, TrainStep
 from packing_core.errors import PackingError
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jax_backend.loss import IGNORED
+from jax_backend.losses.cross_entropy import IGNORED
 from packing_core.errors import LayoutError, PackingError
 
 _ENTRIES = 2**27  # of a chunk's logits: 0.5 GiB in float32, with rows enough for a matrix product at full speed

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 
-from jax_backend.loss import packed_cross_entropy
-from jax_backend.model import Decoder
+from jax_backend.losses.cross_entropy import packed_cross_entropy
+from jax_backend.model.decoder import Decoder
 from packing_core.errors import PackingError, UnsupportedModelError
 
 # (model, microbatch) -> (loss sum, weight sum) or (loss sum, weight sum, extra values by name)

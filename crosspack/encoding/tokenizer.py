@@ -1,0 +1,76 @@
+"""Tokenizers: loaded from a folder or the hub, trained on the data, and called without what transformers adds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from packing_core.errors import PackingError, first_line
+from packing_core.extras import require
+from packing_core.training.job import is_hub_name
+
+END, PAD = "<|endoftext|>", "<|pad|>"
+_CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>\n' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a local folder or a hub name, through ``AutoTokenizer``.
+
+    Raises:
+        PackingError: there is none, or it needs code of its own to run and ``trust_remote_code`` is False.
+    """
+    check_tokenizer(name)
+    transformers = require("transformers", extra="hf")
+    try:
+        return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except Exception as error:  # files of the folder may hold anything, and so may what reading them raises
+        raise PackingError(f"tokenizer {name}: {first_line(error)}") from error
+
+
+def check_tokenizer(name: str) -> None:
+    """Raise PackingError if ``name`` is no folder and cannot be a hub name; nothing is loaded."""
+    if "\0" in name or not (os.path.isdir(name) or is_hub_name(name)):
+        raise PackingError(f"tokenizer {name}: no such folder, and not a hub name (`owner/name`)")
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
+    """A byte-level BPE tokenizer of at most ``vocab_size`` entries, trained on ``texts``; the same for the same texts.
+
+    It adds no BOS, ends documents with ``<|endoftext|>``, and writes chats as ChatML.
+    """
+    tokenizers = require("tokenizers", extra="hf")
+    transformers = require("transformers", extra="hf")
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END, PAD, "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, pad_token=PAD)
+    tokenizer.chat_template = _CHATML
+    return tokenizer
+
+
+def rust_tokenizer(tokenizer: Any) -> Any:
+    """The tokenizer of the ``tokenizers`` library that does all the work of this one; None if there is none.
+
+    Calling it directly saves what transformers makes of its result: masks, lists, a dict.
+    """
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if not getattr(tokenizer, "is_fast", False) or not hasattr(backend, "encode_batch_fast"):
+        return None
+    probe = ["", " a\n\tb ", "É ü\u0301 \U0001f600 <s>x</s> [CLS]", *map(str, tokenizer.all_special_tokens)]
+    expected = tokenizer(probe, add_special_tokens=False)["input_ids"]  # also turns padding and truncation off
+    found = [encoding.ids for encoding in backend.encode_batch_fast(probe, add_special_tokens=False)]
+    own = type(tokenizer).__module__.startswith("transformers.")  # others may do anything in Python
+    return backend if own and found == expected else None

@@ -1,0 +1,1 @@
+"""Cross-entropy with and without whole logits, token log-probabilities, values per document."""

@@ -1,0 +1,1 @@
+"""Linear attention, state-space layers and short convolutions that start anew at every segment."""
