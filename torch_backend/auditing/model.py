@@ -138,9 +138,9 @@ def audit(
     """Measure whether documents that are packed together see each other.
 
     Args:
-        model: a transformers model, as `patch` takes it, or a wrapper of one; it is not touched. If it is patched, the clone
-            is patched with the same implementation. Or a trainer, judged as it is on its own batches; it need not be
-            patched, and the other arguments do not apply (see :mod:`torch_backend.auditing.trainer`).
+        model: a transformers model or a wrapper of one; it is not touched. If it is patched, the clone is patched with
+            the same implementation. Or a trainer, judged as it is on its own batches; it need not be patched, and the
+            other arguments do not apply (see :mod:`torch_backend.auditing.trainer`).
         implementation: of attention; that of ``model``'s patch if None, or "auto".
         tolerance: what errors may be, relative to the largest reference value.
 
