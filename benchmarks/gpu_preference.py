@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu_preference                      # 0.5B and 4B shapes, bfloat16 weights, fused AdamW
     python -m benchmarks.gpu_preference --shape 4B --match "sdpa, group_by_length, micro-batches of (2|4)"
+    python -m benchmarks.gpu_preference --match "^enable_packing.*of 8$"  # layers compiled, and as they are
     python -m benchmarks.gpu_preference --budget 500         # begin no contender after so many seconds
     python -m benchmarks.gpu_preference --tiny               # every contender on the CPU; its times mean nothing
 
@@ -56,6 +57,7 @@ class Contender:
         checkpointing: of gradients.
         sampling: the order of the pairs; by length, little of a padded batch is padding.
         attention: transformers' implementation of the stock model.
+        fast: whether the packed model's layers are compiled.
     """
 
     packed: bool
@@ -63,17 +65,24 @@ class Contender:
     checkpointing: bool
     sampling: str = "random"
     attention: str = "sdpa"
+    fast: bool = True
 
     @property
     def name(self) -> str:
-        who = "enable_packing" if self.packed else f"stock, {self.attention}, {self.sampling}"
+        packed = "enable_packing" if self.fast else "enable_packing(fast=False)"
+        who = packed if self.packed else f"stock, {self.attention}, {self.sampling}"
         return f"{who}, micro-batches of {self.micro}{', checkpointing' if self.checkpointing else ''}"
 
 
 def contenders() -> list[Contender]:
     """Packed ones first, so that their result survives a run that is cut short."""
     sizes = (2,) if TOY else (1, 2, 4, 8, 16)
-    found = [Contender(True, micro, checkpointing) for checkpointing in (False, True) for micro in sizes]
+    found = [
+        Contender(True, micro, checkpointing, fast=fast)
+        for fast in (True, False)
+        for checkpointing in (False, True)
+        for micro in sizes
+    ]
     for attention in ("sdpa", "flash_attention_2"):
         for sampling in ("random", "group_by_length"):
             found += [Contender(False, micro, c, sampling, attention) for c in (False, True) for micro in sizes]
@@ -140,7 +149,7 @@ def build(contender: Contender, make: Any, pairs: Any, folder: str, updates: int
     trainer = Tokenised(
         model(0), model(1), args=arguments, train_dataset=pairs, processing_class=_tokenizer(), callbacks=[clock]
     )
-    return enable_packing(trainer, verify=False) if contender.packed else trainer
+    return enable_packing(trainer, verify=False, fast=contender.fast) if contender.packed else trainer
 
 
 def measure(contender: Contender, shape: str, updates: int) -> Iterator[Result]:

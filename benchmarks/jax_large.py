@@ -58,13 +58,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--phase", choices=["init", "save", "load"], required=True)
     parser.add_argument("--folder", type=Path, help="where the checkpoint is")
+    parser.add_argument("--layers", type=int, default=32, help="fewer than 32: a smaller model")
     parser.add_argument("--loop", action="store_true", help="layers one by one, not scanned")
     parser.add_argument("--output", type=Path, help="file of JSON")
     parser.add_argument("--toy", action="store_true", help="tiny shapes; only to see that everything runs")
     options = parser.parse_args(arguments)
     if options.phase != "init" and options.folder is None:
         parser.error("--folder says where the checkpoint is")
-    config = DecoderConfig.from_hf(TOY | {"model_type": "llama"} if options.toy else LLAMA)
+    config = DecoderConfig.from_hf(
+        TOY | {"model_type": "llama"} if options.toy else LLAMA | {"num_hidden_layers": options.layers}
+    )
     mesh = jax.make_mesh((len(jax.devices()),), ("fsdp",))
     header = [
         f"{machine()}; {len(jax.devices())} x {jax.devices()[0].device_kind}",

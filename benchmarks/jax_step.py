@@ -1,13 +1,14 @@
 """Tokens per second of ``make_train_step`` on a decoder of Qwen2-0.5B's shape, on one device or over meshes of several.
 
-    python -m benchmarks.jax_step                            # four ways to hold activations, one GPU
+    python -m benchmarks.jax_step                            # five ways to hold activations, one GPU
     python -m benchmarks.jax_step --match "^scanned$"        # one of them: the peak is then its own
     python -m benchmarks.jax_step --devices 2 --match "^scanned$"   # data parallel and fully sharded, beside one device
     python -m benchmarks.jax_step --compile                  # seconds of compiling, nothing runs
     python -m benchmarks.jax_step --profile "^scanned$"      # which parts of the step take the GPU's time
 
 Random weights, bfloat16 compute with float32 master weights, AdamW, rows of 16,384 tokens packed from documents of mean
-length 243 and at most 2,048 tokens, one row a step, or as many as there are devices, on one device alone too. Losses
+length 243 and at most 2,048 tokens, one row a step. With several devices each step has as many rows as there are
+devices; one device alone takes those, and also one row a step, which is what each device of the mesh has to do. Losses
 never make whole logits. Each mesh of several devices first takes the same three steps as one device alone, and their
 losses are compared.
 
@@ -56,38 +57,49 @@ QWEN = {
 }
 TOY = QWEN | {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 TOY |= {"num_attention_heads": 4}
+ONE_ROW = "one device, one row a step"
 SAME_LOSS = 2e-3  # relative; bfloat16 sums in another order move the loss by about 1e-4
 # options of the decoder, from the least memory to the most
 WAYS: dict[str, dict[str, Any]] = {
     "scanned, recomputed": {"scan_layers": True, "remat": "full"},
     "scanned, products and attention kept": {"scan_layers": True, "remat": "dots_and_attention"},
     "scanned": {"scan_layers": True},
+    "one by one, products and attention kept": {"remat": "dots_and_attention"},
     "one by one": {},
 }
 
 
-def run(config: DecoderConfig, match: str, devices: int, *, toy: bool, deadline: float) -> Iterator[dict[str, Any]]:
+def run(
+    config: DecoderConfig, match: str, devices: int, *, among: str = "", toy: bool, deadline: float
+) -> Iterator[dict[str, Any]]:
     """Yield what is to be written after each case; print a line for each."""
     meshes: dict[str, dict[str, int]] = {"one device": {}}
     if devices > 1:
         meshes |= {
+            ONE_ROW: {},
             f"data parallel over {devices}": {"data": devices},
             f"fully sharded over {devices}": {"fsdp": devices},
         }
     batches = make_batches(devices, 128 if toy else 16_384, config.vocab_size)
+    single = [{name: x[:1] for name, x in batch.items()} for batch in batches]
     results: list[dict[str, Any]] = []
     for way in filter(re.compile(match).search, WAYS):
         alone: dict[str, Any] | None = None
-        for mesh, axes in meshes.items():
+        one_row: dict[str, Any] | None = None
+        for mesh, axes in ((mesh, axes) for mesh, axes in meshes.items() if re.search(among, mesh)):
             pool = ThreadPoolExecutor(1)
             result: dict[str, Any] = {"way": way, "mesh": mesh}
             try:
-                future = pool.submit(measure, config, WAYS[way], batches, axes)
+                future = pool.submit(measure, config, WAYS[way], single if mesh == ONE_ROW else batches, axes)
                 result |= future.result(max(deadline - time.perf_counter(), 0.01))
                 alone = alone or result
-                result["difference"] = float(np.max(np.abs(np.divide(result["losses"], alone["losses"]) - 1)))
                 result["ratio"] = result["tokens_per_second"] / alone["tokens_per_second"]
+                same_rows = alone if mesh != ONE_ROW else result
+                result["difference"] = float(np.max(np.abs(np.divide(result["losses"], same_rows["losses"]) - 1)))
                 result["status"] = "ok" if result["difference"] <= SAME_LOSS else "WRONG: another loss"
+                one_row = result if mesh == ONE_ROW else one_row
+                if one_row:
+                    result["of_one_row"] = result["tokens_per_second"] / one_row["tokens_per_second"]
             except TimeoutError:
                 result["status"] = "NOT RUN: out of time"
             except Exception as error:  # the other cases are still worth their figures
@@ -102,8 +114,9 @@ def line(result: dict[str, Any]) -> str:
     if result["status"] != "ok":
         return f"{name}: {result['status']}"
     losses = ", ".join(f"{loss:.4f}" for loss in result["losses"])
+    further = f", {result['of_one_row']:.2f} of one device with a row a step" if "of_one_row" in result else ""
     return (
-        f"{name}: {result['tokens_per_second']:,.0f} real tokens/s, {result['ratio']:.2f} of one device "
+        f"{name}: {result['tokens_per_second']:,.0f} real tokens/s, {result['ratio']:.2f} of one device{further} "
         f"({result['step_ms']:.0f} ms a step of {result['documents']} documents; planned {result['planned_gib']:.1f} "
         f"GiB a device, peak so far {result['peak_gib']:.1f} GiB); compiled in {result['compile_s']:.0f} s; losses "
         f"{losses}, from one device's by {result['difference']:.1e}"
@@ -111,18 +124,19 @@ def line(result: dict[str, Any]) -> str:
 
 
 def step_of(config: DecoderConfig, options: dict[str, Any], axes: dict[str, int]) -> TrainStep:
+    """The step of a decoder that is made array by array: one program for all of them would take long to compile."""
     count = int(np.prod([*axes.values(), 1]))
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=jax.devices()[:count]) if axes else None
-    make = lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16, **options)  # noqa: E731
-    return make_train_step(make, optax.adamw(1e-4), mesh)
+    return make_train_step(Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16, **options), optax.adamw(1e-4), mesh)
 
 
 def compile_cold(config: DecoderConfig, match: str, *, toy: bool) -> Iterator[dict[str, Any]]:
     """Seconds until the step of a row can run, each way by itself."""
     seconds: dict[str, float] = {}
     for way in filter(re.compile(match).search, WAYS):
+        step = step_of(config, WAYS[way], {})
         begin = time.perf_counter()
-        step_of(config, WAYS[way], {}).compile(rows=1, tokens=128 if toy else 16_384)
+        step.compile(rows=1, tokens=128 if toy else 16_384)
         seconds[way] = time.perf_counter() - begin
         print(f"{way}, {config.num_hidden_layers} layers: traced and compiled in {seconds[way]:.1f} s", flush=True)
         yield {"compile_s": seconds}
@@ -134,7 +148,7 @@ def profile(config: DecoderConfig, way: str, *, toy: bool) -> dict[str, Any]:
     batches = [step.place(batch) for batch in make_batches(1, 128 if toy else 16_384, config.vocab_size)]
     shape = batches[0]["input_ids"].shape
     text = step.compile(rows=shape[1], tokens=shape[2]).as_text()
-    state, _ = step(step.init(), batches[0])
+    state, _ = step(step.init(donate=True), batches[0])
     with tempfile.TemporaryDirectory() as folder:
         jax.block_until_ready(state)
         begin = time.perf_counter()
@@ -177,7 +191,7 @@ def measure(
     seconds_to_compile = time.perf_counter() - begin
     memory = compiled.memory_analysis()
     planned = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    state = train_step.init()
+    state = train_step.init(donate=True)
     losses = []
     for batch in batches:
         state, metrics = train_step(state, batch)
@@ -210,6 +224,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--match", default="", metavar="PATTERN", help="ways whose name it matches")
     parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument(
+        "--meshes", default="", metavar="PATTERN", help="of several devices: those whose name it matches"
+    )
     parser.add_argument("--compile", action="store_true", help="only compile, and say how long it took")
     parser.add_argument("--profile", metavar="WAY", choices=list(WAYS), help="only profile three steps of this way")
     parser.add_argument("--seconds", type=float, default=140.0, help="begin nothing after this long")
@@ -227,7 +244,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif options.compile:
         parts = compile_cold(config, options.match, toy=options.toy)
     else:
-        parts = run(config, options.match, options.devices, toy=options.toy, deadline=begin + options.seconds)
+        parts = run(
+            config,
+            options.match,
+            options.devices,
+            among=options.meshes,
+            toy=options.toy,
+            deadline=begin + options.seconds,
+        )
     for part in parts:
         write_json(options.output, {"header": header, **part}, begin)
 

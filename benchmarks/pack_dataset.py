@@ -7,7 +7,8 @@
 Documents are lognormal, of 250 tokens on average, int32, in Arrow chunks of 1,000 as ``datasets`` writes them, in a
 file that is memory-mapped, or in memory. Each figure is of a fresh process that has imported both libraries. Memory
 is the peak of the resident set over what the process had with the dataset open; pages of mapped files are in it. TRL
-packs 1,000 documents at a time (its default) and gives rows without labels; ours packs all of them and adds labels.
+packs 1,000 documents at a time (its default) and gives rows without labels; ours packs all of them and adds labels,
+unless labels=False leaves them to the collator.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ import numpy as np
 from benchmarks._report import machine, table, versions
 
 CAPACITY = 2048
+WITHOUT = "crosspack, labels=False"
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k_train.jsonl"
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--count", type=int, nargs="*", default=[200_000, 1_000_000])
+    packers = ["crosspack", WITHOUT, "trl"]
+    options.add_argument("--packers", nargs="+", choices=packers, default=packers, help="ratios are to the first")
     options.add_argument("--fill", action="store_true", help="how full the rows of a Trainer get on GSM8K")
     options.add_argument("--data", type=Path, default=GSM8K, help="prompts and completions for --fill")
     options.add_argument("--one", nargs=3, metavar=("PACKER", "WHERE", "FOLDER"), help=argparse.SUPPRESS)
@@ -54,10 +58,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             tokens = write(count, Path(folder))
             for where in ("file", "memory"):
-                found = {packer: in_fresh_process(packer, where, folder) for packer in ("crosspack", "trl")}
+                found = {packer: in_fresh_process(packer, where, folder) for packer in chosen.packers}
                 lines = []
                 for packer, x in found.items():
-                    ratio = x["seconds"] / found["crosspack"]["seconds"]
+                    ratio = x["seconds"] / found[chosen.packers[0]]["seconds"]
                     full = f"{tokens / (x['rows'] * CAPACITY):.4f}"
                     name = f"{count:,} documents in {'a file' if where == 'file' else 'memory'}, {packer}"
                     lines.append(
@@ -100,6 +104,8 @@ def measure(packer: str, where: str, folder: str) -> dict[str, Any]:
     begin = time.perf_counter()
     if packer == "crosspack":
         rows = ours.pack_dataset(data, CAPACITY)
+    elif packer == WITHOUT:
+        rows = ours.pack_dataset(data, CAPACITY, labels=False)
     else:
         rows = trl.pack_dataset(data, CAPACITY)
     seconds = time.perf_counter() - begin

@@ -299,7 +299,11 @@ class TrainStep:
         def add(sums: Sums, micro: dict[str, jax.Array]) -> tuple[Sums, None]:
             return self._add_microbatch(state, rest, sums, micro), None
 
-        sums, _ = jax.lax.scan(add, self._start(state.params, rest, batch), batch)
+        sums = self._start(state.params, rest, batch)
+        if len(next(iter(batch.values()))) == 1:  # a loop over one microbatch would still keep and copy its sums
+            sums = self._add_first(state, rest, sums, batch)
+        else:
+            sums, _ = jax.lax.scan(add, sums, batch)
         return self._divide_and_update(state, sums)
 
 

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from packing_core import PackedDataset
-from packing_core.errors import CapacityError
+from packing_core.errors import CapacityError, LayoutError
+from torch_backend import PackedCollator
 from torch_backend.training import dataset as training_dataset
 from torch_backend.training.dataset import pack_dataset
 
@@ -78,6 +80,20 @@ def test_an_attention_mask_of_ones_changes_nothing_and_one_with_padding_does(tmp
     for mask, kept in (([[1, 1, 1], [1, 1]], [5, 6, 7, 8, 9]), ([[0, 1, 1], [1, 0]], [6, 7, 8])):
         rows = pack_dataset(datasets.Dataset.from_dict({"input_ids": ids, "attention_mask": mask}), 8, seed=None)
         assert rows[0]["input_ids"] == kept
+
+
+def test_labels_can_be_left_to_the_collator(tmp_path) -> None:
+    """Where all tokens are trained; the same batch comes of both, and each has its own cache."""
+    data = on_disk(tmp_path, {"input_ids": columns(longest=CAPACITY)["input_ids"]})
+    rows, bare = (pack_dataset(data, CAPACITY, labels=labels) for labels in (True, False))
+    assert bare.column_names == ["input_ids", "seq_lengths"] and bare[:].items() <= rows[:].items()
+    collate = PackedCollator(capacity=CAPACITY, strategy="sequential")
+    both = [collate([each[row] for row in range(3)]) for each in (rows, bare)]
+    assert torch.equal(both[0]["labels"], both[1]["labels"]) and (both[0]["labels"] == -100).sum() > 3
+    trained = datasets.Dataset.from_dict(columns(longest=CAPACITY))
+    for name in ("labels", "completion_mask", "prompt_length"):
+        with pytest.raises(LayoutError, match="says which tokens are trained, and rows without labels would train all"):
+            pack_dataset(trained.select_columns(["input_ids", name]), CAPACITY, labels=False)
 
 
 def test_rows_of_a_file_are_cached_beside_it_and_read_again(tmp_path, monkeypatch) -> None:

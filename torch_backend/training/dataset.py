@@ -24,7 +24,7 @@ BLOCK_TOKENS = 1 << 20  # tokens copied and written at a time, in whole rows
 RULES = 2  # raise it whenever the same arguments give other rows, so that no cached file of before is read
 
 
-def pack_dataset(dataset: Any, capacity: int, **plan_options: Any) -> Any:
+def pack_dataset(dataset: Any, capacity: int, *, labels: bool = True, **plan_options: Any) -> Any:
     """Pack a whole tokenised dataset into rows, for trainers that insist on a ``datasets.Dataset``.
 
     One plan covers all documents, so rows are as full as they can be; ``PackedCollator(capacity=...)`` can only pack
@@ -38,6 +38,8 @@ def pack_dataset(dataset: Any, capacity: int, **plan_options: Any) -> Any:
             ``prompt_length`` and others), what is padding (``attention_mask``) and where documents begin
             (``seq_lengths`` and others). All other columns are left out.
         capacity: tokens a row can hold.
+        labels: False leaves out the labels, which take as much memory as the tokens, for collators that make them of
+            tokens and ``seq_lengths``: TRL's and this project's. Only where every token is trained.
         plan_options: ``overflow``, ``strategy``, ``seed`` and the other options of ``packing_core.plan``.
 
     Returns:
@@ -46,7 +48,8 @@ def pack_dataset(dataset: Any, capacity: int, **plan_options: Any) -> Any:
         ``SFTConfig(padding_free=True, max_length=None)``.
 
     Raises:
-        LayoutError: there is no ``input_ids``, or columns contradict each other.
+        LayoutError: there is no ``input_ids``, columns contradict each other, or the dataset says what is trained and
+            ``labels=False`` would forget it.
         PackingError: what ``packing_core.plan`` and ``packing_core.pack`` raise.
     """
     datasets = require("datasets", extra="hf")
@@ -54,14 +57,14 @@ def pack_dataset(dataset: Any, capacity: int, **plan_options: Any) -> Any:
         raise LayoutError(f"the dataset has no input_ids, only {', '.join(dataset.column_names)}: tokenise it first")
     options = {"capacity": capacity, **plan_options}
     fingerprint = datasets.fingerprint.update_fingerprint(
-        dataset._fingerprint, f"crosspack.pack_dataset {RULES}", options
+        dataset._fingerprint, f"crosspack.pack_dataset {RULES}", options if labels else {**options, "labels": False}
     )
     if not dataset.cache_files:
-        table = require("pyarrow", extra="hf").Table.from_batches(_rows(dataset, options))
+        table = require("pyarrow", extra="hf").Table.from_batches(_rows(dataset, options, labels))
         return datasets.Dataset(datasets.table.InMemoryTable(table), split=dataset.split, fingerprint=fingerprint)
     path = Path(dataset._get_cache_file_path(fingerprint))
     if not path.exists():
-        _write(_rows(dataset, options), path)
+        _write(_rows(dataset, options, labels), path)
     rows = datasets.Dataset.from_file(str(path), split=dataset.split)
     rows._fingerprint = fingerprint
     return rows
@@ -73,13 +76,18 @@ def arrow_documents(dataset: Any, names: list[str]) -> Documents:
     return read_columns({name: arrow[name] for name in names})
 
 
-def _rows(dataset: Any, options: dict[str, Any]) -> Iterator[Any]:
+def _rows(dataset: Any, options: dict[str, Any], labels: bool) -> Iterator[Any]:
     """Arrow record batches of packed rows, all of one schema.
 
     The rows of a batch are made as a single row that is as long as all of them, which has no padding to take out.
     """
     datasets, pa = require("datasets", extra="hf"), require("pyarrow", extra="hf")
     documents = arrow_documents(dataset, [name for name in dataset.column_names if name in _READ])
+    said = (documents.labels, documents.loss_mask, documents.prompt_lengths)
+    if not labels and any(x is not None for x in said):
+        raise LayoutError(
+            "the dataset says which tokens are trained, and rows without labels would train all: leave labels=False out"
+        )
     rows = plan(documents.input_ids.lengths, **options)
     at_once = max(1, BLOCK_TOKENS // rows.capacity)
     firsts = np.append(np.arange(0, rows.n_rows, at_once), rows.n_rows)
@@ -107,7 +115,7 @@ def _rows(dataset: Any, options: dict[str, Any]) -> Iterator[Any]:
         segments = rows.row_offsets[first : end + 1] - rows.row_offsets[first]
         columns = {
             "input_ids": (tokens, block.input_ids[0, : block.n_tokens]),
-            "labels": (tokens, block.targets[0, : block.n_tokens]),
+            **({"labels": (tokens, block.targets[0, : block.n_tokens])} if labels else {}),
             "seq_lengths": (segments, block.lengths),
         }
         arrays = [pa.ListArray.from_arrays(pa.array(a, pa.int32()), pa.array(x)) for a, x in columns.values()]

@@ -98,9 +98,8 @@ class ScoredStep:
 
     def __init__(self, models: list[Any], refused: str | None) -> None:
         self.model = models[0]
-        self.calls = dict(
-            zip((LAYERS, f"{LAYERS} of the reference"), [CompiledCalls(m, refused) for m in models], strict=False)
-        )
+        names = (LAYERS, f"{LAYERS} of the reference")
+        self.calls = {name: CompiledCalls(model, refused) for name, model in zip(names, models, strict=False)}
 
     @property
     def parts(self) -> dict[str, str]:
