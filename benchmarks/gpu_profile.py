@@ -29,6 +29,8 @@ KINDS = {
     "copies and fills": r"Memcpy|Memset|Fill|copy_kernel",
     "rest": r"",
 }
+# Spans of several kernels.
+SPANS = re.compile(r"^(DistributedDataParallel|FSDP|Optimizer|Torch-Compiled|ProfilerStep|##|nccl:)").search
 SHOWN = 24  # kernels in the table
 
 
@@ -52,7 +54,7 @@ class Profile:
     def report(self, steps: int) -> str:
         """Two tables, in milliseconds a step: by kind, and the longest kernels."""
         wanted = torch.autograd.DeviceType.CPU if TOY else torch.autograd.DeviceType.CUDA
-        events = [event for event in self.profiler.events() if event.device_type == wanted]
+        events = [event for event in self.profiler.events() if event.device_type == wanted and not SPANS(event.name)]
         spans = [(event.time_range.start, event.time_range.end) for event in events]
         whole, busy = (max(end for _, end in spans) - min(begin for begin, _ in spans)) / 1e3, covered(spans) / 1e3
         times: Counter[str] = Counter()

@@ -123,24 +123,27 @@ def recipe(run: Run, model: Any) -> None:
     _loop(run, loader, CapturedStep(train, enabled=not TOY))
 
 
-def sft(run: Run, model: Any, *, packed: bool = True, fast: bool = True, checkpointing: bool = False) -> None:
-    """TRL packs the documents by itself, in rows of the same length; checkpointing is its default."""
+def sft(
+    run: Run, model: Any, *, packed: bool = True, fast: bool = True, checkpointing: bool = False, packing: bool = True
+) -> None:
+    """TRL packs the documents in rows of the same length, or leaves it to Crosspack; checkpointing is its default."""
     import datasets
     import trl
 
     documents = datasets.Dataset.from_dict({"input_ids": [document.tolist() for document in run.documents]})
     with TemporaryDirectory() as folder:
+        options = _options(run) if packing else _options(run) | {"train_sampling_strategy": "random"}
         arguments = trl.SFTConfig(
-            folder, **_options(run), packing=True, max_length=run.rows.plan.capacity, bf16=not TOY,
+            folder, **options, packing=packing, max_length=run.rows.plan.capacity, bf16=not TOY,
             gradient_checkpointing=checkpointing,
         )  # fmt: skip
         trainer = trl.SFTTrainer(
             model, arguments, train_dataset=documents, processing_class=_tokenizer(), callbacks=[_clock(run)]
         )
-        run.row_count = len(trainer.train_dataset)
-        arguments.max_steps, arguments.logging_steps = run.steps, run.row_count
         if packed:
             enable_packing(trainer, verify=False, fast=fast)
+        run.row_count = len(trainer.get_train_dataloader())
+        arguments.max_steps, arguments.logging_steps = run.steps, run.row_count
         _train(run, trainer, packed)
 
 
@@ -149,6 +152,7 @@ CONTENDERS: dict[str, Callable[[Run, Any], None]] = {
     "Trainer, enable_packing": packed_trainer,
     "by hand: causal_lm_loss, compile_layers, CapturedStep": recipe,
     "SFTTrainer(packing=True), enable_packing": partial(sft, fast=True),
+    "SFTTrainer(packing=False), enable_packing": partial(sft, packing=False),
     "SFTTrainer(packing=True), enable_packing, checkpointing": partial(sft, fast=True, checkpointing=True),
     "SFTTrainer(packing=True), enable_packing(fast=False)": partial(sft, fast=False),
     "SFTTrainer(packing=True), stock SDPA": partial(sft, packed=False),

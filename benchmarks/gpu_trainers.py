@@ -12,7 +12,8 @@
 Sections, each of one to four minutes:
 
     trainers    every contender on the Qwen2-0.5B shape, random weights, bfloat16, fused AdamW
-    sft         SFTTrainer(packing=True) after enable_packing at rows of 16,384 and 65,536, beside the best stock step
+    sft         SFTTrainer after enable_packing at rows of 16,384 and 65,536, packed by TRL and by Crosspack, beside the
+                best stock step
     lora        Trainer with LoRA adapters on the Llama-3-8B shape, rows of 8,192, beside the best stock step
     start       from train() to the end of the first step, with no compile cache and with the one of the run before
     train       crosspack train on the Qwen2-0.5B shape, float32 weights under autocast and bfloat16 weights
@@ -36,6 +37,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -59,6 +61,7 @@ STOCK = [
     *([Contender("stock packed: SDPA", stock, "stock")] if TOY else []),
 ]
 TRAINER, SFT = "Trainer, enable_packing", "SFTTrainer(packing=True), enable_packing"
+SFT_FULL = "SFTTrainer(packing=False), enable_packing"
 LIMIT = 300  # seconds for a process
 
 
@@ -68,8 +71,8 @@ def trainers(chosen: argparse.Namespace) -> Iterator[Result]:
 
 
 def sft(chosen: argparse.Namespace) -> Iterator[Result]:
-    for capacity in SMALL.capacities:
-        yield from _measured(SMALL, SFT, capacity, 1, 1 if TOY else 10)
+    for capacity, name in product(SMALL.capacities, filter(wanted, (SFT, SFT_FULL))):
+        yield from _measured(SMALL, name, capacity, 1, 1 if TOY else 10)
     yield from _beside(SMALL)
 
 

@@ -44,8 +44,6 @@ from transformers import Trainer  # noqa: E402
 
 from torch_backend.training.waiting import without_waiting  # noqa: E402
 
-TRL_LENGTHS = "seq_lengths"  # the column in which TRL's packing keeps the lengths of a row's documents
-
 
 class PackedStep:
     """Replaces ``training_step``, ``compute_loss`` of transformers or TRL, and ``prediction_step`` of transformers.
@@ -247,9 +245,8 @@ def _fixed_shapes(trainer: Any) -> FixedShapes:
     if isinstance(rows, PackedRows) or isinstance(data, PackedDataset):
         plan = rows.dealt(0).plan if isinstance(rows, PackedRows) else data.plan
         longest, counts = plan.length.max(), np.diff(plan.row_offsets)
-    elif _tokens(trainer) is not None and TRL_LENGTHS in (getattr(data, "column_names", None) or ()):
-        lengths = [np.asarray(row) for row in data[TRL_LENGTHS]]
-        longest, counts = max(row.max() for row in lengths), np.array([len(row) for row in lengths])
+    elif _tokens(trainer) is not None and (lengths := sft.packed_lengths(trainer)) is not None:
+        longest, counts = lengths.flat().values.max(), lengths.lengths
     else:
         return FixedShapes(_tokens(trainer))
     return FixedShapes.of_rows(longest, counts, size, _tokens(trainer))

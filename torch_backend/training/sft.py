@@ -1,19 +1,26 @@
 """What is TRL's own in the training step of an ``SFTTrainer``: which of its losses is fast, and what it logs.
 
+The rows that TRL packed -> their lengths, which fix the shapes of all batches, and a warning where they have much room.
 Batches of a training step -> :class:`Metrics` counts their tokens -> ``num_tokens`` of the trainer's log. TRL counts in
 ``compute_loss``, which a CUDA graph does not call, and there it waits for the GPU in every step.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from packing_core.ragged import Ragged
 from torch_backend.collate import PackedCollator
 
+logger = logging.getLogger(__name__)
+
+LENGTHS = "seq_lengths"  # the column in which TRL's packing keeps the lengths of a row's documents
+FULL = 0.95  # rows that are less full than this are worth a warning
 LEFT_OUT = (
     "TRL's entropy and mean_token_accuracy need logits, so evaluation logs them and training does not: "
     "enable_packing(trainer, fast=False) logs them in training too"
@@ -34,6 +41,29 @@ def why_logits(trainer: Any) -> str | None:
     if getattr(trainer, "aux_loss_enabled", False):
         return "the trainer adds the router's auxiliary loss of each microbatch in full"
     return None
+
+
+def packed_lengths(trainer: Any) -> Ragged | None:
+    """The lengths of the documents in each row that TRL has packed; None where it packs none."""
+    data = trainer.train_dataset
+    known = getattr(trainer.args, "packing", False) and hasattr(data, "__len__") and hasattr(data, "with_format")
+    if not known or LENGTHS not in data.column_names:
+        return None
+    return Ragged.of(data.select_columns([LENGTHS]).with_format("arrow")[:][LENGTHS], name=LENGTHS)
+
+
+def warn_of_room(trainer: Any) -> None:
+    """Log how full TRL's rows are, if they are not: fixed shapes compute the room that is left."""
+    lengths, longest = packed_lengths(trainer), getattr(trainer.args, "max_length", None)
+    if lengths is None or longest is None:
+        return
+    full = float(lengths.flat().values.sum()) / (len(lengths) * longest)
+    if full < FULL:
+        logger.warning(
+            "TRL's rows of %d tokens are %.0f%% full, because it packs 1,000 documents at a time: with "
+            "SFTConfig(packing=False) enable_packing packs the whole data set",
+            *(longest, 100 * full),
+        )
 
 
 class Metrics:

@@ -28,6 +28,7 @@ from torch_backend.training import preference
 from torch_backend.training.packed_step import speed_up
 from torch_backend.training.resuming import refuse_other_ranks
 from torch_backend.training.rows import pack_training_data, use_rows
+from torch_backend.training.sft import warn_of_room
 
 Trainer = TypeVar("Trainer")
 
@@ -127,6 +128,7 @@ def enable_packing(
     refuse_other_ranks(any_trainer, rows)
     # accelerate would let the first rank read for all and concatenate batches, which plain ints cannot be.
     any_trainer.accelerator.dataloader_config.dispatch_batches = False
+    warn_of_room(any_trainer)
     if fast:
         speed_up(any_trainer)
     return trainer

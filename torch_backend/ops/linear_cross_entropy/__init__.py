@@ -23,7 +23,9 @@ from packing_core.errors import LayoutError
 from torch_backend.ops import operators
 from torch_backend.ops.operators import operator, runs_triton
 
-_CHUNK_BYTES = 2**30
+# Chunks take a seventh of all logits, within these bounds: few sums in float32 where rows are long, and little memory
+# beside the activations where they are not. Each chunk reads and writes the gradient of the weight once.
+_CHUNKS, _LEAST_BYTES, _MOST_BYTES = 7, 2**29, 2**31
 # Of the kernel that reads logits: columns that a program takes at once, and its warps; of the one that makes powers:
 # rows, columns, depth, warps, stages. Measured on an H200 (benchmarks/RESULTS.md).
 _BLOCK, _WARPS = 16_384, 32
@@ -40,7 +42,7 @@ def linear_cross_entropy(
     ignore_index: int = IGNORE_INDEX,
     scale: float = 1.0,
     softcap: float | None = None,
-    chunk_bytes: int = _CHUNK_BYTES,
+    chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The summed cross-entropy of ``hidden @ weight.T + bias`` and the summed weight of the targets.
 
@@ -53,7 +55,7 @@ def linear_cross_entropy(
         ignore_index: targets that do not count.
         scale: the logits are multiplied by it (Cohere; Granite divides by ``logits_scaling``).
         softcap: the scaled logits become ``softcap * tanh(logits / softcap)`` (Gemma-2).
-        chunk_bytes: about as much memory as the logits of a chunk may take.
+        chunk_bytes: about as much memory as the logits of a chunk may take; None for a seventh of all, 0.5 to 2 GiB.
 
     Returns:
         Two float32 scalars (float64 for float64), to be divided once per step (:func:`torch_backend.normalise`).
@@ -77,8 +79,11 @@ def linear_cross_entropy(
     if weights is not None:
         weights = weights.detach().flatten()
         counted = counted * weights
-    rows = max(1, chunk_bytes // (weight.shape[0] * hidden.element_size()))
-    rows = rows // 128 * 128 or rows
+    per_row = weight.shape[0] * hidden.element_size()
+    if chunk_bytes is None:
+        chunk_bytes = min(max(len(hidden) * per_row // _CHUNKS, _LEAST_BYTES), _MOST_BYTES)
+    rows = max(1, chunk_bytes // per_row)
+    rows = -(-rows // 128) * 128 if rows > 128 else rows
     options = ignore_index, scale, softcap or 0.0, rows
     return _LinearCrossEntropy.apply(hidden, weight, bias, targets, weights, options), counted.sum()
 
