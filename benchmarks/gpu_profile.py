@@ -31,8 +31,6 @@ KINDS = {
 }
 # Spans of several kernels.
 SPANS = re.compile(r"^(DistributedDataParallel|FSDP|Optimizer|Torch-Compiled|ProfilerStep|##|nccl:)").search
-    r"^(DistributedDataParallel|FSDP|Optimizer|Torch-Compiled|ProfilerStep|##|nccl:)"
-).search  # of kernels
 SHOWN = 24  # kernels in the table
 
 

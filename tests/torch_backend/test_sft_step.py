@@ -174,3 +174,12 @@ def test_a_trainer_that_overrides_its_loss_keeps_it(tmp_path: Path) -> None:
     trainer = Doubled(llama(), given, train_dataset=data, processing_class=tokenizer())
     enable_packing(trainer, capacity=CAPACITY, verify=False)
     assert trainer.packed_step.parts["loss"] == "with logits: Doubled computes its loss itself (compute_loss)"
+
+
+def test_room_in_the_rows_of_trl_is_worth_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Documents of 3 to 16 tokens fill rows of 32, and of 40 and 80 they do not."""
+    for length, full in ((CAPACITY, True), (1000, False)):
+        caplog.clear()
+        built(tmp_path, True, packing=True, max_length=length)
+        said = [record.getMessage() for record in caplog.records if "TRL's rows" in record.getMessage()]
+        assert full != any(f"rows of {length} tokens are" in text and "packing=False" in text for text in said)
