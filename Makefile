@@ -1,9 +1,6 @@
 # Two commands from nothing: `make demo` and `make test`. Each creates .venv itself and installs with constraints.txt.
 PYTHON ?= python3
 BIN := .venv/bin
-# JAX compiles once for every shape that the suite tries, and runs each but a few times: the old emitters of fusions
-# compile twice as fast as the new ones.
-QUICK_JAX := JAX_DISABLE_MOST_OPTIMIZATIONS=1 XLA_FLAGS=--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters
 # Triton's kernels run on the CPU too. Only for this one: the other backends would take them up and be slow.
 INTERPRETED := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1
 # Another seventh of the conformance suite every day. For `make test-all` all of it, with the large shapes, and nothing
@@ -18,17 +15,13 @@ demo: .venv/.demo
 
 # Two workers on two cores: with a thread for every core each, torch's threads would wait for one another.
 test: export OMP_NUM_THREADS = 1
-# Workers compile many programs in common; a second run compiles none.
-test: export JAX_COMPILATION_CACHE_DIR = $(CURDIR)/.pytest_cache/jax
-test: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS = 0
-test: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES = -1
 test: .venv/.dev
 	$(BIN)/python -m pytest tests --numprocesses 2 --dist loadscope
 	$(MAKE) $(if $(CROSSPACK_TEST_ALL),WORKERS="--numprocesses 2 --dist loadgroup",--jobs 2) judge judge-interpreted
 
 # A part is small: two runs beside each other import the frameworks twice, and workers would in every process.
 judge:
-	$(QUICK_JAX) $(BIN)/python -m pytest conformance $(WORKERS) $(PART)
+	$(BIN)/python -m pytest conformance --all $(WORKERS) $(PART)
 
 # Triton has wheels for Linux alone, and a backend that is named must load.
 judge-interpreted:

@@ -8,9 +8,9 @@
 Documents have lognormal lengths of mean 128, 512 at most. Every contender makes the same steps of 128 documents: packed
 into one row of 512-token multiples, or padded in the stock model. Padded to 512 tokens, 24% of a batch is real; sorted
 by length and padded in four micro-batches, 61%. Both run eager and compiled, and with flash-attention 2, which takes
-padding out for attention. Masked language models compute logits of masked tokens alone (``sparse_prediction``), in
-every contender. Figures are real tokens per second, padding not counted. A contender that fails, as one whose package
-is not installed does, is a line in the table.
+padding out for attention; sorted ones with flash-attention 4 as well. Masked language models compute logits of masked
+tokens alone (``sparse_prediction``), in every contender. Figures are real tokens per second, padding not counted. A
+contender that fails, as one whose package is not installed does, is a line in the table.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ STOCK = {
     "padded by length, compiled": "sdpa",
     "padded, flash_attention_2": "flash_attention_2",
     "padded by length, flash_attention_2": "flash_attention_2",
+    "padded by length, flash_attention_4": "flash_attention_4",
 }
 TASKS = {"masked": "masked LM", "classes": "classes of documents"}
 PACKED = ("packed, make_train_step", "packed, make_train_step(compile=False)", "packed, plain loop")

@@ -21,6 +21,8 @@ from torch_backend.segments import PackedMetadata
 
 
 def delta_by_fla(inputs: list[Tensor], packed: PackedMetadata) -> Tensor:
+    """By its own kernels: where ``flash_qla`` is installed, it hands the call to these otherwise."""
+    os.environ["FLA_FLASH_QLA"] = "0"
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     boundaries, chunks = packed.derived("chunks", _chunks)

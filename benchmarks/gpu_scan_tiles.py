@@ -25,7 +25,7 @@ from benchmarks.gpu import header
 from benchmarks.gpu_clock import DEVICE, TOY, device_ms, gated, relative_error, set_budget
 from benchmarks.gpu_scan import drawn_delta, drawn_kimi, drawn_selective, drawn_ssd, sets
 from torch_backend.ops.scan import delta_rule, kimi_delta, selective
-from torch_backend.ops.scan.chunks import FEW, KIMI_TILES, TILES
+from torch_backend.ops.scan.chunks import FEW, KIMI_TILES, LINEAR_TILES, TILES
 from torch_backend.segments import PackedMetadata
 
 
@@ -53,6 +53,14 @@ KIMI_CANDIDATES: dict[str, list[tuple[int, ...]]] = {
     "carry_backward": [(16, 2, 2), (16, 4, 2), (32, 4, 1), (32, 4, 2)],
     "chunk_backward": [(16, 8, 1), (32, 4, 1), (32, 8, 1), (64, 8, 1)],
 }
+LINEAR_CANDIDATES: dict[str, list[tuple[int, ...]]] = {
+    "prepare": [(0, 1, 1), (0, 2, 1), (0, 4, 1)],
+    "carry": [(16, 2, 2), (32, 2, 2), (32, 4, 2), (64, 4, 2), (64, 4, 3), (64, 8, 2)],
+    "output": [(32, 4, 1), (64, 4, 1), (64, 8, 1)],
+    "values_backward": [(64, 4, 1), (64, 8, 1)],
+    "carry_backward": [(16, 2, 2), (16, 4, 2), (32, 4, 1), (32, 4, 2), (32, 8, 2), (64, 8, 2)],
+    "chunk_backward": [(16, 8, 1), (32, 4, 1), (32, 8, 1), (64, 8, 1)],
+}
 # Warps, and tokens whose loads are on the way at once.
 SELECTIVE_CANDIDATES: dict[str, list[tuple[int, ...]]] = {
     "ends": [(1, 4), (1, 8), (2, 8), (4, 8), (1, 16)],
@@ -63,7 +71,7 @@ SELECTIVE_CANDIDATES: dict[str, list[tuple[int, ...]]] = {
 # Of a shape: its module, what it is drawn by, its tiles and what they could be.
 SHAPES: dict[str, tuple[Any, Callable[[int], list[Tensor]], dict[str, Any], dict[str, list[tuple[int, ...]]]]] = {
     "delta": (delta_rule, drawn_delta, TILES, CANDIDATES),
-    "ssd": (delta_rule, drawn_ssd, TILES, CANDIDATES),
+    "ssd": (delta_rule, drawn_ssd, LINEAR_TILES, LINEAR_CANDIDATES),
     "kimi": (kimi_delta, drawn_kimi, KIMI_TILES, KIMI_CANDIDATES),
     "selective": (selective, _drawn_selective, selective.TILES, SELECTIVE_CANDIDATES),
 }
@@ -120,7 +128,9 @@ def _by_kernel(calls: tuple[Any, Any]) -> dict[str, float]:
 
 
 def _results(calls: tuple[Any, Any]) -> list[Tensor]:
-    return [x for call in calls for x in call() if x.numel()]
+    """The output, and the gradients; what is kept for the backward may hold unwritten memory."""
+    ahead, behind = calls
+    return [x for x in (ahead()[0], *behind()) if x.numel()]
 
 
 def _error(cases: dict[int, tuple[Any, Any]], right: dict[int, list[Tensor]]) -> float:

@@ -291,7 +291,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--group", choices=list(GROUPS), default="attention", help="which sets")
     parser.add_argument("--sets", nargs="*", choices=list(SETS), help="these sets only")
     parser.add_argument("--torch", action="store_true", help="also torch's kernels, in a process of its own")
-    parser.add_argument("--mosaic", action="store_true", help="Mosaic GPU's forward and dq wherever they lower")
+    parser.add_argument(
+        "--lowering",
+        choices=["mosaic", "triton"],
+        help="of forward and dq, instead of the chosen one",
+    )
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=120.0, help="stop measuring after this long")
     parser.add_argument("--output", type=Path, help="file of JSON, rewritten after each measurement")
@@ -300,8 +304,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sets = TOY if options.toy else {name: SETS[name] for name in options.sets or GROUPS[options.group]}
     if options.torch:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves memory to torch
-    if options.mosaic:
-        mosaic_tiles.serves = lower  # type: ignore[assignment]
+    if options.lowering:
+        mosaic_tiles.serves = lower if options.lowering == "mosaic" else lambda request: False  # type: ignore[assignment]
     deadline = begin + options.seconds
 
     header = [

@@ -42,7 +42,7 @@ SECTIONS = {
     "cudnn": Section("jax_attention", ("--group", "cudnn", "--match", "ours, pallas|packed offsets")),
     "torch": Section("jax_attention", ("--group", "torch", "--match", "ours, pallas", "--torch")),
     # beside "torch": would Mosaic GPU's kernels win where they are not taken?
-    "mosaic": Section("jax_attention", ("--group", "torch", "--match", "ours, pallas", "--mosaic")),
+    "mosaic": Section("jax_attention", ("--group", "torch", "--match", "ours, pallas", "--lowering", "mosaic")),
     "attention": Section("jax_attention"),
     "compile": Section("jax_step", ("--compile",)),
     # CUDA graphs would hide which operation a kernel belongs to

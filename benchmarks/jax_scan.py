@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -246,7 +247,7 @@ def line(r: Result) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     begin = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="contenders whose name contains this")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="contenders whose name it matches")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--group", type=int, default=chunked_scan.GROUP, help="chunks in a step of ours")
     parser.add_argument("--seconds", type=float, default=110.0, help="start nothing after this long")
@@ -259,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     header = [f"{machine()}; {jax.devices()[0].device_kind}", versions("jax", "jaxlib", "jax-cuda13-plugin", "maxtext")]
     print("\n".join(header), flush=True)
     results: list[Result] = []
-    for contender in [name for name in CONTENDERS if options.only in name]:
+    for contender in [name for name in CONTENDERS if re.search(options.only, name)]:
         for name, row in rows.items():
             result = Result(name, contender)
             results.append(result)

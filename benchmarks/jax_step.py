@@ -124,18 +124,19 @@ def line(result: dict[str, Any]) -> str:
 
 
 def step_of(config: DecoderConfig, options: dict[str, Any], axes: dict[str, int]) -> TrainStep:
+    """The step of a decoder that is made array by array: one program for all of them would take long to compile."""
     count = int(np.prod([*axes.values(), 1]))
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=jax.devices()[:count]) if axes else None
-    make = lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16, **options)  # noqa: E731
-    return make_train_step(make, optax.adamw(1e-4), mesh)
+    return make_train_step(Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16, **options), optax.adamw(1e-4), mesh)
 
 
 def compile_cold(config: DecoderConfig, match: str, *, toy: bool) -> Iterator[dict[str, Any]]:
     """Seconds until the step of a row can run, each way by itself."""
     seconds: dict[str, float] = {}
     for way in filter(re.compile(match).search, WAYS):
+        step = step_of(config, WAYS[way], {})
         begin = time.perf_counter()
-        step_of(config, WAYS[way], {}).compile(rows=1, tokens=128 if toy else 16_384)
+        step.compile(rows=1, tokens=128 if toy else 16_384)
         seconds[way] = time.perf_counter() - begin
         print(f"{way}, {config.num_hidden_layers} layers: traced and compiled in {seconds[way]:.1f} s", flush=True)
         yield {"compile_s": seconds}
@@ -147,7 +148,7 @@ def profile(config: DecoderConfig, way: str, *, toy: bool) -> dict[str, Any]:
     batches = [step.place(batch) for batch in make_batches(1, 128 if toy else 16_384, config.vocab_size)]
     shape = batches[0]["input_ids"].shape
     text = step.compile(rows=shape[1], tokens=shape[2]).as_text()
-    state, _ = step(step.init(), batches[0])
+    state, _ = step(step.init(donate=True), batches[0])
     with tempfile.TemporaryDirectory() as folder:
         jax.block_until_ready(state)
         begin = time.perf_counter()
@@ -190,7 +191,7 @@ def measure(
     seconds_to_compile = time.perf_counter() - begin
     memory = compiled.memory_analysis()
     planned = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    state = train_step.init()
+    state = train_step.init(donate=True)
     losses = []
     for batch in batches:
         state, metrics = train_step(state, batch)

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ def main() -> None:
     options.add_argument("--documents", type=int, default=1_000_000)
     options.add_argument("--rows", type=int, default=256, help="rows of one step")
     options.add_argument("--repeat", type=int, default=5, help="the best of so many runs is reported")
+    options.add_argument("--threads", type=int, default=1, help="also with so many threads that take steps in turn")
     options.add_argument("--no-peers", dest="peers", action="store_false")
     chosen = options.parse_args()
 
@@ -48,6 +50,9 @@ def main() -> None:
     for name, documents in forms(values, offsets):
         dataset = PackedDataset(documents, made)
         seconds[f"rows from {name}"] = best(chosen.repeat, lambda dataset=dataset: rows(dataset, chosen.rows))
+        if chosen.threads > 1:
+            said = f"rows from {name}, {chosen.threads} threads"
+            seconds[said] = best(chosen.repeat, lambda dataset=dataset: rows(dataset, chosen.rows, chosen.threads))
     flat = PackedDataset(Ragged(values, offsets), made)
     seconds["at once from a flat buffer"] = best(chosen.repeat, lambda: flat[:])
     for name in ("position_ids", "targets", "segment_ids"):
@@ -79,9 +84,17 @@ def copyto(values: np.ndarray) -> Callable[[], None]:
     return lambda: np.copyto(out, values)
 
 
-def rows(dataset: PackedDataset, count: int) -> None:
-    for first in range(0, len(dataset), count):
+def rows(dataset: PackedDataset, count: int, threads: int = 1) -> None:
+    def step(first: int) -> None:
         dataset[first : first + count]
+
+    if threads == 1:
+        for first in range(0, len(dataset), count):
+            step(first)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in pool.map(step, range(0, len(dataset), count)):
+            pass
 
 
 def derived(dataset: PackedDataset, name: str, count: int, repeat: int) -> float:

@@ -7,19 +7,23 @@ over) --> report and table, in the controlling process
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from conformance import mutants, registry
+from conformance import mutants, registry, sharing
 from conformance import report as reporting
 from conformance.judge import Judge, NotDeclared, Rejected
 from conformance.spec import requirements
 
 ROSTER = pytest.StashKey[registry.Roster]()
 REDUCED = pytest.StashKey[dict[str, tuple[int, int]]]()
+# What a backend compiles for one test, others of the method need too, and all backends share the oracle's answers. So
+# a process gets all tests of a method; where there are many processes, those of one backend.
+FEW_WORKERS = 4
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,6 +34,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )  # fmt: skip
     group.addoption("--requirement", action="append", default=[], metavar="ID", help="only this one (repeatable)")
     group.addoption("--report", type=Path, metavar="FILE", help="write the outcome as JSON")
+    group.addoption(
+        "--all", action="store_true", help="of the registered ones, also those whose kernels run in an interpreter"
+    )
     group.addoption("--thorough", action="store_true", help="the large shapes too, and no reduced selection")
     group.addoption(
         "--part", type=_part, default=(1, 1), metavar="K/N",
@@ -46,11 +53,29 @@ def _part(text: str) -> tuple[int, int]:
     return int(number), int(of)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Two processes for a run of all backends, if nothing is said of processes; before xdist reads its options."""
+    option = config.option
+    chosen = option.backend or option.requirement or option.keyword or option.markexpr or option.mutants
+    whole = not chosen and option.part == (1, 1) and not (option.collectonly or option.usepdb or _is_worker(config))
+    if whole and config.pluginmanager.hasplugin("xdist") and option.numprocesses is None and (os.cpu_count() or 1) > 1:
+        option.numprocesses, option.dist = 2, "loadgroup"
+
+
+def _is_worker(config: pytest.Config) -> bool:
+    """Whether this is a process that xdist has started."""
+    return hasattr(config, "workerinput")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "requirement(id): the requirement of SPEC.md that the test is about")
     config.addinivalue_line("markers", "heavy: too much for kernels that run in an interpreter")
     config.addinivalue_line("markers", "thorough: a large shape, run with --thorough only")
     config.stash[REDUCED] = {}
+    if config.pluginmanager.hasplugin("cacheprovider"):  # a second run compiles nothing
+        for name, value in sharing.environment(config.cache.mkdir("compiled")).items():
+            os.environ.setdefault(name, value)
     config.pluginmanager.register(Run(config), "conformance-run")
     unknown = sorted(set(config.getoption("requirement")) - set(requirements()))
     if unknown:
@@ -59,7 +84,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[ROSTER] = registry.Roster({name: mutant() for name, mutant in mutants.MUTANTS.items()})
         return
     try:
-        config.stash[ROSTER] = registry.load(config.getoption("backend"))
+        config.stash[ROSTER] = registry.load(config.getoption("backend"), interpreted=config.getoption("all"))
     except registry.LoadError as error:
         raise pytest.UsageError(str(error)) from error
 
@@ -96,8 +121,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=[item for item in items if item in dropped])
     items[:] = [item for item in items if item not in dropped]
     if config.pluginmanager.hasplugin("xdist"):
-        for item in ours:  # for --dist loadgroup: what a backend compiles for one test, others of the method need too
-            item.add_marker(pytest.mark.xdist_group(f"{_judged(item)} {requirements()[_id(item)].method}"))
+        few = getattr(config, "workerinput", {}).get("workercount", 1) <= FEW_WORKERS
+        for item in ours:  # for --dist loadgroup
+            method = requirements()[_id(item)].method
+            item.add_marker(pytest.mark.xdist_group(method if few else f"{_judged(item)} {method}"))
 
 
 def _id(item: Any) -> str:
@@ -194,7 +221,7 @@ class Run:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        if hasattr(self._config, "workerinput") or self._config.getoption("collectonly"):
+        if _is_worker(self._config) or self._config.getoption("collectonly"):
             return
         found = reporting.report(self._config.stash[ROSTER], self._records, requirements(), self._absent())
         path = self._config.getoption("report")

@@ -40,8 +40,11 @@ def registered(group: str = GROUP) -> dict[str, Callable[[], Any]]:
     return {point.name: point.load for point in sorted(entry_points(group=group), key=lambda point: point.name)}
 
 
-def load(asked: Iterable[str] = ()) -> Roster:
+def load(asked: Iterable[str] = (), *, interpreted: bool = False) -> Roster:
     """Make the backends that were asked for, or all that are registered when none was.
+
+    Args:
+        interpreted: of those that are registered, also the ones whose kernels would run in an interpreter here.
 
     Raises:
         LoadError: a backend that was asked for does not load, or none of a family that was asked for runs here.
@@ -57,6 +60,11 @@ def load(asked: Iterable[str] = ()) -> Roster:
                 roster.not_run[family] = str(reason)
                 continue
             _make(_full_names(family, offered), roster)
+        if not interpreted:
+            slow = [name for name, backend in roster.backends.items() if backend.capabilities.interpreted]
+            for name in slow:
+                del roster.backends[name]
+                roster.not_run[name] = "its kernels would run in an interpreter: name it, or pass --all"
     return roster
 
 

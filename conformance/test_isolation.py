@@ -30,6 +30,7 @@ from conformance.judge import Judge
 from packing_core.protocol import Array, Document
 
 requirement = pytest.mark.requirement
+heavy = pytest.mark.heavy
 
 
 @requirement("ISO-01")
@@ -61,11 +62,11 @@ def test_rows_are_isolated_each_by_its_own_boundaries(judge: Judge) -> None:
     "options",
     [
         pytest.param({"window": 6}, id="window"),
-        pytest.param({"softcap": 5.0}, id="softcap"),
+        pytest.param({"softcap": 5.0}, id="softcap", marks=heavy),
         pytest.param({"sinks": True}, id="sinks"),
-        pytest.param({"alibi": True}, id="alibi"),
+        pytest.param({"alibi": True}, id="alibi", marks=heavy),
         pytest.param({"heads": 6, "kv_heads": 2}, id="gqa"),
-        pytest.param({"causal": False}, id="bidirectional"),
+        pytest.param({"causal": False}, id="bidirectional", marks=heavy),
     ],
 )
 def test_isolation_under_every_option(judge: Judge, options: dict[str, object]) -> None:

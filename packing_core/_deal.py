@@ -107,3 +107,18 @@ def rows_done(parts: list[Mapping[str, Any]]) -> int:
                 "take batches from the workers in turn, of as many rows as the stream was told"
             )
     return done
+
+
+def part_of(name: str, given: Any) -> tuple[int, int]:
+    """``given`` as (index, count).
+
+    Raises:
+        PackingError: it is something else, or there is no such index.
+    """
+    try:
+        index, count = map(integer, given)
+    except (TypeError, ValueError):  # not two things
+        index = count = None
+    if index is None or count is None or not 0 <= index < count:
+        raise PackingError(f"{name} is {given!r}: pass (index, count) with 0 <= index < count")
+    return index, count

@@ -2,7 +2,8 @@
 
 Documents are dealt in blocks. How many of a block each source gives follows from the weights and the number of the
 block alone, and the order in the block from the seed. So document n of a mixture is known to be document k of source s
-without reading what is before it: nothing needs to be remembered to go on from anywhere.
+without reading what is before it: nothing needs to be remembered to go on from anywhere. Files that many processes
+pack from the middle are mixed by bytes (``crosspack.packing.mixture``), since nobody has counted their documents.
 """
 
 from __future__ import annotations

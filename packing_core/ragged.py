@@ -220,8 +220,12 @@ class _ArrayList(Ragged):
             # The bytes are joined where they can be: NumPy spends more than twice as long on every array it joins.
             alike = len(self.dtypes) == 1
             joined = np.frombuffer(b"".join(pieces), out.dtype) if alike else np.concatenate(pieces, dtype=out.dtype)
-            begin = np.cumsum(length[block]) - length[block]
-            copy_runs(out, at[block], joined, begin, length[block])
+            ends = np.cumsum(length[block])
+            # what stands side by side in a row is copied at once
+            first = np.append(0, np.flatnonzero(at[block][1:] != at[block][:-1] + length[block][:-1]) + 1)
+            begin = np.append((ends - length[block])[first], ends[-1]).tolist()
+            for to, begins, stops in zip(at[block][first].tolist(), begin, begin[1:], strict=False):
+                out[to : to + stops - begins] = joined[begins:stops]
 
     def flat(self) -> Ragged:
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._lengths)])

@@ -9,34 +9,31 @@ where it stopped, also with another number of shards.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import islice
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from packing_core._deal import Deal
+from packing_core._deal import Deal, part_of
 from packing_core._hints import hinted
+from packing_core._options import StreamOptions, StreamStrategy
 from packing_core._pending import Pending, Piece
-from packing_core._pieces import Overflow, check_seed, choice, integer, positive
+from packing_core._pieces import Overflow, positive
 from packing_core._reader import Reader
 from packing_core._rounds import leaving, make_rows, plan_round
 from packing_core._sources import Source
 from packing_core._state import Mark, read_state, sealed
-from packing_core.batch import WEIGHTINGS, PackedBatch, Weighting
+from packing_core.batch import PackedBatch, Weighting
 from packing_core.dataset import with_empty_row
 from packing_core.errors import PackingError
 from packing_core.joining import concatenate
-from packing_core.plan import PackPlan, plan
+from packing_core.packplan import PackPlan
 
 Int64 = NDArray[np.int64]
 
-StreamStrategy = Literal["mixed", "best_fit"]
-
 CHUNK_TOKENS = 2**22  # slots of the rows that are made at a time
-_LIMITS = ("capacity", "buffer", "buffer_tokens", "max_age", "alignment", "max_segments")
-_OPTIONS = (*_LIMITS, "seed", "overflow", "strategy", "pad_id", "weighting")
 
 
 @hinted()
@@ -96,24 +93,20 @@ def stream(
     Whatever is raised while iterating, by the source too, loses nothing: what was read stays, and the next call opens
     the source again at the first document that was not. A bad document raises every time.
     """
-    return PackStream(
-        source,
+    options = StreamOptions.checked(
         capacity,
         buffer=buffer,
         buffer_tokens=buffer_tokens,
         max_age=max_age,
-        seed=seed,
-        shard=shard,
-        worker=worker,
-        rows_per_batch=rows_per_batch,
-        lengths=lengths,
-        overflow=overflow,
         alignment=alignment,
         max_segments=max_segments,
+        seed=seed,
+        overflow=overflow,
         strategy=strategy,
         pad_id=pad_id,
         weighting=weighting,
     )
+    return PackStream(source, options, shard=shard, worker=worker, rows_per_batch=rows_per_batch, lengths=lengths)
 
 
 class PackStream:
@@ -122,6 +115,7 @@ class PackStream:
     ``iter()`` on a stream that is at its end starts the next epoch.
 
     Attributes:
+        options: what decides its rows, checked.
         truncated, dropped: numbers of the documents that ``overflow`` cut or left out since this stream was made, the
             last 65,536 of each.
         n_truncated, n_dropped: how many there were.
@@ -134,56 +128,25 @@ class PackStream:
     _at_round: Mark  # where the round of the last row taken began
     _digest: tuple[Mark, str] | None  # of the documents of a mark: it takes a pass over them
 
-    @hinted()
     def __init__(
         self,
         source: Any,
-        capacity: int,
+        options: StreamOptions,
         *,
-        buffer: int,
-        buffer_tokens: int | None = None,
-        max_age: int | None,
-        seed: int | None,
         shard: tuple[int, int] = (0, 1),
         worker: tuple[int, int] = (0, 1),
         rows_per_batch: int = 1,
         lengths: ArrayLike | None = None,
-        overflow: Overflow,
-        alignment: int,
-        max_segments: int | None,
-        strategy: StreamStrategy,
-        pad_id: int,
-        weighting: Weighting,
     ) -> None:
-        self.capacity = positive("capacity", capacity)
-        self.buffer = positive("buffer", buffer)
-        self.max_age = 16 * self.buffer if max_age is None else positive("max_age", max_age)
-        if self.max_age < self.buffer:
-            raise PackingError(
-                f"max_age is {self.max_age:,} and buffer {self.buffer:,}: pass an age of at least one buffer"
-            )
-        default = max(2**24, 64 * self.capacity)
-        self.buffer_tokens = default if buffer_tokens is None else positive("buffer_tokens", buffer_tokens)
-        self.seed = check_seed(seed)
-        self.index, self.shards = _part("shard", shard)
-        self._deal = Deal(self.index, self.shards, *_part("worker", worker), positive("rows_per_batch", rows_per_batch))
-        choice("overflow", overflow, get_args(Overflow))
-        self.overflow = overflow
-        self.alignment = positive("alignment", alignment)
-        self.max_segments = None if max_segments is None else positive("max_segments", max_segments)
-        choice("strategy", strategy, get_args(StreamStrategy))
-        self.strategy = strategy
-        plan([1], self.capacity, alignment=self.alignment)  # checks that the two agree
-        number = integer(pad_id)
-        if number is None:
-            raise PackingError(f"pad_id is {pad_id!r}: pass an integer")
-        self.pad_id = number
-        choice("weighting", weighting, WEIGHTINGS)
-        self.weighting = weighting
-        self._pack_options = {"pad_id": self.pad_id, "weighting": self.weighting}
-        limits = {"buffer": self.buffer, "buffer_tokens": self.buffer_tokens, "max_age": self.max_age}
+        self.options = options
+        self.capacity, self.seed = options.capacity, options.seed
+        self.index, self.shards = part_of("shard", shard)
+        part = part_of("worker", worker)
+        self._deal = Deal(self.index, self.shards, *part, positive("rows_per_batch", rows_per_batch))
+        self._pack_options = {"pad_id": options.pad_id, "weighting": options.weighting}
+        limits = {"buffer": options.buffer, "buffer_tokens": options.buffer_tokens, "max_age": options.max_age}
         self._source = Source(source, lengths=lengths)
-        self._reader = Reader(self._source, self.capacity, overflow, **limits)
+        self._reader = Reader(self._source, self.capacity, options.overflow, **limits)
         self.start_epoch(0)
 
     @property
@@ -290,10 +253,7 @@ class PackStream:
             self._digest = at, at.digest()
         counters = {"epoch": self._epoch, "round": at.round, **self._deal.state(self._taken)}
         position = {"rows_before": at.rows_before, "cursor": at.cursor, "pending": at.places()}
-        return sealed({**self._options(), **counters, **position}, self._digest[1])
-
-    def _options(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _OPTIONS}
+        return sealed({**asdict(self.options), **counters, **position}, self._digest[1])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken: the remaining rows are the same ones. A refused state changes nothing.
@@ -302,7 +262,7 @@ class PackStream:
             PackingError: the state is not one, or was changed, or is of a stream with other options, or the source has
                 fewer documents than it had, or others.
         """
-        given = read_state(state, self._options())
+        given = read_state(state, asdict(self.options))
         deal = self._deal.resumed(given)
         cursor, places = given["cursor"], [(number, start) for number, start in given["pending"]]
         wanted = {number for number, _ in places}
@@ -333,7 +293,7 @@ class PackStream:
 
     def of_worker(self, index: int, count: int, rows_per_batch: int = 1) -> PackStream:
         """This stream, at the start of its epoch, making the rows of one of several workers; see :func:`stream`."""
-        part = _part("worker", (index, count))
+        part = part_of("worker", (index, count))
         self._deal = Deal(self.index, self.shards, *part, positive("rows_per_batch", rows_per_batch))
         self.start_epoch(self._epoch)
         return self
@@ -409,11 +369,11 @@ class PackStream:
         return plan_round(
             self._reader.pending.lengths,
             self.capacity,
-            strategy=self.strategy,
+            strategy=self.options.strategy,
             seed=seed,
             once=not self._reader.exhausted,
-            alignment=self.alignment,
-            max_segments=self.max_segments,
+            alignment=self.options.alignment,
+            max_segments=self.options.max_segments,
         )
 
     def _leaving(self, rows: PackPlan) -> Int64:
@@ -421,8 +381,10 @@ class PackStream:
         if self._reader.exhausted:
             gone = np.arange(rows.n_rows)
         else:  # what stays now is looked at again after another buffer of documents
-            old = self._reader.pending.ids[rows.source] <= self._reader.cursor - 1 - (self.max_age - self.buffer)
-            gone = leaving(rows, self.buffer // 2, self.buffer_tokens // 2, old)
+            old = self._reader.pending.ids[rows.source] <= self._reader.cursor - 1 - (
+                self.options.max_age - self.options.buffer
+            )
+            gone = leaving(rows, self.options.buffer // 2, self.options.buffer_tokens // 2, old)
         if self.seed is not None:
             gone = np.random.default_rng([self.seed, self._epoch, self._round]).permutation(gone)
         return gone
@@ -436,13 +398,3 @@ class PackStream:
         if self._no_rows is None:
             raise PackingError("the source has no document to pack")
         self._pads = self._deal.base < self._rows_before and self._deal.pads(self._rows_before)
-
-
-def _part(name: str, given: Any) -> tuple[int, int]:
-    try:
-        index, count = map(integer, given)
-    except (TypeError, ValueError):  # not two things
-        index = count = None
-    if index is None or count is None or not 0 <= index < count:
-        raise PackingError(f"{name} is {given!r}: pass (index, count) with 0 <= index < count")
-    return index, count

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from conformance import sharing
 from tests import turns
 
 settings.register_profile("untimed", settings(), deadline=None)  # on a busy machine any example may be slow
@@ -24,9 +25,8 @@ settings.load_profile("untimed")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch and numpy are first imported, which is below
 
 # Workers, and the processes that tests start, compile many programs in common; a second run compiles none.
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "jax"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+for name, value in sharing.environment(Path(__file__).parents[1] / ".pytest_cache" / "jax").items():
+    os.environ.setdefault(name, value)
 
 if find_spec("torch") and find_spec("triton") and "TRITON_INTERPRET" not in os.environ:
     import torch

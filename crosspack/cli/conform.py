@@ -17,6 +17,7 @@ from typing import Annotated
 
 import typer
 
+from conformance import sharing
 from packing_core.errors import MissingExtraError, PackingError
 from packing_core.extras import require
 
@@ -52,7 +53,7 @@ def conform(
     require("pytest", extra="test")
     if workers is not None:
         require("xdist", extra="test", distribution="pytest-xdist")
-    command = command_line(backend or [], requirement or [], report, thorough, mutants, workers)
+    command = command_line(backend or [], requirement or [], report, thorough, mutants, workers, every)
     with TemporaryDirectory() as compiled:
         raise typer.Exit(subprocess.run(command, env=environment(Path(compiled)), check=False).returncode)
 
@@ -64,6 +65,7 @@ def command_line(
     thorough: bool,
     mutants: bool,
     workers: str | None,
+    every: bool,
 ) -> list[str]:
     """The pytest command that runs the installed suite."""
     suite = find_spec("conformance")
@@ -74,6 +76,7 @@ def command_line(
     options += [f"--report={report}"] if report is not None else []
     options += ["--thorough"] if thorough else []
     options += ["--mutants"] if mutants else []
+    options += ["--all"] if every else []
     options += ["-p", "xdist.plugin", "-n", workers, "--dist", "loadgroup"] if workers is not None else []
     own = ["-c", str(folder / "pytest.ini"), "--rootdir", str(folder), "--confcutdir", str(folder)]
     return [sys.executable, "-m", "pytest", str(folder), *own, "-p", "no:cacheprovider", "-q", *options]
@@ -82,13 +85,8 @@ def command_line(
 def environment(compiled: Path) -> dict[str, str]:
     """The caller's environment without what would change how pytest runs.
 
-    Workers share what they share on a machine: a GPU, of which each JAX process would take most for itself, and what
-    JAX compiles, which goes into the folder ``compiled``.
+    Args:
+        compiled: a folder for what JAX compiles, which workers share.
     """
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS")}
-    shared = {
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        "JAX_COMPILATION_CACHE_DIR": str(compiled),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
-    return shared | kept | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    return sharing.environment(compiled) | kept | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

@@ -131,9 +131,11 @@ def _packed_name(found: dict[str, Any]) -> str:
 def _lengths(found: dict[str, Any]) -> str:
     counts, edges = found["length_histogram"]["counts"], found["length_histogram"]["edges"]
     title = f"Histogram of document lengths, from {edges[0]:,.0f} to {edges[-1]:,.0f} tokens on a logarithmic scale"
-    drawn = charts.columns(title, counts, _ticks(edges), mark=_place(edges, found["capacity"]))
+    place = _place(edges, found["capacity"])
+    drawn = charts.columns(title, counts, _ticks(edges), mark=place)
     lines = [[f"{a:,.0f} to {b:,.0f}", f"{n:,}"] for a, b, n in zip(edges, edges[1:], counts, strict=False) if n]
-    caption = f"Documents by length; the dashed line is the capacity, {found['capacity']:,} tokens."
+    where = "the dashed line is" if 0 <= place <= 1 else "no bar is as long as" if place > 1 else "all are longer than"
+    caption = f"Documents by length; {where} the capacity, {found['capacity']:,} tokens."
     return charts.figure(drawn, caption, charts.table("Documents by length", ["tokens", "documents"], lines))
 
 

@@ -2,6 +2,9 @@
 
 Where a unit begins in each data set follows from the sizes alone, so units can be made in any order. The mixture ends
 with the data set that runs out first.
+
+``packing_core.mix`` deals documents by number, which a stream reads one after the other. That rule cannot serve here:
+the number of documents before a unit is known only after reading all of them.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from crosspack.packing.unit import (
 from crosspack.packing.workers import Failed, Finished, Pool
 from crosspack.packing.writers import Format, Written, write_file
 from crosspack.reading.lines import Document, Range
-from crosspack.reading.records import Listed, read_pieces
+from crosspack.reading.records import Listed, dealt, read_pieces
 from crosspack.reading.rows import Stretch
 from crosspack.reading.tables import Group
 from packing_core.training.files import sync
@@ -172,18 +172,12 @@ class Run:
         done: dict[int, set[int]] = {}
         for key in self.outcomes:
             done.setdefault(key.stretch, set()).add(key.piece)
-        few = len(self.stretches) < 4 * self.part.parts
-        for number, stretch in enumerate(self.stretches):
+        for number, stretch, start, stride in dealt(self.stretches, *self.part):
             finished = frozenset(done.get(number, ()))
             single = isinstance(stretch, Range | Document)
             if single and finished:
                 continue
-            start, stride = (self.part.number - number) % self.part.parts, self.part.parts
-            if not few or single:
-                if start:
-                    continue
-                stride = 1
-            several = not isinstance(stretch, Range | Document | Listed) and not _small(stretch, self.worker.rules.size)
+            several = not (single or isinstance(stretch, Listed)) and not _small(stretch, self.worker.rules.size)
             share = workers if several and len(self.stretches) < 4 * workers else 1
             for each in range(share):
                 yield Pieces(number, stretch, start + stride * each, stride * share, finished)

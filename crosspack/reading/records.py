@@ -8,8 +8,8 @@ can read, in the same order.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from crosspack.reading.corpus import standard_library_records
 from crosspack.reading.csvfiles import DELIMITERS, Csv
 from crosspack.reading.files import File, is_url, remote
 from crosspack.reading.folders import FORMATS, files_of_split
-from crosspack.reading.lines import SampleBy, line_stretches
+from crosspack.reading.lines import Document, Range, SampleBy, line_stretches
 from crosspack.reading.objects import Json, grouped
 from crosspack.reading.rows import Item, Piece, Place, Row, Stretch, row_or_bad, strictly
 from crosspack.reading.tables import table_stretches
@@ -30,6 +30,7 @@ Record = Mapping[str, Any]
 
 STANDARD_LIBRARY = "docstrings of the Python standard library"
 _PIECE = 1 << 20  # bytes that are read at once where records are read one after the other
+_SMALLEST, _LARGEST = 1 << 13, 1 << 24  # bytes of a range of a file of lines that one of several readers has
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Records:
         columns: all that is read of files that store columns one by one; empty for every column.
         sample_by: whether a line of a text file is a record, or the file.
         listed: gives the records where there are no files.
+        share: (index, count): which of ``count`` readers this one is; see :meth:`part`.
     """
 
     name: str
@@ -49,6 +51,21 @@ class Records:
     columns: frozenset[str] = frozenset()
     sample_by: SampleBy = "line"
     listed: Callable[[], Iterable[Any]] | None = None
+    share: tuple[int, int] = (0, 1)
+
+    def part(self, index: int, count: int) -> Records:
+        """What one of ``count`` readers reads: each record is in one part, and in the same one every time.
+
+        A reader opens only ranges of bytes of plain JSON Lines and text files, and only files, row groups or record
+        batches of other formats if there are at least four of these for each reader; otherwise it reads past the
+        records of the others. Parts have about equally many bytes, not equally many records.
+
+        Raises:
+            PackingError: ``index`` is not one of ``count``.
+        """
+        if not 0 <= index < count:
+            raise PackingError(f"part {index!r} of {count!r}: pass an index from 0 to count - 1")
+        return replace(self, share=(index, count))
 
     def __iter__(self) -> Iterator[Row]:
         return strictly(self.items())
@@ -59,12 +76,19 @@ class Records:
         Raises:
             PackingError: a file cannot be read from some place on.
         """
-        for stretch in self.stretches(None):
-            for piece in read_pieces(stretch, _PIECE):
+        if self.share == (0, 1):
+            for stretch in self.stretches(None):
+                for piece in read_pieces(stretch, _PIECE):
+                    yield from piece.items
+            return
+        index, count = self.share
+        size = min(max(self.size() // (16 * count), _SMALLEST), _LARGEST)
+        for _, stretch, start, step in dealt(list(self.stretches(size)), index, count):
+            for piece in read_pieces(stretch, min(size, _PIECE), start, step):
                 yield from piece.items
 
     def stretches(self, size: int | None) -> Iterator[Stretch]:
-        """The records in order, in parts that can be read by themselves.
+        """All of the records in order, whatever ``share`` is, in parts that can be read by themselves.
 
         Args:
             size: bytes of a part of a plain file of lines; None for whole files.
@@ -145,6 +169,20 @@ def read_pieces(stretch: Stretch, size: int, start: int = 0, step: int = 1) -> I
         for piece in stretch.pieces(size, start, step):
             piece.items = _guarded(stretch.file, piece.items)
             yield piece
+
+
+def dealt(stretches: Sequence[Stretch], index: int, count: int) -> Iterator[tuple[int, Stretch, int, int]]:
+    """What one of ``count`` readers reads: stretches with their numbers, and the first and the step of its pieces.
+
+    Stretches are dealt whole if there are at least four for each reader, else piece by piece.
+    """
+    few = len(stretches) < 4 * count
+    for number, stretch in enumerate(stretches):
+        start = (index - number) % count
+        if few and not isinstance(stretch, Range | Document):  # which are one piece
+            yield number, stretch, start, count
+        elif not start:
+            yield number, stretch, 0, 1
 
 
 def _guarded(file: str, items: Iterator[Item]) -> Iterator[Item]:

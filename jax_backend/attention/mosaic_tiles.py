@@ -44,15 +44,14 @@ _FAR = 2**30  # past every index
 def serves(request: Request) -> bool:
     """Whether these kernels are taken: where they can serve and were measured to win.
 
-    They need a Hopper GPU, half precision and shapes that whole copies cover. Heads that cannot share tiles (7 to a
-    key/value head, say) would walk more keys than the other kernels do.
+    They need a Hopper GPU, half precision and shapes that whole copies cover. Heads that share no tile (7 to a
+    key/value head, say) walk more keys than the other kernels do, and are faster at this width all the same.
     """
     return (
         request.platform == "gpu"
         and request.dtype != jnp.float32
         and request.head_dim == request.value_dim
         and request.head_dim in WIDTHS
-        and packed_heads(request) == min(request.group, MOST_PACKED)
         and request.queries % COPIED == 0
         and request.keys % COPIED == 0
         and request.softcap is None

@@ -24,6 +24,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jax_backend.attention import IMPLEMENTATIONS, segment_attention
 from jax_backend.batches import to_batch
+from jax_backend.compilation import compile_quickly
 from jax_backend.conformance.documents import DocumentMethods, arithmetic
 from jax_backend.conformance.operations import out_and_gradients
 from jax_backend.conformance.scans import ScanMethods
@@ -43,7 +44,8 @@ _PLAIN = _ALL - {"sinks"}  # without a differentiable log-sum-exp there are no s
 
 
 def backends() -> Mapping[str, BackendFactory]:
-    """What the entry point ``jax`` offers, one backend per attention implementation."""
+    """What the entry point ``jax`` offers, one backend per attention implementation; a CPU compiles quickly."""
+    compile_quickly()
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         with suppress(RuntimeError):  # JAX runs already: requirements about ranks then take a process of their own
             _have_devices(_RANKS)
@@ -203,13 +205,11 @@ class Stack(AttentionStack, DocumentMethods, ScanMethods):
         dtype: str,
         token_weights: Array | None = None,
     ) -> tuple[float, float, Array]:
-        ids = jnp.asarray(segment_ids, jnp.int32)
-        targets = shift_labels(jnp.asarray(labels, jnp.int32), ids)
         # The weight of a label travels with it to the token before, which predicts it.
-        moved = None if token_weights is None else jnp.roll(jnp.asarray(token_weights), -1, axis=1)
-
+        moved = None if token_weights is None else np.roll(token_weights, -1, axis=1)
+        given = (np.asarray(x, np.int32) for x in (labels, segment_ids))
         with arithmetic(dtype):
-            (loss, weight), gradient = _loss_sum_and_gradient(jnp.asarray(logits, dtype), targets, moved)
+            (loss, weight), gradient = _loss_sum_and_gradient(np.asarray(logits, jnp.dtype(dtype)), *given, moved)
         return float(loss), float(weight), np.asarray(gradient, np.float32)
 
     def train(
@@ -327,16 +327,16 @@ def _turn(operands: dict[str, Any], position_ids: jax.Array, inv_freq: jax.Array
 
 @jax.jit
 def _loss_sum_and_gradient(
-    logits: jax.Array, targets: jax.Array, token_weights: jax.Array | None
+    logits: jax.Array, labels: jax.Array, segment_ids: jax.Array, token_weights: jax.Array | None
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
     def loss_sum(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return packed_cross_entropy(logits, targets, weights=token_weights)
+        return packed_cross_entropy(logits, shift_labels(labels, segment_ids), weights=token_weights)
 
     return jax.value_and_grad(loss_sum, has_aux=True)(logits)
 
 
-def _model_inputs(batch: Batch) -> tuple[jax.Array, ...]:
-    return tuple(jnp.asarray(x, jnp.int32) for x in (batch.input_ids, batch.segment_ids, batch.position_ids))
+def _model_inputs(batch: Batch) -> tuple[Array, ...]:
+    return tuple(np.asarray(x, np.int32) for x in (batch.input_ids, batch.segment_ids, batch.position_ids))
 
 
 @partial(jax.jit, static_argnums=0)

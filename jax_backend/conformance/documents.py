@@ -43,7 +43,7 @@ class DocumentMethods(Backend):
                 read += stop - start
         counted = np.ones(values.shape, bool) if where is None else where
         batch = {"document_ids": ids, "document_positions": positions}
-        given = jnp.asarray(values, dtype), None if dout is None else jnp.asarray(dout)
+        given = np.asarray(values, jnp.dtype(dtype)), dout
         out, gradient = _reduced(*given, batch, counted, how=how, documents=len(documents))
         gradients = {} if gradient is None else {"values": np.asarray(gradient, np.float32)}
         return np.asarray(out, np.float32), gradients
@@ -57,17 +57,10 @@ class DocumentMethods(Backend):
         temperature: float = 1.0,
         dout: Array | None = None,
     ) -> tuple[Array, Gradients]:
-        ids = jnp.asarray(batch.segment_ids, jnp.int32)
-        targets = shift_labels(jnp.asarray(batch.labels, jnp.int32), ids)
-        inputs = {
-            "input_ids": jnp.asarray(batch.input_ids, jnp.int32),
-            "segment_ids": ids,
-            "position_ids": jnp.asarray(batch.position_ids, jnp.int32),
-            "targets": targets,
-            "loss_weights": targets != -100,
-        }
+        names = ("input_ids", "segment_ids", "position_ids", "labels")
+        inputs = {name: np.asarray(getattr(batch, name), np.int32) for name in names}
         # A batch's targets stand one token before the labels, and so do their log-probabilities.
-        shifted = None if dout is None else jnp.roll(jnp.asarray(dout, jnp.float32), -1, axis=1)
+        shifted = None if dout is None else np.roll(np.asarray(dout, np.float32), -1, axis=1)
         with arithmetic(dtype):
             found, gradients = _logprobs(*self._model(decoder, dtype, batch), inputs, shifted, temperature=temperature)
         at_labels = np.roll(np.asarray(found, np.float32), 1, axis=1)
@@ -90,8 +83,9 @@ class DocumentMethods(Backend):
             parts = self._model(decoder, dtype, Batch(*arrays))
             with arithmetic(dtype):
                 one = _pair_sums(*parts, to_batch(packed), beta, documents=len(documents))
-            total = one if total[1] is None else jax.tree.map(jnp.add, total, one)
-        loss, gradients = jax.tree.map(lambda x: x / pairs, total)
+            one = jax.tree.map(np.asarray, one)
+            total = one if total[1] is None else jax.tree.map(np.add, total, one)
+        loss, gradients = jax.tree.map(lambda x: x / np.float32(pairs), total)
         return float(loss), _exported(gradients)
 
     def _model(self, decoder: protocol.Decoder, dtype: str, batch: Batch) -> tuple[Any, Any, Any]:
@@ -110,7 +104,10 @@ def _reduced(values: Any, dout: Any, batch: Mapping[str, Any], where: Any, *, ho
 
 
 @partial(jax.jit, static_argnums=0, static_argnames="temperature")
-def _logprobs(graph: Any, params: Any, rest: Any, batch: Mapping[str, Any], dout: Any, *, temperature: float) -> Any:
+def _logprobs(graph: Any, params: Any, rest: Any, inputs: Mapping[str, Any], dout: Any, *, temperature: float) -> Any:
+    targets = shift_labels(inputs["labels"], inputs["segment_ids"])
+    batch = {**inputs, "targets": targets, "loss_weights": targets != -100}
+
     def run(params: Any) -> jax.Array:
         return token_logprobs(nnx.merge(graph, params, rest), batch, temperature=temperature).logprobs
 

@@ -23,10 +23,11 @@ def out_and_gradients(
     **options: Any,
 ) -> tuple[Array, Gradients]:
     """The output of ``function(operands, *data, **options)`` and, with ``dout``, the operands' gradients."""
-    in_dtype = {name: jnp.asarray(x, dtype) for name, x in operands.items()}
-    cotangent = None if dout is None else jnp.asarray(dout, dtype)
+    # Rounded by numpy: JAX would compile a program for every shape.
+    in_dtype = {name: np.asarray(x, jnp.dtype(dtype)) for name, x in operands.items()}
+    cotangent = None if dout is None else np.asarray(dout, jnp.dtype(dtype))
     with arithmetic(dtype):
-        found = _compiled(function, tuple(sorted(options.items())), in_dtype, cotangent, *map(jnp.asarray, data))
+        found = _compiled(function, tuple(sorted(options.items())), in_dtype, cotangent, *data)
     return jax.tree.map(lambda x: np.asarray(x, np.float32), found)
 
 

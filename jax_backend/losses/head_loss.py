@@ -19,7 +19,9 @@ from jax.sharding import PartitionSpec as P
 from jax_backend.losses.cross_entropy import IGNORED
 from packing_core.errors import LayoutError, PackingError
 
-_ENTRIES = 2**27  # of a chunk's logits: 0.5 GiB in float32, with rows enough for a matrix product at full speed
+# Of a chunk's logits, 1 GiB in float32. Each chunk reads and writes the whole gradient of the weight: with half as many
+# logits a row of 16,384 tokens took a tenth longer on an H200 (benchmarks/RESULTS.md).
+_ENTRIES = 2**28
 _MULTIPLE = 128
 
 
@@ -27,7 +29,15 @@ _MULTIPLE = 128
 class _Options:
     softcap: float | None
     logit_scale: float
-    chunk: int
+    chunk: int | None
+    most: int
+
+    def chunk_of(self, tokens: int) -> int:
+        """Tokens of a chunk: what the caller asked for, or the same for all chunks and in whole tiles of a product."""
+        if self.chunk is not None:
+            return min(self.chunk, tokens)
+        chunks = -(-tokens // max(self.most, _MULTIPLE))
+        return min(-(-tokens // chunks // _MULTIPLE) * _MULTIPLE, tokens)
 
 
 def linear_cross_entropy(
@@ -54,7 +64,7 @@ def linear_cross_entropy(
         weights: [...] weight of each target; None for 1. Weights are data and get no gradient.
         softcap: bound on the logits, ``softcap * tanh(logits / softcap)``, after the scale.
         logit_scale: factor on the logits.
-        chunk: tokens whose logits exist at a time, on each device; None for about 2**27 logits.
+        chunk: tokens whose logits exist at a time, on each device; None for about 2**28 logits.
         mesh: the mesh over whose axes the first axis of ``hidden`` is spread. Each device then computes its own rows,
             and the gradient of ``weight`` is added up over the devices once. ``weight`` may be sharded in any way.
 
@@ -78,8 +88,7 @@ def linear_cross_entropy(
     factors = factors.astype(jnp.float32)
     classes = weight.shape[1]
     labels = jnp.where(counts, jnp.where((targets >= 0) & (targets < classes), targets, classes), -1)
-    chunk = chunk or max(_ENTRIES // classes // _MULTIPLE, 1) * _MULTIPLE
-    run = partial(_flat_loss_sum, _Options(softcap, logit_scale, chunk))
+    run = partial(_flat_loss_sum, _Options(softcap, logit_scale, chunk, _ENTRIES // classes))
     if mesh is None:
         return run(hidden, weight, labels, factors).sum(), factors.sum()
     rows = P(mesh.axis_names)
@@ -92,7 +101,7 @@ def _flat_loss_sum(
 ) -> jax.Array:
     """The loss sum [1] of hidden [..., M]; labels [...] are -1 where there is no target, V if it is wrong."""
     size = labels.size
-    chunk = min(options.chunk, size)
+    chunk = options.chunk_of(size)
     pad = -size % chunk
     flat = jnp.pad(hidden.reshape(size, -1), ((0, pad), (0, 0)))
     flat_labels = jnp.pad(labels.reshape(size), (0, pad), constant_values=-1)

@@ -11,7 +11,7 @@ import pytest
 
 from crosspack.cli import charts
 from crosspack.cli.findings import SHAPES, by_policy, by_rank, by_strategy, histogram, hours
-from crosspack.cli.page import DARK, LIGHT
+from crosspack.cli.page import DARK, LIGHT, _lengths
 from crosspack.cli.report import pictured
 from packing_core import Cost, plan
 from tests.cli.test_commands import one_line, run
@@ -127,6 +127,8 @@ def test_the_page_says_what_the_figures_say(written) -> None:
     assert f"{found['documents']:,} documents, {found['tokens']:,} tokens" in said
     assert found["documents"] == 80 and found["tokens"] == 40 * 10 + sum(20 + i for i in range(40))
     assert found["longer_than_capacity"] == sum(20 + i > 48 for i in range(40))
+    assert "the dashed line is the capacity, 48 tokens" in said
+    assert "no bar is as long as the capacity, 4,096 tokens" in _lengths(found | {"capacity": 4096})
     for made in found["strategies"]:
         assert f"{made['efficiency']:.2%}" in said
     assert f"{found['ranks']['slowest_over_mean_after']:.4f}" in said

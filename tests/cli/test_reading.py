@@ -18,6 +18,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import crosspack
+from crosspack.reading import records
+from crosspack.reading.files import File
 from crosspack.reading.records import read_pieces
 from packing_core.errors import PackingError
 
@@ -63,6 +65,35 @@ FILES: dict[str, Callable[[list[dict[str, Any]]], bytes]] = {
     "data.arrow": lambda records: table(records, stream=True),
     "data.file.arrow": lambda records: table(records, stream=False),
 }
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_parts_of_a_file_hold_every_record_once(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(records, "_SMALLEST", 100)
+    (tmp_path / name).write_bytes(FILES[name](RECORDS))
+    whole = crosspack.read(tmp_path / name)
+    parts = [[dict(row) for row in whole.part(index, 3)] for index in range(3)]
+    assert all(len(part) > 30 for part in parts)
+    numbers = [[RECORDS.index(record) for record in part] for part in parts]
+    assert all(part == sorted(part) for part in numbers)
+    assert sorted(number for part in numbers for number in part) == list(range(300))
+
+
+def test_a_part_of_a_file_of_lines_reads_only_its_bytes(tmp_path, monkeypatch):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b"".join(jsonl([{"text": str(n) * 30}]) for n in range(60_000)))
+    read = []
+
+    class Counting(io.FileIO):
+        def readinto(self, buffer: Any) -> int | None:
+            read.append(super().readinto(buffer))
+            return read[-1]
+
+    monkeypatch.setattr(File, "open_plain", lambda file: io.BufferedReader(Counting(file.path)))
+    count = sum(1 for _ in crosspack.read(path).part(3, 8))
+    assert 0.1 < count / 60_000 < 0.15 and sum(read) < path.stat().st_size / 7
+    with pytest.raises(PackingError, match="part 8 of 8: pass an index from 0 to count - 1"):
+        crosspack.read(path).part(8, 8)
 
 
 @pytest.fixture

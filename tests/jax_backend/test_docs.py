@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jax_backend import find_segments
+from jax_backend import find_segments, segment_attention
 from jax_backend.attention import IMPLEMENTATIONS, ORDER, choose, cudnn
 from jax_backend.attention.request import Request
 from packing_core.errors import LayoutError, UnsupportedError
@@ -247,3 +248,26 @@ def test_the_function_with_the_arguments_of_jax_nn_gives_its_numbers_for_each_do
         wanted = jax.nn.dot_product_attention(*alone, **{"is_causal": True} | options)
         np.testing.assert_allclose(found[:, document], wanted, atol=2e-6)
     assert not found[:, 11].any()
+
+
+class Named:
+    """A stand-in for haliax's ``NamedArray``: an array and the names of its axes."""
+
+    def __init__(self, array: jax.Array, axes: tuple[str, ...]) -> None:
+        self.array, self.axes = array, axes
+
+    def rearrange(self, axes: tuple[str, ...]) -> Named:
+        return Named(self.array.transpose([self.axes.index(axis) for axis in axes]), axes)
+
+
+def test_the_function_for_named_axes_takes_them_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "haliax", types.SimpleNamespace(named=Named))
+    axes = ("batch", "position", "kv_heads", "group", "width")
+    q, k, v = (jax.random.normal(jax.random.key(i), (1, 12, heads, 8)) for i, heads in enumerate((4, 2, 2)))
+    segment_ids = ids("111112222220")
+    query = Named(q.reshape(1, 12, 2, 2, 8), axes).rearrange(axes[::-1])
+    key, value = (Named(x, ("batch", "key_position", "kv_heads", "width")) for x in (k, v))
+    names = {name: name for name in (*axes, "key_position")}
+    found = module("packed_levanter.py").packed_attention(query, key, value, segment_ids, **names)
+    assert found.axes == axes
+    np.testing.assert_allclose(found.array.reshape(q.shape), segment_attention(q, k, v, segment_ids), atol=1e-6)

@@ -14,6 +14,7 @@ from flax import nnx
 
 from conformance.numerics import over_budget
 from jax_backend import linear_cross_entropy, packed_cross_entropy
+from jax_backend.losses import head_loss
 from jax_backend.model.decoder import Decoder, DecoderConfig
 from jax_backend.training.train_step import make_train_step
 from packing_core.errors import LayoutError, PackingError
@@ -121,3 +122,10 @@ def test_a_target_that_is_no_class_makes_the_loss_nan(wrong: int) -> None:
 def test_what_does_not_fit_raises(change, error, message) -> None:
     with pytest.raises(error, match=re.escape(message)):
         linear_cross_entropy(**case() | change)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most", "chunk"), [(16384, 1766, 1664), (16384, 16384, 16384), (100, 1766, 100), (1000, 1, 128)]
+)
+def test_chunks_are_about_equal_so_that_the_last_is_not_mostly_padding(tokens: int, most: int, chunk: int) -> None:
+    assert head_loss._Options(None, 1.0, None, most).chunk_of(tokens) == chunk

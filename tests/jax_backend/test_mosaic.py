@@ -46,7 +46,7 @@ def lowered_for(
         ("NVIDIA H100 80GB HBM3", 128, (256, 256), {"dtype": "float16", "causal": False, "heads": 32}, True),
         ("NVIDIA A100-SXM4-80GB", 128, (256, 256), {}, False),
         ("NVIDIA H200", 64, (256, 256), {}, False),
-        ("NVIDIA H200", 128, (256, 256), {"heads": 14}, False),
+        ("NVIDIA H200", 128, (256, 256), {"heads": 14}, True),
         ("NVIDIA H200", 128, (257, 256), {}, False),
         ("NVIDIA H200", 128, (256, 257), {}, False),
         ("NVIDIA H200", 128, (256, 256), {"dtype": "float32"}, False),

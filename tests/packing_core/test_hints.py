@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from packing_core import PackedDataset, PackingError, PackStream, balance, pack, plan, stream
+from packing_core import PackedDataset, PackingError, balance, pack, plan, stream
 from packing_core._hints import _CALLED
 
 D, MADE = [[1, 2]], plan([2], 4)
@@ -41,7 +41,6 @@ HINTS = {
     "packing_strategy": (lambda: PackedDataset(D, 4, packing_strategy="bfd"), r"PackedDataset\(\) .*: pass strategy="),
     "a misspelling": (lambda: pack(D, 4, stragety="best_fit"), "'stragety': pass strategy="),
     "nothing like it": (lambda: balance(MADE, 1, zzz=1), "'zzz': it has plan, world_size, cost, rows_per_step, seed"),
-    "of a stream's class": (lambda: PackStream(D, 4, max_docs=1), "'max_docs': pass max_segments="),
 }
 
 

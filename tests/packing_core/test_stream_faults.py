@@ -40,7 +40,7 @@ def persistently(packed):
         except ConnectionError:
             failures += 1
             state = json.loads(json.dumps(packed.state_dict()))
-            again = stream(packed_source(packed), 20, **OPTIONS, overflow=packed.overflow)
+            again = stream(packed_source(packed), 20, **OPTIONS, overflow=packed.options.overflow)
             again.load_state_dict(state)  # a checkpoint taken now is one that can be loaded
 
 

@@ -64,7 +64,9 @@ def quadratic(inputs, dout, dtype: torch.dtype) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
-def test_without_corrections_it_is_linear_attention_with_a_decay(where):
+@pytest.mark.parametrize("chunk", [32, 64])  # the longer ones are for wider heads in half precision
+def test_without_corrections_it_is_linear_attention_with_a_decay(where, chunk, monkeypatch):
+    monkeypatch.setattr("torch_backend.ops.scan.chunks.chunk_length", lambda *arguments: chunk)
     inputs = drawn(where)
     found, dout = run(where, inputs, packed_on(where), delta=False)
     exact, rounded = quadratic(inputs, dout, torch.float64), quadratic(inputs, dout, where.dtype)

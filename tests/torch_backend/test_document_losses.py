@@ -76,6 +76,12 @@ def test_gradients_of_the_preference_losses_are_those_of_finite_differences() ->
     assert torch.autograd.gradcheck(lambda x: kto_loss(x[0], x[1], desirable, torch.tensor(0.3)), given)
 
 
+def test_no_gradient_goes_through_the_baseline_of_kto() -> None:
+    policy, reference = logprobs(2, 3)
+    baseline = torch.tensor(0.3, dtype=policy.dtype, requires_grad=True)
+    assert not kto_loss(policy, reference, torch.tensor([True, False, True]), baseline).requires_grad
+
+
 def test_odds_keep_their_digits_near_certainty() -> None:
     almost = torch.tensor([-1e-6, -0.5, -8.0], dtype=torch.float32)
     exact = reference.orpo(almost.double().numpy(), np.full(3, -1.0), beta=1.0) + almost.double().numpy()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -205,6 +207,27 @@ def test_a_library_that_passes_its_trial_scans_the_row(
     assert f"scan by {library}" in str(torch_backend.explain(model))
 
 
+def test_flash_qla_is_tried_before_fla_and_without_its_context_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, Any]] = []
+    qwen = import_module(type(tiny("qwen3_next")).__module__)
+    by_document = told([])(inspect.unwrap(qwen.torch_chunk_gated_delta_rule))
+
+    def chunk_gated_delta_rule(q: Tensor, *args: Any, auto_cp: bool = True, **options: Any) -> Any:
+        calls.append({"auto_cp": auto_cp, "tokens": q.shape[1], "segments": len(options["cu_seqlens"]) - 1})
+        return by_document(q, *args, **options)
+
+    monkeypatch.setitem(sys.modules, "flash_qla", SimpleNamespace(chunk_gated_delta_rule=chunk_gated_delta_rule))
+    model, docs = tiny("qwen3_next"), documents(SHORT)
+    truth = alone(model, docs)
+    with_library(monkeypatch, "qwen3_next", fails)
+    torch_backend.patch(model, verify=False)
+    batch = collate(docs, capacity=16, strategy="sequential")
+    assert_same(packed(model, docs, batch), truth, 2e-5)
+    assert "scan by flash_qla, not by Triton: " in str(torch_backend.explain(model))
+    assert calls[0] == {"auto_cp": False, "tokens": 99, "segments": 3}  # the trial has an empty segment
+    assert all(call["tokens"] == 32 and not call["auto_cp"] for call in calls[1:])
+
+
 def fails_on_the_row(plain: Any) -> Any:
     def run(*args: Any, cu_seqlens: Any = None, **kwargs: Any) -> Any:
         if cu_seqlens is not None:
@@ -277,10 +300,10 @@ def test_states_and_missing_segments_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=f"a layer called {CONVOLUTION} with a state"):
         stand_ins.convolve(causal_conv1d_fn, x, torch.zeros(3, 2), seq_idx=segments, initial_states=x)
     with pytest.raises(UnsupportedModelError, match="a layer called a scan without its segments"):
-        stand_ins.scan("unknown_scan", unknown_scan, "fla", x)
+        stand_ins.scan("unknown_scan", unknown_scan, ("fla",), x)
     for state in ({"initial_state": x}, {"output_final_state": True}):
         with pytest.raises(UnsupportedModelError, match="a layer called a scan with a state"):
-            stand_ins.scan("unknown_scan", unknown_scan, "fla", x, packed=segments, **state)
+            stand_ins.scan("unknown_scan", unknown_scan, ("fla",), x, packed=segments, **state)
 
 
 def test_what_the_kernel_does_not_know_is_left_to_the_model(convolved: list[int]) -> None:
@@ -302,4 +325,4 @@ def test_a_scan_is_given_what_it_takes_and_nothing_else_of_the_model(monkeypatch
 
     packed, x = LayerSegments(PackedMetadata.from_lengths((4, 3))), torch.randn(1, 7, 2)
     options = {"scale": 2.0, "packed": packed, "position_ids": torch.arange(7)[None], "cu_seqlens": None}
-    assert torch.equal(stand_ins.scan("double", double, "fla", x, **options), x * 2)
+    assert torch.equal(stand_ins.scan("double", double, ("fla",), x, **options), x * 2)

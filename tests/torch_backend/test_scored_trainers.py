@@ -68,6 +68,14 @@ def test_kto_without_its_kl_and_with_a_reference_computed_ahead(tmp_path, option
     assert_same_training(packed(kto(tmp_path, **options)), alone(kto(tmp_path, **options)))
 
 
+def test_examples_of_kto_weigh_the_same_in_every_micro_batch(tmp_path) -> None:
+    """Nine examples: four of two and one alone are nine alone. Without the KL, a mean of each micro-batch."""
+    options = {"loss_type": "apo_zero_unpaired", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 5}
+    weights, _ = packed(kto(tmp_path, **options))
+    truth, _ = alone(kto(tmp_path, **{**options, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 9}))
+    assert_same_training((weights, []), (truth, []))
+
+
 def test_a_reference_of_kto_computed_ahead_is_that_of_the_documents_alone(tmp_path) -> None:
     """TRL computes it, also for its mismatched answers, from padded batches, which phi3's frequencies depend on."""
     options = {"precompute_ref_log_probs": True}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from packing_core import reference
 from packing_core.errors import LayoutError, UnsupportedError
 from tests.torch_backend.kernels import EVERYWHERE, ONE_DTYPE, Where, assert_within_budget, numpy
 from tests.torch_backend.scans import packed_on, working
-from torch_backend.ops.scan.selective import diagonal_scan, selective_scan
+from torch_backend.ops.scan.selective import diagonal_scan, selective_scan, selective_scan_with_states
 
 CHUNK = 8  # tokens here: interpreted scans take milliseconds an element
 LENGTHS = (1, 6, 5, 19, 3)  # two documents inside a chunk; one that reaches over two chunk ends
@@ -90,3 +92,35 @@ def test_errors_say_what_is_wrong(where):
         diagonal_scan(
             x, dt, A.repeat(1, 3)[:, :3], B.repeat(1, 3)[:, :3], C.repeat(1, 3)[:, :3], packed_on(where, LENGTHS)
         )
+
+
+def by_token(inputs, initial, douts, lengths, dtype: torch.dtype) -> dict[str, np.ndarray]:
+    """The recurrence from the initial states, token by token; gradients of what comes out and of the last states."""
+    given = [x.detach().cpu().to(dtype).requires_grad_() for x in (*inputs, initial)]
+    x, dt, A, B, C, states = given
+    out, final = [], []
+    for n, (start, stop) in enumerate(pairwise(np.cumsum([0, *lengths]))):
+        state = states[n]
+        for t in range(start, stop):
+            state = state * (dt[t][:, None] * A).exp() + (dt[t] * x[t])[:, None] * B[t]
+            out.append((state * C[t]).sum(1))
+        final.append(state)
+    results = torch.stack(out), torch.stack(final)
+    gradients = torch.autograd.grad(results, given, [x.cpu().to(dtype) for x in douts])
+    names = ("y", "final", *NAMES[:5], "initial")
+    return {name: numpy(x) for name, x in zip(names, (*results, *gradients), strict=True)}
+
+
+@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
+def test_states_enter_and_leave_every_segment(where):
+    *inputs, _, _ = drawn(where)
+    entries = len(LENGTHS) + 1  # an empty segment passes its state on
+    initial = where.draw(entries, 3, 2, seed=7).float().requires_grad_()
+    y, final = selective_scan_with_states(*inputs, packed_on(where, LENGTHS), initial=initial)
+    douts = where.draw(*y.shape, seed=8), where.draw(*final.shape, seed=9).float()
+    found = torch.autograd.grad((y, final), (*inputs, initial), douts)
+    found = {"y": y, "final": final, **dict(zip([*NAMES[:5], "initial"], found, strict=True))}
+    exact, rounded = (by_token(inputs, initial, douts, (*LENGTHS, 0), x) for x in (torch.float64, where.dtype))
+    assert_within_budget(found, exact, rounded, where.dtype)
+    with pytest.raises(LayoutError, match=r"initial states are \[6, 3, 2\] \[S, E, N\] here, got \[3, 2\]"):
+        selective_scan_with_states(*inputs, packed_on(where, LENGTHS), initial=initial[0])

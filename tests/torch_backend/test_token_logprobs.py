@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import torch_backend
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
 from tests.torch_backend.models import collate, documents, tiny
+from tests.torch_backend.preference import ROUTES, model_of
 from torch_backend import reduce, token_logprobs
 from torch_backend.losses import output_layer
 from torch_backend.ops import linear_logprobs as op
@@ -80,8 +81,9 @@ def test_each_document_gets_what_it_gets_alone() -> None:
     torch.testing.assert_close(found, torch.stack(alone))
 
 
-def test_replacing_one_document_moves_no_other_log_probability_by_a_bit() -> None:
-    model = torch_backend.patch(tiny("qwen2"), verify=False).eval()
+@pytest.mark.parametrize("family", ROUTES)
+def test_replacing_one_document_moves_no_other_log_probability_by_a_bit(family: str) -> None:
+    model = torch_backend.patch(model_of(family), verify=False).eval()
     docs = documents((5, 9, 3))
     changed = [docs[0], (docs[1] + 1) % 90, docs[2]]
     first, second = (reduce(token_logprobs(model, b).logprobs, b, "sum") for b in (collate(docs), collate(changed)))

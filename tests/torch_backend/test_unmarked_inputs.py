@@ -24,6 +24,7 @@ def left_padded() -> dict[str, Tensor]:
 
 
 RESTARTING = torch.tensor([[0, 1, 2, 0, 1, 2]] * 2)
+OF_ONE_TOKEN = torch.tensor([[0, 0, 1, 2, 3, 4]] * 2)  # the first document has one token, so no position falls
 GROWING = torch.arange(6).expand(2, -1)
 
 
@@ -41,6 +42,8 @@ def axes(*rows: list[int]) -> Tensor:
         ({"position_ids": RESTARTING[:1]}, "position_ids restart inside a row"),
         ({"position_ids": RESTARTING.expand(3, -1, -1)}, "position_ids restart inside a row"),
         ({"position_ids": torch.stack([RESTARTING, *[GROWING] * 3])}, "position_ids restart inside a row"),
+        ({"position_ids": OF_ONE_TOKEN}, r"position_ids restart inside a row \(row 0, token 1\)"),
+        ({"position_ids": torch.stack([OF_ONE_TOKEN, *[GROWING] * 3])}, "position_ids restart inside a row"),
         (
             {"attention_mask": torch.tensor([[1, 1, 1, 2, 2, 2]] * 2)},
             "attention_mask is neither 0 nor 1 at row 0, token 3",

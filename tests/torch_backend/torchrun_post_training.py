@@ -13,20 +13,25 @@ import torch
 
 from tests.torch_backend.test_classification_trainer import headed
 from tests.torch_backend.test_preference import dpo
-from tests.torch_backend.test_scored_trainers import policy, same_completions
+from tests.torch_backend.test_reward import reward
+from tests.torch_backend.test_scored_trainers import kto, policy, same_completions
 from tests.torch_backend.torchrun import leave
 from torch_backend.training.trainer import enable_packing
 
-# Eight pairs, eight completions of two prompts: two micro-batches on each of two ranks.
+# Eight pairs, eight examples, eight completions of two prompts: two micro-batches on each of two ranks.
 HALVED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
 CAPACITY = 48
-TRAINERS = ("DPO", "GRPO", "RLOO", "documents", "tokens")
+TRAINERS = ("DPO", "KTO", "REWARD", "GRPO", "RLOO", "documents", "tokens")
 
 
 def build(name: str, folder: Path, **options: Any) -> Any:
     """An untrained trainer of one step, by what it trains."""
     if name == "DPO":
         return dpo(folder, **options)
+    if name == "KTO":
+        return kto(folder, loss_type="apo_zero_unpaired", **options)  # the other loss has a mean of each micro-batch
+    if name == "REWARD":
+        return reward(folder, count=8, **options)
     if name in ("GRPO", "RLOO"):
         trainer = policy(name, folder, **options)
         same_completions(trainer.model)

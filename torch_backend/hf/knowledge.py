@@ -156,10 +156,10 @@ STATEFUL_LAYERS: dict[str, Callable[[Any], bool]] = {
 }
 # Global names of functions in modeling files, by what they do.
 CONVOLUTION = "causal_conv1d_fn"
-SCANS = {  # the library whose kernel transformers uses for each
-    "torch_chunk_gated_delta_rule": "fla",
-    "chunk_kimi_delta_attention": "fla",
-    "mamba2_chunk_scan": "mamba_ssm",
+SCANS = {  # the libraries with a kernel for each, in the order they are tried; transformers uses the last
+    "torch_chunk_gated_delta_rule": ("flash_qla", "fla"),
+    "chunk_kimi_delta_attention": ("fla",),
+    "mamba2_chunk_scan": ("mamba_ssm",),
 }
 # A scan that gets no segments from its layer: the layer's stand-ins know them.
 SELECTIVE_SCAN = "mamba_selective_scan"

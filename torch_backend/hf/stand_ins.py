@@ -6,7 +6,7 @@ x and the segments, as the layer passes them on -> :func:`convolve`, :func:`scan
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -88,7 +88,7 @@ def convolve(
     return together.transpose(1, 2)
 
 
-def scan(name: str, function: Callable[..., Any], library: str, *args: Any, **kwargs: Any) -> Any:
+def scan(name: str, function: Callable[..., Any], libraries: Sequence[str], *args: Any, **kwargs: Any) -> Any:
     """The scan that a modeling file calls by a name, with its state restarted at every segment.
 
     It runs on our kernels (``ops.scan.triton``) where they serve it, and otherwise as ``ops.scan`` says.
@@ -99,7 +99,7 @@ def scan(name: str, function: Callable[..., Any], library: str, *args: Any, **kw
     if reason is None:
         segments.scan = TRITON_SCAN
         return triton_scans.scan(name, segments.packed, args, kwargs)
-    return _scan_elsewhere(segments, reason, function, library, args, kwargs)
+    return _scan_elsewhere(segments, reason, function, libraries, args, kwargs)
 
 
 @torch.compiler.disable  # the libraries disable compilation of their kernels too: one graph break instead of several
@@ -107,13 +107,13 @@ def _scan_elsewhere(
     segments: LayerSegments,
     reason: str,
     function: Callable[..., Any],
-    library: str,
+    libraries: Sequence[str],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
     known = scans.parameters(function)
     kwargs = {name: kwargs[name] for name in known if name in kwargs and name not in BOUNDARY_ARGUMENTS}
-    request = scans.request_of(function, library, args, kwargs)
+    request = scans.chosen(function, libraries, args, kwargs)
     segments.scan = f"{request}, not by Triton: {reason}"
     return scans.scan(request, segments.packed, args, kwargs)
 

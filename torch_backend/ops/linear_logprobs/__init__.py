@@ -2,8 +2,11 @@
 
 hidden [N, D], the output layer's weight [V, D], ids [N, K] -> chunks of logits -> log-probabilities [N, K] of the ids
 and the entropy [N] of each row's distribution. Each row's gradient has a factor of its own, unknown in the forward. So
-nothing but the log of the softmax's denominator is kept, and the backward makes a chunk's logits again: four matrix
-products in all, and one where no gradient is wanted.
+nothing but the log of the softmax's denominator is kept, and the backward makes the logits again: four matrix products
+in all, and one where no gradient is wanted.
+
+The forward needs whole rows of logits, so its chunks are rows. The backward knows their denominators, so its chunks are
+columns: each entry of the weight's gradient, the largest tensor, is one product over all rows, in the weight's dtype.
 
 On a GPU, products of half precision are kept in float32: a logit of 20 has an error of 0.06 in bfloat16, which is the
 size of the differences that ratios of policies are made of.
@@ -46,7 +49,8 @@ def linear_logprobs(
         scale: the logits are multiplied by it, ``1 / temperature`` for one.
         softcap: the scaled logits become ``softcap * tanh(logits / softcap)``.
         entropy: whether it is wanted; it costs a little more.
-        chunk_bytes: about as much memory as the float32 logits of a chunk may take.
+        chunk_bytes: about as much memory as the float32 logits of a chunk may take; half as much in the backward,
+            where their gradient and that of ``hidden`` in float32 lie beside them.
 
     Returns:
         [N, K] and [N], float32 (float64 for float64), both differentiable; 0 in rows that are left out, and an entropy
@@ -63,10 +67,16 @@ def linear_logprobs(
         raise LayoutError(f"bias must be [{weight.shape[0]}], one per logit, got {list(bias.shape)}")
     if weight.dtype != hidden.dtype:
         raise LayoutError(f"hidden and weight must share a dtype, got {hidden.dtype} and {weight.dtype}")
-    rows = max(1, chunk_bytes // (4 * weight.shape[0]))
-    options = scale, softcap or 0.0, rows // 128 * 128 or rows, entropy
-    logprobs, entropies = _LinearLogprobs.apply(hidden, weight, bias, ids, options)
+    rows = _chunk(chunk_bytes // 4 // len(weight))
+    columns = _chunk(chunk_bytes // 8 // len(hidden))
+    options = scale, softcap or 0.0, entropy
+    logprobs, entropies = _LinearLogprobs.apply(hidden, weight, bias, ids, options, rows, columns)
     return logprobs, entropies
+
+
+def _chunk(size: int) -> int:
+    """The size of a chunk as kernels like it, at least 1."""
+    return size // 128 * 128 or max(1, size)
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -77,11 +87,13 @@ class _LinearLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         ids: Tensor,
-        options: tuple[float, float, int, bool],
+        options: tuple[float, float, bool],
+        rows: int,
+        columns: int,
     ) -> tuple[Tensor, Tensor]:
-        logprobs, entropies, lse = _linear_logprobs(hidden, weight, bias, ids, *options)
+        logprobs, entropies, lse = _linear_logprobs(hidden, weight, bias, ids, *options, rows)
         ctx.save_for_backward(hidden, weight, bias, ids, lse, entropies)
-        ctx.options = options
+        ctx.options = *options, columns
         return logprobs, entropies
 
     @staticmethod
@@ -90,8 +102,10 @@ class _LinearLogprobs(torch.autograd.Function):
         wanted = list(ctx.needs_input_grad[:3])
         hidden, weight, bias, *rest = ctx.saved_tensors
         found = _linear_logprobs_backward(hidden, weight, bias, *rest, dlogprobs, dentropies, *ctx.options, wanted)
-        dtypes = hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
-        return *(x.to(d) if w else None for x, d, w in zip(found, dtypes, wanted, strict=True)), None, None
+        dhidden, dweight, dbias = (x if w else None for x, w in zip(found, wanted, strict=True))
+        if bias is not None and dbias is not None:
+            dbias = dbias.to(bias.dtype)
+        return dhidden, dweight, dbias, None, None, None, None
 
 
 def _launch(
@@ -101,8 +115,8 @@ def _launch(
     ids: Tensor,
     scale: float,
     softcap: float,
-    rows: int,
     entropy: bool,
+    rows: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The log-probabilities, the entropy and the log of each row's sum of exponentials."""
     exact = torch.promote_types(hidden.dtype, torch.float32)
@@ -131,31 +145,31 @@ def _launch_backward(
     dentropies: Tensor,
     scale: float,
     softcap: float,
-    rows: int,
     entropy: bool,
+    columns: int,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of hidden, weight and bias, each empty where it is not wanted; the latter two float32 at least."""
+    """The gradients of hidden, weight and bias, each empty where it is not wanted; that of bias float32 at least."""
     exact = lse.dtype
-    dhidden = hidden.new_empty(hidden.shape if wanted[0] else 0)
-    dweight = weight.new_empty(weight.shape if wanted[1] else 0, dtype=exact)
-    dbias = weight.new_zeros(weight.shape[:1] if wanted[2] else 0, dtype=exact)
+    dhidden = hidden.new_empty(hidden.shape if wanted[0] else 0, dtype=exact)
+    dweight = weight.new_empty(weight.shape if wanted[1] else 0)
+    dbias = weight.new_empty(weight.shape[:1] if wanted[2] else 0, dtype=exact)
     left_out = ids[:, :1] < 0
     dlogprobs, dentropies = dlogprobs.masked_fill(left_out, 0), dentropies.masked_fill(left_out[:, 0], 0)
-    for first in range(0, len(hidden), rows):
-        part = slice(first, first + rows)
-        logits = _logits(hidden[part], weight, bias)
-        per_row = ids[part].clamp(min=0), lse[part], entropies[part], dlogprobs[part], dentropies[part]
-        dlogits = _gradient(logits, hidden.dtype, *per_row, scale, softcap, entropy)
+    per_row = ids.clamp(min=0), lse, entropies, dlogprobs, dentropies
+    for first in range(0, len(weight), columns):
+        part = slice(first, first + columns)
+        logits = _logits(hidden, weight[part], None if bias is None else bias[part])
+        dlogits = _gradient(logits, first, hidden.dtype, *per_row, scale, softcap, entropy)
         del logits
         if wanted[0]:
-            torch.mm(dlogits, weight, out=dhidden[part])
+            accumulate(dhidden, dlogits, weight[part], anew=first == 0)
         if wanted[1]:
-            accumulate(dweight, dlogits.t(), hidden[part], anew=first == 0)
+            torch.mm(dlogits.t(), hidden, out=dweight[part])
         if wanted[2]:
-            dbias += dlogits.sum(0, dtype=exact)
+            torch.sum(dlogits, 0, dtype=exact, out=dbias[part])
         del dlogits
-    return dhidden, dweight, dbias
+    return dhidden.to(hidden.dtype), dweight, dbias
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -196,6 +210,7 @@ def _statistics(logits: Tensor, lse: Tensor, entropies: Tensor, scale: float, so
 
 def _gradient(
     logits: Tensor,
+    first: int,
     dtype: torch.dtype,
     ids: Tensor,
     lse: Tensor,
@@ -206,32 +221,34 @@ def _gradient(
     softcap: float,
     entropy: bool,
 ) -> Tensor:
-    """The gradient of a chunk's logits, in ``dtype``.
+    """The gradient of logits [N, C], the columns from ``first`` on, in ``dtype``.
 
     With ``p`` the probabilities, ``g`` and ``e`` the gradients of the log-probabilities and the entropy ``H``:
     ``sum_k g_k (1[j = id_k] - p_j) - e p_j (log p_j + H)``, times the derivative of scale and softcap. What concerns
     the ids is written over the rest and not added to it, or rounding would leave nothing of ``g (1 - p)`` near p = 1.
     """
-    total = dlogprobs.sum(1)
-    x, slope = _tail(logits.gather(1, ids), scale, softcap)
+    total, (rows, columns) = dlogprobs.sum(1), logits.shape
+    places = ids - first
+    inside = (places >= 0) & (places < columns)
+    x, slope = _tail(logits.gather(1, places.clamp(0, columns - 1)), scale, softcap)
     log_p = x - lse[:, None]
     same = (ids[:, :, None] == ids[:, None, :]).to(dlogprobs.dtype)  # an id that is there twice has both gradients
     own = (same * dlogprobs[:, None, :]).sum(2)
     at_ids = (own + _of_others(log_p, total, entropies, dentropies, entropy)) * slope
+    # ids of other columns are written behind those of this chunk, in rows that begin at multiples of eight
+    out = logits.new_empty(rows, (columns // 8 + 1) * 8, dtype=dtype)
     if runs_triton(logits):
         from torch_backend.ops.linear_logprobs import triton as kernels
 
-        rows, columns = logits.shape
-        out = logits.new_empty(rows, columns, dtype=dtype)
         block = min(_BLOCK, 1 << (columns - 1).bit_length())
         kernels.gradient[rows,](
-            logits, out, lse, entropies, total, dentropies.contiguous(), columns, logits.stride(0), scale, softcap,
-            softcap > 0, entropy, block, num_warps=min(_WARPS, max(1, block // 32)),
+            logits, out, lse, entropies, total, dentropies.contiguous(), columns, logits.stride(0), out.stride(0),
+            scale, softcap, softcap > 0, entropy, block, num_warps=min(_WARPS, max(1, block // 32)),
         )  # fmt: skip
     else:
         x, slope = _tail(logits, scale, softcap)
-        out = (_of_others(x - lse[:, None], total, entropies, dentropies, entropy) * slope).to(dtype)
-    return out.scatter_(1, ids, at_ids.to(dtype))
+        out[:, :columns] = _of_others(x - lse[:, None], total, entropies, dentropies, entropy) * slope
+    return out.scatter_(1, torch.where(inside, places, columns), at_ids.to(dtype))[:, :columns]
 
 
 def _of_others(log_p: Tensor, total: Tensor, entropies: Tensor, dentropies: Tensor, entropy: bool) -> Tensor:
@@ -249,8 +266,8 @@ def _fake(
     ids: Tensor,
     scale: float,
     softcap: float,
-    rows: int,
     entropy: bool,
+    rows: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     logprobs = hidden.new_empty(ids.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
     return logprobs, logprobs.new_empty(len(hidden)), logprobs.new_empty(len(hidden))
@@ -267,24 +284,24 @@ def _fake_backward(
     dentropies: Tensor,
     scale: float,
     softcap: float,
-    rows: int,
     entropy: bool,
+    columns: int,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dweight = lse.new_empty(weight.shape if wanted[1] else 0)
-    return hidden.new_empty(hidden.shape if wanted[0] else 0), dweight, lse.new_empty(len(weight) if wanted[2] else 0)
+    dhidden, dweight = (x.new_empty(x.shape if w else 0) for x, w in zip((hidden, weight), wanted, strict=False))
+    return dhidden, dweight, lse.new_empty(len(weight) if wanted[2] else 0)
 
 
 _SIGNATURE = "Tensor hidden, Tensor weight, Tensor? bias, Tensor ids, "
-_OPTIONS = "float scale, float softcap, int rows, bool entropy"
+_OPTIONS = "float scale, float softcap, bool entropy"
 _linear_logprobs = operator(
-    f"linear_logprobs({_SIGNATURE}{_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    f"linear_logprobs({_SIGNATURE}{_OPTIONS}, int rows) -> (Tensor, Tensor, Tensor)",
     _launch,
     _fake,
 )
 _linear_logprobs_backward = operator(
     f"linear_logprobs_backward({_SIGNATURE}Tensor lse, Tensor entropies, Tensor dlogprobs, Tensor dentropies, "
-    f"{_OPTIONS}, bool[] wanted) -> (Tensor, Tensor, Tensor)",
+    f"{_OPTIONS}, int columns, bool[] wanted) -> (Tensor, Tensor, Tensor)",
     _launch_backward,
     _fake_backward,
 )

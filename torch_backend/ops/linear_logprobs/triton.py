@@ -45,12 +45,12 @@ def statistics(
 
 @triton.jit
 def gradient(
-    logits, out, lses, entropies, totals, dentropies, columns, stride, scale, softcap,
+    logits, out, lses, entropies, totals, dentropies, columns, stride, out_stride, scale, softcap,
     SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out [rows, columns] = -p (total + dentropy (log p + entropy)) times the slope of scale and softcap.
 
-    Grid: (rows,). ``out`` has no gaps.
+    Grid: (rows,). The columns may be any of a row's: the lses and entropies are those of the whole row.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -64,4 +64,4 @@ def gradient(
         if ENTROPY:
             factor -= dentropy * ((x - lse) * LN2 + entropy)
         dlogits = tl.exp2(x - lse) * factor * slope
-        tl.store(out + row * columns + first + column, dlogits.to(out.dtype.element_ty), inside)
+        tl.store(out + row * out_stride + first + column, dlogits.to(out.dtype.element_ty), inside)

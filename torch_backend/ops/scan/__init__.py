@@ -4,9 +4,12 @@ A function that scans [B, S, ...] (transformers' own: the kernel of ``fla`` or `
 installed, plain torch elsewhere) and the arguments of a call -> :func:`request_of` -> :func:`scan`:
 
     our own kernels, if they serve the call  -> :mod:`.triton`, asked by the caller before all of this
-    the library, if it passes a trial run    -> its kernel, with the segment boundaries
+    a library, if it passes a trial run      -> its kernel, with the segment boundaries
     else                                     -> the function itself, on batches of documents of similar length
     if the library fails there too           -> the plain torch beneath it, on the same batches
+
+Our kernels come first, however long the documents are. ``flash_qla`` and ``mamba_ssm`` take less time on long ones
+(benchmarks/RESULTS.md), but a step gains more from compiled layers and a CUDA graph, and these hold our kernels alone.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ class ScanRequest:
 
     Attributes:
         function: what the modeling file calls.
-        library: whose kernel may be behind it.
+        library: whose kernel may scan the row.
         device: of the tensors.
         positional: how many of the arguments are.
         arguments: name, kind and what is known of each: of "tokens" [B, S, ...] the shape of one and the dtype, of any
@@ -80,7 +83,7 @@ def request_of(function: Scan, library: str, args: tuple[Any, ...], kwargs: Mapp
 
     Args:
         function: takes tensors [B, S, ...] and scans along S from an empty state.
-        library: the library whose kernel may be behind it, ``fla`` or ``mamba_ssm``.
+        library: the library whose kernel may scan the row, of ``KERNELS``.
         args, kwargs: of the call, without boundaries.
     """
     row = args[0].shape[:2]
@@ -95,6 +98,12 @@ def request_of(function: Scan, library: str, args: tuple[Any, ...], kwargs: Mapp
     named = [*zip(parameters(function), args, strict=False), *kwargs.items()]
     arguments = tuple(form(name, value) for name, value in named)
     return ScanRequest(function, library, args[0].device, len(args), arguments)
+
+
+def chosen(function: Scan, libraries: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ScanRequest:
+    """The request for the first of the libraries that scans the row, and for the last one if none does."""
+    requests = [request_of(function, library, args, kwargs) for library in libraries]
+    return next((request for request in requests if request.refused is None), requests[-1])
 
 
 def scan(request: ScanRequest, packed: PackedMetadata, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -133,11 +142,24 @@ def _fla(packed: PackedMetadata, function: Scan, args: tuple[Any, ...], kwargs: 
     return out.view(rows, length, *out.shape[2:]), None
 
 
+def _flash_qla(packed: PackedMetadata, function: Scan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """FlashQLA's kernel takes one row too. Its context parallelism would read the boundaries back."""
+    from flash_qla import chunk_gated_delta_rule
+
+    given = dict(zip(parameters(function), args, strict=False)) | kwargs
+    q, k, v, g, beta = (given[name].flatten(0, 1)[None] for name in ("query", "key", "value", "g", "beta"))
+    normalise = bool(given.get("use_qk_l2norm_in_kernel"))
+    out = chunk_gated_delta_rule(
+        q, k, v, g.float(), beta, use_qk_l2norm_in_kernel=normalise, cu_seqlens=packed.cu_seqlens, auto_cp=False
+    )[0]
+    return out.view(args[0].shape[:2] + out.shape[2:]), None
+
+
 def _mamba_ssm(packed: PackedMetadata, function: Scan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return function(*args, **kwargs, seq_idx=packed.seq_idx.view(args[0].shape[:2]))
 
 
-KERNELS: dict[str, Callable[..., Any]] = {"fla": _fla, "mamba_ssm": _mamba_ssm}
+KERNELS: dict[str, Callable[..., Any]] = {"flash_qla": _flash_qla, "fla": _fla, "mamba_ssm": _mamba_ssm}
 
 
 def _chunks(packed: PackedMetadata) -> tuple[Tensor, Tensor]:
@@ -181,7 +203,8 @@ def _refused(request: ScanRequest, way: Callable[..., Any]) -> str | None:
 @in_own_thread
 def _error(request: ScanRequest, way: Callable[..., Any]) -> float:
     """Of the function run in a ``way`` on two documents against plain torch on each: the output and every gradient."""
-    packed = PackedMetadata.from_lengths(TRIAL_LENGTHS, device=request.device)
+    # With an empty segment, as batches of a fixed number of segments have.
+    packed = PackedMetadata.from_lengths(TRIAL_LENGTHS, device=request.device, entries=len(TRIAL_LENGTHS) + 1)
     generator = torch.Generator().manual_seed(0)
     values = [_made(*argument, request.device, generator) for argument in request.arguments]
     inputs = [x.requires_grad_() for x in values if isinstance(x, Tensor)]

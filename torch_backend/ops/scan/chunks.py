@@ -20,7 +20,8 @@ from torch_backend.segments import PackedMetadata, most_pieces
 # Tokens. Half as many as others take: documents are short, a state is small beside it, and tiles of 32 rows keep Triton
 # off Hopper's wgmma, by which it gets products of narrow heads wrong (3.6, seen with 16 and 32 channels on an H200).
 CHUNK = 32
-LEVELS = CHUNK.bit_length() - 1  # a chunk is 2 ** LEVELS tokens
+# Without corrections nothing is solved inside a chunk, and fewer states go through memory. Where heads are not narrow.
+LINEAR_CHUNK, _NOT_NARROW = 64, 64
 WIDTHS = (16, 32, 64, 128, 256)  # of heads, that tiles take
 
 
@@ -52,6 +53,14 @@ KIMI_TILES = TILES | {
     "solve": Tile(0, 1),
     "carry": Tile(32, 4, 2),
     "carry_backward": Tile(32, 4, 2),
+    "chunk_backward": Tile(32, 4),
+}
+LINEAR_TILES = {
+    "prepare": Tile(0, 4),
+    "carry": Tile(64, 4, 2),
+    "output": Tile(64, 4),
+    "values_backward": Tile(64, 4),
+    "carry_backward": Tile(32, 4, 2),
     "chunk_backward": Tile(32, 8),
 }
 _HELD = 128 * 128  # numbers of a state in a program, at most: 32 KiB, as float32 takes half of the channels
@@ -66,6 +75,12 @@ def unsupported(v: Tensor, width: int, value_width: int) -> str | None:
         if each not in WIDTHS:
             return f"takes heads of {', '.join(map(str, WIDTHS))} channels, not {each}"
     return None
+
+
+def chunk_length(width: int, v: Tensor, delta: bool) -> int:
+    """Tokens of a chunk for heads of ``width`` of k, with corrections or without."""
+    wide = min(width, v.shape[2]) >= _NOT_NARROW and v.dtype != torch.float32
+    return LINEAR_CHUNK if wide and not delta else CHUNK
 
 
 Scan = Callable[..., tuple[Tensor, Tensor]]
@@ -135,7 +150,7 @@ def scan_with_states(
         initial = v.new_zeros(shape, dtype=torch.float32)
     if initial.shape != shape:
         raise LayoutError(f"initial states are {list(shape)} [N, H, K, V] here, got {list(initial.shape)}")
-    whole, place = in_whole_chunks(packed, CHUNK)
+    whole, place = in_whole_chunks(packed, chunk_length(q.shape[2], v, inputs[4] is not None))
     padded = [None if x is None else placed(x, place, whole.tokens) for x in _of_one_dtype(inputs)]
     transposed = initial.float().transpose(2, 3).contiguous()
     out, final = apply(*padded, transposed, whole.cu_seqlens, whole.seq_idx, _scale(inputs, scale))
@@ -187,17 +202,19 @@ class Row:
         beta: Tensor | None,
         initial: Tensor | None,
         boundaries: Tensor,
-        tiles: Mapping[str, Tile] = TILES,
+        tiles: Mapping[str, Tile] | None = None,
     ) -> None:
-        self.tiles = tiles
         self.dtype = v.dtype
         self.tokens, self.heads, self.value_width = v.shape
         self.shared, self.width = q.shape[1:]
-        self.chunks = -(-self.tokens // CHUNK)
+        chunk = chunk_length(self.width, v, beta is not None)
+        self.tiles = tiles or (TILES if chunk == CHUNK else LINEAR_TILES)
+        self.chunks = -(-self.tokens // chunk)
         self.segments = len(boundaries) - 1
         self.sizes: dict[str, Any] = {
-            "H": self.heads, "Q": self.shared, "K": self.width, "V": self.value_width, "C": CHUNK,
-            "DELTA": beta is not None, "STATES": initial is not None, "GROUP": self.group, "LEVELS": LEVELS,
+            "H": self.heads, "Q": self.shared, "K": self.width, "V": self.value_width, "C": chunk,
+            "DELTA": beta is not None, "STATES": initial is not None, "GROUP": self.group,
+            "LEVELS": chunk.bit_length() - 1,
             "PRECISION": "ieee" if self.dtype == torch.float32 else "tf32x3",
         }  # fmt: skip
 
