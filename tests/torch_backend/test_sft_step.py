@@ -177,9 +177,13 @@ def test_a_trainer_that_overrides_its_loss_keeps_it(tmp_path: Path) -> None:
 
 
 def test_room_in_the_rows_of_trl_is_worth_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Documents of 3 to 16 tokens fill rows of 32, and of 40 and 80 they do not."""
+    """Two documents of 20 tokens fill a row of 40; all 24 of them do not fill one of 1,000."""
+
+    def halves() -> Any:
+        return datasets.Dataset.from_dict({"input_ids": [list(range(5, 5 + CAPACITY // 2))] * 24})
+
     for length, full in ((CAPACITY, True), (1000, False)):
         caplog.clear()
-        built(tmp_path, True, packing=True, max_length=length)
-        said = [record.getMessage() for record in caplog.records if "TRL's rows" in record.getMessage()]
-        assert full != any(f"rows of {length} tokens are" in text and "packing=False" in text for text in said)
+        built(tmp_path, True, data=halves, packing=True, max_length=length)
+        said = [text for text in caplog.messages if f"TRL's rows of {length} tokens are 48% full" in text]
+        assert len(said) == (not full) and full != ("TRL's rows" in caplog.text)
