@@ -107,36 +107,30 @@ def grad_keys(
     tokens, width = q.shape[1], q.shape[3]
     d, e = padded(width), padded(v.shape[-1])
     order = heaviest_first(queries, tiles.keys)
-    split, group = tiles.split, request.group // tiles.split
     per_key = pl.BlockSpec((None, request.keys), lambda h, b, j: (b, 0))
-    per_head = pl.BlockSpec((None, tokens, group), lambda h, b, j: (b, 0, h))
-    read, written = (
-        [pl.BlockSpec((None, request.keys, None, channels), place) for channels in (d, e)]
-        for place in (lambda h, b, j: (b, 0, h // split, 0), lambda h, b, j: (b, 0, h, 0))
-    )
-    parts = [(*x.shape[:2], request.kv_heads * split, x.shape[3]) for x in (k, v)]
-    dk, dv = pl.pallas_call(
+    per_head = pl.BlockSpec((None, tokens, request.group), lambda h, b, j: (b, 0, h))
+    k_spec = pl.BlockSpec((None, request.keys, None, d), lambda h, b, j: (b, 0, h, 0))
+    v_spec = pl.BlockSpec((None, request.keys, None, e), lambda h, b, j: (b, 0, h, 0))
+    return pl.pallas_call(
         partial(_dkv_kernel, request=request, tiles=tiles),
-        grid=(request.kv_heads * split, *order.shape),
+        grid=(request.kv_heads, *order.shape),
         in_specs=[
             pl.BlockSpec((None, order.shape[1]), lambda h, b, j: (b, 0)),
-            pl.BlockSpec((None, tokens, group, d), lambda h, b, j: (b, 0, h, 0)),
-            *read,
-            pl.BlockSpec((None, tokens, group, e), lambda h, b, j: (b, 0, h, 0)),
+            pl.BlockSpec((None, tokens, request.group, d), lambda h, b, j: (b, 0, h, 0)),
+            k_spec,
+            v_spec,
+            pl.BlockSpec((None, tokens, request.group, e), lambda h, b, j: (b, 0, h, 0)),
             per_head,
             per_head,
             per_key,
             per_key,
         ],
-        out_specs=written,
-        out_shape=[jax.ShapeDtypeStruct(shape, k.dtype if split == 1 else jnp.float32) for shape in parts],
+        out_specs=[k_spec, v_spec],
+        out_shape=[jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)],
         compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
         name="segment_attention_dkv",
     )(order, q, k, v, dout, lse, delta, *queries)
-    if split > 1:
-        dk, dv = (x.reshape(*y.shape[:3], split, -1).sum(axis=3).astype(y.dtype) for x, y in ((dk, k), (dv, v)))
-    return dk, dv
 
 
 def _dq_kernel(
@@ -199,8 +193,8 @@ def _dkv_kernel(
     request: Request,
     tiles: Tiles,
 ) -> None:
-    group = request.group // tiles.split
-    rows, tokens = tiles.packed_rows(group), tiles.tokens(group)
+    group, tokens = request.group, tiles.tokens(request.group)
+    rows = tiles.packed_rows(group)
     first_key = order_ref[pl.program_id(2)] * tiles.keys
     key = first_key + jnp.arange(tiles.keys, dtype=jnp.int32)
     inside = key < request.keys

@@ -29,18 +29,12 @@ _FAR = 2**30  # past every index
 
 @dataclass(frozen=True)
 class Tiles:
-    """One kernel's tile: packed query rows x keys, and how the compiler runs it.
-
-    Attributes:
-        split: of dkv, into how many programs the heads of a key/value head are divided, each of which walks the queries
-            with its own; 1 or a divisor of the group. Their float32 results are added afterwards.
-    """
+    """One kernel's tile: packed query rows x keys, and how the compiler runs it."""
 
     rows: int
     keys: int
     warps: int
     stages: int
-    split: int = 1
 
     def tokens(self, group: int) -> int:
         """Query tokens of a tile; a group that does not divide the rows leaves the last few unused."""
