@@ -73,7 +73,7 @@ def profile_of(folder: Path, program: str, longest: int = 40) -> tuple[Counter[s
     kind_of: dict[str, str] = {}
     for event in events:
         name = event.operation or event.kernel
-        kind_of[name] = kind_of.get(name) or _kind(event, origins.get(name, set()))
+        kind_of[name] = _kind(event, origins.get(name, set()))  # the last kernel's: a product may begin by a fill
         kinds[kind_of[name]] += event.end - event.begin
         spent[name] += event.end - event.begin
         times[name] += 1

@@ -54,7 +54,8 @@ def test_the_profile_counts_what_ran_on_the_streams_of_a_device_by_kind_and_the_
         {"ph": "M", "pid": 1, "tid": 8, "name": "thread_name", "args": {"name": "XLA Ops"}},
         ran(8, 0, 100, "a sum", "of the streams"),
         ran(7, 0, 10, "nvjet_128x256", "custom-call.1"),
-        ran(7, 10, 10, "nvjet_128x256", "custom-call.1"),
+        ran(7, 10, 1, "Memset", "custom-call.1"),
+        ran(7, 11, 9, "nvjet_128x256", "custom-call.1"),
         ran(7, 25, 5, "segment_attention_dkv", "pallas_call.3"),
         ran(7, 30, 6, "nvjet_64x64", "custom-call.9"),
         ran(7, 36, 2, "MemcpyD2D", ""),
@@ -74,12 +75,12 @@ ENTRY %main (p: f32[2]) -> f32[2] {
 """
     kinds, operations = jax_profile.profile_of(tmp_path, program)
     assert kinds == {
-        "products of the layers": 20,
+        "products of the layers": 19,
         "loss and output head, products": 6,
         "attention, dkv": 5,
         "nothing": 5,
         "norms, activations, residuals": 3,
-        "copies, transposes, fills": 2,
+        "copies, transposes, fills": 3,
         "optimizer": 1,
     }
-    assert operations[0][:3] == (20, 2, "custom-call.1") and operations[0].result == "f32[2]{0}"
+    assert operations[0][:3] == (20, 3, "custom-call.1") and operations[0].result == "f32[2]{0}"
