@@ -60,9 +60,10 @@ LINEAR_TILES = {
     "carry": Tile(64, 4, 2),
     "output": Tile(64, 4),
     "values_backward": Tile(64, 4),
-    "carry_backward": Tile(32, 4, 2),
+    "carry_backward": Tile(64, 8, 2),
     "chunk_backward": Tile(32, 8),
 }
+LINEAR_FEW = {"carry": Tile(16, 2, 2)}
 _HELD = 128 * 128  # numbers of a state in a program, at most: 32 KiB, as float32 takes half of the channels
 _GROUP = 16  # heads of v that share a head of k and whose gradients of it one program adds up, at most
 
@@ -217,6 +218,7 @@ class Row:
         self.shared, self.width = q.shape[1:]
         chunk = chunk_length(self.width, v, delta)
         self.tiles = tiles or (TILES if chunk == CHUNK else LINEAR_TILES)
+        self.few = LINEAR_FEW if self.tiles is LINEAR_TILES else FEW
         self.chunks = -(-self.tokens // chunk)
         self.segments = len(boundaries) - 1
         self.sizes: dict[str, Any] = {
@@ -241,7 +243,7 @@ class Row:
         """Start a kernel, over chunks or segments as its name says, with the constants that it takes."""
         name = kernel.__name__
         wide = self.dtype == torch.float32
-        few = FEW if self.segments * self.heads < _FEW_WALKS else {}
+        few = self.few if self.segments * self.heads < _FEW_WALKS else {}
         block, warps, stages = few.get(name, self.tiles[name])
         block = min(block, _HELD // self.width)
         block = min(max(16, block // (1 + wide)), self.value_width)

@@ -109,7 +109,7 @@ def diagonal_scan(u: Tensor, g: Tensor, A: Tensor, B: Tensor, C: Tensor, packed:
         UnsupportedError: Triton does not run on these tensors, or N is another.
     """
     _check(u, g, A, B, C, packed)
-    return _DiagonalScan.apply(u, g, A, B, C, None, packed.cu_seqlens, packed.seq_idx)[0]  # type: ignore[no-any-return]
+    return _DiagonalScan.apply(u, g, A, B, C, None, packed.cu_seqlens, packed.seq_idx)[0]
 
 
 def diagonal_scan_with_states(

@@ -83,8 +83,8 @@ def ends(
     for first in range(0, L, SUB):
         us, gates = (), ()
         for i in tl.static_range(SUB):
-            us += (channels(u, start + first + i, e, tokens, E),)
-            gates += (channels(g, start + first + i, e, tokens, E),)
+            us += (channels(u, start + first + i, e, tokens, E),)  # type: ignore[assignment]
+            gates += (channels(g, start + first + i, e, tokens, E),)  # type: ignore[assignment]
         for i in tl.static_range(SUB):
             t = start + first + i
             s = step(s, rate, follows(segments, t, start, tokens), gates[i], us[i], numbers(B, t, tokens, N))
@@ -134,8 +134,8 @@ def output(
     for first in range(0, L, SUB):
         us, gates = (), ()
         for i in tl.static_range(SUB):
-            us += (channels(u, start + first + i, e, tokens, E),)
-            gates += (channels(g, start + first + i, e, tokens, E),)
+            us += (channels(u, start + first + i, e, tokens, E),)  # type: ignore[assignment]
+            gates += (channels(g, start + first + i, e, tokens, E),)  # type: ignore[assignment]
         for i in tl.static_range(SUB):
             t = start + first + i
             s = step(s, rate, follows(segments, t, start, tokens), gates[i], us[i], numbers(B, t, tokens, N))
@@ -156,8 +156,8 @@ def ends_backward(
     for done in range(0, L, SUB):
         dys, gates = (), ()
         for i in tl.static_range(SUB):
-            dys += (channels(dy, start + L - 1 - done - i, e, tokens, E),)
-            gates += (channels(g, start + L - 1 - done - i, e, tokens, E),)
+            dys += (channels(dy, start + L - 1 - done - i, e, tokens, E),)  # type: ignore[assignment]
+            gates += (channels(g, start + L - 1 - done - i, e, tokens, E),)  # type: ignore[assignment]
         for i in tl.static_range(SUB):
             t = start + L - 1 - done - i
             ds = flow + dys[i][None, :] * numbers(C, t, tokens, N)
@@ -214,8 +214,8 @@ def chunk_backward(
         tl.store(state(kept, chunk * (L // SUB) + block, e, E, N), s, known)
         us, gates = (), ()
         for i in tl.static_range(SUB):
-            us += (channels(u, start + block * SUB + i, e, tokens, E),)
-            gates += (channels(g, start + block * SUB + i, e, tokens, E),)
+            us += (channels(u, start + block * SUB + i, e, tokens, E),)  # type: ignore[assignment]
+            gates += (channels(g, start + block * SUB + i, e, tokens, E),)  # type: ignore[assignment]
         for i in tl.static_range(SUB):
             t = start + block * SUB + i
             s = step(s, rate, follows(segments, t, start, tokens), gates[i], us[i], numbers(B, t, tokens, N))
@@ -228,13 +228,13 @@ def chunk_backward(
         us, gates, dys, taken = (), (), (), ()
         for i in tl.static_range(SUB):
             t = start + block * SUB + i
-            us += (channels(u, t, e, tokens, E),)
-            gates += (channels(g, t, e, tokens, E),)
-            dys += (channels(dy, t, e, tokens, E),)
-            taken += (follows(segments, t, start, tokens),)
+            us += (channels(u, t, e, tokens, E),)  # type: ignore[assignment]
+            gates += (channels(g, t, e, tokens, E),)  # type: ignore[assignment]
+            dys += (channels(dy, t, e, tokens, E),)  # type: ignore[assignment]
+            taken += (follows(segments, t, start, tokens),)  # type: ignore[assignment]
         for i in tl.static_range(SUB):
             b = numbers(B, start + block * SUB + i, tokens, N)
-            states += (step(states[i], rate, taken[i], gates[i], us[i], b),)
+            states += (step(states[i], rate, taken[i], gates[i], us[i], b),)  # type: ignore[assignment]
         for i in tl.static_range(SUB - 1, -1, -1):
             t = start + block * SUB + i
             has = (t < tokens) & (e < E)
