@@ -140,7 +140,7 @@ def test_heads_for_documents_run_through_compiled_layers(compiled: SimpleNamespa
     """As many documents as there are; the padding of fixed shapes is none."""
     model, right = (patch(classifier("qwen3"), verify=False) for _ in range(2))
     compiled.model = model
-    given = batches(model, [(9, 30, 20), (60,), (3, 3, 3, 3, 40)])
+    given = batches(model, [(9, 30, 20, 40), (60,), (3, 3, 3, 3, 40)])  # two rows, then one and one of padding
     if not named:
         given = [{k: x for k, x in batch.items() if k != "packed_documents"} for batch in given]
         for batch in given:  # a row without padding
