@@ -118,7 +118,7 @@ WEEKLY: dict[str, tuple[str, ...]] = {
     "tests/torch_backend/test_distributed_step.py": (),
     "tests/torch_backend/test_packed_calls.py": (
         "test_rows_of_any_length_share_graphs",
-        "test_a_head_reads_its_documents_after_compiled_layers_dropped_their_lengths",
+        "test_a_pooler_reads_its_documents_after_compiled_layers_dropped_their_lengths",
     ),
     "tests/torch_backend/test_rotary.py": ("test_a_patched_layer_compiles_into_one_graph",),
     "tests/torch_backend/test_rows.py": ("test_two_ranks_hold_every_document_once_and_train_as_the_documents_alone",),

@@ -12,8 +12,9 @@ import transformers
 import torch_backend
 from packing_core.errors import PackingError, UnsupportedError
 from tests.torch_backend.models import error
-from tests.torch_backend.preference import assert_same_training, trained
+from tests.torch_backend.preference import GRADIENT, trained
 from tests.torch_backend.test_document_heads import ROUTES, classifier
+from tests.torch_backend.test_heads import assert_same_gradients
 from tests.torch_backend.test_trainer import arguments, datasets
 from torch_backend.training.trainer import enable_packing
 
@@ -129,7 +130,9 @@ def test_a_step_is_that_of_the_stock_trainer_with_one_document_per_batch(what: s
     packed.args.gradient_accumulation_steps = len(counts)
     found, _ = trained(packed)
     assert packed.state.log_history[0]["loss"] == pytest.approx(stock.state.log_history[0]["loss"], rel=1e-5)
-    assert_same_training((found, []), (truth, []))
+    assert_same_gradients(*({n: x for n, x in each.items() if n.startswith(GRADIENT)} for each in (found, truth)))
+    for (name, ours), theirs in zip(packed.model.named_parameters(), stock.model.parameters(), strict=True):
+        assert error(ours.detach(), theirs.detach()) <= 1e-5, name
     assert any(not torch.equal(p, before[name]) for name, p in packed.model.named_parameters())
 
 

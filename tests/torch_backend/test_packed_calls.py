@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -19,6 +20,7 @@ from tests.torch_backend.preference import assert_same_training, trained
 from tests.torch_backend.test_captured import interpreted as interpreted
 from tests.torch_backend.test_classification_trainer import trainer as classifying
 from tests.torch_backend.test_document_heads import classifier, features
+from tests.torch_backend.test_encoders import encoder
 from tests.torch_backend.test_preference import dpo
 from tests.torch_backend.test_reward import reward
 from tests.torch_backend.test_train_step import compiled as compiled
@@ -26,6 +28,7 @@ from tests.torch_backend.test_train_step import graphs as graphs
 from torch_backend import PackedCollator, explain, make_train_step, patch
 from torch_backend.hf.patch import state_of
 from torch_backend.hf.unpadding import unpad_calls
+from torch_backend.segments import PackedMetadata
 from torch_backend.training import packed_calls
 from torch_backend.training.packed_calls import COMPILED, CompiledCalls
 from torch_backend.training.trainer import enable_packing
@@ -137,7 +140,7 @@ def test_heads_for_documents_run_through_compiled_layers(compiled: SimpleNamespa
     """As many documents as there are; the padding of fixed shapes is none."""
     model, right = (patch(classifier("qwen3"), verify=False) for _ in range(2))
     compiled.model = model
-    given = batches(model, [(9, 30, 20), (60,), (3, 3, 3, 3, 40)])
+    given = batches(model, [(9, 30, 20, 40), (60,), (3, 3, 3, 3, 40)])  # two rows, then one and one of padding
     if not named:
         given = [{k: x for k, x in batch.items() if k != "packed_documents"} for batch in given]
         for batch in given:  # a row without padding
@@ -167,12 +170,17 @@ def test_a_trainer_that_classifies_documents_runs_through_compiled_layers(
     assert "layers of the step: compiled" in explain(fast).notes
 
 
-def test_a_head_reads_its_documents_after_compiled_layers_dropped_their_lengths(interpreted: None) -> None:
-    model = patch(classifier("qwen3"), implementation="triton", verify=False).eval()
-    (batch,) = batches(model, [(9, 5, 4)])
+def test_a_pooler_reads_its_documents_after_compiled_layers_dropped_their_lengths(
+    interpreted: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no length is read back from the device for it."""
+    model = patch(encoder("bert", transformers.AutoModel), implementation="triton", verify=False).eval()
+    batch = PackedCollator(model, capacity=32)([{"input_ids": x} for x in documents((9, 5, 4))])
+    del batch["labels"]
     with torch.no_grad():
-        right = model(**batch).logits
+        right = model(**batch).pooler_output
         state = state_of(model)
         assert state is not None and not state.layers_need_lengths and state.needs_lengths
         state.compiled = set(state.requests)
-        torch.testing.assert_close(model(**batch).logits, right)
+        monkeypatch.setattr(PackedMetadata, "readable", property(lambda segments: False))
+        torch.testing.assert_close(model(**batch).pooler_output, right)
