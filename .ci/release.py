@@ -28,12 +28,15 @@ def version_faults(tag: str) -> list[str]:
     """What keeps a tag from being released."""
     stated = version()
     faults = [] if tag == f"v{stated}" else [f"the tag is {tag}, pyproject.toml has {stated}"]
-    if f"\nversion: {stated}\n" not in (ROOT / "CITATION.cff").read_text():
+    citation = (ROOT / "CITATION.cff").read_text()
+    if f"\nversion: {stated}\n" not in citation:
         faults.append(f"CITATION.cff has another version than {stated}")
-    if not re.search(
-        rf"^## \[{re.escape(stated)}\] - \d{{4}}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
-    ):
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    dated = re.search(rf"^## \[{re.escape(stated)}\] - (\d{{4}}-\d\d-\d\d)$", changes, re.MULTILINE)
+    if dated is None:
         faults.append(f"CHANGELOG.md has no section [{stated}] with a date")
+    elif f"\ndate-released: {dated[1]}\n" not in citation:
+        faults.append(f"CITATION.cff has another date than {dated[1]}")
     return faults
 
 

@@ -33,7 +33,7 @@ def explain(
     implementation: str | None = None,
     **options: Any,
 ) -> Explanation:
-    """Which implementation serves, in the order they are tried, and the reason against each one before it.
+    """Which implementation runs, and why each one before it in the order was rejected.
 
     >>> print(explain(decoder, tokens=8192, platform="gpu"))  # doctest: +SKIP
     >>> print(explain(q, k, v, window=512, return_lse=True))  # doctest: +SKIP

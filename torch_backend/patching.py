@@ -28,7 +28,8 @@ def patch(model: Model, *, implementation: str | Sequence[str] = "auto", verify:
     """Make a model train packed batches exactly; everything else it does stays as it was, to the bit.
 
     Args:
-        model: a transformers causal language model, or anything that wraps one (PEFT, DDP, a compiled module).
+        model: a transformers model (causal or masked language model, classifier, encoder), or anything that wraps one
+            (PEFT, DDP, a compiled module).
         implementation: of attention, as in :func:`torch_backend.attention`.
         verify: prove it on a tiny clone of the model before returning (see :func:`torch_backend.audit`).
 

@@ -169,3 +169,15 @@ def test_supported_versions_are_those_of_the_project() -> None:
     for name in ("torch", "transformers", "jax"):
         (row,) = [line for line in page.splitlines() if line.startswith(f"| {name} |")]
         assert pins[name] in row or pins[name].rpartition(".")[0] in row, row
+
+
+def test_the_citation_has_the_date_of_the_release(tmp_path, monkeypatch) -> None:
+    version, faults = PROJECT["version"], RELEASE["version_faults"]
+    for name, text in {
+        "pyproject.toml": f'[project]\nversion = "{version}"\n',
+        "CHANGELOG.md": f"# Changelog\n\n## [{version}] - 2026-01-02\n",
+        "CITATION.cff": f"title: Crosspack\nversion: {version}\ndate-released: 2026-01-01\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setitem(faults.__globals__, "ROOT", tmp_path)
+    assert faults(f"v{version}") == ["CITATION.cff has another date than 2026-01-02"]

@@ -107,6 +107,7 @@ class AuditReport:
         return "exact" if equal and isolated else "contaminated"
 
     def to_json(self) -> str:
+        """The verdict and every figure, as a JSON object."""
         return json.dumps({"verdict": self.verdict, **asdict(self)})
 
     def __str__(self) -> str:
@@ -137,9 +138,9 @@ def audit(
     """Measure whether documents that are packed together see each other.
 
     Args:
-        model: a transformers causal language model or a wrapper of one; it is not touched. If it is patched, the clone
-            is patched with the same implementation. Or a trainer, judged as it is on its own batches; it need not be
-            patched, and the other arguments do not apply (see :mod:`torch_backend.auditing.trainer`).
+        model: a transformers model or a wrapper of one; it is not touched. If it is patched, the clone is patched with
+            the same implementation. Or a trainer, judged as it is on its own batches; it need not be patched, and the
+            other arguments do not apply (see :mod:`torch_backend.auditing.trainer`).
         implementation: of attention; that of ``model``'s patch if None, or "auto".
         tolerance: what errors may be, relative to the largest reference value.
 

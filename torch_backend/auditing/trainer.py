@@ -81,6 +81,7 @@ class TrainerReport:
         return "exact" if all(x <= self.tolerance for x in judged) and noticed else "contaminated"
 
     def to_json(self) -> str:
+        """The verdict and every figure, as a JSON object."""
         return json.dumps({"verdict": self.verdict, **asdict(self)})
 
     def __str__(self) -> str:

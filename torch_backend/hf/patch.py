@@ -60,7 +60,7 @@ def install(model: Model, implementation: str | Sequence[str] = "auto") -> Model
 
 
 def unpatch(model: Model) -> Model:
-    """Take everything back that :func:`install` did; without effect on a model that is not patched."""
+    """Take back what :func:`torch_backend.patch` did; without effect on a model that is not patched."""
     root = causal_lm(model)
     state = state_of(root)
     if state is not None:
