@@ -44,6 +44,7 @@ def built(folder: Path, fast: bool, make: Callable[[], Any] = llama, kind: Any =
     """A trainer after enable_packing."""
     own = {name: options.pop(name) for name in OF_THE_TRAINER if name in options}
     given = transformers.TrainingArguments(str(folder), **SETTINGS | options)
+    given._n_gpu = min(given.n_gpu, 1)  # several in one process would be DataParallel
     kind = kind or transformers.Trainer
     trainer = kind(make(), given, train_dataset=documents(), eval_dataset=documents(6), **own)
     return enable_packing(trainer, capacity=CAPACITY, verify=False, fast=fast)

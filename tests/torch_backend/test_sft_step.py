@@ -68,6 +68,7 @@ def built(folder: Path, fast: bool, **options: Any) -> Any:
     own = {name: options.pop(name) for name in ("peft_config", "callbacks") if name in options}
     make = options.pop("make", llama)
     given = trl.SFTConfig(str(folder), **SETTINGS | DEFAULTS | options)
+    given._n_gpu = min(given.n_gpu, 1)  # several in one process would be DataParallel
     data = data.remove_columns([name for name in data.column_names if name == "comment"])
     torch.manual_seed(2)  # of adapters
     trainer = trl.SFTTrainer(
