@@ -49,8 +49,8 @@ LEARNING_RATE = 1e-5
 PROFILED = 3  # steps after the warm-up
 # What may cost DDP time: a search through the graph of every step, small messages.
 VARIANTS: list[dict[str, Any]] = [
-    {"ddp_find_unused_parameters": False},
     {"ddp_find_unused_parameters": False, "ddp_bucket_cap_mb": 200},
+    {"ddp_find_unused_parameters": False},
 ]
 
 
@@ -59,12 +59,14 @@ class Contender:
     """How a contender trains: on how many ranks, what is sharded, and whether rows are dealt at equal cost.
 
     Attributes:
+        gathered: of sharded layers, keep the weights between forward and backward.
         arguments: of transformers' ``TrainingArguments``, beyond those of all contenders.
     """
 
     ranks: int
     sharded: bool = False
     balanced: bool = False
+    gathered: bool = False
     arguments: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -72,7 +74,7 @@ class Contender:
         if self.ranks == 1:
             return "one"
         dealt = "balance" if self.balanced else "as they come"
-        more = [f"{name}={value}" for name, value in self.arguments.items()]
+        more = ["layers kept gathered"] * self.gathered + [f"{name}={value}" for name, value in self.arguments.items()]
         return ", ".join([f"{self.ranks} ranks", "FSDP2" if self.sharded else "DDP", dealt, *more])
 
 
@@ -134,7 +136,11 @@ def train(contender: Contender, chosen: argparse.Namespace) -> Measured:
             if profile is not None and state.global_step == steps + PROFILED:
                 profile.stop()
 
-    wrap = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"], "reshard_after_forward": True}
+    wrap = {
+        "version": 2,
+        "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"],
+        "reshard_after_forward": not contender.gathered,
+    }
     sharding = {"fsdp": "full_shard auto_wrap", "fsdp_config": wrap} if contender.sharded else {}
     with TemporaryDirectory() as folder:
         arguments = TrainingArguments(
@@ -198,7 +204,8 @@ def launched(contender: Contender, chosen: argparse.Namespace) -> list[Result]:
 def contenders(ranks: int) -> list[Contender]:
     """The most important first."""
     several = [Contender(ranks, sharded, balanced) for balanced in (True, False) for sharded in (False, True)]
-    return [Contender(1), *several, *(Contender(ranks, balanced=True, arguments=each) for each in VARIANTS)]
+    more = [Contender(ranks, balanced=True, arguments=each) for each in VARIANTS]
+    return [Contender(1), *several, Contender(ranks, sharded=True, balanced=True, gathered=True), *more]
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:

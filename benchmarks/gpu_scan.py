@@ -171,9 +171,8 @@ def drawn_stepped(tokens: int) -> list[Tensor]:
 
 
 def our_stepped(inputs: list[Tensor], packed: PackedMetadata) -> Tensor:
-    """As a layer runs it: A is -1, and the step multiplies x first."""
-    c, b, x, dt = inputs
-    return gated_delta_rule(c, b, (x * dt[..., None]).to(x.dtype), -dt, None, packed, scale=1.0)
+    c, b, x, dt = inputs  # A is -1
+    return gated_delta_rule(c, b, x, -dt, dt, packed, scale=1.0, corrects=False)
 
 
 def our_ssd(inputs: list[Tensor], packed: PackedMetadata) -> Tensor:

@@ -102,10 +102,10 @@ def _calls(shape: str, documents: list[int]) -> tuple[Any, Any]:
     module, drawn, _, _ = SHAPES[shape]
     inputs = [x.to(DEVICE) for x in drawn(sum(documents))]
     of_v = inputs[0 if shape == "selective" else 2]
-    given = [*inputs, *([None, None] if shape == "ssd" else [None])]  # no initial states; Mamba-2 corrects nothing
+    given = [*inputs, *([None, None] if shape == "ssd" else [None])]  # no beta, no initial states
     packed = PackedMetadata.from_lengths(documents, device=DEVICE)
     given += [packed.cu_seqlens, packed.seq_idx]
-    scale = [] if shape == "selective" else [0.1]
+    scale = [] if shape == "selective" else [0.1] if shape == "kimi" else [0.1, True]
     dout = torch.randn(of_v.shape, generator=torch.Generator().manual_seed(9)).to(of_v)
     ahead = partial(module._forward, *given, *scale)
     _, *kept, final = ahead()

@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# kind -> what the names of its operations contain; an operation is of the first kind that any of its origins names
+# kind -> what names of its kernels, operations or their origins look like; of the first kind that any of them matches
 KINDS = {
     "communication": r"^(all-reduce|all-gather|reduce-scatter|collective|ncclDev)",
     "attention, forward": r"segment_attention_forward",
@@ -22,15 +22,16 @@ KINDS = {
     "attention, dkv": r"segment_attention_dkv",
     "attention, around the kernels": r"_attend",
     "rope (operations that hold any of it)": r"\brope\b",
-    "loss and output head, products": r"cross_entropy.*dot_general",
-    "loss and output head, the rest": r"cross_entropy",
+    "loss and output head": r"cross_entropy",
     "optimizer": r"\boptimizer\b|apply_updates",
-    "matrix products": r"dot_general",
     "embedding": r"\b(gather|scatter-add|take)\b",
     "stacking and slicing of layers": r"dynamic_(update_)?slice",
     "casts": r"^(wrapped_|loop_)?convert",
     "copies, transposes, fills": r"^(wrapped_|loop_|input_)?(copy|transpose|bitcast|broadcast|memset|Memset|MemcpyD2D)",
 }
+# Kernels of matrix products, whose operations may be named after a transpose that was folded into them.
+PRODUCT = re.compile(r"nvjet|gemm|cutlass|xmma|cublas|^dot")
+HEAD = "loss and output head"
 OTHER = "norms, activations, residuals"
 IDLE = "nothing"
 
@@ -72,8 +73,7 @@ def profile_of(folder: Path, program: str, longest: int = 40) -> tuple[Counter[s
     kind_of: dict[str, str] = {}
     for event in events:
         name = event.operation or event.kernel
-        names = {name, event.kernel} | origins.get(name, set())
-        kind_of[name] = next((kind for kind, mark in KINDS.items() if any(re.search(mark, n) for n in names)), OTHER)
+        kind_of[name] = kind_of.get(name) or _kind(event, origins.get(name, set()))
         kinds[kind_of[name]] += event.end - event.begin
         spent[name] += event.end - event.begin
         times[name] += 1
@@ -90,6 +90,14 @@ def profile_of(folder: Path, program: str, longest: int = 40) -> tuple[Counter[s
         for name, time in spent.most_common(longest)
     ]
     return kinds, operations
+
+
+def _kind(event: Event, origins: set[str]) -> str:
+    names = {event.operation, event.kernel} | origins
+    kind = next((kind for kind, mark in KINDS.items() if any(re.search(mark, name) for name in names)), OTHER)
+    if any(PRODUCT.search(name) for name in (event.operation, event.kernel)):
+        return f"{HEAD}, products" if kind == HEAD else "products of the layers"
+    return kind
 
 
 def idle(events: list[Event]) -> float:

@@ -46,7 +46,8 @@ from benchmarks._report import machine, versions
 from benchmarks.gpu_clock import DEVICE, TOY
 from benchmarks.gpu_workload import qwen2
 from benchmarks.pack_dataset import GSM8K
-from crosspack.encoding.text import Encoder, Policy, train_tokenizer
+from crosspack.encoding.text import Encoder, Policy
+from crosspack.encoding.tokenizer import train_tokenizer
 from packing_core import plan
 from packing_core.training.job import Options
 from packing_core.training.schedule import Corpus, Run, Schedule

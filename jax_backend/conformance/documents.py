@@ -76,17 +76,16 @@ class DocumentMethods(Backend):
         dtype: str,
     ) -> tuple[float, Gradients]:
         pairs = sum(len(documents) // 2 for documents in microbatches)
-        total: Any = (0.0, None)
+        total, sums = 0.0, {}
         for documents in microbatches:
             packed = pack([d.input_ids for d in documents], capacity, labels=[d.labels for d in documents])
             arrays = (packed.input_ids, packed.segment_ids, packed.position_ids, packed.targets)
             parts = self._model(decoder, dtype, Batch(*arrays))
             with arithmetic(dtype):
-                one = _pair_sums(*parts, to_batch(packed), beta, documents=len(documents))
-            one = jax.tree.map(np.asarray, one)
-            total = one if total[1] is None else jax.tree.map(np.add, total, one)
-        loss, gradients = jax.tree.map(lambda x: x / np.float32(pairs), total)
-        return float(loss), _exported(gradients)
+                loss, gradients = _pair_sums(*parts, to_batch(packed), beta, documents=len(documents))
+            total += float(loss)
+            sums = {name: sums.get(name, 0.0) + x for name, x in _exported(gradients).items()}
+        return total / pairs, {name: x / np.float32(pairs) for name, x in sums.items()}
 
     def _model(self, decoder: protocol.Decoder, dtype: str, batch: Batch) -> tuple[Any, Any, Any]:
         raise NotImplementedError

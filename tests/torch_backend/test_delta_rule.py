@@ -74,6 +74,25 @@ def test_without_corrections_it_is_linear_attention_with_a_decay(where, chunk, m
 
 
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
+def test_values_may_be_written_with_a_strength_and_without_corrections(where):
+    q, k, v, g, beta = drawn(where)
+    out = gated_delta_rule(q, k, v, g, beta, packed_on(where), corrects=False)
+    dout = where.draw(*out.shape, seed=6)
+    found = {"out": out, **dict(zip(NAMES, torch.autograd.grad(out, (q, k, v, g, beta), dout)))}
+
+    def written(dtype: torch.dtype) -> dict[str, np.ndarray]:
+        values, strength = (x.detach().cpu().to(dtype) for x in (v, beta))
+        wanted = quadratic((q, k, values * strength[..., None], g), dout, dtype)
+        dvalues = wanted["v"]
+        return wanted | {
+            "v": dvalues * numpy(strength)[..., None],
+            "beta": (dvalues * numpy(values)).sum(2),
+        }
+
+    assert_within_budget(found, written(torch.float64), written(where.dtype), where.dtype)
+
+
+@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
 def test_no_document_moves_another_by_a_bit(where):
     inputs = drawn(where)
     before, dout = run(where, inputs, packed_on(where))

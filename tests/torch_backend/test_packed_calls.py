@@ -17,6 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from tests.torch_backend.models import documents, error, tiny
 from tests.torch_backend.preference import assert_same_training, trained
 from tests.torch_backend.test_captured import interpreted as interpreted
+from tests.torch_backend.test_classification_trainer import trainer as classifying
 from tests.torch_backend.test_document_heads import classifier, features
 from tests.torch_backend.test_preference import dpo
 from tests.torch_backend.test_reward import reward
@@ -152,6 +153,18 @@ def test_heads_for_documents_run_through_compiled_layers(compiled: SimpleNamespa
     assert compiled.calls == len(given) * (2 + 1)
     assert fast.parts["layers"] == "compiled"
     assert fast.parts["graph"] == "no CUDA graph: its head reads documents, of which each batch has another number"
+
+
+def test_a_trainer_that_classifies_documents_runs_through_compiled_layers(
+    compiled: SimpleNamespace, tmp_path: Any
+) -> None:
+    fast, plain = (
+        enable_packing(classifying(tmp_path), capacity=48, verify=False, fast=each) for each in (True, False)
+    )
+    compiled.model = fast.model
+    assert_same_training(trained(fast), trained(plain), 1e-6)
+    assert compiled.calls == 6 * (2 + 1)  # three steps of two micro-batches
+    assert "layers of the step: compiled" in explain(fast).notes
 
 
 def test_a_head_reads_its_documents_after_compiled_layers_dropped_their_lengths(interpreted: None) -> None:

@@ -174,3 +174,16 @@ def test_a_trainer_that_overrides_its_loss_keeps_it(tmp_path: Path) -> None:
     trainer = Doubled(llama(), given, train_dataset=data, processing_class=tokenizer())
     enable_packing(trainer, capacity=CAPACITY, verify=False)
     assert trainer.packed_step.parts["loss"] == "with logits: Doubled computes its loss itself (compute_loss)"
+
+
+def test_room_in_the_rows_of_trl_is_worth_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Two documents of 20 tokens fill a row of 40; all 24 of them do not fill one of 1,000."""
+
+    def halves() -> Any:
+        return datasets.Dataset.from_dict({"input_ids": [list(range(5, 5 + CAPACITY // 2))] * 24})
+
+    for length, full in ((CAPACITY, True), (1000, False)):
+        caplog.clear()
+        built(tmp_path, True, data=halves, packing=True, max_length=length)
+        said = [text for text in caplog.messages if f"TRL's rows of {length} tokens are 48% full" in text]
+        assert len(said) == (not full) and full != ("TRL's rows" in caplog.text)

@@ -84,40 +84,42 @@ def chunk_length(width: int, v: Tensor, delta: bool) -> int:
 
 
 Scan = Callable[..., tuple[Tensor, Tensor]]
+_TENSORS = 8  # q, k, v, g, beta, initial states, boundaries, segments
 
 
 def differentiable(ahead: Callable[..., Any], behind: Callable[..., Any]) -> Scan:
-    """(inputs, initial states, boundaries, segments, scale) -> output and final states, with gradients.
+    """(inputs, initial states, boundaries, segments, options) -> output and final states, with gradients.
 
     Args:
         ahead: operator of these arguments -> output, what its backward keeps, final states.
         behind: operator of the tensors among these arguments, what was kept, the gradients of output and final states,
-            and scale -> gradients of inputs and initial states.
+            and the options -> gradients of inputs and initial states.
     """
 
     class ChunkedScan(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-            *inputs, boundaries, segments, scale = arguments
-            inputs = [None if x is None else x.contiguous() for x in inputs]
-            out, *kept, final = ahead(*inputs, boundaries, segments, scale)
-            ctx.save_for_backward(*inputs, boundaries, segments, *kept)
-            ctx.scale = scale
+            given = [None if x is None else x.contiguous() for x in arguments[:_TENSORS]]
+            ctx.options = arguments[_TENSORS:]
+            out, *kept, final = ahead(*given, *ctx.options)
+            ctx.save_for_backward(*given, *kept)
             return out, final
 
         @staticmethod
         @once_differentiable
         def backward(ctx: Any, dout: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
             given = ctx.saved_tensors
-            found = behind(*given, dout.contiguous(), dfinal.contiguous(), ctx.scale)
+            found = behind(*given, dout.contiguous(), dfinal.contiguous(), *ctx.options)
             wanted = (None if x is None else gradient for x, gradient in zip(given, found, strict=False))
-            return *wanted, None, None, None
+            return *wanted, None, None, *(None for _ in ctx.options)
 
     apply: Scan = ChunkedScan.apply
     return apply
 
 
-def scan(apply: Scan, inputs: Sequence[Tensor | None], packed: PackedMetadata, scale: float | None) -> Tensor:
+def scan(
+    apply: Scan, inputs: Sequence[Tensor | None], packed: PackedMetadata, scale: float | None, *options: Any
+) -> Tensor:
     """The output [T, H, V] of a scan of q, k, v, ... whose state is zero before each segment.
 
     Args:
@@ -125,8 +127,9 @@ def scan(apply: Scan, inputs: Sequence[Tensor | None], packed: PackedMetadata, s
         inputs: q and k [T, Q, K], v [T, H, V] and others [T, ...], some None.
         packed: the segments.
         scale: of the output; K ** -0.5 by default.
+        options: others that ``apply`` takes.
     """
-    return apply(*_of_one_dtype(inputs), None, packed.cu_seqlens, packed.seq_idx, _scale(inputs, scale))[0]
+    return apply(*_of_one_dtype(inputs), None, packed.cu_seqlens, packed.seq_idx, _scale(inputs, scale), *options)[0]
 
 
 def scan_with_states(
@@ -135,6 +138,8 @@ def scan_with_states(
     packed: PackedMetadata,
     initial: Tensor | None,
     scale: float | None,
+    delta: bool,
+    *options: Any,
 ) -> tuple[Tensor, Tensor]:
     """The same from a state per segment, and the last states: both [N, H, K, V], in float32. None for zeros.
 
@@ -150,10 +155,10 @@ def scan_with_states(
         initial = v.new_zeros(shape, dtype=torch.float32)
     if initial.shape != shape:
         raise LayoutError(f"initial states are {list(shape)} [N, H, K, V] here, got {list(initial.shape)}")
-    whole, place = in_whole_chunks(packed, chunk_length(q.shape[2], v, inputs[4] is not None))
+    whole, place = in_whole_chunks(packed, chunk_length(q.shape[2], v, delta))
     padded = [None if x is None else placed(x, place, whole.tokens) for x in _of_one_dtype(inputs)]
     transposed = initial.float().transpose(2, 3).contiguous()
-    out, final = apply(*padded, transposed, whole.cu_seqlens, whole.seq_idx, _scale(inputs, scale))
+    out, final = apply(*padded, transposed, whole.cu_seqlens, whole.seq_idx, _scale(inputs, scale), *options)
     return out.index_select(0, place), final.transpose(2, 3)
 
 
@@ -203,17 +208,20 @@ class Row:
         initial: Tensor | None,
         boundaries: Tensor,
         tiles: Mapping[str, Tile] | None = None,
+        *,
+        corrects: bool = True,
     ) -> None:
+        delta = corrects and beta is not None
         self.dtype = v.dtype
         self.tokens, self.heads, self.value_width = v.shape
         self.shared, self.width = q.shape[1:]
-        chunk = chunk_length(self.width, v, beta is not None)
+        chunk = chunk_length(self.width, v, delta)
         self.tiles = tiles or (TILES if chunk == CHUNK else LINEAR_TILES)
         self.chunks = -(-self.tokens // chunk)
         self.segments = len(boundaries) - 1
         self.sizes: dict[str, Any] = {
             "H": self.heads, "Q": self.shared, "K": self.width, "V": self.value_width, "C": chunk,
-            "DELTA": beta is not None, "STATES": initial is not None, "GROUP": self.group,
+            "DELTA": delta, "GAIN": beta is not None and not delta, "STATES": initial is not None, "GROUP": self.group,
             "LEVELS": chunk.bit_length() - 1,
             "PRECISION": "ieee" if self.dtype == torch.float32 else "tf32x3",
         }  # fmt: skip

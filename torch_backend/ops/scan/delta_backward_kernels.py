@@ -98,10 +98,10 @@ def carry_backward(
 @triton.jit
 def chunk_backward(
     q, k, v, c, strength, inverses, segments, states, dstates, dout, dnew, dq, dk, dv, dg, dbeta, scale, tokens,
-    H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, DELTA: tl.constexpr, STATES: tl.constexpr,
-    GROUP: tl.constexpr, C: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, DELTA: tl.constexpr, GAIN: tl.constexpr,
+    STATES: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of all inputs; dq, dk [T, H / GROUP, K], and dv with DELTA alone, else it is dN.
+    """Gradients of all inputs; dq, dk [T, H / GROUP, K], and dv with DELTA or GAIN alone, else it is dN.
 
     A program takes GROUP heads of v that read the same head of q and k. Grid: (chunks, H / GROUP).
     """
@@ -126,11 +126,12 @@ def chunk_backward(
         if GROUP > 1:
             to_c -= tl.sum(dq_sum * rows(q, t, shared, Q, 0, K, K, has), 1)
             from_state -= tl.sum(dk_sum * rows(k, t, shared, Q, 0, K, K, has), 1)
-        if DELTA:
+        dbeta_sum = tl.zeros([C], tl.float32)
+        if DELTA or GAIN:
             beta = tl.load(strength + head * tokens + t, has, other=0.0)
+        if DELTA:
             solved = rows(inverses, t, head, H, 0, C, C, has)
             da = tl.zeros([C, C], tl.float32)
-            dbeta_sum = tl.zeros([C], tl.float32)
             along = tl.zeros([C], tl.float32)
         for first in range(0, V, BLOCK_V):
             do = rows(dout, t, head, H, first, V, BLOCK_V, has)
@@ -150,6 +151,11 @@ def chunk_backward(
                 along += tl.sum(dseen * seen, 1)
                 da -= tl.dot(dr.to(keys.dtype), tl.trans(new), input_precision=PRECISION)
                 dk_sum += tl.dot(dseen.to(keys.dtype), s, input_precision=PRECISION)
+            if GAIN:
+                dn = rows(dnew, t, head, H, first, V, BLOCK_V, has)
+                store_rows(dv, dn * beta[:, None], t, head, H, first, V, BLOCK_V, has)
+                dbeta_sum += tl.sum(dn.to(tl.float32) * new, 1)
+                new = (new * beta[:, None]).to(do.dtype)
             dscores += tl.dot(do, tl.trans(new), input_precision=PRECISION)
             dq_sum += tl.dot((do * (reach * scale)[:, None]).to(do.dtype), s, input_precision=PRECISION)
             ds = tl.load(state(dstates, chunk, head, H, K, first, V, BLOCK_V), any_leaves, other=0.0)
@@ -169,11 +175,12 @@ def chunk_backward(
             scores = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
             da = tl.where(strict, da * between, 0.0)
             dbeta_sum += tl.sum(da * scores, 1)
-            tl.store(dbeta + t * H + head, dbeta_sum.to(dbeta.dtype.element_ty), has)
             da *= beta[:, None]
             to_c += along + tl.sum(da * scores, 1) - tl.sum(da * scores, 0)
             da += tl.trans(da)
             dk_sum += tl.dot(da.to(keys.dtype), keys, input_precision=PRECISION)
+        if DELTA or GAIN:
+            tl.store(dbeta + t * H + head, dbeta_sum.to(dbeta.dtype.element_ty), has)
         from_state = tl.where(leaves, from_state, 0.0)
         # All that leaves is decayed by c_last: what the chunk adds, and what entered if its document leaves too.
         at_end = tl.sum(from_state, 0) + tl.where(enters, tl.exp(last) * tl.sum(through, 0), 0.0)

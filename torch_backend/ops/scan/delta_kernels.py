@@ -14,8 +14,9 @@ and S [K, V] the state that enters (after Yang et al. 2024, https://arxiv.org/ab
     S' = exp(c_last) S + sum over j of x_j exp(c_last - c_j) k_j N_j^T
 
 ``prepare`` computes c and T for every chunk at once, ``carry`` walks each document through its chunks and keeps the
-states, ``output`` computes O for every chunk. Without beta (DELTA false) N is v: linear attention with a decay, which
-the scan of Mamba-2 is. Sums over tokens of a document are taken under the mask, so no document moves another by a bit.
+states, ``output`` computes O for every chunk. Without corrections (DELTA false) N is v, with GAIN beta v: linear
+attention with a decay, which the scan of Mamba-2 is. Sums over tokens of a document are taken under the mask, so no
+document moves another by a bit.
 
 States are held transposed, [V, K]: the three products of a step of ``carry`` then follow each other in registers.
 
@@ -113,18 +114,20 @@ def inverse(a, C: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 def prepare(
     k, g, beta, segments, c, strength, inverses, tokens,
-    H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, DELTA: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+    H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, DELTA: tl.constexpr, GAIN: tl.constexpr,
+    C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """c; with DELTA also strength and T. Grid: (chunks, H)."""
+    """c; with DELTA or GAIN also strength, with DELTA T. Grid: (chunks, H)."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     t, has, visible, _, _ = chunk_of(segments, chunk, tokens, C, False)
     gate = tl.load(g + t * H + head, has, other=0.0).to(tl.float32)
     total = tl.sum(tl.where(visible, gate[None, :], 0.0), 1)
     tl.store(c + head * tokens + t, total, has)
-    if DELTA:
-        i = tl.arange(0, C)
+    if DELTA or GAIN:
         beta_rows = tl.load(beta + t * H + head, has, other=0.0).to(tl.float32)
         tl.store(strength + head * tokens + t, beta_rows, has)
+    if DELTA:
+        i = tl.arange(0, C)
         keys = rows(k, t, head // (H // Q), Q, 0, K, K, has)
         scores = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
         strict = visible & (i[:, None] > i[None, :])
@@ -135,8 +138,8 @@ def prepare(
 @triton.jit
 def carry(
     k, v, c, strength, inverses, boundaries, initial, states, final, tokens,
-    H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, DELTA: tl.constexpr, STATES: tl.constexpr,
-    C: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, DELTA: tl.constexpr, GAIN: tl.constexpr,
+    STATES: tl.constexpr, C: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The state that enters each chunk, where one does, and the final ones. Grid: (segments, H, V / BLOCK_V)."""
     segment, head, first = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_V
@@ -159,6 +162,8 @@ def carry(
             seen = tl.dot(s.to(keys.dtype), tl.trans(keys), input_precision=PRECISION)
             error = ((new - seen * tl.exp(decay)[None, :]) * beta[None, :]).to(keys.dtype)
             new = tl.dot(error, tl.trans(solved), input_precision=PRECISION)
+        if GAIN:
+            new = new * tl.load(strength + head * tokens + t, own, other=0.0)[None, :]
         added = (new * tl.exp(last - decay)[None, :]).to(keys.dtype)
         if STATES:
             tl.store(state(states, chunk, head, H, K, first, V, BLOCK_V), s.to(states.dtype.element_ty))
@@ -172,8 +177,8 @@ def carry(
 @triton.jit
 def output(
     q, k, v, c, strength, inverses, states, segments, out, scale, tokens,
-    H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, DELTA: tl.constexpr, STATES: tl.constexpr,
-    C: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, DELTA: tl.constexpr, GAIN: tl.constexpr,
+    STATES: tl.constexpr, C: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """O [T, H, V]. Grid: (chunks, H, V / BLOCK_V)."""
     chunk, head, first = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_V
@@ -190,6 +195,8 @@ def output(
         solved = rows(inverses, t, head, H, 0, C, C, has)
         error = (new - tl.dot(keys, s, input_precision=PRECISION) * reach) * beta[:, None]
         new = tl.dot(solved, error.to(keys.dtype), input_precision=PRECISION).to(keys.dtype)
+    if GAIN:
+        new = (new * tl.load(strength + head * tokens + t, has, other=0.0)[:, None]).to(keys.dtype)
     scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * decays(decay, visible) * scale
     total = tl.dot(scores.to(new.dtype), new, input_precision=PRECISION)
     total += tl.dot(queries, s, input_precision=PRECISION) * (reach * scale)

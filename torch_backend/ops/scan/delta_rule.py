@@ -26,20 +26,23 @@ def gated_delta_rule(
     packed: PackedMetadata,
     *,
     scale: float | None = None,
+    corrects: bool = True,
 ) -> Tensor:
     """Linear attention that corrects its memory: a state [K, V] per head, zero before each segment's first token.
 
     ``S' = exp(g_t) S``, ``S = S' + beta_t k_t (v_t - S'^T k_t)^T``, ``o_t = scale S^T q_t``: Yang et al. 2024,
-    https://arxiv.org/abs/2412.06464, equation 10. Without ``beta`` nothing is corrected, ``S = S' + k_t v_t^T``: the
-    scan of Mamba-2 (Dao and Gu 2024, https://arxiv.org/abs/2405.21060, section 5) by q = C, k = B, v = dt x, g = dt A.
+    https://arxiv.org/abs/2412.06464, equation 10. Where nothing is corrected, ``S = S' + beta_t k_t v_t^T``: the scan
+    of Mamba-2 (Dao and Gu 2024, https://arxiv.org/abs/2405.21060, section 5) by q = C, k = B, v = x, g = dt A and
+    beta = dt.
 
     Args:
         q, k: [T, Q, K], already normalised where the model does so; K in ``chunks.WIDTHS``.
         v: [T, H, V], H a multiple of Q; head h of v reads head h // (H / Q) of q and k.
         g: [T, H], the log of the decay, at most 0.
-        beta: [T, H], the strength of the correction, or None.
+        beta: [T, H], the strength with which v is written, or None for 1, and then nothing is corrected.
         packed: the segments; they cover all T tokens.
         scale: of the output; K ** -0.5 by default.
+        corrects: whether what the state holds for k is taken off v first.
 
     Returns:
         [T, H, V], dtype of v, contiguous. Gradients flow to q, k, v, g and beta.
@@ -49,7 +52,7 @@ def gated_delta_rule(
         UnsupportedError: Triton does not run on these tensors, or their heads are of other widths.
     """
     _check(q, k, v, g, beta, packed)
-    return scan(_scan, (q, k, v, g, beta), packed, scale)
+    return scan(_scan, (q, k, v, g, beta), packed, scale, corrects)
 
 
 def gated_delta_rule_with_states(
@@ -62,6 +65,7 @@ def gated_delta_rule_with_states(
     *,
     initial: Tensor | None = None,
     scale: float | None = None,
+    corrects: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """:func:`gated_delta_rule` that continues from a state per segment and returns the last ones.
 
@@ -69,7 +73,7 @@ def gated_delta_rule_with_states(
     are padded to whole chunks for it, so it is slower than the scan without states where they are short.
 
     Args:
-        q, k, v, g, beta, packed, scale: as there.
+        q, k, v, g, beta, packed, scale, corrects: as there.
         initial: [N, H, K, V], the state before the first token of each of the N segments of ``packed.cu_seqlens``; of a
             segment without tokens too. None for zeros.
 
@@ -81,7 +85,8 @@ def gated_delta_rule_with_states(
         LayoutError, UnsupportedError: as there.
     """
     _check(q, k, v, g, beta, packed)
-    return scan_with_states(_scan, (q, k, v, g, beta), packed, initial, scale)
+    delta = corrects and beta is not None
+    return scan_with_states(_scan, (q, k, v, g, beta), packed, initial, scale, delta, corrects)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, packed: PackedMetadata) -> None:
@@ -100,12 +105,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, pack
 
 def _launch_forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, initial: Tensor | None,
-    boundaries: Tensor, segments: Tensor, scale: float,
+    boundaries: Tensor, segments: Tensor, scale: float, corrects: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from torch_backend.ops.scan import delta_kernels as kernels
 
-    row = Row(q, v, beta, initial, boundaries)
-    out, gates, inverses, final = _made(v, beta, initial)
+    row = Row(q, v, beta, initial, boundaries, corrects=corrects)
+    out, gates, inverses, final = _made(v, beta, initial, corrects)
     c, strength = gates[0], gates[-1]
     row.launch(kernels.prepare, k, g, beta, segments, c, strength, inverses, row.tokens)
     states = row.states(v)
@@ -114,24 +119,26 @@ def _launch_forward(
     return out, gates, inverses, final
 
 
-def _made(v: Tensor, beta: Tensor | None, initial: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _made(
+    v: Tensor, beta: Tensor | None, initial: Tensor | None, corrects: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The output; c and beta [2, H, T] in float32, or c alone; T [T, H, C]; the final states. All unwritten."""
-    delta = beta is not None
-    gates = v.new_empty(1 + delta, *v.shape[1::-1], dtype=torch.float32)
-    inverses = v.new_empty(v.shape[0] if delta else 0, v.shape[1], CHUNK)
+    strong = beta is not None
+    gates = v.new_empty(1 + strong, *v.shape[1::-1], dtype=torch.float32)
+    inverses = v.new_empty(v.shape[0] if strong and corrects else 0, v.shape[1], CHUNK)
     return torch.empty_like(v), gates, inverses, like(initial, v)
 
 
 def _launch_backward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, initial: Tensor | None,
     boundaries: Tensor, segments: Tensor, gates: Tensor, inverses: Tensor,
-    dout: Tensor, dfinal: Tensor, scale: float,
+    dout: Tensor, dfinal: Tensor, scale: float, corrects: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from torch_backend.ops.scan import delta_backward_kernels as backward
     from torch_backend.ops.scan import delta_kernels as forward
 
-    row = Row(q, v, beta, initial, boundaries)
-    c, strength, delta = gates[0], gates[-1], beta is not None
+    row = Row(q, v, beta, initial, boundaries, corrects=corrects)
+    c, strength = gates[0], gates[-1]
     states, dstates, dnew = row.states(v), row.states(v), torch.empty_like(v)
     dinitial = like(initial, v)
     # Here the final states are not needed: their memory is that of the initial ones' gradients, written later.
@@ -145,7 +152,7 @@ def _launch_backward(
     groups = row.heads // row.group
     parts = q.dtype if groups == row.shared else torch.float32
     dq, dk = (q.new_empty(row.tokens, groups, row.width, dtype=parts) for _ in range(2))
-    dv, dg = torch.empty_like(v) if delta else dnew, torch.empty_like(g)
+    dv, dg = dnew if beta is None else torch.empty_like(v), torch.empty_like(g)
     dbeta = like(beta, v)
     row.launch(
         backward.chunk_backward, q, k, v, c, strength, inverses, segments, states, dstates, dout, dnew,
@@ -158,13 +165,14 @@ def _launch_backward(
 
 _forward = operator(
     "gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, Tensor? initial, Tensor boundaries, "
-    "Tensor segments, float scale) -> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor segments, float scale, bool corrects) -> (Tensor, Tensor, Tensor, Tensor)",
     _launch_forward,
-    lambda q, k, v, g, beta, initial, *_: _made(v, beta, initial),
+    lambda q, k, v, g, beta, initial, boundaries, segments, scale, corrects: _made(v, beta, initial, corrects),
 )
 _backward = operator(
     "gated_delta_rule_backward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, Tensor? initial, "
-    "Tensor boundaries, Tensor segments, Tensor gates, Tensor inverses, Tensor dout, Tensor dfinal, float scale) "
+    "Tensor boundaries, Tensor segments, Tensor gates, Tensor inverses, Tensor dout, Tensor dfinal, float scale, "
+    "bool corrects) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _launch_backward,
     lambda q, k, v, g, beta, initial, *_: tuple(like(x, v) for x in (q, k, v, g, beta, initial)),

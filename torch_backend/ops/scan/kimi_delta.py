@@ -68,7 +68,7 @@ def kimi_delta_rule_with_states(
         LayoutError, UnsupportedError: as there.
     """
     _check(q, k, v, g, beta, packed)
-    return scan_with_states(_scan, (q, k, v, g, beta), packed, initial, scale)
+    return scan_with_states(_scan, (q, k, v, g, beta), packed, initial, scale, True)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: PackedMetadata) -> None:

@@ -99,9 +99,8 @@ def _mamba2(
     """x [B, S, H, P], dt [B, S, H], A, D and dt_bias [H], B and C [B, S, G, N]: Dao and Gu 2024, section 5."""
     step = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
-    x = (hidden_states * step[..., None]).to(hidden_states.dtype)
-    q, k, v, g = (y.flatten(0, 1) for y in (C, B, x, step * A.float()))
-    out = gated_delta_rule(q, k, v, g, None, packed, scale=1.0).view(hidden_states.shape)
+    q, k, v, g, step = (y.flatten(0, 1) for y in (C, B, hidden_states, step * A.float(), step))
+    out = gated_delta_rule(q, k, v, g, step, packed, scale=1.0, corrects=False).view(hidden_states.shape)
     return out if D is None else out + (D[:, None] * hidden_states).to(out.dtype)
 
 
