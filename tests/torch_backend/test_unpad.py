@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 import torch_backend
+from packing_core.errors import LayoutError
 from tests.torch_backend.models import documents, error, tiny
 from tests.torch_backend.test_document_heads import classifier
 from tests.torch_backend.test_encoders import encoder
@@ -90,6 +91,14 @@ def test_a_masked_language_model_keeps_the_labels_of_first_tokens() -> None:
     assert error(output.loss.detach(), stock.loss.detach()) <= 1e-5
     real = batch["attention_mask"] == 1
     assert error(output.logits[real].detach(), stock.logits[real].detach()) <= 1e-5
+
+
+def test_a_document_with_a_hole_is_refused() -> None:
+    model = torch_backend.unpad(encoder("bert", transformers.AutoModel), verify=False)
+    batch = padded()
+    batch["attention_mask"][1, 8] = 0
+    with pytest.raises(LayoutError, match="attention_mask leaves out tokens inside row 1"):
+        model(**batch)
 
 
 def test_generation_and_calls_without_a_mask_run_as_before() -> None:
