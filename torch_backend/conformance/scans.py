@@ -11,6 +11,8 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+import transformers
+from packaging.version import Version
 from torch import Tensor
 
 from packing_core.errors import UnsupportedError
@@ -26,6 +28,8 @@ _FILES = {
     "mamba2_chunk_scan": "mamba2",
 }
 _CHUNK = 64
+# Before 5.23 the function takes as many heads of q and k as of v, and layers repeat them.
+_HEADS_REPEATED_BY_LAYERS = Version(transformers.__version__) < Version("5.23")
 
 
 class ScanMethods(TensorMethods):
@@ -48,6 +52,8 @@ class ScanMethods(TensorMethods):
         run = self._stand_in(name, segment_ids)
 
         def layer(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+            if _HEADS_REPEATED_BY_LAYERS:
+                q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
             out: Tensor = run(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=normalise)[0]
             return out
 
