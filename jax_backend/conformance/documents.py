@@ -76,7 +76,7 @@ class DocumentMethods(Backend):
         dtype: str,
     ) -> tuple[float, Gradients]:
         pairs = sum(len(documents) // 2 for documents in microbatches)
-        total, sums = 0.0, {}
+        total, sums = 0.0, dict[str, Array]()
         for documents in microbatches:
             packed = pack([d.input_ids for d in documents], capacity, labels=[d.labels for d in documents])
             arrays = (packed.input_ids, packed.segment_ids, packed.position_ids, packed.targets)

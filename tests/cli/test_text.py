@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import re
-import subprocess
 import sys
 
 import numpy as np
@@ -14,6 +13,7 @@ from crosspack.encoding import text as text_module
 from crosspack.encoding.text import Encoder, Policy, plain_texts
 from crosspack.encoding.tokenizer import load_tokenizer, train_tokenizer
 from packing_core.errors import PackingError
+from tests import processes
 
 CHAT = [
     {"role": "user", "content": "The quick fox?"},
@@ -62,9 +62,7 @@ def test_another_process_encodes_texts_without_importing_transformers(tokenizer,
         "print(next(encoder([{'text': 'lazy dog'}])).ids.tolist(), 'transformers' in sys.modules);"
         "print(next(encoder([{'messages': [{'role': 'assistant', 'content': 'dog'}]}])).trained.sum())"
     )
-    said = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "encoder")], capture_output=True, text=True, timeout=90
-    )
+    said = processes.run([sys.executable, "-c", program, str(tmp_path / "encoder")])
     expected = [document.ids.tolist() for document in encode(tokenizer, [{"text": "lazy dog"}])]
     chat = encode(tokenizer, [{"messages": [{"role": "assistant", "content": "dog"}]}])[0]
     assert said.stdout.splitlines() == [f"{expected[0]} False", str(chat.trained.sum())], said.stderr
