@@ -13,9 +13,11 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from packing_core.errors import LayoutError
+from tests.torch_backend.guards import DeviceGuard
 from tests.torch_backend.models import collate, documents, tiny
 from torch_backend import patch
 from torch_backend.hf import guard
+from torch_backend.hf.patch import state_of
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.ops import operators
 from torch_backend.training import captured
@@ -117,7 +119,7 @@ def mean_loss(model, batch) -> torch.Tensor:
 )  # of each kind of layer, of the norm
 def test_compiled_layers_share_a_graph_over_layers_and_segmentations(interpreted, family, graphs, monkeypatch):
     model = patch(tiny(family), implementation="triton", verify=False)
-    # as many segments, as long a longest one: where boundaries lie on the CPU, both are read from them
+    state_of(model).guard = DeviceGuard()  # boundaries on the CPU would be read, and have as many entries as segments
     segmentations = [(5, 19, 33, 71), (71, 50, 3, 4), (1, 2, 54, 71)]
 
     def gradients(lengths: tuple[int, ...]) -> list[torch.Tensor]:
