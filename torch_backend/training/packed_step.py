@@ -35,8 +35,9 @@ from torch_backend.training.gradients import (
     run_layers,
     why_not_compiled,
 )
-from torch_backend.training.rows import PackedRows, rows_of
+from torch_backend.training.rows import PackedRows
 from torch_backend.training.shapes import FixedShapes
+from torch_backend.training.trainer_rows import rows_of
 
 require("transformers", extra="hf")
 
