@@ -32,6 +32,7 @@ from torch_backend.hf.override import original_class
 from torch_backend.hf.placement import execution_device
 from torch_backend.hf.rotary import find_batch_dependent, has_position_axes, override_frequencies, restore_frequencies
 from torch_backend.hf.rows import HeadRows
+from torch_backend.ops import scan as scans
 from torch_backend.ops.attention import AttentionRequest, candidates, needs_host_lengths, prepare
 from torch_backend.ops.documents import FINE, OWN
 from torch_backend.ops.operators import runs_triton
@@ -301,6 +302,7 @@ class Patched:
                 prepare(forward.segments, request, self.implementation)
             if self.mixers:
                 forward.segments.seq_idx, forward.segments.position_ids  # noqa: B018  made once, not in every graph
+                scans.prepare(forward.segments)
         kwargs["attention_mask"] = forward
         if self.mixers:  # some layers pass on what they do not know, some only the argument of fused kernels
             kwargs |= dict.fromkeys(CARRIED, forward)
