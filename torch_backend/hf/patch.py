@@ -39,6 +39,7 @@ from torch_backend.hf.structure import (
     own_modules,
     sharding_inside,
 )
+from torch_backend.ops import scan as scans
 from torch_backend.ops.attention import AttentionRequest, candidates, needs_host_lengths, prepare
 from torch_backend.ops.documents import FINE, OWN
 from torch_backend.ops.operators import runs_triton
@@ -288,6 +289,7 @@ class Patched:
                 prepare(forward.segments, request, self.implementation)
             if self.mixers:
                 forward.segments.seq_idx, forward.segments.position_ids  # noqa: B018  made once, not in every graph
+                scans.prepare(forward.segments)
         kwargs["attention_mask"] = forward
         if self.mixers:  # some layers pass on what they do not know, some only the argument of fused kernels
             kwargs |= dict.fromkeys(CARRIED, forward)

@@ -253,7 +253,7 @@ def _why_not_fixed(model: nn.Module, batch: Batch | None) -> str | None:
 
 
 def _why_not_mixers(model: nn.Module) -> str | None:
-    """Why the recurrent layers that ran cannot run in fixed shapes: what ran is not from this project."""
+    """Why the recurrent layers that ran cannot run in fixed shapes: what ran reads lengths back."""
     state = state_of(causal_lm(model))
     choices = () if state is None else state.choices.values()
     other = next((choice for choice in choices if isinstance(choice, RowChoice) and not choice.fixed), None)
