@@ -12,6 +12,9 @@ from torch_backend.ops.scan import linear
 from torch_backend.ops.scan.chunks import scan
 from torch_backend.segments import PackedMetadata
 
+# Documents that reach over chunk ends and meet between them: a state enters a chunk and another one leaves it.
+MEETING = (1, 30, 20, 130, 60, 23)
+
 
 def drawn(where: Where, lengths=LENGTHS, heads: int = 2, shared: int = 1, width: int = 64, values: int = 64):
     """q, k, v, g and strengths that may exceed 1, as steps of Mamba-2 may."""
@@ -51,19 +54,21 @@ def short_spans(monkeypatch):
     monkeypatch.setattr(linear, "_SPAN", 2)
 
 
-# Heads of v as wide as a program takes or divided; heads of k that one or two programs share, or that nobody shares.
+# Heads of k that two programs share, or that nobody shares; heads of v as wide as a program takes, or divided.
 @pytest.mark.parametrize(
-    ("strong", "heads", "shared", "values", "programs"),
-    [(True, 4, 1, 64, 8), (False, 2, 2, 128, 1)],
+    ("lengths", "strong", "heads", "shared", "values", "programs"),
+    [(MEETING, True, 4, 1, 64, 10), (LENGTHS, False, 2, 2, 128, 1)],
     ids=["strengths", "none, wide"],
 )
-def test_it_is_linear_attention_with_a_decay(where, strong, heads, shared, values, programs, short_spans, monkeypatch):
+def test_it_is_linear_attention_with_a_decay(
+    where, lengths, strong, heads, shared, values, programs, short_spans, monkeypatch
+):
     monkeypatch.setattr(linear, "_PROGRAMS", programs)
-    inputs = drawn(where, heads=heads, shared=shared, values=values)
+    inputs = drawn(where, lengths, heads=heads, shared=shared, values=values)
     inputs = inputs if strong else (*inputs[:4], None)
     dout = where.draw(*inputs[2].shape, seed=6)
-    found = run(where, inputs, packed_on(where), dout)
-    exact, rounded = (quadratic(inputs, dout, dtype) for dtype in (torch.float64, where.dtype))
+    found = run(where, inputs, packed_on(where, lengths), dout)
+    exact, rounded = (quadratic(inputs, dout, dtype, lengths) for dtype in (torch.float64, where.dtype))
     assert_within_budget(found, exact, rounded, where.dtype)
 
 
