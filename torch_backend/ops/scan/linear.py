@@ -142,9 +142,11 @@ def _made(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, skip: Tensor | None, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The output; c and beta [2, H, T] in float32, or c alone; the states that enter spans; nothing. Unwritten."""
-    launch = _Launch(q, v, beta, skip)
-    gates = v.new_empty(1 + (beta is not None), *v.shape[1::-1], dtype=torch.float32)
-    return torch.empty_like(v), gates, launch.states(v, launch.spans), v.new_empty(0)
+    tokens, heads, width = v.shape
+    gates = v.new_empty(1 + (beta is not None), heads, tokens, dtype=torch.float32)
+    values = min(width, _VALUES)
+    entering = v.new_empty(-(-tokens // (_CHUNK * _SPAN)), heads * width // values, q.shape[2], values)
+    return torch.empty_like(v), gates, entering, v.new_empty(0)
 
 
 def _launch_backward(
