@@ -14,7 +14,8 @@ from torch import nn
 from packing_core.errors import UnsupportedError
 from torch_backend.hf.forward import AttentionChoice, Choice, DocumentsChoice, RowChoice
 from torch_backend.hf.mixers import why_not_on_the_row
-from torch_backend.hf.patch import causal_lm, state_of
+from torch_backend.hf.patch import state_of
+from torch_backend.hf.structure import causal_lm
 from torch_backend.ops.attention import TRIED_LAST, describe, rejections
 
 

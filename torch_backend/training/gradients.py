@@ -21,7 +21,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from packing_core.errors import UnsupportedError, UnsupportedModelError
 from torch_backend.hf.forward import RowChoice
-from torch_backend.hf.patch import Patched, causal_lm, state_of
+from torch_backend.hf.patch import Patched, state_of
+from torch_backend.hf.structure import causal_lm
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.training import captured
 from torch_backend.training.captured import CapturedBackward, compile_layers, form_of
