@@ -18,14 +18,17 @@ from torch_backend.segments import PackedMetadata
 RECORDED: Mapping[tuple[int, int], Mapping[str, Mapping[int, Mapping[str, float]]]] = {
     (9, 0): {
         "torch_chunk_gated_delta_rule": {
+            16: {"flash_qla": 12.01, "triton": 2.96},
+            32: {"flash_qla": 7.74, "triton": 2.69},
             64: {"flash_qla": 2.42, "triton": 3.47},
             240: {"flash_qla": 2.23, "triton": 4.29},
             1_024: {"flash_qla": 0.77, "triton": 2.26},
             8_192: {"flash_qla": 2.06, "triton": 2.70},
         },
         "mamba2_chunk_scan": {
-            240: {"mamba_ssm": 3.01, "triton": 3.49},
-            8_192: {"mamba_ssm": 1.66, "triton": 2.17},
+            240: {"mamba_ssm": 3.01, "triton": 1.93},
+            1_024: {"mamba_ssm": 1.67, "triton": 1.06},
+            8_192: {"mamba_ssm": 1.67, "triton": 1.70},
         },
     }
 }
