@@ -10,7 +10,7 @@ first of these that serves the call runs, in the order of :mod:`.order`:
                            fails there too, the plain torch beneath that
 
 All but the last two read nothing back and run in shapes that do not depend on documents, so compiled layers and CUDA
-graphs hold them. A compiled layer cannot make a trial: it runs what the first uncompiled call of its sizes chose.
+graphs hold them. A compiled layer cannot make a trial: it runs what the first uncompiled call chose for such heads.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LIBRARIES: dict[str, Way] = {
 }
 FIXED = (TRITON, "flash_qla", "mamba_ssm")
 _BOUNDARIES = ("cu_seqlens", "seq_idx")  # what kernels call them
-_chosen: dict[tuple[Any, ...], str] = {}  # by the first call of each size, for compiled layers
+_chosen: dict[tuple[Any, ...], str] = {}  # by the first call for heads of each size, for compiled layers
 
 
 @dataclass(frozen=True)
@@ -77,20 +77,19 @@ def choose(
         args, kwargs: of the call.
     """
     ours = triton.operands(name, args, kwargs)
-    key = None if ours is None else (name, packed.tokens, *ours[0].shape[2:], *ours[1].shape[2:], ours[1].itemsize)
+    key = None if ours is None else (name, *ours[0].shape[2:], *ours[1].shape[2:], ours[1].itemsize)
     if torch.compiler.is_compiling():
-        if key in _chosen:
-            return ScanChoice(_chosen[key])
-        return ScanChoice(DOCUMENTS if triton.refused(name, args, kwargs) else TRITON)
-    rejected: dict[str, str] = {}
-    found = DOCUMENTS
+        found = _chosen.get(key, TRITON)
+        if found == "flash_qla" and packed.tokens < fla.CHUNK:
+            found = TRITON
+        return ScanChoice(DOCUMENTS if found == TRITON and triton.refused(name, args, kwargs) else found)
+    found, rejected = DOCUMENTS, dict[str, str]()
     for each in by_time(name, (TRITON, *libraries), packed):
         if each == TRITON:
             reason = triton.refused(name, args, kwargs)
-        elif each == "flash_qla" and ours is not None and (reason := flash_qla.unsupported(packed, *ours[:2])):
-            pass  # its trial would take minutes
         else:
-            reason = refused(_request(function, each, args, kwargs), LIBRARIES[each])
+            limits = flash_qla.unsupported(packed, *ours[:2]) if each == "flash_qla" and ours is not None else None
+            reason = refused(_request(function, each, args, kwargs), LIBRARIES[each], limits)
         if reason is None:
             found = each
             break
