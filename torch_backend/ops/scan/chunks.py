@@ -64,6 +64,15 @@ LINEAR_TILES = {
     "chunk_backward": Tile(32, 8),
 }
 LINEAR_FEW = {"carry": Tile(16, 2, 2)}
+# Of the gated delta rule.
+CORRECTED_TILES = {
+    "prepare": Tile(32, 1),
+    "carry": Tile(32, 4, 2),
+    "output": Tile(128, 8),
+    "query_backward": Tile(128, 8),
+    "carry_backward": Tile(32, 4, 2),
+    "key_backward": Tile(128, 8),
+}
 _HELD = 128 * 128  # numbers of a state in a program, at most: 32 KiB, as float32 takes half of the channels
 _GROUP = 16  # heads of v that share a head of k and whose gradients of it one program adds up, at most
 
@@ -82,6 +91,12 @@ def chunk_length(width: int, v: Tensor, delta: bool) -> int:
     """Tokens of a chunk for heads of ``width`` of k, with corrections or without."""
     wide = min(width, v.shape[2]) >= _NOT_NARROW and v.dtype != torch.float32
     return LINEAR_CHUNK if wide and not delta else CHUNK
+
+
+def corrected_chunk(width: int, v: Tensor) -> int:
+    """Tokens of a chunk of the gated delta rule for heads of ``width`` of k."""
+    narrow, wide = min(width, v.shape[2]), max(width, v.shape[2])
+    return 64 if narrow >= _NOT_NARROW and wide <= 128 and v.dtype != torch.float32 else CHUNK
 
 
 Scan = Callable[..., tuple[Tensor, Tensor]]
@@ -141,6 +156,7 @@ def scan_with_states(
     scale: float | None,
     delta: bool,
     *options: Any,
+    size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same from a state per segment, and the last states: both [N, H, K, V], in float32. None for zeros.
 
@@ -156,7 +172,7 @@ def scan_with_states(
         initial = v.new_zeros(shape, dtype=torch.float32)
     if initial.shape != shape:
         raise LayoutError(f"initial states are {list(shape)} [N, H, K, V] here, got {list(initial.shape)}")
-    whole, place = in_whole_chunks(packed, chunk_length(q.shape[2], v, delta))
+    whole, place = in_whole_chunks(packed, size or chunk_length(q.shape[2], v, delta))
     padded = [None if x is None else placed(x, place, whole.tokens) for x in _of_one_dtype(inputs)]
     transposed = initial.float().transpose(2, 3).contiguous()
     out, final = apply(*padded, transposed, whole.cu_seqlens, whole.seq_idx, _scale(inputs, scale), *options)
@@ -211,12 +227,13 @@ class Row:
         tiles: Mapping[str, Tile] | None = None,
         *,
         corrects: bool = True,
+        chunk: int | None = None,
     ) -> None:
         delta = corrects and beta is not None
         self.dtype = v.dtype
         self.tokens, self.heads, self.value_width = v.shape
         self.shared, self.width = q.shape[1:]
-        chunk = chunk_length(self.width, v, delta)
+        chunk = chunk or chunk_length(self.width, v, delta)
         self.tiles = tiles or (TILES if chunk == CHUNK else LINEAR_TILES)
         self.few = LINEAR_FEW if self.tiles is LINEAR_TILES else FEW
         self.chunks = -(-self.tokens // chunk)
@@ -239,8 +256,8 @@ class Row:
         make = like.new_zeros if self.sizes["STATES"] else like.new_empty  # then chunks of padding read theirs
         return make(self.chunks, self.heads, self.value_width, self.width)
 
-    def launch(self, kernel: Any, *arguments: Any) -> None:
-        """Start a kernel, over chunks or segments as its name says, with the constants that it takes."""
+    def launch(self, kernel: Any, *arguments: Any, **others: Any) -> None:
+        """Start a kernel, over chunks or segments as its name says, with the constants that it takes, and others."""
         name = kernel.__name__
         wide = self.dtype == torch.float32
         few = self.few if self.segments * self.heads < _FEW_WALKS else {}
@@ -248,8 +265,9 @@ class Row:
         block = min(block, _HELD // self.width)
         block = min(max(16, block // (1 + wide)), self.value_width)
         first = self.segments if name.startswith("carry") else self.chunks
-        second = self.heads // self.group if name == "chunk_backward" else self.heads
+        grouped = name in ("chunk_backward", "query_backward", "key_backward")
+        second = self.heads // self.group if grouped else self.heads
         third = self.value_width // block if name in ("carry", "carry_backward", "output") else 1
-        known = self.sizes | {"BLOCK_V": block}
+        known = self.sizes | {"BLOCK_V": block} | others
         constants = {key: value for key, value in known.items() if key in kernel.arg_names}
         kernel[first, second, third](*arguments, **constants, num_warps=warps, num_stages=1 if wide else stages)

@@ -13,7 +13,17 @@ from torch import Tensor
 
 from packing_core.errors import LayoutError, UnsupportedError
 from torch_backend.ops.operators import operator
-from torch_backend.ops.scan.chunks import CHUNK, Row, differentiable, like, scan, scan_with_states, unsupported
+from torch_backend.ops.scan import corrected
+from torch_backend.ops.scan.chunks import (
+    CHUNK,
+    Row,
+    corrected_chunk,
+    differentiable,
+    like,
+    scan,
+    scan_with_states,
+    unsupported,
+)
 from torch_backend.segments import PackedMetadata
 
 
@@ -52,6 +62,8 @@ def gated_delta_rule(
         UnsupportedError: Triton does not run on these tensors, or their heads are of other widths.
     """
     _check(q, k, v, g, beta, packed)
+    if corrects and beta is not None:
+        return scan(corrected.apply, (q, k, v, g, beta), packed, scale)
     return scan(_scan, (q, k, v, g, beta), packed, scale, corrects)
 
 
@@ -85,6 +97,9 @@ def gated_delta_rule_with_states(
         LayoutError, UnsupportedError: as there.
     """
     _check(q, k, v, g, beta, packed)
+    if corrects and beta is not None:
+        size = corrected_chunk(q.shape[2], v)
+        return scan_with_states(corrected.apply, (q, k, v, g, beta), packed, initial, scale, True, size=size)
     delta = corrects and beta is not None
     return scan_with_states(_scan, (q, k, v, g, beta), packed, initial, scale, delta, corrects)
 

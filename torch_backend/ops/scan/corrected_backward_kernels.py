@@ -1,0 +1,193 @@
+"""Triton kernels of the backward of :mod:`.corrected_kernels`, whose formulas and names these continue.
+
+c, T and N are kept from the forward, and the states come from ``carry`` again. With D the gradient of the state that
+leaves a chunk, transposed as states are, dN that of N, and R = beta (v - e exp(c) k S), so that N = T R:
+
+    dN = (scale q k^T P)^T dO + x exp(c_last - c) k D      dR = T^T dN      dA = -dR N^T, j < i
+    dS = exp(c_last) D + (scale e exp(c) q)^T dO - (beta e exp(c) k)^T dR
+
+``query_backward`` computes for every chunk what O = scale (e exp(c) q S + (q k^T P) N) tells: dq, the parts of dk and
+of the gradient of c, and that of dR (right) by the first part of dN; ``carry_backward`` walks each document from its
+last chunk to its first, completes dR and keeps every D; ``key_backward`` computes all the rest.
+"""
+
+# Triton reads annotations as values: their evaluation is not postponed here.
+import triton
+import triton.language as tl
+
+from torch_backend.ops.scan.delta_kernels import chunk_of, columns, decays, rows, state, store_columns, store_rows
+
+
+@triton.jit
+def query_backward(
+    q, k, c, inverses, segments, new, states, dout, dright, dq, dk, dc, scale, tokens,
+    H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, STATES: tl.constexpr, GROUP: tl.constexpr,
+    C: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq and a part of dk, in float32, [T, H / GROUP, K]; dc [H, T] in float32 and dR, parts too.
+
+    A program takes GROUP heads of v that read the same head of q and k. Grid: (chunks, H / GROUP).
+    """
+    chunk, group = tl.program_id(0), tl.program_id(1)
+    t, has, visible, enters, _ = chunk_of(segments, chunk, tokens, C, STATES)
+    any_enters = tl.max(enters.to(tl.int32), 0) > 0
+    shared = group * GROUP // (H // Q)
+    queries = rows(q, t, shared, Q, 0, K, K, has)
+    keys = rows(k, t, shared, Q, 0, K, K, has)
+    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+    dq_sum = tl.zeros([C, K], tl.float32)
+    dscores_sum = tl.zeros([C, C], tl.float32)
+    for head in range(group * GROUP, group * GROUP + GROUP):
+        decay = tl.load(c + head * tokens + t, has, other=0.0)
+        reach = tl.where(enters, tl.exp(decay), 0.0) * scale
+        between = decays(decay, visible) * scale
+        weights = (scores * between).to(keys.dtype)
+        dscores = tl.zeros([C, C], tl.float32)
+        asked = tl.zeros([C, K], tl.float32)
+        for first in range(0, V, BLOCK_V):
+            do = rows(dout, t, head, H, first, V, BLOCK_V, has)
+            dn = tl.dot(tl.trans(weights), do, input_precision=PRECISION).to(keys.dtype)
+            solved = rows(inverses, t, head, H, 0, C, C, has)
+            dr = tl.dot(tl.trans(solved), dn, input_precision=PRECISION)
+            store_rows(dright, dr, t, head, H, first, V, BLOCK_V, has)
+            n = rows(new, t, head, H, first, V, BLOCK_V, has)
+            dscores += tl.dot(do, tl.trans(n), input_precision=PRECISION)
+            s = tl.load(state(states, chunk, head, H, K, first, V, BLOCK_V), any_enters, other=0.0)
+            asked += tl.dot(do, s, input_precision=PRECISION)
+        dscores *= between
+        moved = dscores * scores
+        asked *= reach[:, None]
+        to_c = tl.sum(asked * queries, 1) + tl.sum(moved, 1) - tl.sum(moved, 0)
+        tl.store(dc + head * tokens + t, to_c, has)
+        dq_sum += asked
+        dscores_sum += dscores
+    dscores = dscores_sum.to(keys.dtype)
+    dq_sum += tl.dot(dscores, keys, input_precision=PRECISION)
+    store_rows(dq, dq_sum, t, group, H // GROUP, 0, K, K, has)
+    dk_sum = tl.dot(tl.trans(dscores), queries, input_precision=PRECISION)
+    store_rows(dk, dk_sum, t, group, H // GROUP, 0, K, K, has)
+
+
+@triton.jit
+def carry_backward(
+    q, k, c, strength, inverses, boundaries, dout, dright, dfinal, dstates, dinitial, scale, tokens,
+    H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, STATES: tl.constexpr,
+    C: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """D [chunks, H, V, K] of each chunk that a document leaves, and the rest of dR. Grid: (segments, H, V / BLOCK_V).
+
+    A document inside one chunk has neither, but with STATES all have both, and the gradient of the initial state.
+    """
+    segment, head, first = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_V
+    start = tl.load(boundaries + segment)
+    stop = tl.load(boundaries + segment + 1)
+    opening, closing = start // C, tl.cdiv(stop, C) - 1
+    ds = tl.zeros([BLOCK_V, K], tl.float32)
+    if STATES:
+        ds += tl.load(state(dfinal, segment, head, H, K, first, V, BLOCK_V))
+    i = tl.arange(0, C)
+    for n in range(closing - opening + (1 if STATES else 0)):
+        chunk = closing - n
+        leaves = (n > 0) | STATES
+        t = (chunk * C + i).to(tl.int64)
+        own = t < stop
+        keys = rows(k, t, head // (H // Q), Q, 0, K, K, own)
+        queries = rows(q, t, head // (H // Q), Q, 0, K, K, own)
+        solved = rows(inverses, t, head, H, 0, C, C, own)
+        do = columns(dout, t, head, H, first, V, BLOCK_V, own)
+        dr = columns(dright, t, head, H, first, V, BLOCK_V, own)
+        decay = tl.load(c + head * tokens + t, own, other=0.0)
+        beta = tl.load(strength + head * tokens + t, own, other=0.0)
+        last = tl.load(c + head * tokens + chunk * C + C - 1, leaves, other=0.0)
+        # In the closing chunk D is 0, and its last token may be of another document.
+        tl.store(state(dstates, chunk, head, H, K, first, V, BLOCK_V), ds.to(dstates.dtype.element_ty), leaves)
+        dn = tl.dot(ds.to(keys.dtype), tl.trans(keys), input_precision=PRECISION)
+        dn *= tl.exp(tl.minimum(last - decay, 0.0))[None, :]
+        dr += tl.dot(dn.to(keys.dtype), solved, input_precision=PRECISION)
+        store_columns(dright, dr, t, head, H, first, V, BLOCK_V, own)
+        reach = tl.exp(decay)
+        ds = ds * tl.exp(last)
+        ds += tl.dot((do * (reach * scale)[None, :]).to(keys.dtype), queries, input_precision=PRECISION)
+        ds -= tl.dot((dr * (beta * reach)[None, :]).to(keys.dtype), keys, input_precision=PRECISION)
+    if STATES:
+        tl.store(state(dinitial, segment, head, H, K, first, V, BLOCK_V), ds)
+    elif closing > opening:
+        t = (opening * C + i).to(tl.int64)
+        own = t >= start
+        keys = rows(k, t, head // (H // Q), Q, 0, K, K, own)
+        solved = rows(inverses, t, head, H, 0, C, C, own)
+        dr = columns(dright, t, head, H, first, V, BLOCK_V, own)
+        decay = tl.load(c + head * tokens + t, own, other=0.0)
+        last = tl.load(c + head * tokens + opening * C + C - 1)
+        tl.store(state(dstates, opening, head, H, K, first, V, BLOCK_V), ds.to(dstates.dtype.element_ty))
+        dn = tl.dot(ds.to(keys.dtype), tl.trans(keys), input_precision=PRECISION) * tl.exp(last - decay)[None, :]
+        dr += tl.dot(dn.to(keys.dtype), solved, input_precision=PRECISION)
+        store_columns(dright, dr, t, head, H, first, V, BLOCK_V, own)
+
+
+@triton.jit
+def key_backward(
+    k, v, c, strength, segments, new, states, dstates, dright, dc, dk_part, dk, dv, dg, dbeta, tokens,
+    H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, STATES: tl.constexpr, GROUP: tl.constexpr,
+    C: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk [T, H / GROUP, K], dv, dg and dbeta, from the parts dk and dc. Grid: (chunks, H / GROUP)."""
+    chunk, group = tl.program_id(0), tl.program_id(1)
+    t, has, visible, enters, leaves = chunk_of(segments, chunk, tokens, C, STATES)
+    i = tl.arange(0, C)
+    strict = visible & (i[:, None] > i[None, :])
+    any_enters, any_leaves = tl.max(enters.to(tl.int32), 0) > 0, tl.max(leaves.to(tl.int32), 0) > 0
+    shared = group * GROUP // (H // Q)
+    keys = rows(k, t, shared, Q, 0, K, K, has)
+    alike = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
+    dk_sum = tl.zeros([C, K], tl.float32)
+    da_sum = tl.zeros([C, C], tl.float32)
+    for head in range(group * GROUP, group * GROUP + GROUP):
+        decay = tl.load(c + head * tokens + t, has, other=0.0)
+        beta = tl.load(strength + head * tokens + t, has, other=0.0)
+        last = tl.load(c + head * tokens + chunk * C + C - 1, any_leaves, other=0.0)
+        reach = tl.where(enters, tl.exp(decay), 0.0)
+        out_reach = tl.where(leaves, tl.exp(tl.where(leaves, last - decay, 0.0)), 0.0)
+        da = tl.zeros([C, C], tl.float32)
+        taken = tl.zeros([C, K], tl.float32)
+        through = tl.zeros([K], tl.float32)
+        dbeta_sum = tl.zeros([C], tl.float32)
+        for first in range(0, V, BLOCK_V):
+            dr = rows(dright, t, head, H, first, V, BLOCK_V, has)
+            s = tl.load(state(states, chunk, head, H, K, first, V, BLOCK_V), any_enters, other=0.0)
+            taken += tl.dot(dr, s, input_precision=PRECISION)
+            n = rows(new, t, head, H, first, V, BLOCK_V, has)
+            da -= tl.dot(dr, tl.trans(n), input_precision=PRECISION)
+            ds = tl.load(state(dstates, chunk, head, H, K, first, V, BLOCK_V), any_leaves, other=0.0)
+            through += tl.sum(s.to(tl.float32) * ds.to(tl.float32), 0)
+            values = rows(v, t, head, H, first, V, BLOCK_V, has)
+            dbeta_sum += tl.sum(dr.to(tl.float32) * values.to(tl.float32), 1)
+            store_rows(dv, dr.to(tl.float32) * beta[:, None], t, head, H, first, V, BLOCK_V, has)
+        # What the state held for k, by what it did to the right side
+        seen = -reach * tl.sum(taken * keys, 1)
+        dk_sum -= taken * (beta * reach)[:, None]
+        added = tl.zeros([C, K], tl.float32)
+        for first in range(0, V, BLOCK_V):
+            n = rows(new, t, head, H, first, V, BLOCK_V, has)
+            ds = tl.load(state(dstates, chunk, head, H, K, first, V, BLOCK_V), any_leaves, other=0.0)
+            added += tl.dot(n, ds, input_precision=PRECISION)
+        added *= out_reach[:, None]
+        dk_sum += added
+        from_state = tl.sum(added * keys, 1)
+        da = tl.where(strict, da * decays(decay, visible), 0.0)
+        moved = da * alike
+        tl.store(dbeta + t * H + head, (dbeta_sum + seen + tl.sum(moved, 1)).to(dbeta.dtype.element_ty), has)
+        da *= beta[:, None]
+        da_sum += da
+        moved *= beta[:, None]
+        to_c = tl.load(dc + head * tokens + t, has, other=0.0)
+        to_c += beta * seen + tl.sum(moved, 1) - tl.sum(moved, 0) - from_state
+        # All that leaves is decayed by c_last: what the chunk adds, and what entered if its document leaves too.
+        at_end = tl.sum(from_state, 0) + tl.where(enters, tl.exp(last) * tl.sum(through, 0), 0.0)
+        to_c += tl.where((i == C - 1) & leaves, at_end, 0.0)
+        # c_i is the sum over the tokens of the document up to i
+        dgate = tl.sum(tl.where(visible, to_c[:, None], 0.0), 0)
+        tl.store(dg + t * H + head, dgate.to(dg.dtype.element_ty), has)
+    dk_sum += rows(dk_part, t, group, H // GROUP, 0, K, K, has)
+    dk_sum += tl.dot((da_sum + tl.trans(da_sum)).to(keys.dtype), keys, input_precision=PRECISION)
+    store_rows(dk, dk_sum, t, group, H // GROUP, 0, K, K, has)
