@@ -66,12 +66,13 @@ LINEAR_TILES = {
 LINEAR_FEW = {"carry": Tile(16, 2, 2)}
 # Of the gated delta rule.
 CORRECTED_TILES = {
-    "prepare": Tile(32, 1),
+    "prepare": Tile(64, 2),
     "carry": Tile(32, 4, 2),
-    "output": Tile(128, 8),
-    "query_backward": Tile(128, 8),
+    "output": Tile(128, 4),
+    "query_backward": Tile(64, 4),
     "carry_backward": Tile(32, 4, 2),
-    "key_backward": Tile(128, 8),
+    "key_backward": Tile(64, 4),
+    "gates_backward": Tile(0, 4),
 }
 _HELD = 128 * 128  # numbers of a state in a program, at most: 32 KiB, as float32 takes half of the channels
 _GROUP = 16  # heads of v that share a head of k and whose gradients of it one program adds up, at most
@@ -241,15 +242,22 @@ class Row:
         self.sizes: dict[str, Any] = {
             "H": self.heads, "Q": self.shared, "K": self.width, "V": self.value_width, "C": chunk,
             "DELTA": delta, "GAIN": beta is not None and not delta, "STATES": initial is not None, "GROUP": self.group,
-            "LEVELS": chunk.bit_length() - 1,
+            "BLOCK_K": max(16, self.width // 2, self.width * 16 // self.value_width), "LEVELS": chunk.bit_length() - 1,
             "PRECISION": "ieee" if self.dtype == torch.float32 else "tf32x3",
         }  # fmt: skip
+        self.sizes["PARTS"] = self.parts
 
     @property
     def group(self) -> int:
         """Heads of v in a program of ``chunk_backward``."""
         each = self.heads // self.shared
         return max(n for n in range(1, min(each, _GROUP) + 1) if each % n == 0)
+
+    @property
+    def parts(self) -> int:
+        """Programs of the backward of the gated delta rule that share the channels of a head."""
+        parts: int = self.width // self.sizes["BLOCK_K"]
+        return parts
 
     def states(self, like: Tensor) -> Tensor:
         """[chunks, H, V, K], unwritten where no document reaches from one chunk into the next."""
@@ -268,6 +276,7 @@ class Row:
         grouped = name in ("chunk_backward", "query_backward", "key_backward")
         second = self.heads // self.group if grouped else self.heads
         third = self.value_width // block if name in ("carry", "carry_backward", "output") else 1
+        third = self.parts if name in ("query_backward", "key_backward") else third
         known = self.sizes | {"BLOCK_V": block} | others
         constants = {key: value for key, value in known.items() if key in kernel.arg_names}
         kernel[first, second, third](*arguments, **constants, num_warps=warps, num_stages=1 if wide else stages)

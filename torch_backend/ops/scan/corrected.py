@@ -61,7 +61,8 @@ def _launch_backward(
     groups = row.heads // row.group
     parts = q.dtype if groups == row.shared else torch.float32
     dq, dk = (q.new_empty(row.tokens, groups, row.width, dtype=parts) for _ in range(2))
-    dk_part, dc, dright = torch.empty_like(dk, dtype=torch.float32), torch.empty_like(c), torch.empty_like(v)
+    dk_part, dc, dright = torch.empty_like(dk, dtype=torch.float32), c.new_empty(2 * row.parts, *c.shape), torch.empty_like(v)
+    dstrength = c.new_empty(row.parts, *c.shape)
     row.launch(
         backward.query_backward, q, k, c, inverses, segments, new, states, dout, dright, dq, dk_part, dc,
         scale, row.tokens,
@@ -72,9 +73,10 @@ def _launch_backward(
     )  # fmt: skip
     dv, dg, dbeta = torch.empty_like(v), torch.empty_like(g), torch.empty_like(beta)
     row.launch(
-        backward.key_backward, k, v, c, strength, segments, new, states, dstates, dright, dc, dk_part,
-        dk, dv, dg, dbeta, row.tokens,
+        backward.key_backward, k, v, c, strength, segments, new, states, dstates, dright, dk_part,
+        dk, dv, dc, dstrength, row.tokens,
     )  # fmt: skip
+    row.launch(backward.gates_backward, segments, dc, dstrength, dg, dbeta, row.tokens)
     if groups != row.shared:
         dq, dk = (x.unflatten(1, (row.shared, -1)).sum(2).to(q.dtype) for x in (dq, dk))
     return dq, dk, dv, dg, dbeta, dinitial

@@ -109,16 +109,14 @@ def prepare(
         some = tl.max(begins0.to(tl.int32), 0) > 0
     if some:
         # Products with v are of its dtype.
-        d0 = d0.to(keys0.dtype)
-        if C == 64:
-            d1, low = d1.to(keys0.dtype), low.to(keys0.dtype)
+        upper = d0.to(keys0.dtype)
         for first in range(0, V, BLOCK_V):
             right0 = (rows(v, t0, head, H, first, V, BLOCK_V, has0) * beta0[:, None]).to(keys0.dtype)
-            store_rows(new, tl.dot(d0, right0, input_precision=PRECISION), t0, head, H, first, V, BLOCK_V, begins0)
+            store_rows(new, tl.dot(upper, right0, input_precision=PRECISION), t0, head, H, first, V, BLOCK_V, begins0)
             if C == 64:
                 right1 = (rows(v, t1, head, H, first, V, BLOCK_V, has1) * beta1[:, None]).to(keys0.dtype)
-                n = tl.dot(low, right0, input_precision=PRECISION)
-                n += tl.dot(d1, right1, input_precision=PRECISION)
+                n = tl.dot(low.to(keys0.dtype), right0, input_precision=PRECISION)
+                n += tl.dot(d1.to(keys0.dtype), right1, input_precision=PRECISION)
                 store_rows(new, n, t1, head, H, first, V, BLOCK_V, begins1)
 
 
