@@ -69,8 +69,10 @@ CORRECTED_TILES = {
     "prepare": Tile(64, 2),
     "carry": Tile(32, 4, 2),
     "output": Tile(128, 4),
+    "scores_backward": Tile(64, 4),
     "query_backward": Tile(64, 4),
     "carry_backward": Tile(32, 4, 2),
+    "solve_backward": Tile(64, 4),
     "key_backward": Tile(64, 4),
     "gates_backward": Tile(0, 4),
 }
@@ -242,7 +244,7 @@ class Row:
         self.sizes: dict[str, Any] = {
             "H": self.heads, "Q": self.shared, "K": self.width, "V": self.value_width, "C": chunk,
             "DELTA": delta, "GAIN": beta is not None and not delta, "STATES": initial is not None, "GROUP": self.group,
-            "BLOCK_K": max(16, self.width // 2, self.width * 16 // self.value_width), "LEVELS": chunk.bit_length() - 1,
+            "BLOCK_K": max(16, self.width // 2), "LEVELS": chunk.bit_length() - 1,
             "PRECISION": "ieee" if self.dtype == torch.float32 else "tf32x3",
         }  # fmt: skip
         self.sizes["PARTS"] = self.parts
@@ -273,7 +275,7 @@ class Row:
         block = min(block, _HELD // self.width)
         block = min(max(16, block // (1 + wide)), self.value_width)
         first = self.segments if name.startswith("carry") else self.chunks
-        grouped = name in ("chunk_backward", "query_backward", "key_backward")
+        grouped = name in ("chunk_backward", "scores_backward", "query_backward", "solve_backward", "key_backward")
         second = self.heads // self.group if grouped else self.heads
         third = self.value_width // block if name in ("carry", "carry_backward", "output") else 1
         third = self.parts if name in ("query_backward", "key_backward") else third

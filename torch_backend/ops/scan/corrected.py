@@ -61,20 +61,21 @@ def _launch_backward(
     groups = row.heads // row.group
     parts = q.dtype if groups == row.shared else torch.float32
     dq, dk = (q.new_empty(row.tokens, groups, row.width, dtype=parts) for _ in range(2))
-    dk_part, dc, dright = torch.empty_like(dk, dtype=torch.float32), c.new_empty(2 * row.parts, *c.shape), torch.empty_like(v)
-    dstrength = c.new_empty(row.parts, *c.shape)
+    dscores, da = (q.new_empty(row.tokens, groups, inverses.shape[2]) for _ in range(2))
+    dc, dstrength = (c.new_empty(1 + row.parts, *c.shape) for _ in range(2))
+    dright, dv, dg, dbeta = torch.empty_like(v), torch.empty_like(v), torch.empty_like(g), torch.empty_like(beta)
     row.launch(
-        backward.query_backward, q, k, c, inverses, segments, new, states, dout, dright, dq, dk_part, dc,
-        scale, row.tokens,
-    )  # fmt: skip
+        backward.scores_backward, q, k, c, inverses, segments, new, dout, dright, dscores, dc, scale, row.tokens
+    )
+    row.launch(backward.query_backward, q, k, c, segments, states, dout, dscores, dq, dc, scale, row.tokens)
     row.launch(
         backward.carry_backward, q, k, c, strength, inverses, boundaries, dout, dright, dfinal, dstates, dinitial,
         scale, row.tokens,
     )  # fmt: skip
-    dv, dg, dbeta = torch.empty_like(v), torch.empty_like(g), torch.empty_like(beta)
+    row.launch(backward.solve_backward, k, v, c, strength, segments, new, dright, da, dv, dc, dstrength, row.tokens)
     row.launch(
-        backward.key_backward, k, v, c, strength, segments, new, states, dstates, dright, dk_part,
-        dk, dv, dc, dstrength, row.tokens,
+        backward.key_backward, q, k, c, strength, segments, new, states, dstates, dright, dscores, da, dk, dc, dstrength,
+        row.tokens,
     )  # fmt: skip
     row.launch(backward.gates_backward, segments, dc, dstrength, dg, dbeta, row.tokens)
     if groups != row.shared:

@@ -6,9 +6,11 @@ leaves a chunk, transposed as states are, dN that of N, and R = beta (v - e exp(
     dN = (scale q k^T P)^T dO + x exp(c_last - c) k D      dR = T^T dN      dA = -dR N^T, j < i
     dS = exp(c_last) D + (scale e exp(c) q)^T dO - (beta e exp(c) k)^T dR
 
-``query_backward`` computes for every chunk what O = scale (e exp(c) q S + (q k^T P) N) tells: dq, the parts of dk and
-of the gradient of c, and that of dR (right) by the first part of dN; ``carry_backward`` walks each document from its
-last chunk to its first, completes dR and keeps every D; ``key_backward`` computes all the rest.
+``scores_backward`` computes for every chunk the gradients of q k^T, and the part of dR (right) by the first part of dN;
+``query_backward`` dq; ``carry_backward`` walks each document from its last chunk to its first, completes dR and keeps
+every D; ``solve_backward`` computes dA and dv, ``key_backward`` dk, ``gates_backward`` dg and dbeta from their parts:
+dc [1 + parts, H, T], the gradient of c where it is added up within a chunk, and dstrength, that of beta. They are small
+and many because registers are few: what takes all of a thread's runs at a third of the memory's rate.
 """
 
 # Triton reads annotations as values: their evaluation is not postponed here.
@@ -19,65 +21,77 @@ from torch_backend.ops.scan.delta_kernels import chunk_of, columns, decays, rows
 
 
 @triton.jit
-def part(x, chunk, head, HEADS: tl.constexpr, K: tl.constexpr, first, V: tl.constexpr, BLOCK: tl.constexpr, column):
-    """Addresses of x[chunk, head, first : first + BLOCK, column] of states."""
-    row = first + tl.arange(0, BLOCK)
+def part(
+    x, chunk, head, HEADS: tl.constexpr, first_k, K: tl.constexpr, BLOCK_K: tl.constexpr,
+    first_v, V: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Addresses of the states x[chunk, head, first_v : first_v + BLOCK_V, first_k : first_k + BLOCK_K]."""
+    row, column = first_v + tl.arange(0, BLOCK_V), first_k + tl.arange(0, BLOCK_K)
     return x + (tl.cast(chunk, tl.int64) * HEADS + head) * K * V + row[:, None] * K + column[None, :]
 
 
 @triton.jit
-def query_backward(
-    q, k, c, inverses, segments, new, states, dout, dright, dq, dk, dc, scale, tokens,
-    H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, STATES: tl.constexpr, GROUP: tl.constexpr,
-    C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+def scores_backward(
+    q, k, c, inverses, segments, new, dout, dright, dscores, dc, scale, tokens,
+    H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, GROUP: tl.constexpr,
+    C: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq and a part of dk, in float32, [T, H / GROUP, K]; dc [H, T] of each program's channels; dR, a part too.
+    """The part of dR by dN from the chunk's own O; dscores [T, H / GROUP, C], those of q k^T, summed; dc[0].
 
-    A program takes BLOCK_K channels of q and k, as large a part of those of v, and GROUP heads of v that read the same
-    head of q and k. Grid: (chunks, H / GROUP, K / BLOCK_K).
+    A program takes GROUP heads of v that read the same head of q and k. Grid: (chunks, H / GROUP).
     """
-    chunk, group, z = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    t, has, visible, enters, _ = chunk_of(segments, chunk, tokens, C, STATES)
-    any_enters = tl.max(enters.to(tl.int32), 0) > 0
+    chunk, group = tl.program_id(0), tl.program_id(1)
+    t, has, visible, _, _ = chunk_of(segments, chunk, tokens, C, False)
     shared = group * GROUP // (H // Q)
     scores = tl.dot(
         rows(q, t, shared, Q, 0, K, K, has), columns(k, t, shared, Q, 0, K, K, has), input_precision=PRECISION
     )
-    first_k = z * BLOCK_K
-    column = first_k + tl.arange(0, BLOCK_K)
-    queries = rows(q, t, shared, Q, first_k, K, BLOCK_K, has)
-    dq_sum = tl.zeros([C, BLOCK_K], tl.float32)
-    dscores_sum = tl.zeros([C, C], tl.float32)
-    OWN: tl.constexpr = V // (K // BLOCK_K)
+    total = tl.zeros([C, C], tl.float32)
     for head in range(group * GROUP, group * GROUP + GROUP):
         decay = tl.load(c + head * tokens + t, has, other=0.0)
         between = decays(decay, visible) * scale
-        own = rows(dout, t, head, H, z * OWN, V, OWN, has)
-        dn = tl.dot(tl.trans((scores * between).to(own.dtype)), own, input_precision=PRECISION).to(own.dtype)
-        dr = tl.dot(columns(inverses, t, head, H, 0, C, C, has), dn, input_precision=PRECISION)
-        store_rows(dright, dr, t, head, H, z * OWN, V, OWN, has)
-        dscores = tl.zeros([C, C], tl.float32)
+        weights = tl.trans((scores * between).to(dscores.dtype.element_ty))
+        solved = columns(inverses, t, head, H, 0, C, C, has)
+        dscore = tl.zeros([C, C], tl.float32)
+        for first in range(0, V, BLOCK_V):
+            do = rows(dout, t, head, H, first, V, BLOCK_V, has)
+            dn = tl.dot(weights, do, input_precision=PRECISION).to(do.dtype)
+            dr = tl.dot(solved, dn, input_precision=PRECISION)
+            store_rows(dright, dr, t, head, H, first, V, BLOCK_V, has)
+            n = columns(new, t, head, H, first, V, BLOCK_V, has)
+            dscore += tl.dot(do, n, input_precision=PRECISION)
+        dscore *= between
+        total += dscore
+        moved = dscore * scores
+        tl.store(dc + head * tokens + t, tl.sum(moved, 1) - tl.sum(moved, 0), has)
+    store_rows(dscores, total, t, group, H // GROUP, 0, C, C, has)
+
+
+@triton.jit
+def query_backward(
+    q, k, c, segments, states, dout, dscores, dq, dc, scale, tokens,
+    H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, STATES: tl.constexpr, GROUP: tl.constexpr,
+    C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq [T, H / GROUP, K]; dc[1 + z] of its channels. Grid: (chunks, H / GROUP, K / BLOCK_K)."""
+    chunk, group, z = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    t, has, _, enters, _ = chunk_of(segments, chunk, tokens, C, STATES)
+    any_enters = tl.max(enters.to(tl.int32), 0) > 0
+    shared = group * GROUP // (H // Q)
+    queries = rows(q, t, shared, Q, z * BLOCK_K, K, BLOCK_K, has)
+    keys = rows(k, t, shared, Q, z * BLOCK_K, K, BLOCK_K, has)
+    dq_sum = tl.dot(rows(dscores, t, group, H // GROUP, 0, C, C, has), keys, input_precision=PRECISION)
+    for head in range(group * GROUP, group * GROUP + GROUP):
         asked = tl.zeros([C, BLOCK_K], tl.float32)
         for first in range(0, V, BLOCK_V):
             do = rows(dout, t, head, H, first, V, BLOCK_V, has)
-            dscores += tl.dot(do, columns(new, t, head, H, first, V, BLOCK_V, has), input_precision=PRECISION)
-            s = tl.load(part(states, chunk, head, H, K, first, V, BLOCK_V, column), any_enters, other=0.0)
-            asked += tl.dot(do, s, input_precision=PRECISION)
-        dscores *= between
+            s = part(states, chunk, head, H, z * BLOCK_K, K, BLOCK_K, first, V, BLOCK_V)
+            asked += tl.dot(do, tl.load(s, any_enters, other=0.0), input_precision=PRECISION)
+        decay = tl.load(c + head * tokens + t, has, other=0.0)
         asked *= tl.where(enters, tl.exp(decay), 0.0)[:, None] * scale
-        to_c = tl.sum(asked * queries, 1)
-        if z == 0:
-            moved = dscores * scores
-            to_c += tl.sum(moved, 1) - tl.sum(moved, 0)
-        tl.store(dc + (z * H + head) * tokens + t, to_c, has)
+        tl.store(dc + ((1 + z) * H + head) * tokens + t, tl.sum(asked * queries, 1), has)
         dq_sum += asked
-        dscores_sum += dscores
-    dscores = dscores_sum.to(queries.dtype)
-    keys = rows(k, t, shared, Q, first_k, K, BLOCK_K, has)
-    dq_sum += tl.dot(dscores, keys, input_precision=PRECISION)
-    store_rows(dq, dq_sum, t, group, H // GROUP, first_k, K, BLOCK_K, has)
-    dk_sum = tl.dot(tl.trans(dscores), queries, input_precision=PRECISION)
-    store_rows(dk, dk_sum, t, group, H // GROUP, first_k, K, BLOCK_K, has)
+    store_rows(dq, dq_sum, t, group, H // GROUP, z * BLOCK_K, K, BLOCK_K, has)
 
 
 @triton.jit
@@ -138,88 +152,109 @@ def carry_backward(
 
 
 @triton.jit
-def key_backward(
-    k, v, c, strength, segments, new, states, dstates, dright, dk_part, dk, dv, dc, dstrength, tokens,
-    H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, STATES: tl.constexpr, GROUP: tl.constexpr,
-    C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+def solve_backward(
+    k, v, c, strength, segments, new, dright, da, dv, dc, dstrength, tokens,
+    H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, GROUP: tl.constexpr,
+    C: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk [T, H / GROUP, K] from its part, dv, and dc and dstrength [H, T] of each program's channels.
+    """dv; da [T, H / GROUP, C], the gradients of k k^T below its diagonal, summed; dstrength[0], and dc[0] completed.
 
-    Programs as in :func:`query_backward`, whose dc are before those of here. Grid: (chunks, H / GROUP, K / BLOCK_K).
+    Grid: (chunks, H / GROUP).
     """
-    chunk, group, z = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    t, has, visible, enters, leaves = chunk_of(segments, chunk, tokens, C, STATES)
+    chunk, group = tl.program_id(0), tl.program_id(1)
+    t, has, visible, _, _ = chunk_of(segments, chunk, tokens, C, False)
     i = tl.arange(0, C)
     strict = visible & (i[:, None] > i[None, :])
-    any_enters, any_leaves = tl.max(enters.to(tl.int32), 0) > 0, tl.max(leaves.to(tl.int32), 0) > 0
     shared = group * GROUP // (H // Q)
     alike = tl.dot(
         rows(k, t, shared, Q, 0, K, K, has), columns(k, t, shared, Q, 0, K, K, has), input_precision=PRECISION
     )
-    first_k = z * BLOCK_K
-    column = first_k + tl.arange(0, BLOCK_K)
-    keys = rows(k, t, shared, Q, first_k, K, BLOCK_K, has)
-    dk_sum = tl.zeros([C, BLOCK_K], tl.float32)
-    da_sum = tl.zeros([C, C], tl.float32)
-    OWN: tl.constexpr = V // (K // BLOCK_K)
+    total = tl.zeros([C, C], tl.float32)
     for head in range(group * GROUP, group * GROUP + GROUP):
+        beta = tl.load(strength + head * tokens + t, has, other=0.0)
+        mixed = tl.zeros([C, C], tl.float32)
+        dbeta = tl.zeros([C], tl.float32)
+        for first in range(0, V, BLOCK_V):
+            dr = rows(dright, t, head, H, first, V, BLOCK_V, has)
+            n = columns(new, t, head, H, first, V, BLOCK_V, has)
+            mixed -= tl.dot(dr, n, input_precision=PRECISION)
+            dr = dr.to(tl.float32)
+            dbeta += tl.sum(dr * rows(v, t, head, H, first, V, BLOCK_V, has).to(tl.float32), 1)
+            store_rows(dv, dr * beta[:, None], t, head, H, first, V, BLOCK_V, has)
+        decay = tl.load(c + head * tokens + t, has, other=0.0)
+        mixed = tl.where(strict, mixed * decays(decay, visible), 0.0)
+        moved = mixed * alike
+        within = tl.sum(moved, 1)
+        tl.store(dstrength + head * tokens + t, dbeta + within, has)
+        to_c = tl.load(dc + head * tokens + t, has, other=0.0)
+        tl.store(dc + head * tokens + t, to_c + within * beta - tl.sum(moved * beta[:, None], 0), has)
+        total += mixed * beta[:, None]
+    store_rows(da, total, t, group, H // GROUP, 0, C, C, has)
+
+
+@triton.jit
+def key_backward(
+    q, k, c, strength, segments, new, states, dstates, dright, dscores, da, dk, dc, dstrength, tokens,
+    H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, STATES: tl.constexpr, GROUP: tl.constexpr,
+    C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk [T, H / GROUP, K]; dstrength[1 + z] of its channels, and dc[1 + z] completed.
+
+    Grid: (chunks, H / GROUP, K / BLOCK_K).
+    """
+    chunk, group, z = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    t, has, _, enters, leaves = chunk_of(segments, chunk, tokens, C, STATES)
+    i = tl.arange(0, C)
+    any_enters, any_leaves = tl.max(enters.to(tl.int32), 0) > 0, tl.max(leaves.to(tl.int32), 0) > 0
+    shared = group * GROUP // (H // Q)
+    queries = rows(q, t, shared, Q, z * BLOCK_K, K, BLOCK_K, has)
+    keys = rows(k, t, shared, Q, z * BLOCK_K, K, BLOCK_K, has)
+    dk_sum = tl.dot(columns(dscores, t, group, H // GROUP, 0, C, C, has), queries, input_precision=PRECISION)
+    dk_sum += tl.dot(rows(da, t, group, H // GROUP, 0, C, C, has), keys, input_precision=PRECISION)
+    dk_sum += tl.dot(columns(da, t, group, H // GROUP, 0, C, C, has), keys, input_precision=PRECISION)
+    for head in range(group * GROUP, group * GROUP + GROUP):
+        taken = tl.zeros([C, BLOCK_K], tl.float32)
+        added = tl.zeros([C, BLOCK_K], tl.float32)
+        through = tl.zeros([BLOCK_K], tl.float32)
+        for first in range(0, V, BLOCK_V):
+            dr = rows(dright, t, head, H, first, V, BLOCK_V, has)
+            s = part(states, chunk, head, H, z * BLOCK_K, K, BLOCK_K, first, V, BLOCK_V)
+            s = tl.load(s, any_enters, other=0.0)
+            taken += tl.dot(dr, s, input_precision=PRECISION)
+            n = rows(new, t, head, H, first, V, BLOCK_V, has)
+            ds = part(dstates, chunk, head, H, z * BLOCK_K, K, BLOCK_K, first, V, BLOCK_V)
+            ds = tl.load(ds, any_leaves, other=0.0)
+            added += tl.dot(n, ds, input_precision=PRECISION)
+            through += tl.sum(s.to(tl.float32) * ds.to(tl.float32), 0)
         decay = tl.load(c + head * tokens + t, has, other=0.0)
         beta = tl.load(strength + head * tokens + t, has, other=0.0)
         last = tl.load(c + head * tokens + chunk * C + C - 1, any_leaves, other=0.0)
-        own = rows(dright, t, head, H, z * OWN, V, OWN, has).to(tl.float32)
-        store_rows(dv, own * beta[:, None], t, head, H, z * OWN, V, OWN, has)
-        dbeta = tl.sum(own * rows(v, t, head, H, z * OWN, V, OWN, has).to(tl.float32), 1)
-        da = tl.zeros([C, C], tl.float32)
-        taken = tl.zeros([C, BLOCK_K], tl.float32)
-        added = tl.zeros([C, BLOCK_K], tl.float32)
-        through = 0.0
-        for first in range(0, V, BLOCK_V):
-            dr = rows(dright, t, head, H, first, V, BLOCK_V, has)
-            s = tl.load(part(states, chunk, head, H, K, first, V, BLOCK_V, column), any_enters, other=0.0)
-            taken += tl.dot(dr, s, input_precision=PRECISION)
-            n = rows(new, t, head, H, first, V, BLOCK_V, has)
-            da -= tl.dot(dr, tl.trans(n), input_precision=PRECISION)
-            ds = tl.load(part(dstates, chunk, head, H, K, first, V, BLOCK_V, column), any_leaves, other=0.0)
-            added += tl.dot(n, ds, input_precision=PRECISION)
-            through += tl.sum(tl.sum(s.to(tl.float32) * ds.to(tl.float32), 1), 0)
-        # What the state held for k, by what it did to the right side
         reach = tl.where(enters, tl.exp(decay), 0.0)
+        # What the state held for k, by what it did to the right side
         seen = -reach * tl.sum(taken * keys, 1)
         added *= tl.where(leaves, tl.exp(tl.where(leaves, last - decay, 0.0)), 0.0)[:, None]
         dk_sum += added - taken * (beta * reach)[:, None]
         from_state = tl.sum(added * keys, 1)
-        da = tl.where(strict, da * decays(decay, visible), 0.0)
-        dbeta += seen
-        to_c = beta * seen - from_state
-        if z == 0:
-            moved = da * alike
-            within = tl.sum(moved, 1)
-            dbeta += within
-            to_c += within * beta - tl.sum(moved * beta[:, None], 0)
-        da_sum += da * beta[:, None]
         # All that leaves is decayed by c_last: what the chunk adds, and what entered if its document leaves too.
-        at_end = tl.sum(from_state, 0) + tl.where(enters, tl.exp(last) * through, 0.0)
-        to_c += tl.where((i == C - 1) & leaves, at_end, 0.0)
-        tl.store(dstrength + (z * H + head) * tokens + t, dbeta, has)
-        tl.store(dc + ((K // BLOCK_K + z) * H + head) * tokens + t, to_c, has)
-    dk_sum += rows(dk_part, t, group, H // GROUP, first_k, K, BLOCK_K, has)
-    dk_sum += tl.dot((da_sum + tl.trans(da_sum)).to(keys.dtype), keys, input_precision=PRECISION)
-    store_rows(dk, dk_sum, t, group, H // GROUP, first_k, K, BLOCK_K, has)
+        at_end = tl.sum(from_state, 0) + tl.where(enters, tl.exp(last) * tl.sum(through, 0), 0.0)
+        to_c = tl.load(dc + ((1 + z) * H + head) * tokens + t, has, other=0.0) + beta * seen - from_state
+        tl.store(dc + ((1 + z) * H + head) * tokens + t, to_c + tl.where((i == C - 1) & leaves, at_end, 0.0), has)
+        tl.store(dstrength + ((1 + z) * H + head) * tokens + t, seen, has)
+    store_rows(dk, dk_sum, t, group, H // GROUP, z * BLOCK_K, K, BLOCK_K, has)
 
 
 @triton.jit
 def gates_backward(
     segments, dc, dstrength, dg, dbeta, tokens, H: tl.constexpr, PARTS: tl.constexpr, C: tl.constexpr
 ):
-    """dg and dbeta [T, H] from 2 PARTS of dc and PARTS of dstrength, [H, T] each. Grid: (chunks, H)."""
+    """dg and dbeta [T, H] from the 1 + PARTS parts of dc and of dstrength, [H, T] each. Grid: (chunks, H)."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     t, has, visible, _, _ = chunk_of(segments, chunk, tokens, C, False)
     to_c = tl.zeros([C], tl.float32)
     to_beta = tl.zeros([C], tl.float32)
-    for n in range(PARTS):
+    for n in range(1 + PARTS):
         to_beta += tl.load(dstrength + (n * H + head) * tokens + t, has, other=0.0)
         to_c += tl.load(dc + (n * H + head) * tokens + t, has, other=0.0)
-        to_c += tl.load(dc + ((PARTS + n) * H + head) * tokens + t, has, other=0.0)
     tl.store(dbeta + t * H + head, to_beta.to(dbeta.dtype.element_ty), has)
     # c_i is the sum over the tokens of the document up to i
     dgate = tl.sum(tl.where(visible, to_c[:, None], 0.0), 0)
