@@ -67,15 +67,17 @@ LINEAR_FEW = {"carry": Tile(16, 2, 2)}
 # Of the gated delta rule.
 CORRECTED_TILES = {
     "prepare": Tile(64, 2),
-    "carry": Tile(32, 4, 2),
+    "carry": Tile(64, 4, 2),
+    "known": Tile(64, 4, 3),
     "output": Tile(128, 4),
-    "scores_backward": Tile(64, 4),
-    "query_backward": Tile(64, 4),
-    "carry_backward": Tile(32, 4, 2),
+    "scores_backward": Tile(64, 4, 2),
+    "query_backward": Tile(64, 4, 2),
+    "carry_backward": Tile(64, 4, 1),
     "solve_backward": Tile(64, 4),
-    "key_backward": Tile(64, 4),
-    "gates_backward": Tile(0, 4),
+    "key_backward": Tile(64, 4, 2),
+    "gates_backward": Tile(0, 1),
 }
+CORRECTED_FEW = {"carry": Tile(32, 4, 2), "known": Tile(32, 2, 3), "carry_backward": Tile(32, 4, 2)}
 _HELD = 128 * 128  # numbers of a state in a program, at most: 32 KiB, as float32 takes half of the channels
 _GROUP = 16  # heads of v that share a head of k and whose gradients of it one program adds up, at most
 
@@ -238,16 +240,23 @@ class Row:
         self.shared, self.width = q.shape[1:]
         chunk = chunk or chunk_length(self.width, v, delta)
         self.tiles = tiles or (TILES if chunk == CHUNK else LINEAR_TILES)
-        self.few = LINEAR_FEW if self.tiles is LINEAR_TILES else FEW
+        self.few = {id(LINEAR_TILES): LINEAR_FEW, id(CORRECTED_TILES): CORRECTED_FEW}.get(id(self.tiles), FEW)
+        self.few_walks = _FEW_WALKS if self.tiles is not CORRECTED_TILES else 128 if chunk > CHUNK else 2**31
         self.chunks = -(-self.tokens // chunk)
         self.segments = len(boundaries) - 1
         self.sizes: dict[str, Any] = {
             "H": self.heads, "Q": self.shared, "K": self.width, "V": self.value_width, "C": chunk,
             "DELTA": delta, "GAIN": beta is not None and not delta, "STATES": initial is not None, "GROUP": self.group,
-            "BLOCK_K": max(16, self.width // 2), "LEVELS": chunk.bit_length() - 1,
-            "PRECISION": "ieee" if self.dtype == torch.float32 else "tf32x3",
+            "BLOCK_K": min(self.width, 64), "LEVELS": chunk.bit_length() - 1,
+            "INVERSE": "bf16x3" if self.dtype == torch.bfloat16 else self.precision,
+            "PRECISION": self.precision,
         }  # fmt: skip
         self.sizes["PARTS"] = self.parts
+
+    @property
+    def precision(self) -> str:
+        """Of products of float32."""
+        return "ieee" if self.dtype == torch.float32 else "tf32x3"
 
     @property
     def group(self) -> int:
@@ -266,12 +275,13 @@ class Row:
         make = like.new_zeros if self.sizes["STATES"] else like.new_empty  # then chunks of padding read theirs
         return make(self.chunks, self.heads, self.value_width, self.width)
 
-    def launch(self, kernel: Any, *arguments: Any, **others: Any) -> None:
+    def launch(self, kernel: Any, *arguments: Any, tile: str = "", **others: Any) -> None:
         """Start a kernel, over chunks or segments as its name says, with the constants that it takes, and others."""
         name = kernel.__name__
         wide = self.dtype == torch.float32
-        few = self.few if self.segments * self.heads < _FEW_WALKS else {}
-        block, warps, stages = few.get(name, self.tiles[name])
+        few = self.few if self.segments * self.heads < self.few_walks else {}
+        tile = tile or name
+        block, warps, stages = few.get(tile, self.tiles[tile])
         block = min(block, _HELD // self.width)
         block = min(max(16, block // (1 + wide)), self.value_width)
         first = self.segments if name.startswith("carry") else self.chunks

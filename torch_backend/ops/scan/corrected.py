@@ -55,8 +55,9 @@ def _launch_backward(
     dinitial = like(initial, v)
     # Here the final states are not needed: their memory is that of the initial ones' gradients, written later.
     row.launch(
-        forward.carry, k, v, c, strength, inverses, boundaries, initial, new, states, dinitial, row.tokens, KNOWN=True
-    )
+        forward.carry, k, v, c, strength, inverses, boundaries, initial, new, states, dinitial, row.tokens,
+        tile="known", KNOWN=True,
+    )  # fmt: skip
     # Where several programs share a head of k, each leaves its sum in float32.
     groups = row.heads // row.group
     parts = q.dtype if groups == row.shared else torch.float32

@@ -36,7 +36,6 @@ from torch_backend.ops.scan.delta_kernels import (
     chunk_of,
     columns,
     decays,
-    inverse,
     rows,
     state,
     store_columns,
@@ -45,79 +44,109 @@ from torch_backend.ops.scan.delta_kernels import (
 
 
 @triton.jit
-def half(k, g, beta, segments, c, strength, t, tokens, head, H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr,
-    PRECISION: tl.constexpr):  # fmt: skip
-    """Of tokens t [B]: k, beta, documents, their sums of g from the first of t on, and beta (k k^T) without decay."""
-    has = t < tokens
-    segment = tl.load(segments + t, has, other=-1)
-    gate = tl.load(g + t * H + head, has, other=0.0).to(tl.float32)
-    beta_rows = tl.load(beta + t * H + head, has, other=0.0).to(tl.float32)
-    tl.store(strength + head * tokens + t, beta_rows, has)
-    keys = rows(k, t, head // (H // Q), Q, 0, K, K, has)
-    return segment, gate, beta_rows, keys
+def inverses_of(a, B: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + a)^-1 of each strictly lower triangular a[n] [B, B], float32, B = 32, by products alone.
+
+    The diagonal blocks of 8 are nilpotent in 8 steps, so (I - a) (I + a^2) (I + a^4) inverts them; larger blocks would
+    have powers that grow far beyond the inverse. With D their inverses and X = D (a outside of these blocks), which is
+    nilpotent in 4 steps, the whole is (I - X) (I + X^2) D.
+    """
+    i = tl.arange(0, B)
+    own = ((i[:, None] // 8) == (i[None, :] // 8))[None, :, :]
+    inside = tl.where(own, a, 0.0)
+    square = tl.dot(inside, inside, input_precision=PRECISION)
+    d = tl.where(i[:, None] == i[None, :], 1.0, 0.0)[None, :, :] - inside + square
+    d -= tl.dot(inside, square, input_precision=PRECISION)
+    d += tl.dot(d, tl.dot(square, square, input_precision=PRECISION), input_precision=PRECISION)
+    x = tl.dot(d, tl.where(own, 0.0, a), input_precision=PRECISION)
+    d += tl.dot(tl.dot(x, x, input_precision=PRECISION), d, input_precision=PRECISION)
+    return d - tl.dot(x, d, input_precision=PRECISION)
 
 
 @triton.jit
-def system(keys, others, beta, c, c_others, visible, PRECISION: tl.constexpr):
-    """A of the tokens of ``keys`` and ``others``, 0 where not visible."""
-    scores = tl.dot(keys, tl.trans(others), input_precision=PRECISION)
-    return tl.where(visible, beta[:, None] * scores * tl.exp(tl.where(visible, c[:, None] - c_others[None, :], 0.0)), 0.0)
+def one_of(x, n, N: tl.constexpr):
+    """x[n] of x [N, ...], a matrix or vectors."""
+    number = tl.arange(0, N)
+    if len(x.shape) == 3:
+        found = tl.sum(tl.where(number[:, None, None] == n, x, 0.0), 0)
+    else:
+        found = tl.sum(tl.where(number[:, None] == n, x, 0.0), 0)
+    return found
 
 
 @triton.jit
 def prepare(
     k, v, g, beta, segments, c, strength, inverses, new, tokens,
     H: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, STATES: tl.constexpr,
-    C: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    C: tl.constexpr, BLOCK_V: tl.constexpr, INVERSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """c, strength and T; N of tokens whose document begins in the chunk. Grid: (chunks, H).
 
-    A chunk of 64 is solved in halves: of its T, D0 and D1 on the diagonal are inverses, and below them is -D1 A10 D0.
+    The diagonal blocks of 32 of T are inverses, D0 and D1; in chunks of 64 -D1 A10 D0 is below them.
     """
     chunk, head = tl.program_id(0), tl.program_id(1)
     B: tl.constexpr = 32
-    i = tl.arange(0, B)
-    below = i[:, None] > i[None, :]
+    N: tl.constexpr = C // B
+    i, n = tl.arange(0, B), tl.arange(0, N)
+    shared = head // (H // Q)
+    t = chunk.to(tl.int64) * C + n[:, None] * B + i[None, :]
+    has = t < tokens
+    segment = tl.load(segments + t, has, other=-1)
+    gate = tl.load(g + t * H + head, has, other=0.0).to(tl.float32)
+    betas = tl.load(beta + t * H + head, has, other=0.0).to(tl.float32)
+    same = segment[:, :, None] == segment[:, None, :]
+    total = tl.sum(tl.where(same & (i[:, None] >= i[None, :])[None, :, :], gate[:, None, :], 0.0), 2)
     t0 = chunk.to(tl.int64) * C + i
     has0 = t0 < tokens
+    segment0 = tl.load(segments + t0, has0, other=-1)
+    if N == 2:
+        gate0 = tl.load(g + t0 * H + head, has0, other=0.0).to(tl.float32)
+        earlier = (segment[:, :, None] == segment0[None, None, :]) & (n == 1)[:, None, None]
+        total += tl.sum(tl.where(earlier, gate0[None, None, :], 0.0), 2)
+    tl.store(c + head * tokens + t, total, has)
+    tl.store(strength + head * tokens + t, betas, has)
+    channel = tl.arange(0, K)
+    place = k + (t * Q + shared) * K
+    keys = tl.load(place[:, :, None] + channel[None, None, :], has[:, :, None], other=0.0)
+    others = tl.load(place[:, None, :] + channel[None, :, None], has[:, None, :], other=0.0)
+    scores = tl.dot(keys, others, input_precision=PRECISION)
+    strict = same & (i[:, None] > i[None, :])[None, :, :]
+    decay = tl.exp(tl.where(strict, total[:, :, None] - total[:, None, :], 0.0))
+    d = inverses_of(tl.where(strict, betas[:, :, None] * scores * decay, 0.0), B, INVERSE)
+    place = inverses + (t * H + head) * C
+    tl.store(
+        place[:, :, None] + n[:, None, None] * B + i[None, None, :], d.to(inverses.dtype.element_ty), has[:, :, None]
+    )
     before = tl.load(segments + chunk * C - 1, chunk > 0, other=-2)
-    segment0, gate0, beta0, keys0 = half(k, g, beta, segments, c, strength, t0, tokens, head, H, Q, K, PRECISION)
-    same = segment0[:, None] == segment0[None, :]
-    c0 = tl.sum(tl.where(same & (i[:, None] >= i[None, :]), gate0[None, :], 0.0), 1)
-    tl.store(c + head * tokens + t0, c0, has0)
-    d0 = inverse(system(keys0, keys0, beta0, c0, c0, same & below, PRECISION), B, PRECISION)
-    store_rows(inverses, d0, t0, head, H, 0, C, B, has0)
-    begins0 = (segment0 != before) & has0 & (not STATES)
-    if C == 64:
+    last = tl.load(segments + tl.minimum(chunk * C + C, tokens) - 1)
+    d0 = one_of(d, 0, N)
+    if N == 2:
         t1 = t0 + B
         has1 = t1 < tokens
-        segment1, gate1, beta1, keys1 = half(k, g, beta, segments, c, strength, t1, tokens, head, H, Q, K, PRECISION)
-        same = segment1[:, None] == segment1[None, :]
+        segment1 = tl.load(segments + t1, has1, other=-1)
+        beta1 = tl.load(beta + t1 * H + head, has1, other=0.0).to(tl.float32)
+        scores = tl.dot(
+            rows(k, t1, shared, Q, 0, K, K, has1), columns(k, t0, shared, Q, 0, K, K, has0), input_precision=PRECISION
+        )
         across = segment1[:, None] == segment0[None, :]
-        c1 = tl.sum(tl.where(same & (i[:, None] >= i[None, :]), gate1[None, :], 0.0), 1)
-        c1 += tl.sum(tl.where(across, gate0[None, :], 0.0), 1)
-        tl.store(c + head * tokens + t1, c1, has1)
-        d1 = inverse(system(keys1, keys1, beta1, c1, c1, same & below, PRECISION), B, PRECISION)
-        store_rows(inverses, d1, t1, head, H, B, C, B, has1)
-        low = tl.dot(system(keys1, keys0, beta1, c1, c0, across, PRECISION), d0, input_precision=PRECISION)
-        low = -tl.dot(d1, low, input_precision=PRECISION)
+        decay = tl.exp(tl.where(across, one_of(total, 1, N)[:, None] - one_of(total, 0, N)[None, :], 0.0))
+        a = tl.where(across, beta1[:, None] * scores * decay, 0.0)
+        d1 = one_of(d, 1, N)
+        low = -tl.dot(d1, tl.dot(a, d0, input_precision=INVERSE), input_precision=INVERSE)
         store_rows(inverses, low, t1, head, H, 0, C, B, has1)
         store_rows(inverses, tl.zeros([B, B], tl.float32), t0, head, H, B, C, B, has0)
-        begins1 = (segment1 != before) & has1 & (not STATES)
-        some = tl.max(begins0.to(tl.int32) + begins1.to(tl.int32), 0) > 0
-    else:
-        some = tl.max(begins0.to(tl.int32), 0) > 0
-    if some:
-        # Products with v are of its dtype.
-        upper = d0.to(keys0.dtype)
+    if (last != before) & (not STATES):  # a document begins here
+        beta0 = tl.load(beta + t0 * H + head, has0, other=0.0).to(tl.float32)
+        begins0 = (segment0 != before) & has0
         for first in range(0, V, BLOCK_V):
-            right0 = (rows(v, t0, head, H, first, V, BLOCK_V, has0) * beta0[:, None]).to(keys0.dtype)
-            store_rows(new, tl.dot(upper, right0, input_precision=PRECISION), t0, head, H, first, V, BLOCK_V, begins0)
-            if C == 64:
-                right1 = (rows(v, t1, head, H, first, V, BLOCK_V, has1) * beta1[:, None]).to(keys0.dtype)
-                n = tl.dot(low.to(keys0.dtype), right0, input_precision=PRECISION)
-                n += tl.dot(d1.to(keys0.dtype), right1, input_precision=PRECISION)
-                store_rows(new, n, t1, head, H, first, V, BLOCK_V, begins1)
+            right0 = (rows(v, t0, head, H, first, V, BLOCK_V, has0) * beta0[:, None]).to(v.dtype.element_ty)
+            value = tl.dot(d0.to(right0.dtype), right0, input_precision=PRECISION)
+            store_rows(new, value, t0, head, H, first, V, BLOCK_V, begins0)
+            if N == 2:
+                right1 = (rows(v, t1, head, H, first, V, BLOCK_V, has1) * beta1[:, None]).to(v.dtype.element_ty)
+                value = tl.dot(low.to(right0.dtype), right0, input_precision=PRECISION)
+                value += tl.dot(d1.to(right0.dtype), right1, input_precision=PRECISION)
+                store_rows(new, value, t1, head, H, first, V, BLOCK_V, (segment1 != before) & has1)
 
 
 @triton.jit
