@@ -17,11 +17,10 @@ from packing_core.errors import LayoutError
 from torch_backend.ops.operators import runs_triton
 from torch_backend.segments import PackedMetadata, most_pieces
 
-# Tokens. Half as many as others take: documents are short, a state is small beside it, and tiles of 32 rows keep Triton
-# off Hopper's wgmma, by which it gets products of narrow heads wrong (3.6, seen with 16 and 32 channels on an H200).
+# Tokens. Half as many as others take: tiles of 32 rows keep Triton off Hopper's wgmma, by which it gets products of
+# narrow heads wrong (3.6, seen with 16 and 32 channels on an H200).
 CHUNK = 32
-# Without corrections nothing is solved inside a chunk, and fewer states go through memory. Where heads are not narrow.
-LINEAR_CHUNK, _NOT_NARROW = 64, 64
+LONG, _NOT_NARROW = 64, 64  # where heads are not narrow, fewer states go through memory in longer chunks
 WIDTHS = (16, 32, 64, 128, 256)  # of heads, that tiles take
 
 
@@ -64,20 +63,6 @@ LINEAR_TILES = {
     "chunk_backward": Tile(32, 8),
 }
 LINEAR_FEW = {"carry": Tile(16, 2, 2)}
-# Of the gated delta rule.
-CORRECTED_TILES = {
-    "prepare": Tile(64, 2),
-    "carry": Tile(64, 4, 2),
-    "known": Tile(64, 4, 3),
-    "output": Tile(128, 4),
-    "scores_backward": Tile(64, 4, 2),
-    "query_backward": Tile(64, 4, 2),
-    "carry_backward": Tile(64, 4, 1),
-    "solve_backward": Tile(64, 4),
-    "key_backward": Tile(64, 4, 2),
-    "gates_backward": Tile(0, 1),
-}
-CORRECTED_FEW = {"carry": Tile(32, 4, 2), "known": Tile(32, 2, 3), "carry_backward": Tile(32, 4, 2)}
 _HELD = 128 * 128  # numbers of a state in a program, at most: 32 KiB, as float32 takes half of the channels
 _GROUP = 16  # heads of v that share a head of k and whose gradients of it one program adds up, at most
 
@@ -92,16 +77,10 @@ def unsupported(v: Tensor, width: int, value_width: int) -> str | None:
     return None
 
 
-def chunk_length(width: int, v: Tensor, delta: bool) -> int:
-    """Tokens of a chunk for heads of ``width`` of k, with corrections or without."""
+def chunk_length(width: int, v: Tensor) -> int:
+    """Tokens of a chunk for heads of ``width`` of k, by kernels that take either length."""
     wide = min(width, v.shape[2]) >= _NOT_NARROW and v.dtype != torch.float32
-    return LINEAR_CHUNK if wide and not delta else CHUNK
-
-
-def corrected_chunk(width: int, v: Tensor) -> int:
-    """Tokens of a chunk of the gated delta rule for heads of ``width`` of k."""
-    narrow, wide = min(width, v.shape[2]), max(width, v.shape[2])
-    return 64 if narrow >= _NOT_NARROW and wide <= 128 and v.dtype != torch.float32 else CHUNK
+    return LONG if wide else CHUNK
 
 
 Scan = Callable[..., tuple[Tensor, Tensor]]
@@ -159,13 +138,12 @@ def scan_with_states(
     packed: PackedMetadata,
     initial: Tensor | None,
     scale: float | None,
-    delta: bool,
+    size: int,
     *options: Any,
-    size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same from a state per segment, and the last states: both [N, H, K, V], in float32. None for zeros.
 
-    It runs on a row where every segment has whole chunks, zeros in between.
+    It runs on a row where every segment has whole chunks of ``size`` tokens, zeros in between.
 
     Raises:
         LayoutError: ``initial`` has another shape.
@@ -177,7 +155,7 @@ def scan_with_states(
         initial = v.new_zeros(shape, dtype=torch.float32)
     if initial.shape != shape:
         raise LayoutError(f"initial states are {list(shape)} [N, H, K, V] here, got {list(initial.shape)}")
-    whole, place = in_whole_chunks(packed, size or chunk_length(q.shape[2], v, delta))
+    whole, place = in_whole_chunks(packed, size)
     padded = [None if x is None else placed(x, place, whole.tokens) for x in _of_one_dtype(inputs)]
     transposed = initial.float().transpose(2, 3).contiguous()
     out, final = apply(*padded, transposed, whole.cu_seqlens, whole.seq_idx, _scale(inputs, scale), *options)
@@ -229,34 +207,22 @@ class Row:
         beta: Tensor | None,
         initial: Tensor | None,
         boundaries: Tensor,
-        tiles: Mapping[str, Tile] | None = None,
-        *,
-        corrects: bool = True,
-        chunk: int | None = None,
+        tiles: Mapping[str, Tile],
+        chunk: int,
     ) -> None:
-        delta = corrects and beta is not None
         self.dtype = v.dtype
         self.tokens, self.heads, self.value_width = v.shape
         self.shared, self.width = q.shape[1:]
-        chunk = chunk or chunk_length(self.width, v, delta)
-        self.tiles = tiles or (TILES if chunk == CHUNK else LINEAR_TILES)
-        self.few = {id(LINEAR_TILES): LINEAR_FEW, id(CORRECTED_TILES): CORRECTED_FEW}.get(id(self.tiles), FEW)
-        self.few_walks = _FEW_WALKS if self.tiles is not CORRECTED_TILES else 128 if chunk > CHUNK else 2**31
+        self.tiles = tiles
+        self.few = LINEAR_FEW if self.tiles is LINEAR_TILES else FEW
         self.chunks = -(-self.tokens // chunk)
         self.segments = len(boundaries) - 1
         self.sizes: dict[str, Any] = {
             "H": self.heads, "Q": self.shared, "K": self.width, "V": self.value_width, "C": chunk,
-            "DELTA": delta, "GAIN": beta is not None and not delta, "STATES": initial is not None, "GROUP": self.group,
-            "BLOCK_K": min(self.width, 64), "LEVELS": chunk.bit_length() - 1,
-            "INVERSE": "bf16x3" if self.dtype == torch.bfloat16 else self.precision,
-            "PRECISION": self.precision,
+            "GAIN": beta is not None, "STATES": initial is not None, "GROUP": self.group,
+            "LEVELS": chunk.bit_length() - 1,
+            "PRECISION": "ieee" if self.dtype == torch.float32 else "tf32x3",
         }  # fmt: skip
-        self.sizes["PARTS"] = self.parts
-
-    @property
-    def precision(self) -> str:
-        """Of products of float32."""
-        return "ieee" if self.dtype == torch.float32 else "tf32x3"
 
     @property
     def group(self) -> int:
@@ -264,31 +230,22 @@ class Row:
         each = self.heads // self.shared
         return max(n for n in range(1, min(each, _GROUP) + 1) if each % n == 0)
 
-    @property
-    def parts(self) -> int:
-        """Programs of the backward of the gated delta rule that share the channels of a head."""
-        parts: int = self.width // self.sizes["BLOCK_K"]
-        return parts
-
     def states(self, like: Tensor) -> Tensor:
         """[chunks, H, V, K], unwritten where no document reaches from one chunk into the next."""
         make = like.new_zeros if self.sizes["STATES"] else like.new_empty  # then chunks of padding read theirs
         return make(self.chunks, self.heads, self.value_width, self.width)
 
-    def launch(self, kernel: Any, *arguments: Any, tile: str = "", **others: Any) -> None:
-        """Start a kernel, over chunks or segments as its name says, with the constants that it takes, and others."""
+    def launch(self, kernel: Any, *arguments: Any) -> None:
+        """Start a kernel, over chunks or segments as its name says, with the constants that it takes."""
         name = kernel.__name__
         wide = self.dtype == torch.float32
-        few = self.few if self.segments * self.heads < self.few_walks else {}
-        tile = tile or name
-        block, warps, stages = few.get(tile, self.tiles[tile])
+        few = self.few if self.segments * self.heads < _FEW_WALKS else {}
+        block, warps, stages = few.get(name, self.tiles[name])
         block = min(block, _HELD // self.width)
         block = min(max(16, block // (1 + wide)), self.value_width)
         first = self.segments if name.startswith("carry") else self.chunks
-        grouped = name in ("chunk_backward", "scores_backward", "query_backward", "solve_backward", "key_backward")
-        second = self.heads // self.group if grouped else self.heads
+        second = self.heads // self.group if name == "chunk_backward" else self.heads
         third = self.value_width // block if name in ("carry", "carry_backward", "output") else 1
-        third = self.parts if name in ("query_backward", "key_backward") else third
-        known = self.sizes | {"BLOCK_V": block} | others
+        known = self.sizes | {"BLOCK_V": block}
         constants = {key: value for key, value in known.items() if key in kernel.arg_names}
         kernel[first, second, third](*arguments, **constants, num_warps=warps, num_stages=1 if wide else stages)
