@@ -1,8 +1,8 @@
 """Linear attention with a decay per head over packed rows, in every width and dtype, and with states in and out.
 
 The operators of :mod:`.delta_rule` for calls that correct nothing and that :mod:`.linear`, which is faster, does not
-take, on the Triton kernels of :mod:`.decay_kernels`. The backward keeps the inputs and the sums of the gates, and computes
-the states again.
+take, on the Triton kernels of :mod:`.decay_kernels`. The backward keeps the inputs and the sums of the gates, and
+computes the states again.
 """
 
 from __future__ import annotations

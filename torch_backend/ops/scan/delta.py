@@ -27,8 +27,8 @@ TILES = {
     "scores_backward": Tile(64, 4, 2),
     "query_backward": Tile(128, 4, 2),
     "carry_backward": Tile(64, 4),
-    "solve_backward": Tile(64, 4),
-    "key_backward": Tile(64, 4, 2),
+    "solve_backward": Tile(128, 4),
+    "key_backward": Tile(128, 4),
     "gates_backward": Tile(0, 1),
 }
 # Where documents and heads are so few that what walks documents leaves most of the GPU idle; and of short chunks.
