@@ -134,8 +134,9 @@ class TrainStep:
         loss = torch.zeros((), device=self.device)
         for number, each in enumerate(microbatches):
             given = self._on_device(each)
-            with self._accumulating(last=number == len(microbatches) - 1):
-                loss += self._gradients({**given, TARGETS: tokens})
+            last = number == len(microbatches) - 1
+            with self._accumulating(last=last):
+                loss += self._gradients({**given, TARGETS: tokens}, last=last)
         norm = self._clip()
         rate = self.optimizer.param_groups[0]["lr"]
         rate = rate.clone() if isinstance(rate, Tensor) else float(rate)
