@@ -188,8 +188,9 @@ def launched(contender: Contender, chosen: argparse.Namespace) -> list[Result]:
             print("\n".join(line for line in log.read_text().splitlines() if line.startswith("|")), flush=True)
         case = f"rows of {chosen.capacity:,}, heavy-tailed"
         if not found.exists():
-            reasons = [line for line in log.read_text().splitlines() if "Error" in line]
-            return [Result(SECTION, case, contender.name, None, "real tokens/s", (reasons or ["no result"])[0][:160])]
+            lines = log.read_text().splitlines()
+            reasons = [line for line in lines if "Error" in line] or [f"no result, and at last: {(lines or [''])[-1]}"]
+            return [Result(SECTION, case, contender.name, None, "real tokens/s", reasons[0][:160])]
         measured = Measured(**json.loads(found.read_text()))
     figures = {
         "real tokens/s": measured.tokens_per_second,

@@ -205,7 +205,7 @@ class TrainStep:
         return reason
 
     def _accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Gradients are reduced over ranks in the backward of the last microbatch alone, where the wrapper can wait."""
+        """Where nothing is recorded, wrappers that can wait reduce gradients for the last microbatch alone."""
         for module in self.wrappers:
             if isinstance(module, FSDPModule):
                 module.set_requires_gradient_sync(last, recurse=False)
