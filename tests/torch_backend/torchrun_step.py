@@ -88,7 +88,7 @@ def train(case: Case, model: Model, shares: int, share: int) -> dict[str, Any]:
         "metrics": metrics,
         "weights": weights(model),
         "graph": step.parts["graph"],
-        "replayed": getattr(graphs, "replayed", 0),
+        "replays": getattr(graphs, "replayed", None),
     }
 
 
