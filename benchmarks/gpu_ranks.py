@@ -115,8 +115,10 @@ def train(contender: Contender, chosen: argparse.Namespace) -> Measured:
 
     config, capacity, epochs = qwen2(False), chosen.capacity, chosen.epochs
     torch.manual_seed(0)
-    with torch.device("cpu" if contender.sharded else DEVICE):  # accelerate shards what it finds on the host
+    with torch.device(DEVICE):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=DTYPE)
+    if contender.sharded:
+        model.cpu()  # accelerate shards what it finds on the host
     docs = documents(capacity, chosen.documents)
     rows, imbalance = dealt(plan([len(each) for each in docs], capacity, seed=0), contender, Cost.from_config(config))
     steps = rows.n_rows // contender.ranks

@@ -190,7 +190,8 @@ def agreed(model: nn.Module, reason: str | None) -> str | None:
     return None
 
 
-def _reshard(model: FSDPModule) -> None:
+def _reshard(model: Any) -> None:
+    """Let no module of an FSDP2 model keep weights gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
