@@ -24,8 +24,8 @@ from torch import Tensor
 from benchmarks.gpu import header
 from benchmarks.gpu_clock import DEVICE, TOY, device_ms, gated, relative_error, set_budget
 from benchmarks.gpu_scan import drawn_delta, drawn_kimi, drawn_selective, drawn_ssd, sets
-from torch_backend.ops.scan import delta_rule, kimi_delta, selective
-from torch_backend.ops.scan.chunks import FEW, KIMI_TILES, LINEAR_TILES, TILES
+from torch_backend.ops.scan import delta_rule, kimi_delta, linear, selective
+from torch_backend.ops.scan.chunks import FEW, KIMI_TILES, TILES
 from torch_backend.segments import PackedMetadata
 
 
@@ -53,13 +53,14 @@ KIMI_CANDIDATES: dict[str, list[tuple[int, ...]]] = {
     "carry_backward": [(16, 2, 2), (16, 4, 2), (32, 4, 1), (32, 4, 2)],
     "chunk_backward": [(16, 8, 1), (32, 4, 1), (32, 8, 1), (64, 8, 1)],
 }
+# Warps, and the stages of loads.
 LINEAR_CANDIDATES: dict[str, list[tuple[int, ...]]] = {
-    "prepare": [(0, 1, 1), (0, 2, 1), (0, 4, 1)],
-    "carry": [(16, 2, 2), (32, 2, 2), (32, 4, 2), (64, 4, 2), (64, 4, 3), (64, 8, 2)],
-    "output": [(32, 4, 1), (64, 4, 1), (64, 8, 1)],
-    "values_backward": [(64, 4, 1), (64, 8, 1)],
-    "carry_backward": [(16, 2, 2), (16, 4, 2), (32, 4, 1), (32, 4, 2), (32, 8, 2), (64, 8, 2)],
-    "chunk_backward": [(16, 8, 1), (32, 4, 1), (32, 8, 1), (64, 8, 1)],
+    "ends": [(4, 1), (4, 2), (4, 3)],
+    "states": [(4, 1), (4, 2), (4, 3)],
+    "output": [(4, 1), (4, 2), (8, 2)],
+    "values_backward": [(4, 1), (4, 2), (8, 1)],
+    "queries_backward": [(4, 1), (4, 2), (4, 3), (8, 2)],
+    "keys_backward": [(4, 1), (4, 2), (4, 3), (8, 2)],
 }
 # Warps, and tokens whose loads are on the way at once.
 SELECTIVE_CANDIDATES: dict[str, list[tuple[int, ...]]] = {
@@ -71,7 +72,7 @@ SELECTIVE_CANDIDATES: dict[str, list[tuple[int, ...]]] = {
 # Of a shape: its module, what it is drawn by, its tiles and what they could be.
 SHAPES: dict[str, tuple[Any, Callable[[int], list[Tensor]], dict[str, Any], dict[str, list[tuple[int, ...]]]]] = {
     "delta": (delta_rule, drawn_delta, TILES, CANDIDATES),
-    "ssd": (delta_rule, drawn_ssd, LINEAR_TILES, LINEAR_CANDIDATES),
+    "ssd": (linear, drawn_ssd, linear.TILES, LINEAR_CANDIDATES),
     "kimi": (kimi_delta, drawn_kimi, KIMI_TILES, KIMI_CANDIDATES),
     "selective": (selective, _drawn_selective, selective.TILES, SELECTIVE_CANDIDATES),
 }
@@ -105,7 +106,7 @@ def _calls(shape: str, documents: list[int]) -> tuple[Any, Any]:
     given = [*inputs, *([None, None] if shape == "ssd" else [None])]  # no beta, no initial states
     packed = PackedMetadata.from_lengths(documents, device=DEVICE)
     given += [packed.cu_seqlens, packed.seq_idx]
-    scale = [] if shape == "selective" else [0.1] if shape == "kimi" else [0.1, True]
+    scale = [] if shape == "selective" else [0.1, True] if shape == "delta" else [0.1]
     dout = torch.randn(of_v.shape, generator=torch.Generator().manual_seed(9)).to(of_v)
     ahead = partial(module._forward, *given, *scale)
     _, *kept, final = ahead()

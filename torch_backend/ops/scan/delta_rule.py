@@ -13,6 +13,7 @@ from torch import Tensor
 
 from packing_core.errors import LayoutError, UnsupportedError
 from torch_backend.ops.operators import operator
+from torch_backend.ops.scan import linear
 from torch_backend.ops.scan.chunks import CHUNK, Row, differentiable, like, scan, scan_with_states, unsupported
 from torch_backend.segments import PackedMetadata
 
@@ -52,6 +53,8 @@ def gated_delta_rule(
         UnsupportedError: Triton does not run on these tensors, or their heads are of other widths.
     """
     _check(q, k, v, g, beta, packed)
+    if (beta is None or not corrects) and linear.serves(q, v):
+        return scan(linear.linear_scan, (q, k, v, g, beta), packed, scale)
     return scan(_scan, (q, k, v, g, beta), packed, scale, corrects)
 
 

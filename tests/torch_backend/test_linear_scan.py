@@ -1,0 +1,99 @@
+"""The kernels of linear attention with a decay against a score matrix per document in float64, and their isolation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.torch_backend.kernels import ONE_DTYPE, Where, assert_within_budget, numpy
+from tests.torch_backend.scans import LENGTHS, NAMES, packed_on
+from torch_backend.ops.scan import linear
+from torch_backend.ops.scan.chunks import scan
+from torch_backend.segments import PackedMetadata
+
+
+def drawn(where: Where, lengths=LENGTHS, heads: int = 2, shared: int = 1, width: int = 64, values: int = 64):
+    """q, k, v, g and strengths that may exceed 1, as steps of Mamba-2 may."""
+    tokens = sum(lengths)
+    q, k = (torch.nn.functional.normalize(where.draw(tokens, shared, width, seed=n), dim=-1) for n in (1, 2))
+    g = -0.2 * torch.rand(tokens, heads, generator=torch.Generator().manual_seed(3)).to(where.device)
+    strength = torch.nn.functional.softplus(where.draw(tokens, heads, seed=4).float())
+    found = q, k, where.draw(tokens, heads, values, seed=5), g, strength
+    return tuple(x.detach().requires_grad_() for x in found)
+
+
+def run(where: Where, inputs, packed, dout):
+    given = [x for x in inputs if x is not None]
+    out = scan(linear.linear_scan, inputs, packed, None)
+    return {"out": out, **dict(zip(NAMES, torch.autograd.grad(out, given, dout)))}
+
+
+def quadratic(inputs, dout, dtype: torch.dtype, lengths=LENGTHS) -> dict[str, np.ndarray]:
+    """o_i = s sum_j exp(c_i - c_j) (q_i . k_j) b_j v_j, by a score matrix per document; heads of q and k repeated."""
+    leaves = [x.detach().cpu().to(dtype).requires_grad_() for x in inputs if x is not None]
+    parts = []
+    for document in zip(*(x.split(lengths) for x in leaves), strict=True):
+        q, k, v, g, *strength = document
+        q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
+        c = g.cumsum(0)
+        decay = (c[:, None] - c[None]).masked_fill(torch.ones(len(q), len(q)).triu(1).bool()[..., None], -torch.inf)
+        scores = torch.einsum("ihk,jhk->ijh", q, k) * decay.exp() * q.shape[2] ** -0.5
+        parts.append(torch.einsum("ijh,jhv->ihv", scores, v * strength[0][..., None] if strength else v))
+    out = torch.cat(parts)
+    found = torch.autograd.grad(out, leaves, dout.cpu().to(dtype))
+    return {"out": numpy(out), **{name: numpy(x) for name, x in zip(NAMES, found)}}
+
+
+@pytest.fixture
+def short_spans(monkeypatch):
+    """Spans of two chunks, so that short rows have several."""
+    monkeypatch.setattr(linear, "_SPAN", 2)
+
+
+# Heads of v as wide as a program takes or divided; heads of k that one or two programs share, or that nobody shares.
+@pytest.mark.parametrize(
+    ("strong", "heads", "shared", "values", "programs"),
+    [(True, 4, 1, 64, 8), (False, 2, 2, 128, 1)],
+    ids=["strengths", "none, wide"],
+)
+def test_it_is_linear_attention_with_a_decay(where, strong, heads, shared, values, programs, short_spans, monkeypatch):
+    monkeypatch.setattr(linear, "_PROGRAMS", programs)
+    inputs = drawn(where, heads=heads, shared=shared, values=values)
+    inputs = inputs if strong else (*inputs[:4], None)
+    dout = where.draw(*inputs[2].shape, seed=6)
+    found = run(where, inputs, packed_on(where), dout)
+    exact, rounded = (quadratic(inputs, dout, dtype) for dtype in (torch.float64, where.dtype))
+    assert_within_budget(found, exact, rounded, where.dtype)
+
+
+@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
+def test_no_document_moves_another_by_a_bit(where, short_spans):
+    inputs = [x.detach() for x in drawn(where)]
+    dout = where.draw(*inputs[2].shape, seed=6)
+    before = run(where, [x.requires_grad_() for x in inputs], packed_on(where), dout)
+    start, stop = np.cumsum([0, *LENGTHS])[[3, 4]]  # the document that spans three chunks
+    changed = [x.detach().clone() for x in (*inputs, dout)]
+    for x in changed:
+        x[start:stop] = -0.5 * x[start:stop] - 0.05
+    after = run(where, [x.requires_grad_() for x in changed[:5]], packed_on(where), changed[5])
+    for name, x in before.items():
+        own = torch.zeros(len(x), dtype=torch.bool, device=x.device)
+        own[start:stop] = True
+        assert torch.equal(x[~own], after[name][~own]), name
+        assert not torch.equal(x[own], after[name][own]), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [(2_000,), (700, 1, 63, 64, 65, 1_107)], ids=["one", "several"])
+@pytest.mark.parametrize("width", [64, 128])
+def test_long_documents_at_real_widths(lengths, width):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    where = Where(torch.device("cuda"), torch.bfloat16)
+    inputs = drawn(where, lengths, heads=8, shared=2, width=width)
+    assert linear.serves(inputs[0], inputs[2])
+    dout = where.draw(*inputs[2].shape, seed=6)
+    found = run(where, inputs, PackedMetadata.from_lengths(lengths, device=where.device), dout)
+    exact, rounded = (quadratic(inputs, dout, dtype, lengths) for dtype in (torch.float64, where.dtype))
+    assert_within_budget(found, exact, rounded, where.dtype)
