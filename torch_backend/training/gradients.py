@@ -25,7 +25,7 @@ from torch_backend.hf.structure import causal_lm
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.training import captured
 from torch_backend.training.captured import CapturedBackward, compile_layers, form_of
-from torch_backend.training.over_ranks import Exchange, agreed, exchange_of, place_of, why_not_recorded
+from torch_backend.training.over_ranks import Exchange, exchange_of, place_of, why_not_recorded
 from torch_backend.training.shapes import FixedShapes
 
 Choice = bool | Literal["auto"]
@@ -191,15 +191,14 @@ class Gradients:
             graph = graph or _refused("capture", self.capture, waits)
             self.fixed = None
         if self.capture:
-            graph = _refused("capture", self.capture, agreed(self.model, graph))
+            self.exchange, graph = exchange_of(self.model, graph)
+            graph = _refused("capture", self.capture, graph)
+            self.shapes.largest = self.exchange.largest
         self.parts = {
             LOSS: "without logits" if reason is None else f"with logits: {reason}",
             LAYERS: "compiled" if layers is None else f"not compiled: {layers}",
             GRAPH: "CUDA graph" if graph is None else f"no CUDA graph: {graph}",
         }
-        if graph is None:
-            self.exchange = exchange_of(self.model)
-            self.shapes.largest = self.exchange.largest
         self.compile, self.capture = layers is None and self.compile, graph is None and self.capture
         self.ready = True
 

@@ -140,18 +140,36 @@ class Recorded(Exchange):
                     torch.cuda.current_stream().wait_stream(stream)
 
 
-def exchange_of(model: nn.Module) -> Exchange:
-    """What the ranks of a model exchange, if :func:`why_not_recorded` knows no reason against it."""
+def exchange_of(model: nn.Module, reason: str | None) -> tuple[Exchange, str | None]:
+    """What the ranks of a model exchange around graphs, and a reason why there shall be none.
+
+    That is this rank's ``reason``, or that another rank has one, or what is found out here. Every rank must call this.
+    """
+    none = Exchange()
+    if not isinstance(model, DistributedDataParallel | FSDPModule) or dist.get_world_size() == 1:
+        return none, reason
+    of_another = "another rank has a reason against one"
+    group = model.process_group if isinstance(model, DistributedDataParallel) else dist.group.WORLD
+    if not _least(reason is None, group):
+        return none, reason or of_another
     if isinstance(model, DistributedDataParallel):
-        return Averaging(model)
-    return Recorded(model) if isinstance(model, FSDPModule) else Exchange()
+        device = next(model.parameters()).device
+        if device.type == "cuda" and (rate := _least(_rate(group, device), group)) < LEAST_RATE:
+            slow = f"ranks exchange only {rate / 1e9:.0f} GB a second"
+            return none, f"gradients are reduced beside the backward, because {slow}"
+        return Averaging(model), None
+    exchange = none
+    try:
+        exchange = Recorded(model)
+    except RuntimeError as error:
+        reason = f"ranks cannot ask each other for the form of a batch, {error}".splitlines()[0]
+    if not _least(reason is None, group):
+        return none, reason or of_another
+    return exchange, None
 
 
 def why_not_recorded(model: nn.Module) -> str | None:
-    """Why steps of the ranks that train a model cannot be recorded as CUDA graphs, None if they can.
-
-    It says the same on every rank: each must ask, with the reason that it may have itself, see :func:`agreed`.
-    """
+    """Why steps of the ranks that train a model cannot be recorded as CUDA graphs, None if they can."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None
     if isinstance(model, FSDPModule):
@@ -161,8 +179,6 @@ def why_not_recorded(model: nn.Module) -> str | None:
             return "FSDP shards over some of the ranks, or over a mesh of several dimensions"
         if any(p.device.type != p.device_mesh.device_type for p in parameters):
             return "FSDP keeps weights on the host"
-        if not dist.is_gloo_available():
-            return "ranks cannot ask each other for the form of a batch, because gloo is not available"
         return None
     if not isinstance(model, DistributedDataParallel):
         return "gradients are reduced over ranks during the backward"
@@ -172,21 +188,6 @@ def why_not_recorded(model: nn.Module) -> str | None:
         return "parameters have hooks, and DDP reduces their gradients during the backward"
     if model.static_graph or model.mixed_precision is not None:
         return "DDP has a static graph, or a precision of its own"
-    return None
-
-
-def agreed(model: nn.Module, reason: str | None) -> str | None:
-    """A reason against graphs: this rank's, or that another rank has one, or that gradients are reduced too slowly."""
-    if not isinstance(model, DistributedDataParallel | FSDPModule) or dist.get_world_size() == 1:
-        return reason
-    group = model.process_group if isinstance(model, DistributedDataParallel) else dist.group.WORLD
-    device = next(model.parameters()).device
-    if not _least(reason is None, group, device):
-        return reason or "another rank has a reason against one"
-    if isinstance(model, DistributedDataParallel) and device.type == "cuda":
-        rate = _least(_rate(group, device), group, device)
-        if rate < LEAST_RATE:
-            return f"gradients are reduced beside the backward, as ranks exchange only {rate / 1e9:.0f} GB a second"
     return None
 
 
@@ -215,8 +216,9 @@ def _parts(parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> Iterator[l
         yield part
 
 
-def _least(value: float, group: dist.ProcessGroup, device: torch.device) -> float:
+def _least(value: float, group: Any) -> float:
     """The smallest value of all ranks."""
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     found = torch.tensor(float(value), dtype=torch.float64, device=device)
     dist.all_reduce(found, dist.ReduceOp.MIN, group)
     return found.item()
