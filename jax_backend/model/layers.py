@@ -11,10 +11,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jax_backend.model.decoder_config import DecoderConfig, LayerKind
 from jax_backend.model.delta_net import GatedDeltaNet
 from jax_backend.model.moe import Balance, BiasedExperts, Experts, Router, run_experts
+
+# The name of what policies that keep products keep in a product's place, because a backward reads it and
+# not the product: queries, keys and values as the attention takes them, the sum of a residual, a norm's mean square.
+IN_PLACE = "in_place_of_products"
 
 
 class RMSNorm(nnx.Module):
@@ -31,7 +36,8 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        square = checkpoint_name(jnp.mean(wide * wide, axis=-1, keepdims=True), IN_PLACE)
+        wide = wide * jax.lax.rsqrt(square + self.eps)
         if self.offset:
             return (wide * (self.offset + self.weight[...].astype(jnp.float32))).astype(self.dtype)
         return self.weight[...].astype(self.dtype) * wide.astype(self.dtype)
@@ -71,6 +77,8 @@ class Attention(nnx.Module):
         if config.qk_norm == "head":
             q_BSND, k_BSKD = self.q_norm(q_BSND), self.k_norm(k_BSKD)
         q_BSND, k_BSKD = rotate(q_BSND, k_BSKD, local=self.window is not None)
+        if config.qk_norm is None and not config.output_gate:  # whose backward reads the products
+            q_BSND, k_BSKD, v_BSKD = (checkpoint_name(x, IN_PLACE) for x in (q_BSND, k_BSKD, v_BSKD))
         sinks = None if self.sinks is None else self.sinks[...]
         out_BSND = attend(q_BSND, k_BSKD, v_BSKD, window=self.window, sinks=sinks)
         if config.output_gate:
@@ -149,6 +157,8 @@ class Layer(nnx.Module):
         else:
             mixed_BSM = self.self_attn(mixed_BSM, rotate, attend)
         x_BSM = x_BSM + after_attention(mixed_BSM)
+        if self.names[1] is None:
+            x_BSM = checkpoint_name(x_BSM, IN_PLACE)
         block: MLP | SparseMLP = getattr(self, self.block)
         y_BSM, balance = block(before_mlp(x_BSM), segment_ids != 0)
         return x_BSM + after_mlp(y_BSM), balance
