@@ -6,6 +6,7 @@ letters as in ``decoder.py``.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -20,6 +21,15 @@ from jax_backend.model.moe import Balance, BiasedExperts, Experts, Router, run_e
 # The name of what policies that keep products keep in a product's place, because a backward reads it and
 # not the product: queries, keys and values as the attention takes them, the sum of a residual, a norm's mean square.
 IN_PLACE = "in_place_of_products"
+
+
+class Embedding(nnx.Embed):
+    """Rows of a table; the gradients of a token that comes often add up in float32, whatever ``dtype`` is."""
+
+    def __call__(self, ids: jax.Array) -> jax.Array:  # type: ignore[override]  # without flax's out_sharding
+        table = self.embedding[...]
+        rows = jnp.take(table.astype(jnp.promote_types(table.dtype, jnp.float32)), ids, axis=0)
+        return rows.astype(table.dtype if self.dtype is None else self.dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -68,7 +78,7 @@ class Attention(nnx.Module):
             keys = config.num_key_value_heads * config.head_dim
             q, k, v = jnp.split(self.qkv_proj(x_BSM), [queries, queries + keys], axis=-1)
         else:
-            q, k, v = self.q_proj(x_BSM), self.k_proj(x_BSM), self.v_proj(x_BSM)
+            q, k, v = project([self.q_proj, self.k_proj, self.v_proj], x_BSM)
         if config.output_gate:  # of each head, behind its queries
             q, gate = jnp.split(q.reshape(*q.shape[:2], config.num_attention_heads, -1), 2, axis=-1)
         if config.qk_norm == "projection":
@@ -84,6 +94,24 @@ class Attention(nnx.Module):
         if config.output_gate:
             out_BSND = out_BSND * jax.nn.sigmoid(gate)
         return self.o_proj(out_BSND.reshape(*x_BSM.shape[:2], -1))
+
+
+def project(linears: list[Any], x: jax.Array) -> list[jax.Array]:
+    """What each of several modules makes of ``x`` [..., M]: plain ones in one product, whose gradient is one too."""
+    if not all(_is_plain(linear) for linear in linears):
+        return [linear(x) for linear in linears]
+    dtype = linears[0].dtype
+    kernels = [linear.kernel[...].astype(dtype) for linear in linears]
+    whole = x.astype(dtype) @ jnp.concatenate(kernels, axis=1)
+    parts = jnp.split(whole, list(accumulate(kernel.shape[1] for kernel in kernels[:-1])), axis=-1)
+    biases = [None if linear.bias is None else linear.bias[...].astype(dtype) for linear in linears]
+    return [part if bias is None else part + bias for part, bias in zip(parts, biases, strict=True)]
+
+
+def _is_plain(linear: Any) -> bool:
+    """Whether it multiplies by its kernel and no more: adapters, quantised products and the like do."""
+    plain = type(linear) is nnx.Linear and linear.dot_general is jax.lax.dot_general
+    return plain and linear.precision is None and linear.dtype is not None
 
 
 class MLP(nnx.Module):
@@ -198,8 +226,8 @@ class Maker:
     def norm(self, size: int) -> RMSNorm:
         return RMSNorm(size, self.config.rms_norm_eps, **self.kinds, offset=self.config.norm_offset)
 
-    def embed(self, rows: int, size: int) -> nnx.Embed:
-        return nnx.Embed(rows, size, embedding_init=self.init, rngs=self.rngs, **self.kinds)
+    def embed(self, rows: int, size: int) -> Embedding:
+        return Embedding(rows, size, embedding_init=self.init, rngs=self.rngs, **self.kinds)
 
     def weight(self, *shape: int) -> nnx.Param:
         return nnx.Param(self.init(self.rngs.params(), shape, self.kinds["param_dtype"]))
