@@ -27,6 +27,7 @@ from jax_backend.attention.pallas_tiles import (
     exp2,
     heaviest_first,
     load_interval,
+    load_numbers,
     load_rows,
     load_scalars,
     load_span,
@@ -108,7 +109,7 @@ def grad_keys(
     d, e = padded(width), padded(v.shape[-1])
     order = heaviest_first(queries, tiles.keys)
     per_key = pl.BlockSpec((None, request.keys), lambda h, b, j: (b, 0))
-    per_head = pl.BlockSpec((None, tokens, request.group), lambda h, b, j: (b, 0, h))
+    per_row = pl.BlockSpec((None, None, tokens * request.group), lambda h, b, j: (b, h, 0))
     k_spec = pl.BlockSpec((None, request.keys, None, d), lambda h, b, j: (b, 0, h, 0))
     v_spec = pl.BlockSpec((None, request.keys, None, e), lambda h, b, j: (b, 0, h, 0))
     return pl.pallas_call(
@@ -120,8 +121,8 @@ def grad_keys(
             k_spec,
             v_spec,
             pl.BlockSpec((None, tokens, request.group, e), lambda h, b, j: (b, 0, h, 0)),
-            per_head,
-            per_head,
+            per_row,
+            per_row,
             per_key,
             per_key,
         ],
@@ -130,7 +131,13 @@ def grad_keys(
         compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
         name="segment_attention_dkv",
-    )(order, q, k, v, dout, lse, delta, *queries)
+    )(order, q, k, v, dout, by_row(lse * LOG2E, request), by_row(delta, request), *queries)
+
+
+def by_row(x: jax.Array, request: Request) -> jax.Array:
+    """Numbers per query and head [B, S, N] in the order of packed rows, [B, K, S * G]: a tile's lie side by side."""
+    x = x.reshape(request.rows, request.queries, request.kv_heads, request.group)
+    return x.swapaxes(1, 2).reshape(request.rows, request.kv_heads, -1)
 
 
 def _dq_kernel(
@@ -164,11 +171,12 @@ def _dq_kernel(
         k = load_span(k_ref, first, tiles.keys, request.head_dim, inside=there)
         v = load_span(v_ref, first, tiles.keys, request.value_dim, inside=there)
         raw, factor = base2_logits(dot(q, k, contract=(1, 1)), request)
+        dp = dot(dout, v, contract=(1, 1))  # runs while p is taken from the first product
         p = exp2(raw * factor - lse[:, None], request)
         if masked:
             visible = (interval.begin[:, None] <= key[None, :]) & (key[None, :] < interval.end[:, None])
             p = jnp.where(visible, p, 0.0)
-        dz = p * (dot(dout, v, contract=(1, 1)) - delta[:, None])
+        dz = p * (dp - delta[:, None])
         if request.softcap is not None:
             dz = dz * (1.0 - raw * raw)
         return dq + dot(dz.astype(k.dtype), k, contract=(1, 0))
@@ -211,16 +219,17 @@ def _dkv_kernel(
         there = used if masked or rows != tokens * group else None
         q = load_rows(q_ref, token, member, there, request.head_dim)
         dout = load_rows(dout_ref, token, member, there, request.value_dim)
-        lse = load_scalars(lse_ref, token, member, there) * LOG2E
-        delta = load_scalars(delta_ref, token, member, there)
+        lse = load_numbers(lse_ref, first * group, rows, there)
+        delta = load_numbers(delta_ref, first * group, rows, there)
         raw, factor = base2_logits(dot(k, q, contract=(1, 1)), request)
+        dp = dot(v, dout, contract=(1, 1))  # runs while p is taken from the first product
         p = exp2(raw * factor - lse[None, :], request)
         if masked:
             place = jnp.where(used, token, -1)  # no key's interval holds -1
             visible = (interval.begin[:, None] <= place[None, :]) & (place[None, :] < interval.end[:, None])
             p = jnp.where(visible, p, 0.0)
         dv = dv + dot(p.astype(dout.dtype), dout, contract=(1, 0))
-        dz = p * (dot(v, dout, contract=(1, 1)) - delta[None, :])
+        dz = p * (dp - delta[None, :])
         if request.softcap is not None:
             dz = dz * (1.0 - raw * raw)
         return dk + dot(dz.astype(q.dtype), q, contract=(1, 0)), dv

@@ -113,6 +113,13 @@ def load_scalars(ref: Any, token: jax.Array, member: jax.Array, inside: jax.Arra
     return plgpu.load(numbers) if inside is None else plgpu.load(numbers, mask=inside, other=0.0)
 
 
+def load_numbers(ref: Any, first: jax.Array, size: int, inside: jax.Array | None) -> jax.Array:
+    """Numbers ``first .. first + size`` of a [S * G] reference; zero where not ``inside`` [size], None for all
+    inside."""
+    numbers = ref.at[first + jnp.arange(size, dtype=jnp.int32)]
+    return plgpu.load(numbers) if inside is None else plgpu.load(numbers, mask=inside, other=0.0)
+
+
 def store_rows(ref: Any, value: jax.Array, token: jax.Array, member: jax.Array, inside: jax.Array, width: int) -> None:
     """Write packed rows back, in the reference's dtype."""
     mask = inside_tile(inside, ref.shape[-1], width)
