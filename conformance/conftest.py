@@ -73,9 +73,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "heavy: too much for kernels that run in an interpreter")
     config.addinivalue_line("markers", "thorough: a large shape, run with --thorough only")
     config.stash[REDUCED] = {}
-    if config.pluginmanager.hasplugin("cacheprovider"):  # a second run compiles nothing
-        for name, value in sharing.environment(config.cache.mkdir("compiled")).items():
-            os.environ.setdefault(name, value)
+    compiled = config.cache.mkdir("compiled") if config.pluginmanager.hasplugin("cacheprovider") else None
+    for name, value in sharing.environment(compiled).items():  # for the backends, and for workers
+        os.environ.setdefault(name, value)
     config.pluginmanager.register(Run(config), "conformance-run")
     unknown = sorted(set(config.getoption("requirement")) - set(requirements()))
     if unknown:

@@ -22,9 +22,8 @@ from tests import turns
 settings.register_profile("untimed", settings(), deadline=None)  # on a busy machine any example may be slow
 settings.load_profile("untimed")
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch and numpy are first imported, which is below
-
-# Workers, and the processes that tests start, compile many programs in common; a second run compiles none.
+# Before torch and JAX are imported. Workers, and the processes that tests start, compile many programs in common; a
+# second run compiles none.
 for name, value in sharing.environment(Path(__file__).parents[1] / ".pytest_cache" / "jax").items():
     os.environ.setdefault(name, value)
 

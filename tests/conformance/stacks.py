@@ -115,6 +115,11 @@ def nowhere():
     return {"elsewhere": absent}
 
 
+def threads():
+    """One that is called like the number of threads that torch would take."""
+    return {os.environ.get("OMP_NUM_THREADS", "all"): Reference}
+
+
 @dataclass
 class Outcome:
     code: int

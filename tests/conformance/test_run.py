@@ -64,6 +64,15 @@ def test_what_cannot_run_here_is_printed_with_its_reason(tmp_path):
     assert outcome.report["not_run"] == {f"{HERE}:partly:elsewhere": "needs an accelerator"}
 
 
+@pytest.mark.parametrize(("given", "taken"), [({}, 1), ({"OMP_NUM_THREADS": "3"}, 3)], ids=["without", "given"])
+def test_a_process_has_one_thread_unless_the_caller_says_otherwise(tmp_path, monkeypatch, given, taken):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    outcome = run(tmp_path, f"--backend={HERE}:threads", *only("LAY-04"))
+    assert list(outcome.report["backends"]) == [f"{HERE}:threads:{taken}"]
+
+
 def test_no_test_executed_fails(tmp_path):
     outcome = run(tmp_path, f"--backend={HERE}:Empty", *only("LAY-01", "ISO-01", "TRAIN-01"))
     assert outcome.code == 1

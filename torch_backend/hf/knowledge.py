@@ -186,10 +186,6 @@ WITHIN_TOKENS_METHODS = ("fix_query_key_value_ordering",)
 STATE_ARGUMENTS = (
     *("initial_state", "initial_states", "output_final_state", "return_final_states", "final_states_out"),
 )
-BOUNDARY_ARGUMENTS = (
-    "cu_seqlens",
-    "seq_idx",
-)  # what kernels call them; layers pass the PackedForward under these names
 
 # -- attention ------------------------------------------------------------------------------------------------------
 

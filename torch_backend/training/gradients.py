@@ -21,7 +21,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from packing_core.errors import UnsupportedError, UnsupportedModelError
 from torch_backend.hf.forward import RowChoice
-from torch_backend.hf.patch import Patched, causal_lm, state_of
+from torch_backend.hf.patch import Patched, state_of
+from torch_backend.hf.structure import causal_lm
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.training import captured
 from torch_backend.training.captured import CapturedBackward, compile_layers, form_of
@@ -252,7 +253,7 @@ def _why_not_fixed(model: nn.Module, batch: Batch | None) -> str | None:
 
 
 def _why_not_mixers(model: nn.Module) -> str | None:
-    """Why the recurrent layers that ran cannot run in fixed shapes: what ran is not from this project."""
+    """Why the recurrent layers that ran cannot run in fixed shapes: what ran reads lengths back."""
     state = state_of(causal_lm(model))
     choices = () if state is None else state.choices.values()
     other = next((choice for choice in choices if isinstance(choice, RowChoice) and not choice.fixed), None)

@@ -21,7 +21,7 @@ from packing_core import PackedDataset
 from packing_core.errors import UnsupportedModelError
 from packing_core.extras import require
 from torch_backend.collate import PackedCollator
-from torch_backend.hf.patch import causal_lm
+from torch_backend.hf.structure import causal_lm
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.training import sft
 from torch_backend.training.gradients import (
@@ -35,8 +35,9 @@ from torch_backend.training.gradients import (
     run_layers,
     why_not_compiled,
 )
-from torch_backend.training.rows import PackedRows, rows_of
+from torch_backend.training.rows import PackedRows
 from torch_backend.training.shapes import FixedShapes
+from torch_backend.training.trainer_rows import rows_of
 
 require("transformers", extra="hf")
 

@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from packing_core.batch import IGNORE_INDEX
 from packing_core.errors import LayoutError, UnsupportedError
 from torch_backend.hf.heads import labels_documents, trains_first_token
-from torch_backend.hf.patch import causal_lm
 from torch_backend.hf.placement import execution_device
+from torch_backend.hf.structure import causal_lm
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.segments import to_device
 from torch_backend.training.gradients import TARGETS, Batch, Choice, Gradients, fast_loss_refused, run_layers
