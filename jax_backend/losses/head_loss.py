@@ -21,10 +21,10 @@ from jax_backend.attention.sharding import is_whole, platform_of
 from jax_backend.losses.cross_entropy import IGNORED
 from packing_core.errors import LayoutError, PackingError
 
-# Logits of a chunk, in float32 (1 GiB, and half as much for their gradient) or as powers (1 GiB). Each chunk reads and
-# writes the whole gradient of the weight: with half as many logits a row of 16,384 tokens took a tenth longer on an
-# H200 (benchmarks/RESULTS.md).
-_ENTRIES, _POWERS = 2**28, 2**29
+# Logits of a chunk, in float32 (1 GiB, and half as much for their gradient) or as powers (0.6 GiB). Each chunk reads
+# and writes the whole gradient of the weight: with half as many logits a row of 16,384 tokens took a tenth longer on an
+# H200; of powers, twice as many were no faster (benchmarks/RESULTS.md).
+_ENTRIES, _POWERS = 2**28, 5 * 2**26
 _MULTIPLE = 128
 _LARGEST = 2.0**80  # sum of powers (a loss of 55) above which they may have lost what they stand for
 _FAR = 1e30  # a base that every power vanishes beside
@@ -75,8 +75,7 @@ def linear_cross_entropy(
         weights: [...] weight of each target; None for 1. Weights are data and get no gradient.
         softcap: bound on the logits, ``softcap * tanh(logits / softcap)``, after the scale.
         logit_scale: factor on the logits.
-        chunk: tokens whose logits exist at a time, on each device; None for about 2**28 logits, 2**29 where they are
-            not made (bfloat16 on a Hopper GPU).
+        chunk: tokens whose logits exist at a time, on each device; None for about 2**28 logits.
         transposed: whether ``weight`` is [V, M].
         mesh: the mesh over whose axes the first axis of ``hidden`` is spread. Each device then computes its own rows,
             and the gradient of ``weight`` is added up over the devices once. ``weight`` may be sharded in any way.
