@@ -107,14 +107,18 @@ def grad_keys(
     """
     tokens, width = q.shape[1], q.shape[3]
     d, e = padded(width), padded(v.shape[-1])
-    order = heaviest_first(queries, tiles.keys)
+    order, parts = heaviest_first(queries, tiles.keys), tiles.parts
     per_key = pl.BlockSpec((None, request.keys), lambda h, b, j: (b, 0))
     per_row = pl.BlockSpec((None, None, tokens * request.group), lambda h, b, j: (b, h, 0))
     k_spec = pl.BlockSpec((None, request.keys, None, d), lambda h, b, j: (b, 0, h, 0))
     v_spec = pl.BlockSpec((None, request.keys, None, e), lambda h, b, j: (b, 0, h, 0))
-    return pl.pallas_call(
+    out = [
+        pl.BlockSpec((None, None, request.keys, None, x), lambda h, b, j: (jax.lax.rem(j, parts), b, 0, h, 0))
+        for x in (d, e)
+    ]
+    dk, dv = pl.pallas_call(
         partial(_dkv_kernel, request=request, tiles=tiles),
-        grid=(request.kv_heads, *order.shape),
+        grid=(request.kv_heads, order.shape[0], order.shape[1] * parts),
         in_specs=[
             pl.BlockSpec((None, order.shape[1]), lambda h, b, j: (b, 0)),
             pl.BlockSpec((None, tokens, request.group, d), lambda h, b, j: (b, 0, h, 0)),
@@ -126,12 +130,15 @@ def grad_keys(
             per_key,
             per_key,
         ],
-        out_specs=[k_spec, v_spec],
-        out_shape=[jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)],
+        out_specs=out,
+        out_shape=[jax.ShapeDtypeStruct((parts, *x.shape), x.dtype if parts == 1 else jnp.float32) for x in (k, v)],
         compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
         name="segment_attention_dkv",
     )(order, q, k, v, dout, by_row(lse * LOG2E, request), by_row(delta, request), *queries)
+    if parts == 1:
+        return dk[0], dv[0]
+    return dk.sum(axis=0).astype(k.dtype), dv.sum(axis=0).astype(v.dtype)
 
 
 def by_row(x: jax.Array, request: Request) -> jax.Array:
@@ -203,7 +210,7 @@ def _dkv_kernel(
 ) -> None:
     group, tokens = request.group, tiles.tokens(request.group)
     rows = tiles.packed_rows(group)
-    first_key = order_ref[pl.program_id(2)] * tiles.keys
+    first_key = order_ref[jax.lax.div(pl.program_id(2), tiles.parts)] * tiles.keys
     key = first_key + jnp.arange(tiles.keys, dtype=jnp.int32)
     inside = key < request.keys
     interval = load_interval(begin_ref, end_ref, key, inside)
@@ -238,6 +245,6 @@ def _dkv_kernel(
         jnp.zeros((tiles.keys, q_ref.shape[-1]), jnp.float32),
         jnp.zeros((tiles.keys, dout_ref.shape[-1]), jnp.float32),
     )
-    dk, dv = walk.run(step, start)
+    dk, dv = walk.run(step, start, jax.lax.rem(pl.program_id(2), tiles.parts), tiles.parts)
     store_span(dk_ref, dk * request.scale, first_key, inside, request.head_dim)
     store_span(dv_ref, dv, first_key, inside, request.value_dim)
