@@ -6,43 +6,53 @@ import numpy as np
 import pytest
 import torch
 
+from packing_core.errors import LayoutError
 from tests.torch_backend.kernels import ONE_DTYPE, Where, assert_within_budget, numpy
 from tests.torch_backend.scans import LENGTHS, NAMES, packed_on
 from torch_backend.ops.scan import linear
-from torch_backend.ops.scan.chunks import scan
+from torch_backend.ops.scan.delta_rule import gated_delta_rule
 from torch_backend.segments import PackedMetadata
+
+# Documents that reach over chunk ends and meet between them: a state enters a chunk and another one leaves it.
+MEETING = (1, 30, 20, 130, 60, 23)
 
 
 def drawn(where: Where, lengths=LENGTHS, heads: int = 2, shared: int = 1, width: int = 64, values: int = 64):
-    """q, k, v, g and strengths that may exceed 1, as steps of Mamba-2 may."""
+    """q, k, v, g, strengths that may exceed 1, as steps of Mamba-2 may, and skips."""
     tokens = sum(lengths)
     q, k = (torch.nn.functional.normalize(where.draw(tokens, shared, width, seed=n), dim=-1) for n in (1, 2))
     g = -0.2 * torch.rand(tokens, heads, generator=torch.Generator().manual_seed(3)).to(where.device)
     strength = torch.nn.functional.softplus(where.draw(tokens, heads, seed=4).float())
-    found = q, k, where.draw(tokens, heads, values, seed=5), g, strength
+    found = q, k, where.draw(tokens, heads, values, seed=5), g, strength, where.draw(heads, seed=7)
     return tuple(x.detach().requires_grad_() for x in found)
 
 
 def run(where: Where, inputs, packed, dout):
     given = [x for x in inputs if x is not None]
-    out = scan(linear.linear_scan, inputs, packed, None)
-    return {"out": out, **dict(zip(NAMES, torch.autograd.grad(out, given, dout)))}
+    out = linear.linear_attention(*inputs, packed)
+    return {"out": out, **dict(zip(_names(inputs), torch.autograd.grad(out, given, dout)))}
+
+
+def _names(inputs) -> list[str]:
+    return [name for name, x in zip((*NAMES, "skip"), inputs) if x is not None]
 
 
 def quadratic(inputs, dout, dtype: torch.dtype, lengths=LENGTHS) -> dict[str, np.ndarray]:
-    """o_i = s sum_j exp(c_i - c_j) (q_i . k_j) b_j v_j, by a score matrix per document; heads of q and k repeated."""
-    leaves = [x.detach().cpu().to(dtype).requires_grad_() for x in inputs if x is not None]
+    """o_i = s sum_j exp(c_i - c_j) (q_i . k_j) b_j v_j + d v_i, by a score matrix per document."""
+    leaves = [None if x is None else x.detach().cpu().to(dtype).requires_grad_() for x in inputs]
+    *rows, skip = leaves
     parts = []
-    for document in zip(*(x.split(lengths) for x in leaves), strict=True):
-        q, k, v, g, *strength = document
+    for document in zip(*(len(lengths) * [None] if x is None else x.split(lengths) for x in rows), strict=True):
+        q, k, v, g, strength = document
         q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
         c = g.cumsum(0)
         decay = (c[:, None] - c[None]).masked_fill(torch.ones(len(q), len(q)).triu(1).bool()[..., None], -torch.inf)
         scores = torch.einsum("ihk,jhk->ijh", q, k) * decay.exp() * q.shape[2] ** -0.5
-        parts.append(torch.einsum("ijh,jhv->ihv", scores, v * strength[0][..., None] if strength else v))
+        out = torch.einsum("ijh,jhv->ihv", scores, v if strength is None else v * strength[..., None])
+        parts.append(out if skip is None else out + skip[:, None] * v)
     out = torch.cat(parts)
-    found = torch.autograd.grad(out, leaves, dout.cpu().to(dtype))
-    return {"out": numpy(out), **{name: numpy(x) for name, x in zip(NAMES, found)}}
+    found = torch.autograd.grad(out, [x for x in leaves if x is not None], dout.cpu().to(dtype))
+    return {"out": numpy(out), **{name: numpy(x) for name, x in zip(_names(inputs), found)}}
 
 
 @pytest.fixture
@@ -51,19 +61,21 @@ def short_spans(monkeypatch):
     monkeypatch.setattr(linear, "_SPAN", 2)
 
 
-# Heads of v as wide as a program takes or divided; heads of k that one or two programs share, or that nobody shares.
+# Heads of k that two programs share, or that nobody shares; heads of v as wide as a program takes, or divided.
 @pytest.mark.parametrize(
-    ("strong", "heads", "shared", "values", "programs"),
-    [(True, 4, 1, 64, 8), (False, 2, 2, 128, 1)],
+    ("lengths", "strong", "heads", "shared", "values", "programs"),
+    [(MEETING, True, 4, 1, 64, 10), (LENGTHS, False, 2, 2, 128, 1)],
     ids=["strengths", "none, wide"],
 )
-def test_it_is_linear_attention_with_a_decay(where, strong, heads, shared, values, programs, short_spans, monkeypatch):
+def test_it_is_linear_attention_with_a_decay(
+    where, lengths, strong, heads, shared, values, programs, short_spans, monkeypatch
+):
     monkeypatch.setattr(linear, "_PROGRAMS", programs)
-    inputs = drawn(where, heads=heads, shared=shared, values=values)
-    inputs = inputs if strong else (*inputs[:4], None)
+    inputs = drawn(where, lengths, heads=heads, shared=shared, values=values)
+    inputs = inputs if strong else (*inputs[:4], None, None)
     dout = where.draw(*inputs[2].shape, seed=6)
-    found = run(where, inputs, packed_on(where), dout)
-    exact, rounded = (quadratic(inputs, dout, dtype) for dtype in (torch.float64, where.dtype))
+    found = run(where, inputs, packed_on(where, lengths), dout)
+    exact, rounded = (quadratic(inputs, dout, dtype, lengths) for dtype in (torch.float64, where.dtype))
     assert_within_budget(found, exact, rounded, where.dtype)
 
 
@@ -74,14 +86,27 @@ def test_no_document_moves_another_by_a_bit(where, short_spans):
     before = run(where, [x.requires_grad_() for x in inputs], packed_on(where), dout)
     start, stop = np.cumsum([0, *LENGTHS])[[3, 4]]  # the document that spans three chunks
     changed = [x.detach().clone() for x in (*inputs, dout)]
-    for x in changed:
+    for x in (*changed[:5], changed[6]):
         x[start:stop] = -0.5 * x[start:stop] - 0.05
-    after = run(where, [x.requires_grad_() for x in changed[:5]], packed_on(where), changed[5])
+    after = run(where, [x.requires_grad_() for x in changed[:6]], packed_on(where), changed[6])
+    del before["skip"]  # of all documents
     for name, x in before.items():
         own = torch.zeros(len(x), dtype=torch.bool, device=x.device)
         own[start:stop] = True
         assert torch.equal(x[~own], after[name][~own]), name
         assert not torch.equal(x[own], after[name][own]), name
+
+
+@pytest.mark.parametrize("where", ONE_DTYPE[:1], indirect=True)
+def test_narrow_heads_skip_the_state_too(where):
+    q, k, v, g, strength, skip = (x.detach() for x in drawn(where, (3, 2), width=16, values=16))
+    assert not linear.serves(q, v)
+    packed = packed_on(where, (3, 2))
+    found = gated_delta_rule(q, k, v, g, strength, packed, corrects=False, skip=skip)
+    alone = gated_delta_rule(q, k, v, g, strength, packed, corrects=False)
+    assert torch.equal(found, alone + skip[:, None] * v)
+    with pytest.raises(LayoutError, match=r"skip must be \[2\], a number for each head of v, got \[1\]"):
+        gated_delta_rule(q, k, v, g, strength, packed, corrects=False, skip=skip[:1])
 
 
 @pytest.mark.gpu

@@ -79,7 +79,7 @@ def choose(
     ours = triton.operands(name, args, kwargs)
     key = None if ours is None else (name, *ours[0].shape[2:], *ours[1].shape[2:], ours[1].itemsize)
     if torch.compiler.is_compiling():
-        found = _chosen.get(key, TRITON)
+        found = TRITON if key is None else _chosen.get(key, TRITON)
         if found == "flash_qla" and packed.tokens < fla.CHUNK:
             found = TRITON
         return ScanChoice(DOCUMENTS if found == TRITON and triton.refused(name, args, kwargs) else found)

@@ -28,6 +28,7 @@ def gated_delta_rule(
     *,
     scale: float | None = None,
     corrects: bool = True,
+    skip: Tensor | None = None,
 ) -> Tensor:
     """Linear attention that corrects its memory: a state [K, V] per head, zero before each segment's first token.
 
@@ -44,18 +45,22 @@ def gated_delta_rule(
         packed: the segments; they cover all T tokens.
         scale: of the output; K ** -0.5 by default.
         corrects: whether what the state holds for k is taken off v first.
+        skip: [H], how much of v is added to the output as it is: D of Mamba-2. None for nothing.
 
     Returns:
-        [T, H, V], dtype of v, contiguous. Gradients flow to q, k, v, g and beta.
+        [T, H, V], dtype of v, contiguous. Gradients flow to q, k, v, g, beta and skip.
 
     Raises:
         LayoutError: shapes contradict each other.
         UnsupportedError: Triton does not run on these tensors, or their heads are of other widths.
     """
     _check(q, k, v, g, beta, packed)
+    if skip is not None and skip.shape != v.shape[1:2]:
+        raise LayoutError(f"skip must be {list(v.shape[1:2])}, a number for each head of v, got {list(skip.shape)}")
     if (beta is None or not corrects) and linear.serves(q, v):
-        return scan(linear.linear_scan, (q, k, v, g, beta), packed, scale)
-    return scan(_scan, (q, k, v, g, beta), packed, scale, corrects)
+        return linear.linear_attention(q, k, v, g, beta, skip, packed, scale)
+    out = scan(_scan, (q, k, v, g, beta), packed, scale, corrects)
+    return out if skip is None else out + (skip[:, None] * v).to(out.dtype)
 
 
 def gated_delta_rule_with_states(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torch_backend.ops.operators import operator
 from torch_backend.ops.scan.chunks import differentiable, like
+from torch_backend.segments import PackedMetadata
 
 _WIDTHS = (64, 128)  # of heads of k
 _VALUES = 64  # channels of v in a program; wider heads are divided
@@ -53,10 +54,20 @@ def serves(q: Tensor, v: Tensor) -> bool:
     return q.shape[-1] in _WIDTHS and v.shape[-1] % _VALUES == 0 and v.dtype in _DTYPES
 
 
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, skip: Tensor | None, packed: PackedMetadata,
+    scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """What :func:`.delta_rule.gated_delta_rule` gives for the same arguments where nothing is corrected."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    given = q.to(v.dtype), k.to(v.dtype), v, g, beta, skip
+    return _scan(*given, packed.cu_seqlens, packed.seq_idx, float(scale))[0]
+
+
 class _Launch:
     """One call: its sizes, and how each kernel is launched."""
 
-    def __init__(self, q: Tensor, v: Tensor, beta: Tensor | None) -> None:
+    def __init__(self, q: Tensor, v: Tensor, beta: Tensor | None, skip: Tensor | None) -> None:
         self.tokens, heads, width = v.shape
         self.shared, self.width = q.shape[1:]
         self.values = min(width, _VALUES)
@@ -77,7 +88,7 @@ class _Launch:
         self.sizes: dict[str, Any] = {
             "H": self.heads, "SPLIT": self.heads // heads, "Q": self.shared, "K": self.width, "V": self.values,
             "C": _CHUNK, "SPAN": _SPAN, "GROUP": self.group, "GAIN": beta is not None,
-            "PRECISION": "ieee" if v.dtype == torch.float32 else "tf32x3",
+            "SKIP": skip is not None, "PRECISION": "ieee" if v.dtype == torch.float32 else "tf32x3",
         }  # fmt: skip
 
     def __call__(self, kernel: Any, *arguments: Any, reverse: bool = False) -> None:
@@ -113,36 +124,38 @@ class _Launch:
 
 
 def _launch_forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, initial: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, skip: Tensor | None,
     boundaries: Tensor, segments: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from torch_backend.ops.scan import linear_kernels as kernels
 
-    launch = _Launch(q, v, beta)
-    out, gates, _, none = _made(q, k, v, g, beta, initial)
+    launch = _Launch(q, v, beta, skip)
+    out, gates, _, none = _made(q, k, v, g, beta, skip)
     known = gates[0], gates[-1], segments
     launch(kernels.sums, g, beta, segments, *known[:2], launch.tokens)
     entering = launch.entering(k, v, known, scale=1.0, reverse=False)
-    launch(kernels.output, q, k, v, *known, entering, out, scale, launch.tokens, launch.chunks)
+    launch(kernels.output, q, k, v, *known[:2], skip, segments, entering, out, scale, launch.tokens, launch.chunks)
     return out, gates, entering, none
 
 
 def _made(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, initial: Tensor | None, *others: Any
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, skip: Tensor | None, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The output; c and beta [2, H, T] in float32, or c alone; the states that enter spans; nothing. Unwritten."""
-    launch = _Launch(q, v, beta)
-    gates = v.new_empty(1 + (beta is not None), *v.shape[1::-1], dtype=torch.float32)
-    return torch.empty_like(v), gates, launch.states(v, launch.spans), like(initial, v)
+    tokens, heads, width = v.shape
+    gates = v.new_empty(1 + (beta is not None), heads, tokens, dtype=torch.float32)
+    values = min(width, _VALUES)
+    entering = v.new_empty(-(-tokens // (_CHUNK * _SPAN)), heads * width // values, q.shape[2], values)
+    return torch.empty_like(v), gates, entering, v.new_empty(0)
 
 
 def _launch_backward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, initial: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, skip: Tensor | None,
     boundaries: Tensor, segments: Tensor, gates: Tensor, entering: Tensor, dout: Tensor, dfinal: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from torch_backend.ops.scan import linear_backward_kernels as kernels
 
-    launch, tokens = _Launch(q, v, beta), len(v)
+    launch, tokens = _Launch(q, v, beta, skip), len(v)
     known = c, strength, _ = gates[0], gates[-1], segments
     kept = launch.kept(k, v, known, entering, scale=1.0, reverse=False)
     leaving = launch.entering(q, dout, known, scale=scale, reverse=True)
@@ -150,21 +163,27 @@ def _launch_backward(
     dv, dg, dbeta = torch.empty_like(v), torch.empty_like(g), like(beta, v)
     dc = v.new_empty(3, launch.heads, tokens, dtype=torch.float32)
     dstrength = dc.new_empty(launch.heads if beta is not None else 0, tokens)
+    dskip = dc.new_empty(launch.chunks if skip is not None else 0, launch.heads)
     # Where several programs share a head of k, each leaves its sum in float32.
     dtype = q.dtype if launch.groups == launch.shared else torch.float32
     dq, dk = (q.new_empty(tokens, launch.groups, launch.width, dtype=dtype) for _ in range(2))
     m = q.new_empty(launch.chunks, launch.groups, _CHUNK, _CHUNK)
-    launch(kernels.values_backward, q, k, v, *known, dkept, dout, m, dv, dc[0], dstrength, scale, tokens)
+    launch(
+        kernels.values_backward, q, k, v, c, strength, skip, segments, dkept, dout, m, dv, dc[0], dstrength, dskip,
+        scale, tokens,
+    )  # fmt: skip
     launch(kernels.queries_backward, q, k, c, segments, kept, dout, m, dq, dc[1], scale, tokens)
     launch(kernels.keys_backward, q, v, c, strength, segments, kept, dkept, m, dk, dc[2], tokens)
     launch(kernels.gates_backward, dc, dstrength, segments, dg, dbeta, tokens)
     if launch.groups != launch.shared:
         dq, dk = (x.unflatten(1, (launch.shared, -1)).sum(2).to(q.dtype) for x in (dq, dk))
-    return dq, dk, dv, dg, dbeta, like(initial, v)
+    if skip is not None:
+        dskip = dskip.view(launch.chunks, len(skip), -1).sum((0, 2))
+    return dq, dk, dv, dg, dbeta, dskip.to(dv.dtype if skip is None else skip.dtype)
 
 
 _forward = operator(
-    "linear_attention_scan(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, Tensor? initial, Tensor boundaries, "
+    "linear_attention_scan(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, Tensor? skip, Tensor boundaries, "
     "Tensor segments, float scale) -> (Tensor, Tensor, Tensor, Tensor)",
     _launch_forward,
     _made,
@@ -174,6 +193,6 @@ _backward = operator(
     "Tensor boundaries, Tensor segments, Tensor gates, Tensor entering, Tensor dout, Tensor dfinal, float scale) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _launch_backward,
-    lambda q, k, v, g, beta, initial, *_: tuple(like(x, v) for x in (q, k, v, g, beta, initial)),
+    lambda q, k, v, g, beta, skip, *_: tuple(like(x, v) for x in (q, k, v, g, beta, skip)),
 )
-linear_scan = differentiable(_forward, _backward)
+_scan = differentiable(_forward, _backward)

@@ -2,7 +2,8 @@
 
 With W = scale (q k^T) P and G = dO v^T b (b of column j), the gradients are
 
-    dN = W^T dO + x exp(c_last - c) k D      dv = b dN      db = sum over channels of dN v
+    dN = W^T dO + x exp(c_last - c) k D
+    dv = b dN + d dO      db = sum over channels of dN v      dd = sum over tokens and channels of dO v
     dq = M k + sum over heads of scale e exp(c) dO S^T,  M = scale (sum over heads of G P)
     dk = M^T q + sum over heads of x exp(c_last - c) b v D^T
 
@@ -39,18 +40,19 @@ def store_gates(x, value, chunk, head, tokens, C: tl.constexpr):
 
 @triton.jit
 def values_backward(
-    q, k, v, c, strength, segments, dkept, dout, dscores, dv, dc, dstrength, scale, tokens,
+    q, k, v, c, strength, skip, segments, dkept, dout, dscores, dv, dc, dstrength, dskip, scale, tokens,
     H: tl.constexpr, SPLIT: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    GROUP: tl.constexpr, GAIN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, GAIN: tl.constexpr, SKIP: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dv, with GAIN db as dstrength, M as dscores [chunks, H / GROUP, C, C], and their part of dc [H, T].
+    """dv, with GAIN db as dstrength, with SKIP dd of each chunk as dskip [chunks, H], and their part of dc [H, T].
 
-    Grid: (chunks, H / GROUP).
+    M as dscores [chunks, H / GROUP, C, C]. Grid: (chunks, H / GROUP).
     """
     chunk, group = tl.program_id(0), tl.program_id(1)
     i, segment, _, after = chunk_of(segments, chunk, tokens, C)
     leaves = segment == after
-    closes = leaves & (tl.arange(0, C) == C - 1)
+    j = tl.arange(0, C)
+    closes, diagonal = leaves & (j == C - 1), (j[:, None] == j[None, :]) & (j < tokens - chunk * C)[:, None]
     shared = group * GROUP // (H // Q)
     queries, keys = rows(q, chunk, i, shared, Q, K, C), rows(k, chunk, i, shared, Q, K, C)
     scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
@@ -62,14 +64,20 @@ def values_backward(
         ds = tl.load(state(dkept, chunk, head, H, K, V))
         fading = between(decay)
         weights = (scores * fading).to(values.dtype)
-        found = tl.dot(do, tl.trans(values), input_precision=PRECISION) * strong[None, :]
+        found = tl.dot(do, tl.trans(values), input_precision=PRECISION)
+        if SKIP:
+            tl.store(dskip + chunk * H + head, tl.sum(tl.where(diagonal, found, 0.0)))
+        found *= strong[None, :]
         total += found * fading
         to_c = tl.sum(found * weights, 1)
         dn = tl.dot(keys, ds, input_precision=PRECISION) * written(decay, last, leaves)[:, None]
         left = tl.sum(tl.sum(values * dn, 1) * strong, 0)
         dn = tl.dot(tl.trans(weights), do, dn, input_precision=PRECISION)
         dstrong = tl.sum(values * dn, 1)
-        store_rows(dv, dn * strong[:, None], chunk, head, tokens, H, V, C)
+        dn *= strong[:, None]
+        if SKIP:
+            dn += do * tl.load(skip + head // SPLIT).to(tl.float32)
+        store_rows(dv, dn, chunk, head, tokens, H, V, C)
         if GAIN:
             store_gates(dstrength, dstrong, chunk, head, tokens, C)
         store_gates(dc, to_c - dstrong * strong + tl.where(closes, left, 0.0), chunk, head, tokens, C)

@@ -6,10 +6,11 @@ document at or before i, b the strengths, e and x masks of the tokens whose docu
 and out into the next one, and S [K, V] the state that enters a chunk (after Dao and Gu 2024,
 https://arxiv.org/abs/2405.21060, section 6):
 
-    O = scale ((q k^T P) b v + e exp(c) q S)
+    O = scale ((q k^T P) b v + e exp(c) q S) + d v
     S' = f S + sum over j of x_j exp(c_last - c_j) b_j k_j v_j^T
 
-where f is exp(c_last) if one document fills the chunk and reaches beyond both of its ends, else 0.
+where f is exp(c_last) if one document fills the chunk and reaches beyond both of its ends, else 0, and d, with SKIP, is
+what a head's values pass on as they are.
 
 ``sums`` computes c, in binary logarithms. A program walks the chunks of a span for one head with the state in
 registers, so states pass through memory once per span: ``ends`` finds what a span adds to a state, ``enter`` the state
@@ -24,7 +25,7 @@ Sums over tokens of a document are taken under the mask, so no document moves an
 
 Names: T tokens, H heads of v, Q heads of q and k (H is a multiple), K and V widths. A head of v of more than V channels
 is SPLIT heads with the same gates. q, k [T, Q, K], v [T, H, V], g [T, H / SPLIT], c and strength [H / SPLIT, T] in
-float32, states of chunks or spans [n, H, K, V], all contiguous.
+float32, d [H / SPLIT], states of chunks or spans [n, H, K, V], all contiguous.
 """
 
 # Triton reads annotations as values: their evaluation is not postponed here.
@@ -191,9 +192,9 @@ def states(
 
 @triton.jit
 def output(
-    q, k, v, c, strength, segments, entering, out, scale, tokens, chunks,
+    q, k, v, c, strength, skip, segments, entering, out, scale, tokens, chunks,
     H: tl.constexpr, SPLIT: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    SPAN: tl.constexpr, GAIN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    SPAN: tl.constexpr, GAIN: tl.constexpr, SKIP: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """O [T, H, V]. Grid: (spans, H)."""
     span, head = tl.program_id(0), tl.program_id(1)
@@ -209,6 +210,8 @@ def output(
         scores *= between(decay) * (strong * scale)[None, :]
         scores = tl.where(causal(segment, C), scores, 0.0).to(values.dtype)
         total = tl.dot(scores, values, total, input_precision=PRECISION)
+        if SKIP:
+            total += values * tl.load(skip + head // SPLIT).to(tl.float32)
         store_rows(out, total, chunk, head, tokens, H, V, C)
         added = (values * (written(decay, last, segment == after) * strong)[:, None]).to(values.dtype)
         s *= tl.where(before == after, tl.exp2(last), 0.0)

@@ -120,8 +120,7 @@ def mamba2(
 
 
 def _ssd(packed: PackedMetadata, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None) -> Tensor:
-    out = gated_delta_rule(C, B, x, dt * A.float(), dt, packed, scale=1.0, corrects=False)
-    return out if D is None else out + (D[:, None] * x).to(out.dtype)
+    return gated_delta_rule(C, B, x, dt * A.float(), dt, packed, scale=1.0, corrects=False, skip=D)
 
 
 def _form_of_delta_rule(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **others: Any) -> Any:
