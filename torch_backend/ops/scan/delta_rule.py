@@ -3,7 +3,8 @@
 q, k, v, g, beta [T, ...] and the batch's metadata -> :func:`gated_delta_rule` -> [T, H, V], forward and backward by
 the Triton kernels of :mod:`.delta_kernels`. Nothing is read back from the device and shapes depend on T and the number
 of segments alone, so it runs in compiled layers and CUDA graphs. The backward keeps the inputs, the sums of the gates
-and the inverses of each chunk, and computes the states again.
+and the inverses of each chunk, and computes the states again. What corrects nothing runs on :mod:`.linear`, where that
+serves its heads.
 """
 
 from __future__ import annotations
