@@ -99,6 +99,12 @@ def written(decay, last, leaves):
 
 
 @triton.jit
+def faded(s, f):
+    """f S, but 0 where f is: what has overflowed must end with its document too."""
+    return tl.where(f != 0.0, s * f, 0.0)
+
+
+@triton.jit
 def sums(
     g, beta, segments, c, strength, tokens,
     H: tl.constexpr, SPLIT: tl.constexpr, GAIN: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
@@ -130,8 +136,8 @@ def step(
     else:
         weight = written(decay, last, segment == after) * strong
     fade = tl.where(before == after, tl.exp2(last), 0.0)
-    added = (values * weight[:, None]).to(values.dtype)
-    return tl.dot(tl.trans(keys), added, s * fade, input_precision=PRECISION), fade
+    added = faded(values, weight[:, None]).to(values.dtype)
+    return tl.dot(tl.trans(keys), added, faded(s, fade), input_precision=PRECISION), fade
 
 
 @triton.jit
@@ -168,7 +174,7 @@ def enter(
         span = spans - 1 - n if REVERSE else n
         at = (tl.cast(span, tl.int64) * H + head) * K * V + place
         tl.store(entering + at, s.to(entering.dtype.element_ty))
-        s = s * tl.load(fading + span * H + head) + tl.load(local + at).to(tl.float32)
+        s = faded(s, tl.load(fading + span * H + head)) + tl.load(local + at).to(tl.float32)
 
 
 @triton.jit
@@ -213,6 +219,7 @@ def output(
         if SKIP:
             total += values * tl.load(skip + head // SPLIT).to(tl.float32)
         store_rows(out, total, chunk, head, tokens, H, V, C)
-        added = (values * (written(decay, last, segment == after) * strong)[:, None]).to(values.dtype)
-        s *= tl.where(before == after, tl.exp2(last), 0.0)
+        weight = written(decay, last, segment == after) * strong
+        added = faded(values, weight[:, None]).to(values.dtype)
+        s = faded(s, tl.where(before == after, tl.exp2(last), 0.0))
         s = tl.dot(tl.trans(keys), added, s, input_precision=PRECISION)
