@@ -21,9 +21,6 @@ from conformance.spec import requirements
 
 ROSTER = pytest.StashKey[registry.Roster]()
 REDUCED = pytest.StashKey[dict[str, tuple[int, int]]]()
-# What a backend compiles for one test, others of the method need too, and all backends share the oracle's answers. So
-# a process gets all tests of a method; where there are many processes, those of one backend.
-FEW_WORKERS = 4
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -59,8 +56,13 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     option = config.option
     chosen = option.backend or option.requirement or option.keyword or option.markexpr or option.mutants
     whole = not chosen and option.part == (1, 1) and not (option.collectonly or option.usepdb or _is_worker(config))
-    if whole and config.pluginmanager.hasplugin("xdist") and option.numprocesses is None and (os.cpu_count() or 1) > 1:
+    if whole and _has_xdist(config) and option.numprocesses is None and (os.cpu_count() or 1) > 1:
         option.numprocesses, option.dist = 2, "loadgroup"
+
+
+def _has_xdist(config: pytest.Config) -> bool:
+    """Whether pytest-xdist is loaded, as "xdist" by itself or as "xdist.plugin" by ``-p``."""
+    return hasattr(config.option, "numprocesses")
 
 
 def _is_worker(config: pytest.Config) -> bool:
@@ -120,11 +122,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 dropped |= heavy
     config.hook.pytest_deselected(items=[item for item in items if item in dropped])
     items[:] = [item for item in items if item not in dropped]
-    if config.pluginmanager.hasplugin("xdist"):
-        few = getattr(config, "workerinput", {}).get("workercount", 1) <= FEW_WORKERS
-        for item in ours:  # for --dist loadgroup
-            method = requirements()[_id(item)].method
-            item.add_marker(pytest.mark.xdist_group(method if few else f"{_judged(item)} {method}"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """What a worker gets: all tests of a method."""
+    from conformance.scheduling import ByMethod  # xdist may not be installed
+
+    return ByMethod(config, log, config.stash[ROSTER].backends) if config.option.dist == "loadgroup" else None
 
 
 def _id(item: Any) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 # XLA's passes and LLVM's take most of the time, and the old emitters of fusions compile twice as fast as the new ones.
 _FLAGS = (
     "--xla_backend_optimization_level=0",
+    "--xla_cpu_parallel_codegen_split_count=1",
     "--xla_llvm_disable_expensive_passes=true",
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
 )

@@ -134,10 +134,9 @@ class AttentionStack(Backend):
     def _model(self, decoder: protocol.Decoder, dtype: str, batch: Batch) -> tuple[Any, Any, Any]:
         """The suite's decoder, in the parts that a traced function takes; in ``dtype`` from float32 weights."""
         cap = _segments_cap(batch.segment_ids) if self.implementation == "cudnn" else None
-        model = _decoder(self._config(decoder, dtype), dtype, self.implementation, cap)
-        graph, params, *rest = nnx.split(model, nnx.Param, ...)
+        graph, params, rest = _parts(self._config(decoder, dtype), dtype, self.implementation, cap)
         weights.assign(params, decoder.weights)
-        return graph, params, rest[0]
+        return graph, params, rest
 
     def _config(self, decoder: protocol.Decoder, dtype: str) -> DecoderConfig:
         """The suite's config under this backend's names.
@@ -240,6 +239,13 @@ def _decoder(config: DecoderConfig, dtype: str, implementation: str, max_segment
     return Decoder(
         config, rngs=nnx.Rngs(0), dtype=jnp.dtype(dtype), implementation=implementation, max_segments=max_segments
     )
+
+
+@lru_cache(maxsize=8)
+def _parts(config: DecoderConfig, dtype: str, implementation: str, max_segments: int | None) -> tuple[Any, Any, Any]:
+    """A decoder's graph, its weights, which each call fills anew, and the rest; drawing weights takes a while."""
+    graph, params, *rest = nnx.split(_decoder(config, dtype, implementation, max_segments), nnx.Param, ...)
+    return graph, params, rest[0]
 
 
 def _with_devices(count: int, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:

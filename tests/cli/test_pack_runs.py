@@ -207,7 +207,7 @@ def killed_after(events: int, arguments: list[str]) -> int:
 _EVENTS = ("open", "os.rename", "os.remove", "os.truncate", "os.mkdir", "os.rmdir", "shutil.rmtree")
 
 
-@pytest.mark.parametrize(("workers", "rounds"), enumerate(KILLS, 1))
+@pytest.mark.parametrize(("workers", "rounds"), [*enumerate(KILLS, 1)])
 def test_a_run_that_is_killed_anywhere_and_started_again_gives_the_same_bytes(corpus, tmp_path, workers, rounds):
     """For random n, killed before the n-th thing that it does to a file of its output, again and again.
 

@@ -1,5 +1,6 @@
 """A run's options, statuses, exit status and report, by running it."""
 
+import re
 from collections import Counter
 
 import pytest
@@ -169,6 +170,13 @@ def test_workers_hand_over_the_same_report(tmp_path):
     assert alone.report == shared.report
     line = "interpreted, reduced selection of"
     assert line in alone.output and line in shared.output
+
+
+def test_a_worker_gets_all_tests_of_a_method(tmp_path):
+    options = ["--backend=reference", *only("GRAD-01", "GRAD-02", "GRAD-03", "LAY-04", "DET-02"), "-vv"]
+    outcome = run(tmp_path, *options, "-n", "2", "--dist", "loadgroup")
+    by_worker = re.findall(r"\[(gw\d)\].* PASSED \S*test_(\w+).py", outcome.output)
+    assert len(by_worker) == 5 and len({worker for worker, file in by_worker if file == "gradients"}) == 1
 
 
 def test_one_failing_test_among_workers_fails_the_run(tmp_path):

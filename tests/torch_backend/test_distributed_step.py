@@ -25,11 +25,13 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "nothing"])
 def test_ranks_take_the_steps_of_one(ranks: dict[str, Any], case: str) -> None:
-    one, many = train(plain(tiny(CASES[case][0])), shares=1, share=0), ranks[case]
+    family = CASES[case].family
+    one, many = train(CASES[case], plain(tiny(family)), shares=1, share=0), ranks[case]
     assert not isinstance(many, str), many  # the text of an error
     for found, wanted in zip(many["metrics"], one["metrics"], strict=True):
         assert found == pytest.approx(wanted, rel=1e-5)
-    start = dict(tiny(CASES[case][0]).named_parameters())
+    assert many["replays"] == CASES[case].replays, many["graph"]
+    start = dict(tiny(family).named_parameters())
     for name, weight in one["weights"].items():
         assert float((many["weights"][name] - weight).abs().max()) <= 1e-6, name
     assert max(float((weight - start[name].detach()).abs().max()) for name, weight in one["weights"].items()) > 1e-3

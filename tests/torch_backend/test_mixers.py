@@ -36,10 +36,14 @@ ON_THE_ROW = {
     "kimi_linear": 2,
     "recurrent_gemma": 2,
     "falcon_mamba": 1,
+    "jamba": 1,
 }
 # Of these, passes of the norm kernel in each such layer: of q, of k, and behind the scan.
 NORMS = {"qwen3_next": 3, "qwen3_5_text": 3, "kimi_linear": 3}
-SMALL = {"falcon_mamba": {"state_size": 2, "num_hidden_layers": 1}}  # interpreted scans take long
+SMALL = {  # interpreted scans take long
+    "falcon_mamba": {"state_size": 2, "num_hidden_layers": 1},
+    "jamba": {"mamba_d_state": 2, "num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
+}
 
 
 @pytest.fixture

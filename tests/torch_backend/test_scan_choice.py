@@ -215,6 +215,24 @@ def test_the_nearest_measured_length_decides(monkeypatch: pytest.MonkeyPatch) ->
     assert tried(SSD, [1_000]) == ("triton", "fast", "other")  # of which nothing was measured
 
 
+@pytest.mark.usefixtures("interpreted")
+def test_where_only_the_device_knows_the_documents_the_first_choice_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_flash_qla(monkeypatch)
+    inputs = drawn_delta()
+
+    def chosen(packed: PackedMetadata) -> str:
+        q, k, v, g, beta = inputs
+        call = DELTA, torch_chunk_gated_delta_rule, SCANS[DELTA], packed, (q, k, v), {"g": g, "beta": beta}
+        return scans.choose(*call).implementation
+
+    known, unknown = PackedMetadata.from_lengths(SHORT, entries=64), on_device_alone(SHORT, "cpu", 64)
+    times = {True: {"flash_qla": 1.0, "triton": 2.0}, False: {"flash_qla": 2.0, "triton": 1.0}}
+    monkeypatch.setattr(order, "_recorded", lambda name, packed: (1, times[packed.lengths is not None]))
+    assert [chosen(unknown), chosen(known)] == ["triton", "flash_qla"]
+    monkeypatch.setattr(scans, "_chosen", {})
+    assert [chosen(known), chosen(unknown), chosen(known)] == ["flash_qla"] * 3
+
+
 # -- compiled layers and graphs ----------------------------------------------------------------------------------------
 
 
@@ -262,7 +280,11 @@ def test_a_compiled_layer_holds_the_library_in_one_graph(
 ) -> None:
     calls = install_flash_qla(monkeypatch) if name == DELTA else install_mamba_ssm(monkeypatch)
     inputs = drawn_delta() if name == DELTA else drawn_ssd()
+    # The first uncompiled call has fewer tokens than the compiled ones.
+    few = [x[:, :70].detach() if x.ndim > 1 and x.shape[1] == sum(SHORT) else x for x in inputs]
+    scanned(name, PackedMetadata.from_lengths((70,)), few)
     right = scanned(name, PackedMetadata.from_lengths(SHORT, entries=5), inputs)
+    assert len(scans._chosen) == 1
     dout = torch.randn_like(right)
     gradients = torch.autograd.grad(right, inputs, dout)
     segments = on_device_alone(SHORT, "cpu", 5)

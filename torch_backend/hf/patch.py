@@ -26,7 +26,7 @@ from torch_backend.hf.forward import CARRIED, AttentionChoice, Choice, PackedFor
 from torch_backend.hf.guard import Guard
 from torch_backend.hf.heads import head_of
 from torch_backend.hf.knowledge import SEE_PADDING, route_of
-from torch_backend.hf.mixers import find_mixers, override_decoder, override_mixer, why_not_on_the_row
+from torch_backend.hf.mixers import find_mixers, overrides, why_not_on_the_row
 from torch_backend.hf.override import original_class
 from torch_backend.hf.placement import execution_device
 from torch_backend.hf.rotary import find_batch_dependent, has_position_axes, override_frequencies, restore_frequencies
@@ -168,8 +168,8 @@ class Patched:
             served = (self.decoder, *self.attention.values())
             yield from map(AttentionName, {id(m.config): m.config for m in served}.values())
             yield ContinuousBatching(self.root, self.suspend)
-        for mixer in self.mixers.values():
-            yield LayerOverride(mixer, override_decoder if self.route == "documents" else override_mixer)
+        for layer, start in overrides(self.decoder, self.mixers.values(), self.route):
+            yield LayerOverride(layer, start)
         for rotary in self.rotaries.values():
             start = partial(override_frequencies, current=self._current)
             yield LayerOverride(rotary, start, restore_frequencies)

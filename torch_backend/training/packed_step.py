@@ -104,7 +104,8 @@ class PackedStep:
         if self.metrics is not None:
             inputs = self.metrics.count(inputs)
         more = {} if num_items_in_batch is None else {TARGETS: num_items_in_batch}
-        return self.losses(self.gradients({**inputs, **more}))
+        last = self.trainer.accelerator.sync_gradients
+        return self.losses(self.gradients({**inputs, **more}, last=last))
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -225,7 +226,7 @@ def _why_not_graph(trainer: Any) -> str | None:
     args = trainer.args
     if type(trainer).training_step is not Trainer.training_step and not sft.defines(trainer, "training_step"):
         return f"{type(trainer).__name__} has a training_step of its own"
-    if trainer.is_fsdp_enabled:
+    if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
         return "FSDP gathers parameters during the step"
     if trainer.accelerator.scaler is not None:
         return "float16 gradients are scaled by a factor that changes"

@@ -10,7 +10,8 @@ first of these that serves the call runs, in the order of :mod:`.order`:
                            fails there too, the plain torch beneath that
 
 All but the last two read nothing back and run in shapes that do not depend on documents, so compiled layers and CUDA
-graphs hold them. A compiled layer cannot make a trial: it runs what the first uncompiled call of its sizes chose.
+graphs hold them. A compiled layer cannot make a trial: it runs what the first uncompiled call chose for such heads. So
+does a call of whose documents the host does not know the number, as in a step that is recorded as a graph.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ LIBRARIES: dict[str, Way] = {
 }
 FIXED = (TRITON, "flash_qla", "mamba_ssm")
 _BOUNDARIES = ("cu_seqlens", "seq_idx")  # what kernels call them
-_chosen: dict[tuple[Any, ...], str] = {}  # by the first call of each size, for compiled layers
+_chosen: dict[tuple[Any, ...], str] = {}  # by the first call for heads of each size, for compiled layers
 
 
 @dataclass(frozen=True)
@@ -77,20 +78,23 @@ def choose(
         args, kwargs: of the call.
     """
     ours = triton.operands(name, args, kwargs)
-    key = None if ours is None else (name, packed.tokens, *ours[0].shape[2:], *ours[1].shape[2:], ours[1].itemsize)
+    key = None if ours is None else (name, *ours[0].shape[2:], *ours[1].shape[2:], ours[1].itemsize)
     if torch.compiler.is_compiling():
-        if key in _chosen:
-            return ScanChoice(_chosen[key])
-        return ScanChoice(DOCUMENTS if triton.refused(name, args, kwargs) else TRITON)
-    rejected: dict[str, str] = {}
-    found = DOCUMENTS
-    for each in by_time(name, (TRITON, *libraries), packed):
+        found = TRITON if key is None else _chosen.get(key, TRITON)
+        if found == "flash_qla" and packed.tokens < fla.CHUNK:
+            found = TRITON
+        return ScanChoice(DOCUMENTS if found == TRITON and triton.refused(name, args, kwargs) else found)
+    found, rejected = DOCUMENTS, dict[str, str]()
+    names = by_time(name, (TRITON, *libraries), packed)
+    before = _chosen.get(key) if key is not None and packed.lengths is None else None
+    if before is not None:
+        names = tuple(sorted(names, key=lambda each: each != before))
+    for each in names:
         if each == TRITON:
             reason = triton.refused(name, args, kwargs)
-        elif each == "flash_qla" and ours is not None and (reason := flash_qla.unsupported(packed, *ours[:2])):
-            pass  # its trial would take minutes
         else:
-            reason = refused(_request(function, each, args, kwargs), LIBRARIES[each])
+            limits = flash_qla.unsupported(packed, *ours[:2]) if each == "flash_qla" and ours is not None else None
+            reason = refused(_request(function, each, args, kwargs), LIBRARIES[each], limits)
         if reason is None:
             found = each
             break

@@ -81,10 +81,18 @@ def parameters(function: Scan) -> tuple[str, ...]:
 
 
 @cache
-def refused(request: ScanRequest, way: Way) -> str | None:
-    """Why the request's library does not serve it in this way, None if it does. The first answer is kept."""
+def refused(request: ScanRequest, way: Way, limits: str | None = None) -> str | None:
+    """Why the request's library does not serve it in this way, None if it does. The first answer is kept.
+
+    Args:
+        request: of the call.
+        way: how the library would serve it.
+        limits: why it cannot, if that is known without a trial.
+    """
     if find_spec(request.library) is None:
         return ABSENT
+    if limits is not None:
+        return limits
     reason = refusal(partial(_error, request, way), TRIAL_TOLERANCE)
     if reason is not None:
         place = "batches of documents" if way is per_document else "the row"
