@@ -1,6 +1,6 @@
 """Triton kernels of linear attention with a decay per head, forward, and of its states both ways; see :mod:`.linear`.
 
-The row is cut into chunks of C tokens wherever documents begin, as in :mod:`.chunk_kernels`, and into spans of SPAN
+The row is cut into chunks of C tokens wherever documents begin, as in :mod:`.decay_kernels`, and into spans of SPAN
 chunks. With c the sum of g since the document or the chunk began, P[i, j] = exp(c_i - c_j) for a token j of the same
 document at or before i, b the strengths, e and x masks of the tokens whose document reaches in from the chunk before
 and out into the next one, and S [K, V] the state that enters a chunk (after Dao and Gu 2024,
