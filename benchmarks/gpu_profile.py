@@ -52,7 +52,7 @@ class Profile:
         self.profiler.stop()
 
     def report(self, steps: int) -> str:
-        """Two tables, in milliseconds a step: by kind, and the longest kernels."""
+        """Three tables, in milliseconds a step: by kind, the longest kernels, and where the host spends its time."""
         wanted = torch.autograd.DeviceType.CPU if TOY else torch.autograd.DeviceType.CUDA
         events = [event for event in self.profiler.events() if event.device_type == wanted and not SPANS(event.name)]
         spans = [(event.time_range.start, event.time_range.end) for event in events]
@@ -66,14 +66,21 @@ class Profile:
         for name, ms in times.items():
             kinds[next(kind for kind, pattern in KINDS.items() if re.search(pattern, name))] += ms
         kinds["nothing runs"] = whole - busy
+        others = [span for span, event in zip(spans, events, strict=True) if not re.search(KINDS["NCCL"], event.name)]
+        kinds["NCCL, nothing beside it"] = busy - covered(others) / 1e3
         by_kind = [[kind, f"{ms / steps:.2f}", f"{ms / whole:.1%}"] for kind, ms in kinds.most_common()]
         longest = [
             [name[:80], f"{calls[name] / steps:.0f}", f"{ms / steps:.2f}"] for name, ms in times.most_common(SHOWN)
         ]
+        host = sorted(self.profiler.key_averages(), key=lambda x: x.self_cpu_time_total, reverse=True)
+        calls_of_host = [
+            [x.key[:80], f"{x.count / steps:.0f}", f"{x.self_cpu_time_total / 1e3 / steps:.2f}"] for x in host[:SHOWN]
+        ]
         return "\n\n".join(
             (
                 table([f"of {whole / steps:.1f} ms a step", "ms", "share"], by_kind),
-                table(["kernel", "calls a step", "ms"], longest),
+                table([f"kernel, of {len(events) / steps:.0f}", "calls a step", "ms"], longest),
+                table(["on the host", "calls a step", "ms of its own"], calls_of_host),
             )
         )
 

@@ -115,8 +115,10 @@ def train(contender: Contender, chosen: argparse.Namespace) -> Measured:
 
     config, capacity, epochs = qwen2(False), chosen.capacity, chosen.epochs
     torch.manual_seed(0)
-    with torch.device("cpu" if contender.sharded else DEVICE):  # accelerate shards what it finds on the host
+    with torch.device(DEVICE):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=DTYPE)
+    if contender.sharded:
+        model.cpu()  # accelerate shards what it finds on the host
     docs = documents(capacity, chosen.documents)
     rows, imbalance = dealt(plan([len(each) for each in docs], capacity, seed=0), contender, Cost.from_config(config))
     steps = rows.n_rows // contender.ranks
@@ -188,8 +190,9 @@ def launched(contender: Contender, chosen: argparse.Namespace) -> list[Result]:
             print("\n".join(line for line in log.read_text().splitlines() if line.startswith("|")), flush=True)
         case = f"rows of {chosen.capacity:,}, heavy-tailed"
         if not found.exists():
-            reasons = [line for line in log.read_text().splitlines() if "Error" in line]
-            return [Result(SECTION, case, contender.name, None, "real tokens/s", (reasons or ["no result"])[0][:160])]
+            lines = log.read_text().splitlines()
+            reasons = [line for line in lines if "Error" in line] or [f"no result, and at last: {(lines or [''])[-1]}"]
+            return [Result(SECTION, case, contender.name, None, "real tokens/s", reasons[0][:160])]
         measured = Measured(**json.loads(found.read_text()))
     figures = {
         "real tokens/s": measured.tokens_per_second,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_backend.ops.scan import _chunks
+from torch_backend.ops.scan import fla
 from torch_backend.segments import PackedMetadata
 
 
@@ -25,7 +25,7 @@ def delta_by_fla(inputs: list[Tensor], packed: PackedMetadata) -> Tensor:
     os.environ["FLA_FLASH_QLA"] = "0"
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    boundaries, chunks = packed.derived("chunks", _chunks)
+    boundaries, chunks = packed.derived("chunks", fla.chunks)
     rows = (x[None] for x in inputs)
     return _first(chunk_gated_delta_rule(*rows, cu_seqlens=boundaries, chunk_indices=chunks))
 

@@ -6,8 +6,8 @@
     python -m benchmarks.gpu_scan_tiles --kernels         # no tile but those of the table, and the time of each kernel
 
 Milliseconds of the operators that the kernel is part of, forward and backward, on one document of 8,192 tokens and on
-16,384 tokens of mean 240, with every other kernel as ``chunks.TILES`` says. A tile whose results differ from those
-of the table has no figures. Without a GPU everything runs tiny, and times mean nothing.
+16,384 tokens of mean 240, with every other kernel as ``TILES`` of its module says. A tile whose results differ from
+those of the table has no figures. Without a GPU everything runs tiny, and times mean nothing.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch import Tensor
 from benchmarks.gpu import header
 from benchmarks.gpu_clock import DEVICE, TOY, device_ms, gated, relative_error, set_budget
 from benchmarks.gpu_scan import drawn_delta, drawn_kimi, drawn_selective, drawn_ssd, sets
-from torch_backend.ops.scan import delta_rule, kimi_delta, selective
-from torch_backend.ops.scan.chunks import FEW, KIMI_TILES, LINEAR_TILES, TILES
+from torch_backend.ops.scan import delta, kimi_delta, linear, selective
+from torch_backend.ops.scan.chunks import FEW, KIMI_TILES
 from torch_backend.segments import PackedMetadata
 
 
@@ -34,15 +34,19 @@ def _drawn_selective(tokens: int) -> list[Tensor]:
     return [dt * x, dt, rates, b, c]
 
 
-_CARRY = [(16, 1, 2), (16, 2, 2), (32, 1, 2), (32, 2, 1), (32, 2, 2), (32, 2, 3), (32, 4, 2), (64, 2, 2), (64, 4, 2)]
-_OVER_CHUNKS = [(32, 2, 1), (32, 4, 1), (64, 2, 1), (64, 4, 1), (64, 8, 1), (128, 4, 1), (128, 8, 1)]
+_WALKS = [(16, 4, 2), (32, 2, 3), (32, 4, 1), (32, 4, 2), (64, 4, 1), (64, 4, 2), (64, 4, 3)]
+_OVER_CHUNKS = [(64, 4, 1), (64, 4, 2), (128, 4, 1), (128, 4, 2)]
 CANDIDATES: dict[str, list[tuple[int, ...]]] = {
-    "prepare": [(0, 1, 1), (0, 2, 1), (0, 4, 1)],
-    "carry": _CARRY,
-    "output": _OVER_CHUNKS,
-    "values_backward": _OVER_CHUNKS,
-    "carry_backward": _CARRY,
-    "chunk_backward": [(16, 4, 1), (32, 4, 1), (32, 4, 2), (32, 8, 1), (64, 4, 1), (64, 8, 1), (128, 8, 1)],
+    "prepare": [(32, 2, 1), (64, 1, 1), (64, 2, 1), (64, 4, 1)],
+    "carry": _WALKS,
+    "restore": _WALKS,
+    "output": [(64, 4, 1), (128, 4, 1)],
+    "scores_backward": _OVER_CHUNKS,
+    "query_backward": _OVER_CHUNKS,
+    "carry_backward": _WALKS,
+    "solve_backward": _OVER_CHUNKS,
+    "key_backward": _OVER_CHUNKS,
+    "gates_backward": [(0, 1, 1), (0, 4, 1)],
 }
 KIMI_CANDIDATES: dict[str, list[tuple[int, ...]]] = {
     "decay": [(0, 4, 1), (0, 8, 1)],
@@ -53,13 +57,14 @@ KIMI_CANDIDATES: dict[str, list[tuple[int, ...]]] = {
     "carry_backward": [(16, 2, 2), (16, 4, 2), (32, 4, 1), (32, 4, 2)],
     "chunk_backward": [(16, 8, 1), (32, 4, 1), (32, 8, 1), (64, 8, 1)],
 }
+# Warps, and the stages of loads.
 LINEAR_CANDIDATES: dict[str, list[tuple[int, ...]]] = {
-    "prepare": [(0, 1, 1), (0, 2, 1), (0, 4, 1)],
-    "carry": [(16, 2, 2), (32, 2, 2), (32, 4, 2), (64, 4, 2), (64, 4, 3), (64, 8, 2)],
-    "output": [(32, 4, 1), (64, 4, 1), (64, 8, 1)],
-    "values_backward": [(64, 4, 1), (64, 8, 1)],
-    "carry_backward": [(16, 2, 2), (16, 4, 2), (32, 4, 1), (32, 4, 2), (32, 8, 2), (64, 8, 2)],
-    "chunk_backward": [(16, 8, 1), (32, 4, 1), (32, 8, 1), (64, 8, 1)],
+    "ends": [(4, 1), (4, 2), (4, 3)],
+    "states": [(4, 1), (4, 2), (4, 3)],
+    "output": [(4, 1), (4, 2), (8, 2)],
+    "values_backward": [(4, 1), (4, 2), (8, 1)],
+    "queries_backward": [(4, 1), (4, 2), (4, 3), (8, 2)],
+    "keys_backward": [(4, 1), (4, 2), (4, 3), (8, 2)],
 }
 # Warps, and tokens whose loads are on the way at once.
 SELECTIVE_CANDIDATES: dict[str, list[tuple[int, ...]]] = {
@@ -70,8 +75,8 @@ SELECTIVE_CANDIDATES: dict[str, list[tuple[int, ...]]] = {
 }
 # Of a shape: its module, what it is drawn by, its tiles and what they could be.
 SHAPES: dict[str, tuple[Any, Callable[[int], list[Tensor]], dict[str, Any], dict[str, list[tuple[int, ...]]]]] = {
-    "delta": (delta_rule, drawn_delta, TILES, CANDIDATES),
-    "ssd": (delta_rule, drawn_ssd, LINEAR_TILES, LINEAR_CANDIDATES),
+    "delta": (delta, drawn_delta, delta.TILES, CANDIDATES),
+    "ssd": (linear, drawn_ssd, linear.TILES, LINEAR_CANDIDATES),
     "kimi": (kimi_delta, drawn_kimi, KIMI_TILES, KIMI_CANDIDATES),
     "selective": (selective, _drawn_selective, selective.TILES, SELECTIVE_CANDIDATES),
 }
@@ -87,14 +92,15 @@ def run(shape: str, kernels: list[str]) -> None:
     print(json.dumps({"kernel": "as in the table", **_measured(cases)}), flush=True)
     _, _, tiles, candidates = SHAPES[shape]
     for kernel in kernels:
-        usual, few = tiles[kernel], FEW.pop(kernel, None)
+        usual = tiles[kernel]
+        few = [(table, table.pop(kernel)) for table in (FEW, delta.FEW) if kernel in table]
         for candidate in candidates[kernel]:
             tiles[kernel] = type(usual)(*candidate)
             figures, note = gated(partial(_error, cases, right), LIMIT, partial(_measured, cases))
             print(json.dumps({"kernel": kernel, "tile": candidate, **figures, "note": note}), flush=True)
         tiles[kernel] = usual
-        if few is not None:
-            FEW[kernel] = few
+        for table, tile in few:
+            table[kernel] = tile
 
 
 def _calls(shape: str, documents: list[int]) -> tuple[Any, Any]:
@@ -105,7 +111,7 @@ def _calls(shape: str, documents: list[int]) -> tuple[Any, Any]:
     given = [*inputs, *([None, None] if shape == "ssd" else [None])]  # no beta, no initial states
     packed = PackedMetadata.from_lengths(documents, device=DEVICE)
     given += [packed.cu_seqlens, packed.seq_idx]
-    scale = [] if shape == "selective" else [0.1] if shape == "kimi" else [0.1, True]
+    scale = [] if shape == "selective" else [0.1]
     dout = torch.randn(of_v.shape, generator=torch.Generator().manual_seed(9)).to(of_v)
     ahead = partial(module._forward, *given, *scale)
     _, *kept, final = ahead()

@@ -16,11 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packing_core import documents as by_document
-from packing_core._arrays import NUMBERS, as_array, as_int64, check_names
+from packing_core._arrays import NUMBERS, as_int64, check_names
 from packing_core._arrays import read_only as _read_only
-from packing_core._pieces import MOST_TOKENS, check_pad_id, choice, positive
+from packing_core._checks import check_segments, per_token
+from packing_core._pieces import check_pad_id, choice, positive
 from packing_core._select import select, single_rows, slice_rows, without_padding
-from packing_core.errors import CapacityError, LayoutError
+from packing_core.errors import LayoutError
 from packing_core.runs import Array, Int64, chosen, gaps, indexes, ramps, spread
 
 if TYPE_CHECKING:
@@ -88,10 +89,10 @@ class PackedBatch:
         for name, kinds in (("input_ids", "iu"), ("labels", "i"), ("loss_mask", "b")):
             if getattr(self, name) is not None or name == "input_ids":
                 shape = None if name == "input_ids" else self.input_ids.shape
-                self._set(name, _per_token(name, getattr(self, name), kinds, shape))
+                self._set(name, per_token(name, getattr(self, name), kinds, shape))
         shape = self.input_ids.shape
         check_names(self.columns, RESERVED)
-        columns = {name: _per_token(f"columns[{name!r}]", x, NUMBERS, shape) for name, x in self.columns.items()}
+        columns = {name: per_token(f"columns[{name!r}]", x, NUMBERS, shape) for name, x in self.columns.items()}
         self._set("columns", columns)
         for name in ("cu_seqlens", "rows", "sources", "starts"):
             self._set(name, _read_only(as_int64(getattr(self, name), name)))
@@ -99,50 +100,10 @@ class PackedBatch:
         self._set("alignment", positive("alignment", self.alignment))
         self._set("pad_id", check_pad_id(self.pad_id, self.input_ids.dtype))
         choice("weighting", self.weighting, WEIGHTINGS)
-        self._check_segments()
+        check_segments(self)
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
-
-    def _check_segments(self) -> None:
-        count = len(self.cu_seqlens) - 1
-        for name in ("rows", "sources", "starts"):
-            if len(getattr(self, name)) != count:
-                raise LayoutError(
-                    f"{name} has {len(getattr(self, name))} entries and cu_seqlens marks {count} segments: they must "
-                    f"agree"
-                )
-        for name, values in self.per_document.items():
-            if values.ndim < 1 or len(values) != count:
-                raise LayoutError(
-                    f"per_document[{name!r}] has shape {list(values.shape)} and cu_seqlens marks {count} segments: "
-                    "give one entry per segment, that of its document"
-                )
-        if count < 0 or self.cu_seqlens[0] != 0 or (self.cu_seqlens[1:] <= self.cu_seqlens[:-1]).any():
-            raise LayoutError("cu_seqlens must start at 0 and strictly increase: padding is no segment, leave it out")
-        if count == 0:
-            return
-        if self.cu_seqlens[-1] > self.input_ids.size:
-            raise CapacityError(
-                f"cu_seqlens marks {self.cu_seqlens[-1]:,} tokens and input_ids has {self.input_ids.size:,}: they must "
-                f"agree"
-            )
-        if self.alignment > self.capacity:
-            raise CapacityError(f"alignment is {self.alignment:,} and capacity {self.capacity:,}: pass at most that")
-        if self.rows[0] < 0 or self.rows[-1] >= len(self) or (self.rows[1:] < self.rows[:-1]).any():
-            raise LayoutError(f"rows must never decrease and stay in 0..{len(self) - 1}: sort the segments by row")
-        for name in ("sources", "starts"):
-            if (lowest := getattr(self, name)).min() < 0:
-                raise LayoutError(f"{name}[{lowest.argmin()}] is {lowest.min()}: documents and tokens count from 0")
-        if self.starts.max() > MOST_TOKENS:
-            raise LayoutError(f"starts[{self.starts.argmax()}] is {self.starts.max():,}: no document is that long")
-        over = self.segment_starts + self.lengths > self.capacity
-        if over.any():
-            s = int(np.argmax(over))
-            raise CapacityError(
-                f"segment {s} (document {self.sources[s]}) ends at token {self.segment_starts[s] + self.lengths[s]:,} "
-                f"of row {self.rows[s]} and capacity is {self.capacity:,}: move it to another row"
-            )
 
     # What is stored, seen from other sides.
 
@@ -412,19 +373,6 @@ def segment_starts(rows: Int64, lengths: Int64, alignment: int) -> Int64:
     taken = lengths if alignment == 1 else -(-lengths // alignment) * alignment
     before = np.cumsum(taken) - taken
     return before - _of_row(rows, before)
-
-
-def _per_token(name: str, given: Any, kinds: str, shape: tuple[int, ...] | None) -> Array:
-    """A read-only view of an array of ``input_ids``' shape (None: this is them) and of one of the dtype kinds."""
-    array = np.ascontiguousarray(as_array(given, name, NUMBERS))
-    if shape is None and (array.ndim != 2 or array.shape[1] < 1):
-        raise LayoutError(f"{name} has shape {list(array.shape)}: pass [rows, capacity]")
-    if shape is not None and array.shape != shape:
-        raise LayoutError(f"{name} has shape {list(array.shape)} and input_ids {list(shape)}: they must agree")
-    array = as_array(array, name, kinds)
-    if array.dtype == np.uint64 and kinds == "iu" and array.size and array.max() > np.iinfo(np.int64).max:
-        raise LayoutError(f"{name} holds {array.max():,}, which does not fit int64: pass token ids")
-    return _read_only(array)
 
 
 def _of_row(rows: Int64, rising: Int64) -> Int64:

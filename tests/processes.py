@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing import forkserver
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
@@ -80,11 +81,15 @@ def end(processes: Sequence[psutil.Process]) -> None:
 
 
 def forked(work: Callable[[], int]) -> int:
-    """Run ``work`` in a copy of this process; its exit status, or minus the signal that ended it."""
+    """Run ``work`` in a copy of this process; its exit status, or minus the signal that ended it.
+
+    The copy starts workers by a fork server of its own, if it does: those of this process's would not end with it.
+    """
     child = os.fork()
     if not child:
         try:
             signal.alarm(LIMIT)
+            forkserver._forkserver.__init__()  # type: ignore[misc]  # as if none had been started
             os._exit(work())
         finally:
             os._exit(99)

@@ -115,7 +115,7 @@ def _run(layer: str, family: str, device: torch.device, dtype: torch.dtype) -> L
     except Exception as error:  # whatever a family's code raises here is the answer
         return LayerChoice(layer, "none", f"{type(error).__name__}: {first_line(error)}")
     found = next(explained for explained in explain(model).layers if explained.route != "attention")
-    reasons = [f"not on the {route}: {reason}" for route, reason in found.rejected.items()]
+    reasons = [f"not {'on the row' if each == 'row' else each}: {reason}" for each, reason in found.rejected.items()]
     why = [f"as in {family}", found.request, *reasons]
     return LayerChoice(layer, found.serves or found.route, "; ".join(filter(None, why)))
 

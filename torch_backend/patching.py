@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from torch_backend.auditing.model import verify as verify_kind
-from torch_backend.hf.patch import causal_lm, install, state_of, unpatch
+from torch_backend.hf.patch import install, state_of, unpatch
 from torch_backend.hf.rotary import rounded_frequencies
+from torch_backend.hf.structure import causal_lm
 from torch_backend.hf.unpadding import unpad_calls
 
 logger = logging.getLogger(__name__)

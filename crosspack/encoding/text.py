@@ -25,7 +25,7 @@ from crosspack.encoding.tokens import COLUMNS as TOKEN_COLUMNS
 from crosspack.encoding.tokens import token_documents
 from crosspack.reading.records import Record, size_of
 from crosspack.reading.rows import BadRecord, Place, Row
-from packing_core.errors import PackingError, first_line
+from packing_core.errors import MissingExtraError, PackingError, first_line
 from packing_core.training.schedule import Document
 
 Loss = Literal["completion", "all"]
@@ -170,6 +170,7 @@ class Encoder:
 
         Raises:
             PackingError: a record has none of the known columns, or the template cannot say what is trained.
+            MissingExtraError: there is a chat, and what runs chat templates (jinja2) is not installed.
         """
         return (document for _, document in self.located(records))
 
@@ -187,7 +188,8 @@ class Encoder:
 
         Args:
             records: as above.
-            refuse: is called with each record that cannot be encoded, and the error; raises it by default.
+            refuse: is called with each record that cannot be encoded, and the error; raises it by default. A missing
+                library is no record's fault and is raised in any case.
             left_out: is called with the place and the tokens of each document without a trained token.
         """
         for kind, chunk in _chunks(records, refuse, self.policy.fields):
@@ -220,6 +222,8 @@ class Encoder:
         for where, record in chunk:
             try:
                 document = self._chat(where, record)
+            except MissingExtraError:
+                raise  # no record is at fault, and none of the others can be written either
             except PackingError as error:
                 refuse(_bad(where, record, error), error)
             else:
@@ -233,6 +237,8 @@ class Encoder:
             return self._chat_document(messages, first_trained, record.get("tools") or None)
         except PackingError as error:
             raise PackingError(f"{where}: {error}") from None
+        except ImportError as error:  # transformers lacks jinja2 or finds an old one, and says what to install
+            raise MissingExtraError(f"chat templates cannot run here: {first_line(error)}") from error
         except Exception as error:  # a template is a program of the model's author and may raise anything
             raise PackingError(f"{where}: the chat template refused it: {first_line(error)}") from error
 

@@ -17,18 +17,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_backend.attention.mosaic_tiles import (
-    BLOCKS,
     GROUPS,
     KEYS,
-    PARAMS,
-    PER_ROW,
-    ROWS,
     STAGES,
     TILE,
     Stream,
-    along_rows,
     by_token,
-    column_numbers,
     load_rows,
     packed_heads,
     plan_keys,
@@ -37,6 +31,7 @@ from jax_backend.attention.mosaic_tiles import (
 )
 from jax_backend.attention.pallas_tiles import LOG2E
 from jax_backend.attention.request import Request
+from jax_backend.hopper import BLOCKS, PARAMS, PER_ROW, ROWS, along_rows, column_numbers
 from jax_backend.segments import Interval
 
 

@@ -12,7 +12,6 @@ two segments, and each member's tokens are one copy.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,20 +23,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_backend.attention.request import Request
+from jax_backend.hopper import COPIED, ROWS, compiles_for_hopper
 from jax_backend.segments import Interval
 
-ROWS = 64  # of a warpgroup: what one wgmma multiplies
 GROUPS = 2  # warpgroups that compute
 TILE = GROUPS * ROWS
-COPIED = 8  # tokens are copied eight at a time: the rows of a swizzled block of shared memory
 MOST_PACKED = ROWS // COPIED  # query heads whose rows share a warpgroup's tile
 KEYS = 128  # keys of a step
 STAGES = 2  # steps in shared memory
 WIDTHS: tuple[int, ...] = (128,)  # of heads: where they were measured to win; 64 would do, wider ones do not fit
-PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
-BLOCKS = (plgpu.TilingTransform((COPIED, 64)), plgpu.SwizzleTransform(128))  # how wgmma wants its operands to lie
-PER_ROW = plgpu.Layout.WGMMA.reduce(1)  # how one number per row lies beside them in registers
-_HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
 _FAR = 2**30  # past every index
 
 
@@ -55,8 +49,7 @@ def serves(request: Request) -> bool:
         and request.queries % COPIED == 0
         and request.keys % COPIED == 0
         and request.softcap is None
-        and _HOPPER.search(_device_kind()) is not None
-        and not _miscompiled()
+        and compiles_for_hopper()
     )
 
 
@@ -167,29 +160,3 @@ def stream_keys(streams: Sequence[Stream], row: Any, first: Any, total: Any, kv_
             plgpu.copy_gmem_to_smem(ref.at[row, span, kv_head], smem.at[slot], filled.at[slot])
 
     lax.fori_loop(0, total, step, None)
-
-
-def along_rows(x: jax.Array, columns: int) -> jax.Array:
-    """One number per row [ROWS], repeated to [ROWS, columns]."""
-    return lax.broadcast_in_dim(x, (ROWS, columns), [0])
-
-
-def column_numbers(columns: int) -> jax.Array:
-    """The number of each element's column, int32 [ROWS, columns]."""
-    return plgpu.broadcasted_iota(jnp.int32, (ROWS, columns), 1, layout=plgpu.Layout.WGMMA)
-
-
-# -- whom they serve ---------------------------------------------------------------------------------------------------
-
-
-def _device_kind() -> str:
-    """The name of the GPU that is compiled for."""
-    abstract = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.devices("gpu")[0].device_kind if abstract is None else abstract.device_kind
-
-
-def _miscompiled() -> bool:
-    """Whether this is CUDA 12.8 to 12.9.0, whose assembler is known to break such kernels when they mask."""
-    from jax._src.lib import cuda_versions  # the only place where JAX tells; None without CUDA
-
-    return cuda_versions is not None and 12080 <= cuda_versions.cuda_runtime_get_version() < 12091

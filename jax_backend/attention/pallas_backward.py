@@ -27,6 +27,7 @@ from jax_backend.attention.pallas_tiles import (
     exp2,
     heaviest_first,
     load_interval,
+    load_numbers,
     load_rows,
     load_scalars,
     load_span,
@@ -106,31 +107,44 @@ def grad_keys(
     """
     tokens, width = q.shape[1], q.shape[3]
     d, e = padded(width), padded(v.shape[-1])
-    order = heaviest_first(queries, tiles.keys)
+    order, parts = heaviest_first(queries, tiles.keys), tiles.parts
     per_key = pl.BlockSpec((None, request.keys), lambda h, b, j: (b, 0))
-    per_head = pl.BlockSpec((None, tokens, request.group), lambda h, b, j: (b, 0, h))
+    per_row = pl.BlockSpec((None, None, tokens * request.group), lambda h, b, j: (b, h, 0))
     k_spec = pl.BlockSpec((None, request.keys, None, d), lambda h, b, j: (b, 0, h, 0))
     v_spec = pl.BlockSpec((None, request.keys, None, e), lambda h, b, j: (b, 0, h, 0))
-    return pl.pallas_call(
+    out = [
+        pl.BlockSpec((None, None, request.keys, None, x), lambda h, b, j: (jax.lax.rem(j, parts), b, 0, h, 0))
+        for x in (d, e)
+    ]
+    dk, dv = pl.pallas_call(
         partial(_dkv_kernel, request=request, tiles=tiles),
-        grid=(request.kv_heads, *order.shape),
+        grid=(request.kv_heads, order.shape[0], order.shape[1] * parts),
         in_specs=[
             pl.BlockSpec((None, order.shape[1]), lambda h, b, j: (b, 0)),
             pl.BlockSpec((None, tokens, request.group, d), lambda h, b, j: (b, 0, h, 0)),
             k_spec,
             v_spec,
             pl.BlockSpec((None, tokens, request.group, e), lambda h, b, j: (b, 0, h, 0)),
-            per_head,
-            per_head,
+            per_row,
+            per_row,
             per_key,
             per_key,
         ],
-        out_specs=[k_spec, v_spec],
-        out_shape=[jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)],
+        out_specs=out,
+        out_shape=[jax.ShapeDtypeStruct((parts, *x.shape), x.dtype if parts == 1 else jnp.float32) for x in (k, v)],
         compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
         name="segment_attention_dkv",
-    )(order, q, k, v, dout, lse, delta, *queries)
+    )(order, q, k, v, dout, by_row(lse * LOG2E, request), by_row(delta, request), *queries)
+    if parts == 1:
+        return dk[0], dv[0]
+    return dk.sum(axis=0).astype(k.dtype), dv.sum(axis=0).astype(v.dtype)
+
+
+def by_row(x: jax.Array, request: Request) -> jax.Array:
+    """Numbers per query and head [B, S, N] in the order of packed rows, [B, K, S * G]: a tile's lie side by side."""
+    x = x.reshape(request.rows, request.queries, request.kv_heads, request.group)
+    return x.swapaxes(1, 2).reshape(request.rows, request.kv_heads, -1)
 
 
 def _dq_kernel(
@@ -164,11 +178,12 @@ def _dq_kernel(
         k = load_span(k_ref, first, tiles.keys, request.head_dim, inside=there)
         v = load_span(v_ref, first, tiles.keys, request.value_dim, inside=there)
         raw, factor = base2_logits(dot(q, k, contract=(1, 1)), request)
+        dp = dot(dout, v, contract=(1, 1))  # runs while p is taken from the first product
         p = exp2(raw * factor - lse[:, None], request)
         if masked:
             visible = (interval.begin[:, None] <= key[None, :]) & (key[None, :] < interval.end[:, None])
             p = jnp.where(visible, p, 0.0)
-        dz = p * (dot(dout, v, contract=(1, 1)) - delta[:, None])
+        dz = p * (dp - delta[:, None])
         if request.softcap is not None:
             dz = dz * (1.0 - raw * raw)
         return dq + dot(dz.astype(k.dtype), k, contract=(1, 0))
@@ -195,7 +210,7 @@ def _dkv_kernel(
 ) -> None:
     group, tokens = request.group, tiles.tokens(request.group)
     rows = tiles.packed_rows(group)
-    first_key = order_ref[pl.program_id(2)] * tiles.keys
+    first_key = order_ref[jax.lax.div(pl.program_id(2), tiles.parts)] * tiles.keys
     key = first_key + jnp.arange(tiles.keys, dtype=jnp.int32)
     inside = key < request.keys
     interval = load_interval(begin_ref, end_ref, key, inside)
@@ -211,16 +226,17 @@ def _dkv_kernel(
         there = used if masked or rows != tokens * group else None
         q = load_rows(q_ref, token, member, there, request.head_dim)
         dout = load_rows(dout_ref, token, member, there, request.value_dim)
-        lse = load_scalars(lse_ref, token, member, there) * LOG2E
-        delta = load_scalars(delta_ref, token, member, there)
+        lse = load_numbers(lse_ref, first * group, rows, there)
+        delta = load_numbers(delta_ref, first * group, rows, there)
         raw, factor = base2_logits(dot(k, q, contract=(1, 1)), request)
+        dp = dot(v, dout, contract=(1, 1))  # runs while p is taken from the first product
         p = exp2(raw * factor - lse[None, :], request)
         if masked:
             place = jnp.where(used, token, -1)  # no key's interval holds -1
             visible = (interval.begin[:, None] <= place[None, :]) & (place[None, :] < interval.end[:, None])
             p = jnp.where(visible, p, 0.0)
         dv = dv + dot(p.astype(dout.dtype), dout, contract=(1, 0))
-        dz = p * (dot(v, dout, contract=(1, 1)) - delta[None, :])
+        dz = p * (dp - delta[None, :])
         if request.softcap is not None:
             dz = dz * (1.0 - raw * raw)
         return dk + dot(dz.astype(q.dtype), q, contract=(1, 0)), dv
@@ -229,6 +245,6 @@ def _dkv_kernel(
         jnp.zeros((tiles.keys, q_ref.shape[-1]), jnp.float32),
         jnp.zeros((tiles.keys, dout_ref.shape[-1]), jnp.float32),
     )
-    dk, dv = walk.run(step, start)
+    dk, dv = walk.run(step, start, jax.lax.rem(pl.program_id(2), tiles.parts), tiles.parts)
     store_span(dk_ref, dk * request.scale, first_key, inside, request.head_dim)
     store_span(dv_ref, dv, first_key, inside, request.value_dim)

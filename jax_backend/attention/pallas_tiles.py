@@ -11,7 +11,7 @@ sees in full are computed without a mask.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -25,16 +25,20 @@ from jax_backend.segments import Interval
 
 LOG2E = 1.4426950408889634
 _FAR = 2**30  # past every index
+_PROGRAMS = 4 * 400  # of dkv, as many as its walks are divided into: four times what an H200 runs at a time
+_MOST_PARTS = 4  # each writes float32 gradients of its own, which are added up
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """One kernel's tile: packed query rows x keys, and how the compiler runs it."""
+    """One kernel's tile: packed query rows x keys, how the compiler runs it, and over how many programs a walk is
+    divided (dkv alone)."""
 
     rows: int
     keys: int
     warps: int
     stages: int
+    parts: int = 1
 
     def tokens(self, group: int) -> int:
         """Query tokens of a tile; a group that does not divide the rows leaves the last few unused."""
@@ -55,7 +59,18 @@ class KernelTiles:
 
 
 def tiles_for(request: Request) -> KernelTiles:
-    """The tiles for a request's platform, dtype and head width: the fastest of a sweep on an H200."""
+    """The tiles for a request's platform, dtype and head width: the fastest of a sweep on an H200.
+
+    Where dkv has few programs, the one that walks a long document's queries for its first keys decides how long the
+    kernel takes: its walks are divided.
+    """
+    tiles = _undivided(request)
+    programs = request.rows * request.kv_heads * pl.cdiv(request.keys, tiles.dkv.keys)
+    parts = 1 if request.platform == "cpu" else min(max(_PROGRAMS // programs, 1), _MOST_PARTS)
+    return replace(tiles, dkv=replace(tiles.dkv, parts=parts))
+
+
+def _undivided(request: Request) -> KernelTiles:
     if request.platform == "cpu":  # interpreted: small, so that small tests cross the borders of tiles
         small = Tiles(32, 32, 4, 2)
         return KernelTiles(small, small, small)
@@ -110,6 +125,13 @@ def load_rows(ref: Any, token: jax.Array, member: jax.Array, inside: jax.Array |
 def load_scalars(ref: Any, token: jax.Array, member: jax.Array, inside: jax.Array | None) -> jax.Array:
     """One number per packed row of a [S, G] reference; zero where not ``inside`` [rows], None for all inside."""
     numbers = ref.at[token, member]
+    return plgpu.load(numbers) if inside is None else plgpu.load(numbers, mask=inside, other=0.0)
+
+
+def load_numbers(ref: Any, first: jax.Array, size: int, inside: jax.Array | None) -> jax.Array:
+    """Numbers ``first .. first + size`` of a [S * G] reference; zero where not ``inside`` [size], None for all
+    inside."""
+    numbers = ref.at[first + jnp.arange(size, dtype=jnp.int32)]
     return plgpu.load(numbers) if inside is None else plgpu.load(numbers, mask=inside, other=0.0)
 
 
@@ -172,12 +194,19 @@ class Walk:
     full: jax.Array
     total: jax.Array
 
-    def run(self, step: Callable[..., Any], carry: Any) -> Any:
-        """``carry = step(index, carry, masked=...)`` over all steps."""
+    def run(self, step: Callable[..., Any], carry: Any, part: jax.Array | int = 0, parts: int = 1) -> Any:
+        """``carry = step(index, carry, masked=...)`` over all steps, or those of one of several even ``parts``."""
+        begin, end = (lax.div(self.total * (part + i), parts) if parts > 1 else (0, self.total)[i] for i in range(2))
+
+        def loop(first: Any, last: Any, carry: Any, *, masked: bool) -> Any:
+            if parts > 1:
+                first, last = jnp.maximum(first, begin), jnp.minimum(last, end)
+            return lax.fori_loop(first, last, lambda i, c: step(i, c, masked=masked), carry)
+
         if not isinstance(self.lead, int):
-            carry = lax.fori_loop(0, self.lead, lambda i, c: step(i, c, masked=True), carry)
-        carry = lax.fori_loop(self.lead, self.full, lambda i, c: step(i, c, masked=False), carry)
-        return lax.fori_loop(self.full, self.total, lambda i, c: step(i, c, masked=True), carry)
+            carry = loop(0, self.lead, carry, masked=True)
+        carry = loop(self.lead, self.full, carry, masked=False)
+        return loop(self.full, self.total, carry, masked=True)
 
 
 def plan_walk(interval: Interval, used: jax.Array, size: int, *, upward: bool, window: bool) -> Walk:

@@ -96,6 +96,17 @@ def left_to_compiler(**arrays: jax.Array) -> str | None:
     return None
 
 
+def is_whole(*arrays: jax.Array) -> bool:
+    """Whether no array is spread over devices, nor may be by the compiler, so that a kernel can take it as it is."""
+    for x in arrays:
+        if isinstance(x, jax.core.Tracer):
+            if left_to_compiler(x=x) is not None or any(part is not None for part in jax.typeof(x).sharding.spec):
+                return False
+        elif len(x.sharding.device_set) > 1:
+            return False
+    return True
+
+
 def _split(name: str, x: jax.Array) -> NamedSharding | None:
     if isinstance(x, jax.core.Tracer):
         typed = jax.typeof(x).sharding

@@ -2,12 +2,13 @@
 
 Data flows hidden [T, M], weight [M, V] -> chunks of logits [C, V] -> (loss sum, weight sum). When the loss is
 differentiated, the forward already makes both gradients of each chunk while its logits are there; the backward only
-scales them. Shape letters: T tokens, C tokens of a chunk, M hidden size, V vocabulary.
+scales them. On a Hopper GPU not even a chunk's logits exist: ``mosaic_powers`` makes their gradient, but for a factor
+per token, in the product itself. Shape letters: T tokens, C tokens of a chunk, M hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,28 +17,37 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jax_backend.attention.sharding import is_whole, platform_of
 from jax_backend.losses.cross_entropy import IGNORED
 from packing_core.errors import LayoutError, PackingError
 
-# Of a chunk's logits, 1 GiB in float32. Each chunk reads and writes the whole gradient of the weight: with half as many
-# logits a row of 16,384 tokens took a tenth longer on an H200 (benchmarks/RESULTS.md).
-_ENTRIES = 2**28
+# Logits of a chunk, in float32 (1 GiB, and half as much for their gradient) or as powers (0.6 GiB). Each chunk reads
+# and writes the whole gradient of the weight: with half as many logits a row of 16,384 tokens took a tenth longer on an
+# H200; of powers, twice as many were no faster (benchmarks/RESULTS.md).
+_ENTRIES, _POWERS = 2**28, 5 * 2**26
 _MULTIPLE = 128
+_LARGEST = 2.0**80  # sum of powers (a loss of 55) above which they may have lost what they stand for
+_FAR = 1e30  # a base that every power vanishes beside
 
 
 @dataclass(frozen=True)
 class _Options:
     softcap: float | None
     logit_scale: float
-    chunk: int | None
-    most: int
+    chunk: int
+    transposed: bool = False
+    powers: bool = False
 
-    def chunk_of(self, tokens: int) -> int:
-        """Tokens of a chunk: what the caller asked for, or the same for all chunks and in whole tiles of a product."""
-        if self.chunk is not None:
-            return min(self.chunk, tokens)
-        chunks = -(-tokens // max(self.most, _MULTIPLE))
-        return min(-(-tokens // chunks // _MULTIPLE) * _MULTIPLE, tokens)
+    @property
+    def matrix(self) -> str:
+        """The axes of the weight, as in the formulas of products."""
+        return "vm" if self.transposed else "mv"
+
+
+def chunk_of(tokens: int, most: int) -> int:
+    """Tokens of a chunk, about ``most`` at most: as many in each, in whole tiles of a product."""
+    chunks = -(-tokens // max(most, _MULTIPLE))
+    return -(-tokens // chunks // _MULTIPLE) * _MULTIPLE
 
 
 def linear_cross_entropy(
@@ -50,6 +60,7 @@ def linear_cross_entropy(
     logit_scale: float = 1.0,
     ignore_index: int = IGNORED,
     chunk: int | None = None,
+    transposed: bool = False,
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """What `packed_cross_entropy` gives for the logits ``logit_scale * hidden @ weight``, without keeping the logits.
@@ -59,12 +70,13 @@ def linear_cross_entropy(
 
     Args:
         hidden: [..., M], the last hidden states.
-        weight: [M, V], the output head's kernel or the transposed embedding, of any floating dtype.
+        weight: [M, V], the output head's kernel, of any floating dtype; [V, M], an embedding, if ``transposed``.
         targets: integer [...], already shifted; ``ignore_index`` for none.
         weights: [...] weight of each target; None for 1. Weights are data and get no gradient.
         softcap: bound on the logits, ``softcap * tanh(logits / softcap)``, after the scale.
         logit_scale: factor on the logits.
         chunk: tokens whose logits exist at a time, on each device; None for about 2**28 logits.
+        transposed: whether ``weight`` is [V, M].
         mesh: the mesh over whose axes the first axis of ``hidden`` is spread. Each device then computes its own rows,
             and the gradient of ``weight`` is added up over the devices once. ``weight`` may be sharded in any way.
 
@@ -75,8 +87,9 @@ def linear_cross_entropy(
         LayoutError: the shapes contradict each other.
         PackingError: ``chunk`` is less than 1.
     """
-    if weight.ndim != 2 or hidden.shape[-1:] != weight.shape[:1]:
-        raise LayoutError(f"hidden {hidden.shape} must end in the first axis of weight [M, V], got {weight.shape}")
+    if weight.ndim != 2 or hidden.shape[-1:] != weight.shape[transposed:][:1]:
+        axes = f"{('first', 'last')[transposed]} axis of weight {('[M, V]', '[V, M]')[transposed]}"
+        raise LayoutError(f"hidden {hidden.shape} must end in the {axes}, got {weight.shape}")
     if hidden.shape[:-1] != targets.shape:
         raise LayoutError(f"hidden {hidden.shape} must be targets {targets.shape} with a last axis of channels")
     if weights is not None and weights.shape != targets.shape:
@@ -86,9 +99,19 @@ def linear_cross_entropy(
     counts = targets != ignore_index
     factors = counts if weights is None else jnp.where(counts, jax.lax.stop_gradient(weights), 0)
     factors = factors.astype(jnp.float32)
-    classes = weight.shape[1]
+    classes = weight.shape[not transposed]
     labels = jnp.where(counts, jnp.where((targets >= 0) & (targets < classes), targets, classes), -1)
-    run = partial(_flat_loss_sum, _Options(softcap, logit_scale, chunk, _ENTRIES // classes))
+    on_gpu = platform_of(hidden, mesh) == "gpu" and (mesh is not None or is_whole(hidden, weight))
+
+    def run(hidden: jax.Array, weight: jax.Array, labels: jax.Array, factors: jax.Array) -> jax.Array:
+        """The loss sum [1] of what one device has."""
+        tokens = labels.size
+        long = chunk_of(tokens, _POWERS // classes) if chunk is None else chunk
+        powers = on_gpu and softcap is None and _takes_powers(hidden, classes, long)
+        short = chunk_of(tokens, _ENTRIES // classes) if chunk is None else chunk
+        options = _Options(softcap, logit_scale, long if powers else min(short, tokens), transposed, powers)
+        return _loss_sum(options, hidden.reshape(tokens, -1), weight, labels.ravel(), factors.ravel())[None]
+
     if mesh is None:
         return run(hidden, weight, labels, factors).sum(), factors.sum()
     rows = P(mesh.axis_names)
@@ -96,24 +119,23 @@ def linear_cross_entropy(
     return spread(hidden, weight, labels, factors).sum(), factors.sum()
 
 
-def _flat_loss_sum(
-    options: _Options, hidden: jax.Array, weight: jax.Array, labels: jax.Array, factors: jax.Array
-) -> jax.Array:
-    """The loss sum [1] of hidden [..., M]; labels [...] are -1 where there is no target, V if it is wrong."""
-    size = labels.size
-    chunk = options.chunk_of(size)
-    pad = -size % chunk
-    flat = jnp.pad(hidden.reshape(size, -1), ((0, pad), (0, 0)))
-    flat_labels = jnp.pad(labels.reshape(size), (0, pad), constant_values=-1)
-    chunks = [x.reshape(-1, chunk, *x.shape[1:]) for x in (flat, flat_labels, jnp.pad(factors.reshape(size), (0, pad)))]
-    return _loss_sum(options, chunks[0], weight, chunks[1], chunks[2])[None]
+def _takes_powers(hidden: jax.Array, classes: int, chunk: int) -> bool:
+    """Whether the product can write powers at once: a dtype of their range, and shapes that whole copies cover."""
+    try:
+        from jax_backend import hopper
+        from jax_backend.losses import mosaic_powers
+    except ImportError:  # this JAX lacks what they are written in
+        return False
+    whole = chunk % mosaic_powers.TOKENS == hidden.shape[-1] % mosaic_powers.DEPTH == classes % mosaic_powers.PART == 0
+    shaped = whole and classes >= mosaic_powers.CLASSES
+    return hidden.dtype == jnp.bfloat16 and shaped and hopper.compiles_for_hopper()
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _loss_sum(
     options: _Options, hidden: jax.Array, weight: jax.Array, labels: jax.Array, factors: jax.Array
 ) -> jax.Array:
-    """Of hidden [chunks, C, M], labels and factors [chunks, C]."""
+    """Of hidden [T, M]; labels [T] are -1 where there is no target, V if it is wrong; factors [T]."""
     narrow = weight.astype(hidden.dtype)
 
     def add(total: jax.Array, part: Any) -> tuple[jax.Array, None]:
@@ -121,28 +143,94 @@ def _loss_sum(
         logits_CV, _ = _logits(options, hidden_CM, narrow)
         return total + _losses(logits_CV, labels_C, factors_C)[0], None
 
-    return jax.lax.scan(add, jnp.zeros(()), (hidden, labels, factors))[0]
+    return jax.lax.scan(add, jnp.zeros(()), _chunks(options.chunk, hidden, labels, factors))[0]
 
 
 def _forward(
     options: _Options, hidden: jax.Array, weight: jax.Array, labels: jax.Array, factors: jax.Array
 ) -> tuple[jax.Array, Any]:
     narrow = weight.astype(hidden.dtype)
+    data = hidden, narrow, labels, factors
+    if options.powers:
+        found, overflowed = _by_powers(options, *data)
+
+        def again(_: Any) -> Any:
+            return _by_logits(replace(options, chunk=_MULTIPLE), *data), jnp.zeros((), bool)
+
+        # At most one round; a conditional would copy the gradients.
+        (total, dhidden, dweight), _ = jax.lax.while_loop(lambda carry: carry[1], again, (found, overflowed))
+    else:
+        total, dhidden, dweight = _by_logits(options, *data)
+    return total, (dhidden, dweight, jnp.zeros((), weight.dtype))
+
+
+def _by_logits(
+    options: _Options, hidden: jax.Array, weight: jax.Array, labels: jax.Array, factors: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The loss sum and its gradients by hidden [T, M] and the weight."""
 
     def add(carry: Any, part: Any) -> tuple[Any, jax.Array]:
-        total, dweight_MV = carry
+        total, dweight = carry
         hidden_CM, labels_C, factors_C = part
-        logits_CV, slope_CV = _logits(options, hidden_CM, narrow)
+        logits_CV, slope_CV = _logits(options, hidden_CM, weight)
         loss, lse_C1 = _losses(logits_CV, labels_C, factors_C)
         is_label_CV = jax.lax.broadcasted_iota(jnp.int32, logits_CV.shape, 1) == labels_C[:, None]
         dlogits_CV = (jnp.exp(logits_CV - lse_C1) - is_label_CV) * factors_C[:, None] * slope_CV
-        narrow_dlogits_CV = dlogits_CV.astype(hidden.dtype)
-        dhidden_CM = _product("cv,mv->cm", narrow_dlogits_CV, narrow).astype(hidden.dtype)
-        return (total + loss, dweight_MV + _product("cm,cv->mv", hidden_CM, narrow_dlogits_CV)), dhidden_CM
+        dlogits_CV = dlogits_CV.astype(hidden.dtype)
+        dhidden_CM = _product(f"cv,{options.matrix}->cm", dlogits_CV, weight).astype(hidden.dtype)
+        more = _product(f"cm,cv->{options.matrix}", hidden_CM, dlogits_CV)
+        return (total + loss, dweight + more), dhidden_CM
 
     start = jnp.zeros(()), jnp.zeros(weight.shape, jnp.float32)
-    (total, dweight), dhidden = jax.lax.scan(add, start, (hidden, labels, factors))
-    return total, (dhidden, dweight, jnp.zeros((), weight.dtype))
+    (total, dweight), dhidden = jax.lax.scan(add, start, _chunks(options.chunk, hidden, labels, factors))
+    return total, dhidden.reshape(-1, hidden.shape[1])[: len(hidden)], dweight
+
+
+def _by_powers(
+    options: _Options, hidden: jax.Array, weight: jax.Array, labels: jax.Array, factors: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array]:
+    """The same, and whether a token's powers overflowed, so that none of it can be used.
+
+    The gradient of a chunk's logits is ``share_C * powers_CV``, of which the products take ``powers_CV`` alone.
+    """
+    from jax_backend.losses import mosaic_powers
+
+    classes = weight.shape[not options.transposed]
+    by_class_VM = weight if options.transposed else weight.T
+
+    def add(carry: Any, part: Any) -> tuple[Any, jax.Array]:
+        total, dweight, largest = carry
+        hidden_CM, labels_C, factors_C = part
+        place_C = jnp.clip(labels_C, 0, classes - 1)
+        base_C = _product("cm,cm->c", hidden_CM, by_class_VM[place_C]) * (options.logit_scale * mosaic_powers.LOG2E)
+        base_C = jnp.where(labels_C == -1, _FAR, base_C)
+        powers_CV, sums = mosaic_powers.powers(hidden_CM, by_class_VM, place_C, base_C, options.logit_scale)
+        others_C = sums.sum(axis=0)
+        nll_C = jnp.where(labels_C == classes, jnp.nan, jnp.log1p(others_C))
+        at_label_C = others_C.astype(hidden.dtype)
+        powers_CV = powers_CV.at[jnp.arange(len(place_C)), place_C].set(
+            -at_label_C, unique_indices=True, indices_are_sorted=True
+        )
+        share_C1 = (factors_C * options.logit_scale / (1 + others_C))[:, None]
+        # The label's is most of a token's gradient: what it lost by rounding is made good in all of the token's.
+        share_C1 *= jnp.where(others_C > 0, others_C / at_label_C.astype(jnp.float32), 1)[:, None]
+        dhidden_CM = (_product(f"cv,{options.matrix}->cm", powers_CV, weight) * share_C1).astype(hidden.dtype)
+        shared_CM = (hidden_CM * share_C1).astype(hidden.dtype)
+        more = _product(f"cm,cv->{options.matrix}", shared_CM, powers_CV)
+        total = total + jnp.sum(jnp.where(labels_C == -1, 0.0, nll_C) * factors_C)
+        return (total, dweight + more, jnp.maximum(largest, others_C.max())), dhidden_CM
+
+    start = jnp.zeros(()), jnp.zeros(weight.shape, jnp.float32), jnp.zeros(())
+    chunks = _chunks(options.chunk, hidden, labels, factors)
+    (total, dweight, largest), dhidden = jax.lax.scan(add, start, chunks)
+    return (total, dhidden.reshape(-1, hidden.shape[1])[: len(hidden)], dweight), ~(largest < _LARGEST)
+
+
+def _chunks(chunk: int, hidden: jax.Array, labels: jax.Array, factors: jax.Array) -> tuple[jax.Array, ...]:
+    """hidden [chunks, C, M], labels and factors [chunks, C], filled up by tokens without a target."""
+    pad = (0, -len(hidden) % chunk)
+    hidden, labels = jnp.pad(hidden, (pad, (0, 0))), jnp.pad(labels, pad, constant_values=-1)
+    return tuple(x.reshape(-1, chunk, *x.shape[1:]) for x in (hidden, labels, jnp.pad(factors, pad)))
 
 
 def _backward(options: _Options, saved: Any, dloss: jax.Array) -> tuple[Any, ...]:
@@ -155,7 +243,7 @@ _loss_sum.defvjp(_forward, _backward)
 
 def _logits(options: _Options, hidden: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array | float]:
     """Logits [C, V] in float32, and their derivative by the plain product."""
-    logits = _product("cm,mv->cv", hidden, weight) * options.logit_scale
+    logits = _product(f"cm,{options.matrix}->cv", hidden, weight) * options.logit_scale
     if options.softcap is None:
         return logits, options.logit_scale
     tanh = jnp.tanh(logits / options.softcap)

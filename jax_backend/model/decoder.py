@@ -21,19 +21,20 @@ from jax_backend.losses.cross_entropy import packed_cross_entropy
 from jax_backend.losses.head_loss import linear_cross_entropy
 from jax_backend.model.decoder_config import DecoderConfig as DecoderConfig
 from jax_backend.model.decoder_config import LayerKind
-from jax_backend.model.layers import Layer, Maker, no_balance
+from jax_backend.model.layers import IN_PLACE, Layer, Maker, no_balance
 from jax_backend.model.moe import Balance
 from jax_backend.model.rope import apply_rope
 from jax_backend.segments import find_segments
 from packing_core.errors import PackingError
 
 # what a recomputed layer keeps for its backward; "attention" is what the attention's own backward reads of its forward
+_DOTS = checkpoint_policies.dots_with_no_batch_dims_saveable
 REMAT: dict[str, Any] = {
     "full": checkpoint_policies.nothing_saveable,
     "attention": checkpoint_policies.save_only_these_names(SAVED),
-    "dots": checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": checkpoint_policies.save_from_both_policies(_DOTS, checkpoint_policies.save_only_these_names(IN_PLACE)),
     "dots_and_attention": checkpoint_policies.save_from_both_policies(
-        checkpoint_policies.dots_with_no_batch_dims_saveable, checkpoint_policies.save_only_these_names(SAVED)
+        _DOTS, checkpoint_policies.save_only_these_names(IN_PLACE, SAVED)
     ),
 }
 
@@ -187,15 +188,18 @@ class Decoder(nnx.Module):
         return total, weight
 
     def _cross_entropy(self, hidden: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+        tied = self.lm_head is None
         if self.lm_head is None:
-            kernel = self.model.embed_tokens.embedding[...].T
+            kernel = self.model.embed_tokens.embedding[...]
         elif type(self.lm_head) is nnx.Linear:
             kernel = self.lm_head.kernel[...]
         else:
             return packed_cross_entropy(self.logits(hidden), targets, weights=weights)
         softcap = self.config.final_softcap
         with jax.named_scope("cross_entropy"):
-            return linear_cross_entropy(hidden, kernel, targets, weights=weights, softcap=softcap, mesh=self.mesh)
+            return linear_cross_entropy(
+                hidden, kernel, targets, weights=weights, softcap=softcap, transposed=tied, mesh=self.mesh
+            )
 
     def __call__(self, input_ids: jax.Array, segment_ids: jax.Array, position_ids: jax.Array) -> jax.Array:
         """Logits [B, S, V] of packed rows; a padding position's logits mean nothing and influence nothing."""

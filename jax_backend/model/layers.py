@@ -6,15 +6,30 @@ letters as in ``decoder.py``.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jax_backend.model.decoder_config import DecoderConfig, LayerKind
 from jax_backend.model.delta_net import GatedDeltaNet
 from jax_backend.model.moe import Balance, BiasedExperts, Experts, Router, run_experts
+
+# The name of what policies that keep products keep in a product's place, because a backward reads it and
+# not the product: queries, keys and values as the attention takes them, the sum of a residual, a norm's mean square.
+IN_PLACE = "in_place_of_products"
+
+
+class Embedding(nnx.Embed):
+    """Rows of a table; the gradients of a token that comes often add up in float32, whatever ``dtype`` is."""
+
+    def __call__(self, ids: jax.Array) -> jax.Array:  # type: ignore[override]  # without flax's out_sharding
+        table = self.embedding[...]
+        rows = jnp.take(table.astype(jnp.promote_types(table.dtype, jnp.float32)), ids, axis=0)
+        return rows.astype(table.dtype if self.dtype is None else self.dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -31,7 +46,8 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        square = checkpoint_name(jnp.mean(wide * wide, axis=-1, keepdims=True), IN_PLACE)
+        wide = wide * jax.lax.rsqrt(square + self.eps)
         if self.offset:
             return (wide * (self.offset + self.weight[...].astype(jnp.float32))).astype(self.dtype)
         return self.weight[...].astype(self.dtype) * wide.astype(self.dtype)
@@ -62,7 +78,7 @@ class Attention(nnx.Module):
             keys = config.num_key_value_heads * config.head_dim
             q, k, v = jnp.split(self.qkv_proj(x_BSM), [queries, queries + keys], axis=-1)
         else:
-            q, k, v = self.q_proj(x_BSM), self.k_proj(x_BSM), self.v_proj(x_BSM)
+            q, k, v = project([self.q_proj, self.k_proj, self.v_proj], x_BSM)
         if config.output_gate:  # of each head, behind its queries
             q, gate = jnp.split(q.reshape(*q.shape[:2], config.num_attention_heads, -1), 2, axis=-1)
         if config.qk_norm == "projection":
@@ -71,11 +87,31 @@ class Attention(nnx.Module):
         if config.qk_norm == "head":
             q_BSND, k_BSKD = self.q_norm(q_BSND), self.k_norm(k_BSKD)
         q_BSND, k_BSKD = rotate(q_BSND, k_BSKD, local=self.window is not None)
+        if config.qk_norm is None and not config.output_gate:  # whose backward reads the products
+            q_BSND, k_BSKD, v_BSKD = (checkpoint_name(x, IN_PLACE) for x in (q_BSND, k_BSKD, v_BSKD))
         sinks = None if self.sinks is None else self.sinks[...]
         out_BSND = attend(q_BSND, k_BSKD, v_BSKD, window=self.window, sinks=sinks)
         if config.output_gate:
             out_BSND = out_BSND * jax.nn.sigmoid(gate)
         return self.o_proj(out_BSND.reshape(*x_BSM.shape[:2], -1))
+
+
+def project(linears: list[Any], x: jax.Array) -> list[jax.Array]:
+    """What each of several modules makes of ``x`` [..., M]: plain ones in one product, whose gradient is one too."""
+    if not all(_is_plain(linear) for linear in linears):
+        return [linear(x) for linear in linears]
+    dtype = linears[0].dtype
+    kernels = [linear.kernel[...].astype(dtype) for linear in linears]
+    whole = x.astype(dtype) @ jnp.concatenate(kernels, axis=1)
+    parts = jnp.split(whole, list(accumulate(kernel.shape[1] for kernel in kernels[:-1])), axis=-1)
+    biases = [None if linear.bias is None else linear.bias[...].astype(dtype) for linear in linears]
+    return [part if bias is None else part + bias for part, bias in zip(parts, biases, strict=True)]
+
+
+def _is_plain(linear: Any) -> bool:
+    """Whether it multiplies by its kernel and no more: adapters, quantised products and the like do."""
+    plain = type(linear) is nnx.Linear and linear.dot_general is jax.lax.dot_general
+    return plain and linear.precision is None and linear.dtype is not None
 
 
 class MLP(nnx.Module):
@@ -149,6 +185,8 @@ class Layer(nnx.Module):
         else:
             mixed_BSM = self.self_attn(mixed_BSM, rotate, attend)
         x_BSM = x_BSM + after_attention(mixed_BSM)
+        if self.names[1] is None:
+            x_BSM = checkpoint_name(x_BSM, IN_PLACE)
         block: MLP | SparseMLP = getattr(self, self.block)
         y_BSM, balance = block(before_mlp(x_BSM), segment_ids != 0)
         return x_BSM + after_mlp(y_BSM), balance
@@ -188,8 +226,8 @@ class Maker:
     def norm(self, size: int) -> RMSNorm:
         return RMSNorm(size, self.config.rms_norm_eps, **self.kinds, offset=self.config.norm_offset)
 
-    def embed(self, rows: int, size: int) -> nnx.Embed:
-        return nnx.Embed(rows, size, embedding_init=self.init, rngs=self.rngs, **self.kinds)
+    def embed(self, rows: int, size: int) -> Embedding:
+        return Embedding(rows, size, embedding_init=self.init, rngs=self.rngs, **self.kinds)
 
     def weight(self, *shape: int) -> nnx.Param:
         return nnx.Param(self.init(self.rngs.params(), shape, self.kinds["param_dtype"]))

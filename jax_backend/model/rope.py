@@ -39,10 +39,12 @@ def apply_rope(
         raise LayoutError(f"inv_freq must be [R/2] with R at most {x.shape[3]} channels, got {inv_freq.shape}")
     turned = 2 * inv_freq.shape[-1]
     angle = (positions.astype(jnp.float32)[..., None] * inv_freq.astype(jnp.float32))[..., None, :]  # [B, S, 1, R/2]
-    cos, sin = scale * jnp.cos(angle), scale * jnp.sin(angle)
+    axis = -1 if interleaved else -2  # of the pair
+    cos, sin = (jnp.expand_dims(scale * x, axis) for x in (jnp.cos(angle), jnp.sin(angle)))
     pairs = (*x.shape[:3], turned // 2, 2) if interleaved else (*x.shape[:3], 2, turned // 2)
-    axis = -1 if interleaved else -2
-    first, second = jnp.moveaxis(x[..., :turned].astype(jnp.float32).reshape(pairs), axis, 0)
-    turn = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=axis)
+    straight = x[..., :turned].astype(jnp.float32).reshape(pairs)
+    sign = jnp.expand_dims(jnp.array([-1.0, 1.0]), -3 - axis)
+    # Neighbours change places by a flip, which fuses with what is around it as two halves put together do not.
+    turn = straight * cos + jnp.flip(straight, axis) * (sign * sin)
     out = turn.reshape(*x.shape[:3], turned).astype(x.dtype)
     return out if turned == x.shape[3] else jnp.concatenate([out, x[..., turned:]], axis=-1)

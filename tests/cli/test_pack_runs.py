@@ -31,7 +31,8 @@ from packing_core.plan import plan
 from packing_core.training.schedule import Document
 from tests import processes
 
-ROUNDS = int(os.environ.get("CROSSPACK_KILLS", "3"))  # 200 and more in a long run
+# With one worker and with two, which cost more; 200 and more in a long run.
+KILLS = [int(os.environ.get("CROSSPACK_KILLS", n)) for n in (3, 3 if "CROSSPACK_TEST_ALL" in os.environ else 1)]
 WORDS = np.array(["fox", "dog", "box", "jugs", "quick", "lazy", "zebras", "jump"])
 
 
@@ -206,16 +207,22 @@ def killed_after(events: int, arguments: list[str]) -> int:
 _EVENTS = ("open", "os.rename", "os.remove", "os.truncate", "os.mkdir", "os.rmdir", "shutil.rmtree")
 
 
-def test_a_run_that_is_killed_anywhere_and_started_again_gives_the_same_bytes(corpus, tmp_path):
-    """For random n, killed before the n-th thing that it does to a file of its output, again and again."""
-    given = list(map(str, arguments(corpus, "--rows-per-file", 40, "--workers", 1, "--block-size", 9000)))
-    pack(*given, "--output", tmp_path / "expected")
+@pytest.mark.parametrize(("workers", "rounds"), [*enumerate(KILLS, 1)])
+def test_a_run_that_is_killed_anywhere_and_started_again_gives_the_same_bytes(corpus, tmp_path, workers, rounds):
+    """For random n, killed before the n-th thing that it does to a file of its output, again and again.
+
+    With several workers, these are killed wherever they are just then.
+    """
+    block_size = 9000 if workers == 1 else 1500  # several units for each worker
+    given = list(map(str, arguments(corpus, "--rows-per-file", 40, "--block-size", block_size)))
+    pack(*given, "--output", tmp_path / "expected", "--workers", 1)
     expected = result(tmp_path / "expected")
     out = tmp_path / "out"
+    given += ["--output", str(out), "--workers", str(workers)]
     rng = np.random.default_rng(int(os.environ.get("CROSSPACK_SEED", "0")))
     kills = runs = 0
-    while kills < ROUNDS or runs < 2:
-        status = killed_after(int(rng.integers(1, 150)) if kills < ROUNDS else 0, [*given, "--output", str(out)])
+    while kills < rounds or runs < min(rounds, 2):
+        status = killed_after(int(rng.integers(1, 150)) if kills < rounds else 0, given)
         kills += status == -signal.SIGKILL
         complete = (out / "manifest.json").exists()
         if complete:  # nothing looks finished that is not

@@ -12,7 +12,7 @@ import pytest
 from crosspack.encoding import text as text_module
 from crosspack.encoding.text import Encoder, Policy, plain_texts
 from crosspack.encoding.tokenizer import load_tokenizer, train_tokenizer
-from packing_core.errors import PackingError
+from packing_core.errors import MissingExtraError, PackingError
 from tests import processes
 
 CHAT = [
@@ -137,6 +137,17 @@ def test_a_template_that_raises_is_one_line_with_the_record(tokenizer):
     strict = with_template(tokenizer, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(PackingError, match=r"^record 0: the chat template refused it: roles must alternate$"):
         encode(strict, [{"messages": CHAT}])
+
+
+def test_a_missing_jinja2_is_named_and_no_record_is_blamed_for_it(tokenizer, monkeypatch):
+    from transformers.utils import chat_template_utils
+
+    chat = with_template(tokenizer, PLAIN_TEMPLATE + "{# a template is compiled once: this one never was #}")
+    monkeypatch.setattr(chat_template_utils, "is_jinja_available", lambda: False)
+    refused = []
+    with pytest.raises(MissingExtraError, match=r"^chat templates cannot run here: .*pip install jinja2"):
+        list(Encoder(chat, Policy()).encoded([{"messages": CHAT}], lambda found, error: refused.append(error)))
+    assert not refused
 
 
 def test_a_tokenizer_without_template_cannot_write_chats(tokenizer):

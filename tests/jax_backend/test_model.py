@@ -17,6 +17,7 @@ from jax_backend.batches import to_batch
 from jax_backend.losses.cross_entropy import packed_cross_entropy
 from jax_backend.model import weights
 from jax_backend.model.decoder import Decoder, DecoderConfig
+from jax_backend.model.layers import Embedding
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
 from tests.jax_backend.models import CONFIGS, documents, on_disk, packed, saved
 
@@ -211,3 +212,11 @@ def test_the_config_layout_of_transformers_4_gives_the_same_decoder() -> None:
     scaling = old.pop("rope_parameters")
     old |= {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
     assert DecoderConfig.from_hf(old) == DecoderConfig.from_hf(new)
+
+
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_gradients_of_a_frequent_token_add_up_in_float32(param_dtype: str) -> None:
+    table = Embedding(3, 2, dtype=jnp.bfloat16, param_dtype=param_dtype, rngs=nnx.Rngs(0))
+    ids = jnp.zeros((1, 1001), int).at[0, 0].set(2)  # sums of ones in bfloat16 end at 256
+    grads = nnx.grad(lambda table: table(ids).astype(jnp.float32).sum())(table)
+    np.testing.assert_array_equal(grads.embedding[...], [[1000, 1000], [0, 0], [1, 1]])

@@ -1,14 +1,20 @@
-"""The order in which the tiles of a kernel start."""
+"""The order in which the tiles of a kernel start, and how their walks are divided."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jax_backend import find_segments
-from jax_backend.attention.pallas_tiles import heaviest_first
+from jax_backend.attention import pallas, pallas_tiles, request_for
+from jax_backend.attention.pallas_tiles import Walk, heaviest_first, tiles_for
 from jax_backend.segments import seeing_queries
+from tests.jax_backend.oracle import Case
+from tests.jax_backend.test_attention_gpu import run
 
 
 @pytest.mark.parametrize("window", [None, 9])
@@ -27,3 +33,38 @@ def test_the_tiles_that_walk_longest_come_first(window: int | None) -> None:
         assert sorted(tiles) == list(range(8))
         assert spans == sorted(spans, reverse=True), (tiles, spans)
         assert spans[0] > spans[-1]
+
+
+@pytest.mark.parametrize("parts", [1, 3, 7])
+def test_the_parts_of_a_walk_take_each_step_once_under_its_own_mask(parts: int) -> None:
+    walk = Walk(jnp.int32(0), jnp.int32(0), jnp.int32(2), jnp.int32(4), jnp.int32(5))
+
+    def visit(index, visits, *, masked):
+        return visits.at[index, int(masked)].add(1)
+
+    visits = sum(np.asarray(walk.run(visit, jnp.zeros((6, 2), int), part, parts)) for part in range(parts))
+    np.testing.assert_array_equal(visits, [[0, 1], [0, 1], [1, 0], [1, 0], [0, 1], [0, 0]])
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (40, 2.0)])
+def test_divided_walks_are_within_the_error_budget(window, softcap, monkeypatch: pytest.MonkeyPatch) -> None:
+    def divided(request):
+        tiles = tiles_for(request)
+        return replace(tiles, dkv=replace(tiles.dkv, parts=3))
+
+    monkeypatch.setattr(pallas, "tiles_for", divided)
+    jax.clear_caches()
+    case = Case(((70, -9, 49),), heads=6, kv_heads=2, width=8, dtype="bfloat16", window=window, softcap=softcap)
+    over = case.worst(run(case, "pallas"))
+    jax.clear_caches()
+    assert all(worst <= 1 for worst in over.values()), over
+
+
+def test_only_few_programs_divide_their_walks() -> None:
+    def parts(kv_heads: int, tokens: int, platform: str = "gpu") -> int:
+        q, k = (jax.ShapeDtypeStruct((1, tokens, heads, 64), jnp.bfloat16) for heads in (16, kv_heads))
+        return tiles_for(request_for(q, k, k, platform=platform)).dkv.parts
+
+    assert parts(2, 16384) == 3
+    assert parts(1, 8192) == pallas_tiles._MOST_PARTS
+    assert parts(16, 16384) == parts(2, 16384, "cpu") == 1

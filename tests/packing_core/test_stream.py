@@ -119,6 +119,23 @@ def test_no_document_waits_longer_than_max_age_and_no_more_than_buffer_are_held(
         assert packed.held <= 10
 
 
+def test_a_document_waits_for_sixteen_buffers_by_default() -> None:
+    def read_before_the_first_leaves(**options) -> int:
+        # 7 + 10 never fit into 10: the first document waits as long as it may
+        packed = PackStreamSpy(documents([7] + [10] * 100), 10, buffer=2, **options)
+        return next(packed.read for row in packed if 0 in row.sources)
+
+    ages = [read_before_the_first_leaves(max_age=age) for age in (31, 32, 33)]
+    assert ages == sorted(set(ages))
+    assert read_before_the_first_leaves() == ages[1]
+
+
+@pytest.mark.parametrize(("capacity", "tokens"), [(2**18, 2**24), (2**18 + 1, 2**24 + 64)])
+def test_by_default_a_buffer_has_2_to_the_24_tokens_or_64_rows(capacity, tokens) -> None:
+    assert stream([[1]], capacity).state_dict()["buffer_tokens"] == tokens
+    assert stream([[1]], capacity).state_dict()["buffer"] == 8192
+
+
 class PackStreamSpy:
     """A stream whose source counts what was read."""
 

@@ -21,7 +21,7 @@ from torch_backend.hf.boundaries import take_metadata
 from torch_backend.ops.attention import attention, triton
 from torch_backend.ops.attention.triton import TRITON, Tile, Tiles
 from torch_backend.ops.conv import short_convolution
-from torch_backend.ops.scan import _chunks
+from torch_backend.ops.scan.fla import chunks as chunks_of
 from torch_backend.segments import PackedMetadata, most_pieces
 
 ROWS, ROW_LENGTH, LONGEST = 2, 20, 8
@@ -202,7 +202,7 @@ def test_flex_writes_every_row(boundaries):
 
 @pytest.mark.parametrize("boundaries", BOUNDARIES.values(), ids=BOUNDARIES)
 def test_the_chunks_of_a_scan_hold_every_token_once(boundaries):
-    starts, chunks = _chunks(on_device(boundaries))
+    starts, chunks = chunks_of(on_device(boundaries))
     bounds = [(starts[s] + 64 * c, min(starts[s] + 64 * (c + 1), starts[s + 1])) for s, c in chunks.tolist()]
     assert sorted(token for start, stop in bounds for token in range(start, stop)) == list(range(TOKENS))
 

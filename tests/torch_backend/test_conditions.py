@@ -328,7 +328,7 @@ def test_data_parallel_is_refused_also_when_it_comes_later() -> None:
 
 
 def test_a_router_loss_over_padding_is_refused() -> None:
-    model = torch_backend.patch(tiny("jamba"), verify=False)
+    model = torch_backend.patch(tiny("qwen4_exp_text"), verify=False)
     model(**collate(documents()))
     with pytest.raises(UnsupportedModelError, match="its router loss would count padding: set output_router_logits=F"):
         model(**collate(documents()), output_router_logits=True)

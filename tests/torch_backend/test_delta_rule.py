@@ -8,10 +8,13 @@ import torch
 
 from packing_core import reference
 from packing_core.errors import LayoutError, UnsupportedError
-from tests.torch_backend.kernels import ONE_DTYPE, Where, assert_within_budget, numpy
+from tests.torch_backend.kernels import EVERYWHERE, ONE_DTYPE, Where, assert_within_budget, numpy
 from tests.torch_backend.scans import LENGTHS, NAMES, continued, packed_on, working
+from torch_backend.ops.scan.delta import chunk_length
 from torch_backend.ops.scan.delta_rule import gated_delta_rule, gated_delta_rule_with_states
 from torch_backend.segments import PackedMetadata
+
+HALF = EVERYWHERE[1:4]
 
 
 def drawn(where: Where, tokens: int = sum(LENGTHS), heads: int = 2, shared: int = 1, width: int = 16, values: int = 32):
@@ -48,6 +51,15 @@ def test_forward_and_backward_are_the_recurrence(where, shared):
     assert_within_budget(found, oracle(inputs, dout, "float64"), oracle(inputs, dout, working(where)), where.dtype)
 
 
+@pytest.mark.parametrize("width", [pytest.param(64, marks=pytest.mark.gpu), 128])
+@pytest.mark.parametrize("where", HALF, indirect=True)
+def test_wide_heads_in_half_precision_are_the_recurrence_in_longer_chunks(where, width):
+    inputs = drawn(where, shared=2, width=width, values=64)
+    found, dout = run(where, inputs, packed_on(where))
+    assert chunk_length(inputs[0], inputs[2]) == 64
+    assert_within_budget(found, oracle(inputs, dout, "float64"), oracle(inputs, dout, working(where)), where.dtype)
+
+
 def quadratic(inputs, dout, dtype: torch.dtype) -> dict[str, np.ndarray]:
     """Without corrections, by a score matrix per document: o_i = s sum_j exp(c_i - c_j) (q_i . k_j) v_j."""
     q, k, v, g = (x.detach().cpu().to(dtype).requires_grad_() for x in inputs[:4])
@@ -66,7 +78,7 @@ def quadratic(inputs, dout, dtype: torch.dtype) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
 @pytest.mark.parametrize("chunk", [32, 64])  # the longer ones are for wider heads in half precision
 def test_without_corrections_it_is_linear_attention_with_a_decay(where, chunk, monkeypatch):
-    monkeypatch.setattr("torch_backend.ops.scan.chunks.chunk_length", lambda *arguments: chunk)
+    monkeypatch.setattr("torch_backend.ops.scan.decay.chunk_length", lambda *arguments: chunk)
     inputs = drawn(where)
     found, dout = run(where, inputs, packed_on(where), delta=False)
     exact, rounded = quadratic(inputs, dout, torch.float64), quadratic(inputs, dout, where.dtype)
@@ -121,11 +133,12 @@ def test_keys_that_are_all_alike_do_not_blow_up(where):
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
 @pytest.mark.parametrize("delta", [True, False], ids=["corrected", "linear"])
 def test_states_enter_and_leave_every_segment(where, delta):
-    lengths = (1, 40, 64, 7)
+    lengths = (0, 1, 40, 64, 7)
     inputs = drawn(where, sum(lengths))[: 5 if delta else 4]
     entries = len(lengths) + 2  # empty segments pass their states on
     initial = (0.3 * where.draw(entries, 2, 16, 32, seed=7).float()).requires_grad_()
-    packed = PackedMetadata.from_lengths(lengths, device=where.device, entries=entries)
+    boundaries = torch.tensor(np.cumsum([0, *lengths, 0, 0]), dtype=torch.int32, device=where.device)
+    packed = PackedMetadata(boundaries, sum(lengths), max(lengths))
     out, final = gated_delta_rule_with_states(*inputs, *([] if delta else [None]), packed, initial=initial)
     douts = where.draw(*out.shape, seed=8), where.draw(*final.shape, seed=9).float()
     found = torch.autograd.grad((out, final), (*inputs, initial), douts)

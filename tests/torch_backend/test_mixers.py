@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import inspect
 import math
-import sys
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +20,8 @@ from tests.torch_backend.models import alone, assert_same, collate, documents, p
 from torch_backend.hf import mixers, stand_ins
 from torch_backend.hf.knowledge import CONVOLUTION, SCANS
 from torch_backend.hf.stand_ins import LayerSegments
-from torch_backend.ops import conv, norm, operators, scan
-from torch_backend.ops.scan import selective
+from torch_backend.ops import conv, norm, operators
+from torch_backend.ops.scan import fla, request, selective
 from torch_backend.segments import PackedMetadata
 
 SHORT = (5, 11, 3)
@@ -38,10 +36,14 @@ ON_THE_ROW = {
     "kimi_linear": 2,
     "recurrent_gemma": 2,
     "falcon_mamba": 1,
+    "jamba": 1,
 }
 # Of these, passes of the norm kernel in each such layer: of q, of k, and behind the scan.
 NORMS = {"qwen3_next": 3, "qwen3_5_text": 3, "kimi_linear": 3}
-SMALL = {"falcon_mamba": {"state_size": 2, "num_hidden_layers": 1}}  # interpreted scans take long
+SMALL = {  # interpreted scans take long
+    "falcon_mamba": {"state_size": 2, "num_hidden_layers": 1},
+    "jamba": {"mamba_d_state": 2, "num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
+}
 
 
 @pytest.fixture
@@ -153,48 +155,34 @@ def with_library(monkeypatch: pytest.MonkeyPatch, family: str, kernel: Callable[
     (name,) = SCANS.keys() & vars(module).keys()
     plain = inspect.unwrap(getattr(module, name))
     monkeypatch.setattr(module, name, wraps(plain)(kernel(plain)))
-    monkeypatch.setattr(scan, "find_spec", lambda name: object())
+    monkeypatch.setattr(request, "find_spec", lambda name: object())
 
 
 def told(calls: list[tuple[int, ...]]) -> Callable[[Any], Any]:
-    """A kernel that scans each document by itself, from fla's ``cu_seqlens`` or mamba_ssm's ``seq_idx``."""
+    """A kernel that scans each document by itself, from fla's ``cu_seqlens``."""
 
     def kernel(plain: Any) -> Any:
-        def run(x: Tensor, *args: Any, cu_seqlens: Any = None, seq_idx: Any = None, **kwargs: Any) -> Any:
-            if cu_seqlens is None and seq_idx is None:
+        def run(x: Tensor, *args: Any, cu_seqlens: Any = None, **kwargs: Any) -> Any:
+            if cu_seqlens is None:
                 return plain(x, *args, **kwargs)
             calls.append(tuple(x.shape[:2]))
-            rows, length = x.shape[:2]
-            if seq_idx is not None:
-                assert seq_idx.dtype == torch.int32 and seq_idx.shape == (rows, length)
-                starts = [0, *(1 + seq_idx.flatten().diff().nonzero().flatten()).tolist(), rows * length]
-            else:
-                assert rows == 1 and cu_seqlens.dtype == torch.int32
-                starts = cu_seqlens.unique().tolist()
+            assert len(x) == 1 and cu_seqlens.dtype == torch.int32
             outputs = []
-            for start, end in pairwise(starts):
+            for start, end in pairwise(cu_seqlens.unique().tolist()):
                 cut = [
-                    value.flatten(0, 1)[None, start:end]
-                    if isinstance(value, Tensor) and value.shape[:2] == (rows, length)
-                    else value
+                    value[:, start:end] if isinstance(value, Tensor) and value.shape[:2] == x.shape[:2] else value
                     for value in (x, *args, *kwargs.values())
                 ]
                 outputs.append(plain(*cut[: 1 + len(args)], **dict(zip(kwargs, cut[1 + len(args) :], strict=True))))
-            if isinstance(outputs[0], tuple):
-                return torch.cat([out for out, _ in outputs], 1), None
-            return torch.cat(outputs, 1).view(rows, length, *outputs[0].shape[2:])
+            return torch.cat([out for out, _ in outputs], 1), None
 
         return run
 
     return kernel
 
 
-@pytest.mark.parametrize(
-    ("family", "library"), [("qwen3_next", "fla"), ("kimi_linear", "fla"), ("mamba2", "mamba_ssm")]
-)
-def test_a_library_that_passes_its_trial_scans_the_row(
-    family: str, library: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear"])
+def test_fla_scans_the_row_if_it_passes_its_trial(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, ...]] = []
     with_library(monkeypatch, family, told(calls))
     model, docs = tiny(family), documents(SHORT)
@@ -202,30 +190,8 @@ def test_a_library_that_passes_its_trial_scans_the_row(
     torch_backend.patch(model, verify=False)
     batch = collate(docs, capacity=16, strategy="sequential")
     assert_same(packed(model, docs, batch), truth, 2e-5)
-    shape = (1, 32) if library == "fla" else (2, 16)
-    assert calls[0] == (1, 99) and calls[1:] == [shape] * ON_THE_ROW[family]  # a trial, then each layer once
-    assert f"scan by {library}" in str(torch_backend.explain(model))
-
-
-def test_flash_qla_is_tried_before_fla_and_without_its_context_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[dict[str, Any]] = []
-    qwen = import_module(type(tiny("qwen3_next")).__module__)
-    by_document = told([])(inspect.unwrap(qwen.torch_chunk_gated_delta_rule))
-
-    def chunk_gated_delta_rule(q: Tensor, *args: Any, auto_cp: bool = True, **options: Any) -> Any:
-        calls.append({"auto_cp": auto_cp, "tokens": q.shape[1], "segments": len(options["cu_seqlens"]) - 1})
-        return by_document(q, *args, **options)
-
-    monkeypatch.setitem(sys.modules, "flash_qla", SimpleNamespace(chunk_gated_delta_rule=chunk_gated_delta_rule))
-    model, docs = tiny("qwen3_next"), documents(SHORT)
-    truth = alone(model, docs)
-    with_library(monkeypatch, "qwen3_next", fails)
-    torch_backend.patch(model, verify=False)
-    batch = collate(docs, capacity=16, strategy="sequential")
-    assert_same(packed(model, docs, batch), truth, 2e-5)
-    assert "scan by flash_qla, not by Triton: " in str(torch_backend.explain(model))
-    assert calls[0] == {"auto_cp": False, "tokens": 99, "segments": 3}  # the trial has an empty segment
-    assert all(call["tokens"] == 32 and not call["auto_cp"] for call in calls[1:])
+    assert calls[0] == (1, 99) and calls[1:] == [(1, 32)] * ON_THE_ROW[family]  # a trial, then each layer once
+    assert "scan by fla, not by Triton: " in str(torch_backend.explain(model))
 
 
 def fails_on_the_row(plain: Any) -> Any:
@@ -282,10 +248,10 @@ def test_chunks_are_listed_without_reading_the_boundaries(lengths: tuple[int, ..
     right = [[i, chunk] for i, length in enumerate(lengths) for chunk in range(math.ceil(length / 64))]
     for entries in (len(lengths), len(lengths) + 3):
         known = PackedMetadata.from_lengths(lengths, entries=entries)
-        boundaries, chunks = scan._chunks(known)
+        boundaries, chunks = fla.chunks(known)
         assert boundaries.tolist() == [*known.cu_seqlens.tolist(), sum(lengths)] and chunks.tolist() == right
         known.lengths = None
-        _, chunks = scan._chunks(known)
+        _, chunks = fla.chunks(known)
         assert chunks.dtype == torch.int32 and chunks.tolist()[: len(right)] == right
         assert all(rest == [entries, 0] for rest in chunks.tolist()[len(right) :])  # the empty segment
 
@@ -317,7 +283,7 @@ def test_what_the_kernel_does_not_know_is_left_to_the_model(convolved: list[int]
 
 
 def test_a_scan_is_given_what_it_takes_and_nothing_else_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scan, "find_spec", lambda name: None)
+    monkeypatch.setattr(request, "find_spec", lambda name: None)
 
     def double(x: Tensor, *, scale: float = 1.0, **others: Any) -> Tensor:
         assert not others

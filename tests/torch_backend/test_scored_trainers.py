@@ -18,7 +18,7 @@ from tests.torch_backend.preference import (
     tokenizer,
     trained,
 )
-from torch_backend.hf.patch import causal_lm
+from torch_backend.hf.structure import causal_lm
 from torch_backend.training.trainer import enable_packing
 
 datasets = pytest.importorskip("datasets", reason="trainers take their data as datasets")

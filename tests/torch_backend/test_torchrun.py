@@ -16,7 +16,7 @@ import torch
 from packing_core import plan
 from tests.torch_backend.test_trainer import CAPACITY, documents
 from tests.torch_backend.torchrun import torchrun
-from tests.torch_backend.torchrun_training import DOCUMENTS, FAMILIES, train, untrained
+from tests.torch_backend.torchrun_training import DOCUMENTS, FAMILIES, RECORDED, train, untrained
 
 RANKS = (2, 4) if "CROSSPACK_TEST_ALL" in os.environ else (2,)
 DEEPSPEED = pytest.mark.skipif(
@@ -43,6 +43,7 @@ def test_ranks_train_as_one_process_does(ranks: dict[str, Any], family: str, tmp
         assert "ranks would gather its parameters a different number of times, and hang" in many
         return
     assert many["sharded"] == (strategy in ("fsdp2", "zero3"))
+    assert many["replays"] == (2 if RECORDED.get(strategy) == family else 0)  # the microbatches of the second step
     one = train(untrained(family), tmp_path, rows_at_once=4, accumulation=2, strategy="ddp")
     data = documents(DOCUMENTS)
     rows = plan([len(ids) for ids in data["input_ids"]], CAPACITY, strategy="sequential", seed=None).to_lists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +15,10 @@ from torch._dynamo.exc import TorchDynamoException
 import crosspack
 import torch_backend
 from packing_core.errors import LayoutError, UnsupportedError
+from tests.torch_backend.graphs import stand_in
 from tests.torch_backend.models import alone, collate, documents, tiny
 from torch_backend import explain, make_train_step, patch
-from torch_backend.training import captured, gradients
-from torch_backend.training.captured import CapturedStep
+from torch_backend.training import captured
 from torch_backend.training.shapes import FixedShapes
 
 LENGTHS = (5, 19, 33, 7, 40, 1, 2, 18)
@@ -227,44 +226,7 @@ def test_fixed_shapes_change_no_document(rows: int) -> None:
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """CUDA graphs on the CPU. Recording runs nothing; replaying writes into, or adds to, the recorded gradients."""
-    seen = SimpleNamespace(recorded=0, replayed=0, model=None, fails="", made=lambda: None)
-
-    def record(step: CapturedStep) -> None:
-        seen.recorded += 1
-        step.recording = True
-        parameters = list(seen.model.parameters())
-        before = [p.grad if p.grad is None else p.grad.clone() for p in parameters]
-        writes = all(gradient is None for gradient in before)
-        step.result = step.step(step.batch)
-        if seen.fails == "always" or (seen.fails == "adding" and not writes):
-            seen.made = weakref.ref(step.result)
-            for parameter, value in zip(parameters, before, strict=True):
-                if value is not None:
-                    parameter.grad.copy_(value)
-            raise RuntimeError("operation not permitted when stream is capturing\nmore")
-        static = [p.grad for p in parameters]
-        for gradient, value in zip(static, before, strict=True):
-            gradient.copy_(torch.nan if value is None else value)
-
-        def replay() -> None:
-            seen.replayed += 1
-            found = [parameter.grad for parameter in parameters]
-            for parameter, gradient in zip(parameters, static, strict=True):
-                parameter.grad = None if writes else gradient
-            step.result.copy_(step.step(step.batch))
-            for parameter, gradient, old in zip(parameters, static, found, strict=True):
-                gradient.copy_(parameter.grad)
-                parameter.grad = old  # a graph knows nothing of Python's attributes
-
-        step.graph, step.recording = SimpleNamespace(replay=replay, pool=lambda: None), False
-
-    monkeypatch.setattr(CapturedStep, "_record", record)
-    monkeypatch.setattr(CapturedStep, "_aside", lambda step: step.step(step.batch))
-    monkeypatch.setattr(captured, "DEVICE", "cpu")
-    monkeypatch.setattr(gradients, "_why_not_fixed", lambda model, batch: None)
-    monkeypatch.setattr(nn.Module, "compile", lambda module, **options: None)
-    return seen
+    return stand_in(monkeypatch.setattr)
 
 
 def test_graphs_train_as_plain_steps_do_for_any_number_of_microbatches(graphs: SimpleNamespace) -> None:

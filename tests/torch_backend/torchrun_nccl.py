@@ -23,7 +23,7 @@ from torch_backend.training.ranks import Ranks, unwrapped
 
 Model = Any
 # What each of two ranks holds at each step, as lengths: unequal shares, a rank without a target, one without documents.
-STEPS = [((5, 19, 33, 7), (40,)), ((9, 30), (1, 1, 1)), ((3, 11, 21), ())]
+STEPS = [((5, 19, 33, 7), (40,)), ((9, 30), (1, 1, 1)), ((3, 11, 21), ()), ((25, 2), (8, 14, 4))]
 CASES = {f"{strategy}, {family}": (strategy, family) for strategy in ("ddp", "fsdp") for family in ("qwen3", "gpt_oss")}
 
 
@@ -39,7 +39,6 @@ def batch(docs: list[Tensor], model: Model) -> dict[str, Any]:
 
 def train(model: Model, shares: list[list[list[Tensor]]]) -> dict[str, Any]:
     """Steps of gradient descent; ``shares`` has the microbatches of each step, as documents."""
-    device = next(model.parameters()).device
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     step = make_train_step(model, optimizer, max_grad_norm=0.5)
     metrics = [step([batch(docs, unwrapped(model)) for docs in microbatches]) for microbatches in shares]
@@ -47,7 +46,7 @@ def train(model: Model, shares: list[list[list[Tensor]]]) -> dict[str, Any]:
     return {
         "metrics": [{name: float(x) for name, x in each.items()} for each in metrics],
         "weights": {name: weight.cpu() for name, weight in found.items()},
-        "device": device.type,
+        "graph": step.parts["graph"],
     }
 
 

@@ -11,16 +11,19 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from tests.torch_backend.graphs import stand_in
 from tests.torch_backend.models import collate, documents, tiny
 from tests.torch_backend.torchrun import leave, whole
-from tests.torch_backend.torchrun_loss import plain, sharded, sharded_by_fsdp_1
+from tests.torch_backend.torchrun_loss import plain, sharded, sharded_by_fsdp_1, with_idle_parameter
 from torch_backend import make_train_step
 
 # The documents of each step, a line per microbatch; rank r of n takes every n-th from r on, so ranks differ in size.
@@ -32,33 +35,69 @@ def ddp(**options: Any) -> Callable[[Model], Model]:
     return lambda model: DDP(plain(model), **options)
 
 
-# name -> (family, how several processes wrap the model, whether ranks differ in their number of microbatches)
-CASES: dict[str, tuple[str, Callable[[Model], Model], bool]] = {
-    "DDP, qwen3": ("qwen3", ddp(), False),
-    "DDP, gpt_oss": ("gpt_oss", ddp(), False),
-    "DDP, qwen3_5_text": ("qwen3_5_text", ddp(), False),
-    "DDP, bloom": ("bloom", ddp(), False),
-    "DDP, uneven microbatches": ("qwen2", ddp(), True),
-    "DDP, static graph": ("qwen2", ddp(static_graph=True), False),
-    "FSDP2": ("qwen2", sharded, False),
-    "FSDP2, qwen3": ("qwen3", sharded, False),
-    "FSDP2, gpt_oss": ("gpt_oss", sharded, False),
-    "FSDP2, qwen3_5_text": ("qwen3_5_text", sharded, False),
-    "FSDP1": ("qwen2", sharded_by_fsdp_1, False),
-    "nothing": ("qwen2", plain, False),
+def hooked(model: Model) -> Model:
+    model = DDP(plain(model))
+    model.register_comm_hook(None, allreduce_hook)
+    return model
+
+
+class Case(NamedTuple):
+    """What ranks train, and how.
+
+    Attributes:
+        wrap: what several processes put around the model.
+        uneven: ranks differ in their number of microbatches.
+        replays: forward and backward are recorded (tests/torch_backend/graphs.py), and rank 0 replays so often.
+        odd: the last rank's second step has longer rows, for which nothing is recorded.
+    """
+
+    family: str
+    wrap: Callable[[Model], Model]
+    uneven: bool = False
+    replays: int | None = None
+    odd: bool = False
+
+
+CASES: dict[str, Case] = {
+    "DDP, qwen3": Case("qwen3", ddp()),
+    "DDP, gpt_oss": Case("gpt_oss", ddp()),
+    "DDP, qwen3_5_text": Case("qwen3_5_text", ddp()),
+    "DDP, bloom": Case("bloom", ddp()),
+    "DDP, uneven microbatches": Case("qwen2", ddp(), uneven=True),
+    "DDP, static graph": Case("qwen2", ddp(static_graph=True)),
+    "DDP, communication hook": Case("qwen2", hooked),
+    "FSDP2": Case("qwen2", sharded),
+    "FSDP2, qwen3": Case("qwen3", sharded),
+    "FSDP2, gpt_oss": Case("gpt_oss", sharded),
+    "FSDP2, qwen3_5_text": Case("qwen3_5_text", sharded),
+    "FSDP1": Case("qwen2", sharded_by_fsdp_1),
+    "nothing": Case("qwen2", plain),
+    "DDP, graphs, uneven microbatches": Case("qwen3", with_idle_parameter, uneven=True, replays=2),
+    "DDP, graphs, a rank without one": Case("gpt_oss", ddp(), replays=2, odd=True),
+    "FSDP2, graphs": Case("qwen3", sharded, replays=2),
+    "FSDP2, graphs, a rank without one": Case("qwen2", sharded, replays=0, odd=True),
 }
 
 
-def train(model: Model, shares: int, share: int, uneven: bool = False) -> dict[str, Any]:
-    """The metrics of each step, and the weights after it."""
+def train(case: Case, model: Model, shares: int, share: int) -> dict[str, Any]:
+    """The metrics of each step, the weights after it, and what was recorded."""
+    graphs = stand_in() if case.replays is not None and shares > 1 else SimpleNamespace()
+    graphs.model = model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     step, metrics = make_train_step(model, optimizer, max_grad_norm=0.5), []
-    for microbatches in STEPS:
+    for number, microbatches in enumerate(STEPS):
         docs = [documents(lengths, seed)[share::shares] for seed, lengths in enumerate(microbatches)]
-        if uneven and share:
+        if case.uneven and share:
             docs = [docs[0] + docs[1]]
-        metrics.append({name: float(x) for name, x in step([collate(each, capacity=64) for each in docs]).items()})
-    return {"metrics": metrics, "weights": weights(model)}
+        capacity = 80 if case.odd and number and share == shares - 1 else 64
+        given = [collate(each, capacity=capacity) for each in docs]
+        metrics.append({name: float(x) for name, x in step(given).items()})
+    return {
+        "metrics": metrics,
+        "weights": weights(model),
+        "graph": step.parts["graph"],
+        "replays": getattr(graphs, "replayed", None),
+    }
 
 
 def weights(model: Model) -> dict[str, torch.Tensor]:
@@ -71,9 +110,9 @@ def weights(model: Model) -> dict[str, torch.Tensor]:
 def main(target: Path) -> None:
     dist.init_process_group("gloo", timeout=timedelta(minutes=1))
     results: dict[str, Any] = {}
-    for name, (family, wrap, uneven) in CASES.items():
+    for name, case in CASES.items():
         try:
-            results[name] = train(wrap(tiny(family)), dist.get_world_size(), dist.get_rank(), uneven)
+            results[name] = train(case, case.wrap(tiny(case.family)), dist.get_world_size(), dist.get_rank())
         except Exception as error:
             results[name] = f"{type(error).__name__}: {error}"
     if dist.get_rank() == 0:

@@ -7,8 +7,11 @@ zero2 or zero3.
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -18,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from packing_core.errors import UnsupportedModelError
+from tests.torch_backend.graphs import stand_in
 from tests.torch_backend.models import tiny
 from tests.torch_backend.test_trainer import CAPACITY, arguments, documents, gpt_oss
 from tests.torch_backend.torchrun import leave, whole
@@ -26,6 +30,8 @@ from torch_backend.training.trainer import enable_packing
 DOCUMENTS = 48  # 16 rows in the order of the documents: 2 steps of 8 rows
 LIMITS = {"max_steps": 2, "max_grad_norm": 0.5, "train_sampling_strategy": "sequential"}
 FAMILIES = ("qwen3", "gpt_oss", "qwen3_5_text", "bloom")  # rotary and plain attention, sinks, recurrent layers, ALiBi
+
+RECORDED = {"ddp": "qwen3", "fsdp2": "gpt_oss"}  # strategy -> the family whose steps are recorded (graphs.py)
 
 
 class Counting(transformers.Trainer):
@@ -43,7 +49,14 @@ def untrained(family: str) -> torch.nn.Module:
     return gpt_oss() if family == "gpt_oss" else tiny(family)
 
 
-def train(model: torch.nn.Module, folder: Path, rows_at_once: int, accumulation: int, strategy: str) -> dict[str, Any]:
+def train(
+    model: torch.nn.Module,
+    folder: Path,
+    rows_at_once: int,
+    accumulation: int,
+    strategy: str,
+    graphs: SimpleNamespace | None = None,
+) -> dict[str, Any]:
     options = {"per_device_train_batch_size": rows_at_once, "gradient_accumulation_steps": accumulation}
     if strategy == "fsdp2":
         layers = sorted({type(m).__name__ for m in model.modules() if isinstance(m, GradientCheckpointingLayer)})
@@ -63,8 +76,11 @@ def train(model: torch.nn.Module, folder: Path, rows_at_once: int, accumulation:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
     trainer = Counting(model, given, train_dataset=documents(DOCUMENTS))
     enable_packing(trainer, capacity=CAPACITY, verify=False)
+    if graphs is not None:
+        graphs.model = trainer.model
     trainer.train()
     return {
+        "replays": getattr(graphs, "replayed", 0),
         "model": weights_of(trainer.model, strategy),
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "counts": trainer.counts,
@@ -89,10 +105,13 @@ def main(folder: Path, rows_at_once: int, accumulation: int, strategy: str) -> N
     models = {family: untrained(family) for family in FAMILIES}  # before ZeRO-3 partitions all that is built
     found: dict[str, Any] = {}
     for family, model in models.items():
-        try:
-            found[family] = train(model, folder, rows_at_once, accumulation, strategy)
-        except UnsupportedModelError as refusal:
-            found[family] = str(refusal)
+        with ExitStack() as stack:
+            recorded = family == RECORDED.get(strategy)
+            graphs = stand_in(lambda *x: stack.enter_context(patch.object(*x))) if recorded else None
+            try:
+                found[family] = train(model, folder, rows_at_once, accumulation, strategy, graphs)
+            except UnsupportedModelError as refusal:
+                found[family] = str(refusal)
     if torch.distributed.get_rank() == 0:
         torch.save(found, folder / "result.pt")
 

@@ -21,7 +21,7 @@ from packing_core.errors import PackingError, UnsupportedError
 from torch_backend.auditing.compare import cosine, gradients_error
 from torch_backend.collate import Batch
 from torch_backend.hf.boundaries import METADATA_KEYS
-from torch_backend.hf.patch import causal_lm
+from torch_backend.hf.structure import causal_lm
 from torch_backend.hf.unpadding import GENERATING, LENGTHS, Padded, kind_of, lengths_of, padded_calls
 
 SMALLEST_LOSS = 1.0  # a smaller loss is compared with this much: advantages, whose mean is 0, cancel in it

@@ -28,8 +28,8 @@ from torch_backend.auditing.model import MOVED
 from torch_backend.auditing.scored import ScoredStep, scored_batches, without_workers
 from torch_backend.collate import Batch
 from torch_backend.hf.heads import labels_documents, trains_first_token
-from torch_backend.hf.patch import causal_lm
 from torch_backend.hf.router import no_router_loss
+from torch_backend.hf.structure import causal_lm
 from torch_backend.hf.unpadding import kind_of
 
 FLOAT32, HALF = 1e-4, 2e-2  # what figures may be in float32, and where anything is computed in fewer bits

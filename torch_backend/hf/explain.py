@@ -14,7 +14,8 @@ from torch import nn
 from packing_core.errors import UnsupportedError
 from torch_backend.hf.forward import AttentionChoice, Choice, DocumentsChoice, RowChoice
 from torch_backend.hf.mixers import why_not_on_the_row
-from torch_backend.hf.patch import causal_lm, state_of
+from torch_backend.hf.patch import state_of
+from torch_backend.hf.structure import causal_lm
 from torch_backend.ops.attention import TRIED_LAST, describe, rejections
 
 
@@ -94,7 +95,8 @@ def _explain_step(trainer: Any) -> Explanation:
 
 def _explain_mixer(name: str, layer: nn.Module, choice: Choice | None, whole_decoder: bool) -> LayerExplanation:
     if isinstance(choice, RowChoice):
-        return LayerExplanation(name, "row", "its own forward on the row", str(choice))
+        rejected = {} if choice.scan is None else dict(choice.scan.rejected)
+        return LayerExplanation(name, "row", "its own forward on the row", str(choice), rejected)
     reason = choice.reason if isinstance(choice, DocumentsChoice) else None
     if choice is None and not whole_decoder:
         reason = why_not_on_the_row(layer)

@@ -21,9 +21,10 @@ from packing_core.errors import UnsupportedModelError
 from torch_backend.hf.documents import DocumentRows
 from torch_backend.ops.attention import AttentionRequest
 from torch_backend.ops.documents import FINE, PerBatch, per_document
+from torch_backend.ops.scan import TRITON, ScanChoice
 from torch_backend.segments import PackedMetadata
 
-TRITON_SCAN = "scan by Triton"
+TRITON_SCAN = ScanChoice(TRITON, "scan by Triton")
 
 
 @dataclass(frozen=True)
@@ -40,19 +41,19 @@ class RowChoice:
 
     Attributes:
         triton: whether its convolution ran in Triton; otherwise it ran on batches of documents. None if it has none.
-        scan: what its scan ran on, in words; None if it has none.
+        scan: what its scan ran on; None if it has none.
     """
 
     triton: bool | None
-    scan: str | None
+    scan: ScanChoice | None
 
     @property
     def fixed(self) -> bool:
-        """Whether it runs on kernels of this project alone, in shapes that do not depend on documents."""
-        return self.triton is not False and self.scan in (None, TRITON_SCAN)
+        """Whether it reads nothing back, in shapes that do not depend on documents."""
+        return self.triton is not False and (self.scan is None or self.scan.fixed)
 
     def __str__(self) -> str:
-        parts = [] if self.scan is None else [self.scan]
+        parts = [] if self.scan is None else [self.scan.words]
         if self.triton is not None:
             parts.insert(0, f"convolution by {'Triton' if self.triton else 'plain torch on batches of documents'}")
         return ", ".join(parts)

@@ -151,9 +151,10 @@ BOTH_WAYS: Mapping[str, str] = {"gemma3": "token_type_ids", "gemma4": "mm_token_
 # Layer classes without a convolution to recognise them by, and which instances of them carry state.
 STATEFUL_LAYERS: dict[str, Callable[[Any], bool]] = {
     "MiniMaxLightningAttention": lambda layer: True,
-    "JambaMambaDecoderLayer": lambda layer: True,  # does not pass segments on to its mixer
     "Llama4TextAttention": lambda layer: layer.attn_temperature_tuning and not layer.use_rope,  # counts along the row
 }
+# Decoder layers that pass nothing but a mask on to their mixer, which is None for packed rows.
+PASS_A_MASK = ("JambaMambaDecoderLayer",)
 # Global names of functions in modeling files, by what they do.
 CONVOLUTION = "causal_conv1d_fn"
 SCANS = {  # the libraries with a kernel for each, in the order they are tried; transformers uses the last
@@ -186,10 +187,6 @@ WITHIN_TOKENS_METHODS = ("fix_query_key_value_ordering",)
 STATE_ARGUMENTS = (
     *("initial_state", "initial_states", "output_final_state", "return_final_states", "final_states_out"),
 )
-BOUNDARY_ARGUMENTS = (
-    "cu_seqlens",
-    "seq_idx",
-)  # what kernels call them; layers pass the PackedForward under these names
 
 # -- attention ------------------------------------------------------------------------------------------------------
 

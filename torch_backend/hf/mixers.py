@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from typing import Any
 
@@ -24,11 +24,13 @@ from torch_backend.hf.knowledge import (
     CONVOLUTION,
     FUSED_STEPS,
     ONLY_WITH_A_CACHE,
+    PASS_A_MASK,
     SCANS,
     SELECTIVE_SCAN,
     STATEFUL_LAYERS,
     WITHIN_TOKENS,
     WITHIN_TOKENS_METHODS,
+    Route,
 )
 from torch_backend.hf.override import has_own_forward, original_class, override
 from torch_backend.hf.rebinding import called, names, rebound
@@ -61,12 +63,28 @@ def find_mixers(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
     return found
 
 
+def overrides(
+    decoder: nn.Module, mixers: Iterable[nn.Module], route: Route
+) -> Iterator[tuple[nn.Module, Callable[[nn.Module], None]]]:
+    """The modules whose forwards packed calls replace, each with what replaces it."""
+    for mixer in mixers:
+        yield mixer, override_decoder if route == "documents" else override_mixer
+    for layer in decoder.modules():
+        if any(c.__name__ in PASS_A_MASK for c in type(layer).__mro__):
+            yield layer, override_mask
+
+
 def override_mixer(layer: nn.Module) -> None:
     """Make a layer restart at every segment in packed forwards: on the row where it can, else per document."""
     override(layer, _mixer_forward, _row_attributes)
     reason = why_not_on_the_row(layer)
     if reason is not None and CONVOLUTION in called(original_class(layer).forward):
         _warn_once(type(layer).__name__, reason)
+
+
+def override_mask(layer: nn.Module) -> None:
+    """Make a decoder layer pass the segments on to its mixer, in place of the mask."""
+    override(layer, _segments_for_mask)
 
 
 def override_decoder(decoder: nn.Module) -> None:
@@ -186,6 +204,11 @@ def _run_on_row(
         return on_row(with_fast_norms(layer), *args, **kwargs)
     with running(segments):
         return on_row(with_fast_norms(layer), *args, **kwargs)
+
+
+def _segments_for_mask(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    forward = forward_among(kwargs.values())
+    return call(*args, **kwargs) if forward is None else call(*args, **kwargs | {"attention_mask": forward})
 
 
 def _decoder_forward(decoder: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

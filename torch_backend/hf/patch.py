@@ -15,11 +15,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from packing_core.errors import UnsupportedModelError
 from torch_backend.hf import inputs, router
-from torch_backend.hf.attention import PreTrainedModel, register, uses_interface
+from torch_backend.hf.attention import register, uses_interface
 from torch_backend.hf.boundaries import is_packed, take_metadata
 from torch_backend.hf.edits import AttentionName, ContinuousBatching, Edit, Hook, LayerOverride, Rotation
 from torch_backend.hf.encoders import is_encoder, numbering, sees_both_sides, takes_positions
@@ -27,18 +26,26 @@ from torch_backend.hf.forward import CARRIED, AttentionChoice, Choice, PackedFor
 from torch_backend.hf.guard import Guard
 from torch_backend.hf.heads import head_of
 from torch_backend.hf.knowledge import SEE_PADDING, route_of
-from torch_backend.hf.mixers import find_mixers, override_decoder, override_mixer, why_not_on_the_row
+from torch_backend.hf.mixers import find_mixers, overrides, why_not_on_the_row
 from torch_backend.hf.override import original_class
 from torch_backend.hf.placement import execution_device
 from torch_backend.hf.rotary import find_batch_dependent, has_position_axes, override_frequencies, restore_frequencies
 from torch_backend.hf.rows import HeadRows
+from torch_backend.hf.structure import (
+    DATA_PARALLEL,
+    causal_lm,
+    decoder_of,
+    has_compiled_layers,
+    own_modules,
+    sharding_inside,
+)
+from torch_backend.ops import scan as scans
 from torch_backend.ops.attention import AttentionRequest, candidates, needs_host_lengths, prepare
 from torch_backend.ops.documents import FINE, OWN
 from torch_backend.ops.operators import runs_triton
 
 Model = TypeVar("Model", bound=nn.Module)
 _STATE = "_crosspack"
-DATA_PARALLEL = "DataParallel splits a batch in the middle of its documents: use DistributedDataParallel (torchrun)"
 
 
 def install(model: Model, implementation: str | Sequence[str] = "auto") -> Model:
@@ -68,25 +75,6 @@ def unpatch(model: Model) -> Model:
     return model
 
 
-def causal_lm(model: nn.Module) -> Any:
-    """The outermost transformers model inside ``model``.
-
-    Raises:
-        UnsupportedModelError: there is none, or DataParallel stands around it.
-    """
-    if not isinstance(model, nn.Module):
-        raise UnsupportedModelError(
-            f"expected a transformers model, got a {type(model).__name__} ({model!r:.60}): load it first, "
-            "transformers.AutoModelForCausalLM.from_pretrained(...)"
-        )
-    for module in model.modules():
-        if isinstance(module, nn.DataParallel):
-            raise UnsupportedModelError(DATA_PARALLEL)
-        if isinstance(module, PreTrainedModel):
-            return module
-    raise UnsupportedModelError(f"there is no transformers model in {type(model).__name__}")
-
-
 def state_of(root: nn.Module) -> Patched | None:
     """What :func:`install` left on a model, None if it is not patched."""
     return root.__dict__.get(_STATE)
@@ -113,9 +101,9 @@ class Patched:
 
     def __init__(self, root: Any, implementation: str | Sequence[str]) -> None:
         self.root = root
-        self.decoder = _decoder(root)
+        self.decoder = decoder_of(root)
         self.implementation = implementation if isinstance(implementation, str) else tuple(implementation)
-        own = dict(_own_modules(self.decoder))
+        own = dict(own_modules(self.decoder))
         self.attention = {name: m for name, m in own.items() if uses_interface(original_class(m))}
         self.mixers = {name: m for name, m in find_mixers(self.decoder).items() if name in own}
         self.rotaries = find_batch_dependent(self.decoder)
@@ -180,8 +168,8 @@ class Patched:
             served = (self.decoder, *self.attention.values())
             yield from map(AttentionName, {id(m.config): m.config for m in served}.values())
             yield ContinuousBatching(self.root, self.suspend)
-        for mixer in self.mixers.values():
-            yield LayerOverride(mixer, override_decoder if self.route == "documents" else override_mixer)
+        for layer, start in overrides(self.decoder, self.mixers.values(), self.route):
+            yield LayerOverride(layer, start)
         for rotary in self.rotaries.values():
             start = partial(override_frequencies, current=self._current)
             yield LayerOverride(rotary, start, restore_frequencies)
@@ -301,6 +289,7 @@ class Patched:
                 prepare(forward.segments, request, self.implementation)
             if self.mixers:
                 forward.segments.seq_idx, forward.segments.position_ids  # noqa: B018  made once, not in every graph
+                scans.prepare(forward.segments)
         kwargs["attention_mask"] = forward
         if self.mixers:  # some layers pass on what they do not know, some only the argument of fused kernels
             kwargs |= dict.fromkeys(CARRIED, forward)
@@ -313,7 +302,7 @@ class Patched:
             self.current = None
         if forward is None or output is None or torch.compiler.is_compiling():
             return
-        if not forward.choices and _has_compiled_layers(decoder):
+        if not forward.choices and has_compiled_layers(decoder):
             return  # they leave no record
         self.choices = forward.choices
         layers = self.layers
@@ -371,7 +360,7 @@ class Patched:
         if not self.divided or not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return
         for name, layer in self.divided.items():
-            if kind := _sharding_inside(layer):
+            if kind := sharding_inside(layer):
                 raise UnsupportedModelError(
                     f"{type(self.root).__name__} is sharded by {kind}, and {name} runs on batches of documents of "
                     "similar length: ranks would gather its parameters a different number of times, and hang. Keep "
@@ -398,37 +387,3 @@ class Patched:
         self.__dict__.update(state)
         for name in self._attention_names():
             register(name.before)  # in the process that loads a pickled model
-
-
-def _decoder(root: Any) -> Any:
-    """The model inside the causal language model that embeds the tokens and makes the masks."""
-    embedding = root.get_input_embeddings()
-    inner = [m for m in root.modules() if isinstance(m, PreTrainedModel) and m is not root]
-    for found in (root.get_decoder(), root.base_model, *inner):
-        # a vision or audio model inside a decoder is not its decoder
-        if isinstance(found, PreTrainedModel) and found is not root and embedding in found.modules():
-            return found
-    return root
-
-
-def _own_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Names and modules inside a model, without those of other models in it (vision, audio)."""
-    for name, module in model.named_children():
-        if not isinstance(module, PreTrainedModel):
-            yield prefix + name, module
-            yield from _own_modules(module, f"{prefix}{name}.")
-
-
-def _sharding_inside(layer: nn.Module) -> str | None:
-    """What shards the parameters of a module call by call, if anything does."""
-    for module in layer.modules():
-        if isinstance(module, FSDPModule | FullyShardedDataParallel):
-            return "FSDP"
-    if any(hasattr(parameter, "ds_id") for parameter in layer.parameters()):
-        return "DeepSpeed ZeRO-3"
-    return None
-
-
-def _has_compiled_layers(decoder: nn.Module) -> bool:
-    """Whether modules inside were compiled on their own, ``layer.compile()``."""
-    return any(module._compiled_call_impl is not None for module in decoder.modules())

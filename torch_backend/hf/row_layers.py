@@ -104,7 +104,7 @@ def _gated_norm(norm: Any, x: Tensor, gate: Tensor) -> Tensor:
 # Class -> the kind of its scan, and of a layer the widths of k (or the numbers of a state) and of v.
 _SCANS: dict[str, tuple[str, Callable[[Any], tuple[int, int]]]] = {
     **dict.fromkeys(
-        ("MambaMixer", "FalconMambaMixer", "ZambaMambaMixer"),
+        ("MambaMixer", "FalconMambaMixer", "JambaMambaMixer", "ZambaMambaMixer"),
         (scans.SELECTIVE, lambda layer: (layer.A_log.shape[-1], 1)),
     ),
     "RecurrentGemmaRecurrentBlock": (scans.SELECTIVE, lambda layer: (1, 1)),

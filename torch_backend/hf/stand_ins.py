@@ -10,19 +10,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from packing_core.errors import UnsupportedModelError
 from torch_backend.hf.forward import TRITON_SCAN
-from torch_backend.hf.knowledge import BOUNDARY_ARGUMENTS, CONVOLUTION, STATE_ARGUMENTS
+from torch_backend.hf.knowledge import CONVOLUTION, STATE_ARGUMENTS
 from torch_backend.ops import scan as scans
 from torch_backend.ops.conv import short_convolution
 from torch_backend.ops.documents import per_document
 from torch_backend.ops.operators import runs_triton
-from torch_backend.ops.scan import selective
-from torch_backend.ops.scan import triton as triton_scans
+from torch_backend.ops.scan import ScanChoice, selective
 from torch_backend.segments import PackedMetadata
 
 
@@ -31,12 +29,12 @@ class LayerSegments:
 
     Attributes:
         packed: the segments.
-        scan: what the layer's scan ran on, in words; None until it ran.
+        scan: what the layer's scan ran on; None until it ran.
     """
 
     def __init__(self, packed: PackedMetadata) -> None:
         self.packed = packed
-        self.scan: str | None = None
+        self.scan: ScanChoice | None = None
 
 
 def _segments_of(function: str, arguments: dict[str, Any]) -> LayerSegments:
@@ -89,33 +87,12 @@ def convolve(
 
 
 def scan(name: str, function: Callable[..., Any], libraries: Sequence[str], *args: Any, **kwargs: Any) -> Any:
-    """The scan that a modeling file calls by a name, with its state restarted at every segment.
-
-    It runs on our kernels (``ops.scan.triton``) where they serve it, and otherwise as ``ops.scan`` says.
-    """
+    """The scan that a modeling file calls by a name, with its state restarted at every segment: see ``ops.scan``."""
     segments = _segments_of("a scan", kwargs)
     kwargs = {name: value for name, value in kwargs.items() if not isinstance(value, LayerSegments)}
-    reason = triton_scans.refused(name, args, kwargs)
-    if reason is None:
-        segments.scan = TRITON_SCAN
-        return triton_scans.scan(name, segments.packed, args, kwargs)
-    return _scan_elsewhere(segments, reason, function, libraries, args, kwargs)
-
-
-@torch.compiler.disable  # the libraries disable compilation of their kernels too: one graph break instead of several
-def _scan_elsewhere(
-    segments: LayerSegments,
-    reason: str,
-    function: Callable[..., Any],
-    libraries: Sequence[str],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    known = scans.parameters(function)
-    kwargs = {name: kwargs[name] for name in known if name in kwargs and name not in BOUNDARY_ARGUMENTS}
-    request = scans.chosen(function, libraries, args, kwargs)
-    segments.scan = f"{request}, not by Triton: {reason}"
-    return scans.scan(request, segments.packed, args, kwargs)
+    call = name, function, libraries, segments.packed, args, kwargs
+    segments.scan = scans.choose(*call)
+    return scans.run(segments.scan, *call)
 
 
 @contextmanager

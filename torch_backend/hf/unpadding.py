@@ -27,7 +27,8 @@ from packing_core.batch import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError
 from torch_backend.hf.boundaries import is_packed
 from torch_backend.hf.inputs import CACHES, as_keywords, forward_names
-from torch_backend.hf.patch import causal_lm, state_of
+from torch_backend.hf.patch import state_of
+from torch_backend.hf.structure import causal_lm
 from torch_backend.segments import to_device
 
 LENGTHS = "document_lengths"  # key of a batch: real tokens of each row, a tuple of ints on the host

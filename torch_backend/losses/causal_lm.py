@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from packing_core.batch import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
 from torch_backend.hf.heads import takes_next_token_loss
-from torch_backend.hf.patch import causal_lm
+from torch_backend.hf.structure import causal_lm
 from torch_backend.losses.cross_entropy import next_token_targets
 from torch_backend.losses.output_layer import Tail, output_layer_loss
 

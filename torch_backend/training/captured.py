@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from packing_core.errors import LayoutError
 from torch_backend.hf.attention import DecoderLayer
-from torch_backend.hf.patch import causal_lm, state_of
+from torch_backend.hf.patch import state_of
+from torch_backend.hf.structure import causal_lm
 
 # Host values that follow a batch around; inside a graph they would stay those of the batch that was recorded.
 _HOST_ONLY = ("packed_lengths", "packed_documents")

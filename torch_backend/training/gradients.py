@@ -13,7 +13,6 @@ from traceback import format_exception
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import TorchDynamoException
@@ -21,10 +20,12 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from packing_core.errors import UnsupportedError, UnsupportedModelError
 from torch_backend.hf.forward import RowChoice
-from torch_backend.hf.patch import Patched, causal_lm, state_of
+from torch_backend.hf.patch import Patched, state_of
+from torch_backend.hf.structure import causal_lm
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.training import captured
 from torch_backend.training.captured import CapturedBackward, compile_layers, form_of
+from torch_backend.training.over_ranks import Exchange, exchange_of, place_of, why_not_recorded
 from torch_backend.training.shapes import FixedShapes
 
 Choice = bool | Literal["auto"]
@@ -87,13 +88,15 @@ class Gradients:
         self.last: Any = None
         self.graphs: CapturedBackward | None = None
         self.weights: Any = None  # where those lie that the graphs use
+        self.exchange = Exchange()
 
-    def __call__(self, batch: Batch) -> Tensor:
+    def __call__(self, batch: Batch, *, last: bool = True) -> Tensor:
         """The loss that ``backward`` returns."""
         try:
             if not self.ready:
                 self._prepare(batch)
-            return self.backward(batch) if self.fixed is None else self._by_form(self.fixed(batch))
+            with self.exchange.around(last=last):
+                return self.backward(batch) if self.fixed is None else self._by_form(self.fixed(batch))
         except torch.OutOfMemoryError:
             # whoever catches it goes on with smaller batches
             self.graphs = self.form = self.last = None
@@ -102,12 +105,14 @@ class Gradients:
 
     def _by_form(self, batch: Batch) -> Tensor:
         form = form_of(batch)
-        if self.form is None or form == self.last:
+        together = self.exchange.same((form, bool(self.capture)))
+        if together and (self.form is None or form == self.last):
             self.form = form
-        self.last = form
-        if form["input_ids"] != self.form["input_ids"]:
+        self.last = form if together else None
+        if self.form is None or form["input_ids"] != self.form["input_ids"]:
             return self.backward(batch)
-        return self._through_layers(batch, self._captured if self.capture and form == self.form else self.backward)
+        graph = together and self.capture and form == self.form
+        return self._through_layers(batch, self._captured if graph else self.backward)
 
     def _through_layers(self, batch: Batch, run: Callable[[Batch], Tensor]) -> Tensor:
         """``run`` with compiled layers, or with plain ones if these turn out not to compile."""
@@ -148,10 +153,10 @@ class Gradients:
             state.compiled = set()
 
     def _captured(self, batch: Batch) -> Tensor:
-        weights = [(p.data_ptr(), p.requires_grad) for p in self.model.parameters()]
+        weights = [(place_of(p), p.requires_grad) for p in self.model.parameters()]
         if self.graphs is None or (weights, self.form) != self.weights:
             self.weights = weights, self.form
-            self.graphs = CapturedBackward(self.backward, [p for p in self.model.parameters() if p.requires_grad])
+            self.graphs = CapturedBackward(self._recorded, [p for p in self.model.parameters() if p.requires_grad])
         before = [parameter.grad for parameter in self.graphs.parameters]
         try:
             return self.graphs(batch)
@@ -168,6 +173,11 @@ class Gradients:
         self.capture, self.graphs = False, None
         return self.backward(batch)
 
+    def _recorded(self, batch: Batch) -> Tensor:
+        loss = self.backward(batch)
+        self.exchange.end_recording()
+        return loss
+
     def _prepare(self, batch: Batch) -> None:
         """Choose what is fast, and try the loss on the first batch."""
         layers = _refused("compile", self.compile, self.no_layers or why_not_compiled(self.model, batch))
@@ -180,6 +190,10 @@ class Gradients:
             layers = layers or _refused("compile", self.compile, waits)
             graph = graph or _refused("capture", self.capture, waits)
             self.fixed = None
+        if self.capture:
+            self.exchange, graph = exchange_of(self.model, graph)
+            graph = _refused("capture", self.capture, graph)
+            self.shapes.largest = self.exchange.largest
         self.parts = {
             LOSS: "without logits" if reason is None else f"with logits: {reason}",
             LAYERS: "compiled" if layers is None else f"not compiled: {layers}",
@@ -221,8 +235,8 @@ def why_not_compiled(model: nn.Module, batch: Batch | None = None) -> str | None
 
 def why_not_captured(model: nn.Module, batch: Batch) -> str | None:
     """Why forward and backward of a model cannot be recorded as a CUDA graph, None if they can."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return "gradients are reduced over ranks during the backward"
+    if (reason := why_not_recorded(model)) is not None:
+        return reason
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         return "gradient checkpointing reads the random state"
     if (state := state_of(causal_lm(model))) is not None and state.rows.needs_lengths:
@@ -252,7 +266,7 @@ def _why_not_fixed(model: nn.Module, batch: Batch | None) -> str | None:
 
 
 def _why_not_mixers(model: nn.Module) -> str | None:
-    """Why the recurrent layers that ran cannot run in fixed shapes: what ran is not from this project."""
+    """Why the recurrent layers that ran cannot run in fixed shapes: what ran reads lengths back."""
     state = state_of(causal_lm(model))
     choices = () if state is None else state.choices.values()
     other = next((choice for choice in choices if isinstance(choice, RowChoice) and not choice.fixed), None)

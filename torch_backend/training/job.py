@@ -26,7 +26,7 @@ from packing_core.training.timing import Clock, in_turn
 from torch_backend.auditing.model import AuditReport, verify
 from torch_backend.collate import Batch, PackedCollator
 from torch_backend.hf.explain import explain
-from torch_backend.hf.patch import causal_lm
+from torch_backend.hf.structure import causal_lm
 from torch_backend.patching import patch, unpatch
 from torch_backend.training import states
 from torch_backend.training.gradients import Choice

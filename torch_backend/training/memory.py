@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from packing_core.training.job import TrainJob
-from torch_backend.hf.patch import causal_lm
+from torch_backend.hf.structure import causal_lm
 from torch_backend.training.ranks import Ranks
 
 _GIB = 2**30

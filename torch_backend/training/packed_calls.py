@@ -18,7 +18,8 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from torch_backend.hf.forward import PackedForward, forward_among
-from torch_backend.hf.patch import Patched, causal_lm, state_of
+from torch_backend.hf.patch import Patched, state_of
+from torch_backend.hf.structure import causal_lm
 from torch_backend.training.captured import compile_layers
 from torch_backend.training.gradients import why_not_compiled
 

@@ -21,7 +21,7 @@ from packing_core import PackedDataset
 from packing_core.errors import UnsupportedModelError
 from packing_core.extras import require
 from torch_backend.collate import PackedCollator
-from torch_backend.hf.patch import causal_lm
+from torch_backend.hf.structure import causal_lm
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.training import sft
 from torch_backend.training.gradients import (
@@ -35,8 +35,9 @@ from torch_backend.training.gradients import (
     run_layers,
     why_not_compiled,
 )
-from torch_backend.training.rows import PackedRows, rows_of
+from torch_backend.training.rows import PackedRows
 from torch_backend.training.shapes import FixedShapes
+from torch_backend.training.trainer_rows import rows_of
 
 require("transformers", extra="hf")
 
@@ -103,7 +104,8 @@ class PackedStep:
         if self.metrics is not None:
             inputs = self.metrics.count(inputs)
         more = {} if num_items_in_batch is None else {TARGETS: num_items_in_batch}
-        return self.losses(self.gradients({**inputs, **more}))
+        last = self.trainer.accelerator.sync_gradients
+        return self.losses(self.gradients({**inputs, **more}, last=last))
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -224,7 +226,7 @@ def _why_not_graph(trainer: Any) -> str | None:
     args = trainer.args
     if type(trainer).training_step is not Trainer.training_step and not sft.defines(trainer, "training_step"):
         return f"{type(trainer).__name__} has a training_step of its own"
-    if trainer.is_fsdp_enabled:
+    if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
         return "FSDP gathers parameters during the step"
     if trainer.accelerator.scaler is not None:
         return "float16 gradients are scaled by a factor that changes"

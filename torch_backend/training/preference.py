@@ -17,8 +17,9 @@ import torch
 
 from packing_core.errors import PackingError, UnsupportedError
 from torch_backend.hf.boundaries import refuse_split_rows
-from torch_backend.hf.patch import causal_lm, state_of
+from torch_backend.hf.patch import state_of
 from torch_backend.hf.rotary import find_batch_dependent
+from torch_backend.hf.structure import causal_lm
 from torch_backend.hf.unpadding import GENERATING, LENGTHS, PAIRS, LengthsCollator, kind_of, unpad_calls
 from torch_backend.patching import patch, unpatch
 from torch_backend.training.gradients import GRAPH, LAYERS, LOSS

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_backend.hf.attention import DecoderLayer
-from torch_backend.hf.patch import causal_lm
+from torch_backend.hf.structure import causal_lm
 
 _TIMEOUT = timedelta(minutes=30)  # while one rank writes a checkpoint, the others wait
 

@@ -6,7 +6,7 @@ not depend on its documents. No token of a document changes, and nothing is read
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -31,6 +31,9 @@ class FixedShapes:
         tokens: of a row, to which batches of a single row are padded; None keeps their length.
         longest: a segment length that is expected.
         segments: a number of segments in a batch that is expected, padding not counted.
+
+    Attributes:
+        largest: the largest of each size over ranks whose batches shall have one form.
     """
 
     def __init__(self, tokens: int | None = None, longest: int = 1, segments: int = 0) -> None:
@@ -38,6 +41,7 @@ class FixedShapes:
         self.segments = segments
         self.longest = _power_of_two(longest)
         self.rows = self.row_length = self.entries = 0
+        self.largest: Callable[..., tuple[int, ...]] = lambda *sizes: sizes
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The batch, which :meth:`takes` takes, in fixed shapes."""
@@ -46,13 +50,14 @@ class FixedShapes:
         wide = max(length, self.tokens) if rows == 1 else length
         if wide != self.row_length:
             self.rows, self.row_length = 0, wide
-        self.rows = max(self.rows, rows)
-        self.longest = max(self.longest, _power_of_two(max(*lengths, int(batch.get("max_length_q") or 1))))
+        longest = _power_of_two(max(*lengths, int(batch.get("max_length_q") or 1)))
+        self.rows, self.longest = self.largest(max(self.rows, rows), max(self.longest, longest))
         padding = self.rows * wide - rows * length
         longest = min(self.longest, wide)
         pieces = [longest] * (padding // longest) + [padding % longest] * (padding % longest > 0)
         segments = max(len(lengths) + len(pieces), self.segments)
-        self.entries = max(self.entries, _rounded(segments, self.rows * wide), len(boundaries) - 1)
+        entries = max(self.entries, _rounded(segments, self.rows * wide), len(boundaries) - 1)
+        (self.entries,) = self.largest(entries)
         fixed = {name: self._padded(name, x, (rows, length), longest) for name, x in batch.items()}
         ends = [rows * length + end for end in accumulate(pieces)]
         ends += [self.rows * wide] * (self.entries - len(lengths) - len(pieces))

@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from packing_core.batch import IGNORE_INDEX
 from packing_core.errors import LayoutError, UnsupportedError
 from torch_backend.hf.heads import labels_documents, trains_first_token
-from torch_backend.hf.patch import causal_lm
 from torch_backend.hf.placement import execution_device
+from torch_backend.hf.structure import causal_lm
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.segments import to_device
 from torch_backend.training.gradients import TARGETS, Batch, Choice, Gradients, fast_loss_refused, run_layers
@@ -134,8 +134,9 @@ class TrainStep:
         loss = torch.zeros((), device=self.device)
         for number, each in enumerate(microbatches):
             given = self._on_device(each)
-            with self._accumulating(last=number == len(microbatches) - 1):
-                loss += self._gradients({**given, TARGETS: tokens})
+            last = number == len(microbatches) - 1
+            with self._accumulating(last=last):
+                loss += self._gradients({**given, TARGETS: tokens}, last=last)
         norm = self._clip()
         rate = self.optimizer.param_groups[0]["lr"]
         rate = rate.clone() if isinstance(rate, Tensor) else float(rate)
@@ -204,7 +205,7 @@ class TrainStep:
         return reason
 
     def _accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Gradients are reduced over ranks in the backward of the last microbatch alone, where the wrapper can wait."""
+        """Where nothing is recorded, wrappers that can wait reduce gradients for the last microbatch alone."""
         for module in self.wrappers:
             if isinstance(module, FSDPModule):
                 module.set_requires_gradient_sync(last, recurse=False)

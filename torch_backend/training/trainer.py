@@ -27,8 +27,8 @@ from torch_backend.patching import patch
 from torch_backend.training import preference
 from torch_backend.training.packed_step import speed_up
 from torch_backend.training.resuming import refuse_other_ranks
-from torch_backend.training.rows import pack_training_data, use_rows
 from torch_backend.training.sft import warn_of_room
+from torch_backend.training.trainer_rows import pack_training_data, use_rows
 
 Trainer = TypeVar("Trainer")
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from torch_backend.ops.scan.channel_kernels import between, last_of, level_of
-from torch_backend.ops.scan.delta_kernels import chunk_of, columns, rows, state, store_columns, store_rows
+from torch_backend.ops.scan.chunk_kernels import chunk_of, columns, rows, state, store_columns, store_rows
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def carry_backward(
     segment, head, first = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_V
     start = tl.load(boundaries + segment)
     stop = tl.load(boundaries + segment + 1)
-    opening, closing = start // C, (stop - 1) // C
+    opening, closing = start // C, tl.cdiv(stop, C) - 1
     ds = tl.zeros([BLOCK_V, K], tl.float32)
     if STATES:
         ds += tl.load(state(dfinal, segment, head, H, K, first, V, BLOCK_V))

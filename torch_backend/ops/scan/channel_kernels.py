@@ -22,7 +22,7 @@ A. All heads are H.
 import triton
 import triton.language as tl
 
-from torch_backend.ops.scan.delta_kernels import chunk_of, columns, inverse, rows, state, store_rows
+from torch_backend.ops.scan.chunk_kernels import chunk_of, columns, inverse, rows, state, store_rows
 
 
 @triton.jit
@@ -132,7 +132,7 @@ def carry(
     if STATES:
         s += tl.load(state(initial, segment, head, H, K, first, V, BLOCK_V))
     i = tl.arange(0, C)
-    for chunk in range(start // C, (stop - 1) // C + (1 if STATES else 0)):
+    for chunk in range(start // C, tl.cdiv(stop, C) - (0 if STATES else 1)):
         t = (chunk * C + i).to(tl.int64)
         own = t >= start
         keys = rows(entering, t, head, H, 0, K, K, own)

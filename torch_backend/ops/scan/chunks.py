@@ -17,11 +17,10 @@ from packing_core.errors import LayoutError
 from torch_backend.ops.operators import runs_triton
 from torch_backend.segments import PackedMetadata, most_pieces
 
-# Tokens. Half as many as others take: documents are short, a state is small beside it, and tiles of 32 rows keep Triton
-# off Hopper's wgmma, by which it gets products of narrow heads wrong (3.6, seen with 16 and 32 channels on an H200).
+# Tokens. Half as many as others take: tiles of 32 rows keep Triton off Hopper's wgmma, by which it gets products of
+# narrow heads wrong (3.6, seen with 16 and 32 channels on an H200).
 CHUNK = 32
-# Without corrections nothing is solved inside a chunk, and fewer states go through memory. Where heads are not narrow.
-LINEAR_CHUNK, _NOT_NARROW = 64, 64
+LONG, _NOT_NARROW = 64, 64  # where heads are not narrow, fewer states go through memory in longer chunks
 WIDTHS = (16, 32, 64, 128, 256)  # of heads, that tiles take
 
 
@@ -78,10 +77,10 @@ def unsupported(v: Tensor, width: int, value_width: int) -> str | None:
     return None
 
 
-def chunk_length(width: int, v: Tensor, delta: bool) -> int:
-    """Tokens of a chunk for heads of ``width`` of k, with corrections or without."""
+def chunk_length(width: int, v: Tensor) -> int:
+    """Tokens of a chunk for heads of ``width`` of k, by kernels that take either length."""
     wide = min(width, v.shape[2]) >= _NOT_NARROW and v.dtype != torch.float32
-    return LINEAR_CHUNK if wide and not delta else CHUNK
+    return LONG if wide else CHUNK
 
 
 Scan = Callable[..., tuple[Tensor, Tensor]]
@@ -139,12 +138,12 @@ def scan_with_states(
     packed: PackedMetadata,
     initial: Tensor | None,
     scale: float | None,
-    delta: bool,
+    size: int,
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
     """The same from a state per segment, and the last states: both [N, H, K, V], in float32. None for zeros.
 
-    It runs on a row where every segment has whole chunks, zeros in between.
+    It runs on a row where every segment has whole chunks of ``size`` tokens, zeros in between.
 
     Raises:
         LayoutError: ``initial`` has another shape.
@@ -156,7 +155,7 @@ def scan_with_states(
         initial = v.new_zeros(shape, dtype=torch.float32)
     if initial.shape != shape:
         raise LayoutError(f"initial states are {list(shape)} [N, H, K, V] here, got {list(initial.shape)}")
-    whole, place = in_whole_chunks(packed, chunk_length(q.shape[2], v, delta))
+    whole, place = in_whole_chunks(packed, size)
     padded = [None if x is None else placed(x, place, whole.tokens) for x in _of_one_dtype(inputs)]
     transposed = initial.float().transpose(2, 3).contiguous()
     out, final = apply(*padded, transposed, whole.cu_seqlens, whole.seq_idx, _scale(inputs, scale), *options)
@@ -208,22 +207,19 @@ class Row:
         beta: Tensor | None,
         initial: Tensor | None,
         boundaries: Tensor,
-        tiles: Mapping[str, Tile] | None = None,
-        *,
-        corrects: bool = True,
+        tiles: Mapping[str, Tile],
+        chunk: int,
     ) -> None:
-        delta = corrects and beta is not None
         self.dtype = v.dtype
         self.tokens, self.heads, self.value_width = v.shape
         self.shared, self.width = q.shape[1:]
-        chunk = chunk_length(self.width, v, delta)
-        self.tiles = tiles or (TILES if chunk == CHUNK else LINEAR_TILES)
+        self.tiles = tiles
         self.few = LINEAR_FEW if self.tiles is LINEAR_TILES else FEW
         self.chunks = -(-self.tokens // chunk)
         self.segments = len(boundaries) - 1
         self.sizes: dict[str, Any] = {
             "H": self.heads, "Q": self.shared, "K": self.width, "V": self.value_width, "C": chunk,
-            "DELTA": delta, "GAIN": beta is not None and not delta, "STATES": initial is not None, "GROUP": self.group,
+            "GAIN": beta is not None, "STATES": initial is not None, "GROUP": self.group,
             "LEVELS": chunk.bit_length() - 1,
             "PRECISION": "ieee" if self.dtype == torch.float32 else "tf32x3",
         }  # fmt: skip

@@ -68,7 +68,7 @@ def kimi_delta_rule_with_states(
         LayoutError, UnsupportedError: as there.
     """
     _check(q, k, v, g, beta, packed)
-    return scan_with_states(_scan, (q, k, v, g, beta), packed, initial, scale, True)
+    return scan_with_states(_scan, (q, k, v, g, beta), packed, initial, scale, CHUNK)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: PackedMetadata) -> None:
@@ -90,7 +90,7 @@ def _launch_forward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     from torch_backend.ops.scan import channel_kernels as kernels
 
-    row = Row(q, v, beta, initial, boundaries, KIMI_TILES)
+    row = Row(q, v, beta, initial, boundaries, KIMI_TILES, CHUNK)
     out, inverses, scores, final = _made(v, initial)
     strength, c, entering, asking, leaving = decayed = _decayed(q)
     row.launch(kernels.decay, q, k, g, beta, segments, *decayed, row.tokens)
@@ -127,7 +127,7 @@ def _launch_backward(
     from torch_backend.ops.scan import channel_backward_kernels as backward
     from torch_backend.ops.scan import channel_kernels as forward
 
-    row = Row(q, v, beta, initial, boundaries, KIMI_TILES)
+    row = Row(q, v, beta, initial, boundaries, KIMI_TILES, CHUNK)
     strength, c, entering, _, leaving = decayed = _decayed(q)
     row.launch(forward.decay, q, k, g, beta, segments, *decayed, row.tokens)
     states, dstates, dnew = row.states(v), row.states(v), torch.empty_like(v)

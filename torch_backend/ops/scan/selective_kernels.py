@@ -107,7 +107,7 @@ def carry(
     s = tl.zeros([N, BLOCK], tl.float32)
     if STATES:
         s += tl.load(state(initial, segment, e, E, N), known, other=0.0)
-    for chunk in range(start // L, (stop - 1) // L + (1 if STATES else 0)):
+    for chunk in range(start // L, tl.cdiv(stop, L) - (0 if STATES else 1)):
         # In an opening chunk that other documents begin, s is 0 without a gate.
         gate = tl.load(fading + tl.cast(chunk, tl.int64) * E + e, (e < E) & (chunk * L >= start), other=0.0)
         added = tl.load(state(local, chunk, e, E, N), known, other=0.0)
@@ -174,7 +174,7 @@ def carry_backward(
     segment, e = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     start = tl.load(boundaries + segment)
     stop = tl.load(boundaries + segment + 1)
-    opening, closing = start // L, (stop - 1) // L
+    opening, closing = start // L, tl.cdiv(stop, L) - 1
     known = (e < E)[None, :]
     rate = rates(A, e, E, N)
     ds = tl.zeros([N, BLOCK], tl.float32)

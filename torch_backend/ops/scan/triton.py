@@ -17,10 +17,11 @@ from torch.nn import functional as F
 
 from torch_backend.ops import operators
 from torch_backend.ops.norm import unit_rows
-from torch_backend.ops.scan import TRIAL_LENGTHS, TRIAL_TOLERANCE, selective
+from torch_backend.ops.scan import selective
 from torch_backend.ops.scan.chunks import unsupported
 from torch_backend.ops.scan.delta_rule import gated_delta_rule
 from torch_backend.ops.scan.kimi_delta import kimi_delta_rule
+from torch_backend.ops.scan.request import TRIAL_LENGTHS, TRIAL_TOLERANCE
 from torch_backend.ops.trial import current_device, in_own_thread, refusal
 from torch_backend.segments import PackedMetadata
 
@@ -32,11 +33,17 @@ DELTA, KIMI, LINEAR, SELECTIVE = "gated delta rule", "Kimi delta rule", "linear 
 
 def refused(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Why the kernels do not serve a call of the function ``name``, None if they do."""
-    form = _FORMS.get(name)
-    if form is None:
+    found = operands(name, args, kwargs)
+    if found is None:
         return "it has no kernel"
-    q, v, kind = form(*args, **kwargs)
+    q, v, kind = found
     return refused_kind(kind, v, q.shape[-1], v.shape[-1])
+
+
+def operands(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, str] | None:
+    """Of a call of the function ``name``: what stands for q and v, [B, S, ...], and the kind; None if there is none."""
+    form = _FORMS.get(name)
+    return None if form is None else form(*args, **kwargs)
 
 
 def refused_kind(kind: str, like: Tensor, width: int, value_width: int) -> str | None:
@@ -64,7 +71,8 @@ def scan(name: str, packed: PackedMetadata, args: tuple[Any, ...], kwargs: dict[
     return _SCANS[name](packed, *args, **kwargs)
 
 
-def _delta_rule(
+def delta_rule(
+    rule: Callable[..., Tensor],
     packed: PackedMetadata,
     query: Tensor,
     key: Tensor,
@@ -75,14 +83,18 @@ def _delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """q, k [B, S, Q, K] and v [B, S, H, V], beta [B, S, H]; g too, or [B, S, H, K] for Kimi's rule."""
+    """What ``rule(packed, q, k, v, g, beta)`` gives on the B * S tokens, for the arguments of modeling files.
+
+    q, k [B, S, Q, K] and v [B, S, H, V], beta [B, S, H]; g too, or [B, S, H, K] for Kimi's rule.
+    """
     q, k = (unit_rows(x) if use_qk_l2norm_in_kernel else x for x in (query, key))
     q, k, v, g, beta = (x.flatten(0, 1) for x in (q, k, value, g, beta))
-    out = _on_kernels(packed, q, k, v, g, beta)
+    out = rule(packed, q, k, v, g, beta)
     return out.view(value.shape).to(query.dtype), None
 
 
-def _mamba2(
+def mamba2(
+    ssd: Callable[..., Tensor],
     packed: PackedMetadata,
     hidden_states: Tensor,
     dt: Tensor,
@@ -96,12 +108,19 @@ def _mamba2(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **others: Any,
 ) -> Tensor:
-    """x [B, S, H, P], dt [B, S, H], A, D and dt_bias [H], B and C [B, S, G, N]: Dao and Gu 2024, section 5."""
+    """What ``ssd(packed, x, dt, A, B, C, D)`` gives on the B * S tokens, for the arguments of modeling files.
+
+    x [B, S, H, P], dt [B, S, H], A, D and dt_bias [H], B and C [B, S, G, N]: Dao and Gu 2024, section 5. The kernel's
+    dt has its bias and its softplus.
+    """
     step = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
-    q, k, v, g, step = (y.flatten(0, 1) for y in (C, B, hidden_states, step * A.float(), step))
-    out = gated_delta_rule(q, k, v, g, step, packed, scale=1.0, corrects=False).view(hidden_states.shape)
-    return out if D is None else out + (D[:, None] * hidden_states).to(out.dtype)
+    x, step, b, c = (y.flatten(0, 1) for y in (hidden_states, step, B, C))
+    return ssd(packed, x, step, A, b, c, D).view(hidden_states.shape)
+
+
+def _ssd(packed: PackedMetadata, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None) -> Tensor:
+    return gated_delta_rule(C, B, x, dt * A.float(), dt, packed, scale=1.0, corrects=False, skip=D)
 
 
 def _form_of_delta_rule(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **others: Any) -> Any:
@@ -118,11 +137,6 @@ def _form_of_mamba2(
     return C, hidden_states, LINEAR
 
 
-_SCANS: dict[str, Callable[..., Any]] = {
-    "torch_chunk_gated_delta_rule": _delta_rule,
-    "chunk_kimi_delta_attention": _delta_rule,
-    "mamba2_chunk_scan": _mamba2,
-}
 # Of a call: what stands for q, what for v, and the kind of its recurrence.
 _FORMS: dict[str, Callable[..., tuple[Tensor, Tensor, str]]] = {
     "torch_chunk_gated_delta_rule": _form_of_delta_rule,
@@ -200,6 +214,13 @@ def _on_kernels(
         assert beta is not None
         return kimi_delta_rule(q, k, v, g, beta, packed)
     return gated_delta_rule(q, k, v, g, beta, packed)
+
+
+_SCANS: dict[str, Callable[..., Any]] = {
+    "torch_chunk_gated_delta_rule": partial(delta_rule, _on_kernels),
+    "chunk_kimi_delta_attention": partial(delta_rule, _on_kernels),
+    "mamba2_chunk_scan": partial(mamba2, _ssd),
+}
 
 
 def _recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = None) -> Tensor:

@@ -1,0 +1,51 @@
+"""What kernels for Hopper's own instructions (Pallas' Mosaic GPU lowering) share: how tiles lie, and where they run."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+ROWS = 64  # of a warpgroup: what one wgmma multiplies
+COPIED = 8  # the rows of a swizzled block of shared memory
+PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
+BLOCKS = (plgpu.TilingTransform((COPIED, 64)), plgpu.SwizzleTransform(128))  # how wgmma wants its operands to lie
+PER_ROW = plgpu.Layout.WGMMA.reduce(1)  # how one number per row lies beside them in registers
+_HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
+
+
+def along_rows(x: jax.Array, columns: int) -> jax.Array:
+    """One number per row [ROWS], repeated to [ROWS, columns]."""
+    return lax.broadcast_in_dim(x, (ROWS, columns), [0])
+
+
+def column_numbers(columns: int) -> jax.Array:
+    """The number of each element's column, int32 [ROWS, columns]."""
+    return plgpu.broadcasted_iota(jnp.int32, (ROWS, columns), 1, layout=plgpu.Layout.WGMMA)
+
+
+def compiles_for_hopper() -> bool:
+    """Whether the GPU that is compiled for is a Hopper, by an assembler that such kernels survive."""
+    return _HOPPER.search(_device_kind()) is not None and not _miscompiled()
+
+
+def multiprocessors() -> int:
+    """Of the GPU that is compiled for."""
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.devices("gpu")[0].core_count if abstract is None else abstract.num_cores
+
+
+def _device_kind() -> str:
+    """The name of the GPU that is compiled for."""
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.devices("gpu")[0].device_kind if abstract is None else abstract.device_kind
+
+
+def _miscompiled() -> bool:
+    """Whether this is CUDA 12.8 to 12.9.0, whose assembler is known to break such kernels when they mask."""
+    from jax._src.lib import cuda_versions  # the only place where JAX tells; None without CUDA
+
+    return cuda_versions is not None and 12080 <= cuda_versions.cuda_runtime_get_version() < 12091

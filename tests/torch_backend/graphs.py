@@ -1,0 +1,60 @@
+"""CUDA graphs on the CPU."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_backend.training import captured, gradients
+from torch_backend.training.captured import CapturedStep
+
+
+def stand_in(put: Callable[[Any, str, Any], None] = setattr) -> SimpleNamespace:
+    """Let ``put`` replace what records graphs: recording runs nothing, replaying writes or adds gradients.
+
+    Set ``model`` of what is returned to the one that trains.
+    """
+    seen = SimpleNamespace(recorded=0, replayed=0, model=None, fails="", made=lambda: None)
+
+    def record(step: CapturedStep) -> None:
+        seen.recorded += 1
+        step.recording = True
+        parameters = list(seen.model.parameters())
+        before = [p.grad if p.grad is None else p.grad.clone() for p in parameters]
+        writes = all(gradient is None for gradient in before)
+        step.result = step.step(step.batch)
+        if seen.fails == "always" or (seen.fails == "adding" and not writes):
+            seen.made = weakref.ref(step.result)
+            for parameter, value in zip(parameters, before, strict=True):
+                if value is not None:
+                    parameter.grad.copy_(value)
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        static = [p.grad for p in parameters]
+        for gradient, value in zip(static, before, strict=True):
+            if gradient is not None:
+                gradient.copy_(torch.full_like(gradient, torch.nan) if value is None else value)
+
+        def replay() -> None:
+            seen.replayed += 1
+            found = [parameter.grad for parameter in parameters]
+            for parameter, gradient in zip(parameters, static, strict=True):
+                parameter.grad = None if writes else gradient
+            step.result.copy_(step.step(step.batch))
+            for parameter, gradient, old in zip(parameters, static, found, strict=True):
+                if gradient is not None:
+                    gradient.copy_(parameter.grad)
+                parameter.grad = old  # a graph knows nothing of Python's attributes
+
+        step.graph, step.recording = SimpleNamespace(replay=replay, pool=lambda: None), False
+
+    put(CapturedStep, "_record", record)
+    put(CapturedStep, "_aside", lambda step: step.step(step.batch))
+    put(captured, "DEVICE", "cpu")
+    put(gradients, "_why_not_fixed", lambda model, batch: None)
+    put(nn.Module, "compile", lambda module, **options: None)
+    return seen

@@ -1,0 +1,138 @@
+"""The kernels of linear attention with a decay against a score matrix per document in float64, and their isolation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from packing_core.errors import LayoutError
+from tests.torch_backend.kernels import ONE_DTYPE, Where, assert_within_budget, numpy
+from tests.torch_backend.scans import LENGTHS, NAMES, packed_on
+from torch_backend.ops.scan import linear
+from torch_backend.ops.scan.delta_rule import gated_delta_rule
+from torch_backend.segments import PackedMetadata
+
+# Documents that reach over chunk ends and meet between them: a state enters a chunk and another one leaves it.
+MEETING = (1, 30, 20, 130, 60, 23)
+
+
+def drawn(where: Where, lengths=LENGTHS, heads: int = 2, shared: int = 1, width: int = 64, values: int = 64):
+    """q, k, v, g, strengths that may exceed 1, as steps of Mamba-2 may, and skips."""
+    tokens = sum(lengths)
+    q, k = (torch.nn.functional.normalize(where.draw(tokens, shared, width, seed=n), dim=-1) for n in (1, 2))
+    g = -0.2 * torch.rand(tokens, heads, generator=torch.Generator().manual_seed(3)).to(where.device)
+    strength = torch.nn.functional.softplus(where.draw(tokens, heads, seed=4).float())
+    found = q, k, where.draw(tokens, heads, values, seed=5), g, strength, where.draw(heads, seed=7)
+    return tuple(x.detach().requires_grad_() for x in found)
+
+
+def run(where: Where, inputs, packed, dout):
+    given = [x for x in inputs if x is not None]
+    out = linear.linear_attention(*inputs, packed)
+    return {"out": out, **dict(zip(_names(inputs), torch.autograd.grad(out, given, dout)))}
+
+
+def _names(inputs) -> list[str]:
+    return [name for name, x in zip((*NAMES, "skip"), inputs) if x is not None]
+
+
+def quadratic(inputs, dout, dtype: torch.dtype, lengths=LENGTHS) -> dict[str, np.ndarray]:
+    """o_i = s sum_j exp(c_i - c_j) (q_i . k_j) b_j v_j + d v_i, by a score matrix per document."""
+    leaves = [None if x is None else x.detach().cpu().to(dtype).requires_grad_() for x in inputs]
+    *rows, skip = leaves
+    parts = []
+    for document in zip(*(len(lengths) * [None] if x is None else x.split(lengths) for x in rows), strict=True):
+        q, k, v, g, strength = document
+        q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
+        c = g.cumsum(0)
+        decay = (c[:, None] - c[None]).masked_fill(torch.ones(len(q), len(q)).triu(1).bool()[..., None], -torch.inf)
+        scores = torch.einsum("ihk,jhk->ijh", q, k) * decay.exp() * q.shape[2] ** -0.5
+        out = torch.einsum("ijh,jhv->ihv", scores, v if strength is None else v * strength[..., None])
+        parts.append(out if skip is None else out + skip[:, None] * v)
+    out = torch.cat(parts)
+    found = torch.autograd.grad(out, [x for x in leaves if x is not None], dout.cpu().to(dtype))
+    return {"out": numpy(out), **{name: numpy(x) for name, x in zip(_names(inputs), found)}}
+
+
+@pytest.fixture
+def short_spans(monkeypatch):
+    """Spans of two chunks, so that short rows have several."""
+    monkeypatch.setattr(linear, "_SPAN", 2)
+
+
+# Heads of k that two programs share, or that nobody shares; heads of v as wide as a program takes, or divided.
+@pytest.mark.parametrize(
+    ("lengths", "strong", "heads", "shared", "values", "programs"),
+    [(MEETING, True, 4, 1, 64, 10), (LENGTHS, False, 2, 2, 128, 1)],
+    ids=["strengths", "none, wide"],
+)
+def test_it_is_linear_attention_with_a_decay(
+    where, lengths, strong, heads, shared, values, programs, short_spans, monkeypatch
+):
+    monkeypatch.setattr(linear, "_PROGRAMS", programs)
+    inputs = drawn(where, lengths, heads=heads, shared=shared, values=values)
+    inputs = inputs if strong else (*inputs[:4], None, None)
+    dout = where.draw(*inputs[2].shape, seed=6)
+    found = run(where, inputs, packed_on(where, lengths), dout)
+    exact, rounded = (quadratic(inputs, dout, dtype, lengths) for dtype in (torch.float64, where.dtype))
+    assert_within_budget(found, exact, rounded, where.dtype)
+
+
+@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
+def test_no_document_moves_another_by_a_bit(where, short_spans):
+    inputs = [x.detach() for x in drawn(where)]
+    dout = where.draw(*inputs[2].shape, seed=6)
+    before = run(where, [x.requires_grad_() for x in inputs], packed_on(where), dout)
+    start, stop = np.cumsum([0, *LENGTHS])[[3, 4]]  # the document that spans three chunks
+    changed = [x.detach().clone() for x in (*inputs, dout)]
+    for x in (*changed[:5], changed[6]):
+        x[start:stop] = -0.5 * x[start:stop] - 0.05
+    after = run(where, [x.requires_grad_() for x in changed[:6]], packed_on(where), changed[6])
+    del before["skip"]  # of all documents
+    for name, x in before.items():
+        own = torch.zeros(len(x), dtype=torch.bool, device=x.device)
+        own[start:stop] = True
+        assert torch.equal(x[~own], after[name][~own]), name
+        assert not torch.equal(x[own], after[name][own]), name
+
+
+@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
+def test_what_overflows_spreads_no_further_than_chunks_that_its_document_touches(where, short_spans):
+    lengths = (64, 70, 58, 20)  # the second document touches the chunks of itself and of the third
+    inputs = [x.detach() for x in drawn(where, lengths)]
+    dout = where.draw(*inputs[2].shape, seed=6)
+    for x in (inputs[2], dout):
+        x[70] = torch.inf
+    found = run(where, [x.requires_grad_() for x in inputs], packed_on(where, lengths), dout)
+    del found["skip"]  # of all documents
+    for name, x in found.items():
+        assert x[:64].isfinite().all() and x[192:].isfinite().all(), name
+        assert not x[64:134].isfinite().all(), name
+
+
+@pytest.mark.parametrize("where", ONE_DTYPE[:1], indirect=True)
+def test_narrow_heads_skip_the_state_too(where):
+    q, k, v, g, strength, skip = (x.detach() for x in drawn(where, (3, 2), width=16, values=16))
+    assert not linear.serves(q, v)
+    packed = packed_on(where, (3, 2))
+    found = gated_delta_rule(q, k, v, g, strength, packed, corrects=False, skip=skip)
+    alone = gated_delta_rule(q, k, v, g, strength, packed, corrects=False)
+    assert torch.equal(found, alone + skip[:, None] * v)
+    with pytest.raises(LayoutError, match=r"skip must be \[2\], a number for each head of v, got \[1\]"):
+        gated_delta_rule(q, k, v, g, strength, packed, corrects=False, skip=skip[:1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [(2_000,), (700, 1, 63, 64, 65, 1_107)], ids=["one", "several"])
+@pytest.mark.parametrize("width", [64, 128])
+def test_long_documents_at_real_widths(lengths, width):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    where = Where(torch.device("cuda"), torch.bfloat16)
+    inputs = drawn(where, lengths, heads=8, shared=2, width=width)
+    assert linear.serves(inputs[0], inputs[2])
+    dout = where.draw(*inputs[2].shape, seed=6)
+    found = run(where, inputs, PackedMetadata.from_lengths(lengths, device=where.device), dout)
+    exact, rounded = (quadratic(inputs, dout, dtype, lengths) for dtype in (torch.float64, where.dtype))
+    assert_within_budget(found, exact, rounded, where.dtype)

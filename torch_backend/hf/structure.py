@@ -1,0 +1,69 @@
+"""What is where inside a model: the transformers model in its wrappers, that model's decoder, its own modules, and what
+shards or compiles them. Nothing here knows of packing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from packing_core.errors import UnsupportedModelError
+from torch_backend.hf.attention import PreTrainedModel
+
+DATA_PARALLEL = "DataParallel splits a batch in the middle of its documents: use DistributedDataParallel (torchrun)"
+
+
+def causal_lm(model: nn.Module) -> Any:
+    """The outermost transformers model inside ``model``.
+
+    Raises:
+        UnsupportedModelError: there is none, or DataParallel stands around it.
+    """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(
+            f"expected a transformers model, got a {type(model).__name__} ({model!r:.60}): load it first, "
+            "transformers.AutoModelForCausalLM.from_pretrained(...)"
+        )
+    for module in model.modules():
+        if isinstance(module, nn.DataParallel):
+            raise UnsupportedModelError(DATA_PARALLEL)
+        if isinstance(module, PreTrainedModel):
+            return module
+    raise UnsupportedModelError(f"there is no transformers model in {type(model).__name__}")
+
+
+def decoder_of(root: Any) -> Any:
+    """The model inside the causal language model that embeds the tokens and makes the masks."""
+    embedding = root.get_input_embeddings()
+    inner = [m for m in root.modules() if isinstance(m, PreTrainedModel) and m is not root]
+    for found in (root.get_decoder(), root.base_model, *inner):
+        # a vision or audio model inside a decoder is not its decoder
+        if isinstance(found, PreTrainedModel) and found is not root and embedding in found.modules():
+            return found
+    return root
+
+
+def own_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Names and modules inside a model, without those of other models in it (vision, audio)."""
+    for name, module in model.named_children():
+        if not isinstance(module, PreTrainedModel):
+            yield prefix + name, module
+            yield from own_modules(module, f"{prefix}{name}.")
+
+
+def sharding_inside(layer: nn.Module) -> str | None:
+    """What shards the parameters of a module call by call, if anything does."""
+    for module in layer.modules():
+        if isinstance(module, FSDPModule | FullyShardedDataParallel):
+            return "FSDP"
+    if any(hasattr(parameter, "ds_id") for parameter in layer.parameters()):
+        return "DeepSpeed ZeRO-3"
+    return None
+
+
+def has_compiled_layers(decoder: nn.Module) -> bool:
+    """Whether modules inside were compiled on their own, ``layer.compile()``."""
+    return any(module._compiled_call_impl is not None for module in decoder.modules())

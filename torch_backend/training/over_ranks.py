@@ -1,0 +1,236 @@
+"""What several ranks exchange around a step whose forward and backward are CUDA graphs.
+
+DDP: the graphs hold no communication, and the gradients are averaged after the last microbatch of a step. So a rank may
+replay a graph while another one runs as usual. FSDP2: its gathering and its reductions are recorded with the rest. Each
+microbatch reduces its gradients, so that one graph serves any of them, and ranks record and replay together or not at
+all: what NCCL does in a graph does not fit what it does outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+# Bytes a second. Links between GPUs reach several times as much; PCI Express and networks do not, and there DDP, which
+# reduces gradients beside the backward, loses less time than a graph saves.
+LEAST_RATE = 60e9
+_TRIED_BYTES = 2**27
+_AT_ONCE_BYTES = 2**28
+
+
+class Exchange:
+    """Of a single rank: nothing."""
+
+    @contextmanager
+    def around(self, *, last: bool) -> Iterator[None]:
+        """Around forward and backward of a microbatch, ``last`` of its step."""
+        yield
+
+    def largest(self, *sizes: int) -> tuple[int, ...]:
+        """The largest of each size over the ranks that record together."""
+        return sizes
+
+    def same(self, form: Any) -> bool:
+        """Whether all ranks that record together have batches of this form."""
+        number = crc32(repr(form).encode())
+        return self.largest(number, -number) == (number, -number)
+
+    def end_recording(self) -> None:
+        """At the end of what a graph records."""
+
+
+class Averaging(Exchange):
+    """Averages the gradients of a DDP model over its ranks, in place of DDP.
+
+    Where a rank's backward does not reach a parameter, its gradient counts as zero. A parameter that no rank reaches
+    keeps none, as under ``find_unused_parameters=True``.
+
+    DDP holds the nodes that accumulate gradients. They belong to the stream that it was built on, for which a recording
+    may not wait. So forward and backward see other parameters, in the same memory.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self.model = model
+        named = model.module.named_parameters()
+        trained = [p for name, p in named if p.requires_grad and name not in model.parameters_to_ignore]
+        self.groups = [part for dtype in dict.fromkeys(p.dtype for p in trained) for part in _parts(trained, dtype)]
+        self.aliases = {p: nn.Parameter(p.detach()) for p in trained}
+        self.places = [
+            (module, name, p)
+            for module in model.module.modules()
+            for name, p in module._parameters.items()
+            if p in self.aliases
+        ]
+
+    @contextmanager
+    def around(self, *, last: bool) -> Iterator[None]:
+        for p, alias in self.aliases.items():
+            alias.data = p.data  # which a checkpoint may have moved
+            alias.requires_grad_(p.requires_grad)
+            alias.grad, p.grad = p.grad, None
+        try:
+            for module, name, p in self.places:
+                module._parameters[name] = self.aliases[p]
+            with self.model.no_sync():
+                yield
+        finally:
+            for module, name, p in self.places:
+                module._parameters[name] = p
+            for p, alias in self.aliases.items():
+                p.grad, alias.grad = alias.grad, None
+        if last:
+            for parameters in self.groups:
+                self._average(parameters)
+
+    @torch.no_grad()
+    def _average(self, parameters: Sequence[nn.Parameter]) -> None:
+        group = self.model.process_group
+        missing = [number for number, p in enumerate(parameters) if p.grad is None]
+        reached = parameters[0].new_ones(len(parameters))
+        for number in missing:
+            reached[number].zero_()  # from the device: the host does not wait
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        flat = torch.cat([*(x.flatten() for x in gradients), reached])
+        if dist.get_backend(group) == "nccl":
+            dist.all_reduce(flat, dist.ReduceOp.AVG, group)
+        else:
+            dist.all_reduce(flat.div_(dist.get_world_size(group)), group=group)
+        *means, reached = flat.split([*(x.numel() for x in gradients), len(parameters)])
+        torch._foreach_copy_(gradients, [x.view_as(y) for x, y in zip(means, gradients, strict=True)])
+        if missing:
+            somewhere = reached.tolist()
+            for number in missing:
+                parameters[number].grad = gradients[number] if somewhere[number] else None
+
+
+class Recorded(Exchange):
+    """The gathering and reducing of an FSDP2 model, as parts of a graph."""
+
+    def __init__(self, model: FSDPModule) -> None:
+        self.model = model
+        self.hosts = dist.new_group(backend="gloo")  # which waits for no GPU
+
+    @contextmanager
+    def around(self, *, last: bool) -> Iterator[None]:
+        _reshard(self.model)  # an evaluation leaves weights gathered, and a graph gathers its own
+        self.model.set_requires_gradient_sync(True)
+        yield
+
+    def largest(self, *sizes: int) -> tuple[int, ...]:
+        found = torch.tensor(sizes)
+        dist.all_reduce(found, dist.ReduceOp.MAX, self.hosts)
+        return tuple(found.tolist())
+
+    def end_recording(self) -> None:
+        """A recording ends on one stream, which waits for the others."""
+        for stream in vars(self.model._get_fsdp_state()._comm_ctx).values():
+            if isinstance(stream, torch.cuda.Stream):
+                with torch.cuda.stream(stream):
+                    recording = torch.cuda.is_current_stream_capturing()
+                if recording:
+                    torch.cuda.current_stream().wait_stream(stream)
+
+
+def exchange_of(model: nn.Module, reason: str | None) -> tuple[Exchange, str | None]:
+    """What the ranks of a model exchange around graphs, and a reason why there shall be none.
+
+    That is this rank's ``reason``, or that another rank has one, or what is found out here. Every rank must call this.
+    """
+    none = Exchange()
+    if not isinstance(model, DistributedDataParallel | FSDPModule) or dist.get_world_size() == 1:
+        return none, reason
+    of_another = "another rank has a reason against one"
+    group = model.process_group if isinstance(model, DistributedDataParallel) else dist.group.WORLD
+    if not _least(reason is None, group):
+        return none, reason or of_another
+    if isinstance(model, DistributedDataParallel):
+        device = next(model.parameters()).device
+        if device.type == "cuda" and (rate := _least(_rate(group, device), group)) < LEAST_RATE:
+            slow = f"ranks exchange only {rate / 1e9:.0f} GB a second"
+            return none, f"gradients are reduced beside the backward, because {slow}"
+        return Averaging(model), None
+    exchange = none
+    try:
+        exchange = Recorded(model)
+    except RuntimeError as error:
+        reason = f"ranks cannot ask each other for the form of a batch, {error}".splitlines()[0]
+    if not _least(reason is None, group):
+        return none, reason or of_another
+    return exchange, None
+
+
+def why_not_recorded(model: nn.Module) -> str | None:
+    """Why steps of the ranks that train a model cannot be recorded as CUDA graphs, None if they can."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return None
+    if isinstance(model, FSDPModule):
+        _reshard(model)
+        parameters = [p for p in model.parameters() if isinstance(p, DTensor)]
+        if any(p.device_mesh.size() != dist.get_world_size() or p.device_mesh.ndim > 1 for p in parameters):
+            return "FSDP shards over some of the ranks, or over a mesh of several dimensions"
+        if any(p.device.type != p.device_mesh.device_type for p in parameters):
+            return "FSDP keeps weights on the host"
+        return None
+    if not isinstance(model, DistributedDataParallel):
+        return "gradients are reduced over ranks during the backward"
+    if model._comm_hooks:
+        return "a communication hook of DDP reduces the gradients"
+    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters()):
+        return "parameters have hooks, and DDP reduces their gradients during the backward"
+    if model.static_graph or model.mixed_precision is not None:
+        return "DDP has a static graph, or a precision of its own"
+    return None
+
+
+def _reshard(model: Any) -> None:
+    """Let no module of an FSDP2 model keep weights gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def place_of(x: Tensor) -> int:
+    """Where a tensor lies, or this rank's part of it."""
+    return (x.to_local() if isinstance(x, DTensor) else x).data_ptr()
+
+
+def _parts(parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> Iterator[list[nn.Parameter]]:
+    """The parameters of a dtype, as many at a time as are averaged at once."""
+    part: list[nn.Parameter] = []
+    for parameter in parameters:
+        if parameter.dtype == dtype:
+            part.append(parameter)
+            if sum(p.nbytes for p in part) >= _AT_ONCE_BYTES:
+                yield part
+                part = []
+    if part:
+        yield part
+
+
+def _least(value: float, group: Any) -> float:
+    """The smallest value of all ranks."""
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    found = torch.tensor(float(value), dtype=torch.float64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MIN, group)
+    return found.item()
+
+
+def _rate(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Bytes a second of a reduction over the ranks, the second one of two."""
+    x = torch.zeros(_TRIED_BYTES, dtype=torch.uint8, device=device)
+    for _ in range(2):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        dist.all_reduce(x, group=group)
+        end.record()
+    end.synchronize()
+    return _TRIED_BYTES / (start.elapsed_time(end) / 1e3)
