@@ -39,3 +39,12 @@ def test_ranks_take_the_steps_of_one(ranks: dict[str, Any], case: str) -> None:
 
 def test_ranks_whose_gradients_nothing_reduces_are_refused(ranks: dict[str, Any]) -> None:
     assert re.match(r"UnsupportedError: \d ranks would train Qwen2ForCausalLM apart", ranks["nothing"])
+
+
+def test_who_reduces_gradients_in_a_way_of_its_own_runs_without_graphs(ranks: dict[str, Any]) -> None:
+    reasons = {
+        "DDP, communication hook": "a communication hook of DDP reduces the gradients",
+        "DDP, static graph": "DDP has a static graph, or a precision of its own",
+        "FSDP1": "gradients are reduced over ranks during the backward",
+    }
+    assert {case: ranks[case]["graph"] for case in reasons} == {x: f"no CUDA graph: {y}" for x, y in reasons.items()}

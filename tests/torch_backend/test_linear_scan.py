@@ -97,6 +97,20 @@ def test_no_document_moves_another_by_a_bit(where, short_spans):
         assert not torch.equal(x[own], after[name][own]), name
 
 
+@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
+def test_what_overflows_spreads_no_further_than_chunks_that_its_document_touches(where, short_spans):
+    lengths = (64, 70, 58, 20)  # the second document touches the chunks of itself and of the third
+    inputs = [x.detach() for x in drawn(where, lengths)]
+    dout = where.draw(*inputs[2].shape, seed=6)
+    for x in (inputs[2], dout):
+        x[70] = torch.inf
+    found = run(where, [x.requires_grad_() for x in inputs], packed_on(where, lengths), dout)
+    del found["skip"]  # of all documents
+    for name, x in found.items():
+        assert x[:64].isfinite().all() and x[192:].isfinite().all(), name
+        assert not x[64:134].isfinite().all(), name
+
+
 @pytest.mark.parametrize("where", ONE_DTYPE[:1], indirect=True)
 def test_narrow_heads_skip_the_state_too(where):
     q, k, v, g, strength, skip = (x.detach() for x in drawn(where, (3, 2), width=16, values=16))

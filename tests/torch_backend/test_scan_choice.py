@@ -215,6 +215,24 @@ def test_the_nearest_measured_length_decides(monkeypatch: pytest.MonkeyPatch) ->
     assert tried(SSD, [1_000]) == ("triton", "fast", "other")  # of which nothing was measured
 
 
+@pytest.mark.usefixtures("interpreted")
+def test_where_only_the_device_knows_the_documents_the_first_choice_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_flash_qla(monkeypatch)
+    inputs = drawn_delta()
+
+    def chosen(packed: PackedMetadata) -> str:
+        q, k, v, g, beta = inputs
+        call = DELTA, torch_chunk_gated_delta_rule, SCANS[DELTA], packed, (q, k, v), {"g": g, "beta": beta}
+        return scans.choose(*call).implementation
+
+    known, unknown = PackedMetadata.from_lengths(SHORT, entries=64), on_device_alone(SHORT, "cpu", 64)
+    times = {True: {"flash_qla": 1.0, "triton": 2.0}, False: {"flash_qla": 2.0, "triton": 1.0}}
+    monkeypatch.setattr(order, "_recorded", lambda name, packed: (1, times[packed.lengths is not None]))
+    assert [chosen(unknown), chosen(known)] == ["triton", "flash_qla"]
+    monkeypatch.setattr(scans, "_chosen", {})
+    assert [chosen(known), chosen(unknown), chosen(known)] == ["flash_qla"] * 3
+
+
 # -- compiled layers and graphs ----------------------------------------------------------------------------------------
 
 

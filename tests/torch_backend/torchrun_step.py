@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -32,6 +33,12 @@ Model = Any
 
 def ddp(**options: Any) -> Callable[[Model], Model]:
     return lambda model: DDP(plain(model), **options)
+
+
+def hooked(model: Model) -> Model:
+    model = DDP(plain(model))
+    model.register_comm_hook(None, allreduce_hook)
+    return model
 
 
 class Case(NamedTuple):
@@ -58,6 +65,7 @@ CASES: dict[str, Case] = {
     "DDP, bloom": Case("bloom", ddp()),
     "DDP, uneven microbatches": Case("qwen2", ddp(), uneven=True),
     "DDP, static graph": Case("qwen2", ddp(static_graph=True)),
+    "DDP, communication hook": Case("qwen2", hooked),
     "FSDP2": Case("qwen2", sharded),
     "FSDP2, qwen3": Case("qwen3", sharded),
     "FSDP2, gpt_oss": Case("gpt_oss", sharded),

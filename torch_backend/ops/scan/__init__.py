@@ -10,7 +10,8 @@ first of these that serves the call runs, in the order of :mod:`.order`:
                            fails there too, the plain torch beneath that
 
 All but the last two read nothing back and run in shapes that do not depend on documents, so compiled layers and CUDA
-graphs hold them. A compiled layer cannot make a trial: it runs what the first uncompiled call chose for such heads.
+graphs hold them. A compiled layer cannot make a trial: it runs what the first uncompiled call chose for such heads. So
+does a call of whose documents the host does not know the number, as in a step that is recorded as a graph.
 """
 
 from __future__ import annotations
@@ -79,12 +80,16 @@ def choose(
     ours = triton.operands(name, args, kwargs)
     key = None if ours is None else (name, *ours[0].shape[2:], *ours[1].shape[2:], ours[1].itemsize)
     if torch.compiler.is_compiling():
-        found = _chosen.get(key, TRITON)
+        found = TRITON if key is None else _chosen.get(key, TRITON)
         if found == "flash_qla" and packed.tokens < fla.CHUNK:
             found = TRITON
         return ScanChoice(DOCUMENTS if found == TRITON and triton.refused(name, args, kwargs) else found)
     found, rejected = DOCUMENTS, dict[str, str]()
-    for each in by_time(name, (TRITON, *libraries), packed):
+    names = by_time(name, (TRITON, *libraries), packed)
+    before = _chosen.get(key) if key is not None and packed.lengths is None else None
+    if before is not None:
+        names = tuple(sorted(names, key=lambda each: each != before))
+    for each in names:
         if each == TRITON:
             reason = triton.refused(name, args, kwargs)
         else:

@@ -1,6 +1,6 @@
 """Triton kernels of linear attention with a decay per head, forward, and of its states both ways; see :mod:`.linear`.
 
-The row is cut into chunks of C tokens wherever documents begin, as in :mod:`.delta_kernels`, and into spans of SPAN
+The row is cut into chunks of C tokens wherever documents begin, as in :mod:`.decay_kernels`, and into spans of SPAN
 chunks. With c the sum of g since the document or the chunk began, P[i, j] = exp(c_i - c_j) for a token j of the same
 document at or before i, b the strengths, e and x masks of the tokens whose document reaches in from the chunk before
 and out into the next one, and S [K, V] the state that enters a chunk (after Dao and Gu 2024,
@@ -99,6 +99,12 @@ def written(decay, last, leaves):
 
 
 @triton.jit
+def faded(s, f):
+    """f S, but 0 where f is: what has overflowed must end with its document too."""
+    return tl.where(f != 0.0, s * f, 0.0)
+
+
+@triton.jit
 def sums(
     g, beta, segments, c, strength, tokens,
     H: tl.constexpr, SPLIT: tl.constexpr, GAIN: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
@@ -130,8 +136,8 @@ def step(
     else:
         weight = written(decay, last, segment == after) * strong
     fade = tl.where(before == after, tl.exp2(last), 0.0)
-    added = (values * weight[:, None]).to(values.dtype)
-    return tl.dot(tl.trans(keys), added, s * fade, input_precision=PRECISION), fade
+    added = faded(values, weight[:, None]).to(values.dtype)
+    return tl.dot(tl.trans(keys), added, faded(s, fade), input_precision=PRECISION), fade
 
 
 @triton.jit
@@ -168,7 +174,7 @@ def enter(
         span = spans - 1 - n if REVERSE else n
         at = (tl.cast(span, tl.int64) * H + head) * K * V + place
         tl.store(entering + at, s.to(entering.dtype.element_ty))
-        s = s * tl.load(fading + span * H + head) + tl.load(local + at).to(tl.float32)
+        s = faded(s, tl.load(fading + span * H + head)) + tl.load(local + at).to(tl.float32)
 
 
 @triton.jit
@@ -213,6 +219,7 @@ def output(
         if SKIP:
             total += values * tl.load(skip + head // SPLIT).to(tl.float32)
         store_rows(out, total, chunk, head, tokens, H, V, C)
-        added = (values * (written(decay, last, segment == after) * strong)[:, None]).to(values.dtype)
-        s *= tl.where(before == after, tl.exp2(last), 0.0)
+        weight = written(decay, last, segment == after) * strong
+        added = faded(values, weight[:, None]).to(values.dtype)
+        s = faded(s, tl.where(before == after, tl.exp2(last), 0.0))
         s = tl.dot(tl.trans(keys), added, s, input_precision=PRECISION)

@@ -21,9 +21,9 @@ RECORDED: Mapping[tuple[int, int], Mapping[str, Mapping[int, Mapping[str, float]
             16: {"flash_qla": 12.01, "triton": 2.96},
             32: {"flash_qla": 7.74, "triton": 2.69},
             64: {"flash_qla": 2.42, "triton": 3.47},
-            240: {"flash_qla": 2.23, "triton": 4.29},
-            1_024: {"flash_qla": 0.77, "triton": 2.26},
-            8_192: {"flash_qla": 2.06, "triton": 2.70},
+            240: {"flash_qla": 2.23, "triton": 2.87},
+            1_024: {"flash_qla": 0.77, "triton": 1.35},
+            8_192: {"flash_qla": 2.06, "triton": 1.73},
         },
         "mamba2_chunk_scan": {
             240: {"mamba_ssm": 3.01, "triton": 1.77},
