@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -13,11 +14,20 @@ from packing_core.protocol import Array, Gradients
 Ask = Callable[[Mapping[str, Array]], tuple[Array, Gradients]]
 
 
+def _as_tried(judge: Judge, case: AttentionCase) -> AttentionCase:
+    """The case, with one head for an interpreter, which runs them one by one: heads never mix, whatever the segments.
+
+    Cases of grouped heads stay, and all other requirements try two heads and more.
+    """
+    alike = case.heads == case.kv_heads
+    return replace(case, heads=1, kv_heads=1) if judge.backend.capabilities.interpreted and alike else case
+
+
 def attention_forward_isolated(
     judge: Judge, case: AttentionCase, where: tuple[int, ...] | None = None, dtype: str | None = None
 ) -> None:
     """No segment (of those in ``where``) moves another's output; no gradient is asked for."""
-    working = dtype or judge.dtype
+    working, case = dtype or judge.dtype, _as_tried(judge, case)
 
     def call(arguments: Mapping[str, Array]) -> dict[str, Array]:
         return {"output": judge.ask_attention(case, working, {**arguments, "dout": None})[0]}
@@ -30,7 +40,7 @@ def attention_isolated(
     judge: Judge, case: AttentionCase, where: tuple[int, ...] | None = None, dtype: str | None = None
 ) -> None:
     """No segment (of those in ``where``) moves another's output or gradients of q, k and v."""
-    working = dtype or judge.dtype
+    working, case = dtype or judge.dtype, _as_tried(judge, case)
 
     def call(arguments: Mapping[str, Array]) -> dict[str, Array]:
         out, found = judge.ask_attention(case, working, arguments)

@@ -127,8 +127,11 @@ def test_a_document_without_targets_moves_no_weight(judge: Judge) -> None:
 
 
 @requirement("ISO-11")
-def test_segments_that_start_beside_tiles(judge: Judge) -> None:
-    attention_isolated(judge, AttentionCase(TILES, heads=1, kv_heads=1), where=(1, 2, 3, 4, 8))
+@pytest.mark.parametrize(
+    ("row", "where"), [(0, (1, 2)), (0, (3, 4)), (1, (2,))], ids=["16 and 64", "128 and 256", "65"]
+)
+def test_segments_that_start_beside_tiles(judge: Judge, row: int, where: tuple[int, ...]) -> None:
+    attention_isolated(judge, AttentionCase((TILES[row],), heads=1, kv_heads=1), where=where)
 
 
 @requirement("ISO-12")

@@ -106,9 +106,9 @@ def linear_cross_entropy(
     def run(hidden: jax.Array, weight: jax.Array, labels: jax.Array, factors: jax.Array) -> jax.Array:
         """The loss sum [1] of what one device has."""
         tokens = labels.size
-        long = chunk_of(tokens, _POWERS // classes) if chunk is None else chunk
+        asked = None if chunk is None else min(chunk, chunk_of(tokens, tokens))
+        long, short = (asked or chunk_of(tokens, entries // classes) for entries in (_POWERS, _ENTRIES))
         powers = on_gpu and softcap is None and _takes_powers(hidden, classes, long)
-        short = chunk_of(tokens, _ENTRIES // classes) if chunk is None else chunk
         options = _Options(softcap, logit_scale, long if powers else min(short, tokens), transposed, powers)
         return _loss_sum(options, hidden.reshape(tokens, -1), weight, labels.ravel(), factors.ravel())[None]
 

@@ -138,7 +138,7 @@ def test_states_enter_and_leave_every_segment(where, delta):
     entries = len(lengths) + 2  # empty segments pass their states on
     initial = (0.3 * where.draw(entries, 2, 16, 32, seed=7).float()).requires_grad_()
     boundaries = torch.tensor(np.cumsum([0, *lengths, 0, 0]), dtype=torch.int32, device=where.device)
-    packed = PackedMetadata(boundaries, sum(lengths), max(lengths))
+    packed = PackedMetadata(boundaries, max(lengths), sum(lengths))
     out, final = gated_delta_rule_with_states(*inputs, *([] if delta else [None]), packed, initial=initial)
     douts = where.draw(*out.shape, seed=8), where.draw(*final.shape, seed=9).float()
     found = torch.autograd.grad((out, final), (*inputs, initial), douts)

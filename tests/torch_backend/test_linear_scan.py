@@ -39,19 +39,20 @@ def _names(inputs) -> list[str]:
 
 def quadratic(inputs, dout, dtype: torch.dtype, lengths=LENGTHS) -> dict[str, np.ndarray]:
     """o_i = s sum_j exp(c_i - c_j) (q_i . k_j) b_j v_j + d v_i, by a score matrix per document."""
-    leaves = [None if x is None else x.detach().cpu().to(dtype).requires_grad_() for x in inputs]
+    leaves = [None if x is None else x.detach().to(dtype).requires_grad_() for x in inputs]
     *rows, skip = leaves
     parts = []
     for document in zip(*(len(lengths) * [None] if x is None else x.split(lengths) for x in rows), strict=True):
         q, k, v, g, strength = document
         q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
         c = g.cumsum(0)
-        decay = (c[:, None] - c[None]).masked_fill(torch.ones(len(q), len(q)).triu(1).bool()[..., None], -torch.inf)
+        later = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).triu(1)
+        decay = (c[:, None] - c[None]).masked_fill(later[..., None], -torch.inf)
         scores = torch.einsum("ihk,jhk->ijh", q, k) * decay.exp() * q.shape[2] ** -0.5
         out = torch.einsum("ijh,jhv->ihv", scores, v if strength is None else v * strength[..., None])
         parts.append(out if skip is None else out + skip[:, None] * v)
     out = torch.cat(parts)
-    found = torch.autograd.grad(out, [x for x in leaves if x is not None], dout.cpu().to(dtype))
+    found = torch.autograd.grad(out, [x for x in leaves if x is not None], dout.to(dtype))
     return {"out": numpy(out), **{name: numpy(x) for name, x in zip(_names(inputs), found)}}
 
 

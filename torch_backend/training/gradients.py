@@ -165,6 +165,11 @@ class Gradients:
         except RuntimeError as error:
             if self.capture is True or not self.graphs.recording:
                 raise
+            if not self.exchange.repeats:
+                raise UnsupportedError(
+                    "a CUDA graph of this model could not be recorded, and FSDP2 cannot go on from there: pass "
+                    "capture=False to make_train_step, or fast=False to enable_packing"
+                ) from error
             self.parts[GRAPH] = f"none: recording it failed, {error}".splitlines()[0]
             # as text: the error holds the frames of the recording, and these hold all activations
             log.warning("the training step runs without a CUDA graph: %s", "".join(format_exception(error)).rstrip())

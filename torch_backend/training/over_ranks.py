@@ -28,7 +28,13 @@ _AT_ONCE_BYTES = 2**28
 
 
 class Exchange:
-    """Of a single rank: nothing."""
+    """Of a single rank: nothing.
+
+    Attributes:
+        repeats: after a recording that failed, the batch can run as usual.
+    """
+
+    repeats = True
 
     @contextmanager
     def around(self, *, last: bool) -> Iterator[None]:
@@ -115,6 +121,8 @@ class Averaging(Exchange):
 class Recorded(Exchange):
     """The gathering and reducing of an FSDP2 model, as parts of a graph."""
 
+    repeats = False  # FSDP2 stands in the middle of a step then, and NCCL of what other ranks wait for
+
     def __init__(self, model: FSDPModule) -> None:
         self.model = model
         self.hosts = dist.new_group(backend="gloo")  # which waits for no GPU
@@ -179,6 +187,8 @@ def why_not_recorded(model: nn.Module) -> str | None:
             return "FSDP shards over some of the ranks, or over a mesh of several dimensions"
         if any(p.device.type != p.device_mesh.device_type for p in parameters):
             return "FSDP keeps weights on the host"
+        if any("expert" in name for name, _ in model.named_modules()):
+            return "its experts may read from the device, and FSDP cannot go on after a recording that failed"
         return None
     if not isinstance(model, DistributedDataParallel):
         return "gradients are reduced over ranks during the backward"
