@@ -38,7 +38,6 @@ from benchmarks._report import machine, table, versions, write_json
 from benchmarks.jax_rows import GATE, GROUPS, SETS, TOY, Documents, Row, gate, make_row, visited_area, wanted
 from jax_backend import find_segments, segment_attention
 from jax_backend.attention import mosaic_tiles
-from jax_backend.attention.request import Request
 
 NAN = float("nan")
 
@@ -119,13 +118,6 @@ CONTENDERS: dict[str, Callable[[Row], Call]] = {
     "jax.nn cudnn, bool mask": cudnn_mask,
     "ours, chunked": partial(ours, implementation="chunked"),
 }
-
-
-def lower(request: Request) -> bool:
-    """Whether Mosaic GPU's kernels lower, be they faster or not: to judge ``mosaic_tiles.serves``."""
-    even = request.queries % mosaic_tiles.COPIED == request.keys % mosaic_tiles.COPIED == 0
-    plain = request.platform == "gpu" and request.dtype != jnp.float32 and request.softcap is None
-    return plain and even and request.head_dim == request.value_dim and request.head_dim in (64, 128)
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
@@ -294,7 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--lowering",
         choices=["mosaic", "triton"],
-        help="of forward and dq, instead of the chosen one",
+        help="of the kernels, instead of the chosen one",
     )
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=120.0, help="stop measuring after this long")
@@ -305,7 +297,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.torch:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves memory to torch
     if options.lowering:
-        mosaic_tiles.serves = lower if options.lowering == "mosaic" else lambda request: False  # type: ignore[assignment]
+        for kernel in ("wins_forward", "wins_backward"):
+            setattr(mosaic_tiles, kernel, lambda request: options.lowering == "mosaic")
     deadline = begin + options.seconds
 
     header = [

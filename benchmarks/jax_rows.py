@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_backend.attention import mosaic_tiles
+from jax_backend.attention import mosaic_backward, mosaic_tiles
 from jax_backend.attention.pallas_tiles import tiles_for
 from jax_backend.attention.request import Request
 from packing_core import reference
@@ -170,10 +170,14 @@ def visited_area(row: Row) -> float:
         steps = (-(-(high[i : i + tokens].max() - low[i : i + tokens].min()) // step) for i in starts)
         return tokens * step * int(sum(steps))
 
-    if mosaic_tiles.serves(request):
-        tokens = mosaic_tiles.TILE // mosaic_tiles.packed_heads(request)
-        area = (2 + 3) * walked(tokens, mosaic_tiles.KEYS, first // mosaic_tiles.COPIED * mosaic_tiles.COPIED, at + 1)
+    hopper, heads = mosaic_tiles.lowers(request), mosaic_tiles.packed_heads(request)
+    if hopper and mosaic_tiles.wins_forward(request):
+        tokens = mosaic_tiles.TILE // heads
+        area = 2 * walked(tokens, mosaic_tiles.KEYS, first // mosaic_tiles.COPIED * mosaic_tiles.COPIED, at + 1)
     else:
         area = 2 * walked(tiles.forward.tokens(group), tiles.forward.keys, first, at + 1)
-        area += 3 * walked(tiles.dq.tokens(group), tiles.dq.keys, first, at + 1)
+    if hopper and mosaic_tiles.wins_backward(request):
+        tokens = mosaic_backward.queries_of_step(request)
+        return area + 5 * walked(mosaic_backward.KEYS, tokens, at // tokens * tokens, -(-last // tokens) * tokens)
+    area += 3 * walked(tiles.dq.tokens(group), tiles.dq.keys, first, at + 1)
     return area + 4 * walked(tiles.dkv.keys, tiles.dkv.tokens(group), at, last)

@@ -8,9 +8,8 @@ Data flows ``segment_attention`` -> checks -> ``Request`` -> ``choose`` -> one i
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -19,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
+from jax_backend.attention.lacking import lacking
 from jax_backend.attention.request import Request, check_arrays, check_options
 from jax_backend.attention.sharding import left_to_compiler, platform_of, sharding_of, spread
 from jax_backend.segments import Segments, cap_segments, find_segments
@@ -231,25 +231,10 @@ def answers(request: Request, implementation: str | None = None) -> dict[str, st
     names = ORDER[request.platform] if implementation is None else (implementation,)
     found: dict[str, str | None] = {}
     for name in names:
-        found[name] = _lacking(name) or import_module(IMPLEMENTATIONS[name]).supports(request)
+        found[name] = lacking(name, IMPLEMENTATIONS[name]) or import_module(IMPLEMENTATIONS[name]).supports(request)
         if found[name] is None and implementation is None:
             break  # what comes after is not asked: cudnn would compile a trial
     return found
-
-
-@cache
-def _lacking(name: str) -> str | None:
-    """Why an implementation cannot be imported here, or None: JAX promises to keep none of what kernels are written in.
-
-    It warns once, because what runs in place of a kernel may be much slower.
-    """
-    try:
-        import_module(IMPLEMENTATIONS[name])
-    except ImportError as error:
-        reason = f"JAX {jax.__version__} lacks what it is written in ({error})"
-        warnings.warn(f"segment_attention: {name} cannot run: {reason}", stacklevel=2)
-        return reason
-    return None
 
 
 def _segments(

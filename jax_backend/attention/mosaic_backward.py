@@ -1,8 +1,10 @@
-"""The gradient of the queries on Hopper's own instructions: one block per (tile of queries, P heads, row).
+"""All three gradients on Hopper's own instructions, in one walk: one block per (tile of keys, P heads, row).
 
-The formulas are those of ``pallas_backward``. Both products of a step are started together, so that the second is
-computed while the weights are taken from the first. Keys and values keep ``pallas_backward``'s kernel: here they would
-need tiles of 128 keys, which are slower on short segments.
+The formulas are those of ``pallas_backward``. Made together they take five matrix products instead of seven, and every
+power once. Of a block's warpgroups one copies queries ahead; two hold 64 keys each, and make dk and dv of them and
+both a half of a step's dq; one adds that dq to what other blocks have made. It adds in the order of the keys, and
+waits for those that come before: runs repeat to the bit. Blocks start in that order too, so none waits for one that
+has not started.
 """
 
 from __future__ import annotations
@@ -13,73 +15,124 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import custom_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_backend.attention.mosaic_tiles import (
-    GROUPS,
-    KEYS,
-    STAGES,
-    Stream,
-    by_part,
-    load_rows,
-    packed_heads,
-    plan_keys,
-    store_rows,
-    stream_keys,
-)
-from jax_backend.attention.pallas_tiles import LOG2E
-from jax_backend.attention.request import Request
-from jax_backend.hopper import BLOCKS, PARAMS, PER_ROW, ROWS, along_rows, column_numbers
+from jax_backend.attention.mosaic_tiles import GROUPS, by_step, packed_heads, plan_queries
+from jax_backend.attention.request import LOG2E, Request
+from jax_backend.hopper import BLOCKS, COPIED, PARAMS, PER_ROW, ROWS, along_rows, column_numbers
 from jax_backend.segments import Interval
 
+KEYS = GROUPS * ROWS  # of a block
+STAGES = 2  # steps whose queries are in shared memory
+COLUMNS = 64  # of a piece of k or dq: a row of a swizzled block in half precision
+PIECES = (plgpu.TilingTransform((COPIED, 32)), plgpu.SwizzleTransform(128))  # how a piece of dq lies, float32
+PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
+COPIER, ADDER = GROUPS, GROUPS + 1  # warpgroups
 
-def grad_queries(
+
+def gradients(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     dout: jax.Array,
     lse: jax.Array,
     delta: jax.Array,
-    keys: Interval,
+    queries: Interval,
     request: Request,
-) -> jax.Array:
-    """dq [B, S, N, D] in q's dtype.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """dq [B, S, N, D], dk and dv [B, T, K, D], in q's dtype. Meanwhile dq takes float32, and dk and dv too where heads
+    that share them are in several blocks.
 
     Args:
         lse, delta: float32 [B, S, N].
-        keys: the keys that each query sees, int32 [B, S] and [B, S].
+        queries: the queries that see each key, int32 [B, T] and [B, T].
     """
-    heads = packed_heads(request)
-    plan = plan_keys(keys, heads)
-    rows, tiles = plan.walk.shape[:2]
-    own = plgpu.SMEM((GROUPS, ROWS, request.head_dim), q.dtype, transforms=BLOCKS)
-    stages = plgpu.SMEM((STAGES, KEYS, request.head_dim), q.dtype, transforms=BLOCKS)
-    filled, freed = plgpu.Barrier(num_barriers=STAGES), plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES)
-    dq: jax.Array = plgpu.kernel(
-        partial(_kernel, request=request, heads=heads, tiles=tiles),
-        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        grid=(request.heads // heads, tiles, rows),
-        grid_names=("part", "tile", "row"),
-        num_threads=GROUPS + 1,
+
+    run = custom_vmap(partial(_gradients, request))
+
+    @run.def_vmap
+    def more_rows(size: int, batched: list[bool], *arrays: jax.Array) -> tuple[Any, Any]:
+        # The counters that order the additions are one call's: what vmap adds are more rows of it.
+        spread = (x if has else jnp.broadcast_to(x, (size, *x.shape)) for x, has in zip(arrays, batched, strict=True))
+        grads = run(*(x.reshape(-1, *x.shape[2:]) for x in spread))
+        return tuple(x.reshape(size, -1, *x.shape[1:]) for x in grads), (True, True, True)
+
+    dq, dk, dv = run(q, k, v, dout, lse, delta, *queries)
+    return dq, dk, dv
+
+
+def _gradients(
+    request: Request,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    dout: jax.Array,
+    lse: jax.Array,
+    delta: jax.Array,
+    *queries: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    heads, width = packed_heads(request), request.head_dim
+    blocks = 2 * COLUMNS // width  # of 64 packed rows in a step: dq is two pieces of 64 columns, or two of 64 rows
+    size = blocks * ROWS
+    plan = plan_queries(Interval(*queries), request.queries, queries_of_step(request), KEYS)
+    (rows, tiles), steps = plan.walk.shape[:2], plan.leader.shape[1]
+    parts, shares = request.heads // heads, request.group // heads
+    stages = plgpu.SMEM((STAGES, size, width), q.dtype, transforms=BLOCKS)
+    filled = plgpu.Barrier(num_arrivals=heads + 1, num_barriers=STAGES)
+    grad = jax.ShapeDtypeStruct((shares, *k.shape), q.dtype if shares == 1 else jnp.float32)
+    dq, dk, dv = plgpu.kernel(
+        partial(_kernel, request=request, heads=heads, blocks=blocks, rows=rows, steps=steps),
+        out_type=(jax.ShapeDtypeStruct((rows * parts * steps * GROUPS, ROWS, COLUMNS), jnp.float32), grad, grad),
+        grid=(tiles, parts, rows),
+        grid_names=("tile", "part", "row"),
+        num_threads=GROUPS + 2,
         thread_name="warpgroup",
-        kernel_name="segment_attention_dq",
+        kernel_name="segment_attention_backward",
         scratch_types={
-            "q_smem": own,
-            "dout_smem": own,
-            "k_smem": stages,
-            "v_smem": stages,
-            "numbers_smem": plgpu.SMEM((2, GROUPS, ROWS), jnp.float32),
+            "k_smem": plgpu.SMEM((GROUPS, width // COLUMNS, ROWS, COLUMNS), q.dtype, transforms=BLOCKS),
+            "v_smem": plgpu.SMEM((GROUPS, ROWS, width), q.dtype, transforms=BLOCKS),
+            "q_smem": stages,
+            "dout_smem": stages,
+            "dz_smem": plgpu.SMEM((STAGES, GROUPS, blocks, ROWS, ROWS), q.dtype, transforms=BLOCKS),
+            "dq_smem": plgpu.SMEM((GROUPS, ROWS, COLUMNS), jnp.float32, transforms=PIECES),
+            "numbers_smem": plgpu.SMEM((2, STAGES, size), jnp.float32),
             "bounds_smem": plgpu.SMEM((2, GROUPS, ROWS), jnp.int32),
-            "own_filled": plgpu.Barrier(num_arrivals=2 * heads + 4, num_barriers=GROUPS),
-            "k_filled": filled,
-            "v_filled": filled,
-            "k_freed": freed,
-            "v_freed": freed,
+            "own_filled": plgpu.Barrier(num_arrivals=GROUPS * (width // COLUMNS + 3)),
+            "q_filled": filled,
+            "dout_filled": filled,
+            "freed": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=STAGES),
+            "dz_filled": plgpu.Barrier(num_arrivals=GROUPS),
+            "dq_filled": plgpu.Barrier(num_arrivals=GROUPS),
+            "dq_freed": plgpu.Barrier(),
         },
         compiler_params=PARAMS,
-    )(q, k, v, dout, by_part(lse * LOG2E, heads), by_part(delta, heads), *plan)
-    return dq
+    )(
+        *(q, k, v, dout, by_step(lse * LOG2E, heads, size), by_step(delta, heads, size)),
+        *(x.reshape(rows, tiles, GROUPS, ROWS) for x in (plan.begin, plan.end)),
+        *(plan.walk, plan.leader),
+    )
+    dq = dq.reshape(rows, parts, steps, GROUPS, ROWS, COLUMNS)
+    dq = jnp.where(plan.visited[:, None, :, None, None, None], dq, 0.0)  # what no block visits is not written
+    dq = (by_token(dq, heads, request) * request.scale).astype(q.dtype)
+    if shares == 1:
+        return dq, dk[0], dv[0]
+    return dq, dk.sum(axis=0).astype(k.dtype), dv.sum(axis=0).astype(v.dtype)
+
+
+def queries_of_step(request: Request) -> int:
+    """Query tokens that a step covers."""
+    return 2 * COLUMNS * ROWS // (request.head_dim * packed_heads(request))
+
+
+def by_token(dq: jax.Array, heads: int, request: Request) -> jax.Array:
+    """Pieces [B, N / P, steps, 2, 64, 64] as [B, S, N, D]: a step is 64 rows of two pieces, or two times 64 of one."""
+    rows, parts, steps = dq.shape[:3]
+    if request.head_dim > COLUMNS:
+        dq = dq.swapaxes(3, 4)
+    dq = dq.reshape(rows, parts, steps, heads, -1, request.head_dim).transpose(0, 2, 4, 1, 3, 5)
+    return dq.reshape(rows, -1, parts * heads, request.head_dim)[:, : request.queries]
 
 
 def _kernel(
@@ -92,81 +145,205 @@ def _kernel(
     begin_ref: Any,
     end_ref: Any,
     walk_ref: Any,
+    leader_ref: Any,
     dq_ref: Any,
+    dk_ref: Any,
+    dv_ref: Any,
     *,
-    q_smem: Any,
-    dout_smem: Any,
     k_smem: Any,
     v_smem: Any,
+    q_smem: Any,
+    dout_smem: Any,
+    dz_smem: Any,
+    dq_smem: Any,
     numbers_smem: Any,
     bounds_smem: Any,
     own_filled: Any,
-    k_filled: Any,
-    v_filled: Any,
-    k_freed: Any,
-    v_freed: Any,
+    q_filled: Any,
+    dout_filled: Any,
+    freed: Any,
+    dz_filled: Any,
+    dq_filled: Any,
+    dq_freed: Any,
     request: Request,
     heads: int,
-    tiles: int,
+    blocks: int,
+    rows: int,
+    steps: int,
 ) -> None:
-    row, part = lax.axis_index("row"), lax.axis_index("part")
-    tile = tiles - 1 - lax.axis_index("tile")  # the longest walks first
+    row, part, tile = (lax.axis_index(name) for name in ("row", "part", "tile"))
     group = lax.axis_index("warpgroup")
-    first, lead, full, total = (walk_ref[row, tile, i] for i in range(4))
+    size, width, parts = blocks * ROWS, request.head_dim, request.heads // heads
+    tokens = size // heads
+    kv_head = lax.div(part * heads, jnp.int32(request.group))
+    share = lax.rem(part, jnp.int32(request.group // heads))
+    last, total, clear, masked = (walk_ref[row, tile, i] for i in range(4))
+    done = pl.get_global(plgpu.SemaphoreType.REGULAR((rows * parts * steps,)))  # how many blocks a step has behind it
 
-    @pl.when(group == GROUPS)
+    @pl.when(group == COPIER)
     def copy() -> None:
         plgpu.set_max_registers(24, action="decrease")
-        streams = Stream(k_ref, k_smem, k_filled, k_freed), Stream(v_ref, v_smem, v_filled, v_freed)
-        stream_keys(streams, row, first, total, lax.div(part * heads, jnp.int32(request.group)))
+        for member in range(GROUPS):
+            span = pl.ds(pl.multiple_of(tile * KEYS + member * ROWS, ROWS), ROWS)
+            for piece in range(width // COLUMNS):
+                source = k_ref.at[row, span, kv_head, pl.ds(piece * COLUMNS, COLUMNS)]
+                plgpu.copy_gmem_to_smem(source, k_smem.at[member, piece], own_filled)
+            plgpu.copy_gmem_to_smem(v_ref.at[row, span, kv_head], v_smem.at[member], own_filled)
+            for side, ref in enumerate((begin_ref, end_ref)):
+                plgpu.copy_gmem_to_smem(ref.at[row, tile, member], bounds_smem.at[side, member], own_filled)
+
+        def step(index: jax.Array, _: None) -> None:
+            slot, at = lax.rem(index, jnp.int32(STAGES)), last - index
+            pl.when(index >= STAGES)(lambda: plgpu.barrier_wait(freed.at[slot]))
+            streams = (q_ref, q_smem, q_filled, lse_ref), (dout_ref, dout_smem, dout_filled, delta_ref)
+            for side, (ref, smem, filled, numbers) in enumerate(streams):
+                for member in range(heads):
+                    source = ref.at[row, pl.ds(pl.multiple_of(at * tokens, COPIED), tokens), part * heads + member]
+                    target = smem.at[slot, pl.ds(member * tokens, tokens)]
+                    plgpu.copy_gmem_to_smem(source, target, filled.at[slot])
+                plgpu.copy_gmem_to_smem(numbers.at[row, part, at], numbers_smem.at[side, slot], filled.at[slot])
+
+        lax.fori_loop(0, total, step, None)
+
+    @pl.when(group == ADDER)
+    def add() -> None:
+        plgpu.set_max_registers(24, action="decrease")
+
+        def count(index: jax.Array) -> jax.Array:
+            return tile - leader_ref[row, jnp.maximum(last - index, 0)]
+
+        def step(index: jax.Array, before: jax.Array) -> jax.Array:
+            place = (row * parts + part) * steps + last - index
+
+            def write(**how: Any) -> None:
+                for member in range(GROUPS):
+                    plgpu.copy_smem_to_gmem(dq_smem.at[member], dq_ref.at[place * GROUPS + member], **how)
+
+            @pl.when(before > 0)
+            def await_turn() -> None:
+                plgpu.semaphore_wait(done.at[place], before, decrement=False, memory_scope="gpu")
+
+            plgpu.barrier_wait(dq_filled)
+            pl.when(before == 0)(write)
+            pl.when(before > 0)(partial(write, reduction_op="add"))
+            following = count(index + 1)  # read while the copy is under way
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(dq_freed)
+            plgpu.wait_smem_to_gmem(0)
+            plgpu.semaphore_signal(done.at[place], memory_scope="gpu")
+            return following
+
+        lax.fori_loop(0, total, step, count(jnp.int32(0)))
 
     @pl.when(group < GROUPS)
     def compute() -> None:
-        plgpu.set_max_registers(224, action="increase")
-        q, dout, ready = q_smem.at[group], dout_smem.at[group], own_filled.at[group]
-        token = (tile * GROUPS + group) * (ROWS // heads)
-        load_rows(q_ref, q, ready, row, token, part, heads)
-        load_rows(dout_ref, dout, ready, row, token, part, heads)
-        for side, ref in enumerate((lse_ref, delta_ref)):
-            plgpu.copy_gmem_to_smem(ref.at[row, part, tile * GROUPS + group], numbers_smem.at[side, group], ready)
-        for side, ref in enumerate((begin_ref, end_ref)):
-            plgpu.copy_gmem_to_smem(ref.at[row, tile, pl.ds(group * ROWS, ROWS)], bounds_smem.at[side, group], ready)
-        plgpu.barrier_wait(ready)
-        lse, delta = (plgpu.layout_cast(numbers_smem[side, group], PER_ROW) for side in range(2))
+        plgpu.set_max_registers(232, action="increase")
+        plgpu.barrier_wait(own_filled)
         begin, end = (plgpu.layout_cast(bounds_smem[side, group], PER_ROW) for side in range(2))
+        v, piece = v_smem.at[group], dq_smem.at[group]
+        square = plgpu.ACC((ROWS, ROWS), jnp.float32)
 
-        def step(index: jax.Array, dq_acc: Any) -> None:
-            slot = lax.rem(index, jnp.int32(STAGES))
+        def multiply_keys(z_acc: Any, slot: Any, block: int) -> None:
+            """Start z = k q^T for 64 packed rows of queries."""
+            for piece in range(width // COLUMNS):
+                columns = pl.ds(piece * COLUMNS, COLUMNS)
+                plgpu.wgmma(z_acc, k_smem.at[group, piece], q_smem.at[slot, pl.ds(block * ROWS, ROWS), columns].T)
 
-            def weigh(z_acc: Any, dp_acc: Any) -> jax.Array:
-                plgpu.barrier_wait(k_filled.at[slot])
-                plgpu.wgmma(z_acc, q, k_smem.at[slot].T)
-                plgpu.barrier_wait(v_filled.at[slot])
-                plgpu.wgmma(dp_acc, dout, v_smem.at[slot].T)
-                z = plgpu.wgmma_accumulator_load(z_acc, wait_n=1)
-                p = jnp.exp2(z * (request.scale * LOG2E) - along_rows(lse, KEYS))
+        def step(index: jax.Array, z: jax.Array, dk_acc: Any, dv_acc: Any) -> jax.Array:
+            slot, at = lax.rem(index, jnp.int32(STAGES)), last - index
+            following = 1 - slot
+
+            def load_numbers(side: int, block: int) -> jax.Array:
+                ref = numbers_smem.at[side, slot, pl.ds(block * ROWS, ROWS)]
+                return along_columns(plgpu.load(ref, (), layout=PER_COLUMN, optimized=False))
+
+            def weigh(z: jax.Array, block: int) -> jax.Array:
+                p = jnp.exp2(z * (request.scale * LOG2E) - load_numbers(0, block))
 
                 def mask() -> jax.Array:
-                    key = column_numbers(KEYS) + (first + index * KEYS)
-                    return jnp.where((along_rows(begin, KEYS) <= key) & (key < along_rows(end, KEYS)), p, 0.0)
+                    token = ((column_numbers(ROWS) + block * ROWS) & (tokens - 1)) + at * tokens
+                    return jnp.where((along_rows(begin, ROWS) <= token) & (token < along_rows(end, ROWS)), p, 0.0)
 
-                p = lax.cond((index < lead) | (index >= full), mask, lambda: p)
-                dp = dp_acc[...]
-                plgpu.barrier_arrive(v_freed.at[slot])
-                return p * (dp - along_rows(delta, KEYS))
+                return lax.cond((at < clear) | (at >= masked), mask, lambda: p)
 
-            wide = plgpu.ACC((ROWS, KEYS), jnp.float32)
-            dz = pl.run_scoped(weigh, wide, wide)
-            plgpu.wgmma(dq_acc, dz.astype(q_ref.dtype), k_smem.at[slot])
-            plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(k_freed.at[slot])
+            def add_up(dp_acc: Any, *others: Any) -> None:
+                """From z to dk, dv and dz in shared memory, one 64 rows of queries after the other."""
+                p = z
+                plgpu.barrier_wait(dout_filled.at[slot])
+                plgpu.wgmma(dp_acc, v, dout_smem.at[slot, pl.ds(0, ROWS)].T)
+                for block in range(blocks):
+                    mine, more = pl.ds(block * ROWS, ROWS), block + 1 < blocks
+                    if more:
+                        z_acc, next_acc = others
+                        multiply_keys(z_acc, slot, block + 1)
+                    p = weigh(p, block)
+                    plgpu.wgmma(dv_acc, p.astype(q_ref.dtype), dout_smem.at[slot, mine])
+                    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=2 if more else 1)  # started since: z, dv
+                    dz = (p * (dp - load_numbers(1, block))).astype(q_ref.dtype)
+                    dz_smem[slot, group, block] = dz
+                    if not more:
+                        plgpu.commit_smem()
+                        plgpu.barrier_arrive(dz_filled)
+                    # Where registers are short, dz is read back.
+                    plgpu.wgmma(dk_acc, dz if blocks > 1 else dz_smem.at[slot, group, block], q_smem.at[slot, mine])
+                    if more:
+                        dp_acc = next_acc
+                        plgpu.wgmma(dp_acc, v, dout_smem.at[slot, pl.ds((block + 1) * ROWS, ROWS)].T)
+                        p = plgpu.wgmma_accumulator_load(z_acc, wait_n=3)  # started since: dv, dk, dp
+                if blocks == 1:
+                    plgpu.wgmma_wait(1)  # frees the registers that dv is made of
 
-        def walk(dq_acc: Any) -> jax.Array:
-            lax.fori_loop(0, total, lambda index, _: step(index, dq_acc), None)
-            return dq_acc[...]
+            def multiply(dq_acc: Any, z_acc: Any) -> tuple[jax.Array, jax.Array]:
+                """This step's dq, of the keys of both warpgroups, and the next one's z, unless this is the last."""
+                pl.when(index + 1 < total)(lambda: plgpu.barrier_wait(q_filled.at[following]))
+                multiply_keys(z_acc, following, 0)
+                plgpu.barrier_wait(dz_filled)
+                block, column = (group, 0) if blocks > 1 else (0, group)
+                for member in range(GROUPS):
+                    plgpu.wgmma(dq_acc, dz_smem.at[slot, member, block].T, k_smem.at[member, column])
+                plgpu.wgmma_wait(GROUPS + width // COLUMNS)
+                plgpu.barrier_arrive(freed.at[slot])
+                return dq_acc[...], z_acc[...]
 
-        dq = pl.run_scoped(walk, plgpu.ACC((ROWS, request.head_dim), jnp.float32))
-        q[...] = (dq * request.scale).astype(q_ref.dtype)  # q is not read any more
-        plgpu.commit_smem()
-        store_rows(q, dq_ref, row, token, part, heads)
-        plgpu.wait_smem_to_gmem(0)
+            pl.run_scoped(add_up, *[square] * (2 * blocks - 1))
+            dq, z = pl.run_scoped(multiply, square, square)
+            pl.when(index > 0)(lambda: plgpu.barrier_wait(dq_freed))
+            piece[...] = dq
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(dq_filled)
+            return z
+
+        def walk(dk_acc: Any, dv_acc: Any) -> tuple[jax.Array, jax.Array]:
+            def start(z_acc: Any) -> jax.Array:
+                pl.when(total > 0)(lambda: plgpu.barrier_wait(q_filled.at[0]))
+                multiply_keys(z_acc, 0, 0)
+                return z_acc[...]
+
+            z = pl.run_scoped(start, square)
+            lax.fori_loop(0, total, lambda index, z: step(index, z, dk_acc, dv_acc), z)
+            return dk_acc[...], dv_acc[...]
+
+        wide = plgpu.ACC((ROWS, width), jnp.float32)
+        dk, dv = pl.run_scoped(walk, wide, wide)
+        pl.when(total > 0)(lambda: plgpu.barrier_wait(dq_freed))
+        mine = pl.ds(pl.multiple_of(tile * KEYS + group * ROWS, ROWS), ROWS)
+        for grad, ref in ((dk * request.scale, dk_ref), (dv, dv_ref)):
+            if ref.dtype == q_ref.dtype:
+                store(grad.astype(ref.dtype), v, ref.at[share, row, mine, kv_head])  # v is not read any more
+                continue
+            for first in range(0, width, COLUMNS):
+                target = ref.at[share, row, mine, kv_head, pl.ds(first, COLUMNS)]
+                store(grad[:, first : first + COLUMNS], piece, target)
+
+
+def along_columns(x: jax.Array) -> jax.Array:
+    """One number per column [columns], repeated to [ROWS, columns]."""
+    return lax.broadcast_in_dim(x, (ROWS, x.shape[0]), [1])
+
+
+def store(value: jax.Array, smem: Any, target: Any) -> None:
+    """Write a value through shared memory, which is free again afterwards."""
+    smem[...] = value
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(smem, target)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -29,8 +29,7 @@ from jax_backend.attention.mosaic_tiles import (
     store_rows,
     stream_keys,
 )
-from jax_backend.attention.pallas_tiles import LOG2E
-from jax_backend.attention.request import Request
+from jax_backend.attention.request import LOG2E, Request
 from jax_backend.hopper import BLOCKS, PARAMS, PER_ROW, ROWS, along_rows, column_numbers
 from jax_backend.segments import Interval
 

@@ -2,7 +2,7 @@
 it is copied.
 
 They are written for Pallas' Mosaic GPU lowering: one warpgroup copies tiles ahead (TMA), two others multiply them
-(wgmma). Data flows intervals per token --plan_keys--> bounds per row and a walk per tile -> a kernel.
+(wgmma). Data flows intervals per token --plan_keys, plan_queries--> bounds and walks per tile -> a kernel.
 
 A warpgroup's 64 rows are P query heads of one key/value head for 64 / P tokens, member by member: row r is member
 ``r // (64 / P)``, token ``r % (64 / P)``. So every key that is read serves P heads, a tile spans few tokens and seldom
@@ -31,16 +31,12 @@ TILE = GROUPS * ROWS
 MOST_PACKED = ROWS // COPIED  # query heads whose rows share a warpgroup's tile
 KEYS = 128  # keys of a step
 STAGES = 2  # steps in shared memory
-WIDTHS: tuple[int, ...] = (128,)  # of heads: where they were measured to win; 64 would do, wider ones do not fit
+WIDTHS = (64, 128)  # of heads; wider ones do not fit
 _FAR = 2**30  # past every index
 
 
-def serves(request: Request) -> bool:
-    """Whether these kernels are taken: where they can serve and were measured to win.
-
-    They need a Hopper GPU, half precision and shapes that whole copies cover. Heads that share no tile (7 to a
-    key/value head, say) walk more keys than the other kernels do, and are faster at this width all the same.
-    """
+def lowers(request: Request) -> bool:
+    """Whether these kernels can serve: a Hopper GPU, half precision and shapes that whole copies cover."""
     return (
         request.platform == "gpu"
         and request.dtype != jnp.float32
@@ -51,6 +47,20 @@ def serves(request: Request) -> bool:
         and request.softcap is None
         and compiles_for_hopper()
     )
+
+
+def wins_forward(request: Request) -> bool:
+    """Whether the forward was measured to win over the one on the Triton lowering.
+
+    Heads that share no tile (7 to a key/value head, say) walk more keys here, and win at this width all the same.
+    """
+    return request.head_dim == 128
+
+
+def wins_backward(request: Request) -> bool:
+    """Whether the backward was measured to win: always, but where narrow heads leave their gradients in several
+    blocks."""
+    return request.head_dim == 128 or packed_heads(request) == request.group
 
 
 def packed_heads(request: Request) -> int:
@@ -94,6 +104,47 @@ def plan_keys(keys: Interval, heads: int, step: int = KEYS) -> Plan:
     return Plan(begin, end, jnp.stack([first, lead, full, total], axis=-1).astype(jnp.int32))
 
 
+class QueryPlan(NamedTuple):
+    """What the backward's blocks of keys visit, in steps of so many queries.
+
+    Attributes:
+        begin, end: int32 [B, blocks * block], the queries that see each key.
+        walk: int32 [B, blocks, 4]: the last step of a block, with which it begins, how many it visits, and from which
+            up to which no mask is needed.
+        leader: int32 [B, steps], the first block that visits each step.
+        visited: bool [B, steps].
+    """
+
+    begin: jax.Array
+    end: jax.Array
+    walk: jax.Array
+    leader: jax.Array
+    visited: jax.Array
+
+
+def plan_queries(queries: Interval, size: int, tokens: int, block: int) -> QueryPlan:
+    """Plan the walks of blocks of ``block`` keys over steps of ``tokens`` queries of ``size``.
+
+    The blocks that visit a step follow each other without a gap, so that each knows how many come before it. Where the
+    intervals do not move on with the keys, some are made longer for that: what is not visible is masked.
+
+    Args:
+        queries: the queries that see each key, int32 [B, T] and [B, T].
+    """
+    begin, end = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % block))) for x in queries)
+    low, high = (x.reshape(x.shape[0], -1, block) for x in (begin, end))
+    some = low < high
+    first = jnp.min(jnp.where(some, low, _FAR), axis=-1) // tokens
+    after = -(-jnp.max(jnp.where(some, high, 0), axis=-1) // tokens)
+    first, after = lax.cummin(first, axis=1, reverse=True), lax.cummax(after, axis=1)
+    clear = -(-jnp.max(low, axis=-1) // tokens)
+    masked = jnp.min(jnp.where(some, high, 0), axis=-1) // tokens
+    walk = jnp.stack([after - 1, jnp.maximum(after - first, 0), clear, masked], axis=-1).astype(jnp.int32)
+    step = jnp.arange(-(-size // tokens), dtype=jnp.int32)[:, None]
+    leader, following = (jnp.sum(x[:, None] <= step, axis=-1, dtype=jnp.int32) for x in (after, first))
+    return QueryPlan(begin, end, walk, leader, leader < following)
+
+
 def by_tile(x: jax.Array, heads: int) -> jax.Array:
     """Numbers per token [B, S] as numbers per row [B, tiles, TILE]; 0 or False past the last token."""
     rows, size = x.shape
@@ -111,13 +162,13 @@ def by_token(x: jax.Array, heads: int, size: int) -> jax.Array:
     return x.reshape(rows, -1, parts * heads)[:, :size]
 
 
-def by_part(x: jax.Array, heads: int) -> jax.Array:
-    """Numbers per token [B, S, N] as numbers per row [B, N / P, tiles * GROUPS, ROWS]; 0 past the last token."""
-    rows, size, every = x.shape
-    tokens = ROWS // heads
-    x = jnp.pad(x, ((0, 0), (0, -size % (GROUPS * tokens)), (0, 0)))
+def by_step(x: jax.Array, heads: int, size: int) -> jax.Array:
+    """Numbers per token [B, S, N] as numbers per row of a step [B, N / P, steps, size]; 0 past the last token."""
+    rows, _, every = x.shape
+    tokens = size // heads
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % tokens), (0, 0)))
     x = x.reshape(rows, -1, tokens, every // heads, heads).transpose(0, 3, 1, 4, 2)
-    return x.reshape(rows, every // heads, -1, ROWS)
+    return x.reshape(rows, every // heads, -1, size)
 
 
 # -- inside a kernel ---------------------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
 """Our own Pallas kernels, joined into one differentiable function.
 
 Data flows segments -> intervals (what each query sees, what sees each key) -> forward, and on the way back delta -> dq,
-dk and dv. Cost follows the tiles that lie inside segments. The kernels are written for Pallas's Triton lowering; on a
-Hopper GPU the forward and dq take ones on that chip's own instructions where ``mosaic_tiles`` says that it serves. On a
-CPU the kernels run in Pallas's interpret mode: right, and slow.
+dk and dv. Cost follows the tiles that lie inside segments. There are kernels on Hopper's own instructions
+(``mosaic_*.py``) and, for everything else, kernels on Pallas's Triton lowering (``pallas_*.py``). JAX deprecates that
+one: without it the former serve alone, also where they do not win. On a CPU the latter run in Pallas's interpret mode:
+right, and slow.
 """
 
 from __future__ import annotations
@@ -15,13 +16,12 @@ import jax
 import jax.numpy as jnp
 
 from jax_backend.attention import mosaic_backward, mosaic_forward, mosaic_tiles
-from jax_backend.attention.pallas_backward import grad_keys, grad_queries
-from jax_backend.attention.pallas_forward import forward
-from jax_backend.attention.pallas_tiles import tiles_for
+from jax_backend.attention.lacking import lacking, missing
 from jax_backend.attention.request import Request, saved
 from jax_backend.segments import Interval, Segments, seeing_queries, visible_keys
 
 WIDEST = 256  # channels of a head that a tile still holds in shared memory and registers
+ON_TRITON = "jax_backend.attention.pallas_backward"
 
 
 def supports(request: Request) -> str | None:
@@ -29,7 +29,7 @@ def supports(request: Request) -> str | None:
         return f"its kernels are lowered for NVIDIA GPUs (and interpreted on CPUs), not for {request.platform}"
     if max(request.head_dim, request.value_dim) > WIDEST:
         return f"head width {max(request.head_dim, request.value_dim)} is above {WIDEST}"
-    return None
+    return None if mosaic_tiles.lowers(request) else lacking("pallas", ON_TRITON)
 
 
 def attend(
@@ -45,9 +45,17 @@ def attend(
 def _attend(
     request: Request, q: jax.Array, k: jax.Array, v: jax.Array, keys: Interval, queries: Interval
 ) -> tuple[jax.Array, jax.Array]:
-    if mosaic_tiles.serves(request):
+    if _on_hopper(request, mosaic_tiles.wins_forward(request)):
         return mosaic_forward.forward(q, k, v, keys, request)
+    from jax_backend.attention.pallas_forward import forward
+    from jax_backend.attention.pallas_tiles import tiles_for
+
     return forward(q, k, v, keys, request, tiles_for(request).forward, interpret=request.platform == "cpu")
+
+
+def _on_hopper(request: Request, wins: bool) -> bool:
+    """Whether a kernel on Hopper's own instructions is taken."""
+    return mosaic_tiles.lowers(request) and (wins or missing(ON_TRITON) is not None)
 
 
 def _attend_fwd(
@@ -61,11 +69,14 @@ def _attend_bwd(request: Request, kept: Any, cotangents: tuple[jax.Array, jax.Ar
     q, k, v, keys, queries, out, lse = kept
     dout, dlse = cotangents
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - dlse
+    if _on_hopper(request, mosaic_tiles.wins_backward(request)):
+        grads = mosaic_backward.gradients(q, k, v, dout, lse, delta, queries, request)
+        return *grads, None, None
+    from jax_backend.attention.pallas_backward import grad_keys, grad_queries
+    from jax_backend.attention.pallas_tiles import tiles_for
+
     tiles, interpret = tiles_for(request), request.platform == "cpu"
-    if mosaic_tiles.serves(request):
-        dq = mosaic_backward.grad_queries(q, k, v, dout, lse, delta, keys, request)
-    else:
-        dq = grad_queries(q, k, v, dout, lse, delta, keys, request, tiles.dq, interpret=interpret)
+    dq = grad_queries(q, k, v, dout, lse, delta, keys, request, tiles.dq, interpret=interpret)
     dk, dv = grad_keys(q, k, v, dout, lse, delta, queries, request, tiles.dkv, interpret=interpret)
     return dq, dk, dv, None, None
 

@@ -20,7 +20,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jax_backend.attention.pallas_tiles import (
-    LOG2E,
     Tiles,
     base2_logits,
     dot,
@@ -37,7 +36,7 @@ from jax_backend.attention.pallas_tiles import (
     store_rows,
     store_span,
 )
-from jax_backend.attention.request import Request
+from jax_backend.attention.request import LOG2E, Request
 from jax_backend.segments import Interval
 
 

@@ -20,10 +20,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jax_backend.attention.request import Request
+from jax_backend.attention.request import LOG2E, Request
 from jax_backend.segments import Interval
 
-LOG2E = 1.4426950408889634
 _FAR = 2**30  # past every index
 _PROGRAMS = 4 * 400  # of dkv, as many as its walks are divided into: four times what an H200 runs at a time
 _MOST_PARTS = 4  # each writes float32 gradients of its own, which are added up

@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from packing_core.errors import LayoutError, PackingError
 
+LOG2E = math.log2(math.e)  # kernels take powers of two
 FLOATING = ("bfloat16", "float16", "float32")
 SAVED = "segment_attention"  # the name under which policies of jax.checkpoint find what a backward reads of its forward
 

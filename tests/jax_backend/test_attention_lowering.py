@@ -25,7 +25,8 @@ compiler = pytest.importorskip("triton.backends.compiler")
 
 SHARED_MEMORY = 232_448  # bytes that a block may ask for on compute capability 9.0
 MOSAIC_NAME = re.compile(rb"segment_attention_[a-z]+(?=_mosaic_gpu)")
-KERNELS = ("segment_attention_forward", "segment_attention_dq", "segment_attention_dkv")
+FORWARD, BACKWARD = "segment_attention_forward", "segment_attention_backward"  # on a Hopper GPU
+KERNELS = (FORWARD, "segment_attention_dq", "segment_attention_dkv")
 
 
 @cache
@@ -75,18 +76,19 @@ def kernels(module: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "width", "dtype", "window"),
+    ("heads", "kv_heads", "width", "dtype", "window", "expected"),
     [
-        (32, 8, 128, "bfloat16", None),
-        (14, 2, 64, "bfloat16", 512),
-        (4, 4, 80, "float32", None),
-        (8, 1, 256, "float16", None),
+        (32, 8, 128, "bfloat16", None, (FORWARD, BACKWARD)),
+        (14, 2, 64, "bfloat16", 512, KERNELS),
+        (8, 2, 64, "float16", None, (FORWARD, BACKWARD)),
+        (4, 4, 80, "float32", None, KERNELS),
+        (8, 1, 256, "float16", None, KERNELS),
     ],
 )
-def test_none_picks_pallas_for_a_gpu_and_its_three_kernels_lower(
-    heads: int, kv_heads: int, width: int, dtype: str, window: int | None
+def test_none_picks_pallas_for_a_gpu_and_its_kernels_lower(
+    heads: int, kv_heads: int, width: int, dtype: str, window: int | None, expected: tuple[str, ...]
 ) -> None:
-    assert set(kernels(lowered(heads, kv_heads, width, dtype, window).compiler_ir())) == set(KERNELS)
+    assert set(kernels(lowered(heads, kv_heads, width, dtype, window).compiler_ir())) == set(expected)
 
 
 def test_powers_of_two_are_single_instructions() -> None:
@@ -144,6 +146,23 @@ def test_without_a_lowering_the_next_in_the_order_serves_and_says_why(module: st
     assert len(ast.literal_eval(warned)) == 1 and "pallas cannot run" in warned
     assert shape == "(1, 16, 4, 8)"
     assert refused.startswith("UnsupportedError pallas cannot serve: JAX")
+
+
+ON_HOPPER_ALONE = """
+import sys, warnings
+sys.modules["jax.experimental.pallas.triton"] = None
+warnings.simplefilter("error", UserWarning)
+from tests.jax_backend.test_mosaic import lowered_for
+for heads in (8, 14):
+    print(lowered_for("NVIDIA H200", 64, (256, 256), heads=heads).count("custom_call @mosaic_gpu"))
+"""
+
+
+@limited()
+def test_without_the_triton_lowering_a_hopper_gpu_keeps_its_own_kernels() -> None:
+    done = processes.run([sys.executable, "-c", ON_HOPPER_ALONE])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["2", "2"]
 
 
 def _text(bytecode: bytes) -> str:

@@ -1,0 +1,31 @@
+"""What an implementation needs and this JAX lacks: JAX promises to keep nothing of what kernels are written in."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from importlib import import_module
+
+import jax
+
+
+@cache
+def missing(module: str) -> str | None:
+    """Why a module of ours cannot be imported here, or None."""
+    try:
+        import_module(module)
+    except ImportError as error:
+        return f"JAX {jax.__version__} lacks what it is written in ({error})"
+    return None
+
+
+@cache
+def lacking(implementation: str, module: str) -> str | None:
+    """Why an implementation cannot serve without a module, or None.
+
+    It warns once, because what runs in place of a kernel may be much slower.
+    """
+    reason = missing(module)
+    if reason is not None:
+        warnings.warn(f"segment_attention: {implementation} cannot run: {reason}", stacklevel=2)
+    return reason
