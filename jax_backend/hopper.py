@@ -39,9 +39,14 @@ def multiprocessors() -> int:
 
 
 def _device_kind() -> str:
-    """The name of the GPU that is compiled for."""
+    """The name of the GPU that is compiled for; empty on a host that has none."""
     abstract = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.devices("gpu")[0].device_kind if abstract is None else abstract.device_kind
+    if abstract is not None:
+        return str(abstract.device_kind)
+    try:
+        return str(jax.devices("gpu")[0].device_kind)
+    except RuntimeError:  # asked about a GPU from elsewhere, as by explain(platform="gpu")
+        return ""
 
 
 def _miscompiled() -> bool:

@@ -254,8 +254,8 @@ def _kernel(
             following = 1 - slot
 
             def load_numbers(side: int, block: int) -> jax.Array:
-                ref = numbers_smem.at[side, slot, pl.ds(block * ROWS, ROWS)]
-                return along_columns(plgpu.load(ref, (), layout=PER_COLUMN, optimized=False))
+                numbers = numbers_smem[side, slot, pl.ds(block * ROWS, ROWS)]
+                return along_columns(plgpu.layout_cast(numbers, PER_COLUMN))
 
             def weigh(z: jax.Array, block: int) -> jax.Array:
                 p = jnp.exp2(z * (request.scale * LOG2E) - load_numbers(0, block))

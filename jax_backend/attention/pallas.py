@@ -29,7 +29,9 @@ def supports(request: Request) -> str | None:
         return f"its kernels are lowered for NVIDIA GPUs (and interpreted on CPUs), not for {request.platform}"
     if max(request.head_dim, request.value_dim) > WIDEST:
         return f"head width {max(request.head_dim, request.value_dim)} is above {WIDEST}"
-    return None if mosaic_tiles.lowers(request) else lacking("pallas", ON_TRITON)
+    if missing(ON_TRITON) is None or mosaic_tiles.lowers(request):
+        return None
+    return lacking("pallas", ON_TRITON)
 
 
 def attend(

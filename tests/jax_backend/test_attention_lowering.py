@@ -151,8 +151,11 @@ def test_without_a_lowering_the_next_in_the_order_serves_and_says_why(module: st
 ON_HOPPER_ALONE = """
 import sys, warnings
 sys.modules["jax.experimental.pallas.triton"] = None
-warnings.simplefilter("error", UserWarning)
 from tests.jax_backend.test_mosaic import lowered_for
+from jax_backend import explain
+import jax, jax.numpy as jnp
+q = jax.ShapeDtypeStruct((1, 256, 8, 64), "bfloat16")
+assert not str(explain(q, q, q, platform="gpu")).startswith("attention: pallas"), "no GPU here"
 for heads in (8, 14):
     print(lowered_for("NVIDIA H200", 64, (256, 256), heads=heads).count("custom_call @mosaic_gpu"))
 """

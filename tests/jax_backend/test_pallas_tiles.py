@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jax_backend import find_segments
-from jax_backend.attention import pallas, pallas_tiles, request_for
+from jax_backend.attention import pallas_tiles, request_for
 from jax_backend.attention.pallas_tiles import Walk, heaviest_first, tiles_for
 from jax_backend.segments import seeing_queries
 from tests.jax_backend.oracle import Case
@@ -52,7 +52,7 @@ def test_divided_walks_are_within_the_error_budget(window, softcap, monkeypatch:
         tiles = tiles_for(request)
         return replace(tiles, dkv=replace(tiles.dkv, parts=3))
 
-    monkeypatch.setattr(pallas, "tiles_for", divided)
+    monkeypatch.setattr(pallas_tiles, "tiles_for", divided)
     jax.clear_caches()
     case = Case(((70, -9, 49),), heads=6, kv_heads=2, width=8, dtype="bfloat16", window=window, softcap=softcap)
     over = case.worst(run(case, "pallas"))
