@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType
 
 import packing_core
+from conformance.draws import segment_ids
 from jax_backend import balance_tokens, context_attention, segment_attention
 from jax_backend.context_parallel import reorder_tokens
 from packing_core.errors import LayoutError, PackingError
@@ -125,3 +126,33 @@ def test_what_does_not_divide_or_is_not_there_is_refused() -> None:
         context_attention(**arrays, segment_ids=ids, mesh=mesh_of(context=3))
     with pytest.raises(LayoutError, match="64 tokens a row do not divide into 3 shards of 2 chunks"):
         balance_tokens(IDS, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    jax.default_backend() != "gpu" or len(jax.devices()) < 2, reason="needs two CUDA devices that JAX sees"
+)
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("method", ["all_gather_kv", "ring"])
+def test_two_gpus_give_what_one_gives(method: str, width: int) -> None:
+    ids = segment_ids(((-7, 250, 1, 30, -60, 100, 64), (300, 212)))
+    rng = np.random.default_rng(0)
+    arrays = {
+        name: jnp.asarray(rng.standard_normal((2, 512, count, width)), jnp.bfloat16)
+        for name, count in {"q": 8, "k": 2, "v": 2}.items()
+    }
+    weights = rng.random((2, 512)).astype(np.float32)
+    starts = balance_tokens(ids, 2, chunks=4)
+    order = reorder_tokens({"at": np.arange(512)[None]}, starts)["at"][0]
+    assert not np.array_equal(order, np.arange(512))
+    whole, out = gradients(partial(segment_attention, implementation="pallas"), arrays, jnp.asarray(ids), weights, None)
+    attend = partial(
+        context_attention, mesh=mesh_of(context=2), method=method, chunk_starts=starts, implementation="pallas"
+    )
+    split, split_out = gradients(
+        attend, {name: x[:, order] for name, x in arrays.items()}, jnp.asarray(ids[:, order]), weights[:, order], None
+    )
+    back = np.argsort(order)
+    for one, other in zip((split_out, *split[:3]), (out, *whole[:3]), strict=True):
+        one, other = (np.asarray(x, np.float64) for x in (one, other))
+        assert np.linalg.norm(one[:, back] - other) < 0.01 * np.linalg.norm(other)

@@ -206,7 +206,8 @@ def test_gradients_under_vmap_are_those_of_a_batch(width: int) -> None:
 
     found = jax.jit(jax.vmap(of_row))(q, k, v, ids, dout)
     for one, other in zip(found, jax.jit(gradients)(q, k, v, ids, dout), strict=True):
-        np.testing.assert_array_equal(one, other)
+        # Not to the bit: what a query that sees one key leaves of dp - delta is rounding, and delta is XLA's.
+        np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), rtol=0.01, atol=1e-5)
 
 
 @pytest.mark.gpu
