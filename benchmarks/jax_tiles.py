@@ -27,7 +27,7 @@ from benchmarks.jax_rows import GATE, GROUPS, SETS, TOY, Row, make_row, request_
 from jax_backend import find_segments
 from jax_backend.attention.pallas_backward import grad_keys, grad_queries
 from jax_backend.attention.pallas_forward import forward
-from jax_backend.attention.pallas_tiles import Tiles, tiles_for
+from jax_backend.attention.pallas_tiles import Tiles, heaviest_first, tiles_for
 from jax_backend.segments import seeing_queries, visible_keys
 
 CANDIDATES = {
@@ -54,6 +54,8 @@ def compiled(kernel: str, row: Row, tiles: Tiles, arguments: tuple[Any, ...]) ->
     """The kernel as a call without arguments, or why this tile does not compile."""
     kernels: dict[str, Callable[..., Any]] = {"forward": forward, "dq": grad_queries, "dkv": grad_keys}
     request = request_of(row)
+    if kernel == "dkv":
+        arguments = *arguments, heaviest_first(arguments[-1], tiles.keys)
     call = partial(kernels[kernel], request=request, tiles=tiles, interpret=request.platform == "cpu")
     try:
         return partial(jax.jit(call).lower(*arguments).compile(), *arguments)

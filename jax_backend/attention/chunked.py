@@ -76,7 +76,7 @@ def _attend(
 def _attend_fwd(
     request: Request, q: jax.Array, k: jax.Array, v: jax.Array, keys: Interval, queries: Interval
 ) -> tuple[Any, Any]:
-    out, lse = saved(*_attend(request, q, k, v, keys, queries))
+    out, lse = saved(_attend(request, q, k, v, keys, queries))
     return (out, lse), (q, k, v, keys, queries, out, lse)
 
 

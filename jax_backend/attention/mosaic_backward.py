@@ -19,7 +19,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_backend.attention.mosaic_tiles import GROUPS, by_step, packed_heads, plan_queries
+from jax_backend.attention.mosaic_tiles import GROUPS, QueryPlan, by_step, packed_heads, plan_queries
 from jax_backend.attention.request import LOG2E, Request
 from jax_backend.hopper import BLOCKS, COPIED, PARAMS, PER_ROW, ROWS, along_rows, column_numbers
 from jax_backend.segments import Interval
@@ -39,7 +39,7 @@ def gradients(
     dout: jax.Array,
     lse: jax.Array,
     delta: jax.Array,
-    queries: Interval,
+    plan: QueryPlan,
     request: Request,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dq [B, S, N, D], dk and dv [B, T, K, D], in q's dtype. Meanwhile dq takes float32, and dk and dv too where heads
@@ -47,7 +47,7 @@ def gradients(
 
     Args:
         lse, delta: float32 [B, S, N].
-        queries: the queries that see each key, int32 [B, T] and [B, T].
+        plan: what :func:`plan_walks` makes.
     """
 
     run = custom_vmap(partial(_gradients, request))
@@ -59,7 +59,7 @@ def gradients(
         grads = run(*(x.reshape(-1, *x.shape[2:]) for x in spread))
         return tuple(x.reshape(size, -1, *x.shape[1:]) for x in grads), (True, True, True)
 
-    dq, dk, dv = run(q, k, v, dout, lse, delta, *queries)
+    dq, dk, dv = run(q, k, v, dout, lse, delta, *plan)
     return dq, dk, dv
 
 
@@ -71,12 +71,12 @@ def _gradients(
     dout: jax.Array,
     lse: jax.Array,
     delta: jax.Array,
-    *queries: jax.Array,
+    *plans: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     heads, width = packed_heads(request), request.head_dim
     blocks = 2 * COLUMNS // width  # of 64 packed rows in a step: dq is two pieces of 64 columns, or two of 64 rows
     size = blocks * ROWS
-    plan = plan_queries(Interval(*queries), request.queries, queries_of_step(request), KEYS)
+    plan = QueryPlan(*plans)
     (rows, tiles), steps = plan.walk.shape[:2], plan.leader.shape[1]
     parts, shares = request.heads // heads, request.group // heads
     stages = plgpu.SMEM((STAGES, size, width), q.dtype, transforms=BLOCKS)
@@ -119,6 +119,15 @@ def _gradients(
     if shares == 1:
         return dq, dk[0], dv[0]
     return dq, dk.sum(axis=0).astype(k.dtype), dv.sum(axis=0).astype(v.dtype)
+
+
+def plan_walks(request: Request, queries: Interval) -> QueryPlan:
+    """What the kernel's blocks visit.
+
+    Args:
+        queries: the queries that see each key, int32 [B, T] and [B, T].
+    """
+    return plan_queries(queries, request.queries, queries_of_step(request), KEYS)
 
 
 def queries_of_step(request: Request) -> int:

@@ -63,23 +63,34 @@ def _on_hopper(request: Request, wins: bool) -> bool:
 def _attend_fwd(
     request: Request, q: jax.Array, k: jax.Array, v: jax.Array, keys: Interval, queries: Interval
 ) -> tuple[Any, Any]:
-    out, lse = saved(*_attend(request, q, k, v, keys, queries))
-    return (out, lse), (q, k, v, keys, queries, out, lse)
+    out, lse = saved(_attend(request, q, k, v, keys, queries))
+    # Planned here, where the compiler sees that layers plan alike: remat would plan for each layer anew.
+    return (out, lse), (q, k, v, keys, saved(_plan(request, queries)), out, lse)
+
+
+def _plan(request: Request, queries: Interval) -> Any:
+    """What the backward's kernel for keys and values wants to know about the queries that see each key."""
+    if _on_hopper(request, mosaic_tiles.wins_backward(request)):
+        return mosaic_backward.plan_walks(request, queries)
+    from jax_backend.attention.pallas_tiles import heaviest_first, tiles_for
+
+    return queries, heaviest_first(queries, tiles_for(request).dkv.keys)
 
 
 def _attend_bwd(request: Request, kept: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
-    q, k, v, keys, queries, out, lse = kept
+    q, k, v, keys, plan, out, lse = kept
     dout, dlse = cotangents
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - dlse
     if _on_hopper(request, mosaic_tiles.wins_backward(request)):
-        grads = mosaic_backward.gradients(q, k, v, dout, lse, delta, queries, request)
+        grads = mosaic_backward.gradients(q, k, v, dout, lse, delta, plan, request)
         return *grads, None, None
     from jax_backend.attention.pallas_backward import grad_keys, grad_queries
     from jax_backend.attention.pallas_tiles import tiles_for
 
     tiles, interpret = tiles_for(request), request.platform == "cpu"
     dq = grad_queries(q, k, v, dout, lse, delta, keys, request, tiles.dq, interpret=interpret)
-    dk, dv = grad_keys(q, k, v, dout, lse, delta, queries, request, tiles.dkv, interpret=interpret)
+    seen_by, order = plan
+    dk, dv = grad_keys(q, k, v, dout, lse, delta, seen_by, order, request, tiles.dkv, interpret=interpret)
     return dq, dk, dv, None, None
 
 

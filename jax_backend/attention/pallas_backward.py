@@ -24,7 +24,6 @@ from jax_backend.attention.pallas_tiles import (
     base2_logits,
     dot,
     exp2,
-    heaviest_first,
     load_interval,
     load_numbers,
     load_rows,
@@ -93,6 +92,7 @@ def grad_keys(
     lse: jax.Array,
     delta: jax.Array,
     queries: Interval,
+    order: jax.Array,
     request: Request,
     tiles: Tiles,
     *,
@@ -103,10 +103,11 @@ def grad_keys(
     Args:
         lse, delta: float32 [B, S, N].
         queries: the queries that see each key, int32 [B, T] and [B, T].
+        order: of the tiles of keys, as ``heaviest_first`` gives it.
     """
     tokens, width = q.shape[1], q.shape[3]
     d, e = padded(width), padded(v.shape[-1])
-    order, parts = heaviest_first(queries, tiles.keys), tiles.parts
+    parts = tiles.parts
     per_key = pl.BlockSpec((None, request.keys), lambda h, b, j: (b, 0))
     per_row = pl.BlockSpec((None, None, tokens * request.group), lambda h, b, j: (b, h, 0))
     k_spec = pl.BlockSpec((None, request.keys, None, d), lambda h, b, j: (b, 0, h, 0))

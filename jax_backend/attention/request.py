@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +22,9 @@ FLOATING = ("bfloat16", "float16", "float32")
 SAVED = "segment_attention"  # the name under which policies of jax.checkpoint find what a backward reads of its forward
 
 
-def saved(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The results of a forward under the name ``SAVED``, so that a policy can keep them rather than run it again."""
-    return checkpoint_name(out, SAVED), checkpoint_name(lse, SAVED)
+def saved(results: Any) -> Any:
+    """What a forward made (a pytree), under the name ``SAVED``: a policy can keep it rather than have it made again."""
+    return jax.tree.map(lambda x: checkpoint_name(x, SAVED), results)
 
 
 @dataclass(frozen=True)

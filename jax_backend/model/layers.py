@@ -102,7 +102,8 @@ def project(linears: list[Any], x: jax.Array) -> list[jax.Array]:
         return [linear(x) for linear in linears]
     dtype = linears[0].dtype
     kernels = [linear.kernel[...].astype(dtype) for linear in linears]
-    whole = x.astype(dtype) @ jnp.concatenate(kernels, axis=1)
+    # The barrier is for the gradient, which XLA would put together once for each of the two products that read it.
+    whole = jax.lax.optimization_barrier(x.astype(dtype) @ jnp.concatenate(kernels, axis=1))
     parts = jnp.split(whole, list(accumulate(kernel.shape[1] for kernel in kernels[:-1])), axis=-1)
     biases = [None if linear.bias is None else linear.bias[...].astype(dtype) for linear in linears]
     return [part if bias is None else part + bias for part, bias in zip(parts, biases, strict=True)]
