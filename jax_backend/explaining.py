@@ -1,4 +1,5 @@
-"""Which implementation runs, and why the others do not, for a call of attention or each kind of a decoder's layers."""
+"""Which implementation runs, and why the others do not, for a call of attention, or for each kind of a decoder's layers
+and its output head."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_backend.attention import ORDER, answers, request_for
+from jax_backend.losses import head_loss
 from jax_backend.model.decoder import Decoder
 from jax_backend.scan.chunked_scan import CHUNK
 from packing_core.diagnosis import LayerChoice, first_served
@@ -81,3 +83,6 @@ def _of_decoder(model: Decoder, rows: int, tokens: int, platform: str) -> Iterat
         )
         name = f"layers {', '.join(layers)}, " + (f"window {window}" if window else "full attention")
         yield first_served(name, answers(request, model.implementation))
+    hidden = jax.ShapeDtypeStruct((rows * tokens, config.hidden_size), dtype)
+    ways = head_loss.answers(hidden, config.vocab_size, platform=platform, softcap=config.final_softcap)
+    yield first_served("output head and loss", ways)

@@ -101,14 +101,15 @@ def linear_cross_entropy(
     factors = factors.astype(jnp.float32)
     classes = weight.shape[not transposed]
     labels = jnp.where(counts, jnp.where((targets >= 0) & (targets < classes), targets, classes), -1)
-    on_gpu = platform_of(hidden, mesh) == "gpu" and (mesh is not None or is_whole(hidden, weight))
+    platform, whole = platform_of(hidden, mesh), mesh is not None or is_whole(hidden, weight)
 
     def run(hidden: jax.Array, weight: jax.Array, labels: jax.Array, factors: jax.Array) -> jax.Array:
         """The loss sum [1] of what one device has."""
         tokens = labels.size
         asked = None if chunk is None else min(chunk, chunk_of(tokens, tokens))
         long, short = (asked or chunk_of(tokens, entries // classes) for entries in (_POWERS, _ENTRIES))
-        powers = on_gpu and softcap is None and _takes_powers(hidden, classes, long)
+        found = answers(hidden.reshape(tokens, -1), classes, platform=platform, softcap=softcap, chunk=long)
+        powers = whole and found["powers"] is None
         options = _Options(softcap, logit_scale, long if powers else min(short, tokens), transposed, powers)
         return _loss_sum(options, hidden.reshape(tokens, -1), weight, labels.ravel(), factors.ravel())[None]
 
@@ -119,16 +120,46 @@ def linear_cross_entropy(
     return spread(hidden, weight, labels, factors).sum(), factors.sum()
 
 
-def _takes_powers(hidden: jax.Array, classes: int, chunk: int) -> bool:
-    """Whether the product can write powers at once: a dtype of their range, and shapes that whole copies cover."""
+def answers(
+    hidden: jax.Array | jax.ShapeDtypeStruct,
+    classes: int,
+    *,
+    platform: str,
+    softcap: float | None = None,
+    chunk: int | None = None,
+) -> dict[str, str | None]:
+    """What each way to make the loss of hidden states [T, M] says: None, or why it cannot serve. The first that can is
+    taken."""
+    chunk = chunk or chunk_of(len(hidden), _POWERS // classes)
+    return {"powers": _against_powers(hidden, classes, platform, softcap, chunk), "logits": None}
+
+
+def _against_powers(
+    hidden: jax.Array | jax.ShapeDtypeStruct, classes: int, platform: str, softcap: float | None, chunk: int
+) -> str | None:
+    """Why the product cannot write powers at once, or None: it wants a dtype of their range, and whole copies."""
     try:
         from jax_backend import hopper
         from jax_backend.losses import mosaic_powers
-    except ImportError:  # this JAX lacks what they are written in
-        return False
-    whole = chunk % mosaic_powers.TOKENS == hidden.shape[-1] % mosaic_powers.DEPTH == classes % mosaic_powers.PART == 0
-    shaped = whole and classes >= mosaic_powers.CLASSES
-    return hidden.dtype == jnp.bfloat16 and shaped and hopper.compiles_for_hopper()
+    except ImportError as error:
+        return f"JAX {jax.__version__} lacks what it is written in ({error})"
+    if softcap is not None:
+        return f"logits are capped at {softcap:g}"
+    if hidden.dtype != jnp.bfloat16:
+        return f"hidden states are {hidden.dtype}, not bfloat16"
+    units = {
+        "channels": (hidden.shape[-1], mosaic_powers.DEPTH),
+        "classes": (classes, mosaic_powers.PART),
+        "tokens of a chunk": (chunk, mosaic_powers.TOKENS),
+    }
+    for what, (size, unit) in units.items():
+        if size % unit:
+            return f"{size} {what} are no multiple of {unit}"
+    if classes < mosaic_powers.CLASSES:
+        return f"{classes} classes are fewer than {mosaic_powers.CLASSES}"
+    if platform != "gpu" or not hopper.compiles_for_hopper():
+        return "it is written for Hopper GPUs"
+    return None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import linen, nnx
+from jax.sharding import AbstractDevice, AbstractMesh
 
 import jax_backend
 from jax_backend import audit, explain, segment_attention
+from jax_backend.losses import head_loss
 from jax_backend.model.decoder import Decoder, DecoderConfig
 from packing_core.errors import LayoutError, PackingError
 from tests.jax_backend.models import CONFIGS
@@ -81,11 +84,13 @@ def test_a_model_that_gives_no_logits_is_refused() -> None:
 def test_explain_names_what_serves_each_kind_of_layer_and_why_not_the_others() -> None:
     config = DecoderConfig.from_hf(CONFIGS["qwen2-window-tied"]().to_dict())
     model = Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
-    full, window = explain(model, platform="gpu")
+    full, window, head = explain(model, platform="gpu")
     assert (full.layer, full.implementation) == ("layers 0, full attention", "pallas")
     assert (window.layer, window.implementation) == ("layers 1, window 5", "pallas")
+    assert (head.layer, head.implementation) == ("output head and loss", "logits")
+    assert re.fullmatch(r"not powers: \d+ channels are no multiple of 64", head.reason)
     model.implementation = "cudnn"
-    full, window = explain(model, platform="gpu")
+    full, window, _ = explain(model, platform="gpu")
     assert window.implementation == "none" and "not cudnn: " in window.reason
 
 
@@ -93,9 +98,23 @@ def test_a_hybrid_is_explained_by_its_two_kinds_of_layers() -> None:
     model = nnx.eval_shape(
         lambda: Decoder(DecoderConfig.from_hf(CONFIGS["qwen3.5"]().to_dict()), rngs=nnx.Rngs(0), implementation="xla")
     )
-    nets, attention = explain(model, platform="cpu")
+    nets, attention, _ = explain(model, platform="cpu")
     assert (nets.layer, nets.implementation) == ("layers 0, gated delta net", "chunked")
     assert (attention.layer, attention.implementation) == ("layers 1, full attention", "xla")
+
+
+def test_the_head_of_a_hopper_gpu_is_named_and_elsewhere_why_not() -> None:
+    hidden = jax.ShapeDtypeStruct((4096, 896), jnp.bfloat16)
+    device = AbstractDevice("NVIDIA H200", num_cores=132, platform="cuda")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        assert head_loss.answers(hidden, 151_936, platform="gpu") == {"powers": None, "logits": None}
+        capped = head_loss.answers(hidden, 151_936, platform="gpu", softcap=30.0)
+    assert capped == {"powers": "logits are capped at 30", "logits": None}
+    elsewhere = head_loss.answers(hidden, 151_936, platform="tpu")
+    assert elsewhere == {"powers": "it is written for Hopper GPUs", "logits": None}
+    wide = jax.ShapeDtypeStruct((4096, 896), jnp.float32)
+    assert head_loss.answers(wide, 151_936, platform="gpu")["powers"] == "hidden states are float32, not bfloat16"
+    assert head_loss.answers(hidden, 192, platform="gpu")["powers"] == "192 classes are fewer than 256"
 
 
 def test_explain_of_a_call_asks_the_call_s_own_options() -> None:

@@ -36,7 +36,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways to the gradient of the logits; that of Hopper GPUs with a stand-in for its kernel."""
     if request.param == "powers":
         monkeypatch.setattr(head_loss, "platform_of", lambda hidden, mesh: "gpu")
-        monkeypatch.setattr(head_loss, "_takes_powers", lambda hidden, classes, chunk: True)
+        monkeypatch.setattr(head_loss, "_against_powers", lambda hidden, classes, platform, softcap, chunk: softcap)
         monkeypatch.setattr(mosaic_powers, "powers", plain_powers)
     return request.param
 
