@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -222,6 +223,28 @@ def test_fixed_shapes_change_no_document(rows: int) -> None:
     model = patched()
     torch.testing.assert_close(model(**wide).loss, model(**batch).loss)
     assert captured.form_of(fixed(batch)) == captured.form_of(wide)
+
+
+def test_rows_of_padding_hold_whole_segments() -> None:
+    """Three rows of 80 after one: padding is cut into segments of at most 64, none of which may cross rows."""
+    fixed = FixedShapes(80)
+    fixed(collate(documents((70, 50, 60)), capacity=80))
+    batch = collate(documents((33,)), capacity=72)
+    own = batch["packed_lengths"]
+    batch["seq_idx"] = torch.from_numpy(np.repeat(np.arange(len(own), dtype=np.int32), own)[None])
+    fixed.row_length = 80  # as of the batch before: the only row grows to it
+    wide = fixed(batch)
+    assert wide["input_ids"].shape == (3, 80)
+    lengths = wide["packed_lengths"]
+    ends = np.cumsum(lengths)
+    assert all(start // 80 == (end - 1) // 80 for start, end in zip(ends - lengths, ends, strict=True))
+    np.testing.assert_array_equal(wide["cu_seq_lens_q"][: len(ends) + 1], [0, *ends])
+    positions = np.concatenate([np.arange(n) for n in lengths])
+    np.testing.assert_array_equal(wide["position_ids"].flatten(), positions)
+    runs = np.flatnonzero(np.diff(wide["seq_idx"].flatten().numpy())) + 1
+    np.testing.assert_array_equal(runs, ends[:-1])
+    model = patched()
+    torch.testing.assert_close(model(**wide).loss, model(**batch).loss)
 
 
 @pytest.fixture

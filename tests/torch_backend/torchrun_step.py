@@ -27,7 +27,11 @@ from tests.torch_backend.torchrun_loss import plain, sharded, sharded_by_fsdp_1,
 from torch_backend import make_train_step
 
 # The documents of each step, a line per microbatch; rank r of n takes every n-th from r on, so ranks differ in size.
-STEPS = [[(5, 19, 33, 7), (40, 1, 2, 18)], [(9, 30, 3, 11), (4, 4, 21, 6)]]
+# Each of two ranks, and of four, has as many long ones in every microbatch: its batches have one form from the first.
+STEPS = [
+    [(33, 40, 35, 45, 7, 1, 19, 2), (50, 34, 41, 36, 5, 18, 2, 9)],
+    [(36, 47, 38, 33, 3, 11, 4, 19), (39, 34, 45, 35, 6, 4, 9, 1)],
+]
 Model = Any
 
 
