@@ -320,7 +320,8 @@ def make_train_step(
     """Build the training step of ``model`` under the optimizer ``tx``.
 
     The loss is the weighted mean over every trained token of the step, however many microbatches it is cut into and
-    however many devices share it: sums are accumulated in float32 and divided once.
+    however many devices share it: sums are accumulated in float32 and divided once. Devices add their shares of a
+    weight's gradient in the dtype that its layer computes in, where XLA places that sum.
 
     Every call of the step donates the state: its buffers become the next state's, and the old state cannot be used
     again. The model given here, what `trainable` leaves out, and the batch are not donated.
