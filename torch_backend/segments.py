@@ -168,6 +168,18 @@ class PackedMetadata:
         self._derived.clear()
 
 
+def padding_lengths(begin: int, end: int, row_length: int, longest: int) -> list[int]:
+    """Lengths of the segments that stand for the padding from one place of a batch to another: none crosses rows, and
+    none is longer than ``longest``."""
+    lengths: list[int] = []
+    while begin < end:
+        row_end = min(end, (begin // row_length + 1) * row_length)
+        whole, rest = divmod(row_end - begin, longest)
+        lengths += [longest] * whole + [rest] * (rest > 0)
+        begin = row_end
+    return lengths
+
+
 def most_pieces(tokens: int, segments: int, size: int) -> int:
     """No segmentation of ``tokens`` into as many segments, cut into pieces of ``size``, has more pieces than this."""
     return (tokens + segments * (size - 1)) // size  # each segment wastes at most size - 1 places of its last piece

@@ -115,6 +115,17 @@ def test_one_compiled_graph_serves_all_boundaries():
     assert len(graphs) == 1
 
 
+@pytest.mark.parametrize("boundaries", [[0, 7], [0, 5, 11], [0, 20, 23], [0, 20, 40]])
+def test_a_tail_that_is_read_on_the_host_stays_in_its_rows_too(boundaries):
+    marks = torch.tensor(boundaries, dtype=torch.int32)
+    batch = {"cu_seq_lens_q": marks, "cu_seq_lens_k": marks}
+    found = take_metadata(
+        batch, tokens=torch.zeros(ROWS, ROW_LENGTH, dtype=torch.int64), host_lengths=True, guard=DeviceGuard()
+    )
+    longest = max(end - start for start, end in pairwise(boundaries))
+    assert found.lengths == tuple(by_hand(boundaries, longest=longest))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

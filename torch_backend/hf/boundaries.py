@@ -18,7 +18,7 @@ from torch import Tensor
 
 from packing_core.errors import LayoutError, PackingError, UnsupportedError
 from torch_backend.hf.guard import Guard, has_values
-from torch_backend.segments import PackedMetadata, to_device
+from torch_backend.segments import PackedMetadata, padding_lengths, to_device
 
 # What a packed batch holds beside input_ids, labels and position_ids.
 METADATA_KEYS = (
@@ -74,7 +74,7 @@ def take_metadata(
     elif (
         boundaries is not None and lengths is None and (host_lengths or longest is None or guard.immediate(boundaries))
     ):
-        lengths = lengths_between(boundaries.tolist(), rows * row_length, tail=not embedded)
+        lengths = lengths_between(boundaries.tolist(), rows, row_length, tail=not embedded)
         boundaries = None
     if lengths is None:
         assert boundaries is not None
@@ -139,12 +139,12 @@ def check_forms(found: Mapping[str, Any]) -> None:
         )
 
 
-def lengths_between(marks: Sequence[int], tokens: int, *, tail: bool) -> list[int]:
+def lengths_between(marks: Sequence[int], rows: int, row_length: int, *, tail: bool) -> list[int]:
     """Lengths of the segments between boundaries.
 
     Args:
         marks: [N+1]; equal neighbours are empty segments and are left out.
-        tokens: of the batch.
+        rows, row_length: the shape of the batch.
         tail: whether tokens after the last boundary are padding, which becomes segments of its own.
 
     Raises:
@@ -156,10 +156,9 @@ def lengths_between(marks: Sequence[int], tokens: int, *, tail: bool) -> list[in
         if end < start:
             raise LayoutError(f"cu_seq_lens_q must not decrease: entry {i + 1} is {end:,} after {start:,}")
     lengths = [end - start for start, end in pairwise(marks) if end != start]
-    left, longest = tokens - marks[-1], max(lengths, default=1)
-    if not tail or left <= 0:
+    if not tail:
         return lengths
-    return lengths + [longest] * (left // longest) + [left % longest] * (left % longest > 0)
+    return lengths + padding_lengths(marks[-1], rows * row_length, row_length, max(lengths, default=1))
 
 
 def check_lengths(lengths: Sequence[Any], *, rows: int, row_length: int, embedded: bool = False) -> tuple[int, ...]:

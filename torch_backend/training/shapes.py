@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from packing_core.batch import IGNORE_INDEX
+from torch_backend.segments import padding_lengths
 
 TOKENS_PER_SEGMENT = 64  # room for segments: rows whose documents are this long on average fit without a change of form
 
@@ -53,8 +54,7 @@ class FixedShapes:
         longest = _power_of_two(max(*lengths, int(batch.get("max_length_q") or 1)))
         self.rows, self.longest = self.largest(max(self.rows, rows), max(self.longest, longest))
         longest = min(self.longest, wide)
-        behind = rows * (wide - length)  # in the only row; more rows hold nothing else
-        pieces = _pieces(behind, longest) + (self.rows - rows) * _pieces(wide, longest)
+        pieces = padding_lengths(rows * length, self.rows * wide, wide, longest)
         segments = max(len(lengths) + len(pieces), self.segments)
         entries = max(self.entries, _rounded(segments, self.rows * wide), len(boundaries) - 1)
         (self.entries,) = self.largest(entries)
@@ -95,9 +95,9 @@ class FixedShapes:
         if not more or not isinstance(x, Tensor) or x.shape[-2:] != (rows, length):
             return x
         if name == "position_ids" or name == "seq_idx":
-            behind = rows * (self.row_length - length)
+            behind = rows * (self.row_length - length)  # in the only row; more rows are whole ones
             count = torch.arange(more, dtype=x.dtype, device=x.device) - behind  # below 0: behind the row's last token
-            first, each = (len(_pieces(size, longest)) for size in (behind, self.row_length))
+            first, each = (-(-size // longest) for size in (behind, self.row_length))
             place = torch.where(count < 0, count + behind, count % self.row_length)
             piece = place // longest + torch.where(count < 0, 0, first + count // self.row_length * each)
             new = place % longest if name == "position_ids" else x.flatten()[-1] + 1 + piece
@@ -105,11 +105,6 @@ class FixedShapes:
             return flat.view(*x.shape[:-2], self.rows, self.row_length)
         fill = IGNORE_INDEX if name in ("labels", "shift_labels") else 0
         return F.pad(x, (0, self.row_length - length, 0, self.rows - rows), value=fill)
-
-
-def _pieces(tokens: int, longest: int) -> list[int]:
-    """The lengths of the segments that stand for so much padding of one row."""
-    return [longest] * (tokens // longest) + [tokens % longest] * (tokens % longest > 0)
 
 
 def _power_of_two(length: int) -> int:
