@@ -9,7 +9,9 @@ Triton. The variable does not stay set: the code under test sees it in the tests
 (``tests.torch_backend.kernels``).
 """
 
+import logging
 import os
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -35,6 +37,13 @@ if find_spec("torch") and find_spec("triton") and "TRITON_INTERPRET" not in os.e
         import triton  # noqa: F401
 
         del os.environ["TRITON_INTERPRET"]
+
+
+@pytest.fixture(autouse=True)
+def log_stays_on() -> Iterator[None]:
+    """Examples and tools switch the log off for their process, which is that of the tests after them too."""
+    yield
+    logging.disable(logging.NOTSET)
 
 
 def pytest_configure() -> None:
