@@ -14,12 +14,18 @@ COPIED = 8  # the rows of a swizzled block of shared memory
 PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
 BLOCKS = (plgpu.TilingTransform((COPIED, 64)), plgpu.SwizzleTransform(128))  # how wgmma wants its operands to lie
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)  # how one number per row lies beside them in registers
+PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)  # and one per column
 _HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
 
 
 def along_rows(x: jax.Array, columns: int) -> jax.Array:
     """One number per row [ROWS], repeated to [ROWS, columns]."""
     return lax.broadcast_in_dim(x, (ROWS, columns), [0])
+
+
+def along_columns(x: jax.Array) -> jax.Array:
+    """One number per column [columns], repeated to [ROWS, columns]."""
+    return lax.broadcast_in_dim(x, (ROWS, x.shape[0]), [1])
 
 
 def column_numbers(columns: int) -> jax.Array:

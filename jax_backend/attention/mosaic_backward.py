@@ -19,16 +19,25 @@ from jax.custom_batching import custom_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_backend.attention.mosaic_tiles import GROUPS, QueryPlan, by_step, packed_heads, plan_queries
+from jax_backend.attention.mosaic_tiles import GROUPS, QueryPlan, by_step, load_rows, packed_heads, plan_queries
 from jax_backend.attention.request import LOG2E, Request
-from jax_backend.hopper import BLOCKS, COPIED, PARAMS, PER_ROW, ROWS, along_rows, column_numbers
+from jax_backend.hopper import (
+    BLOCKS,
+    COPIED,
+    PARAMS,
+    PER_COLUMN,
+    PER_ROW,
+    ROWS,
+    along_columns,
+    along_rows,
+    column_numbers,
+)
 from jax_backend.segments import Interval
 
 KEYS = GROUPS * ROWS  # of a block
 STAGES = 2  # steps whose queries are in shared memory
 COLUMNS = 64  # of a piece of k or dq: a row of a swizzled block in half precision
 PIECES = (plgpu.TilingTransform((COPIED, 32)), plgpu.SwizzleTransform(128))  # how a piece of dq lies, float32
-PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 COPIER, ADDER = GROUPS, GROUPS + 1  # warpgroups
 
 
@@ -63,16 +72,8 @@ def gradients(
     return dq, dk, dv
 
 
-def _gradients(
-    request: Request,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    dout: jax.Array,
-    lse: jax.Array,
-    delta: jax.Array,
-    *plans: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _gradients(request: Request, *arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    q, k, v, dout, lse, delta, *plans = arrays
     heads, width = packed_heads(request), request.head_dim
     blocks = 2 * COLUMNS // width  # of 64 packed rows in a step: dq is two pieces of 64 columns, or two of 64 rows
     size = blocks * ROWS
@@ -206,10 +207,7 @@ def _kernel(
             pl.when(index >= STAGES)(lambda: plgpu.barrier_wait(freed.at[slot]))
             streams = (q_ref, q_smem, q_filled, lse_ref), (dout_ref, dout_smem, dout_filled, delta_ref)
             for side, (ref, smem, filled, numbers) in enumerate(streams):
-                for member in range(heads):
-                    source = ref.at[row, pl.ds(pl.multiple_of(at * tokens, COPIED), tokens), part * heads + member]
-                    target = smem.at[slot, pl.ds(member * tokens, tokens)]
-                    plgpu.copy_gmem_to_smem(source, target, filled.at[slot])
+                load_rows(ref, smem.at[slot], filled.at[slot], row, pl.multiple_of(at * tokens, COPIED), part, heads)
                 plgpu.copy_gmem_to_smem(numbers.at[row, part, at], numbers_smem.at[side, slot], filled.at[slot])
 
         lax.fori_loop(0, total, step, None)
@@ -343,11 +341,6 @@ def _kernel(
             for first in range(0, width, COLUMNS):
                 target = ref.at[share, row, mine, kv_head, pl.ds(first, COLUMNS)]
                 store(grad[:, first : first + COLUMNS], piece, target)
-
-
-def along_columns(x: jax.Array) -> jax.Array:
-    """One number per column [columns], repeated to [ROWS, columns]."""
-    return lax.broadcast_in_dim(x, (ROWS, x.shape[0]), [1])
 
 
 def store(value: jax.Array, smem: Any, target: Any) -> None:

@@ -175,8 +175,8 @@ def by_step(x: jax.Array, heads: int, size: int) -> jax.Array:
 
 
 def load_rows(ref: Any, smem: Any, barrier: Any, row: Any, token: Any, part: Any, heads: int) -> None:
-    """Start copying the rows of a warpgroup's tokens from ``token`` on, one copy per packed head."""
-    tokens = ROWS // heads
+    """Start filling ``smem`` with the rows of as many tokens from ``token`` on, one copy per packed head."""
+    tokens = smem.shape[0] // heads
     for member in range(heads):
         source = ref.at[row, pl.ds(token, tokens), part * heads + member]
         plgpu.copy_gmem_to_smem(source, smem.at[pl.ds(member * tokens, tokens)], barrier)

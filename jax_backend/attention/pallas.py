@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_backend.attention import mosaic_backward, mosaic_forward, mosaic_tiles
-from jax_backend.attention.lacking import lacking, missing
 from jax_backend.attention.request import Request, saved
+from jax_backend.lacking import lacking, missing
 from jax_backend.segments import Interval, Segments, seeing_queries, visible_keys
 
 WIDEST = 256  # channels of a head that a tile still holds in shared memory and registers

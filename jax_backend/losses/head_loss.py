@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_backend.attention.sharding import is_whole, platform_of
+from jax_backend.lacking import missing
 from jax_backend.losses.cross_entropy import IGNORED
 from packing_core.errors import LayoutError, PackingError
 
@@ -138,11 +139,11 @@ def _against_powers(
     hidden: jax.Array | jax.ShapeDtypeStruct, classes: int, platform: str, softcap: float | None, chunk: int
 ) -> str | None:
     """Why the product cannot write powers at once, or None: it wants a dtype of their range, and whole copies."""
-    try:
-        from jax_backend import hopper
-        from jax_backend.losses import mosaic_powers
-    except ImportError as error:
-        return f"JAX {jax.__version__} lacks what it is written in ({error})"
+    if (reason := missing("jax_backend.losses.mosaic_powers")) is not None:
+        return reason
+    from jax_backend import hopper
+    from jax_backend.losses import mosaic_powers
+
     if softcap is not None:
         return f"logits are capped at {softcap:g}"
     if hidden.dtype != jnp.bfloat16:

@@ -19,9 +19,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_backend.attention.request import LOG2E
 from jax_backend.hopper import BLOCKS, PARAMS, PER_ROW, ROWS, along_rows, column_numbers, multiprocessors
 
-LOG2E = 1.4426950408889634
 GROUPS = 2  # warpgroups that compute
 TOKENS = GROUPS * ROWS  # of a tile
 CLASSES = 256  # of a tile

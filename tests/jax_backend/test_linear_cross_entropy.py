@@ -14,6 +14,7 @@ from flax import nnx
 
 from conformance.numerics import over_budget
 from jax_backend import linear_cross_entropy, packed_cross_entropy
+from jax_backend.attention.request import LOG2E
 from jax_backend.losses import head_loss, mosaic_powers
 from jax_backend.model.decoder import Decoder, DecoderConfig
 from jax_backend.training.train_step import make_train_step
@@ -26,7 +27,7 @@ B, S, M, V = 4, 7, 8, 11
 def plain_powers(hidden, weight, labels, bases, scale) -> Any:
     """What the kernel for Hopper GPUs promises, in plain operations."""
     logits = jnp.einsum("cm,vm->cv", hidden, weight, preferred_element_type=jnp.float32) * scale
-    exponents = jnp.minimum(logits * mosaic_powers.LOG2E - bases[:, None], mosaic_powers.HIGHEST)
+    exponents = jnp.minimum(logits * LOG2E - bases[:, None], mosaic_powers.HIGHEST)
     powers = jnp.where(jnp.arange(len(weight)) == labels[:, None], 0.0, jnp.exp2(exponents))
     return powers.astype(hidden.dtype), powers.sum(axis=1)[None]
 

@@ -14,9 +14,8 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from conformance.draws import Rows, segment_ids
 from jax_backend import segment_attention
-from jax_backend.attention import mosaic_backward
+from jax_backend.attention import mosaic_backward, request_for
 from jax_backend.attention.mosaic_tiles import ROWS, TILE, by_step, by_tile, by_token, plan_keys, plan_queries
-from jax_backend.attention.request import Request
 from jax_backend.segments import Interval, find_segments, seeing_queries, visible_keys
 from tests.jax_backend.oracle import Case
 from tests.jax_backend.test_attention_gpu import run
@@ -91,10 +90,6 @@ def test_a_walk_covers_what_its_rows_see_and_masks_every_step_that_some_row_does
     assert unmasked > 0
 
 
-def plan_of(queries: Interval, size: int, tokens: int, block: int) -> Any:
-    return jax.tree.map(np.asarray, plan_queries(Interval(*map(jnp.asarray, queries)), size, tokens, block))
-
-
 @pytest.mark.parametrize("window", [None, 60])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("rows", [((-5, 90, 1, -30, 34, 60, -4), (224,)), ((-200, 24), (60, -164))])
@@ -118,7 +113,7 @@ def test_intervals_that_do_not_move_on_with_the_keys_are_visited_too() -> None:
 def check_plan(queries: Any, size: int, *, tokens: int, block: int) -> np.ndarray:
     """Every query that sees a key is visited by the key's block, masked unless all see all, and the blocks of a step
     are numbered without a gap; returns which steps are visited."""
-    plan = plan_of(queries, size, tokens, block)
+    plan = jax.tree.map(np.asarray, plan_queries(Interval(*map(jnp.asarray, queries)), size, tokens, block))
     begin, end = np.asarray(queries[0]), np.asarray(queries[1])
     visitors: dict[tuple[int, int], list[int]] = {}
     for row, tile in np.ndindex(plan.walk.shape[:2]):
@@ -154,17 +149,8 @@ def test_rows_hold_a_token_once_per_packed_head_and_give_it_back() -> None:
 @pytest.mark.parametrize(("width", "heads"), [(128, 8), (64, 8), (64, 2)])
 def test_pieces_of_dq_are_given_back_to_their_tokens(width: int, heads: int) -> None:
     packed, tokens = heads // 2, 72
-    request = Request(
-        *(1, tokens, tokens, heads, 2, width, width, jnp.dtype("bfloat16")),
-        causal=True,
-        scale=1.0,
-        window=None,
-        softcap=None,
-        needs_lse=False,
-        own_keys=True,
-        max_segments=None,
-        platform="gpu",
-    )
+    q, k = (jax.ShapeDtypeStruct((1, tokens, n, width), jnp.bfloat16) for n in (heads, 2))
+    request = request_for(q, k, k, platform="gpu")
     size = 64 * 128 // width
     dq = np.arange(tokens * heads * width, dtype=np.float32).reshape(1, tokens, heads, width)
     columns = [by_step(jnp.asarray(dq[..., column]), packed, size) for column in range(width)]

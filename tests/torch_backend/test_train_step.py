@@ -232,7 +232,6 @@ def test_rows_of_padding_hold_whole_segments() -> None:
     batch = collate(documents((33,)), capacity=72)
     own = batch["packed_lengths"]
     batch["seq_idx"] = torch.from_numpy(np.repeat(np.arange(len(own), dtype=np.int32), own)[None])
-    fixed.row_length = 80  # as of the batch before: the only row grows to it
     wide = fixed(batch)
     assert wide["input_ids"].shape == (3, 80)
     lengths = wide["packed_lengths"]
