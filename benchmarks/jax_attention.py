@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import subprocess
@@ -236,9 +237,9 @@ def report(results: list[Result]) -> str:
 
 
 def proportion(results: list[Result], rows: dict[str, Row]) -> dict[str, float]:
-    """Time of our kernels, forward and backward, per visited tile area, relative to the cheapest set."""
+    """Time of our kernels, forward and backward, per visited area, head and channel, relative to the cheapest set."""
     mine = [r for r in results if r.contender == "ours, pallas" and r.status == "ok"]
-    cost = {r.set: r.both_ms / visited_area(rows[r.set]) for r in mine}
+    cost = {r.set: r.both_ms / (visited_area(rows[r.set]) * math.prod(rows[r.set].q.shape[2:])) for r in mine}
     return {name: value / min(cost.values()) for name, value in cost.items()}
 
 

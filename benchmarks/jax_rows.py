@@ -158,7 +158,7 @@ def request_of(row: Row) -> Request:
 
 
 def visited_area(row: Row) -> float:
-    """Multiply-adds per channel and head of all tiles that our three kernels visit, masked parts included."""
+    """Multiply-adds per channel and head of all tiles that our kernels visit, masked parts included."""
     request = request_of(row)
     tiles, group, total = tiles_for(request), request.group, request.queries
     first = np.repeat(row.starts, row.lengths)

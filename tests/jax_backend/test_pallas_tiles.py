@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_backend import find_segments
+from jax_backend import find_segments, segment_attention
 from jax_backend.attention import pallas_tiles, request_for
 from jax_backend.attention.pallas_tiles import Walk, heaviest_first, tiles_for
+from jax_backend.attention.request import SAVED
 from jax_backend.segments import seeing_queries
 from tests.jax_backend.oracle import Case
 from tests.jax_backend.test_attention_gpu import run
@@ -58,6 +61,32 @@ def test_divided_walks_are_within_the_error_budget(window, softcap, monkeypatch:
     over = case.worst(run(case, "pallas"))
     jax.clear_caches()
     assert all(worst <= 1 for worst in over.values()), over
+
+
+def test_a_recomputed_layer_does_not_plan_its_backward_anew() -> None:
+    q, ids = jnp.ones((1, 64, 2, 8)), jnp.ones((1, 64), jnp.int32)
+    keep = jax.checkpoint_policies.save_only_these_names(SAVED)
+
+    @partial(jax.checkpoint, policy=keep)
+    def layer(q: jax.Array) -> jax.Array:
+        out: jax.Array = segment_attention(q, q, q, ids, implementation="pallas")
+        return out
+
+    whole = jax.make_jaxpr(jax.grad(lambda q: layer(q).sum()))(q).jaxpr
+    (backward,) = (eqn.params["jaxpr"] for eqn in whole.eqns if eqn.primitive.name in ("checkpoint", "remat2"))
+    assert "pallas_call" in primitives(backward)
+    assert "sort" in primitives(whole) and "sort" not in primitives(backward)
+
+
+def primitives(jaxpr: Any) -> set[str]:
+    """The names of all operations, those of inner programs included."""
+    found = {eqn.primitive.name for eqn in jaxpr.eqns}
+    for eqn in jaxpr.eqns:
+        for value in eqn.params.values():
+            program = getattr(value, "jaxpr", value)
+            if hasattr(program, "eqns"):
+                found |= primitives(program)
+    return found
 
 
 def test_only_few_programs_divide_their_walks() -> None:
