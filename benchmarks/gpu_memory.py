@@ -29,8 +29,8 @@ from benchmarks.gpu_workload import documents, qwen2
 from packing_core import plan
 from packing_core.training.job import Options, StepRecord, TrainJob
 from packing_core.training.schedule import Corpus, Document, Schedule
+from torch_backend.job.train import train
 from torch_backend.ops.linear_cross_entropy import linear_cross_entropy
-from torch_backend.training.job import train
 
 WEIGHTS = {
     "autocast": {"precision": "bfloat16"},

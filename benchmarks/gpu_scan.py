@@ -28,9 +28,9 @@ from benchmarks import gpu_scan_peers as peers
 from benchmarks.gpu import as_table, header, write
 from benchmarks.gpu_attention import lengths
 from benchmarks.gpu_clock import DEVICE, TOY, Result, device_ms, gated, relative_error, set_budget, set_match, wanted
-from torch_backend.ops.scan.delta_rule import gated_delta_rule
-from torch_backend.ops.scan.kimi_delta import kimi_delta_rule
-from torch_backend.ops.scan.selective import selective_scan
+from torch_backend.ops.scan.gated_delta.delta_rule import gated_delta_rule
+from torch_backend.ops.scan.kimi_delta.operators import kimi_delta_rule
+from torch_backend.ops.scan.selective.operators import selective_scan
 from torch_backend.segments import PackedMetadata
 
 LIMIT = 2e-2  # of bfloat16 results, in norm

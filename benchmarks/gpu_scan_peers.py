@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_backend.ops.scan import fla
+from torch_backend.ops.scan.libraries import fla
 from torch_backend.segments import PackedMetadata
 
 

@@ -24,8 +24,11 @@ from torch import Tensor
 from benchmarks.gpu import header
 from benchmarks.gpu_clock import DEVICE, TOY, device_ms, gated, relative_error, set_budget
 from benchmarks.gpu_scan import drawn_delta, drawn_kimi, drawn_selective, drawn_ssd, sets
-from torch_backend.ops.scan import delta, kimi_delta, linear, selective
 from torch_backend.ops.scan.chunks import FEW, KIMI_TILES
+from torch_backend.ops.scan.gated_delta import operators as delta
+from torch_backend.ops.scan.kimi_delta import operators as kimi_delta
+from torch_backend.ops.scan.linear_attention import wide as linear
+from torch_backend.ops.scan.selective import operators as selective
 from torch_backend.segments import PackedMetadata
 
 

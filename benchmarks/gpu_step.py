@@ -40,7 +40,7 @@ from benchmarks.gpu_workload import (
 from torch_backend import patch
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.segments import PackedMetadata
-from torch_backend.training.captured import CapturedStep, compile_layers
+from torch_backend.steps.cuda_graph import CapturedStep, compile_layers
 
 NOISE = 2.0  # times the error of bfloat16 itself; contamination is tens of times
 WARM_UP = 5  # steps of every contender, of which a captured one runs three as usual

@@ -23,7 +23,7 @@ from benchmarks.gpu_workload import LONGEST, Shape, documents, make_model, tight
 from packing_core import PackedDataset
 from torch_backend import PackedCollator, enable_packing, explain, make_train_step, patch
 from torch_backend.losses.causal_lm import causal_lm_loss
-from torch_backend.training.captured import CapturedStep, compile_layers
+from torch_backend.steps.cuda_graph import CapturedStep, compile_layers
 
 LEARNING_RATE = 1e-5
 WARM_UP = 14  # steps at least, in two or more whole epochs

@@ -96,7 +96,7 @@ def measure(packer: str, where: str, folder: str) -> dict[str, Any]:
     import datasets
     import trl
 
-    import torch_backend.training.dataset as ours
+    import torch_backend.trainers.hf_dataset as ours
 
     datasets.disable_progress_bars()
     data = datasets.load_from_disk(folder, keep_in_memory=where == "memory")

@@ -27,7 +27,7 @@ import numpy as np
 
 from benchmarks._report import best, machine, table, versions
 from packing_core import Cost, PackPlan, balance, plan, stream
-from packing_core.composition import Composition, composition
+from packing_core.planning.composition import Composition, composition
 
 REAL = Path(__file__).parents[2] / "shared" / "data" / "token_lengths.npz"
 MILLION = 1_000_000

@@ -1,6 +1,6 @@
 """Delta rules and the scan of Mamba-2: cases, per-document truth beside the packed answer, and what is checked.
 
-Like :mod:`conformance.documents` for numbers per document. The oracle is `packing_core.reference`: the gated delta
+Like :mod:`conformance.reductions` for numbers per document. The oracle is `packing_core.reference`: the gated delta
 rule, and the selective scan in which the channels of a head share what Mamba-2 has once per head.
 """
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from conformance import documents
-from conformance.documents import HOW, ReduceCase
+from conformance import reductions as documents
 from conformance.draws import FOUR_ROWS, FULL, LONG_TAIL, PADDED, Rows, segment_ids
 from conformance.draws import documents as draw
 from conformance.judge import Judge
+from conformance.reductions import HOW, ReduceCase
 
 requirement = pytest.mark.requirement
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from textwrap import fill
 
 from torch_backend.auditing.families import FamilyReport, audit_families
-from torch_backend.hf.knowledge import REFUSED
+from torch_backend.hf.anatomy.families import REFUSED
 
 PAGE = Path(__file__).with_name("models.md")
 INTRODUCTION = """# Model families

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from jax_backend.data import GrainSource, GrainStream
     from jax_backend.explaining import explain
     from jax_backend.losses.cross_entropy import packed_cross_entropy, shift_labels
-    from jax_backend.losses.head_loss import linear_cross_entropy
     from jax_backend.losses.logprobs import TokenLogprobs, token_logprobs
+    from jax_backend.losses.output_layer import linear_cross_entropy
     from jax_backend.losses.reduction import reduce, spread
     from jax_backend.model.decoder import Decoder, DecoderConfig
     from jax_backend.model.rope import apply_rope
@@ -36,7 +36,7 @@ _HOME: dict[str, str] = {
     "explain": "jax_backend.explaining",
     "find_segments": "jax_backend.segments",
     "gated_delta_rule": "jax_backend.scan.delta_rule",
-    "linear_cross_entropy": "jax_backend.losses.head_loss",
+    "linear_cross_entropy": "jax_backend.losses.output_layer",
     "load": "jax_backend.model.weights",
     "make_train_step": "jax_backend.training.train_step",
     "merge_attention": "jax_backend.attention",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from packing_core.batch import PackedBatch
+from packing_core.batches.batch import PackedBatch
 from packing_core.errors import LayoutError
 
 

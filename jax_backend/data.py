@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import grain
 import numpy as np
 
-from packing_core.batch import PackedBatch
-from packing_core.dataset import PackedDataset
+from packing_core.batches.batch import PackedBatch
+from packing_core.batches.dataset import PackedDataset
 from packing_core.errors import PackingError
 
 if TYPE_CHECKING:
-    from packing_core.stream import PackStream
+    from packing_core.streaming.stream import PackStream
 
 _CONVENTIONS = ("grain", "maxtext")
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_backend.attention import ORDER, answers, request_for
-from jax_backend.losses import head_loss
+from jax_backend.losses import output_layer as head_loss
 from jax_backend.model.decoder import Decoder
 from jax_backend.scan.chunked_scan import CHUNK
 from packing_core.diagnosis import LayerChoice, first_served

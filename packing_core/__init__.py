@@ -1,9 +1,7 @@
 """Packing of variable-length token sequences into fixed rows, on numpy alone: the public names, no logic."""
 
-from packing_core._state import join_states
-from packing_core.balance import Cost, ShardedPlan, balance
-from packing_core.batch import PackedBatch
-from packing_core.dataset import PackedDataset, pack
+from packing_core.batches.batch import PackedBatch
+from packing_core.batches.dataset import PackedDataset, pack
 from packing_core.errors import (
     CapacityError,
     ContaminationError,
@@ -13,10 +11,12 @@ from packing_core.errors import (
     UnsupportedError,
     UnsupportedModelError,
 )
-from packing_core.mixing import Mixture, mix
-from packing_core.plan import PackPlan, plan
-from packing_core.ragged import Ragged
-from packing_core.stream import PackStream, stream
+from packing_core.planning.balance import Cost, ShardedPlan, balance
+from packing_core.planning.plan import PackPlan, plan
+from packing_core.storage.ragged import Ragged
+from packing_core.streaming.mixing import Mixture, mix
+from packing_core.streaming.state import join_states
+from packing_core.streaming.stream import PackStream, stream
 
 __all__ = [
     "CapacityError",

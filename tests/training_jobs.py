@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from crosspack.encoding.text import Document
-from packing_core.plan import plan
+from packing_core.planning.plan import plan
 from packing_core.training.job import Options, TrainJob
 from packing_core.training.schedule import Corpus, Schedule
 

@@ -10,16 +10,16 @@ if TYPE_CHECKING:
     from torch_backend.auditing.trainer import TrainerReport
     from torch_backend.collate import PackedCollator, with_boundaries
     from torch_backend.collate.loading import PackedRows, StreamedRows
-    from torch_backend.hf.explain import explain
+    from torch_backend.hf.explaining import explain
     from torch_backend.losses.cross_entropy import next_token_targets, normalise, packed_cross_entropy
     from torch_backend.losses.token_logprobs import TokenLogprobs, token_logprobs
     from torch_backend.ops.attention import attention
     from torch_backend.ops.reduction import reduce, spread
     from torch_backend.patching import patch, unpad, unpatch
     from torch_backend.segments import PackedMetadata
-    from torch_backend.training.dataset import pack_dataset
-    from torch_backend.training.step import TrainStep, make_train_step
-    from torch_backend.training.trainer import enable_packing
+    from torch_backend.steps.train_step import TrainStep, make_train_step
+    from torch_backend.trainers.enable_packing import enable_packing
+    from torch_backend.trainers.hf_dataset import pack_dataset
 
 # name -> module that defines it
 _HOME: dict[str, str] = {
@@ -29,16 +29,16 @@ _HOME: dict[str, str] = {
     "PackedRows": "torch_backend.collate.loading",
     "StreamedRows": "torch_backend.collate.loading",
     "TokenLogprobs": "torch_backend.losses.token_logprobs",
-    "TrainStep": "torch_backend.training.step",
+    "TrainStep": "torch_backend.steps.train_step",
     "TrainerReport": "torch_backend.auditing.trainer",
     "attention": "torch_backend.ops.attention",
     "audit": "torch_backend.auditing.model",
-    "enable_packing": "torch_backend.training.trainer",
-    "explain": "torch_backend.hf.explain",
-    "make_train_step": "torch_backend.training.step",
+    "enable_packing": "torch_backend.trainers.enable_packing",
+    "explain": "torch_backend.hf.explaining",
+    "make_train_step": "torch_backend.steps.train_step",
     "next_token_targets": "torch_backend.losses.cross_entropy",
     "normalise": "torch_backend.losses.cross_entropy",
-    "pack_dataset": "torch_backend.training.dataset",
+    "pack_dataset": "torch_backend.trainers.hf_dataset",
     "packed_cross_entropy": "torch_backend.losses.cross_entropy",
     "patch": "torch_backend.patching",
     "reduce": "torch_backend.ops.reduction",

@@ -104,7 +104,7 @@ def _recurrent(device: torch.device, dtype: torch.dtype) -> list[LayerChoice]:
 def _run(layer: str, family: str, device: torch.device, dtype: torch.dtype) -> LayerChoice:
     from torch_backend.auditing.tiny import family_config, tiny_config, tiny_model
     from torch_backend.collate import PackedCollator
-    from torch_backend.hf.explain import explain
+    from torch_backend.hf.explaining import explain
     from torch_backend.patching import patch
 
     try:

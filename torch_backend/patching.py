@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from torch_backend.auditing.model import verify as verify_kind
+from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.edits.rotary import rounded_frequencies
+from torch_backend.hf.inputs.unpadding import unpad_calls
 from torch_backend.hf.patch import install, state_of, unpatch
-from torch_backend.hf.rotary import rounded_frequencies
-from torch_backend.hf.structure import causal_lm
-from torch_backend.hf.unpadding import unpad_calls
 
 logger = logging.getLogger(__name__)
 __all__ = ["patch", "unpad", "unpatch"]

@@ -4,7 +4,8 @@
 single one runs through the whole suite with ``--backend conformance.mutants:NAME``.
 """
 
-from conformance.mutants import attention, collator, combined, documents, larger, model, operations, scans, trainer
+from conformance.mutants import attention, collator, combined, larger, model, operations, scans, trainer
+from conformance.mutants import reductions as documents
 from conformance.mutants.base import MUTANTS, Mutant
 
 globals().update(MUTANTS)

@@ -25,7 +25,7 @@ from crosspack.cli.train import warn_if_busy
 from crosspack.encoding.text import Policy
 from packing_core.errors import ContaminationError, PackingError
 from packing_core.extras import loaded, registered
-from packing_core.plan import plan as make_plan
+from packing_core.planning.plan import plan as make_plan
 from packing_core.training.job import Measured, Options, TrainJob
 from packing_core.training.schedule import Corpus, Schedule
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from crosspack.cli.progress import LABELS
 from crosspack.cli.tables import computed_tokens, loss_difference, padding, rate
 from packing_core.extras import require
-from packing_core.plan import PackPlan
+from packing_core.planning.plan import PackPlan
 from packing_core.training.job import TrainResult
 from packing_core.training.schedule import Run, Schedule
 

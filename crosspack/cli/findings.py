@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from packing_core.balance import Cost, balance
 from packing_core.errors import PackingError
-from packing_core.packplan import PackPlan
-from packing_core.plan import Strategy, plan
+from packing_core.planning.balance import Cost, balance
+from packing_core.planning.packplan import PackPlan
+from packing_core.planning.plan import Strategy, plan
 
 Int64 = NDArray[np.int64]
 

@@ -28,9 +28,9 @@ from crosspack.packing.writers import Format, mds_index
 from crosspack.reading import Records
 from crosspack.reading.files import is_url
 from crosspack.reading.lines import SampleBy
-from crosspack.reading.rows import Stretch
-from packing_core._pieces import Overflow, check_seed
+from crosspack.reading.places import Stretch
 from packing_core.errors import PackingError
+from packing_core.planning.pieces import Overflow, check_seed
 from packing_core.training.files import sync
 
 MANIFEST, NOTES, BAD = "manifest.json", "incomplete.jsonl", "bad_records.jsonl"

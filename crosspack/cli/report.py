@@ -26,11 +26,11 @@ from crosspack.cli.progress import counted
 from crosspack.cli.tables import composition_table, computed_tokens, lengths_table, savings_table
 from crosspack.encoding.text import Policy, kind_of
 from crosspack.encoding.tokens import check_length, token_documents
-from packing_core.balance import Cost
 from packing_core.errors import PackingError, plural
 from packing_core.extras import require
-from packing_core.packplan import PackPlan
-from packing_core.plan import plan as make_plan
+from packing_core.planning.balance import Cost
+from packing_core.planning.packplan import PackPlan
+from packing_core.planning.plan import plan as make_plan
 from packing_core.training.schedule import Document
 
 BATCHES = (8, 16)  # sizes of the padded batches that packing is compared with

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from crosspack.cli.progress import LABELS
-from packing_core.composition import Composition
-from packing_core.plan import PackPlan
+from packing_core.planning.composition import Composition
+from packing_core.planning.plan import PackPlan
 from packing_core.training.job import StepRecord, TrainResult
 from packing_core.training.schedule import Run, Schedule
 

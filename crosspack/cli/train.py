@@ -30,10 +30,10 @@ from crosspack.cli.reporting import Service, check_service, reporting, scalars
 from crosspack.cli.runfile import RUN_FILE, as_yaml, effective, take_file
 from crosspack.cli.tables import comparison_table, lengths_table, padding, rate, saving_line, steps_table
 from crosspack.encoding.text import Policy
-from packing_core._pieces import Overflow
 from packing_core.errors import ContaminationError, PackingError, plural
 from packing_core.extras import loaded, registered, require
-from packing_core.plan import plan as make_plan
+from packing_core.planning.pieces import Overflow
+from packing_core.planning.plan import plan as make_plan
 from packing_core.training.checkpoints import FOLDER, check_resume, remove_checkpoints
 from packing_core.training.job import (
     GROUP,

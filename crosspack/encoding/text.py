@@ -23,8 +23,8 @@ from crosspack.encoding.layouts import canonical
 from crosspack.encoding.tokenizer import rust_tokenizer
 from crosspack.encoding.tokens import COLUMNS as TOKEN_COLUMNS
 from crosspack.encoding.tokens import token_documents
+from crosspack.reading.places import BadRecord, Place, Row
 from crosspack.reading.records import Record, size_of
-from crosspack.reading.rows import BadRecord, Place, Row
 from packing_core.errors import MissingExtraError, PackingError, first_line
 from packing_core.training.schedule import Document
 

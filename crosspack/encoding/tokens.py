@@ -1,7 +1,8 @@
 """Records that hold token ids: checked, and cut into their documents by the rule that collators and datasets follow.
 
 ``input_ids`` may be a document or a packed row, and what marks documents, padding and trained tokens is what
-``packing_core.columns`` reads. Here every column must be of whole numbers in range, since a file can hold anything.
+``packing_core.batches.columns`` reads. Here every column must be of whole numbers in range, since a file can hold
+anything.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from packing_core.batch import IGNORE_INDEX
-from packing_core.columns import PROMPT, READ, TRAINED, read_examples
+from packing_core.batches.batch import IGNORE_INDEX
+from packing_core.batches.columns import PROMPT, READ, TRAINED, read_examples
 from packing_core.errors import CapacityError, PackingError
 from packing_core.training.schedule import Document
 

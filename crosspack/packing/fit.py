@@ -12,7 +12,7 @@ from typing import Any
 
 from crosspack.encoding.text import Encoded
 from crosspack.encoding.tokens import check_length
-from packing_core._pieces import Overflow
+from packing_core.planning.pieces import Overflow
 from packing_core.training.schedule import Document
 
 

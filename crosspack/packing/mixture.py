@@ -15,8 +15,8 @@ from itertools import chain
 
 from crosspack.reading import Records
 from crosspack.reading.lines import Range
+from crosspack.reading.places import Piece
 from crosspack.reading.records import read_pieces
-from crosspack.reading.rows import Piece
 
 
 @dataclass(frozen=True)

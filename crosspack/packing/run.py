@@ -19,7 +19,7 @@ import numpy as np
 
 from crosspack.encoding.text import Encoder
 from crosspack.packing.journal import Journal
-from crosspack.packing.rows import Rows, joined
+from crosspack.packing.row_files import Rows, joined
 from crosspack.packing.unit import (
     Key,
     OnError,
@@ -34,8 +34,8 @@ from crosspack.packing.unit import (
 from crosspack.packing.workers import Failed, Finished, Pool
 from crosspack.packing.writers import Format, Written, write_file
 from crosspack.reading.lines import Document, Range
+from crosspack.reading.places import Stretch
 from crosspack.reading.records import Listed, dealt, read_pieces
-from crosspack.reading.rows import Stretch
 from crosspack.reading.tables import Group
 from packing_core.training.files import sync
 

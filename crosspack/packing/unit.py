@@ -20,11 +20,11 @@ import numpy as np
 
 from crosspack.encoding.text import Encoded, Encoder
 from crosspack.packing.fit import Fit
-from crosspack.packing.rows import Gathered, Rows
-from crosspack.reading.rows import BadRecord, Piece, Row
-from packing_core._pieces import Overflow
+from crosspack.packing.row_files import Gathered, Rows
+from crosspack.reading.places import BadRecord, Piece, Row
 from packing_core.errors import PackingError
-from packing_core.plan import plan
+from packing_core.planning.pieces import Overflow
+from packing_core.planning.plan import plan
 from packing_core.training.files import replace, sync
 
 Strategy = Literal["mixed", "best_fit"]

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from crosspack.packing.rows import Rows, joined
+from crosspack.packing.row_files import Rows, joined
 from packing_core.errors import PackingError
 from packing_core.extras import require
 

@@ -9,7 +9,7 @@ from typing import IO
 
 from crosspack.reading.files import File
 from crosspack.reading.objects import grouped
-from crosspack.reading.rows import BadRecord, Item, Piece, Place, Row
+from crosspack.reading.places import BadRecord, Item, Piece, Place, Row
 from packing_core.errors import PackingError, first_line
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import IO, Literal
 
 from crosspack.reading.files import File
-from crosspack.reading.rows import BadRecord, Item, Piece, Place, Row, row_or_bad
+from crosspack.reading.places import BadRecord, Item, Piece, Place, Row, row_or_bad
 from packing_core.errors import first_line
 
 SampleBy = Literal["line", "document"]

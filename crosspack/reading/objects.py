@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import TextIO
 
 from crosspack.reading.files import File
-from crosspack.reading.rows import Item, Piece, Place, row_or_bad
+from crosspack.reading.places import Item, Piece, Place, row_or_bad
 from packing_core.errors import PackingError, first_line
 
 _BLOCK = 1 << 16  # characters that are read at once

@@ -20,7 +20,7 @@ from crosspack.reading.files import File, is_url, remote
 from crosspack.reading.folders import FORMATS, files_of_split
 from crosspack.reading.lines import Document, Range, SampleBy, line_stretches
 from crosspack.reading.objects import Json, grouped
-from crosspack.reading.rows import Item, Piece, Place, Row, Stretch, row_or_bad, strictly
+from crosspack.reading.places import Item, Piece, Place, Row, Stretch, row_or_bad, strictly
 from crosspack.reading.tables import table_stretches
 from packing_core.errors import PackingError, first_line
 from packing_core.extras import require

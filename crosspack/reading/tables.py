@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from crosspack.reading.files import File, is_url
-from crosspack.reading.rows import Item, Piece, Place, Row
+from crosspack.reading.places import Item, Piece, Place, Row
 from packing_core.errors import PackingError
 from packing_core.extras import require
 

@@ -14,7 +14,7 @@ from conformance.numerics import EPSILON, FACTOR, FLOOR
 from crosspack import PackedCollator, pack
 from docs.site.drawing import OTHER, OWN, PADDING, SEGMENTS, Drawing
 from packing_core import reference
-from packing_core.batch import PackedBatch
+from packing_core.batches.batch import PackedBatch
 from tests.house.test_layers import FLOORS, PACKAGES
 
 ROOT = Path(__file__).parents[2]

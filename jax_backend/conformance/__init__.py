@@ -25,8 +25,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jax_backend.attention import IMPLEMENTATIONS, segment_attention
 from jax_backend.batches import to_batch
 from jax_backend.compilation import compile_quickly
-from jax_backend.conformance.documents import DocumentMethods, arithmetic
 from jax_backend.conformance.operations import out_and_gradients
+from jax_backend.conformance.reductions import DocumentMethods, arithmetic
 from jax_backend.conformance.scans import ScanMethods
 from jax_backend.losses.cross_entropy import packed_cross_entropy, shift_labels
 from jax_backend.model import weights

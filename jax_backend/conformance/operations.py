@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_backend.conformance.documents import arithmetic
+from jax_backend.conformance.reductions import arithmetic
 from packing_core.protocol import Array, Gradients
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from packing_core.documents import REDUCTIONS, Reduction
+from packing_core.batches.documents import REDUCTIONS, Reduction
 from packing_core.errors import LayoutError, PackingError
 
 

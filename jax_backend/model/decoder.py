@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_policies
 from jax_backend.attention import segment_attention
 from jax_backend.attention.request import SAVED
 from jax_backend.losses.cross_entropy import packed_cross_entropy
-from jax_backend.losses.head_loss import linear_cross_entropy
+from jax_backend.losses.output_layer import linear_cross_entropy
 from jax_backend.model.decoder_config import DecoderConfig as DecoderConfig
 from jax_backend.model.decoder_config import LayerKind
 from jax_backend.model.layers import IN_PLACE, Layer, Maker, no_balance

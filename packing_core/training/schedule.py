@@ -15,12 +15,12 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from packing_core.balance import Cost, balance
-from packing_core.batch import IGNORE_INDEX, PackedBatch
-from packing_core.dataset import PackedDataset, with_empty_row
+from packing_core.batches.batch import IGNORE_INDEX, PackedBatch
+from packing_core.batches.dataset import PackedDataset, with_empty_row
 from packing_core.errors import PackingError
-from packing_core.plan import PackPlan
-from packing_core.ragged import Ragged
+from packing_core.planning.balance import Cost, balance
+from packing_core.planning.plan import PackPlan
+from packing_core.storage.ragged import Ragged
 
 Int64 = NDArray[np.int64]
 

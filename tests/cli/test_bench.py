@@ -15,8 +15,8 @@ from crosspack.cli.bench import Measured
 from packing_core.errors import ContaminationError
 from packing_core.training import timing
 from torch_backend.auditing.tiny import tiny_config
+from torch_backend.job import bench as torch_bench
 from torch_backend.stacks.paths import config_of, survey
-from torch_backend.training import bench as torch_bench
 
 WAYS = ["padded", "stock packed", "stock packed, use_cache=False", "crosspack"]
 

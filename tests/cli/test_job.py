@@ -13,7 +13,7 @@ from crosspack.cli.tables import loss_difference, padded_slots, padding, rate
 from crosspack.encoding.text import Document
 from packing_core.errors import PackingError
 from packing_core.extras import registered
-from packing_core.plan import plan
+from packing_core.planning.plan import plan
 from packing_core.training import timing
 from packing_core.training.checkpoints import check_resume, newest_checkpoint, save_checkpoint
 from packing_core.training.job import GROUP, Options, TrainJob

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import crosspack
-from crosspack.packing.rows import Rows, joined
+from crosspack.packing.row_files import Rows, joined
 from crosspack.packing.writers import mds_index, write_file
 from packing_core.errors import PackingError
 

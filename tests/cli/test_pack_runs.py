@@ -26,8 +26,8 @@ from crosspack.encoding.text import Encoded
 from crosspack.packing.journal import journal
 from crosspack.packing.run import Part, Run, Worker
 from crosspack.packing.unit import Key, Rules, make_unit
-from crosspack.reading.rows import Piece
-from packing_core.plan import plan
+from crosspack.reading.places import Piece
+from packing_core.planning.plan import plan
 from packing_core.training.schedule import Document
 from tests import processes
 

@@ -7,7 +7,7 @@ import pytest
 
 from crosspack.encoding.text import Document
 from packing_core.errors import PackingError
-from packing_core.plan import plan
+from packing_core.planning.plan import plan
 from packing_core.training.schedule import Corpus, Schedule
 
 

@@ -14,7 +14,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 import jax_backend
 from jax_backend import audit, explain, segment_attention
-from jax_backend.losses import head_loss
+from jax_backend.losses import output_layer as head_loss
 from jax_backend.model.decoder import Decoder, DecoderConfig
 from packing_core.errors import LayoutError, PackingError
 from tests.jax_backend.models import CONFIGS

@@ -9,7 +9,7 @@ import pytest
 from conformance.draws import DecoderCase, documents
 from jax_backend.attention import IMPLEMENTATIONS
 from jax_backend.conformance import Stack, _train, backends, capabilities
-from jax_backend.conformance.documents import arithmetic
+from jax_backend.conformance.reductions import arithmetic
 from jax_backend.training.train_step import TrainStep
 from packing_core.errors import UnsupportedError
 from packing_core.protocol import ALL_OPTIONS, LEVELS, DecoderConfig
@@ -56,7 +56,7 @@ def test_what_is_declared(name, lacks):
 
 
 @pytest.mark.parametrize(
-    "code", ["import jax_backend.conformance as c; print(c.backends()['xla']())", "import jax_backend.train"]
+    "code", ["import jax_backend.conformance as c; print(c.backends()['xla']())", "import jax_backend.job"]
 )
 def test_the_adapter_and_the_trainer_load_without_grain(code):
     done = processes.run([sys.executable, "-c", f"import sys; sys.modules['grain'] = None; {code}"])

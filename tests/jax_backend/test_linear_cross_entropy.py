@@ -15,7 +15,8 @@ from flax import nnx
 from conformance.numerics import over_budget
 from jax_backend import linear_cross_entropy, packed_cross_entropy
 from jax_backend.attention.request import LOG2E
-from jax_backend.losses import head_loss, mosaic_powers
+from jax_backend.losses import mosaic_powers
+from jax_backend.losses import output_layer as head_loss
 from jax_backend.model.decoder import Decoder, DecoderConfig
 from jax_backend.training.train_step import make_train_step
 from packing_core.errors import LayoutError, PackingError

@@ -13,11 +13,11 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
-import torch_backend.training.job
+import torch_backend.job.train
 from crosspack.cli import app
 from crosspack.encoding.tokenizer import train_tokenizer
 from crosspack.reading.corpus import standard_library_records
-from jax_backend.train import train
+from jax_backend.job import train
 from packing_core.errors import PackingError, UnsupportedError, UnsupportedModelError
 from packing_core.training.job import TrainJob
 from tests import training_jobs
@@ -35,7 +35,7 @@ def test_each_run_has_the_losses_of_torchs_packed_run(job, tmp_path) -> None:
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).save_pretrained(tmp_path / "start")
     job = dataclasses.replace(job, model=str(tmp_path / "start"))
-    wanted = losses(torch_backend.training.job.train(job))
+    wanted = losses(torch_backend.job.train.train(job))
     assert wanted[0] - wanted[-1] > 0.05  # it learns, or equal losses would mean little
     result = train(dataclasses.replace(job, runs=("padded", "grouped", "packed"), output=tmp_path / "out"))
     for run in ("padded", "grouped", "packed"):

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from crosspack.cli import app
 from crosspack.cli.checks import read_mesh
 from crosspack.encoding.tokenizer import train_tokenizer
-from jax_backend.train import _begin, train
+from jax_backend.job import _begin, train
 from packing_core.errors import PackingError
 from packing_core.training.job import TrainJob
 from tests import training_jobs

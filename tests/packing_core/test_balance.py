@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packing_core.balance import Cost, ShardedPlan, balance
 from packing_core.errors import LayoutError, PackingError
-from packing_core.plan import PackPlan, plan
+from packing_core.planning.balance import Cost, ShardedPlan, balance
+from packing_core.planning.plan import PackPlan, plan
 
 LLAMA_8B = {
     "hidden_size": 4096,

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packing_core import plan
-from packing_core.epochs import _cut_in_two, plan_epoch
 from packing_core.errors import CapacityError, PackingError
+from packing_core.planning.epochs import _cut_in_two, plan_epoch
 
 LENGTHS = np.random.default_rng(0).integers(1, 41, 200)
 

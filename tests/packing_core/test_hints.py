@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 from packing_core import PackedDataset, PackingError, balance, pack, plan, stream
-from packing_core._hints import _CALLED
+from packing_core.hints import _CALLED
 
 D, MADE = [[1, 2]], plan([2], 4)
 HINTS = {

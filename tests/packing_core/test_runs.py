@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packing_core import runs
+from packing_core.storage import segment_indexing as runs
 
 
 @st.composite

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packing_core.errors import CapacityError, LayoutError, PackingError
-from packing_core.stream import PackStream, stream
+from packing_core.streaming.stream import PackStream, stream
 
 
 def documents(lengths) -> list[np.ndarray]:

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from packing_core.errors import PackingError
-from packing_core.stream import stream
+from packing_core.streaming.stream import stream
 from tests.packing_core.test_stream import LENGTHS, OPTIONS, PackStreamSpy, contents, documents, segments
 
-STREAM = sys.modules["packing_core.stream"]  # the package has a function of that name
+STREAM = sys.modules["packing_core.streaming.stream"]  # the package has a function of that name
 
 
 class Failing:
@@ -100,7 +100,7 @@ def test_no_document_waits_longer_than_max_age_while_others_are_dropped() -> Non
 
 
 def test_the_documents_named_as_dropped_or_truncated_are_the_last_ones_and_all_are_counted(monkeypatch) -> None:
-    monkeypatch.setattr("packing_core._reader.REMEMBERED", 3)
+    monkeypatch.setattr("packing_core.streaming.reader.REMEMBERED", 3)
     for overflow, kept in (("drop", "dropped"), ("truncate", "truncated")):
         packed = stream(documents([30] * 10 + [3]), 20, overflow=overflow)
         list(packed)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_backend.training import captured, gradients
-from torch_backend.training.captured import CapturedStep
+from torch_backend.steps import cuda_graph as captured
+from torch_backend.steps import fast_backward as gradients
+from torch_backend.steps.cuda_graph import CapturedStep
 
 
 def stand_in(put: Callable[[Any, str, Any], None] = setattr) -> SimpleNamespace:

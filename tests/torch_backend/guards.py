@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from torch_backend.hf.guard import Guard
+from torch_backend.hf.inputs.guard import Guard
 
 
 class SlowCopy:

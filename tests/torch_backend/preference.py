@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.torch_backend.models import tiny
 from tests.torch_backend.test_conditions import CHANGES
 from torch_backend.auditing.compare import gradients_error, relative_error
-from torch_backend.hf.structure import causal_lm
+from torch_backend.hf.anatomy.structure import causal_lm
 
 GRADIENT = "gradient of "
 ROUTES = ("qwen3", "gpt_oss", "qwen3_5_text", "phi3", "bloom")

@@ -50,7 +50,7 @@ def test_a_leak_is_seen(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> 
 
 
 def test_a_wrong_gradient_alone_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    documents = import_module("torch_backend.ops.documents")
+    documents = import_module("torch_backend.ops.document_batches")
     monkeypatch.setattr(
         documents._Unpad, "backward", staticmethod(lambda ctx, g: (g.index_select(0, ctx.laid.gather) * 0.9, None))
     )

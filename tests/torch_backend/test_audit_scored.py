@@ -11,8 +11,8 @@ import torch_backend
 from packing_core.errors import PackingError, UnsupportedError
 from tests.torch_backend.test_preference import dpo
 from tests.torch_backend.test_scored_trainers import kto, policy
-from torch_backend.hf import unpadding
-from torch_backend.training.trainer import enable_packing
+from torch_backend.hf.inputs import unpadding
+from torch_backend.trainers.enable_packing import enable_packing
 
 BUILD = {
     "DPO": dpo,

@@ -14,7 +14,7 @@ from packing_core import PackedDataset
 from packing_core.errors import LayoutError, PackingError, UnsupportedError
 from tests.torch_backend.models import tiny
 from tests.torch_backend.test_trainer import CAPACITY, arguments, documents, gpt_oss, llama, peft, sft
-from torch_backend.training.trainer import enable_packing
+from torch_backend.trainers.enable_packing import enable_packing
 
 
 def packing(model, tmp_path, **options):

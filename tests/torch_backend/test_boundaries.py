@@ -17,11 +17,11 @@ from tests.torch_backend import flash_stand_ins
 from tests.torch_backend.guards import DeviceGuard
 from tests.torch_backend.kernels import ONE_DTYPE
 from tests.torch_backend.test_attention_implementations import OURS, called
-from torch_backend.hf.boundaries import take_metadata
+from torch_backend.hf.inputs.boundaries import take_metadata
 from torch_backend.ops.attention import attention, triton
 from torch_backend.ops.attention.triton import TRITON, Tile, Tiles
 from torch_backend.ops.conv import short_convolution
-from torch_backend.ops.scan.fla import chunks as chunks_of
+from torch_backend.ops.scan.libraries.fla import chunks as chunks_of
 from torch_backend.segments import PackedMetadata, most_pieces
 
 ROWS, ROW_LENGTH, LONGEST = 2, 20, 8

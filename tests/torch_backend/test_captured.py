@@ -16,12 +16,12 @@ from packing_core.errors import LayoutError
 from tests.torch_backend.guards import DeviceGuard
 from tests.torch_backend.models import collate, documents, tiny
 from torch_backend import patch
-from torch_backend.hf import guard
+from torch_backend.hf.inputs import guard
 from torch_backend.hf.patch import state_of
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.ops import operators
-from torch_backend.training import captured
-from torch_backend.training.captured import CapturedStep, compile_layers
+from torch_backend.steps import cuda_graph as captured
+from torch_backend.steps.cuda_graph import CapturedStep, compile_layers
 
 # lengths of the documents of a row of 128, a different packing each
 ROWS = ((5, 19, 33, 7, 40), (60, 60), (1, 2, 3, 90), (128,), (64, 64), (17, 30, 30, 30))

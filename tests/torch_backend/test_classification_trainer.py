@@ -16,7 +16,7 @@ from tests.torch_backend.preference import GRADIENT, trained
 from tests.torch_backend.test_document_heads import ROUTES, classifier
 from tests.torch_backend.test_heads import assert_same_gradients
 from tests.torch_backend.test_trainer import arguments, datasets
-from torch_backend.training.trainer import enable_packing
+from torch_backend.trainers.enable_packing import enable_packing
 
 CAPACITY = 48
 CLASSES = 3

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from packing_core.columns import documents_of
+from packing_core.batches.columns import documents_of
 from packing_core.errors import LayoutError, PackingError
 from torch_backend import PackedCollator, pack_dataset
 

@@ -20,7 +20,7 @@ from packing_core.errors import LayoutError, UnsupportedModelError
 from tests import processes
 from tests.torch_backend.models import alone, assert_same, collate, documents, packed, tiny
 from torch_backend.hf.attention import PREFIX
-from torch_backend.hf.mixers import find_mixers
+from torch_backend.hf.edits.mixers import find_mixers
 from torch_backend.hf.patch import state_of
 
 ROUTES = ["qwen3", "qwen3_next", "mamba", "bloom"]

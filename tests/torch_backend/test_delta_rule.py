@@ -10,8 +10,8 @@ from packing_core import reference
 from packing_core.errors import LayoutError, UnsupportedError
 from tests.torch_backend.kernels import EVERYWHERE, ONE_DTYPE, Where, assert_within_budget, numpy
 from tests.torch_backend.scans import LENGTHS, NAMES, continued, packed_on, working
-from torch_backend.ops.scan.delta import chunk_length
-from torch_backend.ops.scan.delta_rule import gated_delta_rule, gated_delta_rule_with_states
+from torch_backend.ops.scan.gated_delta.delta_rule import gated_delta_rule, gated_delta_rule_with_states
+from torch_backend.ops.scan.gated_delta.operators import chunk_length
 from torch_backend.segments import PackedMetadata
 
 HALF = EVERYWHERE[1:4]
@@ -78,7 +78,7 @@ def quadratic(inputs, dout, dtype: torch.dtype) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
 @pytest.mark.parametrize("chunk", [32, 64])  # the longer ones are for wider heads in half precision
 def test_without_corrections_it_is_linear_attention_with_a_decay(where, chunk, monkeypatch):
-    monkeypatch.setattr("torch_backend.ops.scan.decay.chunk_length", lambda *arguments: chunk)
+    monkeypatch.setattr("torch_backend.ops.scan.linear_attention.any_width.chunk_length", lambda *arguments: chunk)
     inputs = drawn(where)
     found, dout = run(where, inputs, packed_on(where), delta=False)
     exact, rounded = quadratic(inputs, dout, torch.float64), quadratic(inputs, dout, where.dtype)

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from tests.torch_backend.torchrun import torchrun
 from tests.torch_backend.torchrun_job import CASES, LAYER, RESUMED, found, job
 from tests.training_jobs import small_job
-from torch_backend.training.job import train
-from torch_backend.training.job_models import build_model
-from torch_backend.training.states import OPTIMIZER
+from torch_backend.job.models import build_model
+from torch_backend.job.states import OPTIMIZER
+from torch_backend.job.train import train
 
 BFLOAT16 = 2 * torch.finfo(torch.bfloat16).eps
 

@@ -103,7 +103,7 @@ def test_replacing_a_document_moves_no_other_logits_by_a_bit(family: str) -> Non
 
 
 def test_patch_proves_a_classifier_and_the_proof_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch_backend.hf.documents import DocumentRows
+    from torch_backend.hf.document_rows import DocumentRows
 
     model = classifier("qwen3")
     assert torch_backend.audit(model).verdict == "exact"
@@ -129,7 +129,7 @@ def test_the_loss_is_a_share_of_the_steps_mean_however_documents_are_split() -> 
 
 
 def test_a_row_without_documents_adds_nothing_to_a_step() -> None:
-    from packing_core.dataset import with_empty_row
+    from packing_core.batches.dataset import with_empty_row
 
     model = torch_backend.patch(classifier("qwen3", "regression"), verify=False)
     packed = pack([[5, 6]], 8, per_document={"labels": [1.0]})

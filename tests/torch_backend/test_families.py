@@ -14,7 +14,7 @@ from packing_core.errors import UnsupportedModelError
 from tests.torch_backend.models import tiny
 from torch_backend.auditing.families import audit_family
 from torch_backend.auditing.tiny import all_families, family_config, tiny_config, tiny_model
-from torch_backend.hf.knowledge import REFUSED, refusal
+from torch_backend.hf.anatomy.families import REFUSED, refusal
 from torch_backend.hf.patch import state_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()

@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from packing_core.errors import LayoutError
 from tests.torch_backend.guards import DeviceGuard, SlowCopy
-from torch_backend.hf import guard as guard_module
-from torch_backend.hf.guard import Guard, Pending
+from torch_backend.hf.inputs import guard as guard_module
+from torch_backend.hf.inputs.guard import Guard, Pending
 
 
 def wrong(*values: int) -> Callable[[], Tensor]:

@@ -13,7 +13,7 @@ import torch_backend
 from packing_core.errors import UnsupportedModelError
 from tests.torch_backend.models import LENGTHS, collate, documents, error, tiny
 from torch_backend.auditing.tiny import tiny_config, tiny_model
-from torch_backend.hf.heads import trains_first_token
+from torch_backend.hf.anatomy.heads import trains_first_token
 from torch_backend.hf.patch import Patched, state_of
 from torch_backend.ops.attention import sdpa
 from torch_backend.segments import PackedMetadata

@@ -23,8 +23,8 @@ import torch_backend
 from packing_core.errors import LayoutError, PackingError, UnsupportedError, UnsupportedModelError
 from tests.torch_backend.guards import DeviceGuard
 from tests.torch_backend.models import LENGTHS, alone, assert_same, collate, documents, packed, patched, tiny
-from torch_backend.hf.boundaries import METADATA_KEYS, take_metadata
-from torch_backend.hf.guard import Guard
+from torch_backend.hf.inputs.boundaries import METADATA_KEYS, take_metadata
+from torch_backend.hf.inputs.guard import Guard
 from torch_backend.hf.patch import state_of
 from torch_backend.segments import PackedMetadata
 

@@ -10,7 +10,7 @@ from packing_core import reference
 from packing_core.errors import LayoutError
 from tests.torch_backend.kernels import EVERYWHERE, ONE_DTYPE, Where, assert_within_budget, numpy
 from tests.torch_backend.scans import LENGTHS, NAMES, continued, packed_on, working
-from torch_backend.ops.scan.kimi_delta import kimi_delta_rule, kimi_delta_rule_with_states
+from torch_backend.ops.scan.kimi_delta.operators import kimi_delta_rule, kimi_delta_rule_with_states
 from torch_backend.segments import PackedMetadata
 
 

@@ -9,8 +9,8 @@ import torch
 from packing_core.errors import LayoutError
 from tests.torch_backend.kernels import ONE_DTYPE, Where, assert_within_budget, numpy
 from tests.torch_backend.scans import LENGTHS, NAMES, packed_on
-from torch_backend.ops.scan import linear
-from torch_backend.ops.scan.delta_rule import gated_delta_rule
+from torch_backend.ops.scan.gated_delta.delta_rule import gated_delta_rule
+from torch_backend.ops.scan.linear_attention import wide as linear
 from torch_backend.segments import PackedMetadata
 
 # Documents that reach over chunk ends and meet between them: a state enters a chunk and another one leaves it.

@@ -17,11 +17,13 @@ from torch import Tensor, nn
 import torch_backend
 from packing_core.errors import UnsupportedModelError
 from tests.torch_backend.models import alone, assert_same, collate, documents, packed, tiny
-from torch_backend.hf import mixers, stand_ins
-from torch_backend.hf.knowledge import CONVOLUTION, SCANS
-from torch_backend.hf.stand_ins import LayerSegments
+from torch_backend.hf.anatomy.families import CONVOLUTION, SCANS
+from torch_backend.hf.edits import mixers, stand_ins
+from torch_backend.hf.edits.stand_ins import LayerSegments
 from torch_backend.ops import conv, norm, operators
-from torch_backend.ops.scan import fla, request, selective
+from torch_backend.ops.scan import request
+from torch_backend.ops.scan.libraries import fla
+from torch_backend.ops.scan.selective import operators as selective
 from torch_backend.segments import PackedMetadata
 
 SHORT = (5, 11, 3)

@@ -27,7 +27,7 @@ from tests.torch_backend.vision_models import (
     vision_model,
 )
 from torch_backend.auditing.model import relative_error
-from torch_backend.hf.knowledge import EXACT_KEYS, M_ROPE
+from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE
 
 REFUSED = ("gemma3",)
 EXACT = [case for case in CASES if case not in REFUSED]

@@ -11,8 +11,8 @@ import torch
 from packing_core import PackedDataset
 from packing_core.errors import CapacityError, LayoutError
 from torch_backend import PackedCollator
-from torch_backend.training import dataset as training_dataset
-from torch_backend.training.dataset import pack_dataset
+from torch_backend.trainers import hf_dataset as training_dataset
+from torch_backend.trainers.hf_dataset import pack_dataset
 
 datasets = pytest.importorskip("datasets", reason="pack_dataset takes and returns one")
 pa = pytest.importorskip("pyarrow", reason="datasets brings it")

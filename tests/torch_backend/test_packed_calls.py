@@ -26,12 +26,12 @@ from tests.torch_backend.test_reward import reward
 from tests.torch_backend.test_train_step import compiled as compiled
 from tests.torch_backend.test_train_step import graphs as graphs
 from torch_backend import PackedCollator, explain, make_train_step, patch
+from torch_backend.hf.inputs.unpadding import unpad_calls
 from torch_backend.hf.patch import state_of
-from torch_backend.hf.unpadding import unpad_calls
 from torch_backend.segments import PackedMetadata
-from torch_backend.training import packed_calls
-from torch_backend.training.packed_calls import COMPILED, CompiledCalls
-from torch_backend.training.trainer import enable_packing
+from torch_backend.steps import dynamic_compile as packed_calls
+from torch_backend.steps.dynamic_compile import COMPILED, CompiledCalls
+from torch_backend.trainers.enable_packing import enable_packing
 
 
 @pytest.fixture

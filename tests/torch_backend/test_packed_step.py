@@ -19,8 +19,8 @@ from tests.torch_backend.test_train_step import graphs as graphs
 from tests.torch_backend.test_trainer import CAPACITY, differences, documents, gpt_oss, llama, peft
 from torch_backend import audit, explain
 from torch_backend.losses.causal_lm import causal_lm_loss
-from torch_backend.training import packed_step
-from torch_backend.training.trainer import enable_packing
+from torch_backend.trainers import fast_step as packed_step
+from torch_backend.trainers.enable_packing import enable_packing
 
 FAST = "without logits"
 OF_THE_TRAINER = ("compute_loss_func", "compute_metrics", "callbacks")

@@ -16,7 +16,7 @@ from tests.torch_backend.preference import (
     tokenizer,
     trained,
 )
-from torch_backend.training.trainer import enable_packing
+from torch_backend.trainers.enable_packing import enable_packing
 
 trl = pytest.importorskip("trl", reason="the trainers are TRL's")
 peft = pytest.importorskip("peft", reason="TRL applies adapters")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from packing_core import LayoutError, PackedBatch, PackingError, pack
-from packing_core._select import without_padding
+from packing_core.batches.select import without_padding
 from torch_backend import PackedCollator, reduce, spread, with_boundaries
 
 HOW = ("sum", "mean", "first", "last")

@@ -20,7 +20,7 @@ from tests.torch_backend.preference import (
 )
 from tests.torch_backend.test_conditions import CHANGES
 from torch_backend.auditing.tiny import tiny_config, tiny_model
-from torch_backend.training.trainer import enable_packing
+from torch_backend.trainers.enable_packing import enable_packing
 
 datasets = pytest.importorskip("datasets", reason="trainers take their data as datasets")
 trl = pytest.importorskip("trl", reason="the trainers are TRL's")

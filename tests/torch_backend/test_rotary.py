@@ -10,7 +10,7 @@ import torch
 import torch_backend
 from tests.torch_backend.kernels import FLOAT32
 from tests.torch_backend.models import alone, assert_same, collate, documents, packed, tiny
-from torch_backend.hf import rotary
+from torch_backend.hf.edits import rotary
 
 
 def rotation(family: str):

@@ -18,8 +18,8 @@ from tests.processes import limited
 from tests.torch_backend.test_trainer import CAPACITY, arguments, datasets, differences, documents, llama, sft
 from tests.torch_backend.torchrun import torchrun
 from torch_backend import PackedCollator, pack_dataset
-from torch_backend.training.rows import PackedRows, RowBatches
-from torch_backend.training.trainer import enable_packing
+from torch_backend.trainers.enable_packing import enable_packing
+from torch_backend.trainers.epoch_rows import PackedRows, RowBatches
 
 
 def numbered(count: int = 60, longest: int = 24) -> datasets.Dataset:

@@ -19,11 +19,12 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 
 import torch_backend
 from tests.torch_backend.models import alone, assert_same, collate, documents, packed, tiny
-from torch_backend.hf.knowledge import SCANS
-from torch_backend.hf.stand_ins import LayerSegments, scan
+from torch_backend.hf.anatomy.families import SCANS
+from torch_backend.hf.edits.stand_ins import LayerSegments, scan
 from torch_backend.ops import operators
 from torch_backend.ops import scan as scans
-from torch_backend.ops.scan import flash_qla, order, request
+from torch_backend.ops.scan import order, request
+from torch_backend.ops.scan.libraries import flash_qla
 from torch_backend.segments import PackedMetadata
 
 DELTA, SSD = "torch_chunk_gated_delta_rule", "mamba2_chunk_scan"

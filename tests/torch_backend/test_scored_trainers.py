@@ -18,8 +18,8 @@ from tests.torch_backend.preference import (
     tokenizer,
     trained,
 )
-from torch_backend.hf.structure import causal_lm
-from torch_backend.training.trainer import enable_packing
+from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.trainers.enable_packing import enable_packing
 
 datasets = pytest.importorskip("datasets", reason="trainers take their data as datasets")
 trl = pytest.importorskip("trl", reason="the trainers are TRL's")

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from packing_core import reference as oracle
 from packing_core.errors import LayoutError, UnsupportedError
 from torch_backend.ops.attention import attention, sdpa
-from torch_backend.ops.documents import COARSE, FINE, buckets, map_documents, padded_lengths
+from torch_backend.ops.document_batches import COARSE, FINE, buckets, map_documents, padded_lengths
 from torch_backend.segments import PackedMetadata
 
 LENGTHS = (1, 3, 17, 64, 65, 100, 7, 2, 33)

@@ -12,7 +12,7 @@ from packing_core import reference
 from packing_core.errors import LayoutError, UnsupportedError
 from tests.torch_backend.kernels import EVERYWHERE, ONE_DTYPE, Where, assert_within_budget, numpy
 from tests.torch_backend.scans import packed_on, working
-from torch_backend.ops.scan.selective import diagonal_scan, selective_scan, selective_scan_with_states
+from torch_backend.ops.scan.selective.operators import diagonal_scan, selective_scan, selective_scan_with_states
 
 CHUNK = 8  # tokens here: interpreted scans take milliseconds an element
 LENGTHS = (1, 6, 5, 19, 3)  # two documents inside a chunk; one that reaches over two chunk ends
@@ -22,7 +22,7 @@ NAMES = ("x", "dt", "A", "B", "C", "D", "z")
 
 @pytest.fixture(autouse=True)
 def _short_chunks(monkeypatch):
-    monkeypatch.setattr("torch_backend.ops.scan.selective._L", CHUNK)
+    monkeypatch.setattr("torch_backend.ops.scan.selective.operators._L", CHUNK)
 
 
 def drawn(where: Where, n: int = 2, channels: int = 3) -> list[torch.Tensor]:
@@ -59,7 +59,7 @@ def test_forward_and_backward_are_the_recurrence(where, n):
 
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
 def test_channels_may_need_many_programs_that_share_gradients(where, monkeypatch):
-    monkeypatch.setattr("torch_backend.ops.scan.selective._WARP", 4)
+    monkeypatch.setattr("torch_backend.ops.scan.selective.operators._WARP", 4)
     inputs = drawn(where, channels=7)
     found, dy = run(where, inputs)
     assert_within_budget(found, oracle(inputs, dy, "float64"), oracle(inputs, dy, working(where)), where.dtype)

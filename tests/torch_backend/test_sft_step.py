@@ -23,8 +23,8 @@ from tests.torch_backend.test_trainer import (
     trl,
 )
 from torch_backend import explain
-from torch_backend.training import packed_step
-from torch_backend.training.trainer import enable_packing
+from torch_backend.trainers import fast_step as packed_step
+from torch_backend.trainers.enable_packing import enable_packing
 
 DEFAULTS = {"shuffle_dataset": False, "bf16": False, "gradient_checkpointing": False}
 TRL_PACKS = {"packing": True, "max_length": CAPACITY}

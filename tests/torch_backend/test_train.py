@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from packing_core.errors import PackingError
-from packing_core.plan import plan
+from packing_core.planning.plan import plan
 from packing_core.training.job import TrainJob
 from packing_core.training.schedule import Corpus, Document, Schedule
 from tests.torch_backend.test_train_step import graphs as graphs
 from tests.training_jobs import LLAMA, losses, small_job
-from torch_backend.training import job as training_job
-from torch_backend.training.job import train
-from torch_backend.training.job_models import build_model
-from torch_backend.training.step import TrainStep
+from torch_backend.job import train as training_job
+from torch_backend.job.models import build_model
+from torch_backend.job.train import train
+from torch_backend.steps.train_step import TrainStep
 
 NOISY = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.3}
 

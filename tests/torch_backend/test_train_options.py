@@ -12,14 +12,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from packing_core.errors import PackingError, UnsupportedError
-from packing_core.plan import plan
+from packing_core.planning.plan import plan
 from packing_core.training.job import Options, TrainJob
 from packing_core.training.schedule import Schedule
 from tests.training_jobs import LLAMA, losses, small_job
-from torch_backend.training.job import train
-from torch_backend.training.job_models import build_model, with_adapters
-from torch_backend.training.memory import states_bytes
-from torch_backend.training.states import MasterWeights, make_optimizer
+from torch_backend.job.memory import states_bytes
+from torch_backend.job.models import build_model, with_adapters
+from torch_backend.job.states import MasterWeights, make_optimizer
+from torch_backend.job.train import train
 
 LAYER = {**LLAMA, "num_hidden_layers": 1}
 HALF = {"precision": "bfloat16", "dtype": "bfloat16"}

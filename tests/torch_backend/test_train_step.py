@@ -19,8 +19,8 @@ from packing_core.errors import LayoutError, UnsupportedError
 from tests.torch_backend.graphs import stand_in
 from tests.torch_backend.models import alone, collate, documents, tiny
 from torch_backend import explain, make_train_step, patch
-from torch_backend.training import captured
-from torch_backend.training.shapes import FixedShapes
+from torch_backend.steps import cuda_graph as captured
+from torch_backend.steps.fixed_shapes import FixedShapes
 
 LENGTHS = (5, 19, 33, 7, 40, 1, 2, 18)
 WHOLE = [slice(0, 8)]

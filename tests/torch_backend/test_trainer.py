@@ -11,8 +11,8 @@ from torch.nn import functional as F
 import torch_backend
 from packing_core import PackedDataset
 from packing_core.errors import CapacityError, LayoutError, PackingError
-from torch_backend.training.dataset import pack_dataset
-from torch_backend.training.trainer import enable_packing
+from torch_backend.trainers.enable_packing import enable_packing
+from torch_backend.trainers.hf_dataset import pack_dataset
 
 datasets = pytest.importorskip("datasets", reason="trainers take their data as datasets")
 trl = pytest.importorskip("trl", reason="half of these tests are about its SFTTrainer")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_backend.hf.knowledge import TOUCHED
+from torch_backend.hf.anatomy.families import TOUCHED
 
 PACKAGE = Path(__file__).parents[2] / "torch_backend"
 

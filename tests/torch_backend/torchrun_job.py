@@ -11,13 +11,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from packing_core.plan import plan
+from packing_core.planning.plan import plan
 from packing_core.training.job import TrainJob
 from packing_core.training.schedule import Schedule
 from tests.torch_backend.torchrun import leave
 from tests.training_jobs import LLAMA, losses, small_job
-from torch_backend.training.job import train
-from torch_backend.training.ranks import Ranks
+from torch_backend.job.ranks import Ranks
+from torch_backend.job.train import train
 
 LAYER = {**LLAMA, "num_hidden_layers": 1}
 HALF = {"dtype": "bfloat16", "precision": "bfloat16", "master_weights": True}

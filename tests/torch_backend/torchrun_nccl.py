@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from packing_core import pack
-from packing_core.dataset import with_empty_row
+from packing_core.batches.dataset import with_empty_row
 from tests.torch_backend.models import CAPACITY, documents, tiny
 from tests.torch_backend.torchrun import leave, whole
 from torch_backend import PackedCollator, make_train_step, patch
-from torch_backend.training.ranks import Ranks, unwrapped
+from torch_backend.job.ranks import Ranks, unwrapped
 
 Model = Any
 # What each of two ranks holds at each step, as lengths: unequal shares, a rank without a target, one without documents.

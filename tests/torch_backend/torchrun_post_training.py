@@ -16,7 +16,7 @@ from tests.torch_backend.test_preference import dpo
 from tests.torch_backend.test_reward import reward
 from tests.torch_backend.test_scored_trainers import kto, policy, same_completions
 from tests.torch_backend.torchrun import leave
-from torch_backend.training.trainer import enable_packing
+from torch_backend.trainers.enable_packing import enable_packing
 
 # Eight pairs, eight examples, eight completions of two prompts: two micro-batches on each of two ranks.
 HALVED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from tests.torch_backend.test_rows import held, numbered
 from tests.torch_backend.test_trainer import CAPACITY, arguments, datasets, differences, llama
 from tests.torch_backend.torchrun import leave
-from torch_backend.training.trainer import enable_packing
+from torch_backend.trainers.enable_packing import enable_packing
 
 
 def data_of(kind: str) -> datasets.Dataset:

@@ -25,7 +25,7 @@ from tests.torch_backend.graphs import stand_in
 from tests.torch_backend.models import tiny
 from tests.torch_backend.test_trainer import CAPACITY, arguments, documents, gpt_oss
 from tests.torch_backend.torchrun import leave, whole
-from torch_backend.training.trainer import enable_packing
+from torch_backend.trainers.enable_packing import enable_packing
 
 DOCUMENTS = 48  # 16 rows in the order of the documents: 2 steps of 8 rows
 LIMITS = {"max_steps": 2, "max_grad_norm": 0.5, "train_sampling_strategy": "sequential"}

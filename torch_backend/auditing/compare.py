@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packing_core.batch import IGNORE_INDEX
+from packing_core.batches.batch import IGNORE_INDEX
 from torch_backend.losses.cross_entropy import next_token_targets, packed_cross_entropy
 
 FIRST_TOKEN, LAST_TOKEN = 4, 90  # tokens that mean nothing special in a tiny model's vocabulary

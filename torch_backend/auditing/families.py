@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch_backend.auditing.model import AuditReport, audit
 from torch_backend.auditing.tiny import all_families, family_config, tiny_config, tiny_model
-from torch_backend.hf.knowledge import REFUSED, refusal
+from torch_backend.hf.anatomy.families import REFUSED, refusal
 
 HEAD_DIM = 16
 

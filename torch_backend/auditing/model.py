@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, overload
 import torch
 from torch import Tensor, nn
 
-from packing_core.batch import IGNORE_INDEX
+from packing_core.batches.batch import IGNORE_INDEX
 from packing_core.errors import ContaminationError, UnsupportedModelError
 from torch_backend.auditing.compare import (
     Run,
@@ -34,12 +34,12 @@ from torch_backend.auditing.compare import (
 )
 from torch_backend.auditing.tiny import tiny_config, tiny_model
 from torch_backend.collate import PackedCollator
+from torch_backend.hf.anatomy.heads import head_of
+from torch_backend.hf.anatomy.placement import execution_device
+from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.attention import unregistered
-from torch_backend.hf.heads import head_of
 from torch_backend.hf.patch import Patched, install, state_of
-from torch_backend.hf.placement import execution_device
 from torch_backend.hf.router import asks_for_router_loss, no_router_loss
-from torch_backend.hf.structure import causal_lm
 from torch_backend.losses.cross_entropy import packed_cross_entropy
 
 if TYPE_CHECKING:

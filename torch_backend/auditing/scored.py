@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packing_core.batch import IGNORE_INDEX
+from packing_core.batches.batch import IGNORE_INDEX
 from packing_core.errors import PackingError, UnsupportedError
 from torch_backend.auditing.compare import cosine, gradients_error
 from torch_backend.collate import Batch
-from torch_backend.hf.boundaries import METADATA_KEYS
-from torch_backend.hf.structure import causal_lm
-from torch_backend.hf.unpadding import GENERATING, LENGTHS, Padded, kind_of, lengths_of, padded_calls
+from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.inputs.boundaries import METADATA_KEYS
+from torch_backend.hf.inputs.unpadding import GENERATING, LENGTHS, Padded, kind_of, lengths_of, padded_calls
 
 SMALLEST_LOSS = 1.0  # a smaller loss is compared with this much: advantages, whose mean is 0, cancel in it
 _MARKS = ("position_ids", *METADATA_KEYS)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torch_backend.hf.knowledge import LEFT_OPEN, TINY_SIZES
+from torch_backend.hf.anatomy.families import LEFT_OPEN, TINY_SIZES
 
 # Lengths that the documents of an audit cross, whatever they are in the large model.
 WINDOW = 12

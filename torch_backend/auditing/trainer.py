@@ -20,17 +20,17 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from packing_core import PackedBatch
-from packing_core.batch import IGNORE_INDEX
-from packing_core.columns import documents_of
+from packing_core.batches.batch import IGNORE_INDEX
+from packing_core.batches.columns import documents_of
 from packing_core.errors import LayoutError, PackingError, UnsupportedError
 from torch_backend.auditing.compare import cosine, gradients_error
 from torch_backend.auditing.model import MOVED
 from torch_backend.auditing.scored import ScoredStep, scored_batches, without_workers
 from torch_backend.collate import Batch
-from torch_backend.hf.heads import labels_documents, trains_first_token
+from torch_backend.hf.anatomy.heads import labels_documents, trains_first_token
+from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.inputs.unpadding import kind_of
 from torch_backend.hf.router import no_router_loss
-from torch_backend.hf.structure import causal_lm
-from torch_backend.hf.unpadding import kind_of
 
 FLOAT32, HALF = 1e-4, 2e-2  # what figures may be in float32, and where anything is computed in fewer bits
 # Keys that say which tokens belong together, of which a document alone has no need.

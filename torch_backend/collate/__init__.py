@@ -1,9 +1,9 @@
 """Collators that carry the segments of a batch to a patched model.
 
 :class:`PackedCollator` takes documents, or rows of a ``PackedDataset``, and packs them. :class:`BoundaryCollator` wraps
-another collator and reads the documents of its batches (``packing_core.marks``). Both return CPU tensors under the
-names that Hugging Face models take, and plain Python values that device movers leave alone. A ``PackedDataset`` is a
-map-style dataset: ``DataLoader(PackedDataset(...), batch_size=2, collate_fn=PackedCollator(model))``.
+another collator and reads the documents of its batches (``packing_core.batches.marks``). Both return CPU tensors under
+the names that Hugging Face models take, and plain Python values that device movers leave alone. A ``PackedDataset`` is
+a map-style dataset: ``DataLoader(PackedDataset(...), batch_size=2, collate_fn=PackedCollator(model))``.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from packing_core import PackedBatch, pack
-from packing_core.batch import IGNORE_INDEX
-from packing_core.columns import TRAINED, read_examples, trained_tokens
-from packing_core.documents import segments_by_document
+from packing_core.batches.batch import IGNORE_INDEX
+from packing_core.batches.columns import TRAINED, read_examples, trained_tokens
+from packing_core.batches.documents import segments_by_document
+from packing_core.batches.joining import concatenate
+from packing_core.batches.marks import MARKS, PER_TOKEN, Segments, counts_through, is_numbered, read_segments
+from packing_core.batches.views import KernelView
 from packing_core.errors import LayoutError
-from packing_core.joining import concatenate
-from packing_core.marks import MARKS, PER_TOKEN, Segments, counts_through, is_numbered, read_segments
-from packing_core.views import KernelView
-from torch_backend.collate.documents import LABELS, check_whole, labels_in_order, take_labels
+from torch_backend.collate.document_labels import LABELS, check_whole, labels_in_order, take_labels
 from torch_backend.collate.tokens import EVERY_LABEL, masked, with_every_label
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class PackedCollator:
         plan_options: ``overflow``, ``max_segments`` and the other options of ``packing_core.plan``.
 
     A feature is a ``PackedBatch``, or a mapping with ``input_ids`` and the columns that
-    :func:`packing_core.columns.read_columns` names: ``labels``, masks and prompt lengths say what is trained,
+    :func:`packing_core.batches.columns.read_columns` names: ``labels``, masks and prompt lengths say what is trained,
     ``attention_mask`` says what is padding, and ``seq_lengths`` cuts a packed row into its documents.
     """
 
@@ -164,7 +164,7 @@ class PackedCollator:
 class BoundaryCollator:
     """Calls another collator and adds the segments of its batches, read and checked on the host.
 
-    What marks documents and padding is read by :func:`packing_core.marks.read_segments`: ``cu_seq_lens_q``,
+    What marks documents and padding is read by :func:`packing_core.batches.marks.read_segments`: ``cu_seq_lens_q``,
     ``seq_lengths``, ``segment_ids``, ``seq_idx``, an ``attention_mask`` of 1, 2, 3, or ``position_ids`` that restart.
 
     - ``labels`` become -100 at the start of each segment, at padding, and where a mask of trained tokens
@@ -238,7 +238,7 @@ def _labels_every_token(model: Any) -> bool:
     """Whether the model classifies tokens; a collator may be used where transformers is not installed."""
     if not isinstance(model, nn.Module):
         return False
-    from torch_backend.hf.heads import trains_first_token
+    from torch_backend.hf.anatomy.heads import trains_first_token
 
     return trains_first_token(model)
 
@@ -247,7 +247,7 @@ def _labels_documents(model: Any) -> bool:
     """Whether a model classifies documents."""
     if not isinstance(model, nn.Module):
         return False
-    from torch_backend.hf.heads import labels_documents
+    from torch_backend.hf.anatomy.heads import labels_documents
 
     return labels_documents(model)
 

@@ -18,12 +18,12 @@ from torch import distributed
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from packing_core._pieces import integer, positive
-from packing_core._state import join_states
-from packing_core.batch import PackedBatch
-from packing_core.dataset import PackedDataset
+from packing_core.batches.batch import PackedBatch
+from packing_core.batches.dataset import PackedDataset
 from packing_core.errors import LayoutError, PackingError
-from packing_core.stream import PackStream, stream
+from packing_core.planning.pieces import integer, positive
+from packing_core.streaming.state import join_states
+from packing_core.streaming.stream import PackStream, stream
 from torch_backend.collate import PackedCollator
 
 Collator = Callable[[PackedBatch], dict[str, Any]]

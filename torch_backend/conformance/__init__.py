@@ -26,13 +26,13 @@ from packing_core import plan, protocol
 from packing_core.errors import UnsupportedError
 from packing_core.protocol import Array, Backend, BackendFactory, Batch, Capabilities, Document, Gradients
 from torch_backend.collate import PackedCollator, with_boundaries
-from torch_backend.conformance.documents import DocumentMethods
+from torch_backend.conformance.reductions import DocumentMethods
 from torch_backend.conformance.scans import ScanMethods
 from torch_backend.conformance.tensors import TensorMethods, to_numpy
 from torch_backend.losses.cross_entropy import next_token_targets, normalise, packed_cross_entropy
 from torch_backend.ops.attention import IMPLEMENTATIONS, AttentionRequest, attention, load, rejections
 from torch_backend.ops.attention.probe import Probed
-from torch_backend.ops.documents import per_document
+from torch_backend.ops.document_batches import per_document
 from torch_backend.ops.rope import apply_rope
 from torch_backend.patching import patch
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from packing_core.errors import UnsupportedError
 from packing_core.protocol import Array, Gradients
 from torch_backend.conformance.tensors import TensorMethods
-from torch_backend.hf.knowledge import SCANS
-from torch_backend.hf.stand_ins import LayerSegments, scan
+from torch_backend.hf.anatomy.families import SCANS
+from torch_backend.hf.edits.stand_ins import LayerSegments, scan
 
 # The function that layers call, and a modeling file that has it.
 _FILES = {

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from packing_core.errors import UnsupportedModelError
 from packing_core.extras import require
+from torch_backend.hf.anatomy.families import INTERFACE, WITHOUT_EFFECT
 from torch_backend.hf.forward import AttentionChoice, PackedForward
-from torch_backend.hf.inputs import HARMLESS, refuse_without_carrier
-from torch_backend.hf.knowledge import INTERFACE, WITHOUT_EFFECT
+from torch_backend.hf.inputs.arguments import HARMLESS, refuse_without_carrier
 from torch_backend.ops.attention import choose, request_of, run
 from torch_backend.segments import refined
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from packing_core.errors import UnsupportedModelError
-from torch_backend.hf.documents import DocumentRows
+from torch_backend.hf.document_rows import DocumentRows
 from torch_backend.ops.attention import AttentionRequest
-from torch_backend.ops.documents import FINE, PerBatch, per_document
+from torch_backend.ops.document_batches import FINE, PerBatch, per_document
 from torch_backend.ops.scan import TRITON, ScanChoice
 from torch_backend.segments import PackedMetadata
 

@@ -17,21 +17,12 @@ import torch.distributed as dist
 from torch import nn
 
 from packing_core.errors import UnsupportedModelError
-from torch_backend.hf import inputs, router
-from torch_backend.hf.attention import register, uses_interface
-from torch_backend.hf.boundaries import is_packed, take_metadata
-from torch_backend.hf.edits import AttentionName, ContinuousBatching, Edit, Hook, LayerOverride, Rotation
-from torch_backend.hf.encoders import is_encoder, numbering, sees_both_sides, takes_positions
-from torch_backend.hf.forward import CARRIED, AttentionChoice, Choice, PackedForward
-from torch_backend.hf.guard import Guard
-from torch_backend.hf.heads import head_of
-from torch_backend.hf.knowledge import SEE_PADDING, route_of
-from torch_backend.hf.mixers import find_mixers, overrides, why_not_on_the_row
-from torch_backend.hf.override import original_class
-from torch_backend.hf.placement import execution_device
-from torch_backend.hf.rotary import find_batch_dependent, has_position_axes, override_frequencies, restore_frequencies
-from torch_backend.hf.rows import HeadRows
-from torch_backend.hf.structure import (
+from torch_backend.hf import router
+from torch_backend.hf.anatomy.encoders import is_encoder, numbering, sees_both_sides, takes_positions
+from torch_backend.hf.anatomy.families import SEE_PADDING, route_of
+from torch_backend.hf.anatomy.heads import head_of
+from torch_backend.hf.anatomy.placement import execution_device
+from torch_backend.hf.anatomy.structure import (
     DATA_PARALLEL,
     causal_lm,
     decoder_of,
@@ -39,9 +30,24 @@ from torch_backend.hf.structure import (
     own_modules,
     sharding_inside,
 )
+from torch_backend.hf.attention import register, uses_interface
+from torch_backend.hf.edits.head_rows import HeadRows
+from torch_backend.hf.edits.kinds import AttentionName, ContinuousBatching, Edit, Hook, LayerOverride, Rotation
+from torch_backend.hf.edits.mixers import find_mixers, overrides, why_not_on_the_row
+from torch_backend.hf.edits.override import original_class
+from torch_backend.hf.edits.rotary import (
+    find_batch_dependent,
+    has_position_axes,
+    override_frequencies,
+    restore_frequencies,
+)
+from torch_backend.hf.forward import CARRIED, AttentionChoice, Choice, PackedForward
+from torch_backend.hf.inputs import arguments as inputs
+from torch_backend.hf.inputs.boundaries import is_packed, take_metadata
+from torch_backend.hf.inputs.guard import Guard
 from torch_backend.ops import scan as scans
 from torch_backend.ops.attention import AttentionRequest, candidates, needs_host_lengths, prepare
-from torch_backend.ops.documents import FINE, OWN
+from torch_backend.ops.document_batches import FINE, OWN
 from torch_backend.ops.operators import runs_triton
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -89,7 +95,7 @@ class Patched:
     Attributes:
         root: the outermost transformers model, decoder: the model inside it that makes the attention masks.
         implementation: of attention, as the user named it.
-        route, why: of its family, see :mod:`.knowledge`.
+        route, why: of its family, see :mod:`.anatomy.families`.
         attention: the layers that run packed attention, mixers: the layers that carry state; each by name.
         divided: the mixers that run per document.
         rotaries: rotary modules whose frequencies depend on the batch.

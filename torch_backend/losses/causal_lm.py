@@ -23,10 +23,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from packing_core.batch import IGNORE_INDEX
+from packing_core.batches.batch import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
-from torch_backend.hf.heads import takes_next_token_loss
-from torch_backend.hf.structure import causal_lm
+from torch_backend.hf.anatomy.heads import takes_next_token_loss
+from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.losses.cross_entropy import next_token_targets
 from torch_backend.losses.output_layer import Tail, output_layer_loss
 

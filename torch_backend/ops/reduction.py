@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from packing_core.documents import REDUCTIONS, Reduction
+from packing_core.batches.documents import REDUCTIONS, Reduction
 from packing_core.errors import LayoutError, PackingError
-from packing_core.runs import indexes
+from packing_core.storage.segment_indexing import indexes
 from torch_backend.segments import to_device
 
 

@@ -17,7 +17,7 @@ from packing_core.errors import PackingError, first_line
 from packing_core.extras import require
 from torch_backend.auditing.tiny import family_config, tiny_config, tiny_model
 from torch_backend.auditing.trainer import audit_trainer
-from torch_backend.training.trainer import enable_packing
+from torch_backend.trainers.enable_packing import enable_packing
 
 HEAD_DIM, WORDS = 16, 64
 LENGTHS = (2, 6), (40, 48)  # of answers, from and below; longrope changes its frequencies between the two

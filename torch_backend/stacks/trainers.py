@@ -15,7 +15,7 @@ from packing_core.errors import PackingError
 from packing_core.extras import require
 from torch_backend.auditing.tiny import tiny_config, tiny_model
 from torch_backend.auditing.trainer import TrainerReport, audit_trainer
-from torch_backend.training.trainer import enable_packing
+from torch_backend.trainers.enable_packing import enable_packing
 
 CAPACITY = 64
 

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torch_backend.ops.attention.reference import scores_attention
 from torch_backend.ops.attention.request import AttentionRequest
-from torch_backend.ops.documents import FINE, OWN, map_documents
+from torch_backend.ops.document_batches import FINE, OWN, map_documents
 from torch_backend.segments import PackedMetadata
 
 _SMALLEST_BLOCK = 32

@@ -3,9 +3,9 @@
 The function that a modeling file calls and the arguments of a call, [B, S, ...] -> :func:`choose` -> :func:`run`. The
 first of these that serves the call runs, in the order of :mod:`.order`:
 
-    triton                 our own kernels (:mod:`.triton`)
-    flash_qla, mamba_ssm   a library's kernels as operators (:mod:`.flash_qla`, :mod:`.mamba_ssm`), if they pass a trial
-    fla                    its function with the segment boundaries (:mod:`.fla`), if it passes a trial
+    triton                 our own kernels (:mod:`.modeling_calls`)
+    flash_qla, mamba_ssm   a library's kernels as operators (:mod:`.libraries`), if they pass a trial
+    fla                    its function with the segment boundaries (:mod:`.libraries.fla`), if it passes a trial
     documents              the function itself on batches of documents of similar length; if a library is beneath it and
                            fails there too, the plain torch beneath that
 
@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
-from torch_backend.ops.documents import COARSE, FINE, per_document
-from torch_backend.ops.scan import fla, flash_qla, mamba_ssm, triton
+from torch_backend.ops.document_batches import COARSE, FINE, per_document
+from torch_backend.ops.scan import modeling_calls as triton
+from torch_backend.ops.scan.libraries import fla, flash_qla, mamba_ssm
 from torch_backend.ops.scan.order import by_time, measured
 from torch_backend.ops.scan.request import ABSENT, ScanRequest, Way, parameters, refused, request_of
 from torch_backend.segments import PackedMetadata

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_backend.ops.documents import per_document
+from torch_backend.ops.document_batches import per_document
 from torch_backend.ops.trial import current_device, in_own_thread, refusal
 from torch_backend.segments import PackedMetadata
 

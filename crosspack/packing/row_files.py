@@ -1,0 +1,166 @@
+"""Packed rows without padding: what units spool, what leftovers are, and what is written to files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packing_core.batches.batch import IGNORE_INDEX
+from packing_core.errors import PackingError
+from packing_core.storage.segment_indexing import ranges
+
+Array = NDArray[Any]
+
+
+@dataclass
+class Rows:
+    """R rows of P segments of T tokens.
+
+    Attributes:
+        ids: uint16 or int32 [T].
+        trained: bool [T], as documents have it: the first token of a segment may be marked.
+        segments: int64 [P], tokens of each.
+        counts: int64 [R], segments of each row.
+        values: name -> [P] values of the records that the segments come from.
+        tokens: name -> numbers [T], a value for each token.
+    """
+
+    ids: Array
+    trained: NDArray[np.bool_]
+    segments: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    values: dict[str, list[Any]] = field(default_factory=dict)
+    tokens: dict[str, Array] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """int64 [R]: tokens of each row."""
+        return np.diff(_ends(self.segments)[_ends(self.counts)])
+
+    @property
+    def targets(self) -> NDArray[np.bool_]:
+        """bool [T]: trained tokens that are not the first of their segment."""
+        targets = self.trained.copy()
+        targets[_ends(self.segments)[:-1]] = False
+        return targets
+
+    @property
+    def labels(self) -> NDArray[np.int32]:
+        """int32 [T]: unshifted, -100 where nothing is trained."""
+        return np.where(self.targets, self.ids.astype(np.int32), np.int32(IGNORE_INDEX))
+
+    def __getitem__(self, part: slice) -> Rows:
+        begin, end, _ = part.indices(len(self))
+        first, last = _ends(self.counts)[[begin, end]]
+        start, stop = _ends(self.segments)[[first, last]]
+        return Rows(
+            self.ids[start:stop],
+            self.trained[start:stop],
+            self.segments[first:last],
+            self.counts[begin:end],
+            {name: column[first:last] for name, column in self.values.items()},
+            {name: column[start:stop] for name, column in self.tokens.items()},
+        )
+
+    def take(self, segments: NDArray[np.int64], counts: NDArray[np.int64]) -> Rows:
+        """Rows of other segments: numbers of segments of these rows, and how many make each new row."""
+        lengths = self.segments[segments]
+        at = np.repeat(_ends(self.segments)[segments], lengths) + ranges(lengths)
+        return Rows(
+            self.ids[at],
+            self.trained[at],
+            lengths,
+            counts,
+            {name: [column[s] for s in segments.tolist()] for name, column in self.values.items()},
+            {name: column[at] for name, column in self.tokens.items()},
+        )
+
+    def save(self, path: Path) -> None:
+        """Write the rows, the same bytes for the same rows."""
+        columns: dict[str, Any] = {f"token {name}": column for name, column in self.tokens.items()}
+        columns |= {name: getattr(self, name) for name in ("ids", "segments", "counts")}
+        columns["trained"] = np.packbits(self.trained)
+        columns["values"] = np.frombuffer(json.dumps(self.values).encode(), np.uint8)
+        with open(path, "wb") as file:
+            np.savez(file, **columns)
+
+    @staticmethod
+    def load(path: Path) -> Rows:
+        with np.load(path) as held:
+            ids = held["ids"]
+            return Rows(
+                ids,
+                np.unpackbits(held["trained"], count=len(ids)).astype(np.bool_),
+                held["segments"],
+                held["counts"],
+                json.loads(held["values"].tobytes()),
+                {name[6:]: held[name] for name in held.files if name.startswith("token ")},
+            )
+
+
+def joined(parts: Sequence[Rows]) -> Rows:
+    """The rows of several parts, one after the other; there is at least one part."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    return Rows(
+        np.concatenate([part.ids for part in parts]),
+        np.concatenate([part.trained for part in parts]),
+        np.concatenate([part.segments for part in parts]),
+        np.concatenate([part.counts for part in parts]),
+        {name: [value for part in parts for value in part.values[name]] for name in first.values},
+        {name: np.concatenate([part.tokens[name] for part in parts]) for name in first.tokens},
+    )
+
+
+@dataclass
+class Gathered:
+    """Documents that are added one by one and become Rows of one segment each."""
+
+    dtype: type[np.unsignedinteger[Any]] | type[np.signedinteger[Any]]
+    ids: list[Array] = field(default_factory=list)
+    trained: list[Array] = field(default_factory=list)
+    values: dict[str, list[Any]] = field(default_factory=dict)
+    tokens: dict[str, list[Array]] = field(default_factory=dict)
+
+    def add(self, ids: Array, trained: Array, values: Mapping[str, Any], tokens: Mapping[str, Array]) -> None:
+        self.ids.append(ids)
+        self.trained.append(trained)
+        for name, value in values.items():
+            self.values.setdefault(name, []).append(value)
+        for name, column in tokens.items():
+            self.tokens.setdefault(name, []).append(column)
+
+    def rows(self) -> Rows:
+        """Each document as a row.
+
+        Raises:
+            PackingError: a token id does not fit the dtype.
+        """
+        ids = np.concatenate(self.ids) if self.ids else np.zeros(0, np.int32)
+        if len(ids) and (largest := int(ids.max())) > np.iinfo(self.dtype).max:
+            raise PackingError(
+                f"there is the token id {largest} and the tokenizer has no more than {np.iinfo(self.dtype).max + 1:,} "
+                f"entries: pass the tokenizer that the ids were made with"
+            )
+        return Rows(
+            ids.astype(self.dtype, copy=False),
+            np.concatenate(self.trained) if self.trained else np.zeros(0, np.bool_),
+            np.array([len(document) for document in self.ids], np.int64),
+            np.ones(len(self.ids), np.int64),
+            self.values,
+            {name: np.concatenate(columns) for name, columns in self.tokens.items()},
+        )
+
+
+def _ends(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])

@@ -1,0 +1,1 @@
+"""PackedBatch and PackedDataset: their checks, views and conventions, and the marks of other people's batches."""

@@ -1,0 +1,202 @@
+"""What the columns of tokenised examples say: their documents, which tokens are real and which are trained.
+
+Examples of a dataset, as mappings or as columns -> :func:`read_examples` or :func:`read_columns` -> :class:`Documents`,
+in the form that ``packing_core.pack`` takes. ``PackedCollator``, ``pack_dataset`` and the audit read examples here, so
+they agree; a batch's masks of trained tokens mean the same to ``with_boundaries`` (:func:`trained_tokens`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from packing_core.batches.marks import (
+    LENGTHS,
+    PER_TOKEN,
+    Bool,
+    Segments,
+    first_true,
+    is_numbered,
+    read_segments,
+)
+from packing_core.errors import LayoutError
+from packing_core.storage.ragged import Ragged
+from packing_core.storage.segment_indexing import Int64, ranges
+
+# Masks, 0 where a token is not trained, under the names that TRL and this project give them. All of them must agree.
+TRAINED = ("loss_mask", "completion_mask", "assistant_masks")
+PROMPT = "prompt_length"  # so many first tokens of a document are not trained
+# Everything that is read beside input_ids and labels; trainers drop columns that the model does not take.
+READ = (*TRAINED, PROMPT, *LENGTHS, *PER_TOKEN)
+
+
+@dataclass(frozen=True)
+class Documents:
+    """D documents without padding; the fields are arguments of ``packing_core.pack``.
+
+    Attributes:
+        input_ids, labels, loss_mask: one sequence per document. Without labels the documents are the labels, and
+            without a loss_mask every token may be trained.
+        prompt_lengths: int64 [D], or None.
+        columns: every other column, one sequence per document.
+    """
+
+    input_ids: Ragged
+    labels: Ragged | None
+    loss_mask: Ragged | None
+    prompt_lengths: Int64 | None
+    columns: dict[str, Ragged]
+
+
+def trained_tokens(columns: Mapping[str, Any]) -> Bool | None:
+    """Which tokens the masks among ``columns`` train, in their shape; None if there is no mask."""
+    masks = [np.asarray(columns[name]) != 0 for name in TRAINED if columns.get(name) is not None]
+    return np.logical_and.reduce(masks) if masks else None
+
+
+def read_columns(columns: Mapping[str, Any]) -> Documents:
+    """The documents of N examples.
+
+    Args:
+        columns: name -> N values: ``input_ids``, and optionally ``labels`` (unshifted, -100 where nothing is trained),
+            ``loss_mask``, ``completion_mask``, ``assistant_masks`` (0 where nothing is trained), ``prompt_length`` (a
+            number per document), ``attention_mask`` (0 at padding, which is cut off either end), and
+            ``seq_lengths``, ``segment_ids``, ``seq_idx``, ``position_ids`` or a numbered ``attention_mask``, by which
+            an example that is a packed row is cut into its documents. Any other column has a value per token.
+
+    Raises:
+        LayoutError: columns contradict each other, or a document has a hole.
+        PackingError: a column is not of flat sequences of numbers.
+    """
+    prompts = columns.get(PROMPT)
+    lengths = {name: Ragged.of(columns[name], name=name) for name in LENGTHS if name in columns}
+    ragged = {name: Ragged.of(x, name=name) for name, x in columns.items() if name != PROMPT and name not in LENGTHS}
+    _check_sizes(ragged)
+    marks = lengths | {name: ragged.pop(name).flat().values for name in PER_TOKEN if name in ragged}
+    if "attention_mask" in marks and np.all(marks["attention_mask"] == 1):  # as most tokenisers give it: no padding
+        del marks["attention_mask"]
+    loss_mask = trained_tokens({name: ragged.pop(name).flat().values for name in TRAINED if name in ragged})
+    offsets = _offsets(ragged["input_ids"].lengths)
+    if marks:
+        segments = _segments(marks, offsets)
+        real, offsets = ~segments.padding, _offsets(segments.documents)
+        ragged = {name: Ragged(x.flat().values[real], offsets, name=name) for name, x in ragged.items()}
+        loss_mask = None if loss_mask is None else loss_mask[real]
+    return Documents(
+        input_ids=ragged.pop("input_ids"),
+        labels=ragged.pop("labels", None),
+        loss_mask=None if loss_mask is None else Ragged(loss_mask, offsets, name="loss_mask"),
+        prompt_lengths=None if prompts is None else _prompts(prompts, len(offsets) - 1),
+        columns=ragged,
+    )
+
+
+def read_examples(examples: Sequence[Mapping[str, Any]]) -> Documents:
+    """The same of a list of examples. None stands for a column that an example does not have.
+
+    Raises:
+        LayoutError: as :func:`read_columns`, or an example has no ``input_ids`` or lacks a column of another one.
+    """
+    for number, example in enumerate(examples):
+        if not isinstance(example, Mapping):
+            raise LayoutError(f"example {number} is a {type(example).__name__}: pass mappings with input_ids")
+        if example.get("input_ids") is None:
+            raise LayoutError(f"a feature has no input_ids, only {', '.join(example)}: tokenise before collating")
+    names = dict.fromkeys(name for x in examples for name, value in x.items() if value is not None)
+    return read_columns({name: [_value(examples, number, name) for number in range(len(examples))] for name in names})
+
+
+def documents_of(example: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The documents of one example: itself without padding, or the pieces that its marks cut it into."""
+    return _each(read_examples([example]))
+
+
+def stream_documents(examples: Iterable[Mapping[str, Any]], at_once: int) -> Iterator[dict[str, Any]]:
+    """The documents of examples that come one after the other, as ``packing_core.stream`` takes them.
+
+    Args:
+        examples: as in :func:`read_examples`.
+        at_once: how many examples are read together.
+    """
+    source = iter(examples)
+    while chunk := list(islice(source, at_once)):
+        yield from _each(read_examples(chunk))
+
+
+def _each(read: Documents) -> list[dict[str, Any]]:
+    columns = {
+        "input_ids": read.input_ids,
+        "labels": read.labels,
+        "loss_mask": read.loss_mask,
+        PROMPT: read.prompt_lengths,
+        **read.columns,
+    }
+    return [{name: x[d] for name, x in columns.items() if x is not None} for d in range(len(read.input_ids))]
+
+
+def _value(examples: Sequence[Mapping[str, Any]], number: int, name: str) -> Any:
+    """A column of one example, or what it means that the example does not have it."""
+    example = examples[number]
+    if example.get(name) is not None:
+        return example[name]
+    if name == "labels":
+        return example["input_ids"]
+    if name in (*TRAINED, "attention_mask"):
+        return np.ones(len(example["input_ids"]), np.int64)
+    if name in LENGTHS:
+        return [len(example["input_ids"])]
+    if name == PROMPT:
+        return 0
+    other = next(i for i, x in enumerate(examples) if x.get(name) is not None)
+    raise LayoutError(f"example {number} has no {name}, which example {other} has: give it to all of them or to none")
+
+
+def _check_sizes(columns: Mapping[str, Ragged]) -> None:
+    sizes = columns["input_ids"].lengths
+    for name, column in columns.items():
+        if len(column) != len(sizes):
+            raise LayoutError(f"there are {len(column):,} {name} and {len(sizes):,} input_ids")
+        if (example := first_true(column.lengths != sizes)) is not None:
+            raise LayoutError(
+                f"example {example} has {column.lengths[example]:,} {name} and {sizes[example]:,} input_ids: "
+                "a column has one value for each token"
+            )
+
+
+def _segments(marks: Mapping[str, Any], offsets: Int64) -> Segments:
+    """The documents and the padding of examples; an example without boundaries is one document."""
+    unmarked = marks.keys() == {"attention_mask"} and not is_numbered(marks["attention_mask"])
+    one_each = {"position_ids": ranges(np.diff(offsets))} if unmarked else {}
+    every_token = np.ones(offsets[-1], np.bool_)
+    segments = read_segments({**marks, **one_each}, offsets, needed=every_token, row_name="example")
+    real = np.diff(np.append(0, np.cumsum(~segments.padding))[offsets])
+    if (example := first_true(real == 0)) is not None:
+        raise LayoutError(f"example {example} has no tokens but padding: drop it")
+    if "position_ids" in marks:
+        odd = marks["position_ids"][~segments.padding] != ranges(segments.documents)
+        if (token := first_true(odd)) is not None:
+            place = np.flatnonzero(~segments.padding)[token]
+            raise LayoutError(
+                f"position_ids of example {np.searchsorted(offsets, place, side='right') - 1} do not count 0, 1, 2 "
+                "from the start of each document, as those of packed rows do: leave the column out, or wrap a collator "
+                "that hands them through, with_boundaries(collator)"
+            )
+    return segments
+
+
+def _offsets(lengths: Int64) -> Int64:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+
+
+def _prompts(given: Any, documents: int) -> Int64:
+    """One prompt length per document, from a number or a list of them per example."""
+    values = given.to_pylist() if hasattr(given, "to_pylist") else given
+    prompts = np.concatenate([np.atleast_1d(np.asarray(value)) for value in values])
+    if len(prompts) != documents:
+        entries = "1 entry" if len(prompts) == 1 else f"{len(prompts):,} entries"
+        raise LayoutError(f"{PROMPT} has {entries} and there are {documents:,} documents: give each document one")
+    return prompts

@@ -1,0 +1,115 @@
+"""Documents of a packed batch: their tokens, and numbers per token turned into numbers per document.
+
+A batch knows segments, and of each segment its document and where it starts there. Data flows batch ->
+:func:`segments_by_document` -> the tokens of each document in reading order -> one result per document. Results are in
+source order: by rising document id, whatever rows the segments stand in.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packing_core.errors import LayoutError
+from packing_core.planning.pieces import choice
+from packing_core.storage.arrays import NUMBERS, as_array
+from packing_core.storage.segment_indexing import Array, Int64, copy_runs, indexes
+
+if TYPE_CHECKING:
+    from packing_core.batches.batch import PackedBatch
+
+Reduction = Literal["sum", "mean", "last", "first"]
+REDUCTIONS = get_args(Reduction)
+
+
+def segments_by_document(batch: PackedBatch) -> tuple[Int64, Int64, Int64]:
+    """The segments of each document in reading order.
+
+    Returns:
+        int64 [D] the documents' ids, rising; int64 [S] segment numbers, those of one document after the other; int64
+        [D] how many of them each document has, at least one.
+
+    Raises:
+        LayoutError: the batch holds the same tokens of a document twice.
+    """
+    order = np.lexsort((batch.starts, batch.sources))
+    sources, starts, lengths = batch.sources[order], batch.starts[order], batch.lengths[order]
+    again = (np.diff(sources) == 0) & (starts[1:] < (starts + lengths)[:-1])
+    if again.any():
+        twice = int(sources[int(np.argmax(again))])
+        raise LayoutError(f"document {twice} is in this batch twice: take the rows it repeats in on their own")
+    ids, counts = np.unique(sources, return_counts=True)
+    return ids, order, counts
+
+
+def unpack(batch: PackedBatch, array: Array) -> dict[int, Array]:
+    """The tokens of a per-token array [R, capacity] by document, whose pieces are put together again."""
+    ids, order, counts = segments_by_document(batch)
+    lengths = batch.lengths[order]
+    tokens = np.empty(batch.n_tokens, array.dtype)
+    ends = np.cumsum(lengths)
+    copy_runs(tokens, ends - lengths, array.reshape(-1), batch.flat_starts[order], lengths)
+    cuts = [0, *ends[np.cumsum(counts) - 1].tolist()]
+    return {source: tokens[begin:end] for source, begin, end in zip(ids.tolist(), cuts, cuts[1:], strict=False)}
+
+
+def reduce(batch: PackedBatch, values: Any, how: Reduction, where: Any) -> Array:
+    """One value per document; see :meth:`PackedBatch.reduce`."""
+    choice("how", how, REDUCTIONS)
+    flat = _per_token(batch, "values", values)
+    tokens, lengths = _tokens(batch)
+    taken = flat[tokens]
+    counted = np.ones(len(tokens), np.bool_) if where is None else _per_token(batch, "where", where, "b")[tokens]
+    if counted.ndim != 1:
+        raise LayoutError(f"where must be [R, capacity] or [T], one bool per token, got {list(np.shape(where))}")
+    before = np.append(0, np.cumsum(counted))[np.append(0, np.cumsum(lengths))]
+    counts = np.diff(before)
+    per_document = (slice(None), *[None] * (taken.ndim - 1))
+    if how in ("sum", "mean"):
+        kept = np.where(counted[per_document], taken, 0).astype(np.float64)
+        total: Array = np.add.reduceat(kept, np.cumsum(lengths) - lengths) if len(lengths) else kept
+        return total / np.maximum(counts, 1)[per_document] if how == "mean" else total
+    rank = before[:-1] if how == "first" else before[1:] - 1  # of the token among those that count
+    place = np.append(np.flatnonzero(counted), 0)[np.where(counts > 0, rank, -1)]
+    picked = taken[place] if len(taken) else taken
+    return np.where((counts > 0)[per_document], picked, np.zeros_like(picked))
+
+
+def spread(batch: PackedBatch, values: Any) -> Array:
+    """Each document's value at each of its tokens; see :meth:`PackedBatch.spread`."""
+    tokens, lengths = _tokens(batch)
+    array = as_array(values, "values", NUMBERS)
+    if array.ndim < 1 or len(array) != len(lengths):
+        raise LayoutError(f"values must be [{len(lengths)}, ...], one per document, got {list(array.shape)}")
+    out = np.zeros((batch.input_ids.size, *array.shape[1:]), array.dtype)
+    out[tokens] = np.repeat(array, lengths, axis=0)
+    return out.reshape(*batch.input_ids.shape, *array.shape[1:])
+
+
+def document_ids(batch: PackedBatch) -> NDArray[np.int32]:
+    """int32 [R, capacity]: the place of each token's document among the documents of the batch; -1 in padding."""
+    tokens, lengths = _tokens(batch)
+    out = np.full(batch.input_ids.size, -1, np.int32)
+    out[tokens] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    return out.reshape(batch.input_ids.shape)
+
+
+def _tokens(batch: PackedBatch) -> tuple[Int64, Int64]:
+    """int64 [n_tokens] the flat index of every token, document by document; int64 [D] tokens of each document."""
+    _, order, counts = segments_by_document(batch)
+    lengths = batch.lengths[order]
+    per_document = np.add.reduceat(lengths, np.cumsum(counts) - counts) if len(counts) else lengths
+    return indexes(batch.flat_starts[order], lengths), per_document
+
+
+def _per_token(batch: PackedBatch, name: str, given: Any, kinds: str = NUMBERS) -> Array:
+    """[T, ...] of an array that has one entry per token."""
+    array = as_array(given, name, kinds)
+    shape, size = batch.input_ids.shape, batch.input_ids.size
+    if array.shape[:2] == shape:
+        return array.reshape(size, *array.shape[2:])
+    if array.shape[:1] == (size,):
+        return array
+    raise LayoutError(f"{name} must be [{shape[0]}, {shape[1]}, ...] or [{size}, ...], got {list(array.shape)}")

@@ -1,0 +1,306 @@
+"""Where documents begin and which tokens are padding: the one rule for batches of collators and columns of datasets.
+
+Whatever marks the documents of some rows (lengths, boundaries, a number per token, an attention mask, positions) ->
+:func:`read_segments` -> :class:`Segments`. All marks are read and must agree. Everything is numpy on the host, over
+flat tokens: row r is ``row_offsets[r]:row_offsets[r + 1]``, a row of a batch or one example of a dataset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packing_core.errors import LayoutError
+from packing_core.storage.ragged import Ragged
+from packing_core.storage.segment_indexing import Int64, indexes, ranges
+
+Array = NDArray[Any]
+Bool = NDArray[np.bool_]
+
+LENGTHS = ("packed_lengths", "seq_lengths", "packed_seq_lengths")  # of the documents in order
+BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k")  # cumulative lengths, over all rows
+NUMBERS = ("segment_ids", "seq_idx")  # equal within a document; padding is 0 in segment_ids and below 0 in seq_idx
+PER_TOKEN = (*NUMBERS, "attention_mask", "position_ids")
+MARKS = (*LENGTHS, *BOUNDARIES, *PER_TOKEN)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """How T flat tokens are divided.
+
+    Attributes:
+        starts: bool [T], True where a segment begins. Padding is in segments of its own.
+        padding: bool [T], True at padding.
+    """
+
+    starts: Bool
+    padding: Bool
+
+    @property
+    def lengths(self) -> Int64:
+        """int64 [N]: tokens of each segment."""
+        return np.diff(np.append(np.flatnonzero(self.starts), self.starts.size))
+
+    @property
+    def documents(self) -> Int64:
+        """int64 [D]: tokens of each segment that is not padding."""
+        return self.lengths[~self.padding[self.starts]]
+
+
+def read_segments(
+    marks: Mapping[str, Any], row_offsets: Int64, *, needed: Bool | None = None, row_name: str = "row"
+) -> Segments:
+    """The segments that ``marks`` describe.
+
+    The first explicit mark decides (in the order of ``MARKS``; a mask that only says what is padding is not explicit),
+    and the others must agree with it between real tokens. ``position_ids`` decide where they are alone: a document
+    begins where they do not go up by one, which is transformers' own rule, and with several axes (M-RoPE) where they
+    restart. ``attention_mask`` and position_ids that do not restart may always stand beside another mark.
+
+    Args:
+        marks: any of ``MARKS``. Values per token are flat, [T]; position_ids may be [3, T], or [4, T] with the text
+            positions first. Lengths are a list per row, or one list over all rows.
+        row_offsets: int64 [R+1], the first token of each row, then T.
+        needed: bool [T], tokens that must not be padding merely because they stand after the last document of their
+            row; None for none.
+        row_name: what messages call a row.
+
+    Raises:
+        LayoutError: no mark is there, or marks contradict each other or the rows.
+    """
+    rows = _Rows(row_offsets, row_name)
+    padding = np.zeros(rows.tokens, np.bool_)
+    if "attention_mask" in marks:
+        padding |= _checked(marks["attention_mask"]) == 0
+    numbers = {name: marks[name] for name in NUMBERS if name in marks}
+    for name, values in numbers.items():
+        padding |= values < 0 if name == "seq_idx" else values == 0
+    if is_numbered(marks.get("attention_mask")):
+        numbers["attention_mask"] = marks["attention_mask"]
+
+    found: dict[str, Bool] = {}
+    for name in (*LENGTHS, *BOUNDARIES):
+        if name in marks:
+            found[name], uncovered = rows.divided(name, marks[name], None if needed is None else needed & ~padding)
+            padding = padding | uncovered
+    found |= {name: rows.numbered(values, padding) for name, values in numbers.items()}
+
+    positions = None if "position_ids" not in marks else _Positions(rows, marks["position_ids"], padding)
+    if found:
+        name, starts = next(iter(found.items()))
+        rows.check_padding(starts, padding)
+        for other in found:
+            rows.check_same(name, starts, other, found[other], padding)
+        if positions is not None:
+            positions.check(name, starts)
+    elif positions is not None:
+        starts = positions.starts()
+    else:
+        raise LayoutError(f"nothing marks documents: pass one of {', '.join(MARKS)}")
+    return _with_short_padding(Segments(starts, padding))
+
+
+def is_numbered(mask: Any) -> bool:
+    """Whether an attention mask numbers the documents of its rows 1, 2, 3 (0 is padding)."""
+    return hasattr(mask, "shape") and bool((np.asarray(mask) > 1).any())
+
+
+def first_true(values: Bool) -> int | None:
+    """The first index at which a [T] array is True, None if there is none."""
+    return int(np.argmax(values)) if values.any() else None
+
+
+def counts_through(positions: Array, segments: Segments, row_offsets: Int64) -> bool:
+    """Whether positions [T] count on from one document of a row to the next, as if the row were one document."""
+    before, here = _Rows(row_offsets, "row").pairs(segments.padding)
+    return bool((segments.starts[here] & (positions[here] - positions[before] == here - before)).any())
+
+
+class _Rows:
+    """R rows of T flat tokens, and how marks divide them."""
+
+    def __init__(self, offsets: Int64, name: str) -> None:
+        self.offsets = offsets
+        self.name = name
+        self.tokens = int(offsets[-1])
+        self.sizes = np.diff(offsets)
+        self.row = np.repeat(np.arange(len(self.sizes)), self.sizes)  # [T]
+
+    def at(self, token: Any) -> str:
+        row = int(self.row[token])
+        return f"token {int(token) - int(self.offsets[row])} of {self.name} {row}"
+
+    def changes(self, numbers: Array) -> Bool:
+        """bool [T]: where a row begins, or a number differs from the one before."""
+        starts = np.ones(self.tokens, np.bool_)
+        starts[1:] = (numbers[1:] != numbers[:-1]) | (self.row[1:] != self.row[:-1])
+        return starts
+
+    def numbered(self, numbers: Array, padding: Bool) -> Bool:
+        """Where documents that are numbered begin, bool [T].
+
+        Raises:
+            LayoutError: a number stands on both sides of padding.
+        """
+        before, here = self.pairs(padding)
+        if (pair := first_true((here - before > 1) & (numbers[here] == numbers[before]))) is not None:
+            raise self.hole(before[pair] + 1)
+        return self.changes(numbers)
+
+    def pairs(self, padding: Bool) -> tuple[Int64, Int64]:
+        """Each real token but the first of its row, after the real token before it: flat indexes of the two."""
+        real = np.flatnonzero(~padding)
+        same = self.row[real[:-1]] == self.row[real[1:]]
+        return real[:-1][same], real[1:][same]
+
+    def divided(self, name: str, given: Any, needed: Bool | None) -> tuple[Bool, Bool]:
+        """Where segments of these lengths begin, bool [T], and the tokens after the last one of each row, bool [T].
+
+        Raises:
+            LayoutError: the lengths do not fit the rows, or leave out tokens that are needed.
+        """
+        lengths, pieces = self._lengths_of_rows(name, given)
+        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        held = ends[pieces[1:]] - ends[pieces[:-1]]
+        if (row := first_true(held > self.sizes)) is not None:
+            raise self._misfit(name, held[row], row, "no segment may cross from one row into the next")
+        begins = ends[:-1] + np.repeat(self.offsets[:-1] - ends[pieces[:-1]], np.diff(pieces))
+        starts, uncovered = np.zeros(self.tokens, np.bool_), np.zeros(self.tokens, np.bool_)
+        starts[begins[lengths > 0]] = True
+        uncovered[indexes(self.offsets[:-1] + held, self.sizes - held)] = True
+        starts |= self.changes(uncovered)
+        if needed is not None and (token := first_true(needed & uncovered)) is not None:
+            why = "mark what follows the last document as padding, 0 in attention_mask and -100 in labels"
+            raise self._misfit(name, held[self.row[token]], self.row[token], why)
+        return starts, uncovered
+
+    def _lengths_of_rows(self, name: str, given: Any) -> tuple[Int64, Int64]:
+        """All lengths [N], and which of them belong to each row, as offsets [R+1]."""
+        listed = _lists(name, given)
+        if len(listed) == len(self.sizes):  # one list per row
+            return listed.values.astype(np.int64), listed.offsets.astype(np.int64)
+        if len(listed) > 1:
+            raise LayoutError(f"{name} has lengths of {len(listed)} rows and input_ids has {len(self.sizes)}")
+        lengths = listed.values.astype(np.int64)
+        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        if len(lengths) == len(self.sizes) and ends[-1] != self.tokens and name in LENGTHS:  # one document per row
+            return lengths, np.arange(len(lengths) + 1)
+        if ends[-1] > self.tokens:
+            raise LayoutError(f"{name} {_verb(name)} {ends[-1]:,} and input_ids has {self.tokens:,} tokens")
+        reached = np.minimum(self.offsets, ends[-1])
+        pieces = np.searchsorted(ends, reached)
+        if (row := first_true(ends[pieces] != reached)) is not None:
+            raise LayoutError(f"a segment of {name} crosses from row {row - 1} into the next")
+        return lengths, pieces
+
+    def _misfit(self, name: str, held: Any, row: Any, why: str) -> LayoutError:
+        size = int(self.sizes[row])
+        return LayoutError(
+            f"{name} {_verb(name)} {int(held):,} and input_ids has {size:,} tokens in {self.name} {row}: {why}"
+        )
+
+    def check_padding(self, starts: Bool, padding: Bool) -> None:
+        """Padding must cover whole segments."""
+        changed = np.zeros(self.tokens, np.bool_)
+        changed[1:] = padding[1:] != padding[:-1]
+        if (token := first_true(changed & ~starts)) is not None:
+            raise self.hole(token if padding[token] else token - 1)
+
+    def hole(self, token: Any) -> LayoutError:
+        return LayoutError(
+            f"{self.at(token)} is padding inside a document: attention_mask and other marks of padding may be 0 only "
+            "before, between and after documents"
+        )
+
+    def check_same(self, name: str, starts: Bool, other_name: str, other: Bool, padding: Bool) -> None:
+        """Between two real tokens, either both marks or neither begin a document."""
+        differs = (starts != other) & ~padding
+        differs[1:] &= ~padding[:-1]
+        if (token := first_true(differs)) is not None:
+            raise LayoutError(f"{name} and {other_name} disagree at {self.at(token)}: only one begins a document there")
+
+
+class _Positions:
+    """Positions of flat tokens, looked at from each real token to the next of its row.
+
+    Positions of one axis go up by one within a document. Those of three (time, height, width) stay or go up in time,
+    and no two tokens of a document have the same three.
+    """
+
+    def __init__(self, rows: _Rows, positions: Array, padding: Bool) -> None:
+        self.rows = rows
+        self.padding = padding
+        self.before, self.here = rows.pairs(padding)
+        axes = positions.reshape(-1, rows.tokens)
+        self.axes = axes[: 3 if len(axes) == 3 else 1].astype(np.int64)
+        step = self.axes[:, self.here] - self.axes[:, self.before]
+        if len(self.axes) == 1:
+            self.restarts, self.continues = step[0] <= 0, step[0] == 1
+        else:
+            self.restarts = (step[0] < 0) | (step == 0).all(axis=0)
+            self.continues = ~self.restarts
+
+    def starts(self) -> Bool:
+        """Where documents begin if nothing else says so, bool [T].
+
+        Raises:
+            LayoutError: padding divides a document, or positions of several axes go back to another number than the
+                first of their row's.
+        """
+        apart = self.here - self.before > 1
+        if (pair := first_true(apart & ~self.restarts)) is not None:
+            raise self.rows.hole(self.before[pair] + 1)
+        starts = self.rows.changes(self.padding)
+        starts[self.here] |= ~self.continues
+        if len(self.axes) > 1:
+            begins = np.flatnonzero(starts & ~self.padding)
+            odd = first_true((self.axes[:, begins] != self.axes[:, begins[:1]]).any(axis=0))
+            if odd is not None:
+                raise LayoutError(
+                    f"position_ids go back at {self.rows.at(begins[odd])} without restarting as the first document "
+                    "does: let cu_seq_lens_q or seq_lengths mark the documents"
+                )
+        return starts
+
+    def check(self, name: str, starts: Bool) -> None:
+        """Raise LayoutError where positions restart inside a segment."""
+        if (pair := first_true(self.restarts & ~starts[self.here])) is not None:
+            raise LayoutError(f"position_ids restart at {self.rows.at(self.here[pair])}, inside a document of {name}")
+
+
+def _lists(name: str, given: Any) -> Ragged:
+    """Lengths as one list per row, or as a single list over all rows."""
+    if name in BOUNDARIES:
+        marks = np.asarray(given)
+        if marks.ndim != 1:
+            raise LayoutError(f"{name} has shape {list(marks.shape)}: pass one dimension, over all rows")
+        if not len(marks) or marks[0] != 0 or (np.diff(marks) < 0).any():
+            raise LayoutError(f"{name} must start at 0 and never decrease, not {marks[:8].tolist()}")
+        given = np.diff(marks)
+    if not isinstance(given, Ragged):
+        given = Ragged.of([np.asarray(x) for x in (given if np.ndim(given[0]) else [given])], name=name)
+    lists: Ragged = given.flat()
+    if lists.values.size and lists.values.min() < 0:
+        raise LayoutError(f"{name} holds {lists.values.min()}: lengths count tokens")
+    return lists
+
+
+def _verb(name: str) -> str:
+    return "end at" if name in BOUNDARIES else "add up to"
+
+
+def _checked(mask: Array) -> Array:
+    if (mask < 0).any() or (mask != np.floor(mask)).any():
+        raise LayoutError("the attention_mask must hold 1 at tokens and 0 at padding, or number the documents 1, 2, 3")
+    return mask
+
+
+def _with_short_padding(segments: Segments) -> Segments:
+    """Padding cut into pieces no longer than the longest document, so that it does not set ``max_length_q``."""
+    lengths = segments.lengths
+    longest = int(segments.documents.max(initial=0)) or segments.starts.size
+    return Segments(segments.starts | (segments.padding & (ranges(lengths) % longest == 0)), segments.padding)

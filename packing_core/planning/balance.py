@@ -1,0 +1,292 @@
+"""Rows onto ranks and steps: a PackPlan and a cost per row in, which rank takes which row at which step out.
+
+The ranks of a step wait for the slowest, so what its ranks carry should cost the same. Rows are bundled, one bundle per
+rank and step: each gets a row from every class of cost, so that bundles cost nearly the same and hold lengths of every
+kind. A step holds bundles of costs as close as its ranks must be to finish together, and no closer, so that it is not
+chosen by cost more narrowly than it needs to be. Steps are shuffled, so that training order tells nothing of cost. With
+one row per rank there is nothing to bundle: a step then holds rows of close costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import isfinite
+from numbers import Real
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packing_core.errors import LayoutError, PackingError, within_memory
+from packing_core.hints import hinted
+from packing_core.planning.composition import Composition, composition
+from packing_core.planning.pieces import MOST_TOKENS, check_seed, integer, positive
+from packing_core.planning.plan import PackPlan
+from packing_core.storage.arrays import as_array, read_only
+
+Int64 = NDArray[np.int64]
+Float64 = NDArray[np.float64]
+
+EVEN = 1.01  # slowest rank over mean, up to which bundles are shuffled
+CLOSE = (0.05, 0.02, 0.01, 0.005, 0.002)  # relative differences of costs within which they are, the widest that is even
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a row costs: ``tokens * (its tokens) + squares * (sum of its squared segment lengths)``.
+
+    The unit is free, only the ratio matters. The default ratio is that of a Llama of 8 billion parameters.
+
+    Attributes:
+        tokens: cost of a token: projections, feed-forward blocks, the output head.
+        squares: cost of a squared segment length: causal attention.
+
+    Raises:
+        PackingError: a factor is negative, or both are 0.
+    """
+
+    tokens: float = 1.0
+    squares: float = 1.75e-5
+
+    def __post_init__(self) -> None:
+        factors = (self.tokens, self.squares)
+        if not all(isinstance(x, Real) and isfinite(x) and x >= 0 for x in factors) or not any(factors):
+            raise PackingError(
+                f"cost has tokens={self.tokens} and squares={self.squares}: pass factors of 0 or more, not both 0"
+            )
+
+    @classmethod
+    def from_config(cls, config: Any) -> Cost:
+        """The ratio of :meth:`operations` of a model, with tokens at 1.
+
+        Args:
+            config: a Hugging Face config object, or its ``config.json`` as a mapping.
+
+        Raises:
+            PackingError: as :meth:`operations`.
+        """
+        cost = cls.operations(config)
+        return cls(tokens=1.0, squares=cost.squares / cost.tokens)
+
+    @classmethod
+    def operations(cls, config: Any) -> Cost:
+        """Forward floating-point operations of a decoder, after Kaplan et al. 2020 (arXiv:2001.08361), table 1.
+
+        Per token and layer the projections take ``2 h d (2 n + 2 k)`` and a gated feed-forward block ``6 h f`` per
+        expert that a token visits; the head takes ``2 h v``. Causal attention takes ``2 n d`` per layer and squared
+        length: half of all pairs, a multiplication and an addition for the score and for the value. (h hidden size,
+        d head width, n and k query and key heads, f feed-forward width, v vocabulary.) The backward is a multiple of
+        both.
+
+        Args:
+            config: a Hugging Face config object, or its ``config.json`` as a mapping.
+
+        Raises:
+            PackingError: the config does not say how large the model is, or a size is not one integer.
+        """
+
+        def read(*names: str, default: Any = None) -> Any:
+            for name in names:
+                value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+                if value is not None:
+                    return positive(f"the config's {name}", value)
+            return default
+
+        hidden, layers = read("hidden_size", "n_embd"), read("num_hidden_layers", "n_layer")
+        heads = read("num_attention_heads", "n_head")
+        if not (hidden and layers and heads):
+            raise PackingError(
+                "the config names no hidden_size, num_hidden_layers and num_attention_heads: "
+                "pass Cost(tokens=..., squares=...)"
+            )
+        width = read("head_dim", default=hidden // heads)
+        kv_heads = read("num_key_value_heads", default=heads)
+        visited = read("num_experts_per_tok", default=1)
+        inner = read("moe_intermediate_size") if read("num_experts_per_tok") else None
+        inner = inner or read("intermediate_size", "n_inner", default=4 * hidden)
+        per_layer = 2 * hidden * width * (2 * heads + 2 * kv_heads) + 6 * hidden * inner * visited
+        tokens = layers * per_layer + 2 * hidden * read("vocab_size", default=0)
+        return cls(tokens=float(tokens), squares=float(layers * 2 * heads * width))
+
+    def of_rows(self, plan: PackPlan) -> Float64:
+        """float64 [R]: the cost of each row of the plan."""
+        length = plan.length.astype(np.float64)
+        length *= self.tokens + self.squares * length
+        row_costs: Float64 = np.add.reduceat(length, plan.row_offsets[:-1])  # a plan has no empty row
+        return row_costs
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedPlan:
+    """Which rank takes which row at which step.
+
+    Attributes:
+        plan: the rows.
+        steps: int64 [N, W, K] row numbers: step n, rank w, k-th row of the rank. Every row stands in it at most once.
+            Where rows do not divide, the last step has idle places. They hold ``plan.n_rows``, a row that does not
+            exist, so that no data set takes it for one of its rows.
+        cost: what the rows were weighed by.
+
+    Raises:
+        LayoutError: ``steps`` is not [N, W, K], names a row that does not exist, or names a row twice.
+    """
+
+    plan: PackPlan
+    steps: Int64
+    cost: Cost
+
+    def __post_init__(self) -> None:
+        steps = as_array(self.steps, "steps")
+        if steps.ndim != 3 or steps.dtype != np.int64 or not steps.size:
+            raise LayoutError(f"steps is {steps.dtype} {list(steps.shape)}: pass int64 [steps, ranks, rows]")
+        if steps.min() < 0 or steps.max() > self.plan.n_rows:
+            wrong = steps[(steps < 0) | (steps > self.plan.n_rows)][0]
+            raise LayoutError(
+                f"steps names row {wrong}: the plan has {self.plan.n_rows:,} rows, counted from 0, and "
+                f"{self.plan.n_rows} stands for an idle place"
+            )
+        times = np.bincount(steps.reshape(-1), minlength=self.plan.n_rows + 1)[:-1]
+        if times.max() > 1:
+            raise LayoutError(f"steps names row {times.argmax()} twice: every row is trained once")
+        object.__setattr__(self, "steps", read_only(steps))
+
+    def __reduce__(self) -> tuple[Any, ...]:  # pickling arrays would make them writeable
+        return ShardedPlan, (self.plan, self.steps, self.cost)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks W."""
+        return int(self.steps.shape[1])
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def rank(self, rank: int) -> list[Int64]:
+        """The rows of one rank, an int64 array per step: what ``DataLoader(dataset, batch_sampler=...)`` takes.
+
+        Where rows do not divide, the array of the last step is shorter, or empty where the rank is idle. A rank that
+        must take part in every step leaves the last one out together with all others, or trains on padding in it.
+
+        Raises:
+            PackingError: there is no such rank.
+        """
+        number = integer(rank)
+        if number is None or not 0 <= number < self.world_size:
+            raise PackingError(
+                f"rank is {rank!r} and the plan is for ranks 0 to {self.world_size - 1}: pass one of them"
+            )
+        return [rows[rows < self.plan.n_rows] for rows in self.steps[:, number]]
+
+    @cached_property
+    def loads(self) -> Float64:
+        """float64 [N, W]: the cost that each rank carries at each step."""
+        costs = np.append(self.cost.of_rows(self.plan), 0.0)  # an idle place costs nothing
+        loads: Float64 = costs[self.steps].sum(axis=2)
+        return read_only(loads)
+
+    def composition(self) -> Composition:
+        """How far the steps are from random draws of the documents; the step that is not whole is left out."""
+        steps = self.steps.reshape(len(self), -1)
+        taken = np.count_nonzero(steps < self.plan.n_rows, axis=1)
+        fullest = steps[taken == taken.max()]
+        rows = fullest[fullest < self.plan.n_rows].reshape(len(fullest), -1)
+        return composition(self.plan.row_offsets, self.plan.length, rows)
+
+    @property
+    def imbalance(self) -> float:
+        """Time of all steps over the time that perfect balance would take: slowest rank over mean, 1.0 at best."""
+        return float(self.loads.max(axis=1).sum() / self.loads.mean(axis=1).sum())
+
+
+@hinted()
+def balance(
+    plan: PackPlan, world_size: int, *, cost: Cost | None = None, rows_per_step: int = 1, seed: int | None = 0
+) -> ShardedPlan:
+    """Deal the rows of a plan to ranks so that the ranks of a step finish together.
+
+    Rows are dealt in K rounds to bundles of K rows, the most expensive rows first, each round to the bundle that costs
+    least so far: the longest-processing-time rule (Graham 1969) under an equal number of rows. The bundles, by falling
+    cost, are then the ranks of one step after another. ``seed`` shuffles bundles of close costs before, as far as the
+    slowest rank stays within 1% of the mean; without a shuffle, no other choice of steps from these bundles is more
+    even.
+
+    Args:
+        plan: the rows.
+        world_size: ranks W, 1 or more.
+        cost: what a row costs; by default ``Cost()``.
+        rows_per_step: rows K that each rank takes at a step.
+        seed: shuffles bundles of close costs, the steps, and which rank carries what in each; None keeps them by
+            falling cost. A step with idle places is the last one in any case.
+
+    Raises:
+        PackingError: ``world_size`` or ``rows_per_step`` is not an integer of at least 1, ``seed`` is not one of at
+            least 0, or there are fewer rows than ranks, so that a rank would have nothing to do in the whole run.
+    """
+    if not isinstance(plan, PackPlan):
+        raise PackingError(f"plan is a {type(plan).__name__}: pass what packing_core.plan returns")
+    cost = Cost() if cost is None else cost
+    if not isinstance(cost, Cost):
+        raise PackingError(f"cost is {cost!r}: pass Cost(tokens=..., squares=...) or Cost.from_config(config)")
+    world_size, rows_per_step = positive("world_size", world_size), positive("rows_per_step", rows_per_step)
+    seed = check_seed(seed)
+    if plan.n_rows < world_size:
+        raise PackingError(
+            f"the plan has {plan.n_rows:,} rows and there are {world_size:,} ranks: "
+            "lower the capacity or the number of ranks, or take more documents"
+        )
+    with within_memory(f"steps of {world_size:,} x {rows_per_step:,} rows", "pass fewer rows_per_step"):
+        return ShardedPlan(plan, _deal(cost.of_rows(plan), world_size, rows_per_step, seed), cost)
+
+
+def _deal(costs: Float64, world_size: int, rows_per_step: int, seed: int | None) -> Int64:
+    """``ShardedPlan.steps`` of rows of these costs."""
+    per_step = world_size * rows_per_step
+    if per_step > MOST_TOKENS // 8:
+        raise MemoryError
+    n_steps, rest = -(-len(costs) // per_step), len(costs) % per_step
+    order = np.full(n_steps * per_step, len(costs), np.int64)
+    order[: len(costs)] = np.argsort(-costs, kind="stable")  # what does not divide is the cheapest step
+    costs = np.append(costs, 0.0)
+    whole = (n_steps - bool(rest)) * per_step
+    random = None if seed is None else np.random.default_rng(seed)
+
+    parts = []
+    if whole:
+        bundles, loads = _bundles(order[:whole].reshape(rows_per_step, -1), costs)
+        parts.append(bundles[_by_cost(loads, world_size, random)])
+    if rest:
+        parts.append(_bundles(order[whole:].reshape(rows_per_step, -1), costs)[0])
+    steps = np.concatenate(parts).reshape(n_steps, world_size, rows_per_step)
+
+    if random is not None:
+        ranks = np.argsort(random.random(steps.shape[:2]), axis=1)  # a rank's rows stay together
+        shuffled = np.append(random.permutation(whole // per_step), np.arange(whole // per_step, n_steps))
+        steps = np.take_along_axis(steps, ranks[:, :, None], axis=1)[shuffled]
+    return steps
+
+
+def _by_cost(loads: Float64, world_size: int, random: np.random.Generator | None) -> Int64:
+    """The order of bundles for steps of ``world_size``: by falling cost, those of close costs shuffled."""
+    if random is None:
+        return np.argsort(-loads, kind="stable")
+    drawn = random.permutation(len(loads))
+    loads = loads[drawn]
+    for close in CLOSE:
+        order = np.argsort(-np.floor(np.log(loads) / close), kind="stable")
+        ranks = loads[order].reshape(-1, world_size)
+        if ranks.max(axis=1).sum() <= EVEN * ranks.mean(axis=1).sum():
+            return drawn[order]
+    return drawn[np.argsort(-loads, kind="stable")]
+
+
+def _bundles(rounds: Int64, costs: Float64) -> tuple[Int64, Float64]:
+    """Rows [K, B] by falling cost into B bundles: the bundles [B, K], and the cost of each."""
+    bundles = rounds.T.copy()
+    loads = costs[rounds[0]]
+    for k in range(1, len(rounds)):
+        least_first = np.argsort(loads, kind="stable")
+        bundles[least_first, k] = rounds[k]
+        loads[least_first] += costs[rounds[k]]
+    return bundles, loads

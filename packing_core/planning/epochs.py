@@ -1,0 +1,106 @@
+"""Rows of a whole data set, packed again in every epoch and dealt to ranks: a function of the seed and the epoch alone.
+
+Lengths in, a ``ShardedPlan`` of one epoch out. Nothing is remembered from one epoch to the next, so every rank, every
+worker and every resumed run computes the same rows.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappush, heapreplace
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from packing_core.planning.balance import Cost, ShardedPlan, balance
+from packing_core.planning.mixed import most_rows
+from packing_core.planning.packplan import PackPlan
+from packing_core.planning.pieces import Overflow, check_lengths, cut, positive
+from packing_core.planning.plan import plan
+
+Int64 = NDArray[np.int64]
+
+
+def plan_epoch(
+    lengths: ArrayLike,
+    capacity: int,
+    *,
+    seed: int,
+    epoch: int = 0,
+    overflow: Overflow = "error",
+    ranks: int = 1,
+    cost: Cost | None = None,
+    in_order: bool = False,
+) -> ShardedPlan:
+    """The rows of one epoch, and which rank takes which row at which step, one row a rank and step.
+
+    Rows are ``mixed`` (``packing_core.plan``) and drawn anew, so a document has other neighbours in every epoch. Every
+    epoch has the same number of rows, which follows from the lengths alone: the most that any draw needs, rounded up
+    to a multiple of the ranks. Where a draw needs fewer, rows of many documents are cut in two. So rows are at least
+    99.9% full or, where those of ``best_fit`` are not, at most 0.5% more of them, before the ranks' share.
+
+    >>> first, second = (plan_epoch([4, 4, 4, 4, 2], capacity=8, seed=0, epoch=epoch, ranks=2) for epoch in (0, 1))
+    >>> first.plan.n_rows, second.plan.n_rows, first.steps.shape
+    (4, 4, (2, 2, 1))
+
+    Args:
+        lengths: [N] tokens of each document.
+        capacity: tokens a row can hold.
+        seed, epoch: what all randomness comes from.
+        overflow: as in ``plan``.
+        ranks: the number of rows becomes a multiple of this. Where every row has one document only, and none can be
+            cut in two, the last step has idle places, see ``ShardedPlan``.
+        cost: what a row costs; the rows of a step cost the same, see ``balance``.
+        in_order: packs the documents in their order, by next fit, and keeps the rows in theirs, in every epoch.
+
+    Raises:
+        PackingError: what ``plan`` raises, or there are fewer documents than ranks.
+    """
+    ranks = positive("ranks", ranks)
+    lengths = check_lengths(lengths)
+    pieces = cut(lengths, positive("capacity", capacity), overflow)
+    random = np.random.PCG64([seed, epoch])
+    if in_order:
+        rows = plan(pieces.length, capacity, strategy="sequential", seed=None)
+        count = rows.n_rows
+    else:
+        rows = plan(pieces.length, capacity, strategy="mixed", seed=_draw(random))
+        count = most_rows(pieces.length, capacity, len(pieces.length))
+    piece = rows.source
+    made = PackPlan(
+        _cut_in_two(rows.row_offsets, -(-count // ranks) * ranks - rows.n_rows),
+        piece if pieces.source is None else pieces.source[piece],
+        np.zeros(len(piece), np.int64) if pieces.start is None else pieces.start[piece],
+        rows.length,
+        capacity=capacity,
+        n_documents=len(lengths),
+        dropped=pieces.dropped,
+        truncated=pieces.truncated,
+        check=False,
+    )
+    if ranks > 1 and not in_order:
+        return balance(made, ranks, cost=cost, seed=_draw(random))
+    steps = np.full(-(-made.n_rows // ranks) * ranks, made.n_rows, np.int64)
+    steps[: made.n_rows] = np.arange(made.n_rows)
+    return ShardedPlan(made, steps.reshape(-1, ranks, 1), cost or Cost())
+
+
+def _draw(random: np.random.PCG64) -> int:
+    return int(random.random_raw()) >> 1
+
+
+def _cut_in_two(row_offsets: Int64, times: int) -> Int64:
+    """Row offsets after cutting, so many times, the first of the rows with the most pieces, until all have but one."""
+    counts = np.diff(row_offsets)
+    most = np.argsort(-counts, kind="stable")[:times]  # no other row can have its turn
+    rows = list(
+        zip((-counts[most]).tolist(), row_offsets[most].tolist())
+    )  # the heap gives the most pieces, then the first
+    heapify(rows)
+    cuts: list[int] = []
+    while len(cuts) < times and rows[0][0] < -1:
+        count, begin = -rows[0][0], rows[0][1]
+        middle = begin + count // 2
+        cuts.append(middle)
+        heapreplace(rows, (-(count // 2), begin))
+        heappush(rows, (count // 2 - count, middle))
+    return np.sort(np.append(row_offsets, np.array(cuts, np.int64)))

@@ -1,0 +1,299 @@
+"""PackPlan: which piece of which document stands in which row, as a few flat arrays, and what follows from them.
+
+``plan`` makes one, ``pack`` and ``PackedDataset`` materialise its rows, ``balance`` deals them to ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass, field, fields
+from functools import cached_property, partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packing_core.errors import CapacityError, LayoutError, reading
+from packing_core.planning import bins as _bins
+from packing_core.planning.composition import Composition, composition
+from packing_core.planning.pieces import MOST_TOKENS, check_alignment, positive
+from packing_core.storage.arrays import as_int64, read_only
+from packing_core.storage.segment_indexing import indexes, sliced
+
+Int64 = NDArray[np.int64]
+
+_NUMBERS = ("capacity", "n_documents", "alignment")
+
+
+def _none() -> Int64:
+    return np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class PackPlan:
+    """Rows of pieces of documents, as CSR arrays: piece p is ``length[p]`` tokens of ``source[p]`` from ``start[p]``.
+
+    A plan holds no tokens. Its arrays are read-only views, and its invariants are checked when it is made: every row
+    has a piece and fits the capacity, and no token of a document stands in two places.
+
+    >>> from packing_core import plan
+    >>> packed = plan([5, 3, 4, 4], capacity=8, seed=None)
+    >>> packed.to_lists(), packed.efficiency
+    ([[0, 1], [2, 3]], 1.0)
+
+    Attributes:
+        row_offsets: int64 [R+1]; row r holds pieces ``row_offsets[r]:row_offsets[r+1]``, in their order in the row.
+        source: int64 [P] document index.
+        start: int64 [P] first token of the piece within its document (0 unless the document was split).
+        length: int64 [P] tokens of the piece, at least 1.
+        capacity: tokens a row can hold, a multiple of ``alignment``.
+        alignment: every piece starts at a multiple of this within its row.
+        n_documents: how many lengths the plan was made from.
+        dropped: int64, ids of documents left out under ``overflow="drop"``, ascending.
+        truncated: int64, ids of documents cut under ``overflow="truncate"``, ascending.
+
+    Args:
+        check: False where the caller has made sure of the invariants, as ``plan`` has.
+
+    Raises:
+        LayoutError: the arrays contradict each other.
+        CapacityError: a row holds more than ``capacity`` tokens, or ``alignment`` does not divide ``capacity``.
+    """
+
+    row_offsets: Int64
+    source: Int64
+    start: Int64
+    length: Int64
+    _: KW_ONLY
+    capacity: int
+    n_documents: int
+    alignment: int = 1
+    dropped: Int64 = field(default_factory=_none)
+    truncated: Int64 = field(default_factory=_none)
+    check: InitVar[bool] = True
+
+    def __post_init__(self, check: bool) -> None:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            given = (
+                read_only(as_int64(value, entry.name)) if entry.name not in _NUMBERS else positive(entry.name, value)
+            )
+            object.__setattr__(self, entry.name, given)
+        if check:
+            check_alignment(self.capacity, self.alignment)
+            self._check_rows()
+            self._check_documents()
+
+    def _check_rows(self) -> None:
+        pieces = len(self.source)
+        if not pieces == len(self.start) == len(self.length):
+            raise LayoutError(
+                f"source, start and length have {pieces}, {len(self.start)} and {len(self.length)} entries: "
+                "pass one of each per piece"
+            )
+        if len(self.row_offsets) < 2 or self.row_offsets[0] != 0 or self.row_offsets[-1] != pieces:
+            raise LayoutError(
+                f"row_offsets must run from 0 to the number of pieces, {pieces}, over at least one row; got "
+                f"{len(self.row_offsets)} entries{_ends(self.row_offsets)}"
+            )
+        if (row := _first(self.row_offsets[1:] <= self.row_offsets[:-1])) is not None:
+            raise LayoutError(f"row {row} has no piece: row_offsets must increase from row to row")
+        if self.length.min() < 1:
+            raise LayoutError(f"piece {_first(self.length < 1)} has length {self.length.min()}: leave empty pieces out")
+        if self.length.max() > MOST_TOKENS // pieces:
+            raise LayoutError(
+                f"lengths up to {self.length.max():,} over {pieces:,} pieces pass 2**60 tokens: use several plans"
+            )
+        units = np.add.reduceat(-(-self.length // self.alignment), self.row_offsets[:-1])
+        if units.max() > self.capacity // self.alignment:
+            row = int(units.argmax())
+            raise CapacityError(
+                f"row {row} takes {int(units[row]) * self.alignment:,} tokens (alignment {self.alignment}) and "
+                f"capacity is {self.capacity:,}: put fewer pieces into it, or raise capacity"
+            )
+
+    def _check_documents(self) -> None:
+        if self.source.min() < 0 or self.source.max() >= self.n_documents:
+            piece = _first((self.source < 0) | (self.source >= self.n_documents))
+            raise LayoutError(
+                f"piece {piece} is of document {self.source[piece]}, and the plan has {self.n_documents:,} documents, "
+                "counted from 0"
+            )
+        if self.start.min() < 0:
+            raise LayoutError(f"piece {_first(self.start < 0)} starts at token {self.start.min()}: starts count from 0")
+        if self.start.max() > MOST_TOKENS:
+            raise LayoutError(f"piece {self.start.argmax()} starts at {self.start.max():,}: no document is that long")
+        for name, ids in (("dropped", self.dropped), ("truncated", self.truncated)):
+            if len(ids) and not 0 <= ids.min() <= ids.max() < self.n_documents:
+                raise LayoutError(f"{name} names a document outside 0..{self.n_documents - 1}")
+        seen = np.unique(self.source)
+        if len(seen) < len(self.source):  # a document in several pieces: they must not overlap
+            order = np.lexsort((self.start, self.source))
+            document, start = self.source[order], self.start[order]
+            overlap = (document[1:] == document[:-1]) & (start[1:] < start[:-1] + self.length[order[:-1]])
+            if (at := _first(overlap)) is not None:
+                raise LayoutError(
+                    f"token {start[at + 1]} of document {document[at]} stands in two pieces, "
+                    f"{order[at]} and {order[at + 1]}: a plan holds every token at most once"
+                )
+        if len(both := np.intersect1d(self.dropped, seen)):
+            raise LayoutError(f"document {both[0]} is listed as dropped and stands in a row: list it once")
+
+    @property
+    def n_rows(self) -> int:
+        """Number of rows R."""
+        return len(self.row_offsets) - 1
+
+    @property
+    def n_pieces(self) -> int:
+        """Number of pieces P, which become segments of the packed rows."""
+        return len(self.source)
+
+    @cached_property
+    def n_tokens(self) -> int:
+        """Real tokens in all rows."""
+        return int(self.length.sum())
+
+    @property
+    def efficiency(self) -> float:
+        """Packing efficiency: real tokens / (rows * capacity)."""
+        return self.n_tokens / (self.n_rows * self.capacity)
+
+    @cached_property
+    def row_tokens(self) -> Int64:
+        """int64 [R] real tokens of each row."""
+        return _frozen(np.add.reduceat(self.length, self.row_offsets[:-1]))
+
+    @cached_property
+    def offset(self) -> Int64:
+        """int64 [P] where each piece begins within its row."""
+        room = -(-self.length // self.alignment) * self.alignment
+        begin = np.cumsum(room) - room
+        return _frozen(begin - np.repeat(begin[self.row_offsets[:-1]], np.diff(self.row_offsets)))
+
+    @cached_property
+    def lower_bound(self) -> int:
+        """No plan of these pieces has fewer rows (Martello and Toth 1990, bound L2, in units of the alignment)."""
+        sizes, counts = np.unique(-(-self.length // self.alignment), return_counts=True)
+        return _bins.lower_bound(sizes[::-1], counts[::-1], self.capacity // self.alignment)
+
+    def composition(self, rows_per_step: int = 8) -> Composition:
+        """How far rows, and steps of ``rows_per_step`` consecutive rows, are from random draws of the documents.
+
+        Rows that do not make a whole step are left out of the figures of steps; fewer rows than a step are one step.
+        """
+        size = min(positive("rows_per_step", rows_per_step), self.n_rows)
+        steps = np.arange(self.n_rows // size * size).reshape(-1, size)
+        return composition(self.row_offsets, self.length, steps)
+
+    def to_lists(self) -> list[list[int]]:
+        """Document ids of each row, for samplers.
+
+        Raises:
+            LayoutError: a document was split, and an id alone does not say which piece of it is meant.
+        """
+        if np.count_nonzero(self.start):
+            raise LayoutError(
+                f"document {self.source[_first(self.start > 0)]} is split over several pieces, which a list of ids "
+                "cannot say: read row_offsets, source, start and length instead"
+            )
+        flat = self.source.tolist()
+        return [flat[begin:end] for begin, end in pairwise(self.row_offsets.tolist())]
+
+    def select(self, rows: slice | Sequence[int] | Int64) -> PackPlan:
+        """The plan of the given rows in the given order; ``n_documents``, ``dropped`` and ``truncated`` stay.
+
+        Args:
+            rows: a slice, or row numbers from 0 to R-1, each at most once.
+
+        Raises:
+            LayoutError: no row is left, a row does not exist, or a row is named twice.
+        """
+        if isinstance(rows, slice):
+            chosen = sliced(rows, self.n_rows)
+        else:
+            chosen = as_int64(rows, "rows")
+        if not len(chosen):
+            raise LayoutError(f"no row of the {self.n_rows:,} is selected: a plan has at least one row")
+        if chosen.min() < 0 or chosen.max() >= self.n_rows:
+            wrong = chosen[(chosen < 0) | (chosen >= self.n_rows)][0]
+            raise LayoutError(f"there is no row {wrong}: the plan has {self.n_rows:,} rows, counted from 0")
+        times = np.bincount(chosen)
+        if times.max() > 1:
+            raise LayoutError(f"row {times.argmax()} is selected twice: a plan holds every token at most once")
+        counts = np.diff(self.row_offsets)[chosen]
+        pieces = indexes(self.row_offsets[chosen], counts)
+        return PackPlan(
+            np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]),
+            self.source[pieces],
+            self.start[pieces],
+            self.length[pieces],
+            capacity=self.capacity,
+            n_documents=self.n_documents,
+            alignment=self.alignment,
+            dropped=self.dropped,
+            truncated=self.truncated,
+            check=False,
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to ``path`` as an uncompressed ``.npz`` file of its arrays and numbers.
+
+        Raises:
+            PackingError: the file cannot be written.
+        """
+        with (
+            reading(path, "cannot be written", "pass the path of a file in a folder that exists"),
+            open(path, "wb") as file,
+        ):
+            np.savez(file, allow_pickle=False, **{entry.name: getattr(self, entry.name) for entry in fields(self)})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> PackPlan:
+        """Read what ``save`` wrote, and check it again.
+
+        Raises:
+            LayoutError: what the file holds contradicts itself.
+            PackingError: the file is not a plan.
+        """
+        with reading(path, "is not a saved plan", "pass what PackPlan.save wrote"), open(path, "rb") as file:
+            if not zipfile.is_zipfile(file):
+                raise LayoutError(f"{os.fspath(path)!r} is not a saved plan: PackPlan.save writes .npz archives")
+            file.seek(0)
+            stored = np.load(file, allow_pickle=False)
+            for entry in fields(cls):
+                if entry.name not in stored:
+                    raise LayoutError(f"{os.fspath(path)!r} is not a saved plan: it has no {entry.name!r}")
+            values: dict[str, Any] = {entry.name: stored[entry.name] for entry in fields(cls)}
+            return cls(**values)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # pickling arrays would make them writeable
+        return partial(PackPlan, check=False, **{entry.name: getattr(self, entry.name) for entry in fields(self)}), ()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, PackPlan):
+            return NotImplemented
+        return all(np.array_equal(getattr(self, entry.name), getattr(other, entry.name)) for entry in fields(self))
+
+    def __repr__(self) -> str:
+        return (
+            f"PackPlan({self.n_rows:,} rows of {self.capacity:,}, {self.n_pieces:,} pieces, {self.n_tokens:,} tokens, "
+            f"efficiency {self.efficiency:.4f})"
+        )
+
+
+def _frozen(array: Int64) -> Int64:
+    array.flags.writeable = False
+    return array
+
+
+def _first(wrong: NDArray[np.bool_]) -> int | None:
+    at = int(wrong.argmax()) if len(wrong) else 0
+    return at if len(wrong) and wrong[at] else None
+
+
+def _ends(array: Int64) -> str:
+    return f" from {array[0]} to {array[-1]}" if len(array) else ""

@@ -1,0 +1,130 @@
+"""Lengths in, PackPlan out: which document goes into which row. No tokens pass through here.
+
+``plan`` checks and cuts the lengths (``_pieces``), packs them into rows (``_rows``, ``_bins``) and writes those down as
+a ``PackPlan``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from packing_core.errors import PackingError, within_memory
+from packing_core.hints import hinted
+from packing_core.planning import assignment as _rows
+from packing_core.planning.mixed import mixed
+from packing_core.planning.packplan import PackPlan
+from packing_core.planning.pieces import Overflow, check_alignment, check_lengths, check_seed, choice, cut, positive
+
+__all__ = ["Effort", "Overflow", "PackPlan", "Strategy", "plan"]
+
+Int64 = NDArray[np.int64]
+Strategy = Literal["best_fit", "mixed", "first_fit", "sequential"]
+Effort = Literal["fast", "max"]
+
+
+@hinted()
+def plan(
+    lengths: ArrayLike,
+    capacity: int,
+    *,
+    strategy: Strategy | None = None,
+    effort: Effort = "fast",
+    overflow: Overflow = "error",
+    max_segments: int | None = None,
+    alignment: int = 1,
+    seed: int | None = 0,
+    window: int | None = None,
+) -> PackPlan:
+    """Decide which document goes into which row.
+
+    The same arguments give the same plan on every machine.
+
+    >>> plan([5, 3, 4, 4], capacity=8, seed=None).to_lists()
+    [[0, 1], [2, 3]]
+
+    Args:
+        lengths: [N] tokens of each document, integers of at least 1.
+        capacity: tokens a row can hold.
+        strategy: None, the default, is ``mixed``, and ``best_fit`` under ``effort="max"``. ``mixed`` makes rows whose
+            lengths look like a random draw: it fills rows with documents in random order and their ends with the
+            longest documents that still fit; rows are at least 99.9% full or, where those of ``best_fit`` are not, at
+            most 0.5% more of them (exact definition: :func:`.mixed.mixed`). ``best_fit`` takes documents by
+            decreasing length and puts each into the fullest row that takes it (best-fit-decreasing): rows of one length
+            class. ``first_fit`` puts documents by decreasing length into the earliest opened row that takes them
+            (first-fit-decreasing); ``sequential`` keeps the order of the documents and closes a row when the next one
+            does not fit (next fit).
+        effort: ``max`` improves on ``best_fit`` by column generation where that misses the lower bound by more than
+            0.5%, at the cost of up to a second; the plan never gets worse. It takes no other strategy.
+        overflow: what to do with a document longer than ``capacity``. ``error`` raises, ``truncate`` keeps its first
+            ``capacity`` tokens, ``split`` cuts it into pieces that become segments of their own, ``drop`` omits it.
+        max_segments: most pieces in a row; None for no limit.
+        alignment: every piece starts at a multiple of this within its row; it must divide ``capacity``.
+        seed: shuffles the finished rows, so that planning order is not training order; None keeps the planner's.
+            Under ``mixed`` it also draws the documents; None takes them in their own order as the draw.
+        window: packs this many documents at a time, after shuffling the documents by ``seed``; rows are then shuffled
+            inside their window only. None packs all at once.
+
+    Returns:
+        The plan. Documents dropped or truncated are listed in it.
+
+    Raises:
+        CapacityError: a document is longer than ``capacity`` under ``overflow="error"``, ``alignment`` does not divide
+            ``capacity``, or nothing is left to pack.
+        PackingError: any other argument makes no sense.
+    """
+    capacity, alignment = positive("capacity", capacity), positive("alignment", alignment)
+    check_alignment(capacity, alignment)
+    choice("effort", effort, ("fast", "max"))
+    if strategy is None:
+        strategy = "best_fit" if effort == "max" else "mixed"
+    choice("strategy", strategy, _STRATEGIES)
+    if effort == "max" and strategy != "best_fit":
+        raise PackingError(f'effort="max" improves on strategy="best_fit" and cannot be combined with {strategy!r}')
+    limit = None if max_segments is None else positive("max_segments", max_segments)
+    shuffle = None if (seed := check_seed(seed)) is None else np.random.PCG64(seed)
+    lengths = check_lengths(lengths)
+    with within_memory("the rows of the plan", "plan fewer documents at a time, or raise the capacity"):
+        pieces = cut(lengths, capacity, overflow)
+        sizes = pieces.length if alignment == 1 else -(-pieces.length // alignment)
+
+        def pack(sizes: Int64) -> _rows.Rows:
+            packer = _rows.fewest if effort == "max" else _STRATEGIES[strategy]
+            return packer(sizes, capacity // alignment, min(limit or len(sizes), len(sizes)), shuffle)
+
+        rows = pack(sizes) if window is None else _windows(pack, sizes, positive("window", window), shuffle)
+        return PackPlan(
+            rows.offsets,
+            rows.order if pieces.source is None else pieces.source[rows.order],
+            np.zeros(len(rows.order), np.int64) if pieces.start is None else pieces.start[rows.order],
+            rows.sizes if alignment == 1 else pieces.length[rows.order],
+            capacity=capacity,
+            n_documents=len(lengths),
+            alignment=alignment,
+            dropped=pieces.dropped,
+            truncated=pieces.truncated,
+            check=False,
+        )
+
+
+def _windows(pack: Callable[[Int64], _rows.Rows], sizes: Int64, window: int, shuffle: _rows.Shuffle) -> _rows.Rows:
+    """``pack`` on ``window`` pieces at a time, in an order shuffled before."""
+    taken = np.arange(len(sizes)) if shuffle is None else _rows.permutation(len(sizes), shuffle)
+    packed = []
+    for begin in range(0, len(sizes), window):
+        chosen = taken[begin : begin + window]
+        rows = pack(sizes[chosen])
+        packed.append((rows.offsets[1:] + begin, chosen[rows.order], rows.sizes))
+    offsets, order, sizes = map(np.concatenate, zip(*packed))
+    return _rows.Rows(np.concatenate([np.zeros(1, np.int64), offsets]), order, sizes)
+
+
+_STRATEGIES: dict[str, Callable[[Int64, int, int, _rows.Shuffle], _rows.Rows]] = {
+    "best_fit": _rows.best_fit,
+    "mixed": mixed,
+    "first_fit": _rows.first_fit,
+    "sequential": _rows.sequential,
+}

@@ -1,0 +1,219 @@
+"""What a stream has read and no row has taken yet: how documents are measured and cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count, pairwise, repeat
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packing_core.errors import CapacityError, LayoutError, PackingError
+from packing_core.planning.pieces import Overflow, integer
+
+Int64 = NDArray[np.int64]
+Piece = tuple[int, int, int, Any]  # document number, first token, length, content
+
+PROMPT = "prompt_length"  # the one column that is a number per document
+
+
+class Pending(NamedTuple):
+    """Pieces that no row has taken yet: document number, first token, length and content of each."""
+
+    ids: Int64
+    starts: Int64
+    lengths: Int64
+    contents: list[Any]
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece]) -> Pending:
+        ids, starts, lengths, contents = zip(*pieces, strict=True) if pieces else ((), (), (), ())
+        return cls(np.array(ids, np.int64), np.array(starts, np.int64), np.array(lengths, np.int64), list(contents))
+
+    def and_then(self, other: Pending) -> Pending:
+        return Pending(
+            np.concatenate([self.ids, other.ids]),
+            np.concatenate([self.starts, other.starts]),
+            np.concatenate([self.lengths, other.lengths]),
+            self.contents + other.contents,
+        )
+
+    def keep(self, places: Int64) -> Pending:
+        contents = [self.contents[i] for i in places.tolist()]
+        return Pending(self.ids[places], self.starts[places], self.lengths[places], contents)
+
+
+@dataclass(frozen=True)
+class Read:
+    """Documents ``first``, ``first + 1``, ... that a round has read.
+
+    Attributes:
+        lengths: tokens of each. It may have one entry more than ``documents`` where an interrupt came between the two.
+        cut: the pieces of the documents that are not one piece as they are, by place in ``documents``.
+    """
+
+    first: int
+    documents: list[Any]
+    lengths: list[int]
+    cut: dict[int, list[Piece]]
+
+    @property
+    def end(self) -> int:
+        """Number of the first document that was not read."""
+        return self.first + len(self.documents)
+
+    def pending(self) -> Pending:
+        """Their pieces."""
+        lengths = self.lengths[: len(self.documents)]
+        if self.cut:
+            whole = zip(count(self.first), repeat(0), lengths, self.documents)
+            return Pending.of([piece for at, one in enumerate(whole) for piece in self.cut.get(at, (one,))])
+        ids = np.arange(self.first, self.end)
+        return Pending(ids, np.zeros_like(ids), np.array(lengths, np.int64), self.documents)
+
+
+class Later:
+    """A stretch of a document of known length, which is read when it is needed."""
+
+    __slots__ = ("length", "number", "source", "start", "stop")
+
+    def __init__(self, source: Any, number: int, length: int, start: int, stop: int) -> None:
+        self.source, self.number, self.length, self.start, self.stop = source, number, length, start, stop
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __getitem__(self, tokens: slice) -> Later:
+        start, stop, _ = tokens.indices(len(self))
+        return Later(self.source, self.number, self.length, self.start + start, self.start + stop)
+
+    def read(self) -> Any:
+        """The tokens, or the mapping that holds them.
+
+        Raises:
+            LayoutError: the document has another length than it was said to have.
+        """
+        document = self.source[self.number]
+        length = length_of(document, self.number)
+        if length != self.length:
+            raise LayoutError(
+                f"document {self.number} has {length:,} tokens and lengths says {self.length:,}: pass its own length"
+            )
+        whole = len(self) == length
+        return document if whole else part(document, self.start, self.stop, self.number)
+
+
+def read_now(contents: list[Any]) -> list[Any]:
+    """The documents, those that wait being read."""
+    return [content.read() if type(content) is Later else content for content in contents]
+
+
+def length_of(document: Any, number: int) -> int:
+    """Tokens of a document.
+
+    Raises:
+        LayoutError: it is no document.
+    """
+    ids = document
+    if isinstance(document, Mapping):
+        if "input_ids" not in document:
+            found = ", ".join(map(str, document)) or "nothing"
+            raise LayoutError(f"document {number} has {found} and no input_ids: tokenise it first")
+        ids = document["input_ids"]
+    try:
+        if isinstance(ids, (str, bytes)):
+            raise TypeError
+        return len(ids)
+    except TypeError:
+        raise LayoutError(
+            f"document {number} is a {type(ids).__name__}: pass an array of token ids, or a mapping with input_ids"
+        ) from None
+
+
+def cut(number: int, document: Any, length: int, capacity: int, overflow: Overflow) -> list[Piece]:
+    """The pieces of a document of ``length`` tokens: none where it is dropped.
+
+    Raises:
+        PackingError: it is empty, or too long (CapacityError).
+    """
+    if 0 < length <= capacity:
+        return [(number, 0, length, document)]
+    if length == 0:
+        raise PackingError(f"document {number} is empty: leave empty documents out of the source")
+    if overflow == "error":
+        raise CapacityError(
+            f"document {number} has {length:,} tokens and capacity is {capacity:,}: "
+            'pass overflow="split", "truncate" or "drop", or raise capacity'
+        )
+    if overflow == "drop":
+        return []
+    if overflow == "truncate":
+        return [(number, 0, capacity, part(document, 0, capacity, number))]
+    bounds = [*range(0, length, capacity), length]
+    return [(number, a, b - a, part(document, a, b, number)) for a, b in pairwise(bounds)]
+
+
+def part(document: Any, start: int, stop: int, number: int) -> Any:
+    """Tokens ``start`` to ``stop`` of a document and of all its columns.
+
+    Raises:
+        LayoutError: a column has not one entry per token, or the prompt is longer than the document.
+    """
+    if not isinstance(document, Mapping):
+        return document[start:stop]
+    length = len(document["input_ids"])
+    parts: dict[str, Any] = {}
+    for name, column in document.items():
+        if name == PROMPT:
+            prompt = integer(column)
+            if prompt is None or not 0 <= prompt <= length:
+                raise LayoutError(f"{PROMPT} of document {number} is {column!r}: pass an integer from 0 to {length:,}")
+            parts[name] = min(max(prompt - start, 0), stop - start)
+            continue
+        try:
+            entries = len(column)
+            parts[name] = column[start:stop]
+        except Exception:  # it has no length, or cannot be sliced
+            raise LayoutError(
+                f"{name} of document {number} is a {type(column).__name__}: give it one entry per token"
+            ) from None
+        if entries != length:
+            raise LayoutError(
+                f"{name} of document {number} has {entries:,} entries and input_ids {length:,}: give one per token"
+            )
+    return parts
+
+
+def columns_of(contents: list[Any], numbers: Int64) -> dict[str, Any]:
+    """The arguments of ``pack`` that hold these documents.
+
+    Raises:
+        LayoutError: they have not all the same columns.
+    """
+    if not any(issubclass(kind, Mapping) for kind in set(map(type, contents))):
+        return {"sequences": contents}
+    names = _names(contents[0])
+    for content, number in zip(contents, numbers.tolist(), strict=True):
+        if _names(content) != names:
+            raise LayoutError(
+                f"document {number} has {_listed(content)} and the first one has {_listed(contents[0])}: "
+                "give every document the same columns"
+            )
+    columns = {name: [content[name] for content in contents] for name in contents[0]}
+    arguments = {
+        "sequences": columns.pop("input_ids"),
+        "labels": columns.pop("labels", None),
+        "loss_mask": columns.pop("loss_mask", None),
+        "prompt_lengths": columns.pop(PROMPT, None),
+    }
+    return {**arguments, "columns": columns}
+
+
+def _names(content: Any) -> set[Any]:
+    return set(content) if isinstance(content, Mapping) else set()
+
+
+def _listed(content: Any) -> str:
+    return ", ".join(map(str, content)) if isinstance(content, Mapping) else "no columns"

@@ -1,0 +1,116 @@
+"""Reading for a stream: documents in until the buffer is full, pieces that no row has taken yet out."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from packing_core.planning.pieces import Overflow
+from packing_core.streaming.pending import Pending, Piece, Read, cut, length_of
+from packing_core.streaming.sources import Source
+
+REMEMBERED = 2**16  # numbers of documents that a stream lists as truncated or dropped
+
+
+class Reader:
+    """Reads a source document by document, under the limits of a stream; see :func:`packing_core.stream`.
+
+    Attributes:
+        pending: pieces that were read and that no row has taken.
+        cursor: number of the next document.
+        last: the last document that was read.
+        exhausted: whether the source is at its end.
+        truncated, dropped, n_truncated, n_dropped: see :class:`packing_core.PackStream`.
+    """
+
+    pending: Pending
+    cursor: int
+    last: Any
+    exhausted: bool
+
+    def __init__(
+        self, source: Source, capacity: int, overflow: Overflow, *, buffer: int, buffer_tokens: int, max_age: int
+    ) -> None:
+        self.source = source
+        self.capacity, self.overflow = capacity, overflow
+        self.buffer, self.buffer_tokens, self.max_age = buffer, buffer_tokens, max_age
+        self.truncated: deque[int] = deque(maxlen=REMEMBERED)
+        self.dropped: deque[int] = deque(maxlen=REMEMBERED)
+        self.n_truncated = self.n_dropped = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """Go back to the first document."""
+        self.go_on(0, Pending.of([]), None, None)
+
+    def go_on(self, cursor: int, pending: Pending, last: Any, opened: Iterator[Any] | None) -> None:
+        """Go on at a document, with what is pending there."""
+        self.cursor, self.pending, self.last, self._opened = cursor, pending, last, opened
+        self.exhausted = False
+
+    def fill(self) -> None:
+        """Read until the buffer is full, the oldest pending document is as old as may be, or the source ends.
+
+        When to stop is decided document by document, so it does not depend on where an earlier attempt broke off.
+        """
+        if self._opened is None:
+            self._opened = self.source.open(self.cursor)
+        held, tokens = len(self.pending.ids), int(self.pending.lengths.sum())
+        last_number = int(self.pending.ids.min()) + self.max_age if held else None
+        read = Read(self.cursor, [], [], {})
+        documents, lengths, array = read.documents, read.lengths, np.ndarray  # locals are read faster
+        capacity, most_tokens = self.capacity, self.buffer_tokens
+        try:
+            while tokens < most_tokens and not self.exhausted:
+                number = read.end
+                room = self.buffer - held if last_number is None else min(self.buffer - held, last_number - number)
+                if room <= 0:
+                    break
+                for document in islice(self._opened, room):  # a document is read when it is in ``documents``
+                    kind = type(document)
+                    try:  # the usual kinds, in less time; an array without dimensions has no length
+                        length = len(document) if kind is array or kind is list else length_of(document, read.end)
+                    except TypeError:
+                        length = length_of(document, read.end)
+                    if 0 < length <= capacity:
+                        lengths.append(length)
+                        documents.append(document)
+                        tokens += length
+                        if tokens < most_tokens:
+                            continue
+                    else:
+                        pieces = self.cut(read.end, document)
+                        read.cut[len(documents)] = pieces
+                        lengths.append(length)
+                        documents.append(document)
+                        tokens += sum(piece[2] for piece in pieces)
+                        held += len(pieces) - 1
+                    break
+                else:
+                    self.exhausted = read.end < number + room
+                held += read.end - number
+                if held and last_number is None:
+                    last_number = number + self.max_age
+        except BaseException:
+            self._opened = None  # an iterator that raised is at its end: open the source again
+            raise
+        finally:
+            if documents:
+                self.last = documents[-1]
+            self.pending, self.cursor = self.pending.and_then(read.pending()), read.end
+
+    def cut(self, number: int, document: Any) -> list[Piece]:
+        """The pieces of a document under ``overflow``; notes what is lost of it."""
+        length = length_of(document, number)
+        pieces = cut(number, document, length, self.capacity, self.overflow)
+        if not pieces:
+            self.dropped.append(number)
+            self.n_dropped += 1
+        elif length > self.capacity and len(pieces) == 1:
+            self.truncated.append(number)
+            self.n_truncated += 1
+        return pieces

@@ -1,0 +1,114 @@
+"""A round of a stream: the plan of what is pending, which of its rows leave, and the batches that are made of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packing_core.batches.batch import PackedBatch
+from packing_core.batches.dataset import pack
+from packing_core.errors import LayoutError
+from packing_core.planning.mixed import mixed
+from packing_core.planning.plan import PackPlan, plan
+from packing_core.streaming.pending import Pending, columns_of, read_now
+
+Int64 = NDArray[np.int64]
+
+WASTE = 5e-4  # of the slots of the rows that leave a round; the rest waits for documents that fill it
+
+
+def plan_round(
+    lengths: Int64,
+    capacity: int,
+    *,
+    strategy: str,
+    seed: list[int] | None,
+    once: bool,
+    alignment: int,
+    max_segments: int | None,
+) -> PackPlan:
+    """Rows of all that is pending, in the planner's order.
+
+    Args:
+        seed: what mixed rows are drawn by; None takes the pieces in their order.
+        once: take the first draw of mixed rows: rows that are not full stay, so it will do until the end.
+    """
+    if strategy == "best_fit":
+        return plan(lengths, capacity, alignment=alignment, max_segments=max_segments, seed=None)
+    rows = mixed(
+        -(-lengths // alignment),
+        capacity // alignment,
+        min(max_segments or len(lengths), len(lengths)),
+        None if seed is None else np.random.PCG64(seed),
+        once=once,
+    )
+    return PackPlan(
+        rows.offsets,
+        rows.order,
+        np.zeros_like(rows.order),
+        lengths[rows.order],
+        capacity=capacity,
+        n_documents=len(lengths),
+        alignment=alignment,
+        check=False,
+    )
+
+
+def leaving(rows: PackPlan, most_pieces: int, most_tokens: int, old: NDArray[np.bool_]) -> Int64:
+    """The rows that leave now: all that are full, enough of them, and all with a piece that is too old.
+
+    Args:
+        rows: the plan of all that is pending.
+        most_pieces, most_tokens: what may stay pending.
+        old: [P] which pieces of the plan must leave.
+    """
+    tokens = rows.row_tokens
+    fullest = np.argsort(-tokens, kind="stable")
+    free = np.cumsum((rows.capacity - tokens[fullest]).astype(np.float64))
+    within = np.flatnonzero(free <= WASTE * rows.capacity * np.arange(1, rows.n_rows + 1))
+    full = int(within[-1]) + 1 if len(within) else 0
+    leaves = np.zeros(rows.n_rows, np.bool_)
+    leaves[fullest[: max(full, _enough(np.diff(rows.row_offsets), fullest, most_pieces))]] = True
+    leaves[fullest[: _enough(tokens, fullest, most_tokens)]] = True
+    leaves |= np.logical_or.reduceat(old, rows.row_offsets[:-1])
+    return np.flatnonzero(leaves)
+
+
+def _enough(amount: Int64, order: Int64, most: int) -> int:
+    """How many rows leave in this order, 1 at least, so that at most ``most`` of the amount stays."""
+    gone = np.cumsum(amount[order])
+    return int(np.searchsorted(gone, gone[-1] - most)) + 1
+
+
+def make_rows(pending: Pending, rows: PackPlan, numbers: Int64, options: dict[str, Any]) -> PackedBatch:
+    """Rows ``numbers`` of a plan of what is pending; ``options`` are those of ``pack``.
+
+    Raises:
+        LayoutError: a document is not what ``pack`` takes; the error says which one of the stream it is.
+    """
+    chosen = rows.select(numbers)
+    ids, starts = pending.ids[chosen.source], pending.starts[chosen.source]
+    contents = read_now([pending.contents[i] for i in chosen.source.tolist()])
+    local = PackPlan(
+        chosen.row_offsets,
+        np.arange(len(contents)),
+        np.zeros(len(contents), np.int64),
+        chosen.length,
+        capacity=rows.capacity,
+        alignment=rows.alignment,
+        n_documents=len(contents),
+        check=False,
+    )
+    try:
+        batch = pack(**columns_of(contents, ids), capacity_or_plan=local, **options)
+    except LayoutError:
+        for number, content in zip(ids.tolist(), contents, strict=True):
+            try:
+                pack(**columns_of([content], ids[:1]), capacity_or_plan=rows.capacity, **options)
+            except LayoutError as error:
+                raise LayoutError(f"document {number} of the stream: {error}") from None
+        raise
+    return replace(batch, sources=ids, starts=starts)

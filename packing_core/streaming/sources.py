@@ -1,0 +1,132 @@
+"""Where documents come from: anything that can be iterated in, a function that iterates from any document on out.
+
+Some sources can be read from any document on, some only from their start, and some only once. What a source cannot do
+is an error when it is asked for, which says what to pass instead.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from numpy.typing import ArrayLike
+
+from packing_core.errors import PackingError
+from packing_core.storage.arrays import as_int64
+from packing_core.storage.arrow import is_arrow
+from packing_core.storage.ragged import Ragged
+from packing_core.streaming.pending import Later
+
+Open = Callable[[int], Iterable[Any]]
+
+
+class Source:
+    """Documents that are numbered from 0.
+
+    Args:
+        given: a sequence, or an Arrow list array; a function ``open(start)`` that iterates from document ``start``;
+            something that can be iterated again and again, which is read from its start whatever is asked for; or an
+            iterator, which can be read once.
+        name: what errors call it.
+        lengths: [N] tokens of each document of a sequence: documents are then read when their tokens are asked for.
+
+    Raises:
+        PackingError: it is none of these.
+    """
+
+    def __init__(self, given: Any, name: str = "source", *, lengths: ArrayLike | None = None) -> None:
+        self.name = name
+        self.given: Any = Ragged.of(given, name=name) if is_arrow(given) else given
+        self._handed_out = 0  # documents of an iterator that were read
+        self._kind = _kind_of(self.given, name)
+        self._size: int | None = None
+        self._lengths: list[int] | None = None
+        if lengths is not None:
+            if self._kind != "sequence":
+                raise PackingError(
+                    f"{name} is a {type(given).__name__} and lengths are given: pass a sequence, whose documents can "
+                    "be read in any order, or leave lengths out"
+                )
+            self._lengths = as_int64(lengths, "lengths").tolist()
+            if len(self._lengths) != len(self.given):
+                raise PackingError(
+                    f"there are {len(self._lengths):,} lengths and {len(self.given):,} documents: pass one per document"
+                )
+
+    @property
+    def once(self) -> bool:
+        """Whether the documents can be read only once."""
+        return self._kind == "iterator"
+
+    def check_resumable(self) -> None:
+        """Raise PackingError if the documents can be read only once."""
+        if self.once:
+            raise PackingError(
+                f"{self.name} is a {type(self.given).__name__}, which can be read once: to go on in it or to read it "
+                "again, pass a sequence, or a function open(start) that iterates from document number start"
+            )
+
+    def open(self, start: int) -> Iterator[Any]:
+        """Documents ``start``, ``start + 1``, ...
+
+        Raises:
+            PackingError: they were read already and cannot be read again.
+        """
+        given: Any = self.given
+        if self._kind == "function":
+            opened = given(start)
+            if not hasattr(opened, "__iter__") and not hasattr(opened, "__getitem__"):
+                raise PackingError(f"open({start}) returned a {type(opened).__name__}: return an iterable of documents")
+            return iter(opened)
+        if self._lengths is not None:
+            numbered = zip(range(start, len(given)), self._lengths[start:], strict=True)
+            return (Later(given, number, length, 0, length) for number, length in numbered)
+        if self._kind == "sequence":
+            return (given[i] for i in range(start, len(given)))
+        if self._kind == "iterable":
+            return islice(iter(given), start, None)
+        if start != self._handed_out:
+            self.check_resumable()
+        return self._read_once()
+
+    def _read_once(self) -> Iterator[Any]:
+        for document in self.given:
+            self._handed_out += 1
+            yield document
+
+    def size(self) -> int:
+        """How many documents there are; those of a source that does not say so are counted by reading them, once."""
+        if self._size is None:
+            self.check_resumable()
+            sequence = self._kind == "sequence"
+            self._size = len(self.given) if sequence else sum(1 for _ in self.open(0))
+        return self._size
+
+
+def _kind_of(given: Any, name: str) -> str:
+    if callable(given) and not hasattr(given, "__getitem__") and not hasattr(given, "__next__"):
+        try:
+            inspect.signature(given).bind(0)
+        except TypeError:
+            if not hasattr(given, "__iter__"):
+                raise PackingError(
+                    f"{name} is a function that does not take one number: pass open(start), which iterates from "
+                    "document number start"
+                ) from None
+        except ValueError:  # a builtin without a signature
+            return "function"
+        else:
+            return "function"
+    if not isinstance(given, (str, bytes, Mapping)):
+        if hasattr(given, "__len__") and hasattr(given, "__getitem__"):
+            return "sequence"
+        if hasattr(given, "__next__"):
+            return "iterator"
+        if hasattr(given, "__iter__"):
+            return "iterable"
+    raise PackingError(
+        f"{name} is a {type(given).__name__}: pass a sequence of documents, a function open(start) that iterates from "
+        "document number start, or an iterable"
+    )

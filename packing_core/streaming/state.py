@@ -1,0 +1,143 @@
+"""What a stream saves to continue: counters, the numbers of pending documents, and a fingerprint of all of it.
+
+The fingerprint covers the counters and the content of the pending documents and of the last one that was read. A state
+that was changed, and a source that gives other documents, are found out before a row is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from packing_core.errors import PackingError
+from packing_core.planning.pieces import integer
+from packing_core.storage.arrays import as_array
+from packing_core.streaming.deal import rows_done
+from packing_core.streaming.pending import Pending, read_now
+
+COUNTERS = ("epoch", "rows", "round", "rows_before", "cursor")
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Where a round begins: rows of all shards before it, documents read, those pending, and the last one read."""
+
+    round: int
+    rows_before: int
+    cursor: int
+    pending: Pending
+    last: Any
+
+    def places(self) -> list[list[int]]:
+        """Document and first token of each pending piece."""
+        both: list[list[int]] = np.stack([self.pending.ids, self.pending.starts], axis=1).tolist()
+        return both
+
+    def digest(self) -> str:
+        """Of the documents: the same for lists and arrays of the same numbers."""
+        hashed = blake2b(digest_size=16)
+        numbers, starts = self.pending.ids.tolist(), self.pending.starts.tolist()
+        pieces = [*zip(numbers, starts, self.pending.contents, strict=True)]
+        for number, start, content in [*pieces, *([(self.cursor - 1, -1, self.last)] if self.cursor else [])]:
+            [content] = read_now([content])
+            columns = content if isinstance(content, Mapping) else {"input_ids": content}
+            for name in sorted(columns, key=str):
+                array = as_array(columns[name], f"{name} of document {number}")
+                wide = array.astype(np.float64 if array.dtype.kind == "f" else np.int64)
+                hashed.update(f"{number} {start} {name} {wide.shape} {wide.dtype}".encode())
+                hashed.update(wide.tobytes())
+        return hashed.hexdigest()
+
+
+def sealed(state: Mapping[str, Any], digest: str) -> dict[str, Any]:
+    """The state with the digest of its documents, and a fingerprint of all of it."""
+    state = {**state, "documents": digest}
+    text = repr([(name, _plain(state[name])) for name in sorted(state) if name != "fingerprint"])
+    return {**state, "fingerprint": blake2b(text.encode(), digest_size=16).hexdigest()}
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value.items()) if isinstance(value, Mapping) else value
+
+
+def join_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """One state of the states of all workers of a shard, which loads onto any number of workers and shards.
+
+    Args:
+        states: what ``state_dict()`` returned in each worker, in any order, after batches were taken from the workers
+            in turn, as a DataLoader takes them. Other shards must have taken as many rows.
+
+    Raises:
+        PackingError: a worker's state is missing or was changed, they are of different runs, or the rows that were
+            taken are not the shard's first ones.
+    """
+    states = list(states)
+    if not states:
+        raise PackingError("there are no states: pass what state_dict() returned in each worker")
+    for state in states:
+        if not isinstance(state, Mapping) or "documents" not in state or "fingerprint" not in state:
+            raise PackingError("a state is none of a stream: pass what state_dict() returned in each worker")
+        if sealed(state, state["documents"])["fingerprint"] != state["fingerprint"]:
+            raise PackingError("the fingerprint of a state does not match: it was changed")
+    if len(states) == 1 and "part" not in states[0]:
+        return dict(states[0])
+    moving = ("part", "documents", "fingerprint", "round", "rows_before", "cursor", "pending")
+    runs = [
+        {name: value for name, value in state.items() if name not in moving}
+        | {name: state.get("part", {}).get(name) for name in ("workers", "batch", "shards")}
+        for state in states
+    ]
+    if any(run != runs[0] for run in runs):
+        differs = next(name for run in runs for name in run if run[name] != runs[0].get(name))
+        raise PackingError(f"the states are of different runs, they differ in {differs}: pass those of one")
+    done = rows_done([state["part"] for state in states])
+    latest = max(states, key=lambda state: state["rows_before"])
+    rows = latest["rows"] + done * latest["part"]["shards"]
+    joined = {name: value for name, value in latest.items() if name not in ("part", "fingerprint")}
+    return sealed({**joined, "rows": rows}, latest["documents"])
+
+
+def read_state(state: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The state in plain Python numbers, checked as far as that can be done without its documents.
+
+    Raises:
+        PackingError: it is none, is of other options, or its numbers make no sense.
+    """
+    if not isinstance(state, Mapping):
+        raise PackingError(f"the state is a {type(state).__name__}: pass what state_dict() of a stream returned")
+    for name in (*options, *COUNTERS, "pending", "documents", "fingerprint"):
+        if name not in state:
+            raise PackingError(f"the state has no {name!r}: pass what state_dict() of a stream returned")
+    for name, own in options.items():
+        given = state[name] if own is None or isinstance(own, str) else integer(state[name])
+        if type(given) is not type(own) or given != own:
+            raise PackingError(
+                f"the state was taken with {name}={state[name]} and this stream has {name}={own}: build it with the "
+                f"options that it had"
+            )
+    counters = {name: _count(name, state[name]) for name in COUNTERS}
+    try:
+        pending = [[_count("pending", number) for number in place] for place in state["pending"]]
+        well_formed = all(len(place) == 2 and place[0] < counters["cursor"] for place in pending)
+    except TypeError:
+        well_formed = False
+    part = state.get("part")
+    if not well_formed or (part is None and counters["rows"] < counters["rows_before"]):
+        raise PackingError(
+            "the numbers of the state contradict each other: pass what state_dict() of a stream returned"
+        )
+    given = {} if part is None else {"part": part}
+    return {**options, **counters, **given, "pending": pending, "fingerprint": state["fingerprint"]}
+
+
+def _count(name: str, value: Any) -> int:
+    number = integer(value)
+    if number is None or number < 0:
+        raise PackingError(
+            f"{name} of the state is {value!r}: it counts from 0, pass what state_dict() of a stream returned"
+        )
+    return number

@@ -1,0 +1,400 @@
+"""Documents one after another in, packed rows out: packing without knowing all lengths, in bounded memory, resumable.
+
+A buffer of pending documents is planned (``plan``); rows that came out full leave, the others stay pending
+and are planned again with the documents that follow. Every shard plans the same rows and materialises its own: row r
+belongs to shard r modulo N. The state is a few counters and the numbers of the pending documents, so a run goes on
+where it stopped, also with another number of shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from packing_core.batches.batch import PackedBatch, Weighting
+from packing_core.batches.dataset import with_empty_row
+from packing_core.batches.joining import concatenate
+from packing_core.errors import PackingError
+from packing_core.hints import hinted
+from packing_core.planning.packplan import PackPlan
+from packing_core.planning.pieces import Overflow, positive
+from packing_core.streaming.deal import Deal, part_of
+from packing_core.streaming.options import StreamOptions, StreamStrategy
+from packing_core.streaming.pending import Pending, Piece
+from packing_core.streaming.reader import Reader
+from packing_core.streaming.rounds import leaving, make_rows, plan_round
+from packing_core.streaming.sources import Source
+from packing_core.streaming.state import Mark, read_state, sealed
+
+Int64 = NDArray[np.int64]
+
+CHUNK_TOKENS = 2**22  # slots of the rows that are made at a time
+
+
+@hinted()
+def stream(
+    source: Any,
+    capacity: int,
+    *,
+    buffer: int = 8192,
+    buffer_tokens: int | None = None,
+    max_age: int | None = None,
+    seed: int | None = None,
+    shard: tuple[int, int] = (0, 1),
+    worker: tuple[int, int] = (0, 1),
+    rows_per_batch: int = 1,
+    lengths: ArrayLike | None = None,
+    overflow: Overflow = "error",
+    alignment: int = 1,
+    max_segments: int | None = None,
+    strategy: StreamStrategy = "mixed",
+    pad_id: int = 0,
+    weighting: Weighting = "token",
+) -> PackStream:
+    """Pack documents as they come. Iterating yields rows, each a PackedBatch of one row.
+
+    >>> rows = stream([[5, 6, 7], [8, 9], [3, 4, 2, 1]], 5)
+    >>> [row.input_ids.tolist() for row in rows]
+    [[[5, 6, 7, 8, 9]], [[3, 4, 2, 1, 0]]]
+
+    Args:
+        source: a sequence of documents, or a function ``open(start)`` that iterates over them from number ``start``, as
+            a mixture of sources is (:func:`packing_core.mix`). Also an iterable, which is read from its start to
+            continue, and an iterator, with which the stream cannot be continued and has one epoch. A document is
+            token ids, or a mapping of ``input_ids`` and optionally ``labels``, ``loss_mask``, ``prompt_length`` and
+            other per-token columns. It must give the same documents every time; every shard reads all of them.
+        capacity: tokens a row can hold.
+        buffer: documents that are pending at most; more fill rows better.
+        buffer_tokens: tokens that are pending at most, not counting the last document that was read; by default 2**24,
+            or 64 rows if that is more. It bounds the memory where documents are long.
+        max_age: how many documents may be read after a document before it is in a row; 16 buffers by default.
+        seed: shuffles the rows that leave together, differently in every epoch; None keeps the planner's order.
+        shard: (index, count). All shards get equally many rows: at the very end, up to ``count - 1`` shards get one row
+            that is nothing but padding, so that none waits for the others.
+        worker: (index, count) among the processes that make the rows of this shard: batch b of ``rows_per_batch`` rows
+            is made by worker b modulo count, so a reader that takes a batch from each in turn gets the shard's rows in
+            their order. Each worker has a state of its own; :func:`join_states` makes one of them, for any number of
+            workers and shards.
+        lengths: [N] tokens of each document of a sequence. Documents are then read when their rows are made: each shard
+            reads its own, and plans by the lengths alone.
+        overflow, alignment, max_segments, strategy: as in ``plan``; under ``mixed`` every round draws from the pending
+            documents, by the seed, or without one in their own order.
+        pad_id, weighting: as in ``pack``.
+
+    Raises:
+        PackingError: an option is out of range; while iterating also: a document is empty, or longer than ``capacity``
+            under ``overflow="error"`` (CapacityError), or has other columns than the first (LayoutError).
+
+    Whatever is raised while iterating, by the source too, loses nothing: what was read stays, and the next call opens
+    the source again at the first document that was not. A bad document raises every time.
+    """
+    options = StreamOptions.checked(
+        capacity,
+        buffer=buffer,
+        buffer_tokens=buffer_tokens,
+        max_age=max_age,
+        alignment=alignment,
+        max_segments=max_segments,
+        seed=seed,
+        overflow=overflow,
+        strategy=strategy,
+        pad_id=pad_id,
+        weighting=weighting,
+    )
+    return PackStream(source, options, shard=shard, worker=worker, rows_per_batch=rows_per_batch, lengths=lengths)
+
+
+class PackStream:
+    """An iterator over packed rows that can be stopped and continued; see :func:`stream`.
+
+    ``iter()`` on a stream that is at its end starts the next epoch.
+
+    Attributes:
+        options: what decides its rows, checked.
+        truncated, dropped: numbers of the documents that ``overflow`` cut or left out since this stream was made, the
+            last 65,536 of each.
+        n_truncated, n_dropped: how many there were.
+    """
+
+    _ready: PackedBatch | tuple[()]  # rows of this worker that are made
+    _rows: Iterator[PackedBatch]  # those of them that are left, one by one
+    _no_rows: PackedBatch | None  # a batch without rows, which says what columns there are
+    _mark: Mark  # where the present round begins
+    _at_round: Mark  # where the round of the last row taken began
+    _digest: tuple[Mark, str] | None  # of the documents of a mark: it takes a pass over them
+
+    def __init__(
+        self,
+        source: Any,
+        options: StreamOptions,
+        *,
+        shard: tuple[int, int] = (0, 1),
+        worker: tuple[int, int] = (0, 1),
+        rows_per_batch: int = 1,
+        lengths: ArrayLike | None = None,
+    ) -> None:
+        self.options = options
+        self.capacity, self.seed = options.capacity, options.seed
+        self.index, self.shards = part_of("shard", shard)
+        part = part_of("worker", worker)
+        self._deal = Deal(self.index, self.shards, *part, positive("rows_per_batch", rows_per_batch))
+        self._pack_options = {"pad_id": options.pad_id, "weighting": options.weighting}
+        limits = {"buffer": options.buffer, "buffer_tokens": options.buffer_tokens, "max_age": options.max_age}
+        self._source = Source(source, lengths=lengths)
+        self._reader = Reader(self._source, self.capacity, options.overflow, **limits)
+        self.start_epoch(0)
+
+    @property
+    def epoch(self) -> int:
+        """Number of the present epoch, from 0."""
+        return self._epoch
+
+    @property
+    def truncated(self) -> list[int]:
+        """Numbers of the last documents that were cut."""
+        return list(self._reader.truncated)
+
+    @property
+    def dropped(self) -> list[int]:
+        """Numbers of the last documents that were left out."""
+        return list(self._reader.dropped)
+
+    @property
+    def n_truncated(self) -> int:
+        """How many documents were cut."""
+        return self._reader.n_truncated
+
+    @property
+    def n_dropped(self) -> int:
+        """How many documents were left out."""
+        return self._reader.n_dropped
+
+    def __iter__(self) -> PackStream:
+        if self._done:
+            self.start_epoch(self._epoch + 1)
+        return self
+
+    def __next__(self) -> PackedBatch:
+        while True:
+            row = next(self._rows, None)
+            if row is not None:
+                self._place += 1
+                self._count(1)
+                return row
+            self._make_ready()
+            assert isinstance(self._ready, PackedBatch)
+            self._rows = self._ready.single_rows(self._place)
+
+    def batches(self, rows: int) -> Iterator[PackedBatch]:
+        """This shard's rows of the rest of the epoch, so many at a time; the last batch may have fewer."""
+        parts: list[PackedBatch] = []
+        for part in self._parts(positive("rows", rows)):
+            parts.append(part)
+            if sum(map(len, parts)) == rows:
+                yield concatenate(parts)
+                parts = []
+        if parts:
+            yield concatenate(parts)
+
+    def chunks(self) -> Iterator[PackedBatch]:
+        """This shard's rows of the rest of the epoch, many at a time as one batch: far fewer objects.
+
+        A batch holds at most 2**22 tokens with padding, or one row.
+        """
+        return self._parts(None)
+
+    def _parts(self, rows: int | None) -> Iterator[PackedBatch]:
+        """What is ready of the next ``rows`` rows, and then the rest of these, and so on; None: all that is ready."""
+        wanted = rows
+        while True:
+            try:
+                self._make_ready()
+            except StopIteration:
+                return
+            assert isinstance(self._ready, PackedBatch)
+            part = self._ready[self._place :] if wanted is None else self._ready[self._place : self._place + wanted]
+            self._place += len(part)
+            self._rows = iter(())
+            self._count(len(part))
+            if wanted is not None:
+                wanted = wanted - len(part) or rows
+            yield part
+
+    def _make_ready(self) -> None:
+        """Have a row ready.
+
+        Raises:
+            StopIteration: there is none.
+        """
+        while self._place >= len(self._ready):
+            self._advance()
+
+    def _count(self, rows: int) -> None:
+        self._taken += rows
+        self._at_round = self._mark
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands, as numbers, strings and lists that JSON takes.
+
+        It is the same on every shard that has yielded equally many rows, and loads onto any number of shards. That of
+        one of several workers loads onto that worker; :func:`join_states` makes one of all.
+
+        Raises:
+            PackingError: the source can be read only once.
+        """
+        self._source.check_resumable()
+        at = self._at_round
+        if self._digest is None or self._digest[0] is not at:
+            self._digest = at, at.digest()
+        counters = {"epoch": self._epoch, "round": at.round, **self._deal.state(self._taken)}
+        position = {"rows_before": at.rows_before, "cursor": at.cursor, "pending": at.places()}
+        return sealed({**asdict(self.options), **counters, **position}, self._digest[1])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` was taken: the remaining rows are the same ones. A refused state changes nothing.
+
+        Raises:
+            PackingError: the state is not one, or was changed, or is of a stream with other options, or the source has
+                fewer documents than it had, or others.
+        """
+        given = read_state(state, asdict(self.options))
+        deal = self._deal.resumed(given)
+        cursor, places = given["cursor"], [(number, start) for number, start in given["pending"]]
+        wanted = {number for number, _ in places}
+        first = min([*wanted, max(cursor - 1, 0)])  # the last document that was read is in the fingerprint
+        reader = self._source.open(first)
+        found: dict[tuple[int, int], Piece] = {}
+        number, last = first - 1, None
+        for number, last in enumerate(islice(reader, cursor - first), first):
+            if number in wanted:
+                found |= {piece[:2]: piece for piece in self._reader.cut(number, last)}
+        lost = [document for document, start in places if (document, start) not in found]
+        if lost or number < cursor - 1:
+            which = f"document {lost[0]} was pending" if lost else f"{cursor:,} documents were read"
+            raise PackingError(f"{which} and the source ends before it: give the source that it had")
+        pending = Pending.of([found[place] for place in places])
+        mark = Mark(given["round"], given["rows_before"], cursor, pending, last)
+        if sealed(given, mark.digest())["fingerprint"] != given["fingerprint"]:
+            raise PackingError(
+                "the fingerprint of the state does not match: the state was changed, or the source gives other "
+                "documents than it did; give the stream the state and the source that it had"
+            )
+        self.start_epoch(given["epoch"])
+        self._round, self._rows_before, self._deal = mark.round, mark.rows_before, deal
+        self._reader.go_on(cursor, pending, last, reader)
+        self._mark = self._at_round = mark
+
+    # One epoch is a sequence of rounds: read until the buffer is full, plan, let the rows that are full go.
+
+    def of_worker(self, index: int, count: int, rows_per_batch: int = 1) -> PackStream:
+        """This stream, at the start of its epoch, making the rows of one of several workers; see :func:`stream`."""
+        part = part_of("worker", (index, count))
+        self._deal = Deal(self.index, self.shards, *part, positive("rows_per_batch", rows_per_batch))
+        self.start_epoch(self._epoch)
+        return self
+
+    def start_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch, counted from 0; ``iter()`` at the end of one starts the next by itself."""
+        self._epoch, self._round = epoch, 0
+        self._rows_before = 0  # rows of all shards that earlier rounds let go
+        self._deal = replace(self._deal, base=0, taken=0)
+        self._taken = 0  # rows of this worker since the epoch or the resumed run began
+        self._reader.restart()
+        self._done = False
+        self._ready, self._rows, self._no_rows = (), iter(()), None
+        self._place = 0
+        self._leaves: tuple[Pending, PackPlan] | None = None  # the plan of a round, and what it was made of
+        self._todo = np.zeros(0, np.int64)  # its rows of this worker that are not made yet
+        self._pads = False  # whether a row of padding is to follow them
+        self._mark = self._at_round = Mark(0, 0, 0, self._reader.pending, None)
+        self._digest = None
+
+    def _advance(self) -> None:
+        """Make the next rows of this shard ready, or at least come closer to them.
+
+        Raises:
+            StopIteration: there are none.
+        """
+        if len(self._todo):
+            block = self._todo[: max(1, CHUNK_TOKENS // self.capacity)]
+            assert self._leaves is not None
+            self._ready, self._rows, self._place = make_rows(*self._leaves, block, self._pack_options), iter(()), 0
+            self._todo = self._todo[len(block) :]
+        elif self._pads:
+            assert self._no_rows is not None
+            self._ready, self._rows, self._place = with_empty_row(self._no_rows), iter(()), 0
+            self._pads = False
+        else:
+            self._next_round()
+
+    def _next_round(self) -> None:
+        """Read, plan, and choose the rows that leave. What raises leaves everything as it was, but for documents read.
+
+        Raises:
+            StopIteration: there are no more rows.
+        """
+        self._ready, self._rows, self._place, self._leaves = (), iter(()), 0, None
+        reader = self._reader
+        if reader.exhausted and not len(reader.pending.ids):
+            self._done = True
+            raise StopIteration
+        self._mark = Mark(self._round, self._rows_before, reader.cursor, reader.pending, reader.last)
+        reader.fill()
+        rows = self._plan_round()
+        if rows is not None:
+            self._leaves = reader.pending, rows
+            if self._no_rows is None:
+                self._no_rows = make_rows(*self._leaves, np.zeros(1, np.int64), self._pack_options)[:0]
+            gone = self._leaving(rows)
+            self._todo = gone[self._deal.mine(self._rows_before + np.arange(len(gone)))]
+            goes = np.zeros(rows.n_rows, np.bool_)
+            goes[gone] = True
+            stay = np.ones(len(reader.pending.ids), np.bool_)
+            stay[rows.source[np.repeat(goes, np.diff(rows.row_offsets))]] = False
+            reader.pending = reader.pending.keep(np.flatnonzero(stay))
+            self._rows_before += len(gone)
+        self._round += 1
+        if reader.exhausted and not len(reader.pending.ids):
+            self._even_out()
+
+    def _plan_round(self) -> PackPlan | None:
+        if not len(self._reader.pending.ids):
+            return None
+        seed = None if self.seed is None else [self.seed, self._epoch, self._round]
+        return plan_round(
+            self._reader.pending.lengths,
+            self.capacity,
+            strategy=self.options.strategy,
+            seed=seed,
+            once=not self._reader.exhausted,
+            alignment=self.options.alignment,
+            max_segments=self.options.max_segments,
+        )
+
+    def _leaving(self, rows: PackPlan) -> Int64:
+        """The rows that leave in this round, shuffled by the seed."""
+        if self._reader.exhausted:
+            gone = np.arange(rows.n_rows)
+        else:  # what stays now is looked at again after another buffer of documents
+            old = self._reader.pending.ids[rows.source] <= self._reader.cursor - 1 - (
+                self.options.max_age - self.options.buffer
+            )
+            gone = leaving(rows, self.options.buffer // 2, self.options.buffer_tokens // 2, old)
+        if self.seed is not None:
+            gone = np.random.default_rng([self.seed, self._epoch, self._round]).permutation(gone)
+        return gone
+
+    def _even_out(self) -> None:
+        """After the last row: one row of padding for each shard that would otherwise have one row less.
+
+        Raises:
+            PackingError: the source gave nothing at all.
+        """
+        if self._no_rows is None:
+            raise PackingError("the source has no document to pack")
+        self._pads = self._deal.base < self._rows_before and self._deal.pads(self._rows_before)

@@ -1,0 +1,76 @@
+"""What packing knows of encoders, whose tokens see each other in both directions.
+
+Their attention gets the segments as a decoder's does, and is not causal inside them. Those that have attention of their
+own run on batches of documents of one length. Some number their tokens from the padding token on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_backend.hf.anatomy.heads import Head
+from torch_backend.hf.inputs.arguments import forward_names
+from torch_backend.segments import PackedMetadata, to_device
+
+_NUMBERED = "create_position_ids_from_input_ids"  # what modeling files call RoBERTa's rule
+
+Numbering = Callable[[Tensor | None, PackedMetadata], Tensor]
+
+
+def is_encoder(config: Any, head: Head) -> bool:
+    """Whether a model without a language-model head is of a family that has no causal decoder of its own."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    known = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return head != "next token" and (not known or "is_decoder" in config.to_dict())
+
+
+def takes_positions(model: nn.Module) -> bool:
+    """Whether positions can be given to a model, so that they restart at every document."""
+    return "position_ids" in forward_names(model) or not _is_encoder_class(model)
+
+
+def sees_both_sides(head: Head, layers: Iterable[nn.Module]) -> str | None:
+    """Why attention layers do not fit a head; None if they do."""
+    if head == "next token" and any(getattr(layer, "is_causal", True) is False for layer in layers):
+        return "its attention is not causal, and its head predicts the next token"
+    return None
+
+
+def numbering(model: nn.Module) -> Numbering | None:
+    """How a model numbers the tokens of documents if it does so by RoBERTa's rule; None if from 0 on."""
+    for module in (model, *model.children()):
+        padding = getattr(module, "padding_idx", None)
+        if isinstance(padding, int) and (
+            hasattr(module, _NUMBERED) or hasattr(sys.modules.get(type(module).__module__), _NUMBERED)
+        ):
+            return PaddingOffset(padding)
+    return None
+
+
+class PaddingOffset:
+    """RoBERTa's positions: ``padding + 1, padding + 2, ...`` in each document; padding tokens are at ``padding``.
+
+    As fairseq's ``make_positions`` has them: tokens that are padding inside a document are not counted.
+    """
+
+    def __init__(self, padding: int) -> None:
+        self.padding = padding
+
+    def __call__(self, input_ids: Tensor | None, segments: PackedMetadata) -> Tensor:
+        """int64 [T]; embedded tokens are all counted."""
+        if input_ids is None:
+            return segments.position_ids + (self.padding + 1)
+        counted = (to_device(input_ids, segments.device).flatten() != self.padding).long()
+        total = counted.cumsum(0)
+        before = torch.cat((total.new_zeros(1), total)).index_select(0, segments.cu_seqlens)
+        return (total - before.index_select(0, segments.seq_idx)) * counted + self.padding
+
+
+def _is_encoder_class(model: nn.Module) -> bool:
+    return any(getattr(module, "is_causal", True) is False for module in model.modules())

@@ -1,0 +1,278 @@
+"""What is known about transformers by name: families, layer classes, functions, and what the package touches.
+
+A family that needs an exception is one line here. ``attention`` is the rule: the segments reach every attention layer,
+and layers that carry state along the row are handled by :mod:`torch_backend.hf.edits.mixers`. ``documents`` is the
+exception: attention that cannot be given segments from outside, so the whole decoder runs on padded batches of
+documents of similar length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from packing_core.errors import UnsupportedModelError
+
+Route = Literal["attention", "documents"]
+
+# Families with attention that transformers' interface cannot serve, and what it does instead.
+DOCUMENTS = {
+    "axk2": "an indexer picks keys along the row",
+    "convbert": "its attention convolves along the row",
+    "deepseek_v32": "an indexer picks keys along the row",
+    "deepseek_v4": "keys are compressed along the row",
+    "doge": "a dynamic mask picks keys along the row",
+    "dots3_note": "an indexer picks keys along the row",
+    "dots3_note_text": "an indexer picks keys along the row",
+    "esm": "its rotary embedding counts along the row",
+    "glm_moe_dsa": "an indexer picks keys along the row",
+    "hy_v4": "an indexer picks keys along the row",
+    "inkling2_text": "a relative position bias runs along the row",
+    "inkling_text": "a relative position bias runs along the row",
+    "minimax_m3_vl_text": "an indexer picks blocks of keys along the row",
+    "mobilebert": "its embeddings join neighbouring tokens of the row",
+    "qwen4_exp": "an indexer picks keys along the row",
+    "qwen4_exp_text": "an indexer picks keys along the row",
+    "squeezebert": "its layers are convolutions",
+    "zaya": "a convolution inside its attention does not receive the segments",
+}
+OWN_ATTENTION = "its attention is its own and not transformers' interface"
+
+# Of these, the ones in which even tokens after a document's end would change it: they run without any padding.
+SEE_PADDING = ("doge", "dots3_note", "dots3_note_text")
+
+# Causal decoders that cannot be trained packed.
+REFUSED = {
+    "blt": "it forms patches of bytes along the row",
+    "gemma4_assistant": "it drafts for another model and reads that one's states",
+    "gemma4_unified_assistant": "it drafts for another model and reads that one's states",
+    "git": "its loss skips as many tokens of a row as an image would take",
+    "xlstm": "transformers' own code for it updates states in place, and no gradient can be taken",
+}
+# Encoders that cannot be trained packed.
+REFUSED_ENCODERS = {
+    "big_bird": "its attention picks random blocks along the row",
+    "flaubert": "its heads are of XLM's kind",
+    "funnel": "it pools tokens along the row",
+    "layoutlm": "it reads places on a page, which packed batches do not carry",
+    "longformer": "some of its tokens see the whole row",
+    "perceiver": "its latents read the whole row",
+    "reformer": "it sorts the tokens of a row into buckets",
+    "tapas": "it reads rows and columns of a table, which packed batches do not carry",
+}
+# Families that are no causal decoders; most are known by their config, see refusal().
+NO_DECODERS = {
+    "cpmant": "it sees tokens on both sides",
+    "whisper": "it is the decoder of an encoder-decoder",
+    "xlm": "it is an encoder",
+    "xlnet": "it sees tokens on both sides",
+}
+# Families whose config can make them the decoder half of something, and that are pure decoders all the same.
+PURE_DECODERS = ("gpt_neox", "gpt_neox_japanese")
+
+
+def refusal(family: str, config: Any, *, next_token: bool = True) -> str | None:
+    """Why a family cannot be trained packed, None if it can; ``config`` is not looked at where the name says enough.
+
+    Args:
+        next_token: whether the model predicts the next token, which no encoder does.
+    """
+    reason = REFUSED.get(family) or NO_DECODERS.get(family) or (None if next_token else REFUSED_ENCODERS.get(family))
+    if reason is None:
+        if getattr(config, "is_encoder_decoder", False) or (_has_switch(family, config) and next_token):
+            reason = "it is an encoder, or the decoder of an encoder-decoder"
+        elif _has_switch(family, config) and config.is_decoder:
+            reason = "it is the decoder of an encoder-decoder"
+    return None if reason is None else f"{family} cannot be trained packed: {reason}"
+
+
+def _has_switch(family: str, config: Any) -> bool:
+    """Whether a config can make its model the decoder half of something; in all but a few families it is an encoder."""
+    return family not in PURE_DECODERS and "is_decoder" in config.to_dict()
+
+
+def route_of(config: Any, decoder: Any, *, head: str, uses_interface: bool) -> tuple[Route, str]:
+    """The route of a family and the reason for it.
+
+    Args:
+        config: of the outermost model.
+        decoder: the config of the decoder inside it, which is of another family in vision-language models.
+        head: of the outermost model, see :mod:`.heads`.
+        uses_interface: whether its decoder has layers that call transformers' attention interface, or mixers.
+
+    Raises:
+        UnsupportedModelError: the family is refused.
+    """
+    reason = refusal(config.model_type, config, next_token=head == "next token")
+    if reason is not None:
+        raise UnsupportedModelError(reason)
+    if decoder.model_type in REFUSED:
+        raise UnsupportedModelError(f"{decoder.model_type} cannot be trained packed: {REFUSED[decoder.model_type]}")
+    for family in (config.model_type, decoder.model_type):
+        if family in DOCUMENTS:
+            return "documents", DOCUMENTS[family]
+    if not uses_interface:
+        return "documents", OWN_ATTENTION
+    return "attention", "its attention takes segments"
+
+
+# -- arguments of a batch ----------------------------------------------------------------------------------------------
+
+# Families whose rotary positions have three axes (time, height, width) where there are images or videos.
+M_ROPE = (
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+    *("glm4v", "glm4v_moe", "glm46v", "glm_ocr"),
+)
+_GRIDS = frozenset(("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "mm_token_type_ids"))
+_PIXELS = frozenset(("pixel_values",))
+_SIZES = _PIXELS | {"image_sizes"}
+_PIXEL_MASK = _PIXELS | {"pixel_attention_mask"}
+# Tensor arguments with which a family is exact when packed; tests/torch_backend/test_multimodal.py proves every one.
+# Others are refused: nothing else tells whether tokens attend in both directions or positions depend on the row.
+EXACT_KEYS: Mapping[str, frozenset[str]] = {
+    **dict.fromkeys(M_ROPE, _GRIDS),
+    **dict.fromkeys(("aya_vision", "cohere2_vision", "deepseek_vl", "got_ocr2", "internvl", "vipllava"), _PIXELS),
+    **dict.fromkeys(("lighton_ocr", "llava", "llava_next", "llava_onevision", "mistral3"), _SIZES),
+    **dict.fromkeys(("idefics2", "idefics3", "smolvlm"), _PIXEL_MASK),
+    "lfm2_vl": _PIXEL_MASK | {"spatial_shapes"},
+    "gpt2": frozenset(("token_type_ids",)),
+}
+
+
+def exact_in_encoders(config: Any) -> frozenset[str]:
+    """Tensor arguments with which an encoder is exact when packed: the kinds of its tokens, one by one."""
+    return frozenset(("token_type_ids",)) if getattr(config, "type_vocab_size", None) else frozenset()
+
+
+# Arguments that mark tokens which see each other in both directions, by family; exact while they mark none.
+BOTH_WAYS: Mapping[str, str] = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"}
+
+# -- layers that carry state along the row -------------------------------------------------------------------------
+
+# Layer classes without a convolution to recognise them by, and which instances of them carry state.
+STATEFUL_LAYERS: dict[str, Callable[[Any], bool]] = {
+    "MiniMaxLightningAttention": lambda layer: True,
+    "Llama4TextAttention": lambda layer: layer.attn_temperature_tuning and not layer.use_rope,  # counts along the row
+}
+# Decoder layers that pass nothing but a mask on to their mixer, which is None for packed rows.
+PASS_A_MASK = ("JambaMambaDecoderLayer",)
+# Global names of functions in modeling files, by what they do.
+CONVOLUTION = "causal_conv1d_fn"
+SCANS = {  # the libraries with a kernel for each, in the order they are tried; transformers uses the last
+    "torch_chunk_gated_delta_rule": ("flash_qla", "fla"),
+    "chunk_kimi_delta_attention": ("fla",),
+    "mamba2_chunk_scan": ("mamba_ssm",),
+}
+# A scan that gets no segments from its layer: the layer's stand-ins know them.
+SELECTIVE_SCAN = "mamba_selective_scan"
+FUSED_STEPS = (
+    "mamba2_split_conv1d_scan_combined",
+    "mamba_inner_fn",
+)  # may return None, and the layer then takes its steps one by one
+# Classes whose forward is weight * norm(x) * activation(gate), with the attributes weight, variance_epsilon and
+# activation. Mamba-2's norms, which gate first, are none of them.
+GATED_NORMS = (
+    *("Qwen3NextRMSNormGated", "Qwen3_5RMSNormGated", "Qwen3_5MoeRMSNormGated", "OlmoHybridRMSNormGated"),
+    *("KimiLinearRMSNormGated", "BailingHybridRMSNormGated"),
+)
+WITHIN_TOKENS = ("apply_mask_to_padding_states",)  # no effect across tokens
+ONLY_WITH_A_CACHE = (
+    "causal_conv1d_update",
+    "mamba2_selective_state_update",
+    "mamba_selective_state_update",
+    "recurrent_kimi_delta_attention",
+    "torch_recurrent_gated_delta_rule",
+)
+WITHIN_TOKENS_METHODS = ("fix_query_key_value_ordering",)
+# Keywords of these functions that carry a state in or out, which packed documents do not have.
+STATE_ARGUMENTS = (
+    *("initial_state", "initial_states", "output_final_state", "return_final_states", "final_states_out"),
+)
+
+# -- attention ------------------------------------------------------------------------------------------------------
+
+ROTATION = "apply_rotary_pos_emb"
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+# What an attention layer may pass along without meaning anything for the packed result.
+WITHOUT_EFFECT = (
+    *("position_embeddings", "layer_idx", "use_cache", "packed"),
+    *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+)
+
+# -- configs, for tiny models ------------------------------------------------------------------------------------------
+
+_INDEXER = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 256,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+}
+# What the default configs of some families leave open.
+LEFT_OPEN: dict[str, dict[str, Any]] = {
+    "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "hunyuan_v1_dense": {"head_dim": 64},
+    "hunyuan_v1_moe": {"head_dim": 64},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "ministral": {"head_dim": 64},
+    "nemotron": {"num_key_value_heads": 8},
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},
+    "qwen4_exp": {"text_config": _INDEXER},
+    "qwen4_exp_text": _INDEXER,
+}
+# Fields of a tiny config that only one family has, or has rules of its own for.
+TINY_SIZES: dict[str, dict[str, Any]] = {
+    "bamba": {"num_hidden_layers": 3, "attn_layer_indices": [1]},
+    "dots3_note_text": {"head_dim": 16, "per_layer_config": {}, "index_n_heads": 2, "index_head_dim": 16},
+    "nemotron_h": {"n_groups": 2, "mamba_num_heads": 4, "mamba_head_dim": 16},
+    "rwkv": {"attention_hidden_size": 64},
+    "xlstm": {"hidden_size": 256, "embedding_dim": 256, "mode": "train_with_padding", "return_last_states": False},
+    "zamba2": {"adapter_rank": 8},
+}
+
+# -- what the package touches ---------------------------------------------------------------------------------------
+
+# Every name of transformers that this package touches, as "module:name" or "module:class.attribute"; a test finds them
+# all in the installed version, and finds no other import of transformers here.
+TOUCHED = (
+    "transformers:AttentionInterface",
+    "transformers:AttentionMaskInterface",
+    "transformers:AutoConfig",
+    "transformers:AutoModelForCausalLM",
+    "transformers:AutoTokenizer",
+    "transformers:CONFIG_MAPPING",
+    "transformers:LlamaConfig",
+    "transformers:LlamaForCausalLM",
+    "transformers:MistralConfig",
+    "transformers:MistralForCausalLM",
+    "transformers:PreTrainedModel",
+    "transformers:PreTrainedTokenizerFast",
+    "transformers:PretrainedConfig",
+    "transformers.masking_utils:ALL_MASK_ATTENTION_FUNCTIONS",
+    "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS",
+    "transformers.loss.loss_utils:ForCausalLMLoss",
+    "transformers:Trainer",
+    "transformers:TrainerCallback",
+    "transformers:TrainingArguments",
+    "transformers.modeling_layers:GradientCheckpointingLayer",
+    "transformers.models.auto:modeling_auto",
+    "transformers.models.auto.modeling_auto:MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "transformers.models.auto.modeling_auto:MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    # attributes: where a config keeps the name of its attention, and what the trainers' glue reads
+    "transformers:PretrainedConfig._attn_implementation",
+    "transformers.models.llama.modeling_llama:eager_attention_forward",
+    "transformers.models.llama.modeling_llama:apply_rotary_pos_emb",
+    "transformers.models.mamba.modeling_mamba:causal_conv1d_fn",
+    "transformers:Trainer._prepare_inputs",
+    "transformers:Trainer._set_signature_columns_if_needed",
+    "transformers:Trainer.compute_loss",
+    "transformers:Trainer.compute_loss_context_manager",
+    "transformers:Trainer.get_batch_samples",
+    "transformers:Trainer.get_train_dataloader",
+)

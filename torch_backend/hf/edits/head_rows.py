@@ -1,0 +1,159 @@
+"""What a patch does around the head of a model that is no language model.
+
+    the model's arguments -> begin -> a head for documents gets one document in each row; the rest waits
+    its inner model       -> restore -> runs on the packed rows -> by_document -> hidden states, a document in each row
+    the model's output    -> end -> its loss as a share of the step's
+
+A head for tokens reads the packed rows as they are. Encoders with a pooler (``BertModel``) pool each document's first
+token, with a head or without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packing_core.batches.batch import IGNORE_INDEX
+from packing_core.errors import LayoutError, UnsupportedModelError
+from torch_backend.hf.anatomy.heads import Head, reads_last_token
+from torch_backend.hf.attention import PreTrainedModel
+from torch_backend.hf.edits.kinds import Edit, Hook
+from torch_backend.hf.forward import PackedForward
+from torch_backend.hf.inputs.arguments import forward_names
+
+NO_LOGITS = ("labels", "output_attentions", "output_hidden_states", "return_dict")  # what stays where it is
+
+
+class HeadRows:
+    """The head of one patched model.
+
+    Args:
+        root: the outermost transformers model, decoder: the one inside it that runs the layers; may be the same.
+        head: of ``root``.
+        per_document: whether ``decoder`` runs as a whole on batches of documents.
+
+    Raises:
+        UnsupportedModelError: the head needs a padding token, and the config has none.
+    """
+
+    def __init__(self, root: Any, decoder: Any, head: Head, *, per_document: bool) -> None:
+        self.root = root
+        self.decoder = decoder
+        self.per_document = per_document
+        self.head = head
+        self.body = root.base_model if isinstance(root.base_model, PreTrainedModel) else decoder
+        pooler = getattr(decoder, "pooler", None)
+        self.pooler: nn.Module | None = pooler if isinstance(pooler, nn.Module) else None
+        self.pad_id: int | None = getattr(root.config.get_text_config(), "pad_token_id", None)
+        self.last = head == "document" and reads_last_token(root)
+        if self.last and self.pad_id is None:
+            raise UnsupportedModelError(
+                f"{type(root).__name__} finds the last token of a document by the padding after it, and its config "
+                "names none: set model.config.pad_token_id"
+            )
+
+    @property
+    def needs_lengths(self) -> bool:
+        """Whether the lengths of documents are needed on the host."""
+        return self.head == "document" or self.pooler is not None
+
+    def edits(self, current: Any) -> Iterator[Edit]:
+        """The hooks inside the model; ``current()`` is the packed forward that is running."""
+        yield from self._pooling(current)  # before the hidden states become rows of documents
+        if self.head == "document":
+            restore, by_document = partial(self._restore, current), partial(self._by_document, current)
+            yield Hook(partial(self.body.register_forward_pre_hook, restore, with_kwargs=True))
+            yield Hook(partial(self.body.register_forward_hook, by_document))
+
+    def _pooling(self, current: Any) -> Iterator[Edit]:
+        if self.pooler is None:
+            return
+        if self.per_document:
+            yield Hook(partial(self.decoder.register_forward_hook, partial(self._pool_after, current)))
+            return
+        if (encoder := getattr(self.decoder, "encoder", None)) is not None:
+            yield Hook(partial(encoder.register_forward_hook, partial(self._encoded, current)))
+        yield Hook(partial(self.pooler.register_forward_pre_hook, partial(self._pool, current)))
+
+    def begin(self, forward: PackedForward, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of the model, as its head shall see them.
+
+        Raises:
+            LayoutError: there is not one label for each document, or a document is split.
+        """
+        labels = kwargs.get("labels")
+        if self.head != "next token":
+            count = kwargs.pop("num_items_in_batch", None)
+            if count is not None and isinstance(labels, Tensor):
+                forward.share = (labels != IGNORE_INDEX).sum() / count
+        if self.head != "document":
+            return kwargs
+        rows = forward.documents
+        if isinstance(labels, Tensor) and (labels.ndim == 0 or len(labels) != len(rows)):
+            raise LayoutError(
+                f"labels have shape {list(labels.shape)} and the batch holds {len(rows)} documents: this model takes "
+                "one label for each document, in source order, as PackedCollator(model) gives them"
+            )
+        if self.last:
+            rows.keep_last(kwargs.get("input_ids"), self.pad_id)
+        seen = {name: x for name, x in kwargs.items() if not isinstance(x, Tensor) or name in NO_LOGITS}
+        forward.waiting = {"attention_mask": None, **{name: x for name, x in kwargs.items() if name not in seen}}
+        names = forward_names(self.root)
+        return seen | {name: x for name, x in rows.arguments(kwargs, self.pad_id).items() if name in names}
+
+    def end(self, forward: PackedForward, output: Any) -> Any:
+        """The output of the model, its loss divided by the targets of the whole step if it was told their number."""
+        if forward.share is None or output is None:
+            return output
+        share = forward.share
+        if isinstance(output, tuple):
+            return _scaled(output[0], share), *output[1:]
+        if output.loss is not None:
+            output.loss = _scaled(output.loss, share)
+        return output
+
+    def _restore(self, current: Any, body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        forward: PackedForward | None = current()
+        if forward is None or not forward.waiting:
+            return args, kwargs
+        names = forward_names(body)
+        named = dict(zip(names, args, strict=False)) | kwargs
+        return args[len(names) :], named | {name: x for name, x in forward.waiting.items() if name in names}
+
+    def _by_document(self, current: Any, body: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        forward: PackedForward | None = current()
+        if forward is None:
+            return output
+        if isinstance(output, tuple):
+            return forward.documents.hidden(output[0]), *output[1:]
+        output.last_hidden_state = forward.documents.hidden(output.last_hidden_state)
+        return output
+
+    def _encoded(self, current: Any, encoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if (forward := current()) is not None:
+            forward.encoded = output[0]
+
+    def _pool(self, current: Any, pooler: nn.Module, args: tuple[Any, ...]) -> Any:
+        """The first token of each document where a pooler takes [B, S, D], or the first token of each row [B, D]."""
+        forward: PackedForward | None = current()
+        if forward is None:
+            return args
+        if args[0].ndim == 3:
+            return forward.documents.first(args[0]), *args[1:]
+        assert forward.encoded is not None
+        return forward.documents.first(forward.encoded)[:, 0], *args[1:]
+
+    def _pool_after(self, current: Any, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        forward: PackedForward | None = current()
+        if forward is not None and self.pooler is not None and not isinstance(output, tuple):
+            output["pooler_output"] = self.pooler(forward.documents.first(output.last_hidden_state))
+        return output
+
+
+def _scaled(loss: Tensor, share: Tensor) -> Tensor:
+    """A mean over targets as a part of the step's mean; 0 if there was no target, whose mean is NaN."""
+    return torch.where(share > 0, loss, torch.zeros_like(loss)) * share.to(loss.device)

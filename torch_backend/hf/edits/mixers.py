@@ -1,0 +1,228 @@
+"""Layers that carry state along the row: state-space, linear-attention and convolution layers in packed forwards.
+
+A layer whose forward mixes tokens only through functions that are known by name (transformers' short convolution and
+scans) runs once on the whole row, with its projections, norms and gates as they are; in a copy of its forward
+(:mod:`.rebinding`) these names mean the functions of :mod:`.stand_ins`, which receive the segment boundaries. Any other
+layer runs as a whole on padded batches of documents of similar length. A whole decoder can be run the same way.
+Calls without segments run the layer's own forward.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_backend.hf.anatomy.families import (
+    CONVOLUTION,
+    FUSED_STEPS,
+    ONLY_WITH_A_CACHE,
+    PASS_A_MASK,
+    SCANS,
+    SELECTIVE_SCAN,
+    STATEFUL_LAYERS,
+    WITHIN_TOKENS,
+    WITHIN_TOKENS_METHODS,
+    Route,
+)
+from torch_backend.hf.attention import causal_mask, uses_interface
+from torch_backend.hf.edits.override import has_own_forward, original_class, override
+from torch_backend.hf.edits.rebinding import called, names, rebound
+from torch_backend.hf.edits.row_layers import FORWARDS, with_fast_norms, without_triton
+from torch_backend.hf.edits.stand_ins import LayerSegments, convolve, no_fused_steps, running, scan, selective_scan
+from torch_backend.hf.forward import CARRIED, DocumentsChoice, PackedForward, RowChoice, forward_among
+from torch_backend.ops.operators import runs_triton
+
+logger = logging.getLogger(__name__)
+
+# of a layer: its forward on a row; whether that is ours; whether it calls its scan without segments; whether it passes
+# on keywords that it does not know
+_ROW_FORWARD, _OURS = "_crosspack_row_forward", "_crosspack_row_is_ours"
+_SCANS_ALONE, _TAKES_OTHERS = "_crosspack_scans_alone", "_crosspack_takes_others"
+
+
+def find_mixers(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
+    """The layers inside ``module`` that carry state along the row, by name, the outermost ones only.
+
+    They have a convolution of their own, or are known by the name of their class.
+    """
+    found = {}
+    for name, child in module.named_children():
+        convolves = any(isinstance(inner, nn.Conv1d) for inner in child.children())
+        # by the names of all base classes, because FSDP renames the class
+        known = any(STATEFUL_LAYERS[c.__name__](child) for c in type(child).__mro__ if c.__name__ in STATEFUL_LAYERS)
+        if convolves or known:
+            found[prefix + name] = child
+        else:
+            found |= find_mixers(child, f"{prefix}{name}.")
+    return found
+
+
+def overrides(
+    decoder: nn.Module, mixers: Iterable[nn.Module], route: Route
+) -> Iterator[tuple[nn.Module, Callable[[nn.Module], None]]]:
+    """The modules whose forwards packed calls replace, each with what replaces it."""
+    for mixer in mixers:
+        yield mixer, override_decoder if route == "documents" else override_mixer
+    for layer in decoder.modules():
+        if any(c.__name__ in PASS_A_MASK for c in type(layer).__mro__):
+            yield layer, override_mask
+
+
+def override_mixer(layer: nn.Module) -> None:
+    """Make a layer restart at every segment in packed forwards: on the row where it can, else per document."""
+    override(layer, _mixer_forward, _row_attributes)
+    reason = why_not_on_the_row(layer)
+    if reason is not None and CONVOLUTION in called(original_class(layer).forward):
+        _warn_once(type(layer).__name__, reason)
+
+
+def override_mask(layer: nn.Module) -> None:
+    """Make a decoder layer pass the segments on to its mixer, in place of the mask."""
+    override(layer, _segments_for_mask)
+
+
+def override_decoder(decoder: nn.Module) -> None:
+    """Make a whole decoder run on batches of documents in packed forwards."""
+    override(decoder, _decoder_forward)
+
+
+def why_not_on_the_row(layer: nn.Module) -> str | None:
+    """Why a layer runs per document, None if it runs on the row."""
+    if has_own_forward(layer):
+        return "somebody set a forward on this instance, which may do anything"
+    found = row_forward(original_class(layer))
+    if isinstance(found, str):
+        return found
+    reason = without_triton(layer)
+    return None if reason is None else f"its scan has no kernel: {reason}"
+
+
+def row_forward(layer_class: type[nn.Module]) -> Callable[..., Any] | str:
+    """A layer class's forward for whole rows; the segments reach it as a keyword. If it has none, the reason.
+
+    It convolves by name, and every other function and method that it names is known.
+    """
+    functions = called(layer_class.forward)
+    if layer_class.__name__ in FORWARDS:
+        return FORWARDS[layer_class.__name__]
+    if CONVOLUTION not in functions:
+        return f"it does not convolve through {CONVOLUTION}"
+    known = {*WITHIN_TOKENS, *ONLY_WITH_A_CACHE, *FUSED_STEPS, *SCANS, SELECTIVE_SCAN, CONVOLUTION}
+    methods = {name for name in names(layer_class.forward) if _is_method(layer_class, name)}
+    unknown = sorted((functions.keys() - known) | (methods - set(WITHIN_TOKENS_METHODS)))
+    if unknown:
+        return f"its forward calls {', '.join(unknown)}, which may mix tokens"
+    found = _rebound_row_forward(layer_class.forward, tuple(sorted(functions.items())))
+    return "a decorator hides its forward" if found is None else found
+
+
+@cache
+def _rebound_row_forward(
+    forward: Callable[..., Any], functions: tuple[tuple[str, Any], ...]
+) -> Callable[..., Any] | None:
+    """``forward`` with stand-ins for those of its functions that mix tokens."""
+    stand_ins: dict[str, Any] = {}
+    for name, function in functions:
+        if name == CONVOLUTION:
+            stand_ins[name] = partial(convolve, function)
+        elif name in SCANS:
+            stand_ins[name] = partial(scan, name, function, SCANS[name])
+        elif name == SELECTIVE_SCAN:
+            stand_ins[name] = selective_scan
+        elif name in FUSED_STEPS:
+            stand_ins[name] = no_fused_steps
+    return rebound(forward, stand_ins)
+
+
+def _is_method(layer_class: type[nn.Module], name: str) -> bool:
+    return inspect.isfunction(getattr(layer_class, name, None)) and not hasattr(nn.Module, name)
+
+
+def _row_attributes(original: type[nn.Module]) -> dict[str, Any]:
+    """What a packed call reads of the layer's class: here, because a compiler would trace how it is found out."""
+    found = row_forward(original)
+    parameters = inspect.signature(original.forward).parameters.values()
+    return {
+        _ROW_FORWARD: None if isinstance(found, str) else found,
+        _OURS: original.__name__ in FORWARDS,
+        _SCANS_ALONE: SELECTIVE_SCAN in called(original.forward),
+        _TAKES_OTHERS: any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters),
+    }
+
+
+def _mixer_forward(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    forward = forward_among((*args, *kwargs.values()))
+    if forward is None:
+        return call(*args, **kwargs)
+    hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    reason = _why_not_now(layer, kwargs, hidden.dtype)
+    if reason is not None:
+        forward.record(layer, DocumentsChoice(reason))
+        mask = partial(causal_mask, layer) if uses_interface(original_class(layer)) else _no_mask
+        return forward.per_document(call, args, kwargs, mask=mask)
+    segments = LayerSegments(forward.segments)
+    result = _run_on_row(layer, forward, segments, args, kwargs)
+    if not torch.compiler.is_compiling():
+        convolves = any(isinstance(inner, nn.Conv1d) for inner in layer.children())
+        forward.record(layer, RowChoice(runs_triton(hidden) if convolves else None, segments.scan))
+    return result
+
+
+def _why_not_now(layer: nn.Module, kwargs: dict[str, Any], dtype: torch.dtype) -> str | None:
+    """Why this call does not run on the row, None if it does."""
+    of_class = layer.__dict__
+    if of_class[_ROW_FORWARD] is None or has_own_forward(layer):
+        return "its forward may mix tokens" if torch.compiler.is_compiling() else why_not_on_the_row(layer)
+    if of_class[_OURS] or of_class[_SCANS_ALONE]:
+        reason = without_triton(layer, dtype)
+        if reason is not None:
+            return f"its scan has no kernel: {reason}"
+    reaches = of_class[_OURS] or of_class[_TAKES_OTHERS] or any(name in kwargs for name in CARRIED)
+    return None if reaches else "no keyword hands it the segments"
+
+
+def _run_on_row(
+    layer: nn.Module, forward: PackedForward, segments: LayerSegments, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    on_row = layer.__dict__[_ROW_FORWARD]
+    if layer.__dict__[_OURS]:
+        return on_row(layer, segments, *args, **kwargs)
+    if not any(name in kwargs for name in CARRIED):
+        kwargs = kwargs | {CARRIED[0]: forward}
+    args = tuple(None if isinstance(value, PackedForward) else value for value in args)
+    kwargs = {
+        name: (segments if name in CARRIED else None) if isinstance(value, PackedForward) else value
+        for name, value in kwargs.items()
+    }
+    if not layer.__dict__[_SCANS_ALONE]:
+        return on_row(with_fast_norms(layer), *args, **kwargs)
+    with running(segments):
+        return on_row(with_fast_norms(layer), *args, **kwargs)
+
+
+def _segments_for_mask(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    forward = forward_among(kwargs.values())
+    return call(*args, **kwargs) if forward is None else call(*args, **kwargs | {"attention_mask": forward})
+
+
+def _decoder_forward(decoder: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    forward = kwargs.pop("packed", None)
+    if forward is None:
+        return call(*args, **kwargs)
+    forward.record(decoder, DocumentsChoice("its attention cannot be given segments from outside"))
+    return forward.per_document(call, args, kwargs, mask=_no_mask)
+
+
+def _no_mask(rows: Tensor) -> None:
+    return None
+
+
+@cache
+def _warn_once(layer: str, reason: str) -> None:
+    logger.warning("%s runs on batches of documents instead of whole rows, which costs speed: %s", layer, reason)

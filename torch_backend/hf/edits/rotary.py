@@ -1,0 +1,191 @@
+"""Rotary embedding in packed forwards: the Triton rotation, and frequencies that depend on the batch.
+
+Most modeling files of transformers rotate through one function, ``apply_rotary_pos_emb(q, k, cos, sin)``. In a layer's
+packed forward that name means :func:`_rotate` (:mod:`.rebinding`); every other call takes the layer's own forward.
+Which rotation a modeling file means is found by calling its function.
+
+Frequencies of dynamic NTK and longrope follow from the longest position in the batch, so a short document packed with a
+long one would get the long one's. In a packed forward such a rotary module runs once per document length instead.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packing_core.errors import UnsupportedModelError
+from torch_backend.hf.anatomy.families import ROTATION
+from torch_backend.hf.edits.override import has_own_forward, original_class, override
+from torch_backend.hf.edits.rebinding import called, rebound
+from torch_backend.hf.forward import PackedForward, forward_among
+from torch_backend.ops.document_batches import OWN, per_document
+from torch_backend.ops.operators import runs_triton
+from torch_backend.ops.rope import apply_rope
+from torch_backend.ops.rope.reference import rotate
+
+_ROTATED_FORWARD = "_crosspack_rotated_forward"
+_CURRENT = "_crosspack_current"
+Rotation = Callable[..., tuple[Tensor, Tensor]]
+
+
+# -- the rotation --------------------------------------------------------------------------------------------------
+
+
+def override_rotation(layer: nn.Module) -> str | None:
+    """Give an attention layer a packed forward with the Triton rotation.
+
+    Returns:
+        Why the layer keeps its own rotation and is left alone, None if it was changed.
+    """
+    if has_own_forward(layer):
+        return "somebody set a forward on this instance"
+    found = _rotated_forward(original_class(layer).forward)
+    if isinstance(found, str):
+        return found
+    override(layer, _attention_forward, _rotation_attributes)
+    return None
+
+
+def _rotation_attributes(original: type[nn.Module]) -> dict[str, Any]:
+    return {_ROTATED_FORWARD: _rotated_forward(original.forward)}
+
+
+def _attention_forward(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if forward_among((*args, *kwargs.values())) is None:
+        return call(*args, **kwargs)
+    return layer.__dict__[_ROTATED_FORWARD](layer, *args, **kwargs)
+
+
+@cache
+def _rotated_forward(forward: Callable[..., Any]) -> Callable[..., Any] | str:
+    """``forward`` with the Triton rotation, or the reason why :func:`apply_rope` cannot stand in for its own."""
+    original: Rotation | None = called(forward).get(ROTATION)
+    if original is None:
+        return f"it does not call {ROTATION}"
+    if (interleaved := interleaving(original)) is None:
+        return f"its {ROTATION} has a form of its own"
+    return rebound(forward, {ROTATION: partial(_rotate, original, interleaved)}) or "a decorator hides its forward"
+
+
+def _rotate(
+    original: Rotation, interleaved: bool, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any
+) -> tuple[Tensor, Tensor]:
+    """Stands in for ``apply_rotary_pos_emb``: q, k [B, H, S, D] and full-width angles [B, S, R]."""
+    if rest or named or not runs_triton(q) or not (q.ndim == k.ndim == 4 and cos.ndim == 3):
+        return original(q, k, cos, sin, *rest, **named)
+    half = cos.shape[-1] // 2
+    return apply_rope(q, k, cos[..., :half], sin[..., :half], heads_first=True, interleaved=interleaved)
+
+
+@cache
+def interleaving(original: Rotation) -> bool | None:
+    """Whether a modeling file's rotation pairs neighbouring channels (True) or halves (False); None: it does neither.
+
+    It is called with angles as the standard rotary modules make them, the R/2 angles of a token twice in a row, and
+    heads wider than R.
+    """
+    try:
+        parameters = list(inspect.signature(original).parameters)
+        if parameters[:4] != ["q", "k", "cos", "sin"] or not set(parameters[4:]) <= {"position_ids", "unsqueeze_dim"}:
+            return None
+        for partly in (True, False):
+            generator = torch.Generator().manual_seed(0)
+            q, k = (torch.randn(2, h, 5, 12 if partly else 8, dtype=torch.float64, generator=generator) for h in (2, 1))
+            angle = torch.randn(2, 5, 4, dtype=torch.float64, generator=generator)
+            cos, sin = (torch.cat((x, x), -1) for x in (angle.cos(), angle.sin()))
+            try:
+                found = original(q, k, cos, sin)
+            except RuntimeError:
+                continue  # it cannot turn a part of a head; no such model has one
+            for interleaved in (False, True):
+                right = [
+                    rotate(x.transpose(1, 2), angle.cos(), angle.sin(), interleaved=interleaved).transpose(1, 2)
+                    for x in (q, k)
+                ]
+                if all(x.shape == y.shape and torch.allclose(x, y) for x, y in zip(found, right, strict=True)):
+                    return interleaved
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+        return None
+    return None
+
+
+# -- frequencies in half precision -----------------------------------------------------------------------------------
+
+
+def rounded_frequencies(model: nn.Module) -> dict[str, torch.dtype]:
+    """Rotary frequencies of ``model`` in half precision, by the buffer's name.
+
+    Transformers keeps them in float32 whatever dtype a model is loaded or made in. Only a cast of the whole model
+    rounds them, and the rotation, which computes in float32, cannot undo that.
+    """
+    return {
+        name: x.dtype
+        for name, x in model.named_buffers()
+        if name.endswith("inv_freq") and x.is_floating_point() and x.dtype.itemsize < 4
+    }
+
+
+# -- frequencies that depend on the batch --------------------------------------------------------------------------
+
+
+def has_position_axes(config: Any) -> bool:
+    """Whether a decoder rotates by positions on several axes (M-RoPE), as its config says."""
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    return "mrope_section" in rope
+
+
+def find_batch_dependent(decoder: nn.Module) -> dict[str, nn.Module]:
+    """Rotary modules of ``decoder`` whose frequencies depend on the batch, by name.
+
+    Raises:
+        UnsupportedModelError: one of them sits inside a layer, where gradient checkpointing would run it again without
+            its segments.
+    """
+    found = {name: module for name, module in decoder.named_modules() if _depends_on_batch(module)}
+    inside = [name for name in found if any(part.isdigit() for part in name.split("."))]
+    if inside:
+        raise UnsupportedModelError(
+            f"{inside[0]} chooses its rotary frequencies from the longest position in the batch inside a layer: "
+            "use rotary frequencies of a fixed kind (default, linear, yarn, llama3)"
+        )
+    return found
+
+
+def override_frequencies(rotary: nn.Module, current: Callable[[], PackedForward | None]) -> None:
+    """Make a rotary module choose frequencies per document during the packed forward that ``current()`` returns.
+
+    The decoder calls these modules itself and passes them no mask, so the segments cannot come as an argument.
+    """
+    override(rotary, _frequencies_forward)
+    rotary.__dict__[_CURRENT] = current
+
+
+def restore_frequencies(rotary: nn.Module) -> None:
+    """Take back what :func:`override_frequencies` adds to the override."""
+    del rotary.__dict__[_CURRENT]
+
+
+def _depends_on_batch(module: nn.Module) -> bool:
+    kinds = getattr(module, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
+
+
+def _frequencies_forward(rotary: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    forward: PackedForward | None = rotary.__dict__[_CURRENT]()
+    if forward is None:
+        return call(*args, **kwargs)
+    return per_document(forward.segments, partial(_from_scratch, rotary, call), args, kwargs, sizes=OWN)
+
+
+def _from_scratch(rotary: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``call`` without what the module remembers of longer documents."""
+    for name in list(rotary.__dict__):
+        if name.endswith("max_seq_len_cached"):
+            setattr(rotary, name, 0)
+    return call(*args, **kwargs)

@@ -1,0 +1,146 @@
+"""What a mixer calls in a packed forward in place of the convolution and the scan of its modeling file.
+
+x and the segments, as the layer passes them on -> :func:`convolve`, :func:`scan` -> ``ops.conv``, ``ops.scan``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from packing_core.errors import UnsupportedModelError
+from torch_backend.hf.anatomy.families import CONVOLUTION, STATE_ARGUMENTS
+from torch_backend.hf.forward import TRITON_SCAN
+from torch_backend.ops import scan as scans
+from torch_backend.ops.conv import short_convolution
+from torch_backend.ops.document_batches import per_document
+from torch_backend.ops.operators import runs_triton
+from torch_backend.ops.scan import ScanChoice
+from torch_backend.ops.scan.selective import operators as selective
+from torch_backend.segments import PackedMetadata
+
+
+class LayerSegments:
+    """The segments as one layer passes them to its convolution and scan, and what its scan ran on.
+
+    Attributes:
+        packed: the segments.
+        scan: what the layer's scan ran on; None until it ran.
+    """
+
+    def __init__(self, packed: PackedMetadata) -> None:
+        self.packed = packed
+        self.scan: ScanChoice | None = None
+
+
+def _segments_of(function: str, arguments: dict[str, Any]) -> LayerSegments:
+    """The segments among the keywords of a convolution or scan.
+
+    Raises:
+        UnsupportedModelError: there are none, or a state goes in or out.
+    """
+    found = next((value for value in arguments.values() if isinstance(value, LayerSegments)), None)
+    if found is None:
+        raise UnsupportedModelError(
+            f"a layer called {function} without its segments: its documents would see each other"
+        )
+    if any(arguments.get(name) is not None and arguments[name] is not False for name in STATE_ARGUMENTS):
+        raise UnsupportedModelError(f"a layer called {function} with a state, but packed documents start from none")
+    return found
+
+
+def convolve(
+    function: Callable[..., Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **others: Any,
+) -> Tensor:
+    """The causal convolution of each channel, restarted at every segment, and its activation.
+
+    Args:
+        function: what the modeling file calls by the name; used where Triton does not run.
+        x: [B, C, S], rows whose tokens the segments cover.
+        weight: [C, W], bias: [C].
+        activation: a name that transformers knows.
+        others: the segments are among them.
+
+    Returns:
+        [B, C, S], dtype of x.
+    """
+    packed = _segments_of(CONVOLUTION, others).packed
+    tokens = x.transpose(1, 2)
+    if runs_triton(x) and activation in (None, "silu", "swish"):
+        y = short_convolution(tokens.flatten(0, 1), weight, packed, bias=bias, silu=activation is not None)
+        return y.view(tokens.shape).transpose(1, 2)
+
+    def alone(documents: Tensor) -> Tensor:
+        return function(documents.transpose(1, 2), weight, bias, activation=activation).transpose(1, 2)
+
+    together: Tensor = per_document(packed, alone, (tokens,), {})
+    return together.transpose(1, 2)
+
+
+def scan(name: str, function: Callable[..., Any], libraries: Sequence[str], *args: Any, **kwargs: Any) -> Any:
+    """The scan that a modeling file calls by a name, with its state restarted at every segment: see ``ops.scan``."""
+    segments = _segments_of("a scan", kwargs)
+    kwargs = {name: value for name, value in kwargs.items() if not isinstance(value, LayerSegments)}
+    call = name, function, libraries, segments.packed, args, kwargs
+    segments.scan = scans.choose(*call)
+    return scans.run(segments.scan, *call)
+
+
+@contextmanager
+def running(segments: LayerSegments) -> Iterator[None]:
+    """Inside, a layer of these segments runs, for what its forward calls without them."""
+    before = getattr(_running, "segments", None)
+    _running.segments = segments
+    try:
+        yield
+    finally:
+        _running.segments = before
+
+
+_running = threading.local()
+
+
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    **others: Any,
+) -> Tensor:
+    """Mamba's selective scan of the running layer, its state restarted at every segment.
+
+    Args:
+        x, dt, z: [B, E, S]; A: [E, N]; B, C: [B, N, S]; D, delta_bias: [E].
+        others: what selects other code for the same result.
+
+    Returns:
+        [B, E, S], dtype of x.
+    """
+    segments: LayerSegments = _running.segments
+    segments.scan = TRITON_SCAN
+    rows = x.transpose(1, 2)
+    on_row, step, b, c = (y.transpose(1, 2).flatten(0, 1) for y in (x, dt, B, C))
+    gate = None if z is None else z.transpose(1, 2).flatten(0, 1)
+    step = step.float() if delta_bias is None else step.float() + delta_bias.float()
+    step = F.softplus(step) if delta_softplus else step
+    y = selective.selective_scan(on_row, step, A, b, c, segments.packed, D=D, z=gate)
+    return y.view(rows.shape).transpose(1, 2)
+
+
+def no_fused_steps(*args: Any, **kwargs: Any) -> None:
+    """Placeholder for the fused convolution-and-scan function. Returns None, so the layer runs the steps separately."""

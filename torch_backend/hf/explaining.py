@@ -1,0 +1,119 @@
+"""``explain(model)``: the implementation that runs each layer of a patched model, and why the others were rejected.
+
+What the layers chose in the last packed forward -> every implementation's answer to the same request -> a table. Before
+the first packed forward only the layers and their routes are known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from packing_core.errors import UnsupportedError
+from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.edits.mixers import why_not_on_the_row
+from torch_backend.hf.forward import AttentionChoice, Choice, DocumentsChoice, RowChoice
+from torch_backend.hf.patch import state_of
+from torch_backend.ops.attention import TRIED_LAST, describe, rejections
+
+
+@dataclass(frozen=True)
+class LayerExplanation:
+    """One layer.
+
+    Attributes:
+        layer: its name in the model.
+        route: ``attention`` (segments reach its attention), ``row`` (segments reach the convolution and scan inside it)
+            or ``per document`` (it runs on batches of documents).
+        serves: the implementation that runs it, None before the first packed forward.
+        request: what the layer needs, in words; of a mixer, what convolves and scans.
+        rejected: implementations that come before it in the order, or last because of what they cost, each with the
+            reason.
+    """
+
+    layer: str
+    route: str
+    serves: str | None = None
+    request: str = ""
+    rejected: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """All layers, in order; ``notes`` say what holds for the whole model."""
+
+    layers: list[LayerExplanation]
+    notes: list[str]
+
+    def __str__(self) -> str:
+        lines = []
+        for layer in self.layers:
+            serves = layer.serves or "not run packed yet"
+            rejected = "".join(f"\n    not {name}: {reason}" for name, reason in layer.rejected.items())
+            lines.append(f"{layer.layer}: {layer.route} -> {serves}  {layer.request}{rejected}")
+        return "\n".join([*lines, *self.notes])
+
+
+def explain(model: Any) -> Explanation:
+    """Which implementation runs each attention and mixer layer of a patched model, and why.
+
+    Args:
+        model: a patched model; or a trainer after ``enable_packing``, or what ``make_train_step`` returned, whose notes
+            also say which parts of its training step are fast, and why the others are not.
+
+    Raises:
+        UnsupportedError: the model is not patched, or the trainer not enabled.
+    """
+    if not isinstance(model, nn.Module):
+        return _explain_step(model)
+    state = state_of(causal_lm(model))
+    if state is None:
+        raise UnsupportedError(f"{type(model).__name__} is not patched: call torch_backend.patch(model) first")
+    layers = [
+        _explain_mixer(name, layer, state.choices.get(id(layer)), state.route == "documents")
+        if name in state.mixers
+        else _explain_attention(name, state.choices.get(id(layer)), state.implementation)
+        for name, layer in state.layers.items()
+    ]
+    return Explanation(layers, state.notes())
+
+
+def _explain_step(trainer: Any) -> Explanation:
+    """A trainer or a training step; a trainer keeps its step as ``packed_step``."""
+    step = getattr(trainer, "packed_step", trainer)
+    parts = getattr(step, "parts", None)
+    if parts is None:
+        raise UnsupportedError(
+            f"explain takes a patched model, a trainer after enable_packing or a step of make_train_step, "
+            f"got a {type(trainer).__name__}"
+        )
+    found = explain(step.model)
+    return replace(found, notes=[*found.notes, *(f"{part} of the step: {what}" for part, what in parts.items())])
+
+
+def _explain_mixer(name: str, layer: nn.Module, choice: Choice | None, whole_decoder: bool) -> LayerExplanation:
+    if isinstance(choice, RowChoice):
+        rejected = {} if choice.scan is None else dict(choice.scan.rejected)
+        return LayerExplanation(name, "row", "its own forward on the row", str(choice), rejected)
+    reason = choice.reason if isinstance(choice, DocumentsChoice) else None
+    if choice is None and not whole_decoder:
+        reason = why_not_on_the_row(layer)
+        if reason is None:
+            return LayerExplanation(name, "row")
+    rejected = {} if reason is None else {"row": reason}
+    return LayerExplanation(name, "per document", "its own forward on batches of documents", rejected=rejected)
+
+
+def _explain_attention(name: str, choice: Choice | None, implementation: str | tuple[str, ...]) -> LayerExplanation:
+    if not isinstance(choice, AttentionChoice):
+        return LayerExplanation(name, "attention")
+    answers = rejections(choice.request, implementation)
+    tried = list(answers).index(choice.implementation)
+    rejected = {
+        other: reason
+        for place, (other, reason) in enumerate(answers.items())
+        if reason is not None and (place < tried or reason.startswith(TRIED_LAST))
+    }
+    return LayerExplanation(name, "attention", choice.implementation, describe(choice.request), rejected)

@@ -1,0 +1,1 @@
+"""The rules about a batch: its arguments, its boundaries, and padded calls that run packed."""

@@ -1,0 +1,351 @@
+"""Every rule about the arguments of a patched model: modalities, masks, positions, labels, unmarked batches.
+
+The arguments of one forward -> ``check_*`` -> nothing, or a PackingError before the forward runs. A batch that carries
+its segments must be one that packing keeps exact; a batch that does not must not look packed. Rules about values go
+through a :class:`~.guard.Guard`, so they are the same on every device and no batch waits for them.
+What the segments themselves must be is in :mod:`.boundaries`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from packing_core.batches.batch import IGNORE_INDEX
+from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
+from torch_backend.hf.anatomy.families import BOTH_WAYS, EXACT_KEYS, M_ROPE, exact_in_encoders
+from torch_backend.hf.inputs.boundaries import METADATA_KEYS, PAGED_CACHE, WAY_OUT
+from torch_backend.hf.inputs.guard import Guard
+from torch_backend.segments import PackedMetadata, to_device
+
+# Arguments that have a rule of their own, and those that say nothing about single documents; of every family.
+_RULED = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels", *METADATA_KEYS)
+HARMLESS = frozenset((*_RULED, "num_items_in_batch", "logits_to_keep", "cache_position"))
+CACHES = (PAGED_CACHE, "past_key_values", "cache_params", "layer_past", "mems", "state")
+
+Labels = Literal["next", "token", "document"]
+UNPACKED = "pack text alone, and give the model such documents unpacked: one to a row, without cu_seq_lens_q"
+
+
+def forward_names(module: nn.Module) -> tuple[str, ...]:
+    """Names of the arguments that a module's forward takes by position."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
+
+
+def as_keywords(
+    names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same call with positional arguments passed by name, so that no rule overlooks one."""
+    named = dict(zip(names, args, strict=False))
+    if named.keys() & kwargs.keys():
+        return args, dict(kwargs)  # the call raises the TypeError
+    return args[len(named) :], {**named, **kwargs}
+
+
+def tokens_of(kwargs: Mapping[str, Any]) -> Tensor:
+    """What says how many rows and tokens a batch has: ``input_ids`` [B, S], or ``inputs_embeds`` [B, S, D].
+
+    Raises:
+        LayoutError: there is neither, or it has another shape.
+    """
+    for name, shape in (("input_ids", "[B, S]"), ("inputs_embeds", "[B, S, D]")):
+        value = kwargs.get(name)
+        if isinstance(value, Tensor):
+            if value.ndim != shape.count(",") + 1:
+                raise LayoutError(f"{name} must be {shape}, got {list(value.shape)}")
+            return value
+    raise LayoutError("the batch has neither input_ids nor inputs_embeds")
+
+
+def check_arguments(model: nn.Module, kwargs: Mapping[str, Any], guard: Guard, *, wait: bool = True) -> None:
+    """Refuse what would be ignored, or not be exact, in a packed batch: caches, modalities, unknown tensors.
+
+    Args:
+        model: the model that is called; ``config.model_type`` is its family.
+        kwargs: all its arguments.
+        guard, wait: see :meth:`Guard.check`.
+
+    Raises:
+        UnsupportedModelError: names the argument, the model and the way out.
+    """
+    config: Any = model.config
+    family, name = config.model_type, type(model).__name__
+    exact, both_ways = EXACT_KEYS.get(family, frozenset()), BOTH_WAYS.get(family)
+    exact = exact | exact_in_encoders(config)
+    given = [key for key, value in kwargs.items() if not _is_plain(value)]
+    for key in given:
+        if key in CACHES:
+            raise UnsupportedModelError(
+                f"a packed batch came with {key}: prefix tuning and caches cannot be packed, because every document "
+                "would need the prefix; use LoRA, or train unpacked"
+            )
+        if key not in HARMLESS and key not in exact and key != both_ways:
+            raise UnsupportedModelError(
+                f"a packed batch came with {key}, and {name} is not known to be exact with it: {UNPACKED}"
+            )
+    positions = kwargs.get("position_ids")
+    if family in M_ROPE and not (isinstance(positions, Tensor) and positions.ndim == 3):
+        seen = [key for key in given if key in exact and key != "mm_token_type_ids"]
+        if seen:
+            raise UnsupportedModelError(
+                f"a packed batch came with {seen[0]} and without position_ids [3, B, S]: {name} gives images and "
+                "videos positions on three axes, and would number the row as if it were one document. Compute them "
+                "for each document in the collator, model.model.get_rope_index(...), and concatenate the results"
+            )
+    if both_ways in given:
+        marks: Tensor = kwargs[both_ways]
+
+        def error(i: int) -> PackingError:
+            return UnsupportedModelError(
+                f"a packed batch came with {both_ways} other than 0 ({_place(i, marks.shape[-1])}): {name} lets these "
+                f"tokens see each other in both directions, and packed attention is causal; {UNPACKED}"
+            )
+
+        guard.check(both_ways, lambda: marks != 0, error, wait=wait)
+
+
+def check_packed(
+    kwargs: Mapping[str, Any],
+    packed: PackedMetadata,
+    guard: Guard,
+    *,
+    labels: Labels,
+    renumbered: bool,
+    axes: bool,
+    wait: bool = True,
+) -> None:
+    """Check mask, positions and labels of a batch against its segments.
+
+    Args:
+        kwargs: all arguments of the model.
+        packed: the segments.
+        guard, wait: see :meth:`Guard.check`.
+        labels: what they belong to: the next token, as language-model heads take them, the token, or the document.
+        renumbered: whether every document will run at positions 0, 1, 2, ... whatever ``position_ids`` says.
+        axes: whether positions may have several axes, [3, B, S].
+
+    Raises:
+        LayoutError: one of them contradicts the segments, or has another shape than the batch.
+        UnsupportedModelError: the model cannot take such positions packed.
+    """
+    rows, row_length = tokens_of(kwargs).shape[:2]
+    shape = (rows, row_length)
+    check_mask(kwargs.get("attention_mask"), packed, guard, shape=shape, wait=wait)
+    positions = kwargs.get("position_ids")
+    check_positions(positions, packed, guard, shape=shape, renumbered=renumbered, axes=axes, wait=wait)
+    for name, ahead in (("labels", 0), ("shift_labels", 1)) if labels != "document" else ():
+        check_labels(
+            kwargs.get(name),
+            packed,
+            guard,
+            name=name,
+            shape=shape,
+            ahead=ahead if labels == "next" else None,
+            wait=wait,
+        )
+
+
+def check_mask(mask: Any, packed: PackedMetadata, guard: Guard, *, shape: tuple[int, int], wait: bool = True) -> None:
+    """Accept no mask, or one [B, S] of ones and zeros that is 0 on whole segments alone (padding).
+
+    Raises:
+        LayoutError: any other mask, which packed attention would not follow.
+    """
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.shape != shape:
+        form = list(mask.shape) if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+        raise LayoutError(
+            f"beside cu_seq_lens_q attention_mask must be None or {list(shape)}, got {form}: who sees whom follows "
+            "from the boundaries alone. Leave the mask out, or the boundaries to use it"
+        )
+
+    def find() -> Tensor:
+        flat = to_device(mask, packed.device).flatten()
+        starts = packed.cu_seqlens.index_select(0, packed.seq_idx)
+        return (flat != flat.index_select(0, starts)) | ((flat != 0) & (flat != 1))
+
+    def error(i: int) -> PackingError:
+        return LayoutError(
+            f"attention_mask contradicts the boundaries at {_place(i, shape[1])}: beside cu_seq_lens_q it may hold "
+            "ones, and zeros on whole segments of padding; packed attention would ignore anything else"
+        )
+
+    guard.check("attention_mask beside boundaries", find, error, wait=wait)
+
+
+def check_positions(
+    positions: Any,
+    packed: PackedMetadata,
+    guard: Guard,
+    *,
+    shape: tuple[int, int],
+    renumbered: bool,
+    axes: bool,
+    wait: bool = True,
+) -> None:
+    """Accept no positions, [B, S], or [3, B, S] and [4, B, S] where the model takes them; see :func:`check_packed`.
+
+    Raises:
+        LayoutError: another shape, or positions that would be ignored.
+        UnsupportedModelError: several axes where the model cannot take them.
+    """
+    if positions is None:
+        return
+    form = tuple(positions.shape) if isinstance(positions, Tensor) else type(positions).__name__
+    if form not in (shape, (3, *shape), (4, *shape)):
+        raise LayoutError(f"position_ids must be {list(shape)}, or several axes of it as in M-RoPE, got {form}")
+    if positions.ndim == 3 and not axes:
+        raise UnsupportedModelError(
+            f"a packed batch came with position_ids on {len(positions)} axes, but the packed documents of this model "
+            f"have positions on a single one; {UNPACKED}"
+        )
+    if not renumbered:
+        return
+
+    def error(i: int) -> PackingError:
+        return LayoutError(
+            f"position_ids are not those of a document of its own at {_place(i, shape[1])}: this model runs its "
+            "documents one by one at positions 0, 1, 2, ...; leave position_ids out"
+        )
+
+    def find() -> Tensor:
+        return to_device(positions, packed.device).flatten() != packed.position_ids
+
+    guard.check("position_ids beside boundaries", find, error, wait=wait)
+
+
+def check_labels(
+    labels: Any,
+    packed: PackedMetadata,
+    guard: Guard,
+    *,
+    name: str,
+    shape: tuple[int, int],
+    ahead: int | None,
+    wait: bool = True,
+) -> None:
+    """Accept no labels, or one per token of which none is predicted from the document before.
+
+    Args:
+        labels: [B, S]; packed, guard, wait: as in :func:`check_packed`.
+        name: of the argument.
+        shape: of the batch.
+        ahead: by how many tokens the labels are already moved towards the token that predicts them; None if they are
+            not those of the next token, so that nothing can cross a boundary.
+
+    Raises:
+        LayoutError: the labels have another shape, or train the first token of a document.
+    """
+    if labels is None:
+        return
+    if not isinstance(labels, Tensor) or labels.shape != shape:
+        form = list(labels.shape) if isinstance(labels, Tensor) else type(labels).__name__
+        raise LayoutError(f"{name} must be {list(shape)}, one per token as in input_ids, got {form}")
+    if ahead is None:
+        return
+
+    def find() -> Tensor:
+        starts = packed.cu_seqlens[1:-1]
+        # the label of a row's first token is dropped by the shift; moved ahead, it stands at the last token before
+        crosses = starts < packed.tokens if ahead else starts % shape[1] != 0
+        flat = to_device(labels, packed.device).flatten()
+        return crosses & (flat.index_select(0, (starts - ahead).clamp(max=len(flat) - 1)) != IGNORE_INDEX)
+
+    def error(i: int) -> PackingError:
+        return LayoutError(
+            f"{name} train the first token of segment {i + 1}, which the last token of segment {i} would predict: set "
+            f"it to {IGNORE_INDEX}, or wrap the collator, torch_backend.with_boundaries(collator), which does"
+        )
+
+    guard.check(name, find, error, wait=wait)
+
+
+def check_unmarked(kwargs: Mapping[str, Any], guard: Guard, *, wait: bool = True) -> None:
+    """Raise for a batch that looks packed and does not carry its segments.
+
+    It does if it has a part of the metadata, a mask of segment numbers, or positions that restart inside a row. A batch
+    with a cache is not looked at: its positions and masks are those of generation. Neither are positions beside a mask
+    that already says which token sees which.
+
+    Raises (now or later, see :class:`Guard`):
+        LayoutError: what marks the batch, and the way out.
+    """
+    parts = [key for key in METADATA_KEYS if kwargs.get(key) is not None]
+    if parts and kwargs.get(PAGED_CACHE) is None:
+        raise LayoutError(f"the batch has {parts[0]} but no cu_seq_lens_q: {WAY_OUT}")
+    if any(kwargs.get(key) is not None for key in CACHES):
+        return
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    if isinstance(mask, Tensor) and mask.ndim == 2 and not (mask.is_floating_point() or mask.dtype == torch.bool):
+        width = mask.shape[1]
+
+        def numbered(i: int) -> PackingError:
+            return LayoutError(
+                f"attention_mask is neither 0 nor 1 at {_place(i, width)}, as if it numbered the documents of a row, "
+                f"but the batch carries no segments: {WAY_OUT}"
+            )
+
+        guard.check("attention_mask", lambda: (mask != 0) & (mask != 1), numbered, wait=wait)
+    if isinstance(positions, Tensor) and positions.ndim in (2, 3) and _says_nothing_of_segments(mask, positions):
+
+        def restarting(i: int) -> PackingError:
+            place = _place(i, positions.shape[-1] - 1, ahead=1)
+            return LayoutError(
+                f"position_ids restart inside a row ({place}) but the batch carries no segments: {WAY_OUT}"
+            )
+
+        guard.check("position_ids", lambda: _restarts(positions, mask), restarting, wait=wait)
+
+
+def refuse_without_carrier(module: Any, kwargs: Mapping[str, Any]) -> None:
+    """Raise where segments reach packed attention beside its mask: the model around it is not patched.
+
+    Its config was copied from a patched model, and with it the name of the attention. Families whose layers do not hand
+    unknown arguments to attention cannot be caught here.
+
+    Raises:
+        UnsupportedModelError
+    """
+    parts = [key for key in METADATA_KEYS if kwargs.get(key) is not None]
+    if parts and kwargs.get(PAGED_CACHE) is None and getattr(module, "is_causal", True):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} was given {parts[0]}, but its model is not patched and would let documents see "
+            f"each other: its config, copied from a patched model, names {module.config._attn_implementation!r}. Call "
+            "torch_backend.patch on this model too"
+        )
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value cannot hold tensors."""
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _says_nothing_of_segments(mask: Any, positions: Tensor) -> bool:
+    """Whether who sees whom is left to positions: no mask, or one of padding."""
+    return mask is None or (isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] == positions.shape[-1])
+
+
+def _restarts(positions: Tensor, mask: Tensor | None) -> Tensor:
+    """bool [B, S - 1]: where the token after this one, neither of them padding, starts anew."""
+    steps = positions[..., 1:] - positions[..., :-1]
+    if positions.ndim == 2:
+        found = steps <= 0
+    elif len(positions) == 4:  # the text's own positions stand before the three axes
+        found = steps[0] <= 0
+    else:  # inside a document one axis at least stays or grows, at the end of an image or of a video frame too
+        found = (steps < 0).all(0)
+    return found if mask is None else found & (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
+
+
+def _place(i: int, width: int, ahead: int = 0) -> str:
+    """Where the i-th element of a batch stands."""
+    return f"row {i // width}, token {i % width + ahead}"

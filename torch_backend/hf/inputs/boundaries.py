@@ -1,0 +1,286 @@
+"""The segments of a batch: from the metadata keys that a collator emits to one :class:`PackedMetadata`, checked.
+
+``packed_lengths`` (a tuple of ints on the host), ``packed_documents`` (each document's segments, likewise),
+``cu_seq_lens_q`` and ``_k`` (int tensors [N+1], on the host or the device), ``max_length_q`` and ``_k``, ``seq_idx`` ->
+:func:`take_metadata` -> PackedMetadata. Whatever the host knows is checked at once, and the messages say which segment
+is wrong. What only the device knows goes through a Guard.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, MutableMapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packing_core.errors import LayoutError, PackingError, UnsupportedError
+from torch_backend.hf.inputs.guard import Guard, has_values
+from torch_backend.segments import PackedMetadata, padding_lengths, to_device
+
+# What a packed batch holds beside input_ids, labels and position_ids.
+METADATA_KEYS = (
+    "packed_lengths",
+    "packed_documents",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "seq_idx",
+)
+PAGED_CACHE = "cache"  # of transformers' continuous batching
+WAY_OUT = (
+    "let PackedCollator build the batches, or wrap the present collator, torch_backend.with_boundaries(collator), "
+    "which marks the boundaries that it hints at"
+)
+
+SPLIT_ROWS = "cannot be combined with packing, which needs whole documents: use FSDP or tensor parallelism"
+
+
+def is_packed(batch: Mapping[str, Any]) -> bool:
+    """Whether the batch carries its segments. The boundaries of continuous batching belong to its paged cache."""
+    carries = any(batch.get(key) is not None for key in ("packed_lengths", "cu_seq_lens_q"))
+    return carries and batch.get(PAGED_CACHE) is None
+
+
+def take_metadata(
+    batch: MutableMapping[str, Any], *, tokens: Tensor, host_lengths: bool, guard: Guard, wait: bool = True
+) -> PackedMetadata:
+    """Remove the metadata keys from ``batch``, which :func:`is_packed`, and return what they say.
+
+    Lengths on the host decide, also where boundaries on the device contradict them; the guard reports that.
+
+    Args:
+        batch: keyword arguments of a model.
+        tokens: ``input_ids`` [B, S] or ``inputs_embeds`` [B, S, D].
+        host_lengths: whether the implementation needs lengths on the host. If ``packed_lengths`` is not in the batch
+            they are read from ``cu_seq_lens_q``, which waits for the device if it lies there.
+        guard, wait: see :meth:`Guard.check`.
+
+    Raises:
+        LayoutError: the keys contradict each other or the shape.
+    """
+    values = {key: batch.pop(key, None) for key in METADATA_KEYS}
+    found = {key: value for key, value in values.items() if value is not None}
+    check_forms(found)
+    (rows, row_length), device, embedded = tokens.shape[:2], tokens.device, tokens.ndim == 3
+    boundaries: Tensor | None = found.get("cu_seq_lens_q")
+    lengths: Sequence[int] | None = found.get("packed_lengths")
+    longest: Any = found.get("max_length_q")
+    if boundaries is not None and torch.compiler.is_compiling() and not host_lengths:
+        lengths = None  # values on the host would be compiled in, one graph per batch
+    elif (
+        boundaries is not None and lengths is None and (host_lengths or longest is None or guard.immediate(boundaries))
+    ):
+        lengths = lengths_between(boundaries.tolist(), rows, row_length, tail=not embedded)
+        boundaries = None
+    if lengths is None:
+        assert boundaries is not None
+        claimed = PackedMetadata(to_device(boundaries.int(), device), int(longest), rows * row_length)
+        if torch.compiler.is_compiling():
+            return claimed
+        _check_on_device(claimed, guard, rows=rows, wait=wait)
+        # also while a CUDA graph is recorded, or compiled layers would meet new shapes in it and be compiled again
+        return PackedMetadata.from_boundaries(
+            claimed.cu_seqlens, rows=rows, row_length=row_length, max_seqlen=int(longest), device=device
+        )
+    lengths = check_lengths(lengths, rows=rows, row_length=row_length, embedded=embedded)
+    longest = check_agreement(found, lengths, guard, row_length=row_length)
+    if boundaries is None:
+        return PackedMetadata.from_lengths(lengths, device=device, max_seqlen=longest)
+    if not has_values(boundaries):
+        return PackedMetadata(to_device(boundaries.int(), device), longest, rows * row_length, lengths)
+    entries = len(boundaries) - 1  # as many as the batch has, so that shapes stay fixed
+    packed = PackedMetadata.from_lengths(lengths, device=device, entries=entries, max_seqlen=longest)
+    if not guard.immediate(boundaries):
+        _check_contradiction(packed, boundaries, guard, wait=wait)
+    return packed
+
+
+def refuse_split_rows(parallelism: Any) -> None:
+    """Raise for context or sequence parallelism, which gives every rank a part of each row.
+
+    Args:
+        parallelism: an ``accelerate.ParallelismConfig``, or None.
+
+    Raises:
+        UnsupportedError
+    """
+    for kind, short in (("context", "cp"), ("sequence", "sp")):
+        if getattr(parallelism, f"{short}_enabled", False):
+            size = getattr(parallelism, f"{short}_size")
+            raise UnsupportedError(f"{kind} parallelism ({short}_size={size}) {SPLIT_ROWS}")
+
+
+def check_forms(found: Mapping[str, Any]) -> None:
+    """Types, shapes and dtypes of the metadata keys; reads no values.
+
+    Raises:
+        LayoutError: the key and what it must be.
+    """
+    for key in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        value = found.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, Tensor) or value.ndim != 1 or len(value) < 2 or value.is_floating_point():
+            form = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise LayoutError(f"{key} must be an integer tensor [N+1] for N segments, got {form}")
+    lengths, boundaries = found.get("packed_lengths"), found.get("cu_seq_lens_q")
+    if lengths is None:
+        return
+    if isinstance(lengths, Tensor | str) or not isinstance(lengths, Sequence):
+        raise LayoutError(f"packed_lengths must be a tuple of ints on the host, got a {type(lengths).__name__}")
+    if boundaries is not None and len(lengths) > len(boundaries) - 1:
+        raise LayoutError(
+            f"packed_lengths has {len(lengths)} segments and cu_seq_lens_q {len(boundaries) - 1}: "
+            "padding must be segments of its own in both, as PackedCollator gives it"
+        )
+
+
+def lengths_between(marks: Sequence[int], rows: int, row_length: int, *, tail: bool) -> list[int]:
+    """Lengths of the segments between boundaries.
+
+    Args:
+        marks: [N+1]; equal neighbours are empty segments and are left out.
+        rows, row_length: the shape of the batch.
+        tail: whether tokens after the last boundary are padding, which becomes segments of its own.
+
+    Raises:
+        LayoutError: they do not start at 0, or decrease.
+    """
+    if marks[0] != 0:
+        raise LayoutError(f"cu_seq_lens_q must start at 0, got {marks[0]:,}")
+    for i, (start, end) in enumerate(pairwise(marks)):
+        if end < start:
+            raise LayoutError(f"cu_seq_lens_q must not decrease: entry {i + 1} is {end:,} after {start:,}")
+    lengths = [end - start for start, end in pairwise(marks) if end != start]
+    if not tail:
+        return lengths
+    return lengths + padding_lengths(marks[-1], rows * row_length, row_length, max(lengths, default=1))
+
+
+def check_lengths(lengths: Sequence[Any], *, rows: int, row_length: int, embedded: bool = False) -> tuple[int, ...]:
+    """The lengths as ints: positive, together as long as the batch, and none across rows.
+
+    Args:
+        lengths: tokens of each segment, in the order they stand.
+        rows, row_length: the shape of the batch.
+        embedded: whether the batch came as ``inputs_embeds``.
+
+    Raises:
+        LayoutError: what is wrong and at which segment.
+    """
+    try:
+        lengths = tuple(operator.index(length) for length in lengths)
+    except TypeError as error:
+        raise LayoutError(f"packed_lengths must be a tuple of ints, got {lengths!s:.80}") from error
+    if not lengths or min(lengths) < 1:
+        where = f"segment {lengths.index(min(lengths))} has {min(lengths):,} tokens" if lengths else "there is none"
+        raise LayoutError(f"segment lengths must be positive and there must be one at least: {where}")
+    ends, tokens = list(accumulate(lengths)), rows * row_length
+    if ends[-1] != tokens:
+        name = "inputs_embeds" if embedded else "input_ids"
+        raise LayoutError(
+            f"the segments hold {ends[-1]:,} tokens and {name} {tokens:,}: {_why(ends[-1], tokens, embedded)}"
+        )
+    for i, (start, end) in enumerate(pairwise([0, *ends])):
+        if (end - 1) // row_length != start // row_length:
+            raise LayoutError(
+                f"a segment crosses from one row of {row_length:,} tokens into the next: segment {i} holds tokens "
+                f"{start:,} to {end - 1:,} of the batch"
+            )
+    return lengths
+
+
+def _why(held: int, tokens: int, embedded: bool) -> str:
+    """The likely reason for segments that do not fit the batch, and the way out."""
+    if embedded and held < tokens:
+        return (
+            "if prompt tuning (PEFT's virtual tokens) added the others, it cannot be packed, because every document "
+            "would need the prompt; use LoRA. Otherwise mark every token, padding too"
+        )
+    if held > tokens and held % tokens == 0:
+        return f"if context or sequence parallelism cut the rows into {held // tokens} parts, it {SPLIT_ROWS}"
+    return "padding belongs to segments of its own, as PackedCollator gives it"
+
+
+def check_agreement(found: Mapping[str, Any], lengths: tuple[int, ...], guard: Guard, *, row_length: int) -> int:
+    """Check the other keys, as far as their values are on the host, against ``lengths``.
+
+    Returns:
+        How long a segment may be: ``max_length_q``, or the longest one.
+
+    Raises:
+        LayoutError: both keys, and where they disagree.
+    """
+    ends = [0, *accumulate(lengths)]
+    known = {key: x for key, x in found.items() if not isinstance(x, Tensor) or guard.immediate(x)}
+    marks = {key: known[key].tolist() for key in ("cu_seq_lens_q", "cu_seq_lens_k") if key in known}
+    if len(marks) == 2 and marks["cu_seq_lens_q"] != marks["cu_seq_lens_k"]:
+        where = _difference(*marks.values())
+        raise LayoutError(f"cu_seq_lens_q and cu_seq_lens_k differ {where}: in self-attention they are the same")
+    for key, given in marks.items():
+        filled = [end for i, end in enumerate(given) if i == 0 or end != given[i - 1]]
+        if "packed_lengths" in known and filled != ends:
+            raise LayoutError(f"packed_lengths and {key} disagree {_difference(ends, filled)}: {WAY_OUT}")
+    if "seq_idx" in known and marks.get("cu_seq_lens_q", ends)[-1] == ends[-1]:
+        _check_numbers(known["seq_idx"], ends, row_length=row_length)
+    longest = max(lengths)
+    for name in ("max_length_q", "max_length_k"):
+        if int(known.get(name, longest)) < longest:
+            raise LayoutError(
+                f"{name} is {int(known[name]):,} and segment {lengths.index(longest)} has {longest:,} tokens"
+            )
+    return int(known.get("max_length_q", longest))
+
+
+def _check_numbers(seq_idx: Tensor, ends: Sequence[int], *, row_length: int) -> None:
+    """The number of a token's segment, [B, S], must change where segments end and nowhere else inside a row."""
+    if seq_idx.numel() != ends[-1]:
+        raise LayoutError(f"seq_idx must number the {ends[-1]:,} tokens of the batch, got {list(seq_idx.shape)}")
+    rows, columns = seq_idx.reshape(-1, row_length).diff().nonzero(as_tuple=True)
+    changes = (rows * row_length + columns + 1).tolist()
+    inside = [end for end in ends[1:-1] if end % row_length]
+    if changes != inside:
+        raise LayoutError(f"seq_idx contradicts the boundaries {_difference(inside, changes)}: {WAY_OUT}")
+
+
+def _difference(one: Sequence[int], other: Sequence[int]) -> str:
+    """Where two lists of boundaries part."""
+    pairs = enumerate(zip(one, other, strict=False))
+    i = next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+    values = (f"{marks[i]:,}" if i < len(marks) else "nothing" for marks in (one, other))
+    return f"at boundary {i} ({' and '.join(values)})"
+
+
+def _check_on_device(packed: PackedMetadata, guard: Guard, *, rows: int, wait: bool) -> None:
+    """From 0 up to the last token at most, across no row, no segment too long; the rest is padding."""
+    row_length = packed.tokens // rows
+    marks, longest = packed.cu_seqlens, packed.max_seqlen
+
+    def find() -> Tensor:
+        starts, ends = marks[:-1], marks[1:]
+        crosses = (ends > starts) & ((ends - 1) // row_length != starts // row_length)
+        outside = torch.stack((marks[0] != 0, marks[-1] > packed.tokens))
+        return torch.cat((crosses | (ends < starts) | (ends - starts > longest), outside))
+
+    def error(i: int) -> PackingError:
+        where = f"at segment {i}" if i < len(marks) - 1 else "at its first or last entry"
+        return LayoutError(
+            f"cu_seq_lens_q is wrong {where}: it must go from 0 to at most {packed.tokens:,}, the tokens of the batch, "
+            f"without decreasing, cross no row of {row_length:,} tokens, and hold no segment longer than "
+            f"{longest:,} (max_length_q)"
+        )
+
+    guard.check("cu_seq_lens_q", find, error, wait=wait)
+
+
+def _check_contradiction(packed: PackedMetadata, boundaries: Tensor, guard: Guard, *, wait: bool) -> None:
+    """The boundaries of the batch, which lie on the device, against those that its lengths gave."""
+
+    def error(i: int) -> PackingError:
+        return LayoutError(f"packed_lengths and cu_seq_lens_q disagree at boundary {i}: {WAY_OUT}")
+
+    guard.check("packed_lengths", lambda: to_device(boundaries, packed.device) != packed.cu_seqlens, error, wait=wait)

@@ -1,0 +1,141 @@
+"""Checks of tensor values that do not make the host wait for the device.
+
+A rule of :mod:`.arguments` -> ``guard.check(kind, find, error)`` -> an error now, where the values are on
+the host or the rule is used for the first time; otherwise by ``guard.poll()`` in a later call, once a copy of the
+one-element result has reached pinned host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from packing_core.errors import PackingError
+
+
+class Readback(Protocol):
+    """A bool on its way from the device to the host."""
+
+    def ready(self) -> bool:
+        """Whether the value has arrived; never waits."""
+        ...
+
+    def value(self) -> bool:
+        """The value; waits until it has arrived."""
+        ...
+
+
+class PinnedReadback:
+    """Copies a bool tensor into pinned memory behind the work that computes it."""
+
+    def __init__(self, flag: Tensor) -> None:
+        self.host = torch.empty((), dtype=torch.bool, pin_memory=True)
+        self.host.copy_(flag, non_blocking=True)
+        self.event = torch.accelerator.current_stream(flag.device).record_event()
+
+    def ready(self) -> bool:
+        return bool(self.event.query())
+
+    def value(self) -> bool:
+        self.event.synchronize()
+        return bool(self.host)
+
+
+@dataclass
+class Pending:
+    flag: Readback
+    wrong: Tensor
+    error: Callable[[int], PackingError]
+
+
+def on_host(x: Tensor) -> bool:
+    """Whether the values of ``x`` can be read without waiting for a device."""
+    return x.device.type == "cpu" and has_values(x)
+
+
+def has_values(x: Tensor) -> bool:
+    """Whether ``x`` holds values that can be read at all; a fake tensor has none."""
+    return not (recording() or isinstance(x, FakeTensor) or x.device.type == "meta")
+
+
+def recording() -> bool:
+    """Whether operations are recorded for later, by ``torch.compile`` or a CUDA graph capture, instead of run."""
+    return torch.compiler.is_compiling() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+
+
+class Guard:
+    """The value checks of one patched model.
+
+    The first check of each kind waits for the device, so a run that is wrong from its start stops in its first step.
+    Later checks are asynchronous: :meth:`poll` raises for a batch a call or two after it ran. A copied or unpickled
+    guard starts afresh.
+
+    Args:
+        immediate: whether the values of a tensor are read at once.
+        read_back: starts copying a bool tensor of one element to the host.
+    """
+
+    def __init__(
+        self,
+        immediate: Callable[[Tensor], bool] = on_host,
+        read_back: Callable[[Tensor], Readback] = PinnedReadback,
+    ) -> None:
+        self.immediate = immediate
+        self.read_back = read_back
+        self.seen: set[str] = set()
+        self.pending: list[Pending] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Guard, (self.immediate, self.read_back)
+
+    def check(
+        self, kind: str, find: Callable[[], Tensor], error: Callable[[int], PackingError], *, wait: bool = True
+    ) -> None:
+        """Raise ``error(i)``, now or in a later :meth:`poll`, if any element of ``find()`` is true.
+
+        Args:
+            kind: names the check; the first one of each kind waits for the device.
+            find: computes a bool tensor that marks violations; not called while :func:`recording`.
+            error: makes the exception from the flat index of the first violation.
+            wait: False keeps the first check of a kind asynchronous, too.
+        """
+        if recording():
+            return
+        wrong = find()
+        if wrong.numel() == 0 or not has_values(wrong):
+            return
+        immediate = self.immediate(wrong)
+        if immediate or (wait and kind not in self.seen):
+            if not immediate:
+                self.seen.add(kind)
+            if bool(wrong.any()):
+                raise error(_first(wrong))
+        else:
+            self.pending.append(Pending(self.read_back(wrong.any()), wrong, error))
+
+    def poll(self, *, wait: bool = False) -> None:
+        """Raise for the first earlier batch whose result has arrived and is a violation.
+
+        Args:
+            wait: wait for the results that have not arrived.
+
+        Raises:
+            PackingError: the error of the check.
+        """
+        if recording():
+            return
+        while self.pending and (wait or self.pending[0].flag.ready()):
+            check = self.pending.pop(0)
+            if check.flag.value():
+                self.pending.clear()
+                error = check.error(_first(check.wrong))
+                raise type(error)(f"in an earlier batch: {error}")
+
+
+def _first(wrong: Tensor) -> int:
+    return int(wrong.flatten().int().argmax())

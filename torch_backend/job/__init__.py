@@ -1,0 +1,1 @@
+"""The torch trainer behind ``crosspack train`` and ``crosspack bench``."""

@@ -1,0 +1,204 @@
+"""What ``crosspack bench`` measures with torch: a model on its data, padded, packed by stock transformers, and patched.
+
+A TrainJob -> the model, once per way -> the first row's logits against each document alone -> optimizer steps, which
+the ways take in turn so that other load on the machine slows all of them alike -> one Measured per way, with the rate
+of its median step. A way is exact if its logits are as near to those of the documents alone in float32 as the documents
+alone are in the precision that is timed, rounding counted twice.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager
+from itertools import cycle
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packing_core.errors import PackingError, UnsupportedModelError
+from packing_core.training.job import Measured, TrainJob
+from packing_core.training.timing import Clock, in_turn
+from torch_backend.collate import Batch
+from torch_backend.job.memory import Memory
+from torch_backend.job.models import build_model
+from torch_backend.job.train import batches, device_of
+from torch_backend.losses.causal_lm import causal_lm_loss
+from torch_backend.losses.cross_entropy import next_token_targets, normalise, packed_cross_entropy
+from torch_backend.patching import patch
+from torch_backend.segments import to_device
+
+Loss = Callable[[Mapping[str, Any]], Tensor]
+OURS = "crosspack"
+# What each way passes to the model besides the batch. Most people leave use_cache at its default, under which stock
+# transformers does not look for segments.
+WAYS: dict[str, dict[str, Any]] = {
+    "padded": {"use_cache": False},
+    "stock packed": {},
+    "stock packed, use_cache=False": {"use_cache": False},
+    OURS: {"use_cache": False},
+}
+_ROUNDINGS = 2.0
+_FLOOR = 1e-5  # of the largest logit: rounding of float32 itself
+
+
+def race(job: TrainJob, seconds: float) -> Iterator[Measured]:
+    """Measure every way; see the module's docstring.
+
+    Args:
+        job: its schedule has one row a step; ``options`` decide precision and seed.
+        seconds: of optimizer steps per way, after one step to warm up.
+
+    Raises:
+        PackingError: the model cannot be loaded or does not fit the data.
+    """
+    device = device_of(job.device)
+    clock = Clock(torch.get_num_threads())
+    yield from in_turn({way: _measure(job, way, device, seconds, clock) for way in WAYS}).values()
+
+
+def _measure(
+    job: TrainJob, way: str, device: torch.device, seconds: float, clock: Clock
+) -> Generator[None, None, Measured]:
+    """One way, a step per ``next``; what fails, for want of memory say, is a Measured too."""
+    memory = Memory(device)
+    model = build_model(job)
+    job.check_vocabulary(model.get_input_embeddings().num_embeddings)
+    job.check_positions(getattr(model.config.get_text_config(), "max_position_embeddings", None))
+    job.on_phase(f"{way}: comparing its logits with each document alone")
+    try:
+        computing = _precision(job, device)
+        with memory.counted():
+            model = model.to(device).train()
+            difference, allowed = _exactness(model, job, way, device, computing)
+            _release(device)
+        memory.peak = 0  # of training alone
+        loss = _patched_loss(model) if way == OURS else _stock_loss(model, WAYS[way])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=job.options.lr, fused=True)
+        rates: list[float] = []
+        timed = 0.0
+        for count, step in enumerate(cycle(range(len(job.schedule)))):
+            yield
+            with memory.counted(), clock.timed():
+                for batch in _inputs(job, way, step, device):
+                    with computing():
+                        value = loss(batch)
+                    value.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                _wait(device)
+            if count == 0:
+                continue  # it warms up
+            rates.append(int(job.schedule.steps[step].length.sum()) / clock.seconds)
+            timed += clock.seconds
+            if timed > seconds:
+                break
+    except (ImportError, PackingError, RuntimeError, ValueError) as reason:
+        return Measured(way, failure=" ".join(str(reason).split())[:160])
+    return Measured(
+        way,
+        tokens_per_second=median(rates),  # what is compiled or allocated once, for a new length, does not come again
+        peak_bytes=memory.peak or None,
+        difference=difference,
+        allowed=allowed,
+        cpu=clock.cpu if device.type == "cpu" else None,
+    )
+
+
+def _exactness(
+    model: Any, job: TrainJob, way: str, device: torch.device, computing: Callable[[], AbstractContextManager[Any]]
+) -> tuple[float, float]:
+    """How far the first batch's logits are from those of its documents alone, and may be; leaves the model patched."""
+    alone, allowed = _alone(model, job, device, computing)
+    if way == OURS:
+        patch(model, implementation=job.attention)
+    with torch.no_grad(), computing():
+        found = _logits(model, next(_inputs(job, way, 0, device)), way)
+    order = job.schedule.batches(0, "padded")[0].tolist() if way == "padded" else range(len(alone))
+    return _difference(found, [alone[document] for document in order]), allowed
+
+
+def _release(device: torch.device) -> None:
+    """Give back what is no longer used: patched models hold themselves in cycles."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _precision(job: TrainJob, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    enabled = job.options.precision == "bfloat16"
+    return lambda: torch.autocast(device.type, torch.bfloat16, enabled=enabled)
+
+
+def _inputs(job: TrainJob, way: str, step: int, device: torch.device) -> Iterator[Batch]:
+    """The batches of a step; stock packing gets what its users give it: restarting positions, no mask, no segments."""
+    for batch in batches(job, step, "padded" if way == "padded" else "packed"):
+        if way.startswith("stock"):
+            batch = {name: batch[name] for name in ("input_ids", "position_ids", "labels")}
+        yield {name: to_device(x, device) if isinstance(x, Tensor) else x for name, x in batch.items()}
+
+
+def _alone(
+    model: nn.Module, job: TrainJob, device: torch.device, computing: Callable[[], AbstractContextManager[Any]]
+) -> tuple[list[Tensor], float]:
+    """Logits of the first step's documents, each alone, in float32, and how far a run of them may be off."""
+    plan, documents = job.schedule.steps[0], job.schedule.corpus.documents
+    begins = documents.offsets[plan.source] + plan.start
+    spans = zip(begins.tolist(), plan.length.tolist(), strict=True)
+    ids = [
+        to_device(torch.from_numpy(documents.values[begin : begin + n].copy()).long()[None], device)
+        for begin, n in spans
+    ]
+    with torch.no_grad():
+        exact = [model(input_ids=each, use_cache=False).logits[0].float() for each in ids]
+        with computing():
+            rounded = [model(input_ids=each, use_cache=False).logits[0].float() for each in ids]
+    return exact, _ROUNDINGS * _difference(rounded, exact) + _FLOOR
+
+
+def _logits(model: nn.Module, batch: Batch, way: str) -> list[Tensor]:
+    """Per document of the batch, in its order."""
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    logits = model(**inputs, **WAYS[way]).logits.float()
+    if way == "padded":
+        return [row[mask.bool()] for row, mask in zip(logits, batch["attention_mask"], strict=True)]
+    starts = (batch["position_ids"].flatten() == 0).nonzero().flatten().tolist()
+    ends = [*starts[1:], logits.shape[1]]
+    return [logits[0, start:end] for start, end in zip(starts, ends, strict=True)]
+
+
+def _difference(found: list[Tensor], right: list[Tensor]) -> float:
+    """The largest, as a share of the largest logit; infinite where something is not a number."""
+    largest = max(float(x.abs().max()) for x in right)
+    off = max(float((x - y).abs().max()) for x, y in zip(found, right, strict=False))  # padding comes last
+    return off / largest if off == off else float("inf")
+
+
+def _stock_loss(model: nn.Module, arguments: Mapping[str, Any]) -> Loss:
+    def loss(batch: Mapping[str, Any]) -> Tensor:
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        total, weight = packed_cross_entropy(model(**inputs, **arguments).logits, next_token_targets(batch["labels"]))
+        return normalise(total, weight)
+
+    return loss
+
+
+def _patched_loss(model: nn.Module) -> Loss:
+    """Without the logits, where the family's loss allows that."""
+    stock = _stock_loss(model, WAYS[OURS])
+
+    def loss(batch: Mapping[str, Any]) -> Tensor:
+        try:
+            total, weight = causal_lm_loss(model, batch)
+        except UnsupportedModelError:
+            return stock(batch)
+        return normalise(total, weight)
+
+    return loss
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

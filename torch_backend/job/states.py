@@ -1,0 +1,133 @@
+"""What a training job optimises, and how that is saved: AdamW, float32 copies of bfloat16 weights, checkpoints.
+
+Weights, optimizer states and random states leave and enter as safetensors only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packing_core.extras import require
+from packing_core.training.job import Options
+from torch_backend.job.ranks import Ranks, like, whole
+
+WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+_RANDOM = "random."  # prefix of the generators' states among the optimizer's tensors
+_MASTER = "master"
+Tensors = dict[str, Tensor]
+
+
+class MasterWeights(torch.optim.AdamW):
+    """AdamW over float32 copies of parameters of lower precision, which are rounded to these after every step.
+
+    Args:
+        groups: parameter groups as ``AdamW`` takes them, of the model's own parameters.
+        options: of ``AdamW``.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
+        self.rounded = [parameter for group in groups for parameter in group["params"]]
+        self.masters = [parameter.detach().float() for parameter in self.rounded]
+        taken = iter(self.masters)
+        super().__init__([{**group, "params": [next(taken) for _ in group["params"]]} for group in groups], **options)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in self.rounded:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        for parameter, master in zip(self.rounded, self.masters, strict=True):
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+        result = super().step(closure)
+        for parameter, master in zip(self.rounded, self.masters, strict=True):
+            parameter.copy_(master)
+            master.grad = None
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states, each with its float32 weight under ``master``."""
+        found = super().state_dict()
+        states = found["state"]
+        with_weights = {n: {**states.get(n, {}), _MASTER: master} for n, master in enumerate(self.masters)}
+        return {**found, "state": with_weights}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        states = {number: dict(values) for number, values in state_dict["state"].items()}
+        with torch.no_grad():
+            for number, master in enumerate(self.masters):
+                master.copy_(states[number].pop(_MASTER))
+        super().load_state_dict({**state_dict, "state": {n: values for n, values in states.items() if values}})
+
+
+def make_optimizer(model: nn.Module, options: Options) -> torch.optim.Optimizer:
+    """AdamW over what is trained; weight decay acts on matrices, not on norms and biases."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": options.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    adamw = MasterWeights if options.master_weights else torch.optim.AdamW
+    return adamw(groups, lr=options.lr, fused=True)
+
+
+def gathered(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> tuple[Tensors, Tensors]:
+    """What a checkpoint holds: what changes of the model, and the states of optimizer and random generators.
+
+    Every rank must call it; sharded tensors are gathered.
+    """
+    found = {
+        f"{number}.{key}": whole(value)
+        for number, values in optimizer.state_dict()["state"].items()
+        for key, value in values.items()
+    }
+    for rank, states in enumerate(ranks.everyones(_random_states())):
+        found |= {f"{_RANDOM}{rank}.{kind}": state for kind, state in states.items()}
+    return {name: whole(x) for name, x in changing(model).items()}, found
+
+
+def save(folder: Path, weights: Tensors, states: Tensors) -> None:
+    """Write what :func:`gathered` returned to ``folder``, as safetensors."""
+    safetensors = require("safetensors.torch", extra="hf")
+    for name, tensors in ((WEIGHTS, weights), (OPTIMIZER, states)):
+        safetensors.save_file({key: x.contiguous() for key, x in tensors.items()}, str(folder / name))
+
+
+def changing(model: nn.Module) -> Tensors:
+    """The tensors of a model that training may change, tied ones once: not the weights under adapters."""
+    persistent = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad} | buffers
+
+
+def load_weights(folder: Path, model: nn.Module) -> None:
+    """Read the weights of a checkpoint, before the model is sharded."""
+    safetensors = require("safetensors.torch", extra="hf")
+    model.load_state_dict(safetensors.load_file(str(folder / WEIGHTS)), strict=False)  # the rest does not change
+
+
+def load_states(folder: Path, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
+    """Read the optimizer's states and this rank's random generators.
+
+    A rank that the checkpoint does not know keeps its generators: the run goes on with more ranks than it had.
+    """
+    safetensors = require("safetensors.torch", extra="hf")
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state: dict[int, Tensors] = {}
+    for name, value in safetensors.load_file(str(folder / OPTIMIZER)).items():
+        number, _, key = name.removeprefix(_RANDOM).partition(".")
+        if not name.startswith(_RANDOM):
+            state.setdefault(int(number), {})[key] = like(value, parameters[int(number)])
+        elif int(number) == ranks.rank:
+            (torch.cuda if key == "cuda" else torch).set_rng_state(value)
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _random_states() -> Tensors:
+    found = {"cpu": torch.get_rng_state()}
+    return {**found, "cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else found

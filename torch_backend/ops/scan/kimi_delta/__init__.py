@@ -1,0 +1,1 @@
+"""Kimi delta attention over packed rows: its operators and their Triton kernels."""

@@ -1,0 +1,1 @@
+"""Scan kernels of other libraries as operators: fla, FlashQLA, mamba_ssm."""

@@ -1,0 +1,259 @@
+"""Scans whose state is a vector per channel, over packed rows: Mamba's selective scan, and the recurrence of RG-LRU.
+
+u, g [T, E] and the batch's metadata -> :func:`diagonal_scan` -> [T, E], forward and backward by the Triton kernels of
+:mod:`.kernels`. :func:`selective_scan` is Mamba's form of it. Nothing is read back from the device. The
+backward keeps the inputs, the states that enter chunks and the sums of their gates.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from packing_core.errors import LayoutError, UnsupportedError
+from torch_backend.ops.operators import operator, runs_triton
+from torch_backend.ops.scan.chunks import in_whole_chunks, like, placed
+from torch_backend.segments import PackedMetadata
+
+_L = 64  # tokens of a chunk
+_WARP = 512  # numbers of a state that a warp holds
+
+
+class Tile(NamedTuple):
+    """How a kernel runs: its warps, and the tokens whose loads are on the way at once."""
+
+    warps: int
+    ahead: int
+
+
+TILES = {
+    "ends": Tile(1, 8),
+    "carry": Tile(1, 1),
+    "output": Tile(1, 8),
+    "ends_backward": Tile(1, 8),
+    "carry_backward": Tile(1, 1),
+    "chunk_backward": Tile(1, 4),
+}
+WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)  # of states, that tiles take
+
+
+def unsupported(u: Tensor, n: int) -> str | None:
+    """Why the kernels do not serve u [T, E] with states of n numbers, None if they do."""
+    if not runs_triton(u):
+        return f"runs on a GPU in bfloat16, float16 and float32, not on {u.device.type} in {u.dtype}"
+    return None if n in WIDTHS else f"takes states of {', '.join(map(str, WIDTHS))} numbers, not {n}"
+
+
+def selective_scan(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, packed: PackedMetadata, *,
+    D: Tensor | None = None, z: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The state-space layer of Mamba (Gu and Dao 2023, https://arxiv.org/abs/2312.00752, section 3) in every segment.
+
+    ``h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t``, ``y_t = (C_t . h_t + D x_t) silu(z_t)``, h = 0 before each segment.
+
+    Args:
+        x: [T, E]; dt: [T, E], bias and softplus applied; A: [E, N], negative; B, C: [T, N].
+        packed: the segments; they cover all T tokens.
+        D: [E], z: [T, E], or None.
+
+    Returns:
+        [T, E], dtype of x. Gradients flow to all tensors.
+
+    Raises:
+        LayoutError: shapes contradict each other.
+        UnsupportedError: Triton does not run on these tensors.
+    """
+    wide = dt.float()
+    return _finished(diagonal_scan(wide * x.float(), wide, A, B, C, packed), x, D, z)
+
+
+def selective_scan_with_states(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, packed: PackedMetadata, *,
+    D: Tensor | None = None, z: Tensor | None = None, initial: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """:func:`selective_scan` from a state per segment, and the last states: both float32 [S, E, N].
+
+    See :func:`diagonal_scan_with_states`.
+    """
+    wide = dt.float()
+    y, final = diagonal_scan_with_states(wide * x.float(), wide, A, B, C, packed, initial=initial)
+    return _finished(y, x, D, z), final
+
+
+def _finished(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
+    """What a layer makes of the states' y, in the dtype of x."""
+    if D is not None:
+        y = y + D.float() * x.float()
+    if z is not None:
+        y = y * F.silu(z.float())
+    return y.to(x.dtype)
+
+
+def diagonal_scan(u: Tensor, g: Tensor, A: Tensor, B: Tensor, C: Tensor, packed: PackedMetadata) -> Tensor:
+    """``s_t = exp(g_t A) s_{t-1} + u_t B_t``, ``y_t = C_t . s_t`` for each channel, s [N] zero before each segment.
+
+    Args:
+        u, g: [T, E]; A: [E, N], with g A at most 0; B, C: [T, N].
+        packed: the segments; they cover all T tokens.
+
+    Returns:
+        [T, E], dtype of u, contiguous. Gradients flow to u, g, A, B and C.
+
+    Raises:
+        LayoutError: shapes contradict each other.
+        UnsupportedError: Triton does not run on these tensors, or N is another.
+    """
+    _check(u, g, A, B, C, packed)
+    return _DiagonalScan.apply(u, g, A, B, C, None, packed.cu_seqlens, packed.seq_idx)[0]
+
+
+def diagonal_scan_with_states(
+    u: Tensor, g: Tensor, A: Tensor, B: Tensor, C: Tensor, packed: PackedMetadata, *, initial: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """:func:`diagonal_scan` that continues from a state per segment and returns the last ones.
+
+    Segments are padded to whole chunks for it, so it is slower than the scan without states where they are short.
+
+    Args:
+        u, g, A, B, C, packed: as there.
+        initial: [S, E, N], the state before the first token of each of the S segments of ``packed.cu_seqlens``; of a
+            segment without tokens too. None for zeros.
+
+    Returns:
+        [T, E] and the states [S, E, N] in float32 after each segment's last token. Gradients flow to and from both.
+
+    Raises:
+        LayoutError, UnsupportedError: as there; ``initial`` has another shape.
+    """
+    _check(u, g, A, B, C, packed)
+    shape = len(packed.cu_seqlens) - 1, *A.shape
+    if initial is None:
+        initial = u.new_zeros(shape, dtype=torch.float32)
+    if initial.shape != shape:
+        raise LayoutError(f"initial states are {list(shape)} [S, E, N] here, got {list(initial.shape)}")
+    whole, place = in_whole_chunks(packed, _L)
+    u, g, B, C = (placed(x, place, whole.tokens) for x in (u, g, B, C))
+    states = initial.float().transpose(1, 2)
+    y, final = _DiagonalScan.apply(u, g, A, B, C, states, whole.cu_seqlens, whole.seq_idx)
+    return y.index_select(0, place), final.transpose(1, 2)
+
+
+def _check(u: Tensor, g: Tensor, A: Tensor, B: Tensor, C: Tensor, packed: PackedMetadata) -> None:
+    shapes = ", ".join(f"{n} {list(x.shape)}" for n, x in (("u", u), ("g", g), ("A", A), ("B", B), ("C", C)))
+    channels = u.ndim == 2 and g.shape == u.shape and A.ndim == 2 and A.shape[0] == u.shape[1]
+    if not (channels and B.shape == C.shape == (u.shape[0], A.shape[1])):
+        raise LayoutError(f"diagonal_scan takes u, g [T, E], A [E, N] and B, C [T, N], got {shapes}")
+    if packed.tokens != u.shape[0]:
+        raise LayoutError(f"the segments cover {packed.tokens:,} tokens and u holds {u.shape[0]:,}")
+    reason = unsupported(u, A.shape[1])
+    if reason is not None:
+        raise UnsupportedError(f"the diagonal scan {reason}")
+
+
+class _DiagonalScan(torch.autograd.Function):
+    """u, g, A, B, C, initial states [S, N, E] or None, boundaries, segments -> y and final states, or nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Tensor | None) -> tuple[Tensor, Tensor]:
+        inputs = [None if x is None else x.contiguous() for x in arguments]
+        y, entering, fading, final = _forward(*inputs)
+        ctx.save_for_backward(*inputs, entering, fading)
+        return y, final
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
+        found = _backward(*ctx.saved_tensors, dy.contiguous(), dfinal.contiguous())
+        *gradients, dinitial = found
+        return *gradients, None if ctx.saved_tensors[5] is None else dinitial, None, None
+
+
+class _Launch:
+    """One call: its sizes, and how each kernel is launched."""
+
+    def __init__(self, u: Tensor, A: Tensor, boundaries: Tensor, initial: Tensor | None) -> None:
+        self.channels, self.numbers = A.shape
+        self.chunks, self.segments = -(-u.shape[0] // _L), len(boundaries) - 1
+        self.states = initial is not None
+
+    def block(self, name: str) -> int:
+        """Channels of a program."""
+        most = TILES[name].warps * max(1, _WARP // self.numbers)
+        return min(most, 1 << (self.channels - 1).bit_length())
+
+    def blocks(self, name: str) -> int:
+        """Programs that share the channels."""
+        return -(-self.channels // self.block(name))
+
+    def __call__(self, kernel: Any, *arguments: Any) -> None:
+        name = kernel.__name__
+        known = {
+            "E": self.channels, "N": self.numbers, "L": _L, "SUB": TILES[name].ahead, "BLOCK": self.block(name),
+            "STATES": self.states,
+        }  # fmt: skip
+        constants = {key: value for key, value in known.items() if key in kernel.arg_names}
+        walks = self.segments if name.startswith("carry") else self.chunks
+        kernel[walks, self.blocks(name)](*arguments, **constants, num_warps=TILES[name].warps)
+
+
+def _launch_forward(
+    u: Tensor, g: Tensor, A: Tensor, B: Tensor, C: Tensor, initial: Tensor | None, boundaries: Tensor, segments: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from torch_backend.ops.scan.selective import kernels
+
+    launch, tokens, rates = _Launch(u, A, boundaries, initial), u.shape[0], A.t().contiguous()
+    y, entering, fading, final = _made(u, A, initial)
+    local = torch.empty_like(entering)
+    launch(kernels.ends, u, g, rates, B, segments, local, fading, tokens)
+    launch(kernels.carry, local, fading, rates, boundaries, initial, entering, final)
+    launch(kernels.output, u, g, rates, B, C, segments, entering, y, tokens)
+    return y, entering, fading, final
+
+
+def _made(u: Tensor, A: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y; in float32 the states that enter chunks [chunks, N, E], sums of g [chunks, E], final states. All unwritten."""
+    chunks = -(-u.shape[0] // _L)
+    make = u.new_zeros if initial is not None else u.new_empty  # then chunks of padding read theirs
+    entering = make(chunks, *A.shape[::-1], dtype=torch.float32)
+    fading = u.new_empty(chunks, A.shape[0], dtype=torch.float32)
+    return torch.empty_like(u), entering, fading, like(initial, u)
+
+
+def _launch_backward(
+    u: Tensor, g: Tensor, A: Tensor, B: Tensor, C: Tensor, initial: Tensor | None, boundaries: Tensor, segments: Tensor,
+    entering: Tensor, fading: Tensor, dy: Tensor, dfinal: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    from torch_backend.ops.scan.selective import kernels
+
+    launch, tokens, rates = _Launch(u, A, boundaries, initial), u.shape[0], A.t().contiguous()
+    local = torch.empty_like(entering)
+    leaving = torch.zeros_like(entering) if launch.states else torch.empty_like(entering)
+    dinitial = like(initial, u)
+    launch(kernels.ends_backward, g, rates, C, dy, segments, local, tokens)
+    launch(kernels.carry_backward, local, fading, rates, boundaries, dfinal, leaving, dinitial)
+    du, dg, dA = torch.empty_like(u), torch.empty_like(g), local
+    kept = u.new_empty(launch.chunks * _L // TILES["chunk_backward"].ahead, *rates.shape, dtype=torch.float32)
+    parts = launch.blocks("chunk_backward")
+    dB, dC = (u.new_empty(parts, *B.shape, dtype=torch.float32) for _ in range(2))
+    launch(kernels.chunk_backward, u, g, rates, B, C, dy, segments, entering, leaving, kept, du, dg, dA, dB, dC, tokens)
+    return du, dg, dA.sum(0).t().to(A.dtype).contiguous(), dB.sum(0).to(B.dtype), dC.sum(0).to(C.dtype), dinitial
+
+
+_forward = operator(
+    "diagonal_scan(Tensor u, Tensor g, Tensor A, Tensor B, Tensor C, Tensor? initial, Tensor boundaries, "
+    "Tensor segments) -> (Tensor, Tensor, Tensor, Tensor)",
+    _launch_forward,
+    lambda u, g, A, B, C, initial, *_: _made(u, A, initial),
+)
+_backward = operator(
+    "diagonal_scan_backward(Tensor u, Tensor g, Tensor A, Tensor B, Tensor C, Tensor? initial, Tensor boundaries, "
+    "Tensor segments, Tensor entering, Tensor fading, Tensor dy, Tensor dfinal) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _launch_backward,
+    lambda u, g, A, B, C, initial, *_: (*(torch.empty_like(x) for x in (u, g, A, B, C)), like(initial, u)),
+)

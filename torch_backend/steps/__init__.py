@@ -1,0 +1,1 @@
+"""The packed optimizer step: fixed shapes, compiled layers, CUDA graphs."""

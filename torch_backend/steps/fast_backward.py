@@ -1,0 +1,293 @@
+"""The gradients of one batch by the fastest way that is exact for it: what ``make_train_step`` and trainers share.
+
+A batch -> fixed shapes -> the loss without logits, or the model's own -> backward through compiled layers, replayed as
+a CUDA graph. What a part cannot do runs as usual, and :attr:`Gradients.parts` says why.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from traceback import format_exception
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.exc import TorchDynamoException
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from packing_core.errors import UnsupportedError, UnsupportedModelError
+from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.forward import RowChoice
+from torch_backend.hf.patch import Patched, state_of
+from torch_backend.losses.causal_lm import causal_lm_loss
+from torch_backend.steps import cuda_graph as captured
+from torch_backend.steps.cuda_graph import CapturedBackward, compile_layers, form_of
+from torch_backend.steps.fixed_shapes import FixedShapes
+from torch_backend.steps.graph_collectives import Exchange, exchange_of, place_of, why_not_recorded
+
+Choice = bool | Literal["auto"]
+Batch = Mapping[str, Any]
+log = logging.getLogger("crosspack")
+
+LOSS, LAYERS, GRAPH = "loss", "layers", "graph"  # the parts of a step that can be fast
+# Beside the arguments of the model: the targets of the whole step, by which its loss is divided.
+TARGETS = "targets_of_the_step"
+
+
+class Gradients:
+    """``loss = gradients(batch)``: adds the batch's gradients to those of the parameters.
+
+    Graphs are recorded for one form of batches at a time: that of the first batch, and later any that comes twice in a
+    row. Compiled layers also run batches of as many tokens that differ in their segments, so that no step takes more
+    memory than a compiled one. Batches of another size run as usual. Outside of a call the layers are as they were, so
+    evaluation and generation run as usual too.
+
+    Args:
+        model: what is called, with all its wrappers.
+        backward: (batch) -> loss without a graph: forward and backward as usual. To be captured it must not read from
+            the device, and must reach everything that changes between calls through the batch.
+        probe: (batch, forward) -> the reason why the loss cannot do without logits, None if it does. Called once, on
+            the first batch, without gradients and with the random state kept. If ``forward``, it must run the layers,
+            see :func:`run_layers`.
+        compile, capture: True raises where it is not possible, "auto" says why not.
+        no_layers, no_graph: reasons against compiling and capturing that the caller knows.
+        fixed: makes batches of one form where shapes must not change.
+
+    Attributes:
+        parts: "loss", "layers" and "graph", each with what runs, or why nothing faster does.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        backward: Callable[[Batch], Tensor],
+        probe: Callable[[Batch, bool], str | None],
+        *,
+        compile: Choice = "auto",
+        capture: Choice = "auto",
+        no_layers: str | None = None,
+        no_graph: str | None = None,
+        fixed: FixedShapes | None = None,
+    ) -> None:
+        self.model = model
+        self.backward = backward
+        self.probe = probe
+        self.compile = compile
+        self.capture = capture
+        self.no_layers, self.no_graph = no_layers, no_graph
+        self.shapes = fixed or FixedShapes()
+        self.parts = dict.fromkeys((LOSS, LAYERS, GRAPH), "decided at the first step")
+        self.fixed: FixedShapes | None = None
+        self.ready = False
+        self.layers: dict[nn.Module, Any] = {}  # compiled ones, each with its compiled call
+        self.requests: Any = set()
+        self.form: Any = None  # of the batches that graphs serve
+        self.last: Any = None
+        self.graphs: CapturedBackward | None = None
+        self.weights: Any = None  # where those lie that the graphs use
+        self.exchange = Exchange()
+
+    def __call__(self, batch: Batch, *, last: bool = True) -> Tensor:
+        """The loss that ``backward`` returns."""
+        try:
+            if not self.ready:
+                self._prepare(batch)
+            with self.exchange.around(last=last):
+                return self.backward(batch) if self.fixed is None else self._by_form(self.fixed(batch))
+        except torch.OutOfMemoryError:
+            # whoever catches it goes on with smaller batches
+            self.graphs = self.form = self.last = None
+            self.shapes.forget_rows()
+            raise
+
+    def _by_form(self, batch: Batch) -> Tensor:
+        form = form_of(batch)
+        together = self.exchange.same((form, bool(self.capture)))
+        if together and (self.form is None or form == self.last):
+            self.form = form
+        self.last = form if together else None
+        if self.form is None or form["input_ids"] != self.form["input_ids"]:
+            return self.backward(batch)
+        graph = together and self.capture and form == self.form
+        return self._through_layers(batch, self._captured if graph else self.backward)
+
+    def _through_layers(self, batch: Batch, run: Callable[[Batch], Tensor]) -> Tensor:
+        """``run`` with compiled layers, or with plain ones if these turn out not to compile."""
+        started = any(parameter.grad is not None for parameter in self.model.parameters())
+        try:
+            with self._compiled():
+                return run(batch)
+        except TorchDynamoException as error:
+            if self.compile != "auto" or started:
+                raise
+            for parameter in self.model.parameters():
+                parameter.grad = None
+            self.parts[LAYERS] = f"not compiled: it failed, {error}".splitlines()[0]
+            log.warning("the training step runs with layers that are not compiled: %s", error)
+            self.compile, self.layers, self.graphs = False, {}, None
+            return run(batch)
+
+    @contextmanager
+    def _compiled(self) -> Iterator[None]:
+        """Inside, the layers are compiled, if they shall be."""
+        if not self.compile:
+            yield
+            return
+        state = state_of(causal_lm(self.model))
+        assert state is not None
+        if not self.layers:
+            compile_layers(self.model)
+            self.layers = {m: m._compiled_call_impl for m in self.model.modules() if m._compiled_call_impl is not None}
+            self.requests = state.compiled
+        for module, call in self.layers.items():
+            module._compiled_call_impl = call
+        state.compiled = self.requests
+        try:
+            yield
+        finally:
+            for module in self.layers:
+                module._compiled_call_impl = None
+            state.compiled = set()
+
+    def _captured(self, batch: Batch) -> Tensor:
+        weights = [(place_of(p), p.requires_grad) for p in self.model.parameters()]
+        if self.graphs is None or (weights, self.form) != self.weights:
+            self.weights = weights, self.form
+            self.graphs = CapturedBackward(self._recorded, [p for p in self.model.parameters() if p.requires_grad])
+        before = [parameter.grad for parameter in self.graphs.parameters]
+        try:
+            return self.graphs(batch)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if self.capture is True or not self.graphs.recording:
+                raise
+            if not self.exchange.repeats:
+                raise UnsupportedError(
+                    "a CUDA graph of this model could not be recorded, and FSDP2 cannot go on from there: pass "
+                    "capture=False to make_train_step, or fast=False to enable_packing"
+                ) from error
+            self.parts[GRAPH] = f"none: recording it failed, {error}".splitlines()[0]
+            # as text: the error holds the frames of the recording, and these hold all activations
+            log.warning("the training step runs without a CUDA graph: %s", "".join(format_exception(error)).rstrip())
+        for parameter, gradient in zip(self.graphs.parameters, before, strict=True):
+            parameter.grad = gradient  # a recording runs nothing, so the values are those from before
+        self.capture, self.graphs = False, None
+        return self.backward(batch)
+
+    def _recorded(self, batch: Batch) -> Tensor:
+        loss = self.backward(batch)
+        self.exchange.end_recording()
+        return loss
+
+    def _prepare(self, batch: Batch) -> None:
+        """Choose what is fast, and try the loss on the first batch."""
+        layers = _refused("compile", self.compile, self.no_layers or why_not_compiled(self.model, batch))
+        graph = _refused("capture", self.capture, self.no_graph or why_not_captured(self.model, batch))
+        if layers is None or graph is None:
+            self.fixed = self.shapes
+        with torch.random.fork_rng(_cuda_devices()), torch.no_grad():
+            reason = self.probe(batch if self.fixed is None else self.fixed(batch), layers is None)
+        if self.fixed is not None and (waits := _why_not_mixers(self.model)) is not None:
+            layers = layers or _refused("compile", self.compile, waits)
+            graph = graph or _refused("capture", self.capture, waits)
+            self.fixed = None
+        if self.capture:
+            self.exchange, graph = exchange_of(self.model, graph)
+            graph = _refused("capture", self.capture, graph)
+            self.shapes.largest = self.exchange.largest
+        self.parts = {
+            LOSS: "without logits" if reason is None else f"with logits: {reason}",
+            LAYERS: "compiled" if layers is None else f"not compiled: {layers}",
+            GRAPH: "CUDA graph" if graph is None else f"no CUDA graph: {graph}",
+        }
+        self.compile, self.capture = layers is None and self.compile, graph is None and self.capture
+        self.ready = True
+
+
+def fast_loss_refused(model: nn.Module, batch: Batch) -> str | None:
+    """Why the loss of a model cannot do without logits; None if it can."""
+    try:
+        causal_lm_loss(model, batch)
+    except UnsupportedModelError as refusal:
+        return str(refusal)
+    return None
+
+
+def run_layers(model: nn.Module, batch: Batch) -> None:
+    """Run the decoder of a model, so that each layer asks the attention implementations.
+
+    They cannot be asked inside a compiled layer.
+    """
+    names = ("labels", "shift_labels", TARGETS)
+    sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
+    run = model if sharded or (state := state_of(causal_lm(model))) is None else state.decoder  # which makes no logits
+    run(**{name: x for name, x in batch.items() if name not in names})
+
+
+def why_not_compiled(model: nn.Module, batch: Batch | None = None) -> str | None:
+    """Why the layers of a model cannot be compiled, None if they can; without a batch, what the model says of it."""
+    if any(isinstance(module, OptimizedModule) or module._compiled_call_impl for module in model.modules()):
+        return "it is compiled already"
+    state = state_of(causal_lm(model))
+    if state is not None and not state.attention:
+        return "it has recurrent layers alone"
+    return _why_not_fixed(model, batch)
+
+
+def why_not_captured(model: nn.Module, batch: Batch) -> str | None:
+    """Why forward and backward of a model cannot be recorded as a CUDA graph, None if they can."""
+    if (reason := why_not_recorded(model)) is not None:
+        return reason
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        return "gradient checkpointing reads the random state"
+    if (state := state_of(causal_lm(model))) is not None and state.rows.needs_lengths:
+        return "its head reads documents, of which each batch has another number"
+    return _why_not_fixed(model, batch)
+
+
+def _why_not_fixed(model: nn.Module, batch: Batch | None) -> str | None:
+    """Why batches cannot have shapes that do not depend on their documents."""
+    root = causal_lm(model)
+    state: Patched | None = state_of(root)
+    if state is None:
+        return "the model is not patched"
+    if state.device.type != captured.DEVICE:
+        return f"the model computes on {state.device.type}"
+    if state.layers_need_lengths:
+        return "its layers need the lengths of documents on the host, which differ from batch to batch"
+    if getattr(root, "is_quantized", False):
+        return "its weights are quantised"
+    if len({parameter.device for parameter in root.parameters()}) > 1:
+        return "its weights lie on several devices"
+    if getattr(root.config.get_text_config(), "output_router_logits", False):
+        return "its router's auxiliary loss would count the padding that fixed shapes need"
+    if batch is not None and not FixedShapes.takes(batch):
+        return "batches do not carry the lengths of their documents (packed_lengths)"
+    return None
+
+
+def _why_not_mixers(model: nn.Module) -> str | None:
+    """Why the recurrent layers that ran cannot run in fixed shapes: what ran reads lengths back."""
+    state = state_of(causal_lm(model))
+    choices = () if state is None else state.choices.values()
+    other = next((choice for choice in choices if isinstance(choice, RowChoice) and not choice.fixed), None)
+    return None if other is None else f"of a recurrent layer, what runs is {other}"
+
+
+def _refused(name: str, choice: Choice, reason: str | None) -> str | None:
+    """Why a part is not fast, None if it is.
+
+    Raises:
+        UnsupportedError: the caller insists on what is not possible.
+    """
+    if choice is True and reason is not None:
+        raise UnsupportedError(f'{name}=True is not possible, because {reason}: pass {name}="auto"')
+    return f"{name}=False" if choice is False else reason
+
+
+def _cuda_devices() -> list[int]:
+    return [torch.cuda.current_device()] if torch.cuda.is_available() else []

@@ -1,0 +1,116 @@
+"""Fixed shapes for packed batches: a compiled layer and a CUDA graph serve one shape each.
+
+A packed batch -> more padding and more entries of ``cu_seq_lens``, as segments of their own -> a batch whose shapes do
+not depend on its documents. No token of a document changes, and nothing is read from the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from packing_core.batches.batch import IGNORE_INDEX
+from torch_backend.segments import padding_lengths
+
+TOKENS_PER_SEGMENT = 64  # room for segments: rows whose documents are this long on average fit without a change of form
+
+
+class FixedShapes:
+    """``batch = fixed(batch)``: the largest number of rows, longest segment and number of segments seen so far.
+
+    Sizes only grow, in steps: the number of segments by ``tokens / 64``, the longest segment to powers of two. So a run
+    has few forms, and soon only one; only one at all if the sizes of its data are given.
+
+    Args:
+        tokens: of a row, to which batches of a single row are padded; None keeps their length.
+        longest: a segment length that is expected.
+        segments: a number of segments in a batch that is expected, padding not counted.
+
+    Attributes:
+        largest: the largest of each size over ranks whose batches shall have one form.
+    """
+
+    def __init__(self, tokens: int | None = None, longest: int = 1, segments: int = 0) -> None:
+        self.tokens = tokens or 0
+        self.segments = segments
+        self.longest = _power_of_two(longest)
+        self.rows = self.row_length = self.entries = 0
+        self.largest: Callable[..., tuple[int, ...]] = lambda *sizes: sizes
+
+    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The batch, which :meth:`takes` takes, in fixed shapes."""
+        lengths, boundaries = batch["packed_lengths"], batch["cu_seq_lens_q"]
+        rows, length = batch["input_ids"].shape
+        wide = max(length, self.tokens) if rows == 1 else length
+        if wide != self.row_length:
+            self.rows, self.row_length = 0, wide
+        longest = _power_of_two(max(*lengths, int(batch.get("max_length_q") or 1)))
+        self.rows, self.longest = self.largest(max(self.rows, rows), max(self.longest, longest))
+        longest = min(self.longest, wide)
+        pieces = padding_lengths(rows * length, self.rows * wide, wide, longest)
+        segments = max(len(lengths) + len(pieces), self.segments)
+        entries = max(self.entries, _rounded(segments, self.rows * wide), len(boundaries) - 1)
+        (self.entries,) = self.largest(entries)
+        fixed = {name: self._padded(name, x, (rows, length), longest) for name, x in batch.items()}
+        ends = [rows * length + end for end in accumulate(pieces)]
+        ends += [self.rows * wide] * (self.entries - len(lengths) - len(pieces))
+        for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+            if isinstance(marks := batch.get(name), Tensor):
+                more = torch.tensor(ends, dtype=marks.dtype).to(marks.device, non_blocking=True)
+                fixed[name] = torch.cat((marks[: len(lengths) + 1], more))
+        for name in ("max_length_q", "max_length_k"):
+            if batch.get(name) is not None:
+                fixed[name] = longest
+        if batch.get("packed_documents") is None:  # every segment is a document, and the padding is none
+            fixed["packed_documents"] = tuple((number,) for number in range(len(lengths)))
+        return fixed | {"packed_lengths": (*lengths, *pieces)}
+
+    def forget_rows(self) -> None:
+        """Let the next batch say how many rows batches have."""
+        self.rows = self.row_length = self.entries = 0
+
+    @classmethod
+    def of_rows(cls, longest: int, counts: NDArray[Any], rows: int = 1, tokens: int | None = None) -> FixedShapes:
+        """Shapes of batches of ``rows`` rows: of segments at most ``longest``, ``counts`` [R] of them in each row."""
+        most = np.sort(counts)[-rows:].sum() + rows  # each row may end in padding
+        return cls(tokens, longest=int(longest), segments=int(most))
+
+    @staticmethod
+    def takes(batch: Mapping[str, Any]) -> bool:
+        """Whether a batch carries the lengths of its segments on the host, and their boundaries."""
+        ids, lengths, boundaries = (batch.get(name) for name in ("input_ids", "packed_lengths", "cu_seq_lens_q"))
+        whole = isinstance(ids, Tensor) and ids.ndim == 2 and lengths is not None and sum(lengths) == ids.numel()
+        return whole and isinstance(boundaries, Tensor)
+
+    def _padded(self, name: str, x: Any, shape: tuple[int, int], longest: int) -> Any:
+        """A value per token with padding after its last token; anything else as it is."""
+        (rows, length), more = shape, self.rows * self.row_length - shape[0] * shape[1]
+        if not more or not isinstance(x, Tensor) or x.shape[-2:] != (rows, length):
+            return x
+        if name == "position_ids" or name == "seq_idx":
+            behind = rows * (self.row_length - length)  # in the only row; more rows are whole ones
+            count = torch.arange(more, dtype=x.dtype, device=x.device) - behind  # below 0: behind the row's last token
+            first, each = (-(-size // longest) for size in (behind, self.row_length))
+            place = torch.where(count < 0, count + behind, count % self.row_length)
+            piece = place // longest + torch.where(count < 0, 0, first + count // self.row_length * each)
+            new = place % longest if name == "position_ids" else x.flatten()[-1] + 1 + piece
+            flat = torch.cat((x.flatten(-2), new.expand(*x.shape[:-2], -1)), -1)
+            return flat.view(*x.shape[:-2], self.rows, self.row_length)
+        fill = IGNORE_INDEX if name in ("labels", "shift_labels") else 0
+        return F.pad(x, (0, self.row_length - length, 0, self.rows - rows), value=fill)
+
+
+def _power_of_two(length: int) -> int:
+    return 1 << (length - 1).bit_length()
+
+
+def _rounded(segments: int, tokens: int) -> int:
+    step = max(16, -(-tokens // TOKENS_PER_SEGMENT))
+    return -(-segments // step) * step

@@ -1,0 +1,298 @@
+"""``make_train_step(model, optimizer)``: one optimizer step over packed batches, as fast as the model allows.
+
+Microbatches -> their targets are counted over all microbatches and ranks -> each adds the gradients of its summed loss,
+divided by that number (:mod:`.fast_backward`) -> clipping -> optimizer -> schedule -> metrics. So neither the size of
+microbatches nor their distribution over ranks makes a difference.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypedDict
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from packing_core.batches.batch import IGNORE_INDEX
+from packing_core.errors import LayoutError, UnsupportedError
+from torch_backend.hf.anatomy.heads import labels_documents, trains_first_token
+from torch_backend.hf.anatomy.placement import execution_device
+from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.losses.causal_lm import causal_lm_loss
+from torch_backend.segments import to_device
+from torch_backend.steps.fast_backward import TARGETS, Batch, Choice, Gradients, fast_loss_refused, run_layers
+from torch_backend.steps.fixed_shapes import FixedShapes
+
+_DATA_PARALLEL = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
+
+
+class Metrics(TypedDict):
+    """What a step did. Tensors are scalars on the model's device; reading them waits for it.
+
+    Attributes:
+        loss: mean over all targets of the step, in all microbatches and on all ranks, before the update.
+        tokens: the number of these targets.
+        grad_norm: of the gradients of ``loss``, before clipping.
+        learning_rate: of the first parameter group, in this step.
+    """
+
+    loss: Tensor
+    tokens: Tensor
+    grad_norm: Tensor
+    learning_rate: float | Tensor
+
+
+class Evaluation(TypedDict):
+    """What an evaluation found, as scalars on the model's device.
+
+    Attributes:
+        loss: mean over all targets, float64.
+        tokens: the number of these targets.
+    """
+
+    loss: Tensor
+    tokens: Tensor
+
+
+class TrainStep:
+    """``metrics = step(batch)``; see :func:`make_train_step`.
+
+    Args:
+        fixed: shapes that the data are known to need, so that no later batch needs others.
+
+    Attributes:
+        parts: "loss", "layers" and "graph": what of the step is fast, and why the rest is not; known after a step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        scheduler: Any = None,
+        max_grad_norm: float | None,
+        autocast: torch.dtype | None,
+        compile: Choice,
+        capture: Choice,
+        group: dist.ProcessGroup | None = None,
+        fixed: FixedShapes | None = None,
+    ) -> None:
+        if any(base.__name__ == "DeepSpeedEngine" for base in type(model).__mro__):
+            raise UnsupportedError(
+                "make_train_step calls backward() and optimizer.step(), and a DeepSpeedEngine takes both steps itself: "
+                "train by a Trainer and enable_packing(trainer), which DeepSpeed serves, or wrap the model by DDP or "
+                "FSDP2 instead"
+            )
+        self.model = model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.max_grad_norm = max_grad_norm
+        self.group = group
+        self.device = execution_device(causal_lm(model))
+        self.world = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+        self.wrappers = [module for module in model.modules() if isinstance(module, _DATA_PARALLEL)]
+        if self.world > 1 and not self.wrappers:
+            raise UnsupportedError(
+                f"{self.world} ranks would train {type(model).__name__} apart, because nothing reduces its gradients: "
+                "wrap it first, DistributedDataParallel(model) or fully_shard(model), or pass the group of ranks that "
+                "hold different documents"
+            )
+        self._precision: Callable[[], AbstractContextManager[Any]] = lambda: torch.autocast(
+            self.device.type, autocast, enabled=autocast is not None
+        )
+        self._first_token = 0 if trains_first_token(model) or labels_documents(model) else 1
+        self._takes_count = _takes_count(causal_lm(model))
+        self._without_logits = False
+        self._gradients = Gradients(model, self._backward, self._probe, compile=compile, capture=capture, fixed=fixed)
+
+    @property
+    def parts(self) -> dict[str, str]:
+        return dict(self._gradients.parts)
+
+    def __call__(self, batch: Batch | Sequence[Batch]) -> Metrics:
+        """Take one optimizer step.
+
+        Args:
+            batch: keyword arguments of the model with ``labels``, as a packed collator makes them, or a sequence of
+                such microbatches. Tensors may be on the host; if they are, counting targets waits for nothing.
+
+        Raises:
+            LayoutError: there is no microbatch, or one has no labels.
+        """
+        microbatches = [batch] if isinstance(batch, Mapping) else list(batch)
+        if not microbatches or any(each.get("labels") is None for each in microbatches):
+            raise LayoutError("a step takes a batch with labels, or a list of at least one")
+        counts = [to_device(self._targets(each).sum(), self.device) for each in microbatches]
+        tokens = self._reduced(torch.stack(counts).sum())
+        self.optimizer.zero_grad()
+        loss = torch.zeros((), device=self.device)
+        for number, each in enumerate(microbatches):
+            given = self._on_device(each)
+            last = number == len(microbatches) - 1
+            with self._accumulating(last=last):
+                loss += self._gradients({**given, TARGETS: tokens}, last=last)
+        norm = self._clip()
+        rate = self.optimizer.param_groups[0]["lr"]
+        rate = rate.clone() if isinstance(rate, Tensor) else float(rate)
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        return {"loss": self._reduced(loss) / self.world, "tokens": tokens, "grad_norm": norm, "learning_rate": rate}
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> Evaluation:
+        """The loss of batches as a step counts it: over all their targets, in all batches and on all ranks.
+
+        The model computes in evaluation mode, and nothing of it changes. Under DDP and FSDP every rank passes as many
+        batches as the others.
+        """
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # of losses, and the number of targets
+        training = self.model.training
+        self.model.eval()
+        try:
+            for batch in batches:
+                given = self._on_device(batch)
+                with self._precision():
+                    loss = self._loss_sum(given)
+                sums += torch.stack([loss.double(), self._targets(given).sum().double()])
+        finally:
+            self.model.train(training)
+        loss, tokens = self._reduced(sums)
+        return {"loss": loss / tokens.clamp(min=1), "tokens": tokens.long()}
+
+    def _targets(self, batch: Batch) -> Tensor:
+        """Where something is predicted."""
+        shifted = batch.get("shift_labels")
+        labels: Tensor = batch["labels"][..., self._first_token :] if shifted is None else shifted
+        return labels != IGNORE_INDEX
+
+    def _backward(self, batch: Batch) -> Tensor:
+        """Forward and backward of a microbatch; its part of the loss, times the number of ranks."""
+        given = {name: x for name, x in batch.items() if name != TARGETS}
+        with self._precision():
+            loss_sum = self._loss_sum(given)
+        # Ranks average their gradients.
+        loss = loss_sum * self.world / batch[TARGETS].clamp(min=1)
+        loss.backward()
+        return loss.detach()
+
+    def _on_device(self, batch: Batch) -> dict[str, Any]:
+        return {name: to_device(x, self.device) if isinstance(x, Tensor) else x for name, x in batch.items()}
+
+    def _loss_sum(self, batch: Batch) -> Tensor:
+        return causal_lm_loss(self.model, batch)[0] if self._without_logits else self._own_loss(batch)
+
+    def _own_loss(self, batch: Batch) -> Tensor:
+        """The loss that the model computes, a mean over its targets, as a sum."""
+        count = self._targets(batch).sum()
+        more = {"num_items_in_batch": count.clamp(min=1)} if self._takes_count else {}
+        loss = self.model(**{**batch, "use_cache": False, **more})[0]
+        return torch.where(count > 0, loss, 0.0) * count  # a mean over no target is NaN
+
+    def _probe(self, batch: Batch, forward: bool) -> str | None:
+        given = {name: x for name, x in batch.items() if name != TARGETS}
+        with self._precision():
+            reason = fast_loss_refused(self.model, given)
+            if reason is not None and forward:
+                run_layers(self.model, given)
+        self._without_logits = reason is None
+        return reason
+
+    def _accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
+        """Where nothing is recorded, wrappers that can wait reduce gradients for the last microbatch alone."""
+        for module in self.wrappers:
+            if isinstance(module, FSDPModule):
+                module.set_requires_gradient_sync(last, recurse=False)
+        outer = self.wrappers[0] if self.wrappers else None
+        if last or outer is None or isinstance(outer, FSDPModule) or getattr(outer, "static_graph", False):
+            return nullcontext()
+        waiting: AbstractContextManager[Any] = outer.no_sync()
+        return waiting
+
+    def _clip(self) -> Tensor:
+        """The norm of the gradients of all ranks, which are clipped to ``max_grad_norm``."""
+        limit = self.max_grad_norm
+        outer = self.wrappers[0] if self.wrappers else None
+        if isinstance(outer, FullyShardedDataParallel):
+            norm = outer.clip_grad_norm_(float("inf") if limit is None else limit)
+        else:
+            parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+            norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters])  # type: ignore[misc]
+            if isinstance(norm, DTensor):
+                norm = norm.full_tensor()
+            if limit is not None:
+                nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        return norm
+
+    def _reduced(self, x: Tensor) -> Tensor:
+        if self.world > 1:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+
+def make_train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    scheduler: Any = None,
+    max_grad_norm: float | None = None,
+    autocast: torch.dtype | None = None,
+    compile: Choice = "auto",
+    capture: Choice = "auto",
+    group: dist.ProcessGroup | None = None,
+) -> TrainStep:
+    """Build the training step of a model: batch in, metrics out.
+
+    The loss is the mean over every target of the step, however many microbatches it is cut into and however many ranks
+    share it. If the step has no target at all, its loss and gradients are 0, and the optimizer still takes its step:
+    weight decay and momentum act, and the schedule advances.
+
+    On a GPU, a model whose batches :class:`torch_backend.PackedCollator` makes with a capacity runs with the loss that
+    holds no logits, compiled layers, and forward and backward as a CUDA graph. Where a part cannot be fast it runs as
+    usual; ``step.parts`` and ``torch_backend.explain(step)`` say why.
+
+    Args:
+        model: a patched transformers model, or a wrapper of one (DDP, FSDP, PEFT); in training mode.
+        optimizer: any, over the model's parameters.
+        scheduler: what ``step()`` is called on after every optimizer step, a ``torch.optim.lr_scheduler`` for example.
+        max_grad_norm: gradients are clipped to this norm; None leaves them as they are.
+        autocast: the dtype that forward passes run in, under ``torch.autocast``; None for the dtype of the weights.
+        compile: layers one by one. True raises ``UnsupportedError`` at the first step where it is not possible.
+        capture: forward and backward as a CUDA graph. As with ``compile``. What a graph cannot see must not change
+            after the first steps: hooks, dropout rates and whatever else is no parameter and not in the batch.
+        group: the ranks that hold different documents; the default group if None. Every rank passes at least one
+            microbatch; under FSDP as many as the others.
+
+    Raises:
+        UnsupportedModelError: ``model`` holds no transformers model, or DataParallel stands around it.
+        UnsupportedError: there are several ranks, and nothing reduces the model's gradients over them; or ``model`` is
+            a DeepSpeedEngine.
+
+    >>> import torch_backend  # doctest: +SKIP
+    >>> step = torch_backend.make_train_step(model, torch.optim.AdamW(model.parameters()), max_grad_norm=1.0)
+    >>> for batch in loader:
+    ...     metrics = step(batch)
+    """
+    return TrainStep(
+        model,
+        optimizer,
+        scheduler=scheduler,
+        max_grad_norm=max_grad_norm,
+        autocast=autocast,
+        compile=compile,
+        capture=capture,
+        group=group,
+    )
+
+
+def _takes_count(root: Any) -> bool:
+    """Whether the model hands ``num_items_in_batch`` on to its loss, judged as transformers' Trainer judges it."""
+    if hasattr(root, "accepts_loss_kwargs"):
+        return bool(root.accepts_loss_kwargs)
+    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(root.forward).parameters.values())

@@ -1,0 +1,191 @@
+"""Which packed rows a ``Trainer`` trains on, and its dataloader of them.
+
+A built trainer -> :func:`pack_training_data`, which reads and checks the lengths of all documents -> rows
+(:mod:`.epoch_rows`), of which :func:`use_rows` lets the trainer make its training dataloader. The trainer counts rows
+where it counted documents. Its ``train_dataset`` and evaluation data are not changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from packing_core import PackedBatch
+from packing_core.batches.columns import READ
+from packing_core.batches.marks import LENGTHS
+from packing_core.errors import PackingError
+from packing_core.extras import require
+from packing_core.planning.balance import Cost
+from packing_core.planning.plan import Overflow
+from torch_backend.collate import FULL, PackedCollator
+from torch_backend.collate.document_labels import NAMES
+from torch_backend.trainers.epoch_rows import PackedRows, PackedStream, RowBatches
+
+logger = logging.getLogger(__name__)
+
+
+def pack_training_data(
+    trainer: Any, collator: PackedCollator, capacity: int | None, overflow: Overflow
+) -> tuple[PackedCollator, PackedRows | PackedStream | None]:
+    """The collator of a trainer, and the rows that it shall train on: None if its own batches are packed one by one.
+
+    Rows that are packed already stay as they are, unless a capacity is given. Without one, rows are as long as the
+    trainer or the model takes at most.
+
+    Raises:
+        CapacityError: a document is longer than the capacity under ``overflow="error"``.
+        PackingError: no capacity is given, and neither trainer nor model has a maximum length.
+    """
+    data = trainer.train_dataset
+    if collator.capacity is not None or data is None:
+        return _with_capacity(collator, capacity, overflow), None
+    first = next(iter(data), None)
+    if isinstance(first, PackedBatch):
+        if capacity is not None:
+            raise PackingError(f"the training data are rows of {first.capacity:,} tokens already: leave capacity out")
+        return collator, None
+    if capacity is None and isinstance(first, Mapping) and any(name in first for name in LENGTHS):
+        return collator, None
+    if (reason := _why_batches_only(trainer)) is not None:
+        logger.warning(
+            "enable_packing packs the %d documents of each batch and not the whole data set, because %s",
+            trainer.args.per_device_train_batch_size,
+            reason,
+        )
+        return _with_capacity(collator, capacity, overflow), None
+    if capacity is None:
+        capacity, source = _longest(trainer)
+        logger.warning("enable_packing makes rows of %d tokens, after %s: capacity=... changes it", capacity, source)
+    return collator, _rows(trainer, collator, capacity, overflow)
+
+
+def use_rows(trainer: Any, rows: PackedRows | PackedStream | None) -> None:
+    """Let a trainer make its training dataloader of rows; None lets it make its own again."""
+    if rows is not None:
+        trainer.get_train_dataloader = partial(_dataloader, trainer, rows)
+    elif _makes_rows(vars(trainer).get("get_train_dataloader")):
+        del trainer.get_train_dataloader
+
+
+def rows_of(trainer: Any) -> PackedRows | PackedStream | None:
+    """What :func:`use_rows` gave to a trainer."""
+    method = vars(trainer).get("get_train_dataloader")
+    return method.args[1] if _makes_rows(method) else None
+
+
+def _makes_rows(method: Any) -> bool:
+    return isinstance(method, partial) and method.func is _dataloader
+
+
+def _dataloader(trainer: Any, rows: PackedRows | PackedStream) -> DataLoader[PackedBatch]:
+    """What ``Trainer.get_train_dataloader`` returns, with the rows of a batch chosen by :class:`RowBatches`."""
+    if trainer.train_dataset is not rows.source:
+        raise PackingError("train_dataset was exchanged after enable_packing(trainer): call it again")
+    args, size = trainer.args, trainer._train_batch_size
+    workers = min(args.dataloader_num_workers, 1 if isinstance(rows, PackedStream) else args.dataloader_num_workers)
+    options: dict[str, Any] = {"num_workers": workers, "pin_memory": args.dataloader_pin_memory}
+    if workers:
+        options["persistent_workers"] = args.dataloader_persistent_workers
+        options["prefetch_factor"] = args.dataloader_prefetch_factor
+        options["multiprocessing_context"] = getattr(args, "dataloader_multiprocessing_context", None)
+    if isinstance(rows, PackedStream):
+        options |= {"batch_size": size, "drop_last": args.dataloader_drop_last}
+    else:
+        options["batch_sampler"] = RowBatches(rows, size, drop_last=args.dataloader_drop_last)
+    loader = DataLoader(rows, collate_fn=trainer.data_collator, **options)
+    prepared: DataLoader[PackedBatch] = trainer.accelerator.prepare(loader)
+    # accelerate knows how many ranks read data of their own: all but those of tensor and context parallelism
+    if isinstance(rows, PackedStream):
+        rows.group = size * getattr(prepared.dataset, "num_processes", 0) or 1
+    else:
+        rows.ranks = getattr(prepared.batch_sampler, "num_processes", 1)
+    return prepared
+
+
+def _rows(trainer: Any, collator: PackedCollator, capacity: int, overflow: Overflow) -> PackedRows | PackedStream:
+    args, data, pad_id = trainer.args, trainer.train_dataset, collator.pad_id
+    read = (*trainer._signature_columns, *READ) if args.remove_unused_columns else None
+    seed = args.seed if args.data_seed is None else args.data_seed
+    if _is_stream(data):
+        if args.max_steps <= 0:
+            raise PackingError("a stream has no number of rows: pass max_steps to the trainer's arguments")
+        if collator.labels_documents:
+            raise PackingError("a stream cannot carry one label per document: pass a datasets.Dataset or a list")
+        return PackedStream(data, read, capacity, overflow=overflow, seed=seed, pad_id=pad_id)
+    names = data.column_names if hasattr(data, "column_names") else list(dict.fromkeys(n for x in data for n in x))
+    names = [name for name in names if read is None or name in read]
+    label = next((name for name in NAMES if name in names), None) if collator.labels_documents else None
+    rows = PackedRows(
+        data,
+        [name for name in names if label is None or name not in NAMES],
+        capacity,
+        overflow=overflow,
+        seed=seed,
+        pad_id=pad_id,
+        cost=_cost(trainer.model),
+        in_order=getattr(args, "train_sampling_strategy", "random") == "sequential",
+        label=label,
+    )
+    logger.info("enable_packing: %s", rows)
+    if rows.dealt(0).plan.efficiency < FULL:
+        longest = int(rows.documents.input_ids.lengths.max())
+        logger.warning("%s: a smaller capacity leaves less padding; the longest document has %d tokens", rows, longest)
+    return rows
+
+
+def _with_capacity(collator: PackedCollator, capacity: int | None, overflow: Overflow) -> PackedCollator:
+    if capacity is None:
+        return collator
+    collator = copy.copy(collator)
+    collator.capacity = capacity
+    collator.plan_options = {**collator.plan_options, "overflow": overflow}
+    return collator
+
+
+def _why_batches_only(trainer: Any) -> str | None:
+    """Why the documents of a trainer can be packed only inside each of its batches, None if all of them can."""
+    stock, data = require("transformers", extra="hf").Trainer, trainer.train_dataset
+    for method in ("get_train_dataloader", "_get_train_sampler"):
+        own = vars(trainer).get(method)
+        if getattr(type(trainer), method) is not getattr(stock, method) or not (own is None or _makes_rows(own)):
+            return f"{type(trainer).__name__} has a {method} of its own"
+    if trainer.accelerator.dataloader_config.split_batches:
+        return "split_batches=True splits each batch over the ranks"
+    if _is_stream(data) or isinstance(data, list | tuple):
+        return None
+    if not hasattr(data, "select_columns"):
+        return f"a {type(data).__name__} does not tell its lengths: pass a datasets.Dataset or a list"
+    if data.format["type"] == "custom":
+        return "its examples are made on access (set_transform): store them as they are to be (map)"
+    return None
+
+
+def _is_stream(data: Any) -> bool:
+    return isinstance(data, IterableDataset) or not hasattr(data, "__len__")
+
+
+def _longest(trainer: Any) -> tuple[int, str]:
+    """The longest sequence that a trainer or its model takes, and which of their options says so."""
+    config = trainer.model.config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for owner, name in ((trainer.args, "max_length"), (text, "max_position_embeddings")):
+        length = getattr(owner, name, None)
+        if isinstance(length, int) and length > 0:
+            return length, f"{type(owner).__name__}.{name}"
+    raise PackingError(
+        f"neither {type(trainer.args).__name__} nor {type(text).__name__} has a length: pass capacity=..."
+    )
+
+
+def _cost(model: Any) -> Cost:
+    """What a row costs in a model; that of a Llama if its config does not say how large it is."""
+    config = model.config
+    try:
+        return Cost.from_config(config.get_text_config() if hasattr(config, "get_text_config") else config)
+    except PackingError:
+        return Cost()

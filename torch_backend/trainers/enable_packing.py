@@ -1,0 +1,320 @@
+"""``enable_packing(trainer)``: packing inside a ``Trainer`` or an ``SFTTrainer`` that somebody else built.
+
+A built trainer -> checks of its class, its arguments and its first examples -> its model is patched, its documents are
+packed into rows (:mod:`.epoch_rows`), and its collator carries the segments of every batch. A trainer that cannot be
+made exact is refused here, before anything is changed. The trainer's loop, loss, optimizer and arguments stay as they
+are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any, TypeVar
+
+import numpy as np
+
+from packing_core import PackedBatch
+from packing_core.batches.batch import IGNORE_INDEX
+from packing_core.batches.columns import READ
+from packing_core.batches.marks import MARKS, first_true, is_numbered
+from packing_core.errors import LayoutError, PackingError, UnsupportedError, first_line
+from packing_core.planning.plan import Overflow
+from torch_backend.auditing.trainer import refuse_cut_documents
+from torch_backend.collate import Batch, BoundaryCollator, PackedCollator
+from torch_backend.hf.anatomy.heads import labels_documents, predicts_masked, trains_first_token
+from torch_backend.hf.inputs.boundaries import refuse_split_rows
+from torch_backend.patching import patch
+from torch_backend.trainers import preference
+from torch_backend.trainers.dataloader import pack_training_data, use_rows
+from torch_backend.trainers.fast_step import speed_up
+from torch_backend.trainers.resuming import refuse_other_ranks
+from torch_backend.trainers.sft import warn_of_room
+
+Trainer = TypeVar("Trainer")
+
+COMPARED = 8  # examples of each dataset that the present collator and packing are compared on
+# Why a trainer of TRL cannot be given rows of several documents, by the name of its class or a base of it.
+_PAIRS = "compares answers with each other"
+_SCORES = "gives each example one score"
+_GENERATES = "generates completions and scores each of them"
+_TEACHER = "compares each example with a teacher"
+_PER_EXAMPLE = {
+    **dict.fromkeys(("DPOTrainer", "KTOTrainer", "CPOTrainer", "ORPOTrainer", "BCOTrainer", "TPOTrainer"), _PAIRS),
+    **dict.fromkeys(("RewardTrainer", "PRMTrainer"), _SCORES),
+    **dict.fromkeys(("GRPOTrainer", "RLOOTrainer", "PPOTrainer", "AsyncGRPOTrainer", "A2POTrainer"), _GENERATES),
+    **dict.fromkeys(("OnlineDPOTrainer", "NashMDTrainer", "XPOTrainer", "SDFTTrainer", "SDPOTrainer"), _GENERATES),
+    **dict.fromkeys(("DistillationTrainer", "AsyncDistillationTrainer", "IWOPDTrainer"), _TEACHER),
+    **dict.fromkeys(("ServerDistillationTrainer", "GKDTrainer", "GOLDTrainer", "MiniLLMTrainer"), _TEACHER),
+}
+
+
+def enable_packing(
+    trainer: Trainer,
+    *,
+    capacity: int | None = None,
+    overflow: Overflow = "error",
+    implementation: str | Sequence[str] = "auto",
+    verify: bool = True,
+    fast: bool = True,
+) -> Trainer:
+    """Make a trainer train packed documents without contamination; call it once, between building and ``train()``.
+
+    Its model is patched in place. A collator that packs (TRL's under ``packing=True`` or ``padding_free=True``,
+    transformers' ``DataCollatorWithFlattening``, axolotl's) is wrapped in :func:`torch_backend.with_boundaries`. Any
+    other is replaced by :class:`torch_backend.PackedCollator`, if both train the same tokens of the first examples.
+    Labels at segment starts are -100, so ``num_items_in_batch`` counts only targets that something predicts.
+
+    Where the collator is replaced, the whole training set is packed, again in each epoch by the trainer's seed
+    (:mod:`torch_backend.trainers.epoch_rows`). A batch is ``per_device_train_batch_size`` rows of ``capacity`` tokens,
+    so ``len(dataloader)`` and every option that counts steps count rows. All lengths are checked at this call. A stream
+    (``IterableDataset``) is packed as its documents come. If a trainer makes its dataloader or sampler itself, or its
+    dataset does not tell its lengths, the documents of each batch are packed together, and a warning says so.
+    Evaluation puts the documents of a batch into one row.
+
+    TRL's DPO, KTO, reward, GRPO and RLOO trainers keep their batches, and their forwards run without padding
+    (:mod:`torch_backend.trainers.preference`).
+
+    Args:
+        trainer: a ``transformers.Trainer`` or a subclass of it, with its model, also one under PEFT, and with training
+            or evaluation data.
+        capacity: tokens of a row, by default ``max_length`` of the trainer's arguments, else the model's
+            ``max_position_embeddings``; which of them it is, is logged.
+        overflow: what to do with a document longer than ``capacity``, as in ``packing_core.plan``.
+        implementation, verify: as in :func:`torch_backend.patch`.
+        fast: train without logits, through compiled layers and as a CUDA graph, each where nothing forbids it
+            (:mod:`.fast_step`); of TRL's preference, reward and policy trainers the layers alone
+            (:mod:`torch_backend.steps.dynamic_compile`). ``explain(trainer)`` says what is fast and why the rest is
+            not. False leaves the training step as it is.
+
+    Returns:
+        ``trainer`` itself.
+
+    Raises:
+        UnsupportedModelError: the model cannot be made exact.
+        UnsupportedError: the trainer computes its loss per example, or its rows hold cut documents, or
+            context or sequence parallelism splits them over ranks.
+        LayoutError: the data are not tokenised, or a collator that packs does not mark its documents.
+        CapacityError: a document is longer than ``capacity``, and ``overflow`` does not say what to do with it.
+        PackingError: what is passed is no trainer or has no data, ``capacity`` has no effect, or the present collator
+            trains other tokens than packing would.
+    """
+    any_trainer: Any = trainer
+    if preference.kind_of(trainer) is not None:
+        preference.enable_unpadding(
+            any_trainer,
+            capacity=capacity,
+            overflow=overflow,
+            implementation=implementation,
+            verify=verify,
+            fast=fast,
+        )
+        return trainer
+    _refuse_trainer(trainer)
+    refuse_split_rows(any_trainer.accelerator.parallelism_config)
+    any_trainer._set_signature_columns_if_needed()
+    collator, rows = _packing_collator(any_trainer, capacity, overflow), None
+    if isinstance(collator, PackedCollator):
+        if collator.labels_documents and overflow == "split":
+            raise PackingError(
+                'overflow="split" cuts documents, and the model classifies whole ones: pass "truncate" or "drop"'
+            )
+        collator, rows = pack_training_data(any_trainer, collator, capacity, overflow)
+    patch(any_trainer.model, implementation=implementation, verify=verify)
+    any_trainer._signature_columns += [name for name in READ if name not in any_trainer._signature_columns]
+    any_trainer.data_collator = collator
+    if labels_documents(any_trainer.model) or trains_first_token(any_trainer.model):
+        any_trainer.model_accepts_loss_kwargs = True  # a patched classifier divides its loss by the step's targets
+    use_rows(any_trainer, rows)
+    refuse_other_ranks(any_trainer, rows)
+    # accelerate would let the first rank read for all and concatenate batches, which plain ints cannot be.
+    any_trainer.accelerator.dataloader_config.dispatch_batches = False
+    warn_of_room(any_trainer)
+    if fast:
+        speed_up(any_trainer)
+    return trainer
+
+
+def _refuse_trainer(trainer: Any) -> None:
+    """Raise if the class or the arguments of a trainer rule packing out."""
+    name = type(trainer).__name__
+    for base in type(trainer).__mro__:
+        of_trl = base.__module__.split(".")[0] == "trl" and base.__name__.endswith("Trainer")
+        known = base.__name__ in ("SFTTrainer", "_BaseTrainer")
+        reason = _PER_EXAMPLE.get(base.__name__)
+        if reason is None and of_trl and not known:
+            reason = "is a trainer of TRL that computes its loss per example"
+        if reason is not None:
+            raise UnsupportedError(
+                f"{name} {reason}, and would take all documents of a row for one example: leave it unpacked; "
+                "enable_packing serves transformers.Trainer and TRL's SFT, DPO, KTO, reward, GRPO and RLOO trainers"
+            )
+    needed = ("model", "data_collator", "accelerator", "_set_signature_columns_if_needed")
+    if any(getattr(trainer, field, None) is None for field in needed):
+        raise PackingError(f"{name} is not a transformers.Trainer: pass one that is built, with its model")
+    refuse_cut_documents(trainer.args)
+
+
+def _packing_collator(trainer: Any, capacity: int | None, overflow: Overflow) -> PackedCollator | BoundaryCollator:
+    """The trainer's collator if it packs, with boundaries, else one that packs and trains the same tokens."""
+    collator, examples = trainer.data_collator, _first_examples(trainer)
+    ours = isinstance(collator, PackedCollator | BoundaryCollator)
+    if not (ours or examples):
+        raise PackingError(
+            f"{type(trainer).__name__} has neither a train_dataset nor an eval_dataset: pass one, because its first "
+            "examples show whether its collator packs and what it trains"
+        )
+    packs = ours or _packs(trainer, *next(iter(examples.items())))
+    packs_documents = packs and not (isinstance(collator, PackedCollator) and collator.capacity is None)
+    if packs_documents and (capacity is not None or overflow != "error"):
+        given = f"overflow={overflow!r}" if capacity is None else f"capacity={capacity:,}"
+        raise PackingError(f"{_name(collator)} packs by itself, so {given} has no effect: leave it out")
+    if ours:
+        return collator
+    if packs:
+        wrapped = BoundaryCollator(collator, trainer.model)
+        for found in examples.values():
+            _check_documents(wrapped, _seen(trainer, found[0], READ))
+        return wrapped
+    masks = getattr(collator, "mlm", False) and type(collator).__name__ == "DataCollatorForLanguageModeling"
+    if masks and predicts_masked(trainer.model):
+        return _masking_collator(trainer)
+    for kind, found in examples.items():
+        for number, example in enumerate(found):
+            if isinstance(example, Mapping):
+                theirs, packed = _seen(trainer, example), _seen(trainer, example, READ)
+                _compare(_name(collator), f"{kind} example {number}", collator([theirs]), packed, trainer.model)
+    return PackedCollator(trainer.model)
+
+
+def _masking_collator(trainer: Any) -> PackedCollator:
+    """Packs documents, whose tokens the trainer's collator for masked language models then hides as before."""
+    if trainer.data_collator.whole_word_mask:
+        raise PackingError(
+            "whole_word_mask=True reads the words of padded examples: leave it out, or hide tokens in the data set, "
+            "with a column labels that is -100 at all others"
+        )
+    return PackedCollator(trainer.model, masking=trainer.data_collator)
+
+
+def _first_examples(trainer: Any) -> dict[str, list[Any]]:
+    """What kind of data -> its first examples."""
+    evaluation = getattr(trainer, "eval_dataset", None)
+    datasets = {"training": getattr(trainer, "train_dataset", None)}
+    datasets |= evaluation if isinstance(evaluation, dict) else {"evaluation": evaluation}
+    found = {kind: list(islice(iter(x), COMPARED)) for kind, x in datasets.items() if x is not None}
+    return {kind: examples for kind, examples in found.items() if examples}
+
+
+def _seen(trainer: Any, example: Any, more: Sequence[str] = ()) -> Any:
+    """What the trainer's collator is given of an example: the model's arguments and the columns ``more``."""
+    if not (isinstance(example, Mapping) and trainer.args.remove_unused_columns):
+        return example
+    return {name: value for name, value in example.items() if name in (*trainer._signature_columns, *more)}
+
+
+def _packs(trainer: Any, kind: str, examples: list[Any]) -> bool:
+    """Whether the collator puts documents into one row, judged by what it makes of one example given twice."""
+    if isinstance(examples[0], PackedBatch):
+        return False
+    example, collator = _seen(trainer, examples[0], READ), trainer.data_collator
+    has = example if isinstance(example, Mapping) else {}
+    try:
+        batch = dict(collator([example, example]))
+    except Exception as error:
+        if "input_ids" in has:
+            raise
+        raise _not_tokenised(kind, examples[0], f" ({_name(collator)} raised {first_line(error)})") from error
+    if "input_ids" not in batch:
+        raise _not_tokenised(kind, examples[0])
+    if len(batch["input_ids"]) < 2:
+        return True
+    marks = {name for name in MARKS if batch.get(name) is not None and name not in has}
+    if marks - {"attention_mask", "position_ids"}:
+        return True
+    if is_numbered(batch.get("attention_mask")) and not is_numbered(has.get("attention_mask")):
+        return True
+    return "position_ids" in marks and _count_documents(BoundaryCollator(dict)(batch)) > len(batch["input_ids"])
+
+
+def _not_tokenised(kind: str, example: Any, detail: str = "") -> LayoutError:
+    columns = ", ".join(example) if isinstance(example, Mapping) else f"a {type(example).__name__}"
+    return LayoutError(
+        f"the {kind} data have no input_ids, only {columns}: tokenise them first, so that every example has input_ids, "
+        f"a list of token ids{detail}"
+    )
+
+
+def _count_documents(batch: Batch) -> int:
+    """Segments of a batch with boundaries that are not padding."""
+    starts = np.cumsum((0, *batch["packed_lengths"][:-1]))
+    mask = batch.get("attention_mask")
+    return len(starts) if mask is None else int((np.asarray(mask).reshape(-1)[starts] != 0).sum())
+
+
+def _check_documents(collator: BoundaryCollator, example: Any) -> None:
+    """A collator that packs must mark the documents of an example that it is given twice."""
+    packed_row = isinstance(example, Mapping) and "input_ids" in example and "seq_lengths" in example
+    documents = 2 * (np.count_nonzero(np.asarray(example["seq_lengths"])) if packed_row else 1)
+    marked = _count_documents(collator([example, example]))
+    if marked < documents:
+        raise LayoutError(
+            f"{_name(collator.collator)} puts {documents} documents into rows and marks {marked}: let it emit "
+            "cu_seq_lens_q, seq_lengths or position_ids that restart at each document"
+        )
+
+
+def _compare(collator: str, where: str, theirs: Mapping[str, Any], example: Mapping[str, Any], model: Any) -> None:
+    """Raise if a collator, by its batch of one example, trains it differently from packing.
+
+    What the attention mask calls padding is not compared: packing leaves it out, whatever its labels are.
+    """
+    ids, labels, mask = theirs["input_ids"], theirs.get("labels"), theirs.get("attention_mask")
+    per_document = labels_documents(model)
+    if not per_document and labels is not None and labels.shape != ids.shape:
+        raise PackingError(
+            f"{collator} gives labels of shape {list(labels.shape)} and input_ids {list(ids.shape)}, and packing needs "
+            "one label for each token"
+        )
+    real = np.ones(ids.shape, np.bool_) if mask is None or mask.ndim != 2 else np.asarray(mask) != 0
+    ours = PackedCollator(model if per_document else None)([example])
+    found, packed = np.asarray(ids)[real], ours["input_ids"].numpy().reshape(-1)
+    if len(found) < len(packed) or (found[: len(packed)] != packed).any():
+        raise PackingError(
+            f"{collator} changes the tokens of {where}, and packing would train them as they are in the dataset: "
+            + _ways_out(collator)
+        )
+    if per_document:
+        _compare_labels(collator, where, labels, ours.get("labels"))
+    if labels is None or per_document:
+        return
+    trained, wanted = np.asarray(labels)[real], np.full(len(found), IGNORE_INDEX)
+    wanted[: len(packed)] = ours["labels"].numpy().reshape(-1)
+    trained = np.where(np.append(ours["position_ids"] == 0, wanted[len(packed) :] == 0), IGNORE_INDEX, trained)
+    if (token := first_true(trained != wanted)) is not None:
+        raise PackingError(
+            f"{collator} trains other tokens than packing would: token {token} of {where} has the label "
+            f"{trained[token]} there and {wanted[token]} when packed. " + _ways_out(collator)
+        )
+
+
+def _compare_labels(collator: str, where: str, theirs: Any, ours: Any) -> None:
+    """Raise if the label of a document is another one when it is packed."""
+    found = [None if x is None else np.asarray(x).reshape(-1).tolist() for x in (theirs, ours)]
+    if found[0] != found[1]:
+        raise PackingError(
+            f"{collator} trains other labels than packing would: {where} has the label {found[0]} there and {found[1]} "
+            "when packed. Put what shall be trained into a column labels of the dataset, one entry per document"
+        )
+
+
+def _ways_out(collator: str) -> str:
+    return (
+        f"To train what {collator} trains, add a labels column that holds it, -100 where nothing is trained. To train "
+        "what the columns say, set trainer.data_collator = torch_backend.PackedCollator(model) before this call. To "
+        f"keep {collator}, let it pack documents, and wrap it in torch_backend.with_boundaries(collator)"
+    )
+
+
+def _name(collator: Any) -> str:
+    return getattr(collator, "__name__", type(collator).__name__)

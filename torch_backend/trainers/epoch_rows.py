@@ -1,0 +1,237 @@
+"""Training data as packed rows, in the order of each epoch: a whole data set, or a stream of documents.
+
+Examples -> the lengths of all documents -> a plan for each epoch -> rows, which are materialised on access.
+:class:`RowBatches` says which of them each rank takes in each batch. A :class:`PackedStream` packs documents as they
+come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
+
+from packing_core import PackedBatch, PackedDataset, stream
+from packing_core.batches.columns import Documents, read_examples, stream_documents
+from packing_core.batches.dataset import with_empty_row
+from packing_core.errors import PackingError
+from packing_core.planning.balance import Cost, ShardedPlan
+from packing_core.planning.epochs import plan_epoch
+from packing_core.planning.plan import Overflow
+from torch_backend.collate.document_labels import LABELS, as_labels
+from torch_backend.trainers.hf_dataset import arrow_documents
+
+READ_AT_ONCE = 256  # examples of a stream
+
+
+class PackedRows(Dataset[PackedBatch]):
+    """The rows of every epoch of a data set: row r of epoch e has the number ``e * len(self) + r``, -1 is an empty row.
+
+    Args:
+        source: a ``datasets.Dataset``, or a list of examples.
+        names: the columns to read.
+        capacity, overflow: as in ``packing_core.plan``.
+        seed, cost, in_order: as in ``packing_core.planning.epochs.plan_epoch``.
+        pad_id: the token that fills padding.
+        label: the column of labels per document, None if there is none.
+
+    Attributes:
+        epoch: which one the next pass over :class:`RowBatches` is.
+        ranks: over how many ranks the rows of an epoch are dealt.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        names: Sequence[str],
+        capacity: int,
+        *,
+        overflow: Overflow = "error",
+        seed: int = 0,
+        pad_id: int = 0,
+        cost: Cost | None = None,
+        in_order: bool = False,
+        label: str | None = None,
+    ) -> None:
+        self.source = source
+        self.names = list(names)
+        self.label = label
+        self.capacity = capacity
+        self.pad_id = pad_id
+        self.options: dict[str, Any] = {"overflow": overflow, "seed": seed, "cost": cost, "in_order": in_order}
+        self.epoch = 0
+        self.ranks = 1
+        self._made: dict[tuple[int, int], tuple[ShardedPlan, PackedDataset]] = {}
+
+    @cached_property
+    def documents(self) -> Documents:
+        """The documents, in the buffers that hold them."""
+        if hasattr(self.source, "select_columns"):
+            return arrow_documents(self.source, self.names)
+        return read_examples([{name: x[name] for name in self.names if name in x} for x in self.source])
+
+    @cached_property
+    def per_document(self) -> dict[str, Any]:
+        """What every document has one of: its label."""
+        if self.label is None:
+            return {}
+        if hasattr(self.source, "select_columns"):
+            given = self.source.select_columns([self.label]).with_format(None)[:][self.label]
+        else:
+            given = [example[self.label] for example in self.source]
+        return {LABELS: as_labels(given)}
+
+    def dealt(self, epoch: int) -> ShardedPlan:
+        """The rows of an epoch and which rank takes which."""
+        return self._epoch(epoch)[0]
+
+    def _epoch(self, epoch: int) -> tuple[ShardedPlan, PackedDataset]:
+        """The rows of an epoch, as plan and as data; those of two epochs are kept."""
+        made = self._made.get((epoch, self.ranks))
+        if made is None:
+            documents = self.documents
+            dealt = plan_epoch(
+                documents.input_ids.lengths, self.capacity, epoch=epoch, ranks=self.ranks, **self.options
+            )
+            packed = PackedDataset(
+                documents.input_ids,
+                dealt.plan,
+                labels=documents.labels,
+                loss_mask=documents.loss_mask,
+                prompt_lengths=documents.prompt_lengths,
+                columns=documents.columns,
+                per_document=self.per_document,
+                pad_id=self.pad_id,
+            )
+            kept = {key: value for key, value in self._made.items() if key == (0, self.ranks)}
+            self._made = {**kept, (epoch, self.ranks): (made := (dealt, packed))}
+        return made
+
+    def __len__(self) -> int:
+        return self.dealt(0).plan.n_rows
+
+    def set_epoch(self, epoch: int) -> None:
+        """What accelerate calls before each epoch."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[PackedBatch]:  # or iter() would go on through all epochs
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, number: int) -> PackedBatch:
+        return self.__getitems__([number])
+
+    def __getitems__(self, numbers: Sequence[int]) -> PackedBatch:
+        real = [number for number in numbers if number >= 0]
+        epochs, rows = np.divmod(real or [0], len(self))
+        if (epochs != epochs[0]).any():
+            raise PackingError(f"rows {list(numbers)} are of epochs {epochs.tolist()}: take those of one at a time")
+        batch = self._epoch(int(epochs[0]))[1][rows][: len(real)]
+        for _ in range(len(numbers) - len(real)):
+            batch = with_empty_row(batch)
+        return batch
+
+    def __getstate__(self) -> dict[str, Any]:  # a spawned worker maps the files again and plans for itself
+        return {
+            **{name: value for name, value in vars(self).items() if name not in ("documents", "per_document")},
+            "_made": {},
+        }
+
+    def __str__(self) -> str:
+        rows = self.dealt(0).plan
+        lost = {"dropped": len(rows.dropped), "truncated": len(rows.truncated)}
+        notes = "".join(f", {count:,} {what}" for what, count in lost.items() if count)
+        return (
+            f"{rows.n_documents:,} documents{notes}, in {rows.n_rows:,} rows of {rows.capacity:,} tokens, "
+            f"{rows.efficiency:.1%} full"
+        )
+
+
+class RowBatches(Sampler[list[int]]):
+    """Numbers of the rows of each batch of an epoch, for all ranks in turn: batch b belongs to rank b modulo ranks.
+
+    Every rank gets as many batches, and as many rows in each, as the others.
+
+    Args:
+        rows: the rows, which say the epoch.
+        size: rows of a batch.
+        drop_last: leaves out the rows that do not fill a batch.
+    """
+
+    def __init__(self, rows: PackedRows, size: int, *, drop_last: bool = False) -> None:
+        self.rows = rows
+        self.size = size
+        self.drop_last = drop_last
+
+    def __len__(self) -> int:
+        per_rank = len(self.rows.dealt(0))
+        return self.rows.ranks * (per_rank // self.size if self.drop_last else -(-per_rank // self.size))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        epoch = self.rows.epoch
+        steps = self.rows.dealt(epoch).steps[:, :, 0]
+        numbers = np.where(steps == len(self.rows), -1, steps + epoch * len(self.rows))
+        for first in range(0, len(self) // self.rows.ranks * self.size, self.size):
+            yield from numbers[first : first + self.size].T.tolist()
+
+
+class PackedStream(IterableDataset[PackedBatch]):
+    """Rows of a source that is read once an epoch, packed as its documents come.
+
+    Args:
+        source: yields examples; the same ones in the same order on every rank.
+        names: the columns to read, None for all.
+        capacity, overflow, seed, pad_id: as in ``packing_core.stream``.
+
+    Attributes:
+        epoch: which one the next pass is.
+        group: an epoch is filled up with empty rows to a multiple of this, so that accelerate repeats none for a rank.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        names: Sequence[str] | None,
+        capacity: int,
+        *,
+        overflow: Overflow = "error",
+        seed: int = 0,
+        pad_id: int = 0,
+    ) -> None:
+        self.source = source
+        self.names = names
+        self.capacity = capacity
+        self.options: dict[str, Any] = {"overflow": overflow, "pad_id": pad_id}
+        self.seed = seed
+        self.epoch = 0
+        self.group = 1
+
+    def set_epoch(self, epoch: int) -> None:
+        """What accelerate calls before each epoch."""
+        self.epoch = epoch
+        if hasattr(self.source, "set_epoch"):
+            self.source.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        worker = get_worker_info()
+        assert worker is None or worker.num_workers == 1, "one stream has one reader"
+        rows = 0
+        last = None
+        for last in stream(self._open, self.capacity, seed=self.seed + self.epoch, **self.options):
+            rows += 1
+            yield last
+        for _ in range(-rows % self.group):
+            assert last is not None
+            yield with_empty_row(last[:0])
+
+    def _open(self, start: int) -> Iterator[dict[str, Any]]:
+        examples = iter(self.source)
+        if self.names is not None:
+            examples = ({name: x[name] for name in self.names if name in x} for x in examples)
+        return islice(stream_documents(examples, READ_AT_ONCE), start, None)
+
+    def __str__(self) -> str:
+        return f"documents as they come, in rows of {self.capacity:,} tokens"

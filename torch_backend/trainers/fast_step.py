@@ -1,0 +1,260 @@
+"""The fast training step inside somebody else's ``Trainer``: what ``enable_packing`` puts in place of three methods.
+
+``training_step`` of the trainer -> :class:`torch_backend.steps.fast_backward.Gradients` -> the trainer's own
+``training_step``, through compiled layers and as a CUDA graph where nothing forbids them -> ``compute_loss`` of
+transformers -> the loss without logits in place of the model's. So accumulation, scaling, autocast and everything after
+the backward remain the trainer's. What cannot take the fast path takes the one that the trainer has without it.
+
+TRL's ``SFTTrainer`` trains by the same step, because its ``loss_type="nll"`` is the loss of transformers. Its other
+losses and its evaluation stay its own (:mod:`.sft`).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from packing_core import PackedDataset
+from packing_core.errors import UnsupportedModelError
+from packing_core.extras import require
+from torch_backend.collate import PackedCollator
+from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.losses.causal_lm import causal_lm_loss
+from torch_backend.steps.fast_backward import (
+    GRAPH,
+    LAYERS,
+    LOSS,
+    TARGETS,
+    Batch,
+    Gradients,
+    fast_loss_refused,
+    run_layers,
+    why_not_compiled,
+)
+from torch_backend.steps.fixed_shapes import FixedShapes
+from torch_backend.trainers import sft
+from torch_backend.trainers.dataloader import rows_of
+from torch_backend.trainers.epoch_rows import PackedRows
+
+require("transformers", extra="hf")
+
+from transformers import Trainer  # noqa: E402
+
+from torch_backend.trainers.async_logging import without_waiting  # noqa: E402
+
+
+class PackedStep:
+    """Replaces ``training_step``, ``compute_loss`` of transformers or TRL, and ``prediction_step`` of transformers.
+
+    Attributes:
+        parts: "loss", "layers" and "graph": what of the step is fast, and why the rest is not. For an ``SFTTrainer``
+            also "metrics", if it does not log all that it logs without the fast step.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.stock_step = trainer.training_step
+        self.stock_loss = trainer.compute_loss
+        self.stock_prediction = trainer.prediction_step
+        self.refused = _why_logits(trainer)
+        self.loss_only = False
+        self.in_place_of_compile = False  # of the whole model, torch_compile=True
+        self.gradients: Gradients | None = None
+        self.size = 0  # of the batches that it was made for
+        self.metrics = sft.Metrics(trainer) if _loss_is_of_trl(trainer) else None
+        self.losses = without_waiting(trainer)
+        trainer.training_step = self.training_step
+        if self.refused is None:
+            trainer.compute_loss = self.compute_loss
+            if _is_stock(trainer, "prediction_step"):
+                trainer.prediction_step = self.prediction_step
+        if trainer.args.torch_compile:
+            trainer.accelerator.prepare_model = partial(self._prepare_model, trainer.accelerator.prepare_model)
+
+    @property
+    def model(self) -> nn.Module:
+        model: nn.Module = self.trainer.model
+        return model
+
+    @property
+    def parts(self) -> dict[str, str]:
+        if self.gradients is not None:
+            parts = dict(self.gradients.parts)
+        else:
+            parts = dict.fromkeys((LOSS, LAYERS, GRAPH), "decided at the first step")
+            if self.refused is not None:
+                parts[LOSS] = f"with logits: {self.refused}"
+        if self.in_place_of_compile:
+            parts[LAYERS] += ", one by one, in place of the model as a whole (torch_compile=True)"
+        if self.metrics is not None and self.refused is None:
+            parts["metrics"] = sft.LEFT_OUT
+        return parts
+
+    def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:
+        """As ``Trainer.training_step``."""
+        model.train()  # a graph replays kernels, not this
+        if callable(getattr(self.trainer.optimizer, "train", None)):
+            self.trainer.optimizer.train()
+        size = self.trainer._train_batch_size  # auto_find_batch_size reduces it
+        if self.gradients is None or self.gradients.model is not model or size != self.size:
+            self.size, self.gradients = size, self._gradients(model)
+        if self.metrics is not None:
+            inputs = self.metrics.count(inputs)
+        more = {} if num_items_in_batch is None else {TARGETS: num_items_in_batch}
+        last = self.trainer.accelerator.sync_gradients
+        return self.losses(self.gradients({**inputs, **more}, last=last))
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """As ``compute_loss`` of the trainer; without logits, unless its outputs or TRL's metrics are wanted."""
+        logits_wanted = return_outputs and not self.loss_only
+        if self.metrics is not None and not self.model.training:
+            self.metrics.update()
+            logits_wanted = True
+        if self.refused is None and not logits_wanted and inputs.get("labels") is not None:
+            loss = partial(Trainer.compute_loss, self.trainer)
+            try:
+                return loss(_without_logits(model), inputs, return_outputs, num_items_in_batch)
+            except UnsupportedModelError as refusal:
+                self.refused = str(refusal)  # if it is not about the loss, the next line raises it again
+        return self.stock_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
+        """As ``Trainer.prediction_step``, which asks for outputs even if it uses the loss alone."""
+        self.loss_only = prediction_loss_only
+        try:
+            return self.stock_prediction(model, inputs, prediction_loss_only, ignore_keys)
+        finally:
+            self.loss_only = False
+
+    def _gradients(self, model: nn.Module) -> Gradients:
+        trainer = self.trainer
+        whole = trainer.args.torch_compile and not self.in_place_of_compile
+        layers = "torch_compile=True compiles the model as a whole" if whole else _why_not_layers(trainer)
+        graph = layers or _why_not_graph(trainer) or (self.refused and "the loss is the trainer's own")
+        backward, probe = self._backward(model), self._probe(model)
+        return Gradients(model, backward, probe, no_layers=layers, no_graph=graph, fixed=_fixed_shapes(trainer))
+
+    def _prepare_model(self, prepare: Any, model: nn.Module, *args: Any, **options: Any) -> Any:
+        """As ``Accelerator.prepare_model``, which would compile the model as a whole, also if its layers can be."""
+        trainer, plugin = self.trainer, self.trainer.accelerator.state.dynamo_plugin
+        backend, reason = plugin.backend, _why_not_layers(trainer) or why_not_compiled(trainer.model)
+        self.in_place_of_compile = reason is None
+        if self.in_place_of_compile:
+            plugin.backend = type(backend).NO
+        try:
+            return prepare(model, *args, **options)
+        finally:
+            plugin.backend = backend
+
+    def _backward(self, model: nn.Module) -> Any:
+        def backward(batch: Batch) -> Tensor:
+            given = {name: x for name, x in batch.items() if name != TARGETS}
+            loss: Tensor = self.stock_step(model, given, batch.get(TARGETS))
+            return loss
+
+        return backward
+
+    def _probe(self, model: nn.Module) -> Any:
+        def probe(batch: Batch, forward: bool) -> str | None:
+            given = self.trainer._prepare_inputs({name: x for name, x in batch.items() if name != TARGETS})
+            with self.trainer.compute_loss_context_manager():
+                if self.refused is None:
+                    self.refused = fast_loss_refused(model, given)
+                if self.refused is not None and forward:
+                    with self.trainer.accelerator.autocast():
+                        run_layers(model, given)
+            return self.refused
+
+        return probe
+
+
+def _without_logits(model: nn.Module) -> Any:
+    """What the trainer calls in place of the model: it returns the loss alone."""
+
+    def call(num_items_in_batch: Any = None, **inputs: Any) -> dict[str, Tensor]:
+        total, weight = causal_lm_loss(model, inputs)
+        return {"loss": total / (weight.clamp(min=1) if num_items_in_batch is None else num_items_in_batch)}
+
+    return call
+
+
+def _is_stock(trainer: Any, method: str) -> bool:
+    return getattr(type(trainer), method) is getattr(Trainer, method) and method not in trainer.__dict__
+
+
+def _loss_is_of_trl(trainer: Any) -> bool:
+    return sft.defines(trainer, "compute_loss") and "compute_loss" not in trainer.__dict__
+
+
+def _why_logits(trainer: Any) -> str | None:
+    """Why the loss of a trainer cannot do without logits, as far as the trainer decides it."""
+    of_trl = _loss_is_of_trl(trainer)
+    if not (of_trl or _is_stock(trainer, "compute_loss")):
+        return f"{type(trainer).__name__} computes its loss itself (compute_loss)"
+    if trainer.compute_loss_func is not None:
+        return "compute_loss_func reads them"
+    if trainer.label_smoother is not None:
+        return "label smoothing reads them"
+    if getattr(causal_lm(trainer.model).config.get_text_config(), "output_router_logits", False):
+        return "the trainer adds the router's auxiliary loss of each microbatch in full"
+    return sft.why_logits(trainer) if of_trl else None
+
+
+def _why_not_layers(trainer: Any) -> str | None:
+    """Why the layers of a trainer's model are left alone."""
+    args, collator = trainer.args, trainer.data_collator
+    if trainer.is_deepspeed_enabled:
+        return "DeepSpeed partitions the model"
+    if trainer.neftune_noise_alpha is not None:
+        return "the noise of NEFTune depends on the shape of a batch"
+    if getattr(args, "activation_offloading", False):
+        return "activations are offloaded"
+    if not isinstance(collator, PackedCollator) and _tokens(trainer) is None:
+        return "the collator's rows have no fixed length"
+    return None
+
+
+def _why_not_graph(trainer: Any) -> str | None:
+    """Why the training step of a trainer cannot be recorded as a CUDA graph."""
+    args = trainer.args
+    if type(trainer).training_step is not Trainer.training_step and not sft.defines(trainer, "training_step"):
+        return f"{type(trainer).__name__} has a training_step of its own"
+    if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
+        return "FSDP gathers parameters during the step"
+    if trainer.accelerator.scaler is not None:
+        return "float16 gradients are scaled by a factor that changes"
+    if args.torch_empty_cache_steps is not None:
+        return "torch_empty_cache_steps empties the cache during the step"
+    return None
+
+
+def _tokens(trainer: Any) -> int | None:
+    """Tokens of the single row that TRL's packing makes of a batch, at most."""
+    longest = getattr(trainer.args, "max_length", None) if getattr(trainer.args, "packing", False) else None
+    return None if longest is None else longest * trainer._train_batch_size
+
+
+def _fixed_shapes(trainer: Any) -> FixedShapes:
+    """Shapes that fit every batch of a trainer, as far as its data tell their lengths."""
+    size, data, rows = trainer._train_batch_size, trainer.train_dataset, rows_of(trainer)
+    if isinstance(rows, PackedRows) or isinstance(data, PackedDataset):
+        plan = rows.dealt(0).plan if isinstance(rows, PackedRows) else data.plan
+        longest, counts = plan.length.max(), np.diff(plan.row_offsets)
+    elif _tokens(trainer) is not None and (lengths := sft.packed_lengths(trainer)) is not None:
+        longest, counts = lengths.flat().values.max(), lengths.lengths
+    else:
+        return FixedShapes(_tokens(trainer))
+    return FixedShapes.of_rows(longest, counts, size, _tokens(trainer))
+
+
+def speed_up(trainer: Any) -> None:
+    """Give a trainer the fast training step, once; ``trainer.packed_step`` keeps it."""
+    if not hasattr(trainer, "packed_step"):
+        trainer.packed_step = PackedStep(trainer)

@@ -1,0 +1,143 @@
+"""Packed rows as a ``datasets.Dataset``, for trainers that take nothing else.
+
+A tokenised ``datasets.Dataset`` -> :func:`pack_dataset` -> one of packed rows, which TRL's and this project's collators
+cut into documents again by their ``seq_lengths``. Everything is Arrow: lengths are read from offsets, and tokens are
+copied once, from the buffers of the dataset into those of the rows, block by block.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from packing_core import PackedDataset, PackPlan, plan
+from packing_core.batches.columns import READ, Documents, read_columns
+from packing_core.errors import LayoutError
+from packing_core.extras import require
+
+BLOCK_TOKENS = 1 << 20  # tokens copied and written at a time, in whole rows
+RULES = 2  # raise it whenever the same arguments give other rows, so that no cached file of before is read
+
+
+def pack_dataset(dataset: Any, capacity: int, *, labels: bool = True, **plan_options: Any) -> Any:
+    """Pack a whole tokenised dataset into rows, for trainers that insist on a ``datasets.Dataset``.
+
+    One plan covers all documents, so rows are as full as they can be; ``PackedCollator(capacity=...)`` can only pack
+    the documents of one batch together. As with ``datasets.map``, the rows of a dataset that lies in files are written
+    to a cache file beside them, named by a fingerprint, and the same call reads them again; those of a dataset in
+    memory stay in memory.
+
+    Args:
+        dataset: a ``datasets.Dataset`` with ``input_ids``, and optionally the columns by which
+            :func:`packing_core.batches.columns.read_columns` knows what is trained (``labels``, ``completion_mask``,
+            ``prompt_length`` and others), what is padding (``attention_mask``) and where documents begin
+            (``seq_lengths`` and others). All other columns are left out.
+        capacity: tokens a row can hold.
+        labels: False leaves out the labels, which take as much memory as the tokens, for collators that make them of
+            tokens and ``seq_lengths``: TRL's and this project's. Only where every token is trained.
+        plan_options: ``overflow``, ``strategy``, ``seed`` and the other options of ``packing_core.plan``.
+
+    Returns:
+        A ``datasets.Dataset`` of packed rows without padding: ``input_ids`` in the dtype they have, ``labels`` (-100 at
+        segment starts) and ``seq_lengths``, as TRL's own collator reads them under
+        ``SFTConfig(padding_free=True, max_length=None)``.
+
+    Raises:
+        LayoutError: there is no ``input_ids``, columns contradict each other, or the dataset says what is trained and
+            ``labels=False`` would forget it.
+        PackingError: what ``packing_core.plan`` and ``packing_core.pack`` raise.
+    """
+    datasets = require("datasets", extra="hf")
+    if "input_ids" not in dataset.column_names:
+        raise LayoutError(f"the dataset has no input_ids, only {', '.join(dataset.column_names)}: tokenise it first")
+    options = {"capacity": capacity, **plan_options}
+    fingerprint = datasets.fingerprint.update_fingerprint(
+        dataset._fingerprint, f"crosspack.pack_dataset {RULES}", options if labels else {**options, "labels": False}
+    )
+    if not dataset.cache_files:
+        table = require("pyarrow", extra="hf").Table.from_batches(_rows(dataset, options, labels))
+        return datasets.Dataset(datasets.table.InMemoryTable(table), split=dataset.split, fingerprint=fingerprint)
+    path = Path(dataset._get_cache_file_path(fingerprint))
+    if not path.exists():
+        _write(_rows(dataset, options, labels), path)
+    rows = datasets.Dataset.from_file(str(path), split=dataset.split)
+    rows._fingerprint = fingerprint
+    return rows
+
+
+def arrow_documents(dataset: Any, names: list[str]) -> Documents:
+    """The documents of a ``datasets.Dataset`` by its columns ``names``; tokens stay in its Arrow buffers."""
+    arrow = dataset.select_columns(names).with_format("arrow")[:]
+    return read_columns({name: arrow[name] for name in names})
+
+
+def _rows(dataset: Any, options: dict[str, Any], labels: bool) -> Iterator[Any]:
+    """Arrow record batches of packed rows, all of one schema.
+
+    The rows of a batch are made as a single row that is as long as all of them, which has no padding to take out.
+    """
+    datasets, pa = require("datasets", extra="hf"), require("pyarrow", extra="hf")
+    documents = arrow_documents(dataset, [name for name in dataset.column_names if name in _READ])
+    said = (documents.labels, documents.loss_mask, documents.prompt_lengths)
+    if not labels and any(x is not None for x in said):
+        raise LayoutError(
+            "the dataset says which tokens are trained, and rows without labels would train all: leave labels=False out"
+        )
+    rows = plan(documents.input_ids.lengths, **options)
+    at_once = max(1, BLOCK_TOKENS // rows.capacity)
+    firsts = np.append(np.arange(0, rows.n_rows, at_once), rows.n_rows)
+    blocks = PackPlan(
+        rows.row_offsets[firsts],
+        rows.source,
+        rows.start,
+        rows.length,
+        capacity=at_once * rows.capacity,
+        n_documents=rows.n_documents,
+        check=False,
+    )
+    packed = PackedDataset(
+        documents.input_ids,
+        blocks,
+        labels=documents.labels,
+        loss_mask=documents.loss_mask,
+        prompt_lengths=documents.prompt_lengths,
+    )
+
+    schema = None
+    for number, (first, end) in enumerate(pairwise(firsts.tolist())):
+        block = packed[number]
+        tokens = np.append(0, np.cumsum(rows.row_tokens[first:end]))
+        segments = rows.row_offsets[first : end + 1] - rows.row_offsets[first]
+        columns = {
+            "input_ids": (tokens, block.input_ids[0, : block.n_tokens]),
+            **({"labels": (tokens, block.targets[0, : block.n_tokens])} if labels else {}),
+            "seq_lengths": (segments, block.lengths),
+        }
+        arrays = [pa.ListArray.from_arrays(pa.array(a, pa.int32()), pa.array(x)) for a, x in columns.values()]
+        if schema is None:
+            kinds = {name: datasets.List(datasets.Value(str(x.dtype))) for name, (_, x) in columns.items()}
+            schema = datasets.Features(kinds).arrow_schema
+        yield pa.record_batch(arrays, schema=schema)
+
+
+_READ = frozenset(("input_ids", "labels", *READ))
+
+
+def _write(batches: Iterator[Any], path: Path) -> None:
+    """An Arrow stream at ``path``, which is there only when it is complete."""
+    pa = require("pyarrow", extra="hf")
+    first = next(batches)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with pa.OSFile(str(unfinished), "wb") as file, pa.ipc.new_stream(file, first.schema) as stream:
+            stream.write_batch(first)
+            for batch in batches:
+                stream.write_batch(batch)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)

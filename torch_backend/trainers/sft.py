@@ -1,0 +1,103 @@
+"""What is TRL's own in the training step of an ``SFTTrainer``: which of its losses is fast, and what it logs.
+
+The rows that TRL packed -> their lengths, which fix the shapes of all batches, and a warning where they have much room.
+Batches of a training step -> :class:`Metrics` counts their tokens -> ``num_tokens`` of the trainer's log. TRL counts in
+``compute_loss``, which a CUDA graph does not call, and there it waits for the GPU in every step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packing_core.storage.ragged import Ragged
+from torch_backend.collate import PackedCollator
+
+logger = logging.getLogger(__name__)
+
+LENGTHS = "seq_lengths"  # the column in which TRL's packing keeps the lengths of a row's documents
+FULL = 0.95  # rows that are less full than this are worth a warning
+LEFT_OUT = (
+    "TRL's entropy and mean_token_accuracy need logits, so evaluation logs them and training does not: "
+    "enable_packing(trainer, fast=False) logs them in training too"
+)
+
+
+def defines(trainer: Any, method: str) -> bool:
+    """Whether a method of a trainer's class is the one that TRL's ``SFTTrainer`` defines."""
+    owner = next(kind for kind in type(trainer).__mro__ if method in vars(kind))
+    return owner.__module__.split(".")[0] == "trl" and owner.__name__ == "SFTTrainer"
+
+
+def why_logits(trainer: Any) -> str | None:
+    """Why the loss of an ``SFTTrainer`` is not the one of transformers; None if it is."""
+    kind = getattr(trainer.args, "loss_type", "nll")
+    if kind not in ("nll", "chunked_nll"):
+        return f"loss_type={kind!r} is a loss of TRL's own"
+    if getattr(trainer, "aux_loss_enabled", False):
+        return "the trainer adds the router's auxiliary loss of each microbatch in full"
+    return None
+
+
+def packed_lengths(trainer: Any) -> Ragged | None:
+    """The lengths of the documents in each row that TRL has packed; None where it packs none."""
+    data = trainer.train_dataset
+    known = getattr(trainer.args, "packing", False) and hasattr(data, "__len__") and hasattr(data, "with_format")
+    if not known or LENGTHS not in data.column_names:
+        return None
+    return Ragged.of(data.select_columns([LENGTHS]).with_format("arrow")[:][LENGTHS], name=LENGTHS)
+
+
+def warn_of_room(trainer: Any) -> None:
+    """Log how full TRL's rows are, if they are not: fixed shapes compute the room that is left."""
+    lengths, longest = packed_lengths(trainer), getattr(trainer.args, "max_length", None)
+    if lengths is None or longest is None:
+        return
+    full = float(lengths.flat().values.sum()) / (len(lengths) * longest)
+    if full < FULL:
+        logger.warning(
+            "TRL's rows of %d tokens are %.0f%% full, because it packs 1,000 documents at a time: with "
+            "SFTConfig(packing=False) enable_packing packs the whole data set",
+            *(longest, 100 * full),
+        )
+
+
+class Metrics:
+    """``num_tokens`` of an ``SFTTrainer``: tokens trained on so far, on all ranks, padding not counted."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.stock_log = trainer.log
+        self.total = trainer._total_train_tokens
+        self.new: int | Tensor = 0  # counted since the last update
+        trainer.log = self.log
+        collator = trainer.data_collator
+        self.counts_by_mask = isinstance(collator, PackedCollator) and not collator.marks_padding
+        if self.counts_by_mask:
+            collator.marks_padding = True
+
+    def count(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Count a batch, and return it without the mask that was made for this alone."""
+        mask = batch.get("attention_mask")
+        self.new = self.new + (batch["input_ids"].numel() if mask is None else (mask != 0).sum())
+        return {name: x for name, x in batch.items() if not (self.counts_by_mask and name == "attention_mask")}
+
+    def update(self) -> None:
+        """Tell the trainer of what was counted since the last time; it waits for the GPU."""
+        if isinstance(self.new, int) and self.new == 0:
+            return
+        accelerator = self.trainer.accelerator
+        new = torch.as_tensor(self.new, device=accelerator.device)
+        self.total += int(accelerator.reduce(new)) // getattr(self.trainer, "_tp_size", 1)
+        self.new = 0
+        self.trainer._total_train_tokens = self.total
+        self.trainer._metrics["train"]["num_tokens"] = [self.total]
+
+    def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
+        """As ``SFTTrainer.log``."""
+        self.update()
+        self.stock_log(logs, *args, **options)
