@@ -39,7 +39,7 @@ import crosspack
 from benchmarks._report import machine, table, versions
 from crosspack.encoding.tokenizer import train_tokenizer
 from packing_core import plan
-from packing_core.batches.batch import IGNORE_INDEX
+from packing_core.batches.stored import IGNORE_INDEX
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k_train.jsonl"
 VOCABULARY = 512

@@ -31,7 +31,8 @@ from jax_backend.model.lora import add_adapters, save_adapters
 from jax_backend.training.checkpoint import restore_state, save_state
 from jax_backend.training.objective import cast_weights
 from jax_backend.training.train_step import BATCH_KEYS, TrainState, TrainStep, make_train_step
-from packing_core.batches.batch import IGNORE_INDEX, PackedBatch
+from packing_core.batches.batch import PackedBatch
+from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import PackingError, UnsupportedError
 from packing_core.extras import require
 from packing_core.training.checkpoints import newest_checkpoint, save_checkpoint

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from packing_core.batches.batch import IGNORE_INDEX
 from packing_core.batches.columns import PROMPT, READ, TRAINED, read_examples
+from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import CapacityError, PackingError
 from packing_core.training.schedule import Document
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from packing_core.batches.batch import IGNORE_INDEX
+from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import PackingError
 from packing_core.storage.segment_indexing import ranges
 

@@ -1,49 +1,28 @@
-"""PackedBatch: rows of packed segments, what is stored about them and everything that follows from it.
+"""PackedBatch: rows of packed segments, and what can be done with them.
 
-A batch stores tokens and, per segment, where it came from. Masks, positions, segment numbers, targets and weights are
-derived on access, so they cannot contradict each other. :mod:`.dataset` makes batches, :mod:`.views`
-turns them into what kernels take, :mod:`.conventions` into what other ecosystems read.
+Data flows fields (:mod:`.stored`) -> arrays per token (:mod:`.derived`) -> rows, documents, kernel views and the
+layouts of other ecosystems; each of the latter is a module that this one calls. :mod:`.dataset` makes batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator
+from dataclasses import fields
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from packing_core.batches import conventions, views
 from packing_core.batches import documents as by_document
-from packing_core.batches.checks import check_segments, per_token
+from packing_core.batches.derived import DerivedBatch, Int32
 from packing_core.batches.select import select, single_rows, slice_rows, without_padding
 from packing_core.errors import LayoutError
-from packing_core.planning.pieces import check_pad_id, choice, positive
-from packing_core.storage.arrays import NUMBERS, as_int64, check_names
-from packing_core.storage.arrays import read_only as _read_only
-from packing_core.storage.segment_indexing import Array, Int64, chosen, gaps, indexes, ramps, spread
-
-if TYPE_CHECKING:
-    from packing_core.batches.views import KernelView
-
-Bool = NDArray[np.bool_]
-Float32 = NDArray[np.float32]
-Int32 = NDArray[np.int32]
-Weighting = Literal["token", "document"]
-WEIGHTINGS = get_args(Weighting)
-
-IGNORE_INDEX = -100  # the label that no loss counts, as torch.nn.functional.cross_entropy defines it
-
-# What a batch stores or derives itself: no column may have its name.
-RESERVED = frozenset(
-    ["input_ids", "labels", "loss_mask", "targets", "loss_weights", "segment_ids", "position_ids", "seq_idx"]
-    + ["attention_mask", "boundaries"]
-)
+from packing_core.storage.arrays import read_only
+from packing_core.storage.segment_indexing import Array, Int64, chosen
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class PackedBatch:
+class PackedBatch(DerivedBatch):
     """R rows of ``capacity`` tokens that hold S segments; every array is read-only.
 
     A segment is what one row holds of one document. The segments of a row stand from left to right in the order of
@@ -72,64 +51,6 @@ class PackedBatch:
         CapacityError: the segments of a row do not fit into it.
     """
 
-    input_ids: Array
-    cu_seqlens: Int64
-    rows: Int64
-    sources: Int64
-    starts: Int64
-    labels: Array | None = None
-    loss_mask: Bool | None = None
-    columns: Mapping[str, Array] = field(default_factory=dict)
-    alignment: int = 1
-    pad_id: int = 0
-    weighting: Weighting = "token"
-    per_document: Mapping[str, Array] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name, kinds in (("input_ids", "iu"), ("labels", "i"), ("loss_mask", "b")):
-            if getattr(self, name) is not None or name == "input_ids":
-                shape = None if name == "input_ids" else self.input_ids.shape
-                self._set(name, per_token(name, getattr(self, name), kinds, shape))
-        shape = self.input_ids.shape
-        check_names(self.columns, RESERVED)
-        columns = {name: per_token(f"columns[{name!r}]", x, NUMBERS, shape) for name, x in self.columns.items()}
-        self._set("columns", columns)
-        for name in ("cu_seqlens", "rows", "sources", "starts"):
-            self._set(name, _read_only(as_int64(getattr(self, name), name)))
-        self._set("per_document", {name: _read_only(np.asarray(x)) for name, x in self.per_document.items()})
-        self._set("alignment", positive("alignment", self.alignment))
-        self._set("pad_id", check_pad_id(self.pad_id, self.input_ids.dtype))
-        choice("weighting", self.weighting, WEIGHTINGS)
-        check_segments(self)
-
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-
-    # What is stored, seen from other sides.
-
-    @property
-    def capacity(self) -> int:
-        """Tokens a row can hold."""
-        return int(self.input_ids.shape[1])
-
-    @property
-    def n_segments(self) -> int:
-        """Segments in all rows."""
-        return len(self.rows)
-
-    @property
-    def n_tokens(self) -> int:
-        """Real tokens, padding not counted."""
-        return int(self.cu_seqlens[-1])
-
-    @property
-    def efficiency(self) -> float:
-        """Packing efficiency: real tokens / (rows * capacity)."""
-        return self.n_tokens / max(1, self.input_ids.size)
-
-    def __len__(self) -> int:
-        return len(self.input_ids)
-
     def __reduce__(self) -> tuple[Any, ...]:  # pickling arrays would make them writeable
         return partial(PackedBatch, **{entry.name: getattr(self, entry.name) for entry in fields(self)}), ()
 
@@ -138,96 +59,6 @@ class PackedBatch:
             f"PackedBatch({len(self):,} rows of {self.capacity:,}, {self.n_segments:,} segments, "
             f"{self.n_tokens:,} tokens, efficiency {self.efficiency:.4f})"
         )
-
-    @cached_property
-    def lengths(self) -> Int64:
-        """int64 [S]: tokens of each segment."""
-        return _read_only(np.diff(self.cu_seqlens))
-
-    @cached_property
-    def segment_starts(self) -> Int64:
-        """int64 [S]: the column of its row at which each segment starts, always a multiple of ``alignment``."""
-        return _read_only(segment_starts(self.rows, self.lengths, self.alignment))
-
-    @cached_property
-    def flat_starts(self) -> Int64:
-        """int64 [S]: the same in the flattened batch, ``rows * capacity + segment_starts``."""
-        return _read_only(self.rows * self.capacity + self.segment_starts)
-
-    # One number per token, derived on access and never stored.
-
-    @property
-    def segment_ids(self) -> Int32:
-        """int32 [R, capacity]: 1, 2, .. per row, 0 = padding."""
-        return self._spread(self._number_in_row + 1, 0)
-
-    @property
-    def position_ids(self) -> Int32:
-        """int32 [R, capacity]: 0, 1, .. from the start of each segment; 0 in padding.
-
-        They restart at every segment, also where a segment is a later piece of a split document: the attention of a
-        segment does not see the pieces before it, so nothing but its own start is there to count from. The position
-        within the document is ``starts`` of the segment more.
-        """
-        positions = ramps(self.flat_starts, self.lengths, self.input_ids.size)
-        return _read_only(positions.reshape(self.input_ids.shape))
-
-    @property
-    def seq_idx(self) -> Int32:
-        """int32 [R, capacity]: 0-based segment number per row, as Mamba kernels take it.
-
-        With n segments in the row, the padding at its end has number n, and gaps that ``alignment`` leaves before it
-        have n + 1, n + 2, .. from right to left: no padding ever shares a number with a segment.
-        """
-        in_row = np.bincount(self.rows, minlength=len(self))[self.rows]
-        after = 2 * in_row - 1 - self._number_in_row
-        return self._spread(self._number_in_row, np.concatenate([np.zeros(1, np.int64), after]))
-
-    @property
-    def attention_mask(self) -> Bool:
-        """bool [R, capacity]: True at real tokens. It says nothing of segments; the document mask needs segment_ids."""
-        mask = np.ones(self.input_ids.shape, np.bool_)
-        mask.reshape(-1)[self._padding] = False
-        return _read_only(mask)
-
-    @property
-    def boundaries(self) -> Bool:
-        """bool [R, capacity]: True at the first token of each segment."""
-        marks = np.zeros(self.input_ids.shape, np.bool_)
-        marks.reshape(-1)[self.flat_starts] = True
-        return _read_only(marks)
-
-    @property
-    def targets(self) -> Array:
-        """[R, capacity] signed: the labels, -100 at segment starts, in padding and where ``loss_mask`` is False.
-
-        They are unshifted: the target at token t is token t, which the model predicts from token t - 1. No token
-        predicts the first one of a segment, so a loss that shifts over the whole row (as Hugging Face models do) never
-        crosses a boundary. The dtype is that of the labels, or the signed one that holds every input id.
-        """
-        given = self.input_ids if self.labels is None else self.labels
-        targets = given.astype(_signed(given.dtype))
-        flat = targets.reshape(-1)
-        flat[self.flat_starts] = IGNORE_INDEX
-        flat[self._padding] = IGNORE_INDEX
-        if self.loss_mask is not None:
-            np.copyto(targets, IGNORE_INDEX, where=~self.loss_mask)
-        return _read_only(targets)
-
-    @property
-    def loss_weights(self) -> Float32:
-        """float32 [R, capacity]: the weight of each target, 0 where ``targets`` is -100; see ``weighting``."""
-        trained = self.targets != IGNORE_INDEX
-        weights = trained.astype(np.float32)
-        if self.weighting == "document":
-            flat = indexes(self.flat_starts, self.lengths)
-            _, document = np.unique(self.sources, return_inverse=True)
-            of_token = np.repeat(document, self.lengths)
-            counts = np.bincount(of_token, weights=trained.reshape(-1)[flat])
-            weights.reshape(-1)[flat] /= np.maximum(counts, 1).astype(np.float32)[of_token]
-        return _read_only(weights)
-
-    # Out of the batch.
 
     def __getitem__(self, rows: int | slice | Int64 | list[int]) -> PackedBatch:
         """The batch of some of the rows, in the order asked for: an int gives one row, a slice copies no tokens."""
@@ -268,17 +99,17 @@ class PackedBatch:
         Raises:
             LayoutError: the batch holds the same tokens of a document twice.
         """
-        return _read_only(by_document.segments_by_document(self)[0])
+        return read_only(by_document.segments_by_document(self)[0])
 
     @property
     def document_ids(self) -> Int32:
         """int32 [R, capacity]: the place of each token's document in ``documents``; -1 in padding."""
-        return _read_only(by_document.document_ids(self))
+        return read_only(by_document.document_ids(self))
 
     @property
     def document_positions(self) -> Int32:
         """int32 [R, capacity]: the place of each token in its document, whether that was split or not; 0 in padding."""
-        return _read_only(self.position_ids + self._spread(self.starts, 0))
+        return read_only(self.position_ids + self._spread(self.starts, 0))
 
     def reduce(self, values: Any, how: by_document.Reduction, *, where: Any = None) -> Array:
         """One value per document of this batch, from one per token.
@@ -315,24 +146,20 @@ class PackedBatch:
         """
         return by_document.spread(self, values)
 
-    def kernel_view(self, *, max_seqlen: int | None = None, bucket: int = 1) -> KernelView:
+    def kernel_view(self, *, max_seqlen: int | None = None, bucket: int = 1) -> views.KernelView:
         """This batch flattened to ``rows * capacity`` tokens, as kernels take one step; see ``views.KernelView``.
 
         Args:
             max_seqlen: what the kernel is told the longest segment is; by default the longest real one.
             bucket: the number of ``cu_seqlens`` entries less one is rounded up to a multiple of it.
         """
-        from packing_core.batches.views import kernel_view
+        return views.kernel_view(self, max_seqlen=max_seqlen, bucket=bucket)
 
-        return kernel_view(self, max_seqlen=max_seqlen, bucket=bucket)
-
-    def padding_free(self, *, max_seqlen: int | None = None, bucket: int = 1) -> KernelView:
+    def padding_free(self, *, max_seqlen: int | None = None, bucket: int = 1) -> views.KernelView:
         """The same with all rows put together and every padding token left out; it has no capacity."""
-        from packing_core.batches.views import kernel_view
-
         if not self.n_segments:
             raise LayoutError("this batch is nothing but padding: use kernel_view(), or leave the batch out")
-        return kernel_view(PackedBatch(**without_padding(self)), max_seqlen=max_seqlen, bucket=bucket)
+        return views.kernel_view(PackedBatch(**without_padding(self)), max_seqlen=max_seqlen, bucket=bucket)
 
     def to_dict(self, convention: str = "hf") -> dict[str, Any]:
         """This batch under the names, dtypes and shifts that an ecosystem's code reads; see ``conventions``.
@@ -340,25 +167,7 @@ class PackedBatch:
         Args:
             convention: ``"hf"``, ``"trl"``, ``"grain"`` or ``"maxtext"``.
         """
-        from packing_core.batches.conventions import to_dict
-
-        return to_dict(self, convention)
-
-    @cached_property
-    def _number_in_row(self) -> Int64:
-        """int64 [S]: 0-based number of each segment in its row."""
-        number = np.arange(self.n_segments)
-        return number - _of_row(self.rows, number)
-
-    @property
-    def _padding(self) -> Int64:
-        """int64: flat indexes of all padding."""
-        return indexes(*gaps(self.flat_starts, self.lengths, self.input_ids.size))
-
-    def _spread(self, values: Int64, fill: Int64 | int) -> Int32:
-        fill = fill.astype(np.int32) if isinstance(fill, np.ndarray) else fill
-        spread_out = spread(values.astype(np.int32), self.flat_starts, self.lengths, self.input_ids.size, fill)
-        return _read_only(spread_out.reshape(self.input_ids.shape))
+        return conventions.to_dict(self, convention)
 
 
 def _unchecked(values: dict[str, Any]) -> PackedBatch:
@@ -366,20 +175,3 @@ def _unchecked(values: dict[str, Any]) -> PackedBatch:
     batch = object.__new__(PackedBatch)
     batch.__dict__.update(values)
     return batch
-
-
-def segment_starts(rows: Int64, lengths: Int64, alignment: int) -> Int64:
-    """int64 [S]: the column of each segment; ``rows`` [S] never decreases, ``lengths`` [S] are tokens."""
-    taken = lengths if alignment == 1 else -(-lengths // alignment) * alignment
-    before = np.cumsum(taken) - taken
-    return before - _of_row(rows, before)
-
-
-def _of_row(rows: Int64, rising: Int64) -> Int64:
-    """[S]: for each segment the value, of S rising ones from 0 on, at the first segment of its row."""
-    return np.maximum.accumulate(np.where(np.diff(rows, prepend=-1) > 0, rising, 0))
-
-
-def _signed(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The smallest signed dtype of 16 bits or more that holds an integer dtype (of uint64, what ids use of it)."""
-    return np.dtype(np.int64) if dtype == np.uint64 else np.result_type(dtype, np.int16)

@@ -8,19 +8,17 @@ segment, which predicts nothing, weighs 0.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from packing_core.batches.views import as_int32
+from packing_core.batches.derived import DerivedBatch
+from packing_core.batches.views import as_int32, kernel_view
 from packing_core.errors import LayoutError, UnsupportedError
 from packing_core.storage.segment_indexing import Array
 
-if TYPE_CHECKING:
-    from packing_core.batches.batch import PackedBatch
 
-
-def to_dict(batch: PackedBatch, convention: str) -> dict[str, Any]:
+def to_dict(batch: DerivedBatch, convention: str) -> dict[str, Any]:
     """The batch under one convention; the user's columns keep their names, dtypes and places (they are never shifted).
 
     ``"hf"``: what ``transformers.DataCollatorWithFlattening`` emits with all its options, rows one after the other with
@@ -56,8 +54,8 @@ def to_dict(batch: PackedBatch, convention: str) -> dict[str, Any]:
     return arrays | dict(_columns(batch, convention))
 
 
-def _hf(batch: PackedBatch) -> dict[str, Any]:
-    view = batch.kernel_view()
+def _hf(batch: DerivedBatch) -> dict[str, Any]:
+    view = kernel_view(batch)
     return {
         "input_ids": view.input_ids.astype(np.int64)[None],
         "labels": view.targets.astype(np.int64)[None],
@@ -70,7 +68,7 @@ def _hf(batch: PackedBatch) -> dict[str, Any]:
     }
 
 
-def _trl(batch: PackedBatch) -> dict[str, Any]:
+def _trl(batch: DerivedBatch) -> dict[str, Any]:
     return {
         "input_ids": _real_tokens(batch, batch.input_ids.astype(np.int64)),
         "labels": _real_tokens(batch, batch.targets.astype(np.int64)),
@@ -78,7 +76,7 @@ def _trl(batch: PackedBatch) -> dict[str, Any]:
     }
 
 
-def _grain(batch: PackedBatch) -> dict[str, Any]:
+def _grain(batch: DerivedBatch) -> dict[str, Any]:
     targets, weights = _shifted(batch)
     segment_ids, positions = batch.segment_ids, batch.position_ids
     return {
@@ -92,7 +90,7 @@ def _grain(batch: PackedBatch) -> dict[str, Any]:
     }
 
 
-def _maxtext(batch: PackedBatch) -> dict[str, Any]:
+def _maxtext(batch: DerivedBatch) -> dict[str, Any]:
     targets, weights = _shifted(batch)
     segment_ids, positions = batch.segment_ids, batch.position_ids
     return {
@@ -105,7 +103,7 @@ def _maxtext(batch: PackedBatch) -> dict[str, Any]:
     }
 
 
-CONVENTIONS: dict[str, Callable[[PackedBatch], dict[str, Any]]] = {
+CONVENTIONS: dict[str, Callable[[DerivedBatch], dict[str, Any]]] = {
     "hf": _hf,
     "trl": _trl,
     "grain": _grain,
@@ -113,7 +111,7 @@ CONVENTIONS: dict[str, Callable[[PackedBatch], dict[str, Any]]] = {
 }
 
 
-def _shifted(batch: PackedBatch) -> tuple[Array, Array]:
+def _shifted(batch: DerivedBatch) -> tuple[Array, Array]:
     """Targets int32 and weights float32, [R, capacity], each one token earlier; 0 where nothing is trained.
 
     The weight of a segment's first token is 0, so shifting whole rows brings nothing across a boundary.
@@ -124,7 +122,7 @@ def _shifted(batch: PackedBatch) -> tuple[Array, Array]:
     return targets, weights
 
 
-def _columns(batch: PackedBatch, convention: str) -> list[tuple[str, Any]]:
+def _columns(batch: DerivedBatch, convention: str) -> list[tuple[str, Any]]:
     """The user's columns in the shape of the convention's other arrays."""
     if convention == "hf":
         return [(name, array.reshape(1, -1)) for name, array in batch.columns.items()]
@@ -133,6 +131,6 @@ def _columns(batch: PackedBatch, convention: str) -> list[tuple[str, Any]]:
     return list(batch.columns.items())
 
 
-def _real_tokens(batch: PackedBatch, array: Array) -> list[Array]:
+def _real_tokens(batch: DerivedBatch, array: Array) -> list[Array]:
     """The row's real tokens, one array per row."""
     return [row[mask] for row, mask in zip(array, batch.attention_mask)]

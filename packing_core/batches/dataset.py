@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from packing_core.batches.batch import IGNORE_INDEX, RESERVED, WEIGHTINGS, PackedBatch, Weighting, segment_starts
+from packing_core.batches.batch import PackedBatch
+from packing_core.batches.stored import IGNORE_INDEX, RESERVED, WEIGHTINGS, Weighting, segment_starts
 from packing_core.errors import CapacityError, LayoutError, PackingError, within_memory
 from packing_core.hints import hinted
 from packing_core.planning.pieces import check_pad_id, choice

@@ -7,24 +7,22 @@ source order: by rising document id, whatever rows the segments stand in.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from packing_core.batches.derived import DerivedBatch
 from packing_core.errors import LayoutError
 from packing_core.planning.pieces import choice
 from packing_core.storage.arrays import NUMBERS, as_array
 from packing_core.storage.segment_indexing import Array, Int64, copy_runs, indexes
 
-if TYPE_CHECKING:
-    from packing_core.batches.batch import PackedBatch
-
 Reduction = Literal["sum", "mean", "last", "first"]
 REDUCTIONS = get_args(Reduction)
 
 
-def segments_by_document(batch: PackedBatch) -> tuple[Int64, Int64, Int64]:
+def segments_by_document(batch: DerivedBatch) -> tuple[Int64, Int64, Int64]:
     """The segments of each document in reading order.
 
     Returns:
@@ -44,7 +42,7 @@ def segments_by_document(batch: PackedBatch) -> tuple[Int64, Int64, Int64]:
     return ids, order, counts
 
 
-def unpack(batch: PackedBatch, array: Array) -> dict[int, Array]:
+def unpack(batch: DerivedBatch, array: Array) -> dict[int, Array]:
     """The tokens of a per-token array [R, capacity] by document, whose pieces are put together again."""
     ids, order, counts = segments_by_document(batch)
     lengths = batch.lengths[order]
@@ -55,7 +53,7 @@ def unpack(batch: PackedBatch, array: Array) -> dict[int, Array]:
     return {source: tokens[begin:end] for source, begin, end in zip(ids.tolist(), cuts, cuts[1:], strict=False)}
 
 
-def reduce(batch: PackedBatch, values: Any, how: Reduction, where: Any) -> Array:
+def reduce(batch: DerivedBatch, values: Any, how: Reduction, where: Any) -> Array:
     """One value per document; see :meth:`PackedBatch.reduce`."""
     choice("how", how, REDUCTIONS)
     flat = _per_token(batch, "values", values)
@@ -77,7 +75,7 @@ def reduce(batch: PackedBatch, values: Any, how: Reduction, where: Any) -> Array
     return np.where((counts > 0)[per_document], picked, np.zeros_like(picked))
 
 
-def spread(batch: PackedBatch, values: Any) -> Array:
+def spread(batch: DerivedBatch, values: Any) -> Array:
     """Each document's value at each of its tokens; see :meth:`PackedBatch.spread`."""
     tokens, lengths = _tokens(batch)
     array = as_array(values, "values", NUMBERS)
@@ -88,7 +86,7 @@ def spread(batch: PackedBatch, values: Any) -> Array:
     return out.reshape(*batch.input_ids.shape, *array.shape[1:])
 
 
-def document_ids(batch: PackedBatch) -> NDArray[np.int32]:
+def document_ids(batch: DerivedBatch) -> NDArray[np.int32]:
     """int32 [R, capacity]: the place of each token's document among the documents of the batch; -1 in padding."""
     tokens, lengths = _tokens(batch)
     out = np.full(batch.input_ids.size, -1, np.int32)
@@ -96,7 +94,7 @@ def document_ids(batch: PackedBatch) -> NDArray[np.int32]:
     return out.reshape(batch.input_ids.shape)
 
 
-def _tokens(batch: PackedBatch) -> tuple[Int64, Int64]:
+def _tokens(batch: DerivedBatch) -> tuple[Int64, Int64]:
     """int64 [n_tokens] the flat index of every token, document by document; int64 [D] tokens of each document."""
     _, order, counts = segments_by_document(batch)
     lengths = batch.lengths[order]
@@ -104,7 +102,7 @@ def _tokens(batch: PackedBatch) -> tuple[Int64, Int64]:
     return indexes(batch.flat_starts[order], lengths), per_document
 
 
-def _per_token(batch: PackedBatch, name: str, given: Any, kinds: str = NUMBERS) -> Array:
+def _per_token(batch: DerivedBatch, name: str, given: Any, kinds: str = NUMBERS) -> Array:
     """[T, ...] of an array that has one entry per token."""
     array = as_array(given, name, kinds)
     shape, size = batch.input_ids.shape, batch.input_ids.size

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from packing_core.batches.stored import StoredBatch
 from packing_core.storage.arrays import read_only
 from packing_core.storage.segment_indexing import Int64, chosen, indexes
 
-if TYPE_CHECKING:
-    from packing_core.batches.batch import PackedBatch
 
-
-def select(batch: PackedBatch, rows: int | slice | Int64 | list[int]) -> dict[str, Any]:
+def select(batch: StoredBatch, rows: int | slice | Int64 | list[int]) -> dict[str, Any]:
     """The fields of the batch of these rows, in the order asked for; a slice copies no tokens."""
     numbers = chosen(rows, len(batch))
     bounds = np.searchsorted(batch.rows, np.stack([numbers, numbers + 1]))
@@ -31,7 +29,7 @@ def select(batch: PackedBatch, rows: int | slice | Int64 | list[int]) -> dict[st
     return {entry.name: _part(batch, entry.name, tokens, picked) for entry in fields(batch)} | given
 
 
-def slice_rows(batch: PackedBatch, begin: int, end: int) -> dict[str, Any]:
+def slice_rows(batch: StoredBatch, begin: int, end: int) -> dict[str, Any]:
     """The fields of consecutive rows, without copying tokens. They need not be checked, as those of the batch were."""
     first, last = np.searchsorted(batch.rows, (begin, end)).tolist()
     entries, rows = batch.cu_seqlens[first : last + 1] - batch.cu_seqlens[first], batch.rows[first:last] - begin
@@ -40,7 +38,7 @@ def slice_rows(batch: PackedBatch, begin: int, end: int) -> dict[str, Any]:
     return {entry.name: _part(batch, entry.name, tokens, picked) for entry in fields(batch)} | given
 
 
-def single_rows(batch: PackedBatch, first: int = 0) -> Iterator[dict[str, Any]]:
+def single_rows(batch: StoredBatch, first: int = 0) -> Iterator[dict[str, Any]]:
     """The fields of ``batch[r]`` for each row r from ``first`` on, at a tenth of the cost.
 
     They are those of a batch that was checked, so what is made of them need not be checked.
@@ -67,7 +65,7 @@ def single_rows(batch: PackedBatch, first: int = 0) -> Iterator[dict[str, Any]]:
         yield made
 
 
-def without_padding(batch: PackedBatch) -> dict[str, Any]:
+def without_padding(batch: StoredBatch) -> dict[str, Any]:
     """The fields of one row of all segments, as long as their tokens."""
     real = indexes(batch.flat_starts, batch.lengths)
 
@@ -80,7 +78,7 @@ def without_padding(batch: PackedBatch) -> dict[str, Any]:
     return {**given, **kept, "columns": columns, "per_document": batch.per_document, "rows": np.zeros_like(batch.rows)}
 
 
-def _part(batch: PackedBatch, name: str, tokens: slice | Int64, picked: slice | Int64) -> Any:
+def _part(batch: StoredBatch, name: str, tokens: slice | Int64, picked: slice | Int64) -> Any:
     value = getattr(batch, name)
     if name in ("input_ids", "labels", "loss_mask"):
         return None if value is None else value[tokens]

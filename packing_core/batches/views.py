@@ -8,17 +8,14 @@ into segments that never are.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from packing_core.batches.derived import DerivedBatch
 from packing_core.errors import CapacityError
 from packing_core.planning.pieces import positive
 from packing_core.storage.segment_indexing import Array, gaps, ranges
-
-if TYPE_CHECKING:
-    from packing_core.batches.batch import PackedBatch
 
 Int32 = NDArray[np.int32]
 
@@ -56,7 +53,7 @@ class KernelView:
     is_padding: tuple[bool, ...]
 
 
-def kernel_view(batch: PackedBatch, *, max_seqlen: int | None = None, bucket: int = 1) -> KernelView:
+def kernel_view(batch: DerivedBatch, *, max_seqlen: int | None = None, bucket: int = 1) -> KernelView:
     """The kernel view of all rows of ``batch``; take ``batch[rows]`` for some of them.
 
     Raises:
@@ -112,7 +109,7 @@ def as_int32(tokens: Array, name: str) -> Int32:
     return tokens.astype(np.int32)
 
 
-def _segments(batch: PackedBatch, longest: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+def _segments(batch: DerivedBatch, longest: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Boundaries [K+1] of segments and of padding cut into pieces of at most ``longest``, and which is which [K]."""
     begin, free = gaps(batch.flat_starts, batch.lengths, batch.input_ids.size)
     pieces = -(-free // longest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from packing_core.batches.batch import WEIGHTINGS, Weighting
+from packing_core.batches.stored import WEIGHTINGS, Weighting
 from packing_core.errors import PackingError
 from packing_core.planning.pieces import Overflow, check_seed, choice, integer, positive
 from packing_core.planning.plan import plan

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from packing_core.batches.batch import PackedBatch, Weighting
+from packing_core.batches.batch import PackedBatch
 from packing_core.batches.dataset import with_empty_row
 from packing_core.batches.joining import concatenate
+from packing_core.batches.stored import Weighting
 from packing_core.errors import PackingError
 from packing_core.hints import hinted
 from packing_core.planning.packplan import PackPlan

@@ -15,8 +15,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from packing_core.batches.batch import IGNORE_INDEX, PackedBatch
+from packing_core.batches.batch import PackedBatch
 from packing_core.batches.dataset import PackedDataset, with_empty_row
+from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import PackingError
 from packing_core.planning.balance import Cost, balance
 from packing_core.planning.plan import PackPlan

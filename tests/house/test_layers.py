@@ -83,7 +83,7 @@ def test_the_floors_of_a_package_import_downwards(package: str, floors: list[str
 def test_no_modules_import_each_other(package: str) -> None:
     modules = {module_of(file): file for file in files_of(package)}
     graph = {
-        module: {name for name in imports_of(file, everywhere=False) if name in modules and name != module}
+        module: {name for name in imports_of(file, everywhere=module != package) if name in modules and name != module}
         for module, file in modules.items()
     }
     try:

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packing_core.batches.batch import IGNORE_INDEX
+from packing_core.batches.stored import IGNORE_INDEX
 from torch_backend.losses.cross_entropy import next_token_targets, packed_cross_entropy
 
 FIRST_TOKEN, LAST_TOKEN = 4, 90  # tokens that mean nothing special in a tiny model's vocabulary
 # Of the largest gradient. A smaller one is compared with this much, because it may be a difference of terms as large as
 # the largest, and float32 rounds these by 1e-7.
 SMALL = 1e-2
+MOVED = 0.01  # at least what a probe must do to its own document, and twice what it does to another
 
 
 @dataclass(frozen=True)

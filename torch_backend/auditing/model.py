@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, Protocol, overload
 import torch
 from torch import Tensor, nn
 
-from packing_core.batches.batch import IGNORE_INDEX
+from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import ContaminationError, UnsupportedModelError
 from torch_backend.auditing.compare import (
+    MOVED,
     Run,
     gradients_error,
     labels_of,
@@ -51,7 +52,6 @@ CAPACITY = 64
 CHANGED = 2  # the document whose tokens the probe replaces
 TOLERANCE = 1e-4
 LEAK = 0.02  # at most what rounding may do to the others; a leak of a whole document moves them by their own size
-MOVED = 0.01  # at least what the probe must do to its own document, and twice what it does to another
 
 
 _verdicts: dict[tuple[Any, ...], AuditReport] = {}

@@ -20,11 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from packing_core import PackedBatch
-from packing_core.batches.batch import IGNORE_INDEX
 from packing_core.batches.columns import documents_of
+from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError, UnsupportedError
-from torch_backend.auditing.compare import cosine, gradients_error
-from torch_backend.auditing.model import MOVED
+from torch_backend.auditing.compare import MOVED, cosine, gradients_error
 from torch_backend.auditing.scored import ScoredStep, scored_batches, without_workers
 from torch_backend.collate import Batch
 from torch_backend.hf.anatomy.heads import labels_documents, trains_first_token

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from packing_core import PackedBatch, pack
-from packing_core.batches.batch import IGNORE_INDEX
 from packing_core.batches.columns import TRAINED, read_examples, trained_tokens
 from packing_core.batches.documents import segments_by_document
 from packing_core.batches.joining import concatenate
 from packing_core.batches.marks import MARKS, PER_TOKEN, Segments, counts_through, is_numbered, read_segments
+from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.batches.views import KernelView
 from packing_core.errors import LayoutError
 from torch_backend.collate.document_labels import LABELS, check_whole, labels_in_order, take_labels

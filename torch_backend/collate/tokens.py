@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from packing_core import PackedBatch
-from packing_core.batches.batch import IGNORE_INDEX
+from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError
 
 # A token classifier's labels travel as a column, so that first tokens keep theirs; 0 is what is not trained.

@@ -26,7 +26,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from packing_core.batches.batch import IGNORE_INDEX
+from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError
 from torch_backend.ops.reduction import reduce, spread
 

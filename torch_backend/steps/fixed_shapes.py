@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from packing_core.batches.batch import IGNORE_INDEX
+from packing_core.batches.stored import IGNORE_INDEX
 from torch_backend.segments import padding_lengths
 
 TOKENS_PER_SEGMENT = 64  # room for segments: rows whose documents are this long on average fit without a change of form

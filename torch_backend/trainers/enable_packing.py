@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from packing_core import PackedBatch
-from packing_core.batches.batch import IGNORE_INDEX
 from packing_core.batches.columns import READ
 from packing_core.batches.marks import MARKS, first_true, is_numbered
+from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError, UnsupportedError, first_line
 from packing_core.planning.plan import Overflow
 from torch_backend.auditing.trainer import refuse_cut_documents

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packing_core.batches.batch import IGNORE_INDEX
+from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, UnsupportedModelError
 from torch_backend.hf.anatomy.heads import Head, reads_last_token
 from torch_backend.hf.attention import PreTrainedModel

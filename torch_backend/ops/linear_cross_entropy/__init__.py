@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from packing_core.batches.batch import IGNORE_INDEX
+from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError
 from torch_backend.ops import operators
 from torch_backend.ops.operators import operator, runs_triton
