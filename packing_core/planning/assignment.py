@@ -1,4 +1,4 @@
-"""Sizes of pieces in, rows of pieces out: sorted, counted, packed by ``_bins``, shuffled and written as CSR arrays."""
+"""Sizes of pieces in, rows of pieces out: sorted, counted, packed by ``bins``, shuffled and written as CSR arrays."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from packing_core.planning import bins as _bins
+from packing_core.planning import bins
 from packing_core.planning import column_generation as colgen
 from packing_core.storage.segment_indexing import blocks as batches
 from packing_core.storage.segment_indexing import indexes, ranges
@@ -18,7 +18,7 @@ Int64 = NDArray[np.int64]
 Shuffle = np.random.PCG64 | None  # the source of randomness; None keeps the planner's order
 
 
-class Rows(NamedTuple):
+class RowAssignment(NamedTuple):
     """Row r holds the pieces ``order[offsets[r]:offsets[r+1]]``, whose sizes stand in the same places of ``sizes``."""
 
     offsets: Int64
@@ -27,18 +27,18 @@ class Rows(NamedTuple):
 
 
 def decreasing(
-    pack: Callable[[Int64, Int64, int, int], tuple[_bins.Blocks, Int64 | None]],
+    pack: Callable[[Int64, Int64, int, int], tuple[bins.Blocks, Int64 | None]],
     sizes: Int64,
     capacity: int,
     max_segments: int,
     shuffle: Shuffle,
-) -> Rows:
+) -> RowAssignment:
     """Hand the number of pieces of each size, by decreasing size, to ``pack`` and write down its blocks.
 
     ``pack`` also says in which order the blocks take the sorted pieces, None for the order they have.
     """
     # Sizes and indexes are sorted together, in half the memory where both fit an int32, which is several times faster
-    # than an indirect sort. They fit an int64 always (``_pieces``). Large arrays are used again: new memory takes time.
+    # than an indirect sort. They fit an int64 always (``pieces``). Large arrays are used again: new memory takes time.
     n = len(sizes)
     bits = (n - 1).bit_length()
     dtype = np.int32 if int(sizes.max()) << bits <= 1 << 31 else np.int64
@@ -55,22 +55,22 @@ def decreasing(
     offsets = _scatter(blocks, keys, shuffle, out=spare)
     order = np.bitwise_and(spare, (1 << bits) - 1, out=keys).astype(np.int64, copy=False)
     np.negative(np.right_shift(spare, bits, out=spare), out=spare)
-    return Rows(offsets, order, spare.astype(np.int64, copy=False))
+    return RowAssignment(offsets, order, spare.astype(np.int64, copy=False))
 
 
-def sequential(sizes: Int64, capacity: int, max_segments: int, shuffle: Shuffle) -> Rows:
+def sequential(sizes: Int64, capacity: int, max_segments: int, shuffle: Shuffle) -> RowAssignment:
     """Next fit on the pieces in their order."""
-    offsets = _bins.next_fit(sizes, capacity, max_segments)
+    offsets = bins.next_fit(sizes, capacity, max_segments)
     if shuffle is None:
-        return Rows(offsets, np.arange(len(sizes)), sizes)
+        return RowAssignment(offsets, np.arange(len(sizes)), sizes)
     rows = permutation(len(offsets) - 1, shuffle)
     counts = np.diff(offsets)[rows]
     order = np.repeat(offsets[rows], counts) + ranges(counts)
-    return Rows(_offsets(counts), order, sizes[order])
+    return RowAssignment(_offsets(counts), order, sizes[order])
 
 
-best_fit = partial(decreasing, lambda *counted: (_bins.best_fit(*counted), None))
-first_fit = partial(decreasing, lambda *counted: (_bins.first_fit(*counted), None))
+best_fit = partial(decreasing, lambda *counted: (bins.best_fit(*counted), None))
+first_fit = partial(decreasing, lambda *counted: (bins.first_fit(*counted), None))
 fewest = partial(decreasing, colgen.fewest)
 
 
@@ -85,7 +85,7 @@ def permutation(n: int, bits: np.random.PCG64) -> Int64:
     return keys.view(np.int64)
 
 
-def _scatter(blocks: _bins.Blocks, items: NDArray[Any], shuffle: Shuffle, *, out: NDArray[Any]) -> Int64:
+def _scatter(blocks: bins.Blocks, items: NDArray[Any], shuffle: Shuffle, *, out: NDArray[Any]) -> Int64:
     """Write ``items``, which stand in the order of the blocks, to ``out`` row by row; returns the row offsets [R+1]."""
     enter = np.bincount(blocks.first, blocks.per_row, blocks.n_rows + 1)
     leave = np.bincount(blocks.first + blocks.rows, blocks.per_row, blocks.n_rows + 1)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packing_core.planning import bins as _bins
-from packing_core.planning.assignment import Rows, Shuffle, best_fit, permutation
+from packing_core.planning.assignment import RowAssignment, Shuffle, best_fit, permutation
 from packing_core.storage.segment_indexing import indexes, ranges
 
 Int64 = NDArray[np.int64]
@@ -26,7 +26,7 @@ CLOSE = 1.005  # times the rows of best fit, where those are not full either
 DRAWN = (100, 90, 80, 65, 40, 0)  # percent of the fewest rows possible that the draw fills; the next where one fails
 
 
-def mixed(sizes: Int64, capacity: int, max_segments: int, shuffle: Shuffle, *, once: bool = False) -> Rows:
+def mixed(sizes: Int64, capacity: int, max_segments: int, shuffle: Shuffle, *, once: bool = False) -> RowAssignment:
     """Rows of random composition, ``FULL``, or ``CLOSE`` to the number of best fit's rows where those are not ``FULL``.
 
     1. The pieces are drawn in random order (in their own order without ``shuffle``), and the draw is cut into sections.
@@ -119,7 +119,7 @@ def _draw(sizes: Int64, sections: Int64, fewest: int, capacity: int, max_segment
     return _Draw(n_rows, begin, counts, row, slot, place)
 
 
-def _written(drawn: _Draw, order: Int64, sizes: Int64, shuffle: Shuffle) -> Rows:
+def _written(drawn: _Draw, order: Int64, sizes: Int64, shuffle: Shuffle) -> RowAssignment:
     """Each row's pieces of the draw, then those it took, both copied as runs."""
     taken = np.bincount(drawn.row, minlength=drawn.n_rows)
     first = _offsets(taken)
@@ -135,7 +135,7 @@ def _written(drawn: _Draw, order: Int64, sizes: Int64, shuffle: Shuffle) -> Rows
     offsets = _offsets(counts[:, 0] + counts[:, 1])
     is_late = at >= len(order)
     at[is_late] = late[at[is_late] - len(order)]
-    return Rows(offsets, order.take(at), sizes.take(at))
+    return RowAssignment(offsets, order.take(at), sizes.take(at))
 
 
 def _next_fit(

@@ -1,7 +1,7 @@
 """Lengths in, PackPlan out: which document goes into which row. No tokens pass through here.
 
-``plan`` checks and cuts the lengths (``_pieces``), packs them into rows (``_rows``, ``_bins``) and writes those down as
-a ``PackPlan``.
+``plan`` checks and cuts the lengths (``pieces``), packs them into rows (``assignment``, ``bins``) and writes those down
+as a ``PackPlan``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from packing_core.errors import PackingError, within_memory
 from packing_core.hints import hinted
-from packing_core.planning import assignment as _rows
+from packing_core.planning import assignment
+from packing_core.planning.assignment import RowAssignment, Shuffle
 from packing_core.planning.mixed import mixed
 from packing_core.planning.packplan import PackPlan
 from packing_core.planning.pieces import Overflow, check_alignment, check_lengths, check_seed, choice, cut, positive
@@ -91,8 +92,8 @@ def plan(
         pieces = cut(lengths, capacity, overflow)
         sizes = pieces.length if alignment == 1 else -(-pieces.length // alignment)
 
-        def pack(sizes: Int64) -> _rows.Rows:
-            packer = _rows.fewest if effort == "max" else _STRATEGIES[strategy]
+        def pack(sizes: Int64) -> RowAssignment:
+            packer = assignment.fewest if effort == "max" else _STRATEGIES[strategy]
             return packer(sizes, capacity // alignment, min(limit or len(sizes), len(sizes)), shuffle)
 
         rows = pack(sizes) if window is None else _windows(pack, sizes, positive("window", window), shuffle)
@@ -110,21 +111,21 @@ def plan(
         )
 
 
-def _windows(pack: Callable[[Int64], _rows.Rows], sizes: Int64, window: int, shuffle: _rows.Shuffle) -> _rows.Rows:
+def _windows(pack: Callable[[Int64], RowAssignment], sizes: Int64, window: int, shuffle: Shuffle) -> RowAssignment:
     """``pack`` on ``window`` pieces at a time, in an order shuffled before."""
-    taken = np.arange(len(sizes)) if shuffle is None else _rows.permutation(len(sizes), shuffle)
+    taken = np.arange(len(sizes)) if shuffle is None else assignment.permutation(len(sizes), shuffle)
     packed = []
     for begin in range(0, len(sizes), window):
         chosen = taken[begin : begin + window]
         rows = pack(sizes[chosen])
         packed.append((rows.offsets[1:] + begin, chosen[rows.order], rows.sizes))
     offsets, order, sizes = map(np.concatenate, zip(*packed))
-    return _rows.Rows(np.concatenate([np.zeros(1, np.int64), offsets]), order, sizes)
+    return RowAssignment(np.concatenate([np.zeros(1, np.int64), offsets]), order, sizes)
 
 
-_STRATEGIES: dict[str, Callable[[Int64, int, int, _rows.Shuffle], _rows.Rows]] = {
-    "best_fit": _rows.best_fit,
+_STRATEGIES: dict[str, Callable[[Int64, int, int, Shuffle], RowAssignment]] = {
+    "best_fit": assignment.best_fit,
     "mixed": mixed,
-    "first_fit": _rows.first_fit,
-    "sequential": _rows.sequential,
+    "first_fit": assignment.first_fit,
+    "sequential": assignment.sequential,
 }

@@ -19,7 +19,7 @@ from tests.torch_backend.test_trainer import CAPACITY, arguments, datasets, diff
 from tests.torch_backend.torchrun import torchrun
 from torch_backend import PackedCollator, pack_dataset
 from torch_backend.trainers.enable_packing import enable_packing
-from torch_backend.trainers.epoch_rows import PackedRows, RowBatches
+from torch_backend.trainers.epoch_rows import EpochRows, RowBatches
 
 
 def numbered(count: int = 60, longest: int = 24) -> datasets.Dataset:
@@ -233,7 +233,7 @@ def test_workers_give_the_same_rows_in_every_epoch(tmp_path) -> None:
 
 def test_rows_are_pickled_without_their_tokens_and_plans(tmp_path) -> None:
     numbered(3000).save_to_disk(tmp_path)
-    rows = PackedRows(datasets.load_from_disk(tmp_path), ["input_ids"], CAPACITY)
+    rows = EpochRows(datasets.load_from_disk(tmp_path), ["input_ids"], CAPACITY)
     wanted = rows[5 + len(rows)]
     assert len(pickled := pickle.dumps(rows)) < 5_000
     assert pickle.loads(pickled)[5 + len(rows)].input_ids.tolist() == wanted.input_ids.tolist()
@@ -243,7 +243,7 @@ def test_rows_are_pickled_without_their_tokens_and_plans(tmp_path) -> None:
 def test_every_epoch_has_as_many_rows(ranks) -> None:
     """Of documents that leave room in every row, draws make more rows or fewer."""
     lengths = np.random.default_rng(0).integers(11, 21, 3000)
-    rows = PackedRows([{"input_ids": [5] * n} for n in lengths.tolist()], ["input_ids"], CAPACITY)
+    rows = EpochRows([{"input_ids": [5] * n} for n in lengths.tolist()], ["input_ids"], CAPACITY)
     rows.ranks = ranks
     assert len({plan(lengths, CAPACITY, seed=seed).n_rows for seed in range(4)}) > 1
     assert {rows.dealt(epoch).plan.n_rows for epoch in range(4)} == {len(rows)}
@@ -252,7 +252,7 @@ def test_every_epoch_has_as_many_rows(ranks) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 7])
 def test_batches_belong_to_the_ranks_in_turn_and_are_alike_on_all(ranks) -> None:
-    rows = PackedRows(numbered(600), ["input_ids"], CAPACITY)
+    rows = EpochRows(numbered(600), ["input_ids"], CAPACITY)
     rows.ranks = ranks
     batches = list(RowBatches(rows, 2))
     assert len(batches) == len(RowBatches(rows, 2)) and len(batches) % ranks == 0

@@ -24,14 +24,14 @@ from packing_core.planning.balance import Cost
 from packing_core.planning.plan import Overflow
 from torch_backend.collate import FULL, PackedCollator
 from torch_backend.collate.document_labels import NAMES
-from torch_backend.trainers.epoch_rows import PackedRows, PackedStream, RowBatches
+from torch_backend.trainers.epoch_rows import EpochRows, RowBatches, RowStream
 
 logger = logging.getLogger(__name__)
 
 
 def pack_training_data(
     trainer: Any, collator: PackedCollator, capacity: int | None, overflow: Overflow
-) -> tuple[PackedCollator, PackedRows | PackedStream | None]:
+) -> tuple[PackedCollator, EpochRows | RowStream | None]:
     """The collator of a trainer, and the rows that it shall train on: None if its own batches are packed one by one.
 
     Rows that are packed already stay as they are, unless a capacity is given. Without one, rows are as long as the
@@ -64,7 +64,7 @@ def pack_training_data(
     return collator, _rows(trainer, collator, capacity, overflow)
 
 
-def use_rows(trainer: Any, rows: PackedRows | PackedStream | None) -> None:
+def use_rows(trainer: Any, rows: EpochRows | RowStream | None) -> None:
     """Let a trainer make its training dataloader of rows; None lets it make its own again."""
     if rows is not None:
         trainer.get_train_dataloader = partial(_dataloader, trainer, rows)
@@ -72,7 +72,7 @@ def use_rows(trainer: Any, rows: PackedRows | PackedStream | None) -> None:
         del trainer.get_train_dataloader
 
 
-def rows_of(trainer: Any) -> PackedRows | PackedStream | None:
+def rows_of(trainer: Any) -> EpochRows | RowStream | None:
     """What :func:`use_rows` gave to a trainer."""
     method = vars(trainer).get("get_train_dataloader")
     return method.args[1] if _makes_rows(method) else None
@@ -82,32 +82,32 @@ def _makes_rows(method: Any) -> bool:
     return isinstance(method, partial) and method.func is _dataloader
 
 
-def _dataloader(trainer: Any, rows: PackedRows | PackedStream) -> DataLoader[PackedBatch]:
+def _dataloader(trainer: Any, rows: EpochRows | RowStream) -> DataLoader[PackedBatch]:
     """What ``Trainer.get_train_dataloader`` returns, with the rows of a batch chosen by :class:`RowBatches`."""
     if trainer.train_dataset is not rows.source:
         raise PackingError("train_dataset was exchanged after enable_packing(trainer): call it again")
     args, size = trainer.args, trainer._train_batch_size
-    workers = min(args.dataloader_num_workers, 1 if isinstance(rows, PackedStream) else args.dataloader_num_workers)
+    workers = min(args.dataloader_num_workers, 1 if isinstance(rows, RowStream) else args.dataloader_num_workers)
     options: dict[str, Any] = {"num_workers": workers, "pin_memory": args.dataloader_pin_memory}
     if workers:
         options["persistent_workers"] = args.dataloader_persistent_workers
         options["prefetch_factor"] = args.dataloader_prefetch_factor
         options["multiprocessing_context"] = getattr(args, "dataloader_multiprocessing_context", None)
-    if isinstance(rows, PackedStream):
+    if isinstance(rows, RowStream):
         options |= {"batch_size": size, "drop_last": args.dataloader_drop_last}
     else:
         options["batch_sampler"] = RowBatches(rows, size, drop_last=args.dataloader_drop_last)
     loader = DataLoader(rows, collate_fn=trainer.data_collator, **options)
     prepared: DataLoader[PackedBatch] = trainer.accelerator.prepare(loader)
     # accelerate knows how many ranks read data of their own: all but those of tensor and context parallelism
-    if isinstance(rows, PackedStream):
+    if isinstance(rows, RowStream):
         rows.group = size * getattr(prepared.dataset, "num_processes", 0) or 1
     else:
         rows.ranks = getattr(prepared.batch_sampler, "num_processes", 1)
     return prepared
 
 
-def _rows(trainer: Any, collator: PackedCollator, capacity: int, overflow: Overflow) -> PackedRows | PackedStream:
+def _rows(trainer: Any, collator: PackedCollator, capacity: int, overflow: Overflow) -> EpochRows | RowStream:
     args, data, pad_id = trainer.args, trainer.train_dataset, collator.pad_id
     read = (*trainer._signature_columns, *READ) if args.remove_unused_columns else None
     seed = args.seed if args.data_seed is None else args.data_seed
@@ -116,11 +116,11 @@ def _rows(trainer: Any, collator: PackedCollator, capacity: int, overflow: Overf
             raise PackingError("a stream has no number of rows: pass max_steps to the trainer's arguments")
         if collator.labels_documents:
             raise PackingError("a stream cannot carry one label per document: pass a datasets.Dataset or a list")
-        return PackedStream(data, read, capacity, overflow=overflow, seed=seed, pad_id=pad_id)
+        return RowStream(data, read, capacity, overflow=overflow, seed=seed, pad_id=pad_id)
     names = data.column_names if hasattr(data, "column_names") else list(dict.fromkeys(n for x in data for n in x))
     names = [name for name in names if read is None or name in read]
     label = next((name for name in NAMES if name in names), None) if collator.labels_documents else None
-    rows = PackedRows(
+    rows = EpochRows(
         data,
         [name for name in names if label is None or name not in NAMES],
         capacity,

@@ -1,7 +1,7 @@
 """Training data as packed rows, in the order of each epoch: a whole data set, or a stream of documents.
 
 Examples -> the lengths of all documents -> a plan for each epoch -> rows, which are materialised on access.
-:class:`RowBatches` says which of them each rank takes in each batch. A :class:`PackedStream` packs documents as they
+:class:`RowBatches` says which of them each rank takes in each batch. A :class:`RowStream` packs documents as they
 come.
 """
 
@@ -28,7 +28,7 @@ from torch_backend.trainers.hf_dataset import arrow_documents
 READ_AT_ONCE = 256  # examples of a stream
 
 
-class PackedRows(Dataset[PackedBatch]):
+class EpochRows(Dataset[PackedBatch]):
     """The rows of every epoch of a data set: row r of epoch e has the number ``e * len(self) + r``, -1 is an empty row.
 
     Args:
@@ -161,7 +161,7 @@ class RowBatches(Sampler[list[int]]):
         drop_last: leaves out the rows that do not fill a batch.
     """
 
-    def __init__(self, rows: PackedRows, size: int, *, drop_last: bool = False) -> None:
+    def __init__(self, rows: EpochRows, size: int, *, drop_last: bool = False) -> None:
         self.rows = rows
         self.size = size
         self.drop_last = drop_last
@@ -178,7 +178,7 @@ class RowBatches(Sampler[list[int]]):
             yield from numbers[first : first + self.size].T.tolist()
 
 
-class PackedStream(IterableDataset[PackedBatch]):
+class RowStream(IterableDataset[PackedBatch]):
     """Rows of a source that is read once an epoch, packed as its documents come.
 
     Args:

@@ -37,7 +37,7 @@ from torch_backend.steps.fast_backward import (
 from torch_backend.steps.fixed_shapes import FixedShapes
 from torch_backend.trainers import sft
 from torch_backend.trainers.dataloader import rows_of
-from torch_backend.trainers.epoch_rows import PackedRows
+from torch_backend.trainers.epoch_rows import EpochRows
 
 require("transformers", extra="hf")
 
@@ -244,8 +244,8 @@ def _tokens(trainer: Any) -> int | None:
 def _fixed_shapes(trainer: Any) -> FixedShapes:
     """Shapes that fit every batch of a trainer, as far as its data tell their lengths."""
     size, data, rows = trainer._train_batch_size, trainer.train_dataset, rows_of(trainer)
-    if isinstance(rows, PackedRows) or isinstance(data, PackedDataset):
-        plan = rows.dealt(0).plan if isinstance(rows, PackedRows) else data.plan
+    if isinstance(rows, EpochRows) or isinstance(data, PackedDataset):
+        plan = rows.dealt(0).plan if isinstance(rows, EpochRows) else data.plan
         longest, counts = plan.length.max(), np.diff(plan.row_offsets)
     elif _tokens(trainer) is not None and (lengths := sft.packed_lengths(trainer)) is not None:
         longest, counts = lengths.flat().values.max(), lengths.lengths

@@ -57,7 +57,7 @@ def enable_unpadding(
     for model in models:
         unpad_calls(model)
     if not hasattr(trainer, "packed_step"):
-        trainer.packed_step = ScoredStep(models, _why_not_layers(trainer) if fast else "fast=False")
+        trainer.packed_step = PreferenceStep(models, _why_not_layers(trainer) if fast else "fast=False")
     if kind_of(trainer) in GENERATING:
         return
     # accelerate would let the first rank read for all and concatenate batches, which plain ints cannot be.
@@ -89,7 +89,7 @@ def _refuse(trainer: Any) -> None:
             )
 
 
-class ScoredStep:
+class PreferenceStep:
     """What of a step is fast, for ``explain(trainer)``; :class:`.CompiledCalls` make it so.
 
     Attributes:

@@ -10,7 +10,7 @@ from typing import Any
 
 from packing_core.errors import UnsupportedError, plural
 from packing_core.extras import require
-from torch_backend.trainers.epoch_rows import PackedRows
+from torch_backend.trainers.epoch_rows import EpochRows
 
 require("transformers", extra="hf")
 
@@ -26,7 +26,7 @@ class SameRanks(TrainerCallback):
         rows: what the trainer trains on.
     """
 
-    def __init__(self, rows: PackedRows) -> None:
+    def __init__(self, rows: EpochRows) -> None:
         self.rows = rows
 
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
@@ -50,5 +50,5 @@ class SameRanks(TrainerCallback):
 def refuse_other_ranks(trainer: Any, rows: Any) -> None:
     """Let a trainer check on resuming that as many ranks train ``rows`` as before."""
     trainer.remove_callback(SameRanks)
-    if isinstance(rows, PackedRows):
+    if isinstance(rows, EpochRows):
         trainer.add_callback(SameRanks(rows))

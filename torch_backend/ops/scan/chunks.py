@@ -24,7 +24,7 @@ LONG, _NOT_NARROW = 64, 64  # where heads are not narrow, fewer states go throug
 WIDTHS = (16, 32, 64, 128, 256)  # of heads, that tiles take
 
 
-class Tile(NamedTuple):
+class ChunkTile(NamedTuple):
     """How a kernel runs: the channels of v that it takes at once, its warps, and the stages of its loop's loads."""
 
     block_v: int
@@ -35,34 +35,34 @@ class Tile(NamedTuple):
 # In float16 and bfloat16; float32 takes half of the channels, without stages, for its elements are twice as large.
 # Measured on an H200 by benchmarks/gpu_scan_tiles.py.
 TILES = {
-    "prepare": Tile(0, 1),
-    "carry": Tile(32, 2, 3),
-    "output": Tile(128, 4),
-    "values_backward": Tile(128, 4),
-    "carry_backward": Tile(32, 2, 2),
-    "chunk_backward": Tile(32, 4),
+    "prepare": ChunkTile(0, 1),
+    "carry": ChunkTile(32, 2, 3),
+    "output": ChunkTile(128, 4),
+    "values_backward": ChunkTile(128, 4),
+    "carry_backward": ChunkTile(32, 2, 2),
+    "chunk_backward": ChunkTile(32, 4),
 }
 # Where documents and heads are so few that what walks documents leaves most of the GPU idle.
-FEW = {"carry": Tile(16, 2, 2), "carry_backward": Tile(16, 2, 2)}
+FEW = {"carry": ChunkTile(16, 2, 2), "carry_backward": ChunkTile(16, 2, 2)}
 _FEW_WALKS = 512  # documents times heads
 # Of Kimi's rule, whose decays take registers.
 KIMI_TILES = TILES | {
-    "decay": Tile(0, 8),
-    "score": Tile(0, 4),
-    "solve": Tile(0, 1),
-    "carry": Tile(32, 4, 2),
-    "carry_backward": Tile(32, 4, 2),
-    "chunk_backward": Tile(32, 4),
+    "decay": ChunkTile(0, 8),
+    "score": ChunkTile(0, 4),
+    "solve": ChunkTile(0, 1),
+    "carry": ChunkTile(32, 4, 2),
+    "carry_backward": ChunkTile(32, 4, 2),
+    "chunk_backward": ChunkTile(32, 4),
 }
 LINEAR_TILES = {
-    "prepare": Tile(0, 4),
-    "carry": Tile(64, 4, 2),
-    "output": Tile(64, 4),
-    "values_backward": Tile(64, 4),
-    "carry_backward": Tile(64, 8, 2),
-    "chunk_backward": Tile(32, 8),
+    "prepare": ChunkTile(0, 4),
+    "carry": ChunkTile(64, 4, 2),
+    "output": ChunkTile(64, 4),
+    "values_backward": ChunkTile(64, 4),
+    "carry_backward": ChunkTile(64, 8, 2),
+    "chunk_backward": ChunkTile(32, 8),
 }
-LINEAR_FEW = {"carry": Tile(16, 2, 2)}
+LINEAR_FEW = {"carry": ChunkTile(16, 2, 2)}
 _HELD = 128 * 128  # numbers of a state in a program, at most: 32 KiB, as float32 takes half of the channels
 _GROUP = 16  # heads of v that share a head of k and whose gradients of it one program adds up, at most
 
@@ -207,7 +207,7 @@ class Row:
         beta: Tensor | None,
         initial: Tensor | None,
         boundaries: Tensor,
-        tiles: Mapping[str, Tile],
+        tiles: Mapping[str, ChunkTile],
         chunk: int,
     ) -> None:
         self.dtype = v.dtype

@@ -15,24 +15,24 @@ from torch import Tensor
 from torch_backend.ops import operators
 from torch_backend.ops.operators import operator
 from torch_backend.ops.scan import chunks
-from torch_backend.ops.scan.chunks import CHUNK, Tile, differentiable, like
+from torch_backend.ops.scan.chunks import CHUNK, ChunkTile, differentiable, like
 
 # In float16 and bfloat16; float32 takes half of the channels, without stages, for its elements are twice as large.
 # Measured on an H200 by benchmarks/gpu_scan_tiles.py.
 TILES = {
-    "prepare": Tile(64, 2),
-    "carry": Tile(64, 4, 2),
-    "restore": Tile(64, 4, 3),
-    "output": Tile(128, 4),
-    "scores_backward": Tile(64, 4, 2),
-    "query_backward": Tile(128, 4, 2),
-    "carry_backward": Tile(64, 4),
-    "solve_backward": Tile(128, 4),
-    "key_backward": Tile(128, 4),
-    "gates_backward": Tile(0, 1),
+    "prepare": ChunkTile(64, 2),
+    "carry": ChunkTile(64, 4, 2),
+    "restore": ChunkTile(64, 4, 3),
+    "output": ChunkTile(128, 4),
+    "scores_backward": ChunkTile(64, 4, 2),
+    "query_backward": ChunkTile(128, 4, 2),
+    "carry_backward": ChunkTile(64, 4),
+    "solve_backward": ChunkTile(128, 4),
+    "key_backward": ChunkTile(128, 4),
+    "gates_backward": ChunkTile(0, 1),
 }
 # Where documents and heads are so few that what walks documents leaves most of the GPU idle; and of short chunks.
-FEW = {"carry": Tile(32, 4, 2), "restore": Tile(32, 2, 3), "carry_backward": Tile(32, 4, 2)}
+FEW = {"carry": ChunkTile(32, 4, 2), "restore": ChunkTile(32, 2, 3), "carry_backward": ChunkTile(32, 4, 2)}
 _FEW_WALKS = 128  # documents times heads
 _WALKS = ("carry", "restore", "carry_backward")
 _SPLIT = ("query_backward", "key_backward")

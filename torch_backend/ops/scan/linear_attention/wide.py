@@ -28,7 +28,7 @@ _ENTERING = 1024  # numbers of a state in a program of ``enter``
 _PROGRAMS = 256
 
 
-class Tile(NamedTuple):
+class WarpTile(NamedTuple):
     """How a kernel runs: its warps, and the stages of its loop's loads."""
 
     warps: int
@@ -37,15 +37,15 @@ class Tile(NamedTuple):
 
 # Measured on an H200 by benchmarks/gpu_scan_tiles.py.
 TILES = {
-    "sums": Tile(4),
-    "ends": Tile(4, 3),
-    "enter": Tile(4),
-    "states": Tile(4, 2),
-    "output": Tile(4, 2),
-    "values_backward": Tile(4),
-    "queries_backward": Tile(4, 3),
-    "keys_backward": Tile(4, 3),
-    "gates_backward": Tile(4),
+    "sums": WarpTile(4),
+    "ends": WarpTile(4, 3),
+    "enter": WarpTile(4),
+    "states": WarpTile(4, 2),
+    "output": WarpTile(4, 2),
+    "values_backward": WarpTile(4),
+    "queries_backward": WarpTile(4, 3),
+    "keys_backward": WarpTile(4, 3),
+    "gates_backward": WarpTile(4),
 }
 
 

@@ -23,7 +23,7 @@ _L = 64  # tokens of a chunk
 _WARP = 512  # numbers of a state that a warp holds
 
 
-class Tile(NamedTuple):
+class AheadTile(NamedTuple):
     """How a kernel runs: its warps, and the tokens whose loads are on the way at once."""
 
     warps: int
@@ -31,12 +31,12 @@ class Tile(NamedTuple):
 
 
 TILES = {
-    "ends": Tile(1, 8),
-    "carry": Tile(1, 1),
-    "output": Tile(1, 8),
-    "ends_backward": Tile(1, 8),
-    "carry_backward": Tile(1, 1),
-    "chunk_backward": Tile(1, 4),
+    "ends": AheadTile(1, 8),
+    "carry": AheadTile(1, 1),
+    "output": AheadTile(1, 8),
+    "ends_backward": AheadTile(1, 8),
+    "carry_backward": AheadTile(1, 1),
+    "chunk_backward": AheadTile(1, 4),
 }
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)  # of states, that tiles take
 
