@@ -22,6 +22,7 @@ from torch_backend.hf.anatomy.encoders import is_encoder, numbering, sees_both_s
 from torch_backend.hf.anatomy.families import SEE_PADDING, route_of
 from torch_backend.hf.anatomy.heads import head_of
 from torch_backend.hf.anatomy.placement import execution_device
+from torch_backend.hf.anatomy.seen import CHANGED, Seen
 from torch_backend.hf.anatomy.structure import (
     DATA_PARALLEL,
     causal_lm,
@@ -63,7 +64,7 @@ def install(model: Model, implementation: str | Sequence[str] = "auto") -> Model
     root = causal_lm(model)
     state = state_of(root)
     wanted = implementation if isinstance(implementation, str) else tuple(implementation)
-    if state is not None and state.implementation == wanted and state.in_force:
+    if state is not None and state.implementation == wanted and state.in_force and state.still_fits():
         return model
     fresh = Patched(root, wanted)
     if state is not None:
@@ -138,6 +139,8 @@ class Patched:
         self.guard = Guard()
         self.root_names, self.decoder_names = inputs.forward_names(root), inputs.forward_names(self.decoder)
         self.shifted = self.head == "next token"
+        parts = self.decoder, *self.rows.parts, *self.layers.values(), *self.rotaries.values()
+        self.seen = Seen(root, (self.head, self.route, self.sizes), parts)
 
     @property
     def device(self) -> torch.device:
@@ -212,6 +215,15 @@ class Patched:
     def in_force(self) -> bool:
         """Whether nobody has set another attention implementation since."""
         return self.suspended or all(name.in_force for name in self._attention_names())
+
+    def still_fits(self) -> bool:
+        """Whether the edits are still those that this model needs."""
+        if not self.seen.unchanged():
+            fresh = Patched(self.root, self.implementation).seen
+            if not fresh.agrees(self.seen):
+                return False
+            self.seen = fresh
+        return True
 
     def _attention_names(self) -> list[AttentionName]:
         return [edit for edit in self.edits if isinstance(edit, AttentionName)]
@@ -340,6 +352,8 @@ class Patched:
         if not is_packed(kwargs):
             inputs.check_unmarked(kwargs, self.guard, wait=wait)
             return None
+        if not (torch.compiler.is_compiling() or self.still_fits()):
+            raise UnsupportedModelError(CHANGED)
         tokens, numbers = inputs.tokens_of(kwargs), kwargs.get("packed_documents")
         inputs.check_arguments(module, kwargs, self.guard, wait=wait)
         segments = take_metadata(kwargs, tokens=tokens, host_lengths=self.needs_lengths, guard=self.guard, wait=wait)

@@ -48,13 +48,22 @@ class HeadRows:
         self.body = root.base_model if isinstance(root.base_model, PreTrainedModel) else decoder
         pooler = getattr(decoder, "pooler", None)
         self.pooler: nn.Module | None = pooler if isinstance(pooler, nn.Module) else None
-        self.pad_id: int | None = getattr(root.config.get_text_config(), "pad_token_id", None)
         self.last = head == "document" and reads_last_token(root)
         if self.last and self.pad_id is None:
             raise UnsupportedModelError(
                 f"{type(root).__name__} finds the last token of a document by the padding after it, and its config "
                 "names none: set model.config.pad_token_id"
             )
+
+    @property
+    def pad_id(self) -> int | None:
+        """The token of padding; read in each call, because trainers set it on the config of a patched model."""
+        return getattr(self.root.config.get_text_config(), "pad_token_id", None)
+
+    @property
+    def parts(self) -> tuple[nn.Module, ...]:
+        """The modules that are edited."""
+        return (self.body,) if self.pooler is None else (self.body, self.pooler)
 
     @property
     def needs_lengths(self) -> bool:
