@@ -1,4 +1,4 @@
-"""What several requirements check alike: isolation and padding of attention and scan, in any dtype."""
+"""Checks that several requirements share: isolation and padding of attention and scan, in any dtype."""
 
 from __future__ import annotations
 

@@ -61,12 +61,12 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def _has_xdist(config: pytest.Config) -> bool:
-    """Whether pytest-xdist is loaded, as "xdist" by itself or as "xdist.plugin" by ``-p``."""
+    """Returns whether pytest-xdist is loaded, as "xdist" by itself or as "xdist.plugin" by ``-p``."""
     return hasattr(config.option, "numprocesses")
 
 
 def _is_worker(config: pytest.Config) -> bool:
-    """Whether this is a process that xdist has started."""
+    """Returns whether this is a process that xdist has started."""
     return hasattr(config, "workerinput")
 
 
@@ -126,7 +126,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """What a worker gets: all tests of a method."""
+    """Groups the tests of a method for one worker."""
     from conformance.scheduling import ByMethod  # xdist may not be installed
 
     return ByMethod(config, log, config.stash[ROSTER].backends) if config.option.dist == "loadgroup" else None

@@ -57,7 +57,7 @@ class Judge:
 
     @property
     def words(self) -> int:
-        """How many token ids a model's documents are drawn from, where many matter."""
+        """The number of token ids that a model's documents are drawn from, where many matter."""
         capabilities = self.backend.capabilities
         return min(capabilities.words, 1000) if capabilities.own_model else 1000
 
@@ -248,7 +248,7 @@ class Judge:
                 raise Rejected(f"segment {number} changed by {large:g} and nothing of its own moved")
 
     def noise(self, again: Callable[[], Mapping[str, Array]], before: Mapping[str, Array]) -> dict[str, float]:
-        """How far each result moves when the same call is made again: 0 unless a backward adds with atomics."""
+        """Measures how far results move when the same call is made again: 0 unless a backward adds with atomics."""
         if not self.atomic:
             return dict.fromkeys(before, 0.0)
         reruns = [again() for _ in range(RERUNS)]
@@ -281,7 +281,7 @@ def _result(answer: Any) -> Result:
 
 
 def _place(over: Array, ids: Array) -> str:
-    """Which segment holds the largest entry of a ``[B, S, ..]`` array."""
+    """Returns the segment that holds the largest entry of a ``[B, S, ..]`` array."""
     row, token = np.unravel_index(int(over.argmax()), over.shape)[:2]
     for number, (of_row, start, stop) in enumerate(segments(ids)):
         if of_row == row and start <= token < stop:

@@ -187,7 +187,7 @@ def check_one_step(judge: Judge, optimizer: str) -> None:
 
 
 def _direction(gradient: Array, optimizer: str) -> Array:
-    """Of the first step: AdamW's moments, corrected for their bias, are then the gradient and its square."""
+    """Returns the gradient of the first step, from AdamW's bias-corrected moments: the gradient and its square."""
     return gradient if optimizer == "sgd" else gradient / (np.abs(gradient) + ADAMW_EPSILON)
 
 
@@ -242,7 +242,7 @@ def check_untrained_isolated(judge: Judge, dtype: str) -> None:
 
 
 def _options(case: DecoderCase, batch: Batch, judge: Judge) -> set[str]:
-    """What a call of `forward` or `gradients` takes beyond the plain decoder in the backend's own batches."""
+    """Lists what a call of `forward` or `gradients` takes beyond the plain decoder in the backend's own batches."""
     taken = {
         "drawn_batches": batch.native is None and judge.backend.provides("collate"),
         "sliding_window": case.config.sliding_window is not None,

@@ -1,4 +1,4 @@
-"""What every call must return: the reference run on each segment alone, put back where the segment stands.
+"""The oracle of every call: the reference run on each segment alone, put back where the segment stands.
 
 `exact` is the float64 oracle and `rounded` the same with every operation rounded to the working dtype; `numerics` makes
 a budget of the two. Both are computed once per case and shared by all backends of a run.

@@ -62,5 +62,5 @@ def attention_pairs(declared: Capabilities) -> list[AttentionCase]:
 
 
 def _met(chosen: Sequence[tuple[int, int]], one: tuple[int, int], missing: set[Any]) -> int:
-    """How many missing pairs the value adds to those that are chosen."""
+    """Counts the missing pairs that the value adds to those that are chosen."""
     return sum(tuple(sorted((one, other))) in missing for other in chosen)

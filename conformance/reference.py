@@ -35,7 +35,7 @@ from packing_core.protocol import (
 
 
 def backends() -> Mapping[str, BackendFactory]:
-    """What the entry point ``reference`` offers."""
+    """The backends of the entry point ``reference``."""
     return {"reference": Reference}
 
 

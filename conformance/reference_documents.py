@@ -102,7 +102,7 @@ class DocumentMethods(Backend):
         return float(total), {name: round_to(dtype, x) for name, x in gradients.items()}
 
     def share_of_pair(self, counts: Sequence[int], number: int) -> float:
-        """What a pair of microbatch ``number`` weighs, of ``counts`` pairs in each microbatch of the step."""
+        """Returns the weight of a pair of microbatch ``number``, of ``counts`` pairs in each microbatch of the step."""
         return 1 / sum(counts)
 
     # -- of the backend that this is mixed into --------------------------------------------------------------------

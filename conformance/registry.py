@@ -92,7 +92,7 @@ def _load_asked(name: str, roster: Roster) -> None:
 
 
 def _offered_by(name: str, found: Any) -> Mapping[str, Callable[[], Backend]]:
-    """What an attribute offers: itself, or each entry of the mapping that it returns."""
+    """Returns the backends of an attribute: itself, or each entry of the mapping that it returns."""
     made = found if isinstance(found, Backend | Mapping) else found()
     if isinstance(made, Mapping):
         return {f"{name}:{entry}": factory for entry, factory in made.items()}

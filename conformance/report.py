@@ -64,7 +64,7 @@ def _verdict(records: list[Record], absent: str) -> Verdict:
 
 
 def undeclared(records: Iterable[Record]) -> dict[str, list[str]]:
-    """What a backend does not have or declare -> the requirements in which it was wanted; most wanted first.
+    """Maps what a backend does not have or declare -> the requirements in which it was wanted; most wanted first.
 
     Keys are methods ("scan()"), options ("window"), "dtype float16" and "head_dim 512".
     """
@@ -142,7 +142,7 @@ def table(found: Mapping[str, Any]) -> list[str]:
 
 
 def _not_declared(name: str, lacking: Mapping[str, list[str]]) -> list[str]:
-    """What a backend left out, and which of it most requirements wait for."""
+    """Lists what a backend left out, and which of it most requirements wait for."""
     if not lacking:
         return []
     methods = [what for what in lacking if what.endswith("()")]

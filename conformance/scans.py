@@ -174,7 +174,7 @@ def check_isolated(judge: Judge, case: Case, where: tuple[int, ...] | None = Non
 
 
 def check_padding(judge: Judge, case: Case) -> None:
-    """What stands at padding moves no real token's output or gradient, and the gradients there are exactly 0."""
+    """Checks that padding moves no real token's output or gradient, and the gradients there are exactly 0."""
     case = fitted(judge, case)
     given, ids = case.arguments(judge.dtype), segment_ids(case.rows)
     real, large = ids > 0, LARGE[judge.dtype]

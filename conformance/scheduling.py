@@ -1,4 +1,4 @@
-"""Which worker of pytest-xdist gets which tests under ``--dist loadgroup``: all tests of a method one worker.
+"""Distributes tests over the workers of pytest-xdist under ``--dist loadgroup``: all tests of a method one worker.
 
 What a backend compiles for one test, others of the method need too, and all backends share the oracle's answers. Where
 there are many workers, each gets the tests of one backend and method.

@@ -1,4 +1,4 @@
-"""What the processes of a run share on a machine: its cores, a GPU's memory, and the programs that JAX compiles."""
+"""Divides a machine among the processes of a run: its cores, a GPU's memory, the programs that JAX compiles."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def test_every_pair_of_options(judge: Judge) -> None:
 
 
 def _named(case: AttentionCase) -> str:
-    """What the case has beyond the plainest one."""
+    """Names what the case has beyond the plainest one."""
     plain = AttentionCase()
     return ", ".join(
         f"{f.name}={getattr(case, f.name)}" for f in fields(case) if getattr(case, f.name) != getattr(plain, f.name)

@@ -1,4 +1,4 @@
-"""What a backend tells ``crosspack doctor``; no framework.
+"""The report of a backend to ``crosspack doctor``; imports no framework.
 
 A function that an installed package registers under the entry point group ``crosspack.doctors`` takes no argument and
 returns a :class:`Diagnosis`. It raises ``MissingExtraError`` where its framework is absent or too old.
@@ -56,5 +56,5 @@ def first_served(layer: str, answers: Mapping[str, str | None]) -> LayerChoice:
 
 
 def has_nvidia_driver() -> bool:
-    """Whether this machine has an NVIDIA driver, which a framework built for CPUs does not use."""
+    """Returns whether this machine has an NVIDIA driver, which a framework built for CPUs does not use."""
     return Path("/proc/driver/nvidia/version").exists()

@@ -54,7 +54,7 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def reading(path: Any, what: str, way: str) -> Iterator[None]:
-    """Whatever a file, or the library that reads it, raises inside becomes one line with the path and the way out."""
+    """Turns any error of a file, or of the library that reads it, into one line with the path and the way out."""
     try:
         yield
     except PackingError:
@@ -65,7 +65,7 @@ def reading(path: Any, what: str, way: str) -> Iterator[None]:
 
 @contextmanager
 def within_memory(what: str, way: str) -> Iterator[None]:
-    """What does not fit the memory is an error of ours: NumPy raises ValueError where even an address does not."""
+    """Turns a failed allocation into our error: NumPy raises ValueError where not even an address fits."""
     try:
         yield
     except MemoryError:

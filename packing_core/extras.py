@@ -43,7 +43,7 @@ def require(module: str, *, extra: str, distribution: str | None = None) -> Modu
 
 
 def registered(group: str, name: str) -> EntryPoint:
-    """What an installed package registers as ``name`` in a group of entry points; nothing is imported.
+    """Loads what an installed package registers as ``name`` in a group of entry points; nothing is imported.
 
     Raises:
         PackingError: no installed package registers that name.
@@ -69,7 +69,7 @@ def loaded(entry: EntryPoint, *, extra: str) -> Any:
 
 
 def is_older(present: str, minimum: str) -> bool:
-    """Whether a version is older than the least that is needed."""
+    """Returns whether a version is older than the least that is needed."""
     return _release(present) < _release(minimum)
 
 

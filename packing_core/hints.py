@@ -93,7 +93,7 @@ def hinted(*options_of: Callable[..., Any]) -> Callable[[Callable[P, R]], Callab
 
 
 def _way_out(keyword: str, known: list[str]) -> str:
-    """What to pass instead of ``keyword`` to a function with the arguments ``known``."""
+    """Suggests what to pass instead of ``keyword`` to a function with the arguments ``known``."""
     spelt = keyword.lower()
     for reason, others in _NEEDLESS.items():
         if spelt in others.split():

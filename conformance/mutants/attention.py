@@ -160,7 +160,7 @@ class Bfloat16Accumulator(Mutant, rejected_by="DTYPE-03"):
 
 
 class GqaGradientNotSummed(Mutant, rejected_by="GRAD-05"):
-    """Of the query heads that read one key/value head, the last one's gradient is kept."""
+    """Keeps the gradient of the last query head alone among those that read one key/value head."""
 
     @staticmethod
     def _sum_groups(x: Array, kv: Array, kv_heads: int) -> Array:

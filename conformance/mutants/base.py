@@ -1,4 +1,4 @@
-"""What a mutant is: the reference backend with one method overridden, and the id of the requirement that rejects it."""
+"""The base of mutants: the reference backend with one method overridden, and the requirement that rejects it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Mutant(Reference):
 
     @classmethod
     def breaks(cls) -> str:
-        """What is broken, in one line."""
+        """Says in one line what is broken."""
         return (cls.__doc__ or "").strip().splitlines()[0]
 
 

@@ -36,7 +36,7 @@ class LastTokenFromPadding(Mutant, rejected_by="DOC-02"):
 
 
 class OnlyTheFirstPiece(Mutant, rejected_by="DOC-03"):
-    """What a document has in other rows is forgotten."""
+    """Forgets what a document has in other rows."""
 
     def reading_order(self, pieces: Sequence[Place], shape: tuple[int, ...]) -> Array:
         return super().reading_order(pieces[:1], shape)

@@ -1,4 +1,4 @@
-"""What the columns of tokenised examples say: their documents, which tokens are real and which are trained.
+"""Reads the columns of tokenised examples: their documents, their real tokens and their trained tokens.
 
 Examples of a dataset, as mappings or as columns -> :func:`read_examples` or :func:`read_columns` -> :class:`Documents`,
 in the form that ``packing_core.pack`` takes. ``PackedCollator``, ``pack_dataset`` and the audit read examples here, so
@@ -53,7 +53,7 @@ class Documents:
 
 
 def trained_tokens(columns: Mapping[str, Any]) -> Bool | None:
-    """Which tokens the masks among ``columns`` train, in their shape; None if there is no mask."""
+    """Returns the tokens that the masks among ``columns`` train, in their shape; None if there is no mask."""
     masks = [np.asarray(columns[name]) != 0 for name in TRAINED if columns.get(name) is not None]
     return np.logical_and.reduce(masks) if masks else None
 

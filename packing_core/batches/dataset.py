@@ -222,7 +222,7 @@ _RIGHT = np.zeros(0, np.bool_)
 
 
 def _no_id(ids: Array) -> NDArray[np.bool_]:
-    """Which tokens are no ids, flat; nothing where all are, which takes one pass to see."""
+    """Returns the flat indexes of tokens that are no ids; finding none takes one pass."""
     signed = ids.view(np.int64) if ids.dtype == np.uint64 else ids
     return (signed < 0).reshape(-1) if signed.dtype.kind == "i" and signed.size and signed.min() < 0 else _RIGHT
 

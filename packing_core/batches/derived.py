@@ -1,4 +1,4 @@
-"""What follows from a batch, one number per token: segment numbers, positions, masks, targets and weights.
+"""Derives one number per token from a batch: segment numbers, positions, masks, targets and weights.
 
 They are derived on access and never stored, so they cannot contradict each other.
 """

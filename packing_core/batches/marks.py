@@ -30,7 +30,7 @@ MARKS = (*LENGTHS, *BOUNDARIES, *PER_TOKEN)
 
 @dataclass(frozen=True)
 class Segments:
-    """How T flat tokens are divided.
+    """The division of T flat tokens into segments.
 
     Attributes:
         starts: bool [T], True where a segment begins. Padding is in segments of its own.
@@ -105,7 +105,7 @@ def read_segments(
 
 
 def is_numbered(mask: Any) -> bool:
-    """Whether an attention mask numbers the documents of its rows 1, 2, 3 (0 is padding)."""
+    """Returns whether an attention mask numbers the documents of its rows 1, 2, 3 (0 is padding)."""
     return hasattr(mask, "shape") and bool((np.asarray(mask) > 1).any())
 
 
@@ -115,7 +115,7 @@ def first_true(values: Bool) -> int | None:
 
 
 def counts_through(positions: Array, segments: Segments, row_offsets: Int64) -> bool:
-    """Whether positions [T] count on from one document of a row to the next, as if the row were one document."""
+    """Returns whether positions [T] count through the documents of a row, as if the row were one document."""
     before, here = _Rows(row_offsets, "row").pairs(segments.padding)
     return bool((segments.starts[here] & (positions[here] - positions[before] == here - before)).any())
 

@@ -1,4 +1,4 @@
-"""What a PackedBatch stores: its fields, their checks, and where each segment stands.
+"""The stored part of a PackedBatch: its fields, their checks, and where each segment stands.
 
 Everything else is derived: per token in :mod:`.derived`, per document and in other layouts in :mod:`.batch`.
 """

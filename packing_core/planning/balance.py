@@ -35,7 +35,7 @@ CLOSE = (0.05, 0.02, 0.01, 0.005, 0.002)  # relative differences of costs within
 
 @dataclass(frozen=True)
 class Cost:
-    """What a row costs: ``tokens * (its tokens) + squares * (sum of its squared segment lengths)``.
+    """The cost of a row: ``tokens * (its tokens) + squares * (sum of its squared segment lengths)``.
 
     The unit is free, only the ratio matters. The default ratio is that of a Llama of 8 billion parameters.
 
@@ -120,7 +120,7 @@ class Cost:
 
 @dataclass(frozen=True, eq=False)
 class ShardedPlan:
-    """Which rank takes which row at which step.
+    """Rows dealt to ranks and steps.
 
     Attributes:
         plan: the rows.
@@ -187,7 +187,7 @@ class ShardedPlan:
         return read_only(loads)
 
     def composition(self) -> Composition:
-        """How far the steps are from random draws of the documents; the step that is not whole is left out."""
+        """Measures how far the steps are from random draws of the documents; an incomplete last step is left out."""
         steps = self.steps.reshape(len(self), -1)
         taken = np.count_nonzero(steps < self.plan.n_rows, axis=1)
         fullest = steps[taken == taken.max()]

@@ -191,7 +191,7 @@ def lower_bound(sizes: Int64, counts: Int64, capacity: int) -> int:
 
 
 def _over_half(sizes: Int64, capacity: int) -> int:
-    """How many of ``sizes`` (decreasing) are over half the capacity."""
+    """Counts the ``sizes`` (decreasing) that are over half the capacity."""
     return int(np.searchsorted(-sizes, -(capacity // 2)))
 
 

@@ -139,7 +139,7 @@ class _Pairs:
         self.beside_two = np.searchsorted(self.total, capacity - self.total, side="right") - 1
 
     def columns(self, price: Float64, most: int) -> tuple[float, list[Int64]]:
-        """What the most valuable pattern is worth, at least 1, and the patterns worth more than 1, the best first."""
+        """Returns the value of the best pattern, at least 1, and the patterns worth more than 1, the best first."""
         if most == 1:
             return 1.0, []
         priced = np.append(price, 0.0)

@@ -1,4 +1,4 @@
-"""What rows and steps are made of: lengths of segments in rows in, a few figures out.
+"""Describes the composition of rows and steps: lengths of segments in rows in, a few figures out.
 
 A model that trains on full rows still sees steps of short documents and steps of long ones if rows were filled by
 length. These figures say how far the rows and steps of a plan are from random draws of its documents.

@@ -56,7 +56,7 @@ def mixed(sizes: Int64, capacity: int, max_segments: int, shuffle: Shuffle, *, o
 
 
 def most_rows(sizes: Int64, capacity: int, max_segments: int) -> int:
-    """How many rows ``mixed`` makes of these pieces at most, whatever is drawn: one number for all orders of them."""
+    """Returns the most rows that ``mixed`` makes of these pieces, whatever it draws and in any order."""
     enough = _fewest(sizes, capacity, max_segments) / FULL
     values, counts = np.unique(sizes, return_counts=True)
     fewest = _bins.best_fit(values[::-1], counts[::-1], capacity, max_segments).n_rows
@@ -192,7 +192,7 @@ def _take_turns(
 
 
 def _fitting(ascending: Int64, free: Int64) -> Int64:
-    """How many of the pieces fit each row."""
+    """Counts the pieces that fit each row."""
     most = int(free.max(initial=0))
     if most > len(free):
         return np.searchsorted(ascending, free, side="right")

@@ -181,7 +181,7 @@ class PackPlan:
         return _bins.lower_bound(sizes[::-1], counts[::-1], self.capacity // self.alignment)
 
     def composition(self, rows_per_step: int = 8) -> Composition:
-        """How far rows, and steps of ``rows_per_step`` consecutive rows, are from random draws of the documents.
+        """Measures how far rows and steps of ``rows_per_step`` rows are from random draws of the documents.
 
         Rows that do not make a whole step are left out of the figures of steps; fewer rows than a step are one step.
         """

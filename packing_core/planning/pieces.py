@@ -22,7 +22,7 @@ MOST_PIECES = 2**36  # a plan of so many is half a terabyte an array
 
 @dataclass(frozen=True)
 class Pieces:
-    """What there is to pack; ``source`` None means that piece p is of document p, ``start`` None means all 0."""
+    """The pieces to pack; ``source`` None means that piece p is of document p, ``start`` None means all 0."""
 
     length: Int64
     dropped: Int64

@@ -1,4 +1,4 @@
-"""What the conformance suite asks of a packed-training stack: one class, in numpy.
+"""The protocol between the conformance suite and a packed-training stack: one class, in numpy.
 
     suite (float64 oracle, one document at a time)  --numpy arrays + a dtype name-->  Backend  --numpy arrays-->  suite
 

@@ -23,7 +23,7 @@ class Backend:
 
     @classmethod
     def provides(cls, method: str) -> bool:
-        """Whether the class overrides ``method``, which is how a backend takes part in a level."""
+        """Returns whether the class overrides ``method``, which is how a backend takes part in a level."""
         return getattr(cls, method) is not getattr(Backend, method)
 
     # -- collator ------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What there is to declare: the levels of the suite, the options of each method, and a backend's `Capabilities`."""
+"""The vocabulary of declarations: levels of the suite, options of each method, a backend's `Capabilities`."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ ALL_OPTIONS = frozenset(option for options in OPTIONS.values() for option in opt
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a backend declares. A request outside of it must raise `UnsupportedError`; the suite asks, and checks.
+    """The declaration of a backend. A request outside of it must raise `UnsupportedError`; the suite asks, and checks.
 
     Attributes:
         dtypes: working dtypes, out of `DTYPES`.

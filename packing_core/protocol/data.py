@@ -1,4 +1,4 @@
-"""What the suite hands to a backend and gets from its collator: documents, batches, and the suite's own decoder."""
+"""The data that the suite exchanges with a backend: documents, batches, and the suite's own decoder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Batch:
-    """What a collator hands to a model, under neutral names; all arrays int64 ``[B, S]``.
+    """A collator's batch under neutral names; all arrays int64 ``[B, S]``.
 
     Attributes:
         input_ids: tokens; anything at padding.

@@ -53,7 +53,7 @@ class _Softmax:
 
 
 class AttentionOptions(TypedDict, total=False):
-    """What the attention functions take by keyword.
+    """The keyword arguments of the attention functions.
 
     causal: hide keys after the query (default True).
     window: keys visible to a query, its own included; None (the default) for no limit.

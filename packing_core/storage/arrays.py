@@ -1,4 +1,4 @@
-"""Whatever holds numbers in, a native NumPy array out; what cannot be read raises an error that names it.
+"""Converts array-likes to native NumPy arrays; what cannot be read raises an error that names it.
 
 Lists, arrays of any byte order, tensors and columns of other libraries enter ``packing_core`` here, so the rules about
 them are written once.

@@ -14,7 +14,7 @@ Array = NDArray[Any]
 
 
 def is_arrow(given: Any) -> bool:
-    """Whether ``given`` is an object of pyarrow; other libraries have attributes of the same names."""
+    """Returns whether ``given`` is an object of pyarrow; other libraries have attributes of the same names."""
     return any(kind.__module__.partition(".")[0] == "pyarrow" for kind in type(given).__mro__)
 
 
@@ -40,7 +40,7 @@ def lists_of(given: Any, name: str) -> list[tuple[Array, Array]]:
 
 
 def _lists(array: Any, name: str, first: int) -> tuple[Array, Array]:
-    """Of one array, whose first list is number ``first`` of all."""
+    """Reads one array, whose first list is number ``first`` of all."""
     if array.null_count:
         row = first + _first_null(array)
         raise LayoutError(f"{name}[{row}] is null ({array.null_count:,} nulls in all): drop nulls with drop_null()")

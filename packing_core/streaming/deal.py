@@ -1,4 +1,4 @@
-"""Which rows of a stream are whose: rows are dealt to shards one by one, and a shard's to its workers by batches."""
+"""Deals the rows of a stream: to shards one by one, and a shard's rows to its workers by batches."""
 
 from __future__ import annotations
 
@@ -44,25 +44,25 @@ class Deal:
         return self.base + (self.index - self.base) % self.shards
 
     def mine(self, numbers: Int64) -> NDArray[np.bool_]:
-        """Which of these rows are this worker's and not taken yet."""
+        """Returns the rows among these that are this worker's and not taken yet."""
         mine: NDArray[np.bool_] = (numbers >= self.base) & (numbers % self.shards == self.index)
         mine &= self._own((numbers - self._first) // self.shards)
         return mine
 
     def pads(self, rows: int) -> bool:
-        """Whether this worker ends with a row of padding, so that all shards of ``rows`` rows have as many."""
+        """Returns whether this worker ends with a row of padding, so that all shards of ``rows`` rows have as many."""
         left, real = -(-(rows - self.base) // self.shards), -(-(rows - self._first) // self.shards)
         return left > real and bool(self._own(np.array([real]))[0])
 
     def _own(self, places: Int64) -> NDArray[np.bool_]:
-        """Which places among the shard's rows are this worker's and not taken."""
+        """Returns the places among the shard's rows that are this worker's and not taken."""
         batch, inside = np.divmod(places, self.batch)
         turn, worker = np.divmod(batch, self.workers)
         own: NDArray[np.bool_] = (worker == self.worker) & (turn * self.batch + inside >= self.taken)
         return own
 
     def state(self, taken: int) -> dict[str, Any]:
-        """Of a shard with one worker the rows of all shards that are done, else the worker's own part."""
+        """Returns the finished rows of all shards for a shard with one worker, else the worker's own part."""
         if self.workers == 1:
             return {"rows": self.base + (self.taken + taken) * self.shards}
         part = {"worker": self.worker, "workers": self.workers, "batch": self.batch, "shards": self.shards}

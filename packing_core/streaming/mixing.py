@@ -118,7 +118,7 @@ class Mixture:
                 yield s, document
 
     def _given(self, place: int) -> list[int]:
-        """How many of the first ``place`` turns each source has."""
+        """Counts each source's turns among the first ``place``."""
         block, rest = divmod(place, self.block)
         before = [block * self.block * bound // _UNIT for bound in self._bounds]
         given = [b - a for a, b in pairwise(before)]
@@ -190,7 +190,7 @@ def _deal(bounds: tuple[int, ...], seed: int | None, size: int, block: int) -> N
 
 
 def _shares(weights: Any, count: int) -> tuple[int, ...]:
-    """What comes before each source and after the last one, of ``_UNIT``."""
+    """Returns the cumulative weights of the sources in units of ``_UNIT``, from 0 on."""
     try:
         array = np.asarray(weights, np.float64)
     except (TypeError, ValueError):

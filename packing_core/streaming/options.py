@@ -15,7 +15,7 @@ StreamStrategy = Literal["mixed", "best_fit"]
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """What :func:`packing_core.stream` says of these options, in numbers; ``checked`` makes them."""
+    """The options of :func:`packing_core.stream` as numbers; ``checked`` makes them."""
 
     capacity: int
     buffer: int

@@ -1,4 +1,4 @@
-"""What a stream has read and no row has taken yet: how documents are measured and cut."""
+"""Documents that a stream has read and no row has taken yet: how they are measured and cut."""
 
 from __future__ import annotations
 

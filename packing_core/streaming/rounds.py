@@ -78,7 +78,7 @@ def leaving(rows: PackPlan, most_pieces: int, most_tokens: int, old: NDArray[np.
 
 
 def _enough(amount: Int64, order: Int64, most: int) -> int:
-    """How many rows leave in this order, 1 at least, so that at most ``most`` of the amount stays."""
+    """Returns how many rows leave in this order, at least 1, so that at most ``most`` of the amount stays."""
     gone = np.cumsum(amount[order])
     return int(np.searchsorted(gone, gone[-1] - most)) + 1
 

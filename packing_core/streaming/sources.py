@@ -57,7 +57,7 @@ class Source:
 
     @property
     def once(self) -> bool:
-        """Whether the documents can be read only once."""
+        """Returns whether the documents can be read only once."""
         return self._kind == "iterator"
 
     def check_resumable(self) -> None:
@@ -97,7 +97,7 @@ class Source:
             yield document
 
     def size(self) -> int:
-        """How many documents there are; those of a source that does not say so are counted by reading them, once."""
+        """Returns the number of documents; a source without a length is counted by reading it once."""
         if self._size is None:
             self.check_resumable()
             sequence = self._kind == "sequence"

@@ -1,4 +1,4 @@
-"""What a stream saves to continue: counters, the numbers of pending documents, and a fingerprint of all of it.
+"""The state from which a stream resumes: counters, the numbers of pending documents, and a fingerprint of all of it.
 
 The fingerprint covers the counters and the content of the pending documents and of the last one that was read. A state
 that was changed, and a source that gives other documents, are found out before a row is made.
@@ -38,7 +38,7 @@ class Mark:
         return both
 
     def digest(self) -> str:
-        """Of the documents: the same for lists and arrays of the same numbers."""
+        """Fingerprints the documents: the same for lists and arrays of the same numbers."""
         hashed = blake2b(digest_size=16)
         numbers, starts = self.pending.ids.tolist(), self.pending.starts.tolist()
         pieces = [*zip(numbers, starts, self.pending.contents, strict=True)]

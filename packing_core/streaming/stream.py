@@ -167,12 +167,12 @@ class PackStream:
 
     @property
     def n_truncated(self) -> int:
-        """How many documents were cut."""
+        """The number of documents that were cut."""
         return self._reader.n_truncated
 
     @property
     def n_dropped(self) -> int:
-        """How many documents were left out."""
+        """The number of documents that were left out."""
         return self._reader.n_dropped
 
     def __iter__(self) -> PackStream:
@@ -210,7 +210,7 @@ class PackStream:
         return self._parts(None)
 
     def _parts(self, rows: int | None) -> Iterator[PackedBatch]:
-        """What is ready of the next ``rows`` rows, and then the rest of these, and so on; None: all that is ready."""
+        """Yields what is ready of the next ``rows`` rows, then the rest of these, and so on; None yields all."""
         wanted = rows
         while True:
             try:

@@ -51,7 +51,7 @@ def check_honoured(trainer: Callable[..., Any], backend: str, used: Iterable[str
 
 @dataclass(frozen=True)
 class Options:
-    """What decides the losses, besides the data and the model.
+    """The options that decide the losses, besides the data and the model.
 
     Attributes:
         lr: peak learning rate of AdamW (betas 0.9 and 0.999, eps 1e-8).
@@ -102,7 +102,7 @@ class Options:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one optimizer step of one run did.
+    """The record of one optimizer step of one run.
 
     Attributes:
         run: ``packed``, ``padded`` or ``grouped``.
@@ -204,7 +204,7 @@ class TrainJob:
         return [self.schedule] if self.evaluation is None else [self.schedule, self.evaluation]
 
     def evaluates_after(self, step: int) -> bool:
-        """Whether an evaluation follows 0-based ``step`` of the packed run."""
+        """Returns whether an evaluation follows 0-based ``step`` of the packed run."""
         done = step + 1
         due = done == len(self.schedule) or (self.eval_every > 0 and done % self.eval_every == 0)
         return self.evaluation is not None and due
@@ -228,7 +228,7 @@ class TrainJob:
         return record
 
     def identity(self, steps: int) -> dict[str, Any]:
-        """What decided the first ``steps`` steps: the options, the model, digests of data and rows, the learning rates.
+        """Describes what decided the first ``steps`` steps: options, model, digests of data and rows, learning rates.
 
         A job that agrees in all of it would have taken the same steps, so it can continue from there, also with more
         steps than were planned before.
@@ -253,7 +253,7 @@ class TrainJob:
 
 @dataclass(frozen=True)
 class Audit:
-    """Whether packed training of this model was found exact, and the line that says how it was judged."""
+    """The verdict on packed training of this model, and the line that says how it was judged."""
 
     exact: bool
     line: str
@@ -261,7 +261,7 @@ class Audit:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a trainer hands back.
+    """The result of a training job.
 
     Attributes:
         records: every step of every run, those before a resume included.
@@ -311,5 +311,5 @@ class Measured:
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether ``name`` can be a Hugging Face hub name, ``name`` or ``owner/name``."""
+    """Returns whether ``name`` can be a Hugging Face hub name, ``name`` or ``owner/name``."""
     return _HUB_NAME.fullmatch(name) is not None and not name.startswith(".")

@@ -1,4 +1,4 @@
-"""Which documents each optimizer step trains on, packed and padded: documents and plans in, batches of a step out.
+"""Schedules the documents of each optimizer step, packed and padded: documents and plans in, batches of a step out.
 
 The packed rows decide the steps. A padded run trains on the same documents in the same steps, so the two losses must
 agree; only the arrangement differs.
@@ -37,7 +37,7 @@ class Document(NamedTuple):
 
     @property
     def has_target(self) -> bool:
-        """Whether anything of it is trained; the first token of a segment is never a target."""
+        """Returns whether any of its tokens is trained; the first token of a segment is never a target."""
         return bool(self.trained[1:].any())
 
 

@@ -1,4 +1,4 @@
-"""How the project's kernels become operators that ``torch.compile`` calls and does not look into.
+"""Registers the project's kernels as operators that ``torch.compile`` calls and does not look into.
 
 A launcher (plain Python that allocates its outputs and starts a kernel) -> :func:`operator` -> an entry of
 ``torch.ops.crosspack``. Autograd stays outside: each public function is a ``torch.autograd.Function`` over two such
@@ -56,6 +56,6 @@ def on_its_device(launch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def runs_triton(x: torch.Tensor) -> bool:
-    """Whether Triton kernels serve this tensor: it lies on a GPU, or the kernels are interpreted on the CPU."""
+    """Returns whether Triton kernels serve this tensor: it lies on a GPU, or the kernels are interpreted on the CPU."""
     served = x.dtype in (torch.bfloat16, torch.float16, torch.float32)
     return TRITON and served and (x.is_cuda or INTERPRETED)

@@ -128,7 +128,7 @@ def rejections(request: AttentionRequest, implementation: str | Sequence[str] = 
 
 
 def needs_host_lengths(implementation: str) -> bool:
-    """Whether the implementation of that name reads ``packed.lengths``."""
+    """Returns whether the implementation of that name reads ``packed.lengths``."""
     return load(implementation).host_lengths
 
 

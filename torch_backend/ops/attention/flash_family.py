@@ -1,4 +1,4 @@
-"""What the kernels of the flash-attention family share: their window, their limits, and two silent traps.
+"""The common ground of the flash-attention kernels: their window, their limits, and two silent traps.
 
 Reasons are for ``Implementation.supports``; None means that nothing speaks against the request.
 """

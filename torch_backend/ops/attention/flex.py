@@ -85,7 +85,7 @@ def block_mask(packed: PackedMetadata, *, causal: bool, window: int | None) -> B
 
 
 def _without_sizes(request: AttentionRequest) -> AttentionRequest:
-    """What a compiled kernel is for: everything but the numbers of tokens and segments."""
+    """The key of a compiled kernel: everything but the numbers of tokens and segments."""
     return replace(request, tokens=0, segments=0, max_seqlen=0, host_lengths=False)
 
 
@@ -141,7 +141,7 @@ def _build(packed: PackedMetadata, causal: bool, window: int | None) -> BlockMas
 
 
 def _visible_blocks(seq_idx: Tensor, causal: bool, window: int | None) -> tuple[Tensor, Tensor]:
-    """Of each block of queries and block of keys, [N, N]: whether any pair is visible, and whether every pair is.
+    """Returns for each block of queries and of keys, [N, N], whether any pair is visible, and whether every pair is.
 
     Segments are contiguous, so a block holds a range of them, and what it takes to decide is each block's ends.
     """
@@ -165,7 +165,7 @@ def _visible_blocks(seq_idx: Tensor, causal: bool, window: int | None) -> tuple[
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of keys each block of queries has, [1, 1, N], and which come first, [1, 1, N, N]."""
+    """Counts the blocks of keys of each block of queries, [1, 1, N], and orders them, [1, 1, N, N]."""
     counts = blocks.sum(-1, dtype=torch.int32)
     order = blocks.to(torch.int8).argsort(stable=True, dim=-1, descending=True).to(torch.int32)
     return counts[None, None], order[None, None]

@@ -1,4 +1,4 @@
-"""Whether an implementation works here: a tiny case run forward and backward, once per configuration and process.
+"""Probes whether an implementation works here, by a tiny case forward and backward, once per configuration and process.
 
 That a library imports says little: its wheel may hold no kernel for this GPU or this torch, and an option may be
 accepted and ignored. So what an implementation can do is what a run on the device shows:

@@ -1,4 +1,4 @@
-"""What decides who can serve an attention call: the request, how it is made from the arguments, and how it reads.
+"""The request of an attention call, by which implementations are chosen: how it is made, and how it reads.
 
 q, k, v, segments and options -> checked once, here -> an :class:`AttentionRequest`, which holds no tensors.
 """
@@ -52,7 +52,7 @@ class AttentionRequest:
 
 
 class Implementation(Protocol):
-    """What an entry of ``IMPLEMENTATIONS`` is.
+    """The interface of an entry of ``IMPLEMENTATIONS``.
 
     Attributes:
         host_lengths: it needs ``packed.lengths``; the collator then carries them.

@@ -76,7 +76,7 @@ SDPA = Sdpa()
 
 
 def _has_no_kernel(request: AttentionRequest) -> bool:
-    """Whether torch's function lacks an option of the request, or has no fused kernel for it."""
+    """Returns whether torch's function lacks an option of the request, or has no fused kernel for it."""
     if request.softcap is not None or request.sinks or request.alibi:
         return True
     if request.device.type == "cpu":
@@ -88,7 +88,7 @@ def _has_no_kernel(request: AttentionRequest) -> bool:
 
 @torch.compiler.assume_constant_result
 def _takes_tf32() -> bool:
-    """Whether the process multiplies float32 matrices in TF32 on a GPU.
+    """Returns whether the process multiplies float32 matrices in TF32 on a GPU.
 
     torch's only fused kernel for float32 makes a product of three in TF32, whose sums the tensor cores cut: two to
     three times the error of float32, which shows where scores are in the thousands. So it runs only for those who take
@@ -98,7 +98,7 @@ def _takes_tf32() -> bool:
 
 
 def _window_has_no_blocks(request: AttentionRequest) -> bool:
-    """Whether a window fits no blocks: they look back only, and have a mask of 2 * window^2 entries."""
+    """Returns whether a window fits no blocks: they look back only, and have a mask of 2 * window^2 entries."""
     return request.window is not None and (not request.causal or 2 * request.window**2 > _MASK)
 
 

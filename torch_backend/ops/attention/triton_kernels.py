@@ -52,7 +52,7 @@ def exponent(scale, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr):
 
 @triton.jit
 def visible(i, j, length, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.constexpr = 1):
-    """Which keys a query of the segment sees, all counted from anywhere in units of 1 / UNIT.
+    """Marks the keys that a query of the segment sees, all counted from anywhere in units of 1 / UNIT.
 
     A query stands at any of the UNIT places of its token, a key at the first.
     """

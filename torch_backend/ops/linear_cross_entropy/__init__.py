@@ -178,7 +178,7 @@ def _launch(
 
 
 def _takes_powers(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the product can write powers at once: it needs a dtype of their range and what the copy engine takes."""
+    """Returns whether the product can write powers at once: its dtype has their range, the copy engine takes its layout."""
     if operators.INTERPRETED:
         served = hidden.dtype == torch.float32
     else:

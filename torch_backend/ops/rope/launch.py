@@ -1,4 +1,4 @@
-"""How the rotary kernels are started: layouts of tensors -> a plan, made once for each -> launches -> operators.
+"""Launches the rotary kernels: layouts of tensors -> a plan, made once for each -> launches -> operators.
 
 Everything here sees [T, ., .] or [B, T, ., .] tensors that ``apply_rope`` has checked, or with ``heads_first`` states
 [., T, .] or [B, ., T, .]. What follows from their layouts
@@ -63,7 +63,7 @@ def _rotation(
     over_heads: bool,
     eps: float,
 ) -> tuple[Launch, bool]:
-    """How to start ``rotate`` on q, k, their outputs, cos and sin, and whether row by row."""
+    """Plans the launch of ``rotate`` on q, k, their outputs, cos and sin, and whether it goes row by row."""
     from torch_backend.ops.rope import triton as kernels
 
     layouts = _tokens_first(layouts, 4, heads_first)
@@ -90,7 +90,7 @@ def _norm_backward(
     over_heads: bool,
     eps: float,
 ) -> tuple[Launch, bool, int]:
-    """How to start ``normalize_backward`` on x, dout, dx, cos and sin, whether row by row, and its programs per row."""
+    """Plans the launch of ``normalize_backward`` on x, dout, dx, cos, sin: row by row or not, and programs per row."""
     from torch_backend.ops.rope import triton as kernels
 
     layouts = _tokens_first(layouts, 3, heads_first)
@@ -147,7 +147,7 @@ def _power_of_two(n: int) -> int:
 
 
 def _wide(layouts: tuple[Layout, ...], states: int, tokens: int) -> bool:
-    """Whether something lies 2^31 elements or more behind the first one."""
+    """Returns whether something lies 2^31 elements or more behind the first one."""
     sizes = [(tokens, *shape[-2 if i < states else -1 :]) for i, (shape, *_) in enumerate(layouts)]
     strides = [stride[-len(size) :] for size, (_, stride, *_) in zip(sizes, layouts, strict=True)]
     return any(
@@ -157,7 +157,7 @@ def _wide(layouts: tuple[Layout, ...], states: int, tokens: int) -> bool:
 
 
 def _strides(layouts: tuple[Layout, ...], states: int) -> list[int]:
-    """Of the states [.., T, H, D], which come first, and of the angles [.., T, R/2]."""
+    """Describes the states [.., T, H, D], which come first, and the angles [.., T, R/2]."""
     return [n for i, (_, stride, *_) in enumerate(layouts) for n in stride[-3 if i < states else -2 :]]
 
 

@@ -44,7 +44,7 @@ _chosen: dict[tuple[Any, ...], str] = {}  # by the first call for heads of each 
 
 @dataclass(frozen=True)
 class ScanChoice:
-    """What scans a row.
+    """The implementation that scans a row.
 
     Attributes:
         implementation: its name.
@@ -58,7 +58,7 @@ class ScanChoice:
 
     @property
     def fixed(self) -> bool:
-        """Whether it reads nothing back, in shapes that do not depend on documents."""
+        """Returns whether it reads nothing back, in shapes that do not depend on documents."""
         return self.implementation in FIXED
 
 
@@ -70,7 +70,7 @@ def choose(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> ScanChoice:
-    """What runs a call of ``function``, which modeling files call ``name``.
+    """Chooses the implementation for a call of ``function``, which modeling files call ``name``.
 
     Args:
         name, function: the function, and its global name in modeling files.
@@ -156,14 +156,14 @@ def _uncompiled(
 
 
 def _request(function: Callable[..., Any], library: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ScanRequest:
-    """Of what the function takes, without boundaries."""
+    """Filters the arguments that the function takes, without boundaries."""
     known = parameters(function)
     given = {name: kwargs[name] for name in known if name in kwargs and name not in _BOUNDARIES}
     return request_of(function, library, args, given)
 
 
 def _divided(request: ScanRequest) -> tuple[Callable[..., Any], str]:
-    """What scans batches of documents, and in words: the function, or plain torch where a library beneath it fails."""
+    """Chooses what scans batches of documents, and says so: the function, or plain torch where its library fails."""
     library, reason = request.library, refused(request, LIBRARIES[request.library])
     fails = refused(request, per_document)
     if fails is None:

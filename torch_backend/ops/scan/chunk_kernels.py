@@ -1,4 +1,4 @@
-"""What Triton kernels of scans over chunks of a row share: tiles of rows and states, masks of a chunk, its inverse.
+"""The kernel side of scans over chunks of a row: tiles of rows and states, masks of a chunk, its inverse.
 
 T tokens, chunks of C, H heads; x [T, H, WIDTH], states [chunks, H, V, K], all contiguous.
 """
@@ -47,7 +47,7 @@ def state(x, chunk, head, HEADS: tl.constexpr, K: tl.constexpr, first, V: tl.con
 
 @triton.jit
 def chunk_of(segments, chunk, tokens, C: tl.constexpr, STATES: tl.constexpr):
-    """Of a chunk: its tokens, those that exist, the mask [C, C] of own tokens at or before, e, and x."""
+    """Loads a chunk: its tokens, those that exist, the mask [C, C] of own tokens at or before, e, and x."""
     i = tl.arange(0, C)
     t = chunk.to(tl.int64) * C + i
     has = t < tokens

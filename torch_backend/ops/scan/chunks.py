@@ -1,4 +1,4 @@
-"""What the kernels of scans over chunks of a row share: their sizes, tiles and grids, and rows of whole chunks.
+"""The launch side of scans over chunks of a row: sizes, tiles and grids, and rows of whole chunks.
 
 The operators of a delta rule -> :func:`differentiable` -> :func:`scan`, or :func:`scan_with_states` on whole chunks.
 """
@@ -25,7 +25,7 @@ WIDTHS = (16, 32, 64, 128, 256)  # of heads, that tiles take
 
 
 class ChunkTile(NamedTuple):
-    """How a kernel runs: the channels of v that it takes at once, its warps, and the stages of its loop's loads."""
+    """The launch options of a kernel: the channels of v that it takes at once, its warps, its loop's stages."""
 
     block_v: int
     warps: int

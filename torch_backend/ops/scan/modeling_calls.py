@@ -41,7 +41,7 @@ def refused(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | N
 
 
 def operands(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, str] | None:
-    """Of a call of the function ``name``: what stands for q and v, [B, S, ...], and the kind; None if there is none."""
+    """Returns what stands for q and v, [B, S, ...], in a call of ``name``, and the kind; None if there is none."""
     form = _FORMS.get(name)
     return None if form is None else form(*args, **kwargs)
 
@@ -67,7 +67,7 @@ def refused_kind(kind: str, like: Tensor, width: int, value_width: int) -> str |
 
 
 def scan(name: str, packed: PackedMetadata, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the function ``name`` returns for these arguments, its state restarted at every segment; states are None."""
+    """Computes the function ``name`` with its state restarted at every segment; the states returned are None."""
     return _SCANS[name](packed, *args, **kwargs)
 
 
@@ -83,7 +83,7 @@ def delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What ``rule(packed, q, k, v, g, beta)`` gives on the B * S tokens, for the arguments of modeling files.
+    """Calls ``rule(packed, q, k, v, g, beta)`` on the B * S tokens with the arguments of modeling files.
 
     q, k [B, S, Q, K] and v [B, S, H, V], beta [B, S, H]; g too, or [B, S, H, K] for Kimi's rule.
     """
@@ -108,7 +108,7 @@ def mamba2(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **others: Any,
 ) -> Tensor:
-    """What ``ssd(packed, x, dt, A, B, C, D)`` gives on the B * S tokens, for the arguments of modeling files.
+    """Calls ``ssd(packed, x, dt, A, B, C, D)`` on the B * S tokens with the arguments of modeling files.
 
     x [B, S, H, P], dt [B, S, H], A, D and dt_bias [H], B and C [B, S, G, N]: Dao and Gu 2024, section 5. The kernel's
     dt has its bias and its softplus.
@@ -159,7 +159,7 @@ def _refused(dtype: torch.dtype, device: int, width: int, value_width: int, kind
 
 @in_own_thread
 def _error(dtype: torch.dtype, device: int, width: int, value_width: int, kind: str) -> float:
-    """Of the kernels on two documents against the recurrence on each: the output and every gradient."""
+    """Compares the kernels on two documents with the recurrence on each: the output and every gradient."""
     generator = torch.Generator().manual_seed(0)
     tokens, place = sum(TRIAL_LENGTHS), torch.device("cuda", device)
 

@@ -1,4 +1,4 @@
-"""What a call needs of a scan library, and whether the library does it here: a trial run on two documents.
+"""The request of a scan call, and a trial run on two documents that tells whether a library serves it here.
 
 A function that scans [B, S, ...] (transformers' own: the kernel of a library where that is installed, plain torch
 elsewhere) and the arguments of a call -> :func:`request_of` -> :func:`refused`, once for each way of running it.
@@ -34,7 +34,7 @@ ABSENT = "it is not installed"
 
 @dataclass(frozen=True)
 class ScanRequest:
-    """What a layer needs of a scan: enough to make a small case of it.
+    """The request of a layer to a scan: enough to make a small case of it.
 
     Attributes:
         function: what the modeling file calls.
@@ -104,7 +104,7 @@ def refused(request: ScanRequest, way: Way, limits: str | None = None) -> str | 
 
 @in_own_thread
 def _error(request: ScanRequest, way: Way) -> float:
-    """Of the function run in a ``way`` on two documents against plain torch on each: the output and every gradient."""
+    """Compares the function run in a ``way`` on two documents with plain torch on each: output and every gradient."""
     # With an empty segment, as batches of a fixed number of segments have.
     packed = PackedMetadata.from_lengths(TRIAL_LENGTHS, device=request.device, entries=len(TRIAL_LENGTHS) + 1)
     if way is not per_document:

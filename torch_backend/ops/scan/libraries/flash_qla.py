@@ -101,7 +101,7 @@ def _list_chunks(boundaries: Tensor, starts: Tensor, listed: Tensor) -> None:
 
 @cache
 def _takes_lists() -> bool:
-    """Whether what this version of the library leaves on the boundaries is such a list: tried on the host."""
+    """Tries on the host whether this version of the library keeps such a list on the boundaries."""
     from flash_qla.utils.index import prepare_varlen_metadata
 
     packed = PackedMetadata.from_lengths((70, 29))

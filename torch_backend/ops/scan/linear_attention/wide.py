@@ -29,7 +29,7 @@ _PROGRAMS = 256
 
 
 class WarpTile(NamedTuple):
-    """How a kernel runs: its warps, and the stages of its loop's loads."""
+    """The launch options of a kernel: its warps, and the stages of its loop's loads."""
 
     warps: int
     stages: int = 1
@@ -50,7 +50,7 @@ TILES = {
 
 
 def serves(q: Tensor, v: Tensor) -> bool:
-    """Whether heads and dtype are those that these kernels take."""
+    """Returns whether heads and dtype are those that these kernels take."""
     return q.shape[-1] in _WIDTHS and v.shape[-1] % _VALUES == 0 and v.dtype in _DTYPES
 
 
@@ -58,7 +58,7 @@ def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, skip: Tensor | None, packed: PackedMetadata,
     scale: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """What :func:`.gated_delta.delta_rule.gated_delta_rule` gives for the same arguments where nothing is corrected."""
+    """Computes :func:`.gated_delta.delta_rule.gated_delta_rule` for calls that correct nothing."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     given = q.to(v.dtype), k.to(v.dtype), v, g, beta, skip
     return _scan(*given, packed.cu_seqlens, packed.seq_idx, float(scale))[0]

@@ -56,7 +56,7 @@ def state(x, n, head, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def chunk_of(segments, chunk, tokens, C: tl.constexpr):
-    """Of a chunk: the places of its tokens, their segments, the segment before and the one after.
+    """Locates a chunk: the places of its tokens, their segments, the segment before and the one after.
 
     Behind the end of the row the last token is repeated, in a segment of its own: loads need no mask.
     """
@@ -69,7 +69,7 @@ def chunk_of(segments, chunk, tokens, C: tl.constexpr):
 
 @triton.jit
 def causal(segment, C: tl.constexpr):
-    """Whether token j [1, C] is of the document of token i [C, 1] and at or before it."""
+    """Marks where token j [1, C] is of the document of token i [C, 1] and at or before it."""
     i = tl.arange(0, C)
     return (segment[:, None] == segment[None, :]) & (i[:, None] >= i[None, :])
 
@@ -146,7 +146,7 @@ def ends(
     H: tl.constexpr, SPLIT: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     SPAN: tl.constexpr, GAIN: tl.constexpr, REVERSE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What a span adds to a state, and the product of its f, float32 [spans, H]. Grid: (spans, H)."""
+    """Computes what a span adds to a state, and the product of its f, float32 [spans, H]. Grid: (spans, H)."""
     span, head = tl.program_id(0), tl.program_id(1)
     first, stop = span * SPAN, tl.minimum(span * SPAN + SPAN, chunks)
     s = tl.zeros([K, V], tl.float32)

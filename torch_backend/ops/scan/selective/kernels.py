@@ -49,7 +49,7 @@ def numbers(x, t, tokens, N: tl.constexpr):
 
 @triton.jit
 def follows(segments, t, start, tokens):
-    """Whether token t takes the state before it: of the chunk's ``start`` it is 0 already where it should not."""
+    """Marks where token t takes the state before it: at the chunk's ``start`` it is 0 already where it should not."""
     inside = (t > start) & (t < tokens)
     segment = tl.load(segments + t, inside, other=-1)
     return (t == start) | (segment == tl.load(segments + t - 1, inside, other=-2))
@@ -63,7 +63,7 @@ def step(s, rate, taken, gate, u, b):
 
 @triton.jit
 def crosses(segments, start, tokens, STATES: tl.constexpr):
-    """Whether a document reaches over the ``start`` of a chunk."""
+    """Returns whether a document reaches over the ``start`` of a chunk."""
     inside = (start > 0) & (start < tokens)
     before = tl.load(segments + start - 1, inside, other=-1)
     return (inside & (tl.load(segments + start, inside, other=-2) == before)) | STATES

@@ -24,7 +24,7 @@ _WARP = 512  # numbers of a state that a warp holds
 
 
 class AheadTile(NamedTuple):
-    """How a kernel runs: its warps, and the tokens whose loads are on the way at once."""
+    """The launch options of a kernel: its warps, and the tokens whose loads are on the way at once."""
 
     warps: int
     ahead: int
@@ -86,7 +86,7 @@ def selective_scan_with_states(
 
 
 def _finished(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
-    """What a layer makes of the states' y, in the dtype of x."""
+    """Applies the skip and the gate of a layer to the states' y, in the dtype of x."""
     if D is not None:
         y = y + D.float() * x.float()
     if z is not None:
