@@ -1,4 +1,4 @@
-"""What every benchmark prints about itself: the machine, the versions, and a table."""
+"""The header of every benchmark: the machine, the versions, and a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether it matters for training what rows are made of: gradient noise and loss curves of rows by three rules.
+"""Measures whether the composition of rows matters for training: gradient noise and loss curves of rows by three rules.
 
     python -m benchmarks.composition_training                  # about 20 minutes on one core
     python -m benchmarks.composition_training --set gsm8k      # one set
@@ -74,7 +74,7 @@ class Data:
         return np.array([len(document) for document in self.documents])
 
     def features(self, numbers: Int64) -> list[dict[str, Any]]:
-        """What a collator takes, of these documents."""
+        """Makes features for a collator from these documents."""
         return [_feature(self.documents[n], int(self.prompts[n])) for n in numbers.tolist()]
 
 

@@ -1,4 +1,4 @@
-"""How the GPU benchmarks measure: CUDA graphs, a flushed cache, the card's own ceilings, no figure for what is wrong.
+"""Measures for the GPU benchmarks: CUDA graphs, a flushed cache, the card's own ceilings, no figure for what is wrong.
 
 GPU time is that of kernels in a CUDA graph, so launch gaps do not count; the second-level cache is flushed before each
 repetition, by reading, and the time of flushing alone is taken off. Wall time is that of eager calls, gaps included.

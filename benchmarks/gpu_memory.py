@@ -1,4 +1,4 @@
-"""What ``crosspack train`` holds on a GPU: stage by stage, and what is alive when it holds most.
+"""Traces the GPU memory of ``crosspack train``: stage by stage, and what is alive when it holds most.
 
     python -m benchmarks.gpu_memory                        # Qwen2-0.5B shape, rows of 16,384, three kinds of weights
     python -m benchmarks.gpu_memory --weights master --chunk 0.5   # chunks of the loss of 0.5 GiB and not of 1

@@ -49,7 +49,7 @@ WARM_UP = 1 if TOY else 2
 
 @dataclass(frozen=True)
 class Contender:
-    """How the trainer is run.
+    """The options of a trainer's run.
 
     Attributes:
         packed: whether packing is enabled.
@@ -213,7 +213,7 @@ def _figures(found: dict[str, float]) -> str:
 
 
 def _tokenizer() -> Any:
-    """What a trainer needs to be built; the pairs are tokens already."""
+    """Builds the tokenizer that a trainer asks for; the pairs are tokens already."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""What the GPU does in some steps of training: kernels by kind, and how long it does nothing.
+"""Profiles the GPU in some steps of training: kernels by kind, and how long it does nothing.
 
 seen = Profile()
 seen.start(); ...; seen.stop()     # around steps that are warm

@@ -56,7 +56,7 @@ VARIANTS: list[dict[str, Any]] = [
 
 @dataclass(frozen=True)
 class Contender:
-    """How a contender trains: on how many ranks, what is sharded, and whether rows are dealt at equal cost.
+    """The set-up of a contender: its number of ranks, what is sharded, and whether rows are dealt at equal cost.
 
     Attributes:
         gathered: of sharded layers, keep the weights between forward and backward.
@@ -80,7 +80,7 @@ class Contender:
 
 @dataclass
 class Measured:
-    """What the processes of a contender found."""
+    """The results of a contender's processes."""
 
     tokens_per_second: float
     seconds_per_step: float

@@ -75,7 +75,7 @@ def unsloth(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
 
 
 def copy(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """What moves as many bytes of q and k and turns nothing: how near the floor a copy of this size comes."""
+    """Copies as many bytes of q and k and rotates nothing: how near the floor a copy of this size comes."""
     return q.clone(), k.clone()
 
 
@@ -183,7 +183,7 @@ def _rotated_exactly(inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
 
 
 def _error(rotation: Rotation, tokens: int, packed: bool = True) -> float:
-    """Of the output and of the gradients, which turn the other way."""
+    """Measures the error of the output and of the gradients, which turn the other way."""
     inputs = _inputs(tokens, packed)
     q, k, cos, sin = inputs
     right = (*_rotated_exactly(inputs), *_rotated_exactly((q, k, cos, -sin)))

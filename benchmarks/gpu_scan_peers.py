@@ -1,4 +1,4 @@
-"""How the scan libraries are called on a packed row: ``fla``, ``flash_qla`` and ``mamba_ssm``, for :mod:`.gpu_scan`.
+"""Calls the scan libraries on a packed row: ``fla``, ``flash_qla`` and ``mamba_ssm``, for :mod:`.gpu_scan`.
 
 ``mamba_ssm`` imports its CUDA extensions as a whole. Its scan of Mamba-2 is Triton alone, so a folder that holds its
 sources (``CROSSPACK_MAMBA_SSM``: where the unpacked archive has ``mamba_ssm/ops``) does without building these.

@@ -1,4 +1,4 @@
-"""How the kernels of scans should divide their work on this GPU: one JSON line per kernel and tile.
+"""Tries how the kernels of scans should divide their work on this GPU: one JSON line per kernel and tile.
 
     python -m benchmarks.gpu_scan_tiles                   # the gated delta rule, 16/32 heads of 128
     python -m benchmarks.gpu_scan_tiles --kernels carry carry_backward --budget 120

@@ -237,7 +237,7 @@ def checked_documents() -> list[np.ndarray]:
 
 
 def error(shape: Shape, contender: Contender, capacity: int) -> float:
-    """Of the gradients of one row, or of one padded batch, of all checked documents, on a model of few layers."""
+    """Measures the gradients' error of one row, or one padded batch, of all checked documents, on few layers."""
     docs = checked_documents()
     model = make_model(shape, contender.attention, few=True)
     loss = contender.loss(model)
@@ -329,7 +329,7 @@ def _real_tokens(batch: Batch) -> int:
 
 
 def _operations(model: Any, shape: Shape, tokens: int) -> float:
-    """Of the matrix products with weights: forward, gradient of activations, and gradient of what is trained."""
+    """Counts the FLOPs of products with weights: forward, gradients of activations and of trained weights."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed_tokens" not in name]
     size = sum(p.numel() for p in matrices)
     if model.config.tie_word_embeddings:

@@ -1,4 +1,4 @@
-"""What ``benchmarks.gpu_trainers`` times: the lines that people write, each a contender, on the same packed rows.
+"""The contenders of ``benchmarks.gpu_trainers``: the lines that people write, on the same packed rows.
 
 A shape and a capacity -> random weights and :class:`Run`, the rows and a clock -> a contender trains -> figures. The
 first epochs warm up (they compile, find the shapes and record), the next ones are timed as a whole.
@@ -32,7 +32,7 @@ PROFILED = 3  # steps after the warm-up
 
 @dataclass
 class Run:
-    """What a contender trains on, and its clock."""
+    """The data of a contender, and its clock."""
 
     documents: Sequence[Any]
     rows: PackedDataset

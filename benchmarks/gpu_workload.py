@@ -1,4 +1,4 @@
-"""What the benchmark of the training step trains: shapes with random weights, documents, and batches of them."""
+"""The workload of the training step's benchmark: shapes with random weights, documents, and batches of them."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from jax_backend.model.decoder import Decoder, DecoderConfig  # noqa: E402
 
 
 def compile_seconds(**options: object) -> float:
-    """Of the step of so many tiny layers, one row of 256 tokens."""
+    """Measures the step of so many tiny layers on one row of 256 tokens."""
     config = DecoderConfig.from_hf(TOY | {"num_hidden_layers": arguments.layers})
     step = make_train_step(lambda: Decoder(config, rngs=nnx.Rngs(0), **options), optax.adamw(1e-4))
     begin = time.perf_counter()

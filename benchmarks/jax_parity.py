@@ -1,4 +1,4 @@
-"""How far the flax decoder is from transformers, family by family: logits, loss and gradients of packed rows here, of
+"""Compares the flax decoder with transformers, family by family: logits, loss and gradients of packed rows here, of
 each document alone there, float32 on the CPU.
 
     python -m benchmarks.jax_parity                    # every family, under two minutes on 16 cores

@@ -1,4 +1,4 @@
-"""What a compiled JAX step spends the device's time on, from a trace of ``jax.profiler``.
+"""Lists what a compiled JAX step spends the device's time on, from a trace of ``jax.profiler``.
 
 Data flows trace events (a kernel, the operation of the compiled program that launched it, when, how long) + the
 program's text (which named scopes each operation came from, fused ones included) -> microseconds of each kind of work,
@@ -132,7 +132,7 @@ def _names(text: str) -> set[str]:
 
 
 def read_events(folder: Path) -> list[Event]:
-    """What ran on the first device that ran anything, but for loops, whose bodies are listed by themselves."""
+    """Reads what ran on the first device that ran anything, but for loops, whose bodies are listed by themselves."""
     files = sorted(folder.rglob("*.trace.json.gz"))
     if not files:
         raise FileNotFoundError(f"{folder} holds no *.trace.json.gz")

@@ -86,7 +86,7 @@ class Row:
 
     @property
     def flops(self) -> int:
-        """Of the forward, over the keys that causal documents see."""
+        """Counts the FLOPs of the forward, over the keys that causal documents see."""
         return sum(4 * self.q.shape[2] * self.q.shape[3] * n * (n + 1) // 2 for n in self.lengths)
 
     @property
@@ -136,7 +136,7 @@ def wanted(row: Row, longest: int = 2048) -> list[tuple[slice, list[np.ndarray]]
 
 
 def request_of(row: Row) -> Request:
-    """What ``segment_attention`` asks of an implementation for the row."""
+    """Makes the request of ``segment_attention`` for the row."""
     return Request(
         rows=1,
         queries=row.q.shape[1],

@@ -38,7 +38,7 @@ CANDIDATES = {
 
 
 def operands(row: Row) -> dict[str, tuple[Any, ...]]:
-    """What each kernel takes before its request and tiles."""
+    """Prepares the arguments of each kernel before its request and tiles."""
     segments = find_segments(row.ids)
     keys = visible_keys(segments, causal=True, window=None)
     queries = seeing_queries(segments, causal=True, window=None)

@@ -1,4 +1,4 @@
-"""How fast planned rows are made from ragged storage, beside a plain copy of the same bytes and other packers.
+"""Measures how fast planned rows are made from ragged storage, beside a plain copy of the same bytes and other packers.
 
     python -m benchmarks.materialise                      # 1M documents, 267M int32 tokens: 6 GiB, a few minutes
     python -m benchmarks.materialise --documents 100000   # the same in seconds

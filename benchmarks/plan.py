@@ -1,4 +1,4 @@
-"""How fast rows are planned and how full they get, beside other packers on the same lengths in the same run.
+"""Measures the speed of planning and the fill of the rows, beside other packers on the same lengths in the same run.
 
     python -m benchmarks.plan            # a few minutes, most of them spent in other packers
     python -m benchmarks.plan --quick    # ours alone, up to a million documents
@@ -101,7 +101,7 @@ def sets(repeat: int, *, peers: bool) -> None:
 
 
 def compositions(counts: list[int], repeat: int, *, peers: bool) -> None:
-    """What rows, and steps of 8 rows, are made of; ``sequential`` on these lengths is a random draw."""
+    """Prints the composition of rows and of steps of 8 rows; ``sequential`` on these lengths is a random draw."""
     lines = []
     for count in counts:
         for name, lengths, capacity in distributions(count):
@@ -138,7 +138,7 @@ def compositions(counts: list[int], repeat: int, *, peers: bool) -> None:
 
 
 def balanced_steps(count: int = 300_000, ranks: int = 64) -> None:
-    """How even the ranks are, and how mixed the steps, beside steps of as many rows in random order."""
+    """Prints how even the ranks are, and how mixed the steps, beside steps of as many rows in random order."""
     lines = []
     for name, lengths, capacity in islice(distributions(count), 2):
         random = plan(lengths, capacity, strategy="sequential")
@@ -158,7 +158,7 @@ def balanced_steps(count: int = 300_000, ranks: int = 64) -> None:
 
 
 def streamed(count: int = 60_000) -> None:
-    """How full and how mixed the rows of a stream are."""
+    """Prints how full and how mixed the rows of a stream are."""
     lines = []
     for name, lengths, capacity in islice(distributions(count), 2):
         tokens = np.zeros(capacity, np.int32)

@@ -80,7 +80,7 @@ class Clock:
         return loss
 
     def seconds(self) -> list[float]:
-        """Of each step."""
+        """Returns the seconds of each step."""
         if TOY:
             return [end - begin for begin, end in zip(self.began, self.ended, strict=True)]
         torch.cuda.synchronize()
@@ -234,7 +234,7 @@ def train(chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 def _digest(schedule: Schedule) -> str:
-    """Of the documents of every step, in any order."""
+    """Digests the documents of every step, in any order."""
     found = hashlib.sha256()
     for step in schedule.steps:
         found.update(np.sort(step.source).tobytes())

@@ -1,4 +1,4 @@
-"""How fast documents are packed as they come and how full the rows get, and how evenly planned rows fall on ranks.
+"""Measures packing of streams, the fill of their rows, and how evenly planned rows fall on ranks.
 
     python -m benchmarks.stream
 

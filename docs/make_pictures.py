@@ -47,7 +47,7 @@ Forward = Callable[[Tensor], Tensor]  # token ids [T] -> logits [T, V]
 
 @dataclass(frozen=True)
 class Measured:
-    """What one way of running the documents of a row does.
+    """The effect of one way of running the documents of a row.
 
     Attributes:
         title: of its panel.

@@ -47,7 +47,7 @@ def collect(folder: Path) -> list[Run]:
 
 
 def summary(runs: list[Run]) -> dict[str, dict[str, Any]]:
-    """Of each contender: means over its seeds, and the standard deviation of what a seed moves."""
+    """Returns for each contender the means over its seeds, and the standard deviation of what a seed moves."""
     found = {}
     for contender in dict.fromkeys(run["contender"] for run in runs):
         own = [run for run in runs if run["contender"] == contender]

@@ -27,7 +27,7 @@ def documents(count: int) -> Dataset:
 
 
 def padded(features: list[dict]) -> dict[str, torch.Tensor]:
-    """What a batch is without packing."""
+    """Collates a batch without packing."""
     longest = max(len(x["input_ids"]) for x in features)
     ids = torch.tensor([x["input_ids"] + [PAD] * (longest - len(x["input_ids"])) for x in features])
     labels = torch.tensor([x["label"] for x in features])

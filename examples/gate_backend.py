@@ -20,7 +20,7 @@ def softmax_attention(q, k, v, visible, scale):
 
 
 class CausalOnly(Backend):
-    """What many stacks run on packed rows: a causal mask over the whole row."""
+    """Runs a causal mask over the whole row, as many stacks do on packed rows."""
 
     description = "causal attention that does not know documents"
     capabilities = Capabilities(dtypes=("float32",), options=frozenset())

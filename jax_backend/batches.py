@@ -9,7 +9,7 @@ from packing_core.errors import LayoutError
 
 
 def to_batch(packed: PackedBatch) -> dict[str, np.ndarray]:
-    """What :class:`~jax_backend.training.train_step.TrainStep` and the decoder take, [R, capacity] each.
+    """Makes what :class:`~jax_backend.training.train_step.TrainStep` and the decoder take, [R, capacity] each.
 
     ``targets`` are shifted: the target at token t is token t + 1 of the same segment; where ``loss_weights`` is 0 (a
     segment's last token, padding, masked prompts) nothing is trained. ``document_ids`` number the documents of the

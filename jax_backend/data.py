@@ -65,7 +65,7 @@ class GrainStream(grain.IterDataset):
         self._worker = (0, 1)
 
     def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
-        """What ``mp_prefetch`` calls in each worker process: the stream's rows are dealt to the workers in turn.
+        """Called by ``mp_prefetch`` in each worker process: the stream's rows are dealt to the workers in turn.
 
         Raises:
             PackingError: grain wants consecutive rows, whose number a stream does not know.

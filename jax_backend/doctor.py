@@ -1,4 +1,4 @@
-"""What ``crosspack doctor`` says of JAX: devices, what each kind of attention layer would run on, what is missing."""
+"""Reports to ``crosspack doctor``: JAX's devices, what each kind of attention layer would run on, what is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which implementation runs, and why the others do not, for a call of attention, or for each kind of a decoder's layers
+"""Names the implementation that runs, and why others were rejected, for a call or for each kind of a decoder's layers
 and its output head."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def explain(
     implementation: str | None = None,
     **options: Any,
 ) -> Explanation:
-    """Which implementation runs, and why each one before it in the order was rejected.
+    """Names the implementation that runs, and why each one before it in the order was rejected.
 
     >>> print(explain(decoder, tokens=8192, platform="gpu"))  # doctest: +SKIP
     >>> print(explain(q, k, v, window=512, return_lse=True))  # doctest: +SKIP

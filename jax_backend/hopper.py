@@ -1,4 +1,4 @@
-"""What kernels for Hopper's own instructions (Pallas' Mosaic GPU lowering) share: how tiles lie, and where they run."""
+"""The common ground of kernels on Pallas' Mosaic GPU lowering: how tiles lie, and where they run."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def column_numbers(columns: int) -> jax.Array:
 
 
 def compiles_for_hopper() -> bool:
-    """Whether the GPU that is compiled for is a Hopper, by an assembler that such kernels survive."""
+    """Returns whether the GPU that is compiled for is a Hopper, by an assembler that such kernels survive."""
     return _HOPPER.search(_device_kind()) is not None and not _miscompiled()
 
 
 def multiprocessors() -> int:
-    """Of the GPU that is compiled for."""
+    """Returns the number of multiprocessors of the GPU that is compiled for."""
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     return jax.devices("gpu")[0].core_count if abstract is None else abstract.num_cores
 
@@ -56,7 +56,7 @@ def _device_kind() -> str:
 
 
 def _miscompiled() -> bool:
-    """Whether this is CUDA 12.8 to 12.9.0, whose assembler is known to break such kernels when they mask."""
+    """Returns whether this is CUDA 12.8 to 12.9.0, whose assembler is known to break such kernels when they mask."""
     from jax._src.lib import cuda_versions  # the only place where JAX tells; None without CUDA
 
     return cuda_versions is not None and 12080 <= cuda_versions.cuda_runtime_get_version() < 12091

@@ -1,4 +1,4 @@
-"""What an implementation needs and this JAX lacks: JAX promises to keep nothing of what kernels are written in."""
+"""Finds what an implementation needs and this JAX lacks: JAX promises no stability for what kernels use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which device holds which part of the weights and of the rows.
+"""Placement of the weights and of the rows on devices.
 
 Weights, gradients and optimizer state are cut over the mesh's axis named ``fsdp``; rows are spread over all axes, and
 every process of a job gives the rows of its own devices.

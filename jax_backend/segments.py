@@ -52,7 +52,7 @@ class Segments:
 
     @property
     def own_keys(self) -> bool:
-        """Whether queries and keys are the same tokens."""
+        """Returns whether queries and keys are the same tokens."""
         return self.query_begin is None
 
     @property
@@ -233,10 +233,10 @@ def _check_ids(name: str, ids: jax.Array) -> None:
 
 
 def is_concrete(x: jax.Array) -> bool:
-    """Whether this process can look at the values now: ``x`` is not being traced, nor partly on another host."""
+    """Returns whether this process can read the values now: ``x`` is neither traced nor partly on another host."""
     return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
 
 
 def _all(flags: jax.Array) -> bool:
-    """Whether no flag is known to be False: a traced array's values are not known."""
+    """Returns whether no flag is known to be False: a traced array's values are not known."""
     return not is_concrete(flags) or bool(np.all(flags))

@@ -27,7 +27,7 @@ def example() -> PackedBatch:
 
 
 def rows() -> str:
-    """What a packed batch holds: its rows, and the arrays derived from its boundaries."""
+    """Draws a packed batch: its rows, and the arrays derived from its boundaries."""
     batch = example()
     names = ("input_ids", "segment_ids", "position_ids", "targets")
     left, between = 120, 44
@@ -62,7 +62,7 @@ def visible(segments: np.ndarray) -> np.ndarray:
 
 
 def mask() -> str:
-    """Which token changes which output: the row as one document, and as the documents that it holds."""
+    """Draws which token changes which output: the row as one document, and as the documents that it holds."""
     documents = np.repeat([1, 2, 3], [5, 3, 4])
     tokens, side = len(documents), 20
     drawing = Drawing(2 * side * tokens + 90, side * tokens + 46, "Causal mask of a row beside the document mask")
@@ -82,7 +82,7 @@ def mask() -> str:
 
 
 def travel() -> str:
-    """How boundaries reach a layer of a transformers model: the parts that they pass, and what a batch carries."""
+    """Draws how boundaries reach a layer of a transformers model: the parts on the way, and what a batch carries."""
     batch = PackedCollator()([{"input_ids": [5, 6, 7, 8]}, {"input_ids": [9, 10, 11]}])
     carried = [
         f"{name} {tuple(value.shape)}" if hasattr(value, "shape") else f"{name} {value}"

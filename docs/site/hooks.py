@@ -1,4 +1,4 @@
-"""What MkDocs does beside rendering docs/*.md: pages made from elsewhere, links between repository and site, drawings.
+"""Hooks of MkDocs beside rendering docs/*.md: pages made from elsewhere, links between repository and site, drawings.
 
     repository files (README, CONTRIBUTING, ...)  --generated pages-->  the site's pages
     public names of the packages                  --generated pages-->  API reference, by mkdocstrings

@@ -219,7 +219,7 @@ def choose(request: Request, implementation: str | None = None) -> ModuleType:
 
 
 def answers(request: Request, implementation: str | None = None) -> dict[str, str | None]:
-    """What each implementation that is tried says to a request: None, or the reason why it cannot serve.
+    """Collects what each implementation that is tried says to a request: None, or the reason why it cannot serve.
 
     Raises:
         PackingError: no implementation has that name.

@@ -133,7 +133,7 @@ def _raw_logits(q: jax.Array, k: jax.Array, request: Request) -> tuple[jax.Array
 
 
 def _visible(interval: Interval, key_block: jax.Array) -> jax.Array:
-    """Which keys of a block each query sees, bool [B, BLOCK, 1, 1, BLOCK]."""
+    """Marks the keys of a block that each query sees, bool [B, BLOCK, 1, 1, BLOCK]."""
     key = key_block * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
     visible = (interval.begin[..., None] <= key) & (key < interval.end[..., None])
     return visible[:, :, None, None, :]

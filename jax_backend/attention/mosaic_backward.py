@@ -123,7 +123,7 @@ def _gradients(request: Request, *arrays: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def plan_walks(request: Request, queries: Interval) -> QueryPlan:
-    """What the kernel's blocks visit.
+    """Lists the tiles that the kernel's blocks visit.
 
     Args:
         queries: the queries that see each key, int32 [B, T] and [B, T].

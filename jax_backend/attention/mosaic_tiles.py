@@ -1,4 +1,4 @@
-"""What the kernels for Hopper's own instructions share: whom they serve, how tokens become rows, what is walked and how
+"""The common ground of the Mosaic kernels for Hopper: whom they serve, how tokens become rows, what is walked and how
 it is copied.
 
 They are written for Pallas' Mosaic GPU lowering: one warpgroup copies tiles ahead (TMA), two others multiply them
@@ -36,7 +36,7 @@ _FAR = 2**30  # past every index
 
 
 def lowers(request: Request) -> bool:
-    """Whether these kernels can serve: a Hopper GPU, half precision and shapes that whole copies cover."""
+    """Returns whether these kernels can serve: a Hopper GPU, half precision and shapes that whole copies cover."""
     return (
         request.platform == "gpu"
         and request.dtype != jnp.float32
@@ -50,7 +50,7 @@ def lowers(request: Request) -> bool:
 
 
 def wins_forward(request: Request) -> bool:
-    """Whether the forward was measured to win over the one on the Triton lowering.
+    """Returns whether the forward was measured to win over the one on the Triton lowering.
 
     Heads that share no tile (7 to a key/value head, say) walk more keys here, and win at this width all the same.
     """
@@ -58,7 +58,7 @@ def wins_forward(request: Request) -> bool:
 
 
 def wins_backward(request: Request) -> bool:
-    """Whether the backward was measured to win: always, but where narrow heads leave their gradients in several
+    """Returns whether the backward was measured to win: always, but where narrow heads leave their gradients in several
     blocks."""
     return request.head_dim == 128 or packed_heads(request) == request.group
 
@@ -72,7 +72,7 @@ def packed_heads(request: Request) -> int:
 
 
 class Plan(NamedTuple):
-    """What a kernel's tiles visit.
+    """Lists what a kernel's tiles visit.
 
     Attributes:
         begin, end: int32 [B, tiles, TILE], the keys that each row sees.
@@ -105,7 +105,7 @@ def plan_keys(keys: Interval, heads: int, step: int = KEYS) -> Plan:
 
 
 class QueryPlan(NamedTuple):
-    """What the backward's blocks of keys visit, in steps of so many queries.
+    """Lists what the backward's blocks of keys visit, in steps of so many queries.
 
     Attributes:
         begin, end: int32 [B, blocks * block], the queries that see each key.

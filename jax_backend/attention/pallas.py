@@ -56,7 +56,7 @@ def _attend(
 
 
 def _on_hopper(request: Request, wins: bool) -> bool:
-    """Whether a kernel on Hopper's own instructions is taken."""
+    """Returns whether a kernel on Hopper's own instructions is taken."""
     return mosaic_tiles.lowers(request) and (wins or missing(ON_TRITON) is not None)
 
 
@@ -69,7 +69,7 @@ def _attend_fwd(
 
 
 def _plan(request: Request, queries: Interval) -> Any:
-    """What the backward's kernel for keys and values wants to know about the queries that see each key."""
+    """Prepares what the backward's kernel for keys and values reads about the queries that see each key."""
     if _on_hopper(request, mosaic_tiles.wins_backward(request)):
         return mosaic_backward.plan_walks(request, queries)
     from jax_backend.attention.pallas_tiles import heaviest_first, tiles_for

@@ -1,4 +1,4 @@
-"""What the Pallas kernels share: tile sizes, packed rows, and the walk over the tiles that a tile can see.
+"""The common ground of the Pallas kernels: tile sizes, packed rows, and the walk over the tiles that a tile can see.
 
 A tile of queries packs the G query heads of one key/value head: its row r is token ``r // G``, member ``r % G``, so
 that every key tile that is read serves the whole group, and a tile spans few tokens and seldom two segments.
@@ -106,8 +106,7 @@ def row_ref(ref: Any, token: jax.Array, member: jax.Array) -> Any:
 
 
 def inside_tile(inside: jax.Array, channels: int, width: int) -> jax.Array:
-    """Which elements of a tile [rows, channels] stand for something: the rows inside, the channels up to the true
-    width."""
+    """Marks the real elements of a tile [rows, channels]: the rows inside, the channels up to the true width."""
     mask = jnp.broadcast_to(inside[:, None], (inside.shape[0], channels))
     return mask if channels == width else mask & (jnp.arange(channels) < width)[None, :]
 

@@ -1,4 +1,4 @@
-"""What one attention call asks for, checked once, before any implementation sees it.
+"""The request of one attention call, checked once, before any implementation sees it.
 
 ``Request`` is static (shapes, dtype, options, platform): an implementation reads it in ``supports`` to say what it
 cannot do and in ``attend`` to build its computation. Arrays travel beside it. Shape letters: B rows, S queries, T keys,
@@ -23,7 +23,7 @@ SAVED = "segment_attention"  # the name under which policies of jax.checkpoint f
 
 
 def saved(results: Any) -> Any:
-    """What a forward made (a pytree), under the name ``SAVED``: a policy can keep it rather than have it made again."""
+    """Names what a forward made (a pytree) ``SAVED``: a policy can keep it rather than have it made again."""
     return jax.tree.map(lambda x: checkpoint_name(x, SAVED), results)
 
 

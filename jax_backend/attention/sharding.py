@@ -68,7 +68,7 @@ def spread(
 
 
 def sharding_of(q: jax.Array, k: jax.Array, v: jax.Array) -> NamedSharding | None:
-    """How the operands are spread, from their types (explicit axes) or their devices; None if that is not known.
+    """Returns how the operands are sharded, from their types (explicit axes) or devices; None if that is not known.
 
     Raises:
         LayoutError: they are spread over rows or heads in different ways.
@@ -97,7 +97,7 @@ def left_to_compiler(**arrays: jax.Array) -> str | None:
 
 
 def is_whole(*arrays: jax.Array) -> bool:
-    """Whether no array is spread over devices, nor may be by the compiler, so that a kernel can take it as it is."""
+    """Returns whether no array is sharded, nor may be by the compiler, so that a kernel can take it as it is."""
     for x in arrays:
         if isinstance(x, jax.core.Tracer):
             if left_to_compiler(x=x) is not None or any(part is not None for part in jax.typeof(x).sharding.spec):

@@ -44,7 +44,7 @@ _PLAIN = _ALL - {"sinks"}  # without a differentiable log-sum-exp there are no s
 
 
 def backends() -> Mapping[str, BackendFactory]:
-    """What the entry point ``jax`` offers, one backend per attention implementation; a CPU compiles quickly."""
+    """The backends of the entry point ``jax``, one per attention implementation; a CPU compiles quickly."""
     compile_quickly()
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         with suppress(RuntimeError):  # JAX runs already: requirements about ranks then take a process of their own
@@ -53,7 +53,7 @@ def backends() -> Mapping[str, BackendFactory]:
 
 
 def capabilities(implementation: str, platform: str) -> Capabilities:
-    """What one implementation declares on "cpu", "gpu" or "tpu"."""
+    """Declares what one implementation serves on "cpu", "gpu" or "tpu"."""
     interpreted = platform == "cpu"
     atomic = platform == "gpu"  # XLA's scatter-add, which the embedding's gradient is
     match implementation:

@@ -129,7 +129,7 @@ def _pair_sums(graph: Any, params: Any, rest: Any, batch: Mapping[str, Any], bet
 
 
 def arithmetic(dtype: str) -> Any:
-    """What float32 means here: on a GPU JAX multiplies float32 in TF32 unless it is asked for more."""
+    """Computes in full float32: on a GPU JAX multiplies float32 in TF32 unless it is asked for more."""
     return jax.default_matmul_precision("highest") if dtype == "float32" else nullcontext()
 
 

@@ -19,7 +19,7 @@ CHUNK_BYTES = 2**28  # float32 logits of one chunk
 
 
 class TokenLogprobs(NamedTuple):
-    """What a model says about the targets of a batch, standing where ``batch["targets"]`` stand; float32.
+    """The log-probabilities and entropies of a batch's targets, standing where ``batch["targets"]`` stand; float32.
 
     Attributes:
         logprobs: [B, S]: log-probability of each target; 0 where ``loss_weights`` is 0.

@@ -64,7 +64,7 @@ def linear_cross_entropy(
     transposed: bool = False,
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """What `packed_cross_entropy` gives for the logits ``logit_scale * hidden @ weight``, without keeping the logits.
+    """Computes `packed_cross_entropy` of the logits ``logit_scale * hidden @ weight``, without keeping the logits.
 
     Products run in the dtype of ``hidden`` and add up in float32; the softmax and the gradient of ``weight`` are
     float32.
@@ -129,7 +129,7 @@ def answers(
     softcap: float | None = None,
     chunk: int | None = None,
 ) -> dict[str, str | None]:
-    """What each way to make the loss of hidden states [T, M] says: None, or why it cannot serve. The first that can is
+    """Collects for each way to make the loss of hidden states [T, M] None, or why it cannot serve; the first that can is
     taken."""
     chunk = chunk or chunk_of(len(hidden), _POWERS // classes)
     return {"powers": _against_powers(hidden, classes, platform, softcap, chunk), "logits": None}
@@ -167,7 +167,7 @@ def _against_powers(
 def _loss_sum(
     options: _Options, hidden: jax.Array, weight: jax.Array, labels: jax.Array, factors: jax.Array
 ) -> jax.Array:
-    """Of hidden [T, M]; labels [T] are -1 where there is no target, V if it is wrong; factors [T]."""
+    """Computes the loss of hidden [T, M]; labels [T] are -1 where there is no target, V if it is wrong; factors [T]."""
     narrow = weight.astype(hidden.dtype)
 
     def add(total: jax.Array, part: Any) -> tuple[jax.Array, None]:

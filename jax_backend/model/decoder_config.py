@@ -64,8 +64,8 @@ class DeltaNetConfig:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What layers of one decoder can differ in: their window, whether their MLP is a mixture of experts, and whether
-    they have a gated delta net instead of attention."""
+    """The traits by which layers of one decoder differ: their window, experts in their MLP, and a gated delta net instead of
+    attention."""
 
     window: int | None
     sparse: bool = False

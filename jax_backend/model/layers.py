@@ -97,7 +97,7 @@ class Attention(nnx.Module):
 
 
 def project(linears: list[Any], x: jax.Array) -> list[jax.Array]:
-    """What each of several modules makes of ``x`` [..., M]: plain ones in one product, whose gradient is one too."""
+    """Applies several modules to ``x`` [..., M]: plain ones in one product, whose gradient is one too."""
     if not all(_is_plain(linear) for linear in linears):
         return [linear(x) for linear in linears]
     dtype = linears[0].dtype
@@ -110,7 +110,7 @@ def project(linears: list[Any], x: jax.Array) -> list[jax.Array]:
 
 
 def _is_plain(linear: Any) -> bool:
-    """Whether it multiplies by its kernel and no more: adapters, quantised products and the like do."""
+    """Returns whether it multiplies by its kernel and no more: adapters, quantised products and the like do."""
     plain = type(linear) is nnx.Linear and linear.dot_general is jax.lax.dot_general
     return plain and linear.precision is None and linear.dtype is not None
 

@@ -26,7 +26,7 @@ _SMALLEST_BLOCK = 8
 
 
 class Routing(NamedTuple):
-    """What a router decided.
+    """The decision of a router.
 
     Attributes:
         experts: int32 [B, S, k].

@@ -41,7 +41,7 @@ class RopeParameters:
 
     @property
     def by_length(self) -> bool:
-        """Whether the frequencies depend on the length of a document."""
+        """Returns whether the frequencies depend on the length of a document."""
         return dict(self.options)["rope_type"] in ("longrope", "dynamic")
 
     def frequencies(self, lengths: jax.Array) -> jax.Array:
@@ -95,7 +95,7 @@ class RopeParameters:
         return float(rope.get("factor") or self.longest / rope["original_max_position_embeddings"])
 
     def _yarn_kept(self, rope: Mapping[str, Any]) -> np.ndarray:
-        """Which share of each frequency YaRN leaves unscaled, [R/2]: a ramp between two numbers of turns."""
+        """Returns the share of each frequency that YaRN leaves unscaled, [R/2]: a ramp between two numbers of turns."""
         trained, base, size = rope["original_max_position_embeddings"], rope["rope_theta"], self.channels
 
         def channel(turns: float) -> float:

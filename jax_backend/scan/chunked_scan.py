@@ -55,7 +55,7 @@ class Inputs(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """What is computed.
+    """The kind of scan to compute.
 
     Attributes:
         corrects: the delta rule, which writes what the memory lacks of v; without it v itself is written.
@@ -69,7 +69,7 @@ class Rule(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """What goes from one token to the next: the state [B, H, G, D, E] and the number of its run, [B]."""
+    """The carry from one token to the next: the state [B, H, G, D, E] and the number of its run, [B]."""
 
     state: jax.Array
     run: jax.Array

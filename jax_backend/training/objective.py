@@ -1,4 +1,4 @@
-"""What a train step differentiates: the loss of a microbatch, and the model's variables around it."""
+"""The function that a train step differentiates: the loss of a microbatch, and the model's variables around it."""
 
 from __future__ import annotations
 

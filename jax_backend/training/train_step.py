@@ -45,7 +45,7 @@ class TrainState(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What a step's microbatches add up to before the one division, all float32 whatever the weights' dtype.
+    """The sums over a step's microbatches before the one division, all float32 whatever the weights' dtype.
 
     A bfloat16 sum stops growing once it is 256 times as large as what is added.
 
@@ -224,7 +224,7 @@ class TrainStep:
         return graph, params, rest[0]
 
     def _others(self) -> nnx.State:
-        """What the model holds besides its weights, on the mesh."""
+        """Places what the model holds besides its weights on the mesh."""
         if self._rest is None:
             make = self._make
             assert make is not None

@@ -106,7 +106,7 @@ def packed_attention(
 def _work_lists(
     packed: PackedMetadata, request: AttentionRequest, tiles: Tiles, *, fixed_shape: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Makes the work lists of the forward, of q's gradient (None: the forward's) and of k's and v's (None: no backward)."""
+    """Makes the work lists of forward, gradient of q (None: the forward's) and of k and v (None: no backward)."""
     group = request.heads // request.kv_heads
     work = query_tiles(packed, tiles.forward.rows // group, fixed_shape=fixed_shape)
     if not request.requires_grad:

@@ -178,7 +178,7 @@ def _launch(
 
 
 def _takes_powers(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Returns whether the product can write powers at once: its dtype has their range, the copy engine takes its layout."""
+    """Returns whether the product can write powers at once: its dtype has their range, its layout can be copied."""
     if operators.INTERPRETED:
         served = hidden.dtype == torch.float32
     else:
