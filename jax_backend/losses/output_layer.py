@@ -129,7 +129,7 @@ def answers(
     softcap: float | None = None,
     chunk: int | None = None,
 ) -> dict[str, str | None]:
-    """Collects for each way to make the loss of hidden states [T, M] None, or why it cannot serve; the first that can is
+    """Collects for each way to make the loss of hidden [T, M] None, or why it cannot serve; the first that can is
     taken."""
     chunk = chunk or chunk_of(len(hidden), _POWERS // classes)
     return {"powers": _against_powers(hidden, classes, platform, softcap, chunk), "logits": None}

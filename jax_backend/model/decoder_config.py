@@ -64,8 +64,8 @@ class DeltaNetConfig:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """The traits by which layers of one decoder differ: their window, experts in their MLP, and a gated delta net instead of
-    attention."""
+    """The traits by which layers of one decoder differ: their window, experts in their MLP, a gated delta net
+    in place of attention."""
 
     window: int | None
     sparse: bool = False
