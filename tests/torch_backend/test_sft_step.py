@@ -13,6 +13,7 @@ from tests.torch_backend.test_packed_step import FAST, SETTINGS, assert_same, tr
 from tests.torch_backend.test_train_step import graphs as graphs
 from tests.torch_backend.test_trainer import (
     CAPACITY,
+    arguments,
     datasets,
     differences,
     documents,
@@ -188,3 +189,16 @@ def test_room_in_the_rows_of_trl_is_worth_a_warning(tmp_path: Path, caplog: pyte
         built(tmp_path, True, data=halves, packing=True, max_length=length)
         said = [text for text in caplog.messages if f"TRL's rows of {length} tokens are 48% full" in text]
         assert len(said) == (not full) and full != ("TRL's rows" in caplog.text)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_prompts_are_trained_where_the_trainer_trains_them(tmp_path: Path, packing: bool) -> None:
+    """By completion_only_loss=False, with TRL's packing and without."""
+    options = {**DEFAULTS, "max_length": CAPACITY, "completion_only_loss": False, "packing": packing}
+    args = arguments(trl.SFTConfig, tmp_path, **options)
+    trainer = trl.SFTTrainer(llama(), args, train_dataset=completions(), processing_class=tokenizer())
+    wanted = sum(len(ids) - 1 for ids in trainer.train_dataset["input_ids"])
+    if packing:
+        wanted = sum(sum(lengths) - len(lengths) for lengths in trainer.train_dataset["seq_lengths"])
+    enable_packing(trainer, verify=False)
+    assert sum(int((batch["labels"] != -100).sum()) for batch in trainer.get_train_dataloader()) == wanted

@@ -25,7 +25,7 @@ from packing_core.batches.marks import MARKS, PER_TOKEN, Segments, counts_throug
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.batches.views import KernelView
 from packing_core.errors import LayoutError
-from torch_backend.collate.document_labels import LABELS, check_whole, labels_in_order, take_labels
+from torch_backend.collate.document_labels import LABELS, check_whole, in_order, take_numbers
 from torch_backend.collate.tokens import EVERY_LABEL, masked, with_every_label
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 Batch = dict[str, Any]
 FULL = 0.7  # rows that are less full than this are worth a warning
 ROUTER_LOSS = ("output_router_logits", "router_aux_loss_coef")  # a config that has one may have a router with a loss
+_DTYPES = {"i": np.int64, "u": np.int64, "f": np.float32}  # of columns, as torch makes tensors of lists
 _READ_AND_LEFT_OUT = ("segment_ids", "seq_lengths", "packed_seq_lengths")  # no argument of a model
 
 
@@ -93,8 +94,9 @@ class PackedCollator:
             ``packed_lengths``, the segments' lengths as a tuple; ``packed_documents``, the numbers of each document's
             segments in source order (see :func:`torch_backend.reduce`), left out if a document is in the batch twice;
             for a model with a router loss ``attention_mask`` int64 [B, S], 0 at padding; and the user's own columns
-            [B, S]. A model that classifies documents gets ``labels`` [documents] or [documents, C] in source order, or
-            none.
+            [B, S], int64, float32 or bool. A model that classifies documents gets ``labels`` [documents] or
+            [documents, C] in source order, or none, and columns of one number per document, such as a weight,
+            [documents] likewise.
 
         Raises:
             LayoutError: the features contradict each other, or a document is split or there twice and the model
@@ -106,7 +108,7 @@ class PackedCollator:
             raise LayoutError("there are no features to collate")
         if isinstance(features[0], PackedBatch):
             return self._emit(concatenate(features))
-        return self._emit(self._pack(features))
+        return self._emit(self.pack(features))
 
     def _emit(self, batch: PackedBatch) -> Batch:
         labeled = self.labels_every_token and self.masking is None
@@ -121,9 +123,7 @@ class PackedCollator:
         if labeled:
             emitted["labels"] = emitted.pop(EVERY_LABEL).long() + IGNORE_INDEX
         if self.labels_documents:
-            labels = labels_in_order(batch)
-            emitted = {name: x for name, x in emitted.items() if name != LABELS or labels is not None}
-            emitted |= {} if labels is None else {LABELS: labels}
+            emitted = {name: x for name, x in emitted.items() if name != LABELS} | in_order(batch)
         if self.marks_padding:
             real = np.repeat(~np.array(view.is_padding), view.lengths)
             emitted["attention_mask"] = torch.from_numpy(real.astype(np.int64)).view_as(emitted["input_ids"])
@@ -133,10 +133,11 @@ class PackedCollator:
             emitted |= masked(self.masking, emitted["input_ids"], padding, special)
         return emitted
 
-    def _pack(self, features: Sequence[Mapping[str, Any]]) -> PackedBatch:
-        labels = None
+    def pack(self, features: Sequence[Mapping[str, Any]]) -> PackedBatch:
+        """The rows of a batch's documents, before they become tensors."""
+        per_document: dict[str, Any] = {}
         if self.labels_documents:
-            features, labels = take_labels(features)
+            features, per_document = take_numbers(features)
         documents = read_examples(features)
         packed = pack(
             documents.input_ids,
@@ -145,7 +146,7 @@ class PackedCollator:
             loss_mask=documents.loss_mask,
             prompt_lengths=documents.prompt_lengths,
             columns=documents.columns,
-            per_document=None if labels is None else {LABELS: labels},
+            per_document=per_document,
             pad_id=self.pad_id,
             **(self.plan_options if self.capacity else {"strategy": "sequential", "seed": None}),
         )
@@ -267,7 +268,7 @@ def _to_torch(view: KernelView, rows: int) -> Batch:
         "max_length_q": view.max_seqlen,
         "max_length_k": view.max_seqlen,
         "packed_lengths": view.lengths,
-        **{name: tensor(array) for name, array in view.columns.items()},
+        **{name: tensor(array, _DTYPES.get(array.dtype.kind)) for name, array in view.columns.items()},
     }
 
 

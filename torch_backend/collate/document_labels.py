@@ -1,7 +1,7 @@
-"""Labels that belong to whole documents.
+"""Labels and other numbers that belong to whole documents.
 
-Examples with a scalar label or a vector of them -> :func:`take_labels` -> ``PackedBatch.per_document`` ->
-:func:`labels_in_order`, one entry for each document in the order of their numbers (source order).
+Examples with a scalar label or a vector of them -> :func:`take_numbers` -> ``PackedBatch.per_document`` ->
+:func:`in_order`, one entry for each document in the order of their numbers (source order).
 """
 
 from __future__ import annotations
@@ -15,26 +15,40 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from packing_core import PackedBatch
+from packing_core.batches.columns import PROMPT
 from packing_core.errors import LayoutError
 
 LABELS = "labels"
 NAMES = (LABELS, "label", "label_ids")  # of a column of labels, as transformers' collators read them
 
 
-def take_labels(examples: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], NDArray[Any] | None]:
-    """The examples without their labels, and the labels [N] or [N, C]; None if there are none.
+def take_numbers(examples: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, NDArray[Any]]]:
+    """The columns of examples that have a value per token, and the others: labels [N] or [N, C], and numbers [N].
 
     Raises:
-        LayoutError: some examples have labels and others have none, or they differ in shape.
+        LayoutError: some examples have labels or a number and others have none, or labels differ in shape.
     """
-    kept = [{name: x for name, x in example.items() if name not in NAMES} for example in examples]
-    found = [next((x[name] for name in NAMES if x.get(name) is not None), None) for x in examples]
-    if all(label is None for label in found):
-        return kept, None
-    if any(label is None for label in found):
-        missing = next(number for number, label in enumerate(found) if label is None)
-        raise LayoutError(f"example {missing} has no label and others have: give one to all of them or to none")
-    return kept, as_labels([np.asarray(label) for label in found])
+    numbers = {name: None for example in examples for name, x in example.items() if _is_number(name, x)}
+    found = {}
+    for name, names in {LABELS: NAMES, **{name: (name,) for name in numbers}}.items():
+        values = [next((x[one] for one in names if x.get(one) is not None), None) for x in examples]
+        if all(value is None for value in values):
+            continue
+        if any(value is None for value in values):
+            missing = next(number for number, value in enumerate(values) if value is None)
+            word = "label" if name == LABELS else name
+            raise LayoutError(f"example {missing} has no {word} and others have: give one to all of them or to none")
+        found[name] = as_labels([np.asarray(value) for value in values])
+    taken = {*NAMES, *numbers}
+    return [{name: x for name, x in example.items() if name not in taken} for example in examples], found
+
+
+def _is_number(name: str, value: Any) -> bool:
+    """Whether a column has one value per document, beside its label."""
+    single = isinstance(value, int | float) or (
+        getattr(value, "ndim", None) == 0 and np.asarray(value).dtype.kind in "biuf"
+    )
+    return name not in (*NAMES, PROMPT) and single
 
 
 def as_labels(given: Any) -> NDArray[Any]:
@@ -71,7 +85,7 @@ def check_whole(batch: PackedBatch) -> None:
         )
 
 
-def labels_in_order(batch: PackedBatch) -> Tensor | None:
-    """[documents] or [documents, C]: the labels of a batch in source order, None if it has none."""
-    values = batch.per_document.get(LABELS)
-    return None if values is None else torch.from_numpy(as_labels(values)[np.argsort(batch.sources, kind="stable")])
+def in_order(batch: PackedBatch) -> dict[str, Tensor]:
+    """[documents] or [documents, C]: the labels and numbers of a batch in source order."""
+    order = np.argsort(batch.sources, kind="stable")
+    return {name: torch.from_numpy(as_labels(values)[order]) for name, values in batch.per_document.items()}

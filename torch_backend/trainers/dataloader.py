@@ -25,6 +25,7 @@ from packing_core.planning.plan import Overflow
 from torch_backend.collate import FULL, PackedCollator
 from torch_backend.collate.document_labels import NAMES
 from torch_backend.trainers.epoch_rows import EpochRows, RowBatches, RowStream
+from torch_backend.trainers.replaced import ReplacingCollator
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +110,7 @@ def _dataloader(trainer: Any, rows: EpochRows | RowStream) -> DataLoader[PackedB
 
 def _rows(trainer: Any, collator: PackedCollator, capacity: int, overflow: Overflow) -> EpochRows | RowStream:
     args, data, pad_id = trainer.args, trainer.train_dataset, collator.pad_id
+    replaced = collator.replaced if isinstance(collator, ReplacingCollator) else None
     read = (*trainer._signature_columns, *READ) if args.remove_unused_columns else None
     seed = args.seed if args.data_seed is None else args.data_seed
     if _is_stream(data):
@@ -116,20 +118,25 @@ def _rows(trainer: Any, collator: PackedCollator, capacity: int, overflow: Overf
             raise PackingError("a stream has no number of rows: pass max_steps to the trainer's arguments")
         if collator.labels_documents:
             raise PackingError("a stream cannot carry one label per document: pass a datasets.Dataset or a list")
-        return RowStream(data, read, capacity, overflow=overflow, seed=seed, pad_id=pad_id)
+        return RowStream(data, read, capacity, overflow=overflow, seed=seed, pad_id=pad_id, replaced=replaced)
     names = data.column_names if hasattr(data, "column_names") else list(dict.fromkeys(n for x in data for n in x))
-    names = [name for name in names if read is None or name in read]
-    label = next((name for name in NAMES if name in names), None) if collator.labels_documents else None
+    names = [name for name in names if (read is None or name in read if replaced is None else replaced.reads(name))]
+    per_document = set() if replaced is None else replaced.numbers & {*names}
+    if collator.labels_documents:
+        labels = [name for name in NAMES if name in names]
+        names = [name for name in names if name not in labels[1:]]
+        per_document |= {*labels[:1]}
     rows = EpochRows(
         data,
-        [name for name in names if label is None or name not in NAMES],
+        [name for name in names if name not in per_document],
         capacity,
         overflow=overflow,
         seed=seed,
         pad_id=pad_id,
         cost=_cost(trainer.model),
         in_order=getattr(args, "train_sampling_strategy", "random") == "sequential",
-        label=label,
+        per_document=sorted(per_document),
+        replaced=replaced,
     )
     logger.info("enable_packing: %s", rows)
     if rows.dealt(0).plan.efficiency < FULL:

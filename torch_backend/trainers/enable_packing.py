@@ -1,9 +1,9 @@
 """``enable_packing(trainer)``: packing inside a ``Trainer`` or an ``SFTTrainer`` that somebody else built.
 
-A built trainer -> checks of its class, its arguments and its first examples -> its model is patched, its documents are
-packed into rows (:mod:`.epoch_rows`), and its collator carries the segments of every batch. A trainer that cannot be
-made exact is refused here, before anything is changed. The trainer's loop, loss, optimizer and arguments stay as they
-are.
+A built trainer -> checks of its class, arguments and examples of its data (:mod:`.replaced`) -> its model is patched,
+its documents are packed into rows (:mod:`.epoch_rows`), and its collator carries the segments of every batch. A trainer
+that cannot be made exact is refused here, before anything is changed. The trainer's loop, loss, optimizer and arguments
+stay as they are.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import numpy as np
 
 from packing_core import PackedBatch
 from packing_core.batches.columns import READ
-from packing_core.batches.marks import MARKS, first_true, is_numbered
-from packing_core.batches.stored import IGNORE_INDEX
+from packing_core.batches.marks import MARKS, is_numbered
 from packing_core.errors import LayoutError, PackingError, UnsupportedError, first_line
 from packing_core.planning.plan import Overflow
 from torch_backend.auditing.trainer import refuse_cut_documents
@@ -27,13 +26,14 @@ from torch_backend.hf.inputs.boundaries import refuse_split_rows
 from torch_backend.patching import patch
 from torch_backend.trainers import preference
 from torch_backend.trainers.dataloader import pack_training_data, use_rows
-from torch_backend.trainers.fast_step import speed_up
+from torch_backend.trainers.fast_step import has_own_loss, speed_up
+from torch_backend.trainers.replaced import Replaced, ReplacingCollator, name_of
 from torch_backend.trainers.resuming import refuse_other_ranks
 from torch_backend.trainers.sft import warn_of_room
 
 Trainer = TypeVar("Trainer")
 
-COMPARED = 8  # examples of each dataset that the present collator and packing are compared on
+COMPARED = 64  # examples of each dataset that the present collator and packing are compared on before training
 # Why a trainer of TRL cannot be given rows of several documents, by the name of its class or a base of it.
 _PAIRS = "compares answers with each other"
 _SCORES = "gives each example one score"
@@ -62,7 +62,7 @@ def enable_packing(
 
     Its model is patched in place. A collator that packs (TRL's under ``packing=True`` or ``padding_free=True``,
     transformers' ``DataCollatorWithFlattening``, axolotl's) is wrapped in :func:`torch_backend.with_boundaries`. Any
-    other is replaced by :class:`torch_backend.PackedCollator`, if both train the same tokens of the first examples.
+    other is replaced, if packing trains the same tokens and can carry what the collator adds (:mod:`.replaced`).
     Labels at segment starts are -100, so ``num_items_in_batch`` counts only targets that something predicts.
 
     Where the collator is replaced, the whole training set is packed, again in each epoch by the trainer's seed
@@ -157,34 +157,44 @@ def _refuse_trainer(trainer: Any) -> None:
 
 def _packing_collator(trainer: Any, capacity: int | None, overflow: Overflow) -> PackedCollator | BoundaryCollator:
     """The trainer's collator if it packs, with boundaries, else one that packs and trains the same tokens."""
-    collator, examples = trainer.data_collator, _first_examples(trainer)
+    collator, examples = trainer.data_collator, _sample(trainer)
     ours = isinstance(collator, PackedCollator | BoundaryCollator)
     if not (ours or examples):
         raise PackingError(
-            f"{type(trainer).__name__} has neither a train_dataset nor an eval_dataset: pass one, because its first "
-            "examples show whether its collator packs and what it trains"
+            f"{type(trainer).__name__} has neither a train_dataset nor an eval_dataset with examples: pass one, "
+            "because its examples show whether its collator packs and what it trains"
         )
-    packs = ours or _packs(trainer, *next(iter(examples.items())))
+    packs = ours or _packs(trainer, *examples[0])
     packs_documents = packs and not (isinstance(collator, PackedCollator) and collator.capacity is None)
     if packs_documents and (capacity is not None or overflow != "error"):
         given = f"overflow={overflow!r}" if capacity is None else f"capacity={capacity:,}"
-        raise PackingError(f"{_name(collator)} packs by itself, so {given} has no effect: leave it out")
+        raise PackingError(f"{name_of(collator)} packs by itself, so {given} has no effect: leave it out")
     if ours:
         return collator
     if packs:
         wrapped = BoundaryCollator(collator, trainer.model)
-        for found in examples.values():
-            _check_documents(wrapped, _seen(trainer, found[0], READ))
+        for _, example in examples:
+            _check_documents(wrapped, _seen(trainer, example, READ))
         return wrapped
     masks = getattr(collator, "mlm", False) and type(collator).__name__ == "DataCollatorForLanguageModeling"
     if masks and predicts_masked(trainer.model):
         return _masking_collator(trainer)
-    for kind, found in examples.items():
-        for number, example in enumerate(found):
-            if isinstance(example, Mapping):
-                theirs, packed = _seen(trainer, example), _seen(trainer, example, READ)
-                _compare(_name(collator), f"{kind} example {number}", collator([theirs]), packed, trainer.model)
-    return PackedCollator(trainer.model)
+    compared = [(place, example) for place, example in examples if isinstance(example, Mapping)]
+    if not compared:
+        return PackedCollator(trainer.model)
+    columns = trainer._signature_columns if trainer.args.remove_unused_columns else None
+    replaced = Replaced(collator, trainer.model, columns, _columns_read(trainer))
+    replaced.inspect(compared)
+    replacing = ReplacingCollator(trainer.model, replaced)
+    if replaced.gives_mask and has_own_loss(trainer):
+        replacing.marks_padding = True  # which that loss may read
+    return replacing
+
+
+def _columns_read(trainer: Any) -> list[str]:
+    """The columns that say what is trained and where documents are."""
+    ignored = {"completion_mask"} if getattr(trainer, "completion_only_loss", None) is False else set()
+    return [name for name in READ if name not in ignored]
 
 
 def _masking_collator(trainer: Any) -> PackedCollator:
@@ -197,13 +207,20 @@ def _masking_collator(trainer: Any) -> PackedCollator:
     return PackedCollator(trainer.model, masking=trainer.data_collator)
 
 
-def _first_examples(trainer: Any) -> dict[str, list[Any]]:
-    """What kind of data -> its first examples."""
-    evaluation = getattr(trainer, "eval_dataset", None)
-    datasets = {"training": getattr(trainer, "train_dataset", None)}
+def _sample(trainer: Any) -> list[tuple[str, Any]]:
+    """Examples from all over the training and the evaluation data, each with what messages call it."""
+    evaluation: Any = getattr(trainer, "eval_dataset", None)
+    datasets: dict[str, Any] = {"training": getattr(trainer, "train_dataset", None)}
     datasets |= evaluation if isinstance(evaluation, dict) else {"evaluation": evaluation}
-    found = {kind: list(islice(iter(x), COMPARED)) for kind, x in datasets.items() if x is not None}
-    return {kind: examples for kind, examples in found.items() if examples}
+    found = []
+    for kind, data in datasets.items():
+        if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+            first = range(min(COMPARED // 8, len(data)))
+            spread = np.linspace(0, len(data) - 1, min(COMPARED, len(data))).astype(int).tolist()
+            found += [(f"{kind} example {number}", data[number]) for number in sorted({*first, *spread})]
+        elif data is not None:
+            found += [(f"{kind} example {number}", x) for number, x in enumerate(islice(iter(data), COMPARED))]
+    return found
 
 
 def _seen(trainer: Any, example: Any, more: Sequence[str] = ()) -> Any:
@@ -213,20 +230,20 @@ def _seen(trainer: Any, example: Any, more: Sequence[str] = ()) -> Any:
     return {name: value for name, value in example.items() if name in (*trainer._signature_columns, *more)}
 
 
-def _packs(trainer: Any, kind: str, examples: list[Any]) -> bool:
+def _packs(trainer: Any, where: str, first: Any) -> bool:
     """Whether the collator puts documents into one row, judged by what it makes of one example given twice."""
-    if isinstance(examples[0], PackedBatch):
+    if isinstance(first, PackedBatch):
         return False
-    example, collator = _seen(trainer, examples[0], READ), trainer.data_collator
+    example, collator = _seen(trainer, first, READ), trainer.data_collator
     has = example if isinstance(example, Mapping) else {}
     try:
         batch = dict(collator([example, example]))
     except Exception as error:
         if "input_ids" in has:
             raise
-        raise _not_tokenised(kind, examples[0], f" ({_name(collator)} raised {first_line(error)})") from error
+        raise _not_tokenised(where, first, f" ({name_of(collator)} raised {first_line(error)})") from error
     if "input_ids" not in batch:
-        raise _not_tokenised(kind, examples[0])
+        raise _not_tokenised(where, first)
     if len(batch["input_ids"]) < 2:
         return True
     marks = {name for name in MARKS if batch.get(name) is not None and name not in has}
@@ -237,8 +254,9 @@ def _packs(trainer: Any, kind: str, examples: list[Any]) -> bool:
     return "position_ids" in marks and _count_documents(BoundaryCollator(dict)(batch)) > len(batch["input_ids"])
 
 
-def _not_tokenised(kind: str, example: Any, detail: str = "") -> LayoutError:
+def _not_tokenised(where: str, example: Any, detail: str = "") -> LayoutError:
     columns = ", ".join(example) if isinstance(example, Mapping) else f"a {type(example).__name__}"
+    kind, _, _ = where.partition(" example ")
     return LayoutError(
         f"the {kind} data have no input_ids, only {columns}: tokenise them first, so that every example has input_ids, "
         f"a list of token ids{detail}"
@@ -259,62 +277,6 @@ def _check_documents(collator: BoundaryCollator, example: Any) -> None:
     marked = _count_documents(collator([example, example]))
     if marked < documents:
         raise LayoutError(
-            f"{_name(collator.collator)} puts {documents} documents into rows and marks {marked}: let it emit "
+            f"{name_of(collator.collator)} puts {documents} documents into rows and marks {marked}: let it emit "
             "cu_seq_lens_q, seq_lengths or position_ids that restart at each document"
         )
-
-
-def _compare(collator: str, where: str, theirs: Mapping[str, Any], example: Mapping[str, Any], model: Any) -> None:
-    """Raise if a collator, by its batch of one example, trains it differently from packing.
-
-    What the attention mask calls padding is not compared: packing leaves it out, whatever its labels are.
-    """
-    ids, labels, mask = theirs["input_ids"], theirs.get("labels"), theirs.get("attention_mask")
-    per_document = labels_documents(model)
-    if not per_document and labels is not None and labels.shape != ids.shape:
-        raise PackingError(
-            f"{collator} gives labels of shape {list(labels.shape)} and input_ids {list(ids.shape)}, and packing needs "
-            "one label for each token"
-        )
-    real = np.ones(ids.shape, np.bool_) if mask is None or mask.ndim != 2 else np.asarray(mask) != 0
-    ours = PackedCollator(model if per_document else None)([example])
-    found, packed = np.asarray(ids)[real], ours["input_ids"].numpy().reshape(-1)
-    if len(found) < len(packed) or (found[: len(packed)] != packed).any():
-        raise PackingError(
-            f"{collator} changes the tokens of {where}, and packing would train them as they are in the dataset: "
-            + _ways_out(collator)
-        )
-    if per_document:
-        _compare_labels(collator, where, labels, ours.get("labels"))
-    if labels is None or per_document:
-        return
-    trained, wanted = np.asarray(labels)[real], np.full(len(found), IGNORE_INDEX)
-    wanted[: len(packed)] = ours["labels"].numpy().reshape(-1)
-    trained = np.where(np.append(ours["position_ids"] == 0, wanted[len(packed) :] == 0), IGNORE_INDEX, trained)
-    if (token := first_true(trained != wanted)) is not None:
-        raise PackingError(
-            f"{collator} trains other tokens than packing would: token {token} of {where} has the label "
-            f"{trained[token]} there and {wanted[token]} when packed. " + _ways_out(collator)
-        )
-
-
-def _compare_labels(collator: str, where: str, theirs: Any, ours: Any) -> None:
-    """Raise if the label of a document is another one when it is packed."""
-    found = [None if x is None else np.asarray(x).reshape(-1).tolist() for x in (theirs, ours)]
-    if found[0] != found[1]:
-        raise PackingError(
-            f"{collator} trains other labels than packing would: {where} has the label {found[0]} there and {found[1]} "
-            "when packed. Put what shall be trained into a column labels of the dataset, one entry per document"
-        )
-
-
-def _ways_out(collator: str) -> str:
-    return (
-        f"To train what {collator} trains, add a labels column that holds it, -100 where nothing is trained. To train "
-        "what the columns say, set trainer.data_collator = torch_backend.PackedCollator(model) before this call. To "
-        f"keep {collator}, let it pack documents, and wrap it in torch_backend.with_boundaries(collator)"
-    )
-
-
-def _name(collator: Any) -> str:
-    return getattr(collator, "__name__", type(collator).__name__)

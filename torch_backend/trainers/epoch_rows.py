@@ -16,14 +16,15 @@ import numpy as np
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 from packing_core import PackedBatch, PackedDataset, stream
-from packing_core.batches.columns import Documents, read_examples, stream_documents
+from packing_core.batches.columns import Documents, documents_of, read_examples, stream_documents
 from packing_core.batches.dataset import with_empty_row
 from packing_core.errors import PackingError
 from packing_core.planning.balance import Cost, ShardedPlan
 from packing_core.planning.epochs import plan_epoch
 from packing_core.planning.plan import Overflow
-from torch_backend.collate.document_labels import LABELS, as_labels
+from torch_backend.collate.document_labels import LABELS, NAMES, as_labels
 from torch_backend.trainers.hf_dataset import arrow_documents
+from torch_backend.trainers.replaced import Replaced
 
 READ_AT_ONCE = 256  # examples of a stream
 
@@ -37,7 +38,8 @@ class EpochRows(Dataset[PackedBatch]):
         capacity, overflow: as in ``packing_core.plan``.
         seed, cost, in_order: as in ``packing_core.planning.epochs.plan_epoch``.
         pad_id: the token that fills padding.
-        label: the column of labels per document, None if there is none.
+        per_document: the columns with one value per document: its label, and other numbers.
+        replaced: the collator that packing replaces, which is asked about each document.
 
     Attributes:
         epoch: which one the next pass over :class:`RowBatches` is.
@@ -55,11 +57,13 @@ class EpochRows(Dataset[PackedBatch]):
         pad_id: int = 0,
         cost: Cost | None = None,
         in_order: bool = False,
-        label: str | None = None,
+        per_document: Sequence[str] = (),
+        replaced: Replaced | None = None,
     ) -> None:
         self.source = source
         self.names = list(names)
-        self.label = label
+        self.names_per_document = tuple(per_document)
+        self.replaced = replaced
         self.capacity = capacity
         self.pad_id = pad_id
         self.options: dict[str, Any] = {"overflow": overflow, "seed": seed, "cost": cost, "in_order": in_order}
@@ -76,14 +80,14 @@ class EpochRows(Dataset[PackedBatch]):
 
     @cached_property
     def per_document(self) -> dict[str, Any]:
-        """What every document has one of: its label."""
-        if self.label is None:
+        """What every document has one of: its label, and other numbers."""
+        if not self.names_per_document:
             return {}
         if hasattr(self.source, "select_columns"):
-            given = self.source.select_columns([self.label]).with_format(None)[:][self.label]
+            given = self.source.select_columns(list(self.names_per_document)).with_format(None)[:]
         else:
-            given = [example[self.label] for example in self.source]
-        return {LABELS: as_labels(given)}
+            given = {name: [example[name] for example in self.source] for name in self.names_per_document}
+        return {LABELS if name in NAMES else name: as_labels(values) for name, values in given.items()}
 
     def dealt(self, epoch: int) -> ShardedPlan:
         """The rows of an epoch and which rank takes which."""
@@ -129,10 +133,17 @@ class EpochRows(Dataset[PackedBatch]):
         epochs, rows = np.divmod(real or [0], len(self))
         if (epochs != epochs[0]).any():
             raise PackingError(f"rows {list(numbers)} are of epochs {epochs.tolist()}: take those of one at a time")
-        batch = self._epoch(int(epochs[0]))[1][rows][: len(real)]
+        batch = self._as_before(self._epoch(int(epochs[0]))[1][rows][: len(real)], first=epochs[0] == 0)
         for _ in range(len(numbers) - len(real)):
             batch = with_empty_row(batch)
         return batch
+
+    def _as_before(self, batch: PackedBatch, *, first: bool) -> PackedBatch:
+        """Rows with what the replaced collator adds, which in the first epoch are compared with what it makes."""
+        if self.replaced is None or not (first or self.replaced.added):
+            return batch
+        whole = self.options["overflow"] in ("error", "drop")
+        return self.replaced.carry(batch, self.source, "training example {}".format, whole=whole)
 
     def __getstate__(self) -> dict[str, Any]:  # a spawned worker maps the files again and plans for itself
         return {
@@ -185,6 +196,7 @@ class RowStream(IterableDataset[PackedBatch]):
         source: yields examples; the same ones in the same order on every rank.
         names: the columns to read, None for all.
         capacity, overflow, seed, pad_id: as in ``packing_core.stream``.
+        replaced: as of :class:`EpochRows`; it names the columns itself.
 
     Attributes:
         epoch: which one the next pass is.
@@ -200,9 +212,11 @@ class RowStream(IterableDataset[PackedBatch]):
         overflow: Overflow = "error",
         seed: int = 0,
         pad_id: int = 0,
+        replaced: Replaced | None = None,
     ) -> None:
         self.source = source
         self.names = names
+        self.replaced = replaced
         self.capacity = capacity
         self.options: dict[str, Any] = {"overflow": overflow, "pad_id": pad_id}
         self.seed = seed
@@ -228,10 +242,19 @@ class RowStream(IterableDataset[PackedBatch]):
             yield with_empty_row(last[:0])
 
     def _open(self, start: int) -> Iterator[dict[str, Any]]:
+        if self.replaced is not None:
+            return islice(self._as_before(self.replaced), start, None)
         examples = iter(self.source)
         if self.names is not None:
             examples = ({name: x[name] for name in self.names if name in x} for x in examples)
         return islice(stream_documents(examples, READ_AT_ONCE), start, None)
+
+    def _as_before(self, replaced: Replaced) -> Iterator[dict[str, Any]]:
+        """Documents with what the replaced collator adds to them, each compared with what it makes of it."""
+        for number, example in enumerate(self.source):
+            added = replaced.additions(example, f"training example {number}")
+            for document in documents_of(replaced.example(example)):
+                yield {**document, **added}
 
     def __str__(self) -> str:
         return f"documents as they come, in rows of {self.capacity:,} tokens"

@@ -193,10 +193,15 @@ def _loss_is_of_trl(trainer: Any) -> bool:
     return sft.defines(trainer, "compute_loss") and "compute_loss" not in trainer.__dict__
 
 
+def has_own_loss(trainer: Any) -> bool:
+    """Whether a trainer's ``compute_loss`` is neither that of transformers nor TRL's ``SFTTrainer``'s."""
+    return not (_is_stock(trainer, "compute_loss") or _loss_is_of_trl(trainer))
+
+
 def _why_logits(trainer: Any) -> str | None:
     """Why the loss of a trainer cannot do without logits, as far as the trainer decides it."""
     of_trl = _loss_is_of_trl(trainer)
-    if not (of_trl or _is_stock(trainer, "compute_loss")):
+    if has_own_loss(trainer):
         return f"{type(trainer).__name__} computes its loss itself (compute_loss)"
     if trainer.compute_loss_func is not None:
         return "compute_loss_func reads them"
