@@ -3,35 +3,49 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Triton's kernels run on the CPU too. Only for this one: the other backends would take them up and be slow.
 INTERPRETED := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1
-# Another seventh of the conformance suite every day. For `make test-all` all of it, with the large shapes, and nothing
-# left out for kernels that run in an interpreter.
-PART = $(if $(CROSSPACK_TEST_ALL),--thorough,--part $(shell expr $$(date +%s) / 86400 % 7 + 1)/7)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-all judge judge-interpreted lint types docs clean
+.PHONY: demo test test-rest test-all test-gpu test-two-gpus lint types docs clean
 
 demo: .venv/.demo
 	$(BIN)/crosspack train --compare --steps 24 --output runs/demo --overwrite
 
-# Two workers on two cores: with a thread for every core each, torch's threads would wait for one another.
-test: export OMP_NUM_THREADS = 1
-test: .venv/.dev
-	$(BIN)/python -m pytest tests --numprocesses 2 --dist loadscope
-	$(MAKE) $(if $(CROSSPACK_TEST_ALL),WORKERS="--numprocesses 2 --dist loadgroup",--jobs 2) judge judge-interpreted
+# The tiers of the suite: CONTRIBUTING.md, tests/tiers.py. Two workers on two cores: with a thread for every core each,
+# torch's threads would wait for one another.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+SUITE = $(PYTEST) tests --numprocesses 2 --dist loadscope
+# `make test-all SHARD=2/6` runs one of six shards; the conformance suite belongs to the last one.
+SHARDED = $(if $(SHARD),--shard $(SHARD))
+LAST = $(if $(SHARD),$(filter $(lastword $(subst /, ,$(SHARD))),$(firstword $(subst /, ,$(SHARD)))),yes)
 
-# A part is small: two runs beside each other import the frameworks twice, and workers would in every process.
-judge:
-	$(BIN)/python -m pytest conformance --all $(WORKERS) $(PART)
+# Each backend is judged by a seventh of the requirements, neighbours by different ones: every requirement on some backend.
+test: .venv/.dev
+	$(SUITE) --tier quick
+	$(PYTEST) conformance --all --part 1/7
+	$(call interpreted,--part 1/7)
+
+# What `make test` leaves out.
+test-rest: .venv/.dev
+	$(SUITE) --tier rest $(SHARDED)
+	$(if $(LAST),$(PYTEST) conformance --all --thorough --numprocesses 2 --dist loadgroup)
+	$(if $(LAST),$(call interpreted,--thorough --numprocesses 2 --dist loadgroup))
+
+test-all: .venv/.dev
+	$(SUITE) --tier all $(SHARDED)
+	$(if $(LAST),$(PYTEST) conformance --all --thorough --numprocesses 2 --dist loadgroup)
+	$(if $(LAST),$(call interpreted,--thorough --numprocesses 2 --dist loadgroup))
 
 # Triton has wheels for Linux alone, and a backend that is named must load.
-judge-interpreted:
-	@if $(BIN)/python -c 'import triton' 2> /dev/null; \
-	then $(INTERPRETED) $(BIN)/python -m pytest conformance $(WORKERS) $(PART) --backend torch:triton; \
+interpreted = @if $(BIN)/python -c 'import triton' 2> /dev/null; \
+	then $(INTERPRETED) $(PYTEST) conformance $(1) --backend torch:triton; \
 	else echo 'torch:triton is not judged: Triton is not installed'; fi
 
-# Also what `make test` takes by turns: before a release, and after a change to conformance/.
-test-all: export CROSSPACK_TEST_ALL = 1
-test-all: test
+# On a machine with a GPU, with its own torch and JAX: PYTHON names their interpreter. `SHARD=k/n` divides it too.
+test-gpu:
+	$(PYTHON) -m tests.gpu $(SHARDED)
+
+test-two-gpus:
+	$(PYTHON) -m tests.gpu --two $(SHARDED)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

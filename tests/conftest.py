@@ -1,5 +1,5 @@
-"""One thread for each process, a cache of what JAX compiles, tests by turns (``tests.turns``), no time limit for an
-example that hypothesis draws, and Triton's library functions interpretable where there is no GPU.
+"""Set-up of the whole suite: one thread for each process, a cache of what JAX compiles, the tier and the shard of a run
+(``tests.tiers``), a record of its results, and Triton's library functions interpretable where there is no GPU.
 
 The suite runs in several workers, and some of its tests start processes; with a thread for every core each, torch's
 threads would wait for one another.
@@ -9,9 +9,11 @@ Triton. The variable does not stay set: the code under test sees it in the tests
 (``tests.torch_backend.kernels``).
 """
 
+import json
 import logging
 import os
-from collections.abc import Iterator
+import signal
+from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,7 +21,7 @@ import pytest
 from hypothesis import settings
 
 from conformance import sharing
-from tests import turns
+from tests import tiers
 
 settings.register_profile("untimed", settings(), deadline=None)  # on a busy machine any example may be slow
 settings.load_profile("untimed")
@@ -46,13 +48,72 @@ def log_stays_on() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def pytest_configure() -> None:
-    turns.today()  # before workers start, which inherit it
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("crosspack")
+    group.addoption("--tier", choices=tiers.TIERS, default="all", help="which tests of the suite; see tests/tiers.py")
+    group.addoption("--shard", metavar="K/N", help="the files of the K-th of N shards of about equal time")
+    group.addoption("--record", type=Path, metavar="FILE", help="write each result as it comes, a line of JSON each")
+    group.addoption("--limit", type=int, metavar="SECONDS", help="fail a test that takes longer")
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if turns.everything(config.args) or config.getoption("keyword") or config.getoption("markexpr"):
-        return
-    waiting = turns.waiting([item.nodeid for item in items], turns.today())
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in waiting])
-    items[:] = [item for item in items if item.nodeid not in waiting]
+    chosen = any(not Path(argument.partition("::")[0]).is_dir() for argument in config.args)
+    tier = "all" if chosen or config.getoption("keyword") else config.getoption("tier")
+    kept = {item.nodeid for item in items}
+    if tier != "all":
+        slow = {item.nodeid for item in items if item.get_closest_marker("slow")}
+        quick = tiers.quick([item.nodeid for item in items], slow, tiers.reached(tiers.changed_files()))
+        kept = quick if tier == "quick" else kept - quick
+    if config.getoption("shard"):
+        number, _, of = config.getoption("shard").partition("/")
+        files = {name.partition("::")[0] for name in kept}
+        mine = tiers.shard(files, tiers.recorded(), int(number), int(of))
+        kept = {name for name in kept if name.partition("::")[0] in mine}
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
+    items[:] = [item for item in items if item.nodeid in kept]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Ends a test at its time limit by an exception in it, so that it is named and the tests after it run."""
+    limit = item.config.getoption("limit")
+    if not limit:
+        return (yield)
+
+    def late(*_: object) -> None:
+        pytest.fail(f"took longer than {limit} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(limit)
+    try:
+        return (yield)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("record") and not hasattr(config, "workerinput"):  # workers report to the process that records
+        config.pluginmanager.register(Record(config.getoption("record")))
+
+
+class Record:
+    """Appends every result to a file as it comes, so that a run that is stopped has named what failed."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        outcome = report.outcome
+        if report.when != "call" and outcome == "passed":
+            outcome = "fixture"
+        line = {"id": report.nodeid, "outcome": outcome, "seconds": round(report.duration, 3)}
+        if report.failed:
+            line["error"] = report.longreprtext[-4000:]
+        elif report.skipped:
+            line["reason"] = str(report.longrepr[-1] if isinstance(report.longrepr, tuple) else report.longrepr)
+        with self.file.open("a") as lines:
+            lines.write(json.dumps(line) + "\n")

@@ -115,6 +115,7 @@ def test_a_run_with_a_constant_rate_is_extended_exactly(small, tmp_path):
     assert "was written with another --decay, --warmup" in one_line(cosine)
 
 
+@pytest.mark.slow
 def test_the_built_in_default_trains(tmp_path):
     result = run("train", "--steps", 1, "--rows-per-step", 1, "--device", "cpu", "--output", tmp_path)
     assert result.exit_code == 0, result.output
@@ -323,6 +324,7 @@ def test_a_run_that_never_began_can_be_begun_again(small, tmp_path):
     assert run(*small, "--output", out, "--steps", 1).exit_code == 0
 
 
+@pytest.mark.slow
 def test_a_hub_name_is_found_in_the_hub_cache(small, data, tmp_path):
     out, cache = tmp_path / "out", tmp_path / "cache"
     assert run(*small, "--output", out, "--steps", 1).exit_code == 0

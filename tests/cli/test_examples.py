@@ -52,6 +52,7 @@ def test_an_example_begins_by_what_it_shows_and_how_to_run_it(path):
     assert purpose.endswith(".") and "\n" not in purpose and usage.startswith("Run it: ") and path.name in usage
 
 
+@pytest.mark.slow
 def test_ranks_share_weights_and_steps():
     text = on_ranks(str(EXAMPLES / "fsdp2.py"))
     losses = [float(loss) for loss in re.findall(r"on 2 ranks, loss ([\d.]+)", text)]
@@ -75,6 +76,7 @@ runpy.run_path({!r}, run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_deepspeed_trains_packed_rows(tmp_path):
     pytest.importorskip("deepspeed", reason="unsupported here: DeepSpeed is no dependency of any extra")
     script = tmp_path / "without_shm_comm.py"
@@ -89,6 +91,7 @@ def output_here(name: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_plain_loop_learns_on_packed_rows(capsys):
     text = output_here("plain_loop.py", capsys)
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", text)]
@@ -97,6 +100,7 @@ def test_a_plain_loop_learns_on_packed_rows(capsys):
     assert "attention -> " in text and "loss of the step: without logits" in text
 
 
+@pytest.mark.slow
 def test_accelerate_counts_tokens_over_its_ranks(capsys):
     text = output_here("accelerate_ddp.py", capsys)
     losses = [float(loss) for loss in re.findall(r"targets, loss ([\d.]+)", text)]
@@ -104,6 +108,7 @@ def test_accelerate_counts_tokens_over_its_ranks(capsys):
     assert "1 ranks, slowest over mean 1.000" in text
 
 
+@pytest.mark.slow
 def test_a_trainer_packs_its_data_set_by_one_line(capsys):
     text = output_here("trainer.py", capsys)
     assert "padded: 128 batches of 2 documents" in text
@@ -111,6 +116,7 @@ def test_a_trainer_packs_its_data_set_by_one_line(capsys):
     assert "audit:  exact" in text and "loss of the step: without logits" in text
 
 
+@pytest.mark.slow
 def test_sft_trainer_is_exact_by_one_line(capsys):
     text = output_here("trl_sft.py", capsys)
     assert "as it is: contaminated" in text and "packed:   exact" in text
@@ -119,6 +125,7 @@ def test_sft_trainer_is_exact_by_one_line(capsys):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_a_classifier_learns_on_packed_rows():
     accuracy, loss = re.search(r"accuracy ([\d.]+), loss ([\d.]+)", output("classification.py")).groups()
     assert float(accuracy) > 0.9 and float(loss) < 0.5
@@ -130,6 +137,7 @@ def test_ranks_finish_together_and_a_stream_goes_on_with_fewer_of_them():
     assert "the same as without the stop: True" in text
 
 
+@pytest.mark.slow
 def test_dpo_learns_on_packed_pairs_what_is_exact():
     text = output("dpo.py")
     assert re.search(r"as it is: DPOTrainer .* 16 documents in 16 rows\): exact", text)
@@ -138,12 +146,14 @@ def test_dpo_learns_on_packed_pairs_what_is_exact():
     assert len(margins) > 5 and margins[-1] > margins[0] + 0.5
 
 
+@pytest.mark.slow
 def test_a_reward_model_learns_on_packed_answers():
     text = output("reward.py")
     assert re.search(r"packed: RewardTrainer .* 16 documents in 1 rows\): exact", text)
     assert re.findall(r"accuracy ([\d.]+)", text)[-1] == "1.00"
 
 
+@pytest.mark.slow
 def test_grpo_learns_on_packed_completions():
     text = output("grpo.py")
     assert re.search(r"packed: GRPOTrainer .* 16 documents in 1 rows\): exact", text)
@@ -151,18 +161,21 @@ def test_grpo_learns_on_packed_completions():
     assert rewards[-1] > rewards[0] + 0.2
 
 
+@pytest.mark.slow
 def test_a_jax_loop_learns_on_packed_rows(capsys):
     text = output_here("jax_loop.py", capsys)
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", text)]
     assert len(losses) == 3 and losses[-1] < losses[0] - 0.5
 
 
+@pytest.mark.slow
 def test_an_nnx_model_of_ones_own_is_exact_and_learns(capsys):
     text = output_here("jax_own_model.py", capsys)
     losses = [float(loss) for loss in re.findall(r": loss ([\d.]+)", text)]
     assert text.startswith("exact: True") and losses[-1] < losses[0] - 0.5
 
 
+@pytest.mark.slow
 def test_grain_deals_rows_to_hosts_and_resumes_a_stream(capsys):
     text = output_here("grain_rows.py", capsys)
     assert "inputs (4, 512)" in text and "the same as without the stop: True" in text
@@ -174,21 +187,25 @@ def test_maxtexts_keys_train_within_documents(capsys):
     assert "from grain: ['inputs', 'inputs_position', 'inputs_segmentation', 'targets'" in text
 
 
+@pytest.mark.slow
 def test_a_stream_and_its_losses_go_on_after_a_stop(capsys):
     assert "the same losses to the bit: True" in output_here("stream_resume.py", capsys)
 
 
+@pytest.mark.slow
 def test_ray_writes_the_bytes_of_one_machine():
     pytest.importorskip("ray", reason="unsupported here: Ray is in none of the extras that the tests need")
     assert "the same bytes from Ray: True" in output("ray_pack.py")
 
 
+@pytest.mark.slow
 def test_the_gate_rejects_a_causal_mask_and_passes_the_document_mask():
     text = output("gate_backend.py")
     assert re.search(r"CausalOnly: exit status 1: .*moved", text)
     assert "InsideDocuments: exit status 0: every test passed" in text
 
 
+@pytest.mark.slow
 def test_other_stacks_are_audited_as_they_are(capsys):
     text = output_here("audit_other_stack.py", capsys)
     assert "by hand: contaminated" in text and "DataCollatorWithFlattening: " in text

@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from crosspack.cli import launch
 from tests.cli.test_commands import losses, one_line, run
 from tests.torch_backend.torchrun import on_ranks
 
 
+@pytest.mark.slow
 def test_torchrun_trains_as_one_process_does_and_one_process_goes_on(small, tmp_path):
     """Three rows a step on two ranks, and their checkpoint resumed by one process for two more steps."""
     options = [*small, "--rows-per-step", 3, "--decay", "constant", "--warmup", 0, "--save-every", 2]

@@ -18,6 +18,7 @@ def cells(notebook: Path, kind: str) -> list[str]:
     return ["".join(cell["source"]) for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == kind]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(notebook, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -234,6 +234,7 @@ def test_a_run_that_is_killed_anywhere_and_started_again_gives_the_same_bytes(co
             runs += 1
 
 
+@pytest.mark.slow
 def test_workers_end_with_their_parent(corpus, tmp_path):
     given = arguments(corpus, "--workers", 2, "--block-size", 300, "--output", tmp_path / "out")
     journal = tmp_path / "out/.crosspack-partial-run/journal"

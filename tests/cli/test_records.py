@@ -277,6 +277,7 @@ def test_docstrings_become_questions_and_answers_without_importing_anything(libr
     assert records[0]["completion"] == " What the module is for, in enough words."
 
 
+@pytest.mark.slow
 def test_the_standard_library_has_about_four_thousand_documents():
     records = list(standard_library_records())
     assert 3000 < len(records) < 6000

@@ -27,6 +27,7 @@ def plugin(tmp_path):
     return package / "gate.py"
 
 
+@pytest.mark.slow
 def test_the_plugin_is_right_at_first(plugin, tmp_path):
     outcome = run(tmp_path, "--backend=mystack.gate:Stack")
     assert outcome.code == 0, outcome.output
@@ -48,6 +49,7 @@ def test_the_suite_names_the_planted_leak(plugin, tmp_path):
     assert promised in outcome.output
 
 
+@pytest.mark.slow
 def test_a_hugging_face_stack_is_judged_as_the_page_says(tmp_path):
     (tmp_path / "mymodel.py").write_text(block("file: mymodel.py", "python"))
     chosen = [f"--requirement={name}" for name in ("LOSS-01", "ISO-08", "LOSS-08")]
@@ -77,6 +79,7 @@ def judged(folder, module, stack, *chosen):
     return outcome, {name: verdict["status"] for name, verdict in found.items() if verdict["status"] != "not run"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "lines"), [("mytorch", 60), ("myjax", 40)])
 def test_the_short_adapters_pass(tmp_path, module, lines):
     assert len(block(f"file: {module}.py", "python").splitlines()) <= lines
@@ -87,6 +90,7 @@ def test_the_short_adapters_pass(tmp_path, module, lines):
     assert {name for name, status in statuses.items() if status == "pass"} == set(ids) - absent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stack", "isolated"), [("padding_only", "fail"), ("by_segments", "pass")])
 def test_a_flax_model_is_judged_as_the_page_says(tmp_path, stack, isolated):
     ids = ("ISO-08", "ISO-09", "LOSS-12", "TRAIN-05")

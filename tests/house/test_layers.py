@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.imports import files_of, imports_of, module_of
+
 # package -> the packages of the project that it may import
 PACKAGES: dict[str, set[str]] = {
     "packing_core": set(),
@@ -23,33 +21,6 @@ FLOORS = ["segments", "ops", "hf", "collate", "losses", "auditing", "patching", 
 FLOORS += ["stacks", "doctor", "conformance"]
 # the same of crosspack
 CONSOLE = ["reading", "encoding", "packing", "cli", "__main__"]
-
-
-def module_of(file: Path) -> str:
-    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
-def imports_of(file: Path, *, everywhere: bool) -> Iterator[str]:
-    """Modules that a file imports; without ``everywhere`` only those that are imported when it is loaded."""
-    nodes: list[ast.AST] = [ast.parse(file.read_text())]
-    while nodes:
-        node = nodes.pop()
-        for child in ast.iter_child_nodes(node):
-            inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
-            typing = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
-            if everywhere or not (inside or typing):
-                nodes.append(child)
-        if isinstance(node, ast.Import):
-            yield from (name.name for name in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            for name in node.names:
-                is_module = (ROOT / f"{node.module}.{name.name}".replace(".", "/")).with_suffix(".py").exists()
-                is_package = (ROOT / f"{node.module}.{name.name}".replace(".", "/")).is_dir()
-                yield f"{node.module}.{name.name}" if is_module or is_package else node.module
-
-
-def files_of(package: str) -> list[Path]:
-    return sorted((ROOT / package).rglob("*.py"))
 
 
 @pytest.mark.parametrize("package", PACKAGES)

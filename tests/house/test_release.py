@@ -102,11 +102,13 @@ def environment(archives, tmp_path):
     return make
 
 
+@pytest.mark.slow
 def test_wheel_and_sdist_hold_the_packages_and_nothing_else(archives) -> None:
     for archive in archives:
         assert not RELEASE["content_faults"](RELEASE["names_in"](archive))
 
 
+@pytest.mark.slow
 def test_a_wheel_with_a_test_or_without_the_licence_is_refused(archives) -> None:
     names = {name for name in RELEASE["names_in"](archives[0]) if not name.endswith("LICENSE")} - {"crosspack/py.typed"}
     faults = RELEASE["content_faults"](names | {"tests/test_x.py", "crosspack/__pycache__/x.pyc"})
@@ -118,6 +120,7 @@ def test_a_wheel_with_a_test_or_without_the_licence_is_refused(archives) -> None
     ]
 
 
+@pytest.mark.slow
 def test_every_command_without_extras_says_what_to_install(environment) -> None:
     bare = environment()
     for command, extra in LACKING.items():
@@ -132,12 +135,14 @@ def test_every_command_without_extras_says_what_to_install(environment) -> None:
     assert packed.stdout.split() == [PROJECT["version"], "2"], packed.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", ALONE)
 def test_an_extra_alone_is_enough_for_its_part(extra, environment) -> None:
     done = environment(extra).run("-c", ALONE[extra])
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_an_environment_lacks_what_was_not_asked_for(environment) -> None:
     done = environment("plot").run("-c", "import matplotlib, torch")
     assert "No module named 'torch'" in done.stderr

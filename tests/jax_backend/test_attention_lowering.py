@@ -106,6 +106,7 @@ def test_layers_share_the_compiled_kernels(device: str) -> None:
     assert count(5) == count(2) <= 2 * len(KERNELS)
 
 
+@pytest.mark.slow
 def test_the_compiled_kernels_fit_into_shared_memory(tmp_path: Path) -> None:
     # For a GPU that takes all three from here; on a Hopper, Mosaic GPU's lowering itself refuses what does not fit.
     for name, config in kernels(lowered(32, 8, 128, "bfloat16", device="NVIDIA B200").compiler_ir()).items():

@@ -16,6 +16,7 @@ from benchmarks.jax_rows import GATE, Documents, gate, make_row
 from jax_backend import find_segments, segment_attention
 
 
+@pytest.mark.slow
 def test_the_gate_sees_a_wrong_number_and_one_that_is_none() -> None:
     row = make_row(Documents([20, 12], 2, 1, 16))
     out, pullback = jax.vjp(lambda *qkv: segment_attention(*qkv, row.ids), row.q, row.k, row.v)
@@ -28,6 +29,7 @@ def test_the_gate_sees_a_wrong_number_and_one_that_is_none() -> None:
             assert not gate(row, tuple(spoilt)) <= GATE, (part, wrong)
 
 
+@pytest.mark.slow
 def test_rows_of_one_shape_share_a_program_only_under_the_same_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     def capped(row):
         cap = len(row.lengths)

@@ -93,6 +93,7 @@ def test_what_is_not_declared_is_refused():
         Stack("xla", "gpu").train(DecoderCase().decoder(), [], capacity=8, learning_rate=0.1, dtype="float32", ranks=2)
 
 
+@pytest.mark.slow
 def test_ranks_are_devices_and_each_has_its_own_microbatch(monkeypatch):
     seen = []
     accumulate = TrainStep.accumulate

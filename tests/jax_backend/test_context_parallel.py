@@ -129,6 +129,7 @@ def test_what_does_not_divide_or_is_not_there_is_refused() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.two_gpus
 @pytest.mark.skipif(
     jax.default_backend() != "gpu" or len(jax.devices()) < 2, reason="needs two CUDA devices that JAX sees"
 )

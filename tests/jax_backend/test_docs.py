@@ -56,6 +56,7 @@ def test_the_first_blocks_run(name: str) -> None:
 # -- an existing flax model -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_flax_model_gives_what_its_dense_mask_gave() -> None:
     page = module("packed_flax.py")
     segment_ids = ids("1111222220003333", "1222222222222233")
@@ -143,6 +144,7 @@ def test_the_order_table_is_the_order() -> None:
 # -- the conformance suite --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_suite_finds_the_leak_of_the_page_and_passes_its_cure(tmp_path) -> None:
     (code,) = re.findall(r"<!-- file: mygate.py -->\n```python\n(.*?)```", PAGE, re.DOTALL)
     (tmp_path / "mygate.py").write_text(code)
@@ -225,6 +227,7 @@ def test_maxtexts_changed_operator_refuses_what_it_would_get_wrong() -> None:
             change.packed_attention(op, q, k, v, segment_ids, scale=1.0)
 
 
+@pytest.mark.slow
 def test_without_segment_ids_maxtexts_rows_are_one_document_each() -> None:
     q, k, v, *_ = operands()
     op = AttentionOp(maxtext_mesh(), "cudnn_flash_jax")

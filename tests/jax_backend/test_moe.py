@@ -147,6 +147,7 @@ def test_the_auxiliary_loss_and_its_gradients_are_those_of_the_real_tokens_in_to
         assert relative(exported[name], gradient) < 1e-5, name
 
 
+@pytest.mark.slow
 def test_rows_spread_over_devices_train_as_on_one(tmp_path) -> None:
     saved("qwen2-moe", tmp_path)
     batch = to_batch(packed(12))
@@ -163,6 +164,7 @@ def test_rows_spread_over_devices_train_as_on_one(tmp_path) -> None:
     assert losses[0][1] < losses[0][0]
 
 
+@pytest.mark.slow
 def test_no_document_moves_another_through_the_experts(tmp_path) -> None:
     saved("gpt-oss", tmp_path)
     verdict = audit(weights.load(tmp_path))

@@ -103,6 +103,7 @@ def test_bfloat16_checkpoints_are_cast_while_they_are_read(tmp_path) -> None:
     np.testing.assert_array_equal(kernel, wanted)
 
 
+@pytest.mark.slow
 def test_two_processes_train_on_rows_of_their_own_as_one_process_on_all_rows(tmp_path) -> None:
     train_step, _, _ = run([])
     weights.save(train_step.model(train_step.init()), tmp_path / "start")

@@ -31,6 +31,7 @@ def job() -> TrainJob:
     return small_job(LLAMA, device="cpu")
 
 
+@pytest.mark.slow
 def test_each_run_has_the_losses_of_torchs_packed_run(job, tmp_path) -> None:
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).save_pretrained(tmp_path / "start")
@@ -45,6 +46,7 @@ def test_each_run_has_the_losses_of_torchs_packed_run(job, tmp_path) -> None:
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.vocab_size == 64
 
 
+@pytest.mark.slow
 def test_a_resumed_run_repeats_to_the_bit(job, tmp_path) -> None:
     job = dataclasses.replace(job, attention="xla")  # the quickest to compile
     expected = train(dataclasses.replace(job, output=tmp_path / "whole"))
@@ -90,6 +92,7 @@ def data(tmp_path) -> Path:
     return tmp_path / "data.jsonl"
 
 
+@pytest.mark.slow
 def test_the_console_command_compares_packed_with_padded(data, tmp_path) -> None:
     folder, out = tmp_path / "start", tmp_path / "out"
     tokenizer = train_tokenizer((json.loads(line)["text"] for line in data.read_text().splitlines()), 300)

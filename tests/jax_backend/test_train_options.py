@@ -38,6 +38,7 @@ def job(tmp_path) -> TrainJob:
     return dataclasses.replace(job, schedule=dataclasses.replace(job.schedule, limit=3))
 
 
+@pytest.mark.slow
 def test_bfloat16_weights_are_trained_and_written_as_such(job, tmp_path) -> None:
     result = train(dataclasses.replace(with_options(job, **HALF, master_weights=True), output=tmp_path / "out"))
     written = load_file(tmp_path / "out" / "model.safetensors")
@@ -56,6 +57,7 @@ def test_the_optimizer_of_bfloat16_weights_keeps_float32_if_asked(job, master, k
     assert step.compute_dtype == (jnp.bfloat16 if master else None)
 
 
+@pytest.mark.slow
 def test_adapters_alone_are_trained_and_peft_reads_them(job, tmp_path) -> None:
     adapted = with_options(job, lora=2, lr=0.05)
     result = train(dataclasses.replace(with_evaluation(adapted), output=tmp_path / "out"))
@@ -83,6 +85,7 @@ def test_devices_share_the_rows_of_a_step_and_its_evaluation(job, mesh, tmp_path
     assert f"{np.prod(list(mesh.values()))} devices" in result.device
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_over_other_devices(job, tmp_path) -> None:
     job = dataclasses.replace(job, model=LLAMA)
     wanted = losses(train(job))
@@ -128,6 +131,7 @@ def test_more_devices_than_there_are_are_refused(job) -> None:
         train(dataclasses.replace(job, mesh={"data": 64}))
 
 
+@pytest.mark.slow
 def test_the_console_command_takes_them_and_its_file_repeats_the_run(job, tmp_path) -> None:
     tokenizer = train_tokenizer(("a b c d e", "f g h"), 64)
     config = transformers.LlamaConfig(**LLAMA | {"vocab_size": len(tokenizer)})

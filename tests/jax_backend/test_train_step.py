@@ -205,6 +205,7 @@ def test_rows_that_do_not_divide_over_the_devices_are_refused() -> None:
         train_step.place({name: array[:6] for name, array in BATCHES[0].items()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3-moe", "gpt-oss", "qwen3.5"])
 def test_fifty_steps_follow_torch_on_each_document_alone(name, tmp_path) -> None:
     model = saved(name, tmp_path)

@@ -114,6 +114,7 @@ def mean_loss(model, batch) -> torch.Tensor:
     return total / weight
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "graphs"), [("qwen2", 2), ("qwen3_5_text", 3)]
 )  # of each kind of layer, of the norm

@@ -216,6 +216,7 @@ def test_a_prepared_model_keeps_its_autocast(batch):
     torch.testing.assert_close(loss, right, rtol=1e-2, atol=0)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_compiled_once():
     model = tiny("qwen2")
     torch._dynamo.reset()

@@ -170,6 +170,7 @@ def test_a_pickled_model_comes_back_patched(family: str) -> None:
     assert state_of(model) is not None
 
 
+@pytest.mark.slow
 def test_a_saved_model_loads_in_another_process(tmp_path: Any) -> None:
     model, batch = patched("qwen3_next").eval(), collate(documents())
     with torch.no_grad():

@@ -167,6 +167,7 @@ def test_dropout(family: str) -> None:
     assert error(first[2], dry[2]) > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled in this process")
 @pytest.mark.parametrize("family", ["lfm2"])  # attention and a convolution
 def test_compiled_once_for_eight_segmentations(family: str, monkeypatch: pytest.MonkeyPatch) -> None:

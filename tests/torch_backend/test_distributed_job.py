@@ -18,6 +18,8 @@ from torch_backend.job.models import build_model
 from torch_backend.job.states import OPTIMIZER
 from torch_backend.job.train import train
 
+pytestmark = pytest.mark.slow  # starts processes that train
+
 BFLOAT16 = 2 * torch.finfo(torch.bfloat16).eps
 
 

@@ -12,6 +12,8 @@ from tests.torch_backend.torchrun import torchrun
 from tests.torch_backend.torchrun_logprobs import CASES, PAIRS, step
 from tests.torch_backend.torchrun_loss import CASES as WRAPPERS
 
+pytestmark = pytest.mark.slow  # starts processes that train
+
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from tests.torch_backend.models import tiny
 from tests.torch_backend.torchrun import torchrun
 from tests.torch_backend.torchrun_loss import CASES, train
 
+pytestmark = pytest.mark.slow  # starts processes that train
+
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:

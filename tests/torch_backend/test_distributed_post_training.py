@@ -12,6 +12,8 @@ from tests.torch_backend.preference import one_document_per_call
 from tests.torch_backend.torchrun import torchrun
 from tests.torch_backend.torchrun_post_training import TRAINERS, build
 
+pytestmark = pytest.mark.slow  # starts processes that train
+
 # As many pairs or completions in one process, in a single micro-batch.
 WHOLE = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 

@@ -14,6 +14,8 @@ from tests.torch_backend.torchrun import torchrun
 from tests.torch_backend.torchrun_loss import plain
 from tests.torch_backend.torchrun_step import CASES, train
 
+pytestmark = pytest.mark.slow  # starts processes that train
+
 
 @pytest.fixture(scope="module", params=RANKS, ids="{} ranks".format)
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:

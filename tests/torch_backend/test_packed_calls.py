@@ -106,6 +106,7 @@ def test_recurrent_layers_are_left_alone(possible: None) -> None:
     assert calls.layers == "not compiled: its recurrent layers are compiled for rows of one length alone"
 
 
+@pytest.mark.slow
 def test_rows_of_any_length_share_graphs(interpreted: None, possible: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """One for the first number of tokens, one for all others, of the layers and of the norm."""
     counter, stock = CompileCounterWithBackend("eager"), packed_calls.compile_layers
@@ -170,6 +171,7 @@ def test_a_trainer_that_classifies_documents_runs_through_compiled_layers(
     assert "layers of the step: compiled" in explain(fast).notes
 
 
+@pytest.mark.slow
 def test_a_pooler_reads_its_documents_after_compiled_layers_dropped_their_lengths(
     interpreted: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from torch_backend import patch
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.two_gpus,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
 

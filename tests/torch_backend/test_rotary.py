@@ -70,6 +70,7 @@ def test_off_the_gpu_the_models_own_rotation_runs(turns):
     assert turns == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", FLOAT32, indirect=True)
 def test_a_patched_layer_compiles_into_one_graph(where):
     model, docs = (

@@ -274,6 +274,7 @@ def test_a_stream_is_packed_as_its_documents_come(tmp_path) -> None:
     assert trainer.state.global_step == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["documents", "stream", "three long documents"])
 def test_two_ranks_hold_every_document_once_and_train_as_the_documents_alone(tmp_path, kind) -> None:
     torchrun("torchrun_rows.py", str(tmp_path), kind)

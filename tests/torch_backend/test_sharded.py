@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.torch_backend.torchrun import torchrun
+
+pytestmark = pytest.mark.slow  # starts processes that train
 
 ORDERS = ("shard, patch", "patch, shard")
 

@@ -5,7 +5,6 @@ DDP, FSDP2 and, where DeepSpeed is installed, ZeRO-2 and ZeRO-3.
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,9 @@ from tests.torch_backend.test_trainer import CAPACITY, documents
 from tests.torch_backend.torchrun import torchrun
 from tests.torch_backend.torchrun_training import DOCUMENTS, FAMILIES, RECORDED, train, untrained
 
-RANKS = (2, 4) if "CROSSPACK_TEST_ALL" in os.environ else (2,)
+pytestmark = pytest.mark.slow  # starts processes that train
+
+RANKS = (2, 4)
 DEEPSPEED = pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="unsupported here: DeepSpeed is no dependency of any extra"
 )

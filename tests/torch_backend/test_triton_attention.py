@@ -158,6 +158,7 @@ def test_a_document_has_the_same_bits_packed_and_alone_and_in_every_run(where, s
         assert torch.equal(x, y) and torch.equal(x[start:], z)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
 def test_compiles_into_one_graph_whatever_the_segmentation(where, small_tiles):
     segmentations = [LENGTHS, (TOKENS - 3, 3), (10,) * 3 + (TOKENS - 30,)]

@@ -1,0 +1,97 @@
+"""The tiers and shards of the suite: the same for the same commit, whole together, and no test in two of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import tiers
+from tests.durations import seconds_by_file
+from tests.imports import ROOT
+from tests.processes import run
+
+MANY = [f"tests/torch_backend/test_x.py::test_many[{case}]" for case in range(9)]
+OTHERS = [f"tests/torch_backend/test_y.py::test_{name}[{case}]" for name in "abcdefgh" for case in range(9)]
+QUICK = [f"tests/packing_core/test_x.py::test_all[{case}]" for case in range(9)]
+ALONE = ["tests/cli/test_x.py::test_alone"]
+SLOW = ["tests/cli/test_x.py::test_slow", "tests/house/test_x.py::test_slow"]
+IDS = [*MANY, *OTHERS, *QUICK, *ALONE, *SLOW]
+
+
+def test_the_quick_tier_takes_one_case_of_every_test_and_whole_folders() -> None:
+    taken = tiers.quick(IDS, SLOW)
+    assert len(taken & set(MANY)) == 1
+    assert taken >= {*QUICK, *ALONE}
+    assert not taken & set(SLOW)
+    assert taken == tiers.quick(IDS, SLOW)
+
+
+def test_tests_take_different_cases_so_that_together_they_meet_all() -> None:
+    taken = {name.partition("[")[2] for name in tiers.quick(OTHERS, ())}
+    assert len(taken) > 3
+
+
+def test_a_test_whose_chosen_case_is_slow_takes_another() -> None:
+    (chosen,) = tiers.quick(MANY, ())
+    (other,) = tiers.quick(MANY, [chosen])
+    assert other != chosen
+
+
+def test_a_file_that_a_change_reaches_runs_whole_with_its_slow_tests() -> None:
+    assert tiers.quick(IDS, SLOW, ["tests/cli/test_x.py"]) >= {SLOW[0]}
+    assert set(MANY) <= tiers.quick(IDS, SLOW, ["tests/torch_backend/test_x.py"])
+
+
+@pytest.mark.parametrize(
+    ("changed", "reached"),
+    [
+        ("packing_core/planning/plan.py", "tests/packing_core/test_plan.py"),
+        ("torch_backend/patching.py", "tests/torch_backend/test_patch.py"),  # by its public name
+        ("tests/torch_backend/models.py", "tests/torch_backend/test_patch.py"),
+        ("tests/house/test_tiers.py", "tests/house/test_tiers.py"),
+    ],
+)
+def test_a_change_reaches_the_tests_that_import_it(changed: str, reached: str) -> None:
+    assert reached in tiers.reached([changed])
+
+
+def test_a_page_of_the_docs_reaches_no_test() -> None:
+    assert not tiers.reached(["README.md", "docs/data.md"])
+
+
+@pytest.mark.parametrize("of", [1, 2, 6])
+def test_shards_hold_every_file_once_and_are_of_about_equal_time(of: int) -> None:
+    durations = tiers.recorded()
+    parts = [tiers.shard(durations, durations, number, of) for number in range(1, of + 1)]
+    assert sorted(file for part in parts for file in part) == sorted(durations)
+    loads = [sum(durations[file] for file in part) for part in parts]
+    assert max(loads) <= max(1.1 * sum(loads) / of, max(durations.values()))
+
+
+def test_every_recorded_file_exists() -> None:
+    assert all((ROOT / file).exists() for file in tiers.recorded())
+
+
+def test_durations_add_up_over_the_tests_and_fixtures_of_a_file() -> None:
+    lines = [
+        '{"id": "tests/a/test_x.py::test_a[1]", "outcome": "fixture", "seconds": 2.0}',
+        '{"id": "tests/a/test_x.py::test_a[1]", "outcome": "passed", "seconds": 0.5}',
+        '{"id": "tests/a/test_y.py::test_b", "outcome": "failed", "seconds": 1.0}',
+    ]
+    assert seconds_by_file(lines) == {"tests/a/test_x.py": 2.5, "tests/a/test_y.py": 1.0}
+
+
+def test_a_run_is_recorded_as_it_goes_and_a_late_test_fails_by_name(tmp_path: Path) -> None:
+    record, file = tmp_path / "record.jsonl", tmp_path / "test_timed.py"
+    file.write_text("import time\ndef test_late():\n    time.sleep(30)\ndef test_after():\n    pass\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "--rootdir", str(tmp_path), str(file)]
+    assert run([*command, "--record", str(record), "--limit", "1"], cwd=ROOT).returncode == 1
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    assert [(line["id"].partition("::")[2], line["outcome"]) for line in lines if line["outcome"] != "fixture"] == [
+        ("test_late", "failed"),
+        ("test_after", "passed"),
+    ]
+    assert "took longer than 1 s" in lines[1]["error"]
