@@ -67,8 +67,10 @@ def unpad(model: Model, *, implementation: str | Sequence[str] = "auto", verify:
 
     A call with ``input_ids`` and an ``attention_mask`` [B, S] takes the padding out, runs one packed row, and returns
     what the caller expects: values per token at their places [B, S, ...] with zeros at padding, and values per document
-    as they are. Real tokens are counted on the device and read once per call. Calls without a mask, or with a cache,
-    run as before, and so do all after :func:`unpatch`.
+    as they are. Real tokens are counted on the device and read once per call. Calls without such a mask, calls that ask
+    for a cache or for attention weights, and images of M-RoPE models without positions run padded as before, and so do
+    all after :func:`unpatch`. Where a padded call would make a cache without being asked for one, ``past_key_values``
+    raises when it is read.
 
     Args:
         model: anything that holds a transformers model, such as a ``SentenceTransformer`` or ``CrossEncoder``.

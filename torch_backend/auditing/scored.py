@@ -204,7 +204,7 @@ def _alone(stock: Any, kwargs: Batch, row: int, per_token: bool) -> Any:
     }
     output = stock(**alone)
     for name, value in output.items() if per_token else ():
-        if (returned := padded.returned(value)) is not value:
+        if (returned := padded.returned(name, value)) is not value:
             output[name] = returned
     return output
 

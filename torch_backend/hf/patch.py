@@ -148,6 +148,11 @@ class Patched:
         return execution_device(self.root)
 
     @property
+    def numbers_tokens(self) -> bool:
+        """Whether every document runs at positions of the model's own counting, whatever a batch says."""
+        return self.route == "documents" or self.numbering is not None
+
+    @property
     def layers(self) -> dict[str, nn.Module]:
         """Everything that must receive the segments, by name."""
         return {**self.attention, **self.mixers}
@@ -362,7 +367,7 @@ class Patched:
             segments,
             self.guard,
             labels="document" if self.rows.head == "document" else "next" if self.shifted else "token",
-            renumbered=self.route == "documents" or self.numbering is not None,
+            renumbered=self.numbers_tokens,
             axes=self.route != "documents" and not self.rotaries and has_position_axes(self.decoder.config),
             wait=wait,
         )

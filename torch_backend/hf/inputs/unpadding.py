@@ -6,8 +6,8 @@ where outputs predict the next token, [B, S - 1]. The caller sees the shapes tha
 loss that reads rows of a padded batch, whatever it does with them, stays as it is.
 
 Only calls that ask for it are changed: those with ``document_lengths``, which a collator adds, and those with TRL's
-``fused_lm_head=True``; all that are padded after ``torch_backend.unpad(model)``. Generation and every other call run as
-before.
+``fused_lm_head=True``; all that are padded after ``torch_backend.unpad(model)``, except those that ask for something
+that a packed row does not have (a cache, attention weights). Generation and every other call run as before.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from packing_core.batches.stored import IGNORE_INDEX
-from packing_core.errors import LayoutError, PackingError
+from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
+from torch_backend.hf.anatomy.encoders import is_encoder
+from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.inputs.arguments import CACHES, as_keywords, forward_names
 from torch_backend.hf.inputs.boundaries import is_packed
-from torch_backend.hf.patch import state_of
+from torch_backend.hf.inputs.no_cache import NoCache
+from torch_backend.hf.patch import Patched, state_of
 from torch_backend.segments import to_device
 
 LENGTHS = "document_lengths"  # key of a batch: real tokens of each row, a tuple of ints on the host
@@ -38,6 +41,9 @@ _STATE = "_crosspack_unpadding"
 PAIRS, SINGLE, GENERATING = ("DPOTrainer", "RewardTrainer"), ("KTOTrainer",), ("GRPOTrainer", "RLOOTrainer")
 _OTHER_FORMULA = ("GMPOTrainer",)  # subclasses of them in TRL that change the formula of the loss alone
 _OF_DOCUMENTS = ("pooler_output",)  # outputs that are one for each document already
+_OF_IMAGES = ("image_hidden_states", "video_hidden_states")  # outputs that are one for each image
+_OF_CACHES = ("rope_deltas",)  # outputs for calls with a cache alone
+_FLAT = ("router_logits",)  # outputs [T, ...] of all tokens, without an axis of rows
 _NOT_OF_THE_MODEL = ("margin",)  # what RewardTrainer hands on to the model with the rest of its batch
 
 
@@ -99,8 +105,8 @@ class LengthsCollator:
 
 
 def lengths_of(mask: Tensor) -> tuple[int, ...]:
-    """Real tokens of each row of an attention mask [B, S]."""
-    return tuple(mask.sum(1).tolist())
+    """Real tokens of each row of an attention mask [B, S] of any dtype."""
+    return tuple((mask != 0).sum(1).tolist())
 
 
 @dataclass(frozen=True)
@@ -129,9 +135,18 @@ class Padded:
         places = torch.nonzero_static(mask.flatten(), size=sum(lengths))[:, 0]
         return cls((mask.shape[0], mask.shape[1]), lengths, places)
 
+    def per_token(self, x: Any) -> bool:
+        """Whether an argument has a value per token: [B, S, ...] or [1, S, ...], or positions on axes, [3, B, S]."""
+        if not isinstance(x, Tensor) or x.ndim < 2:
+            return False
+        forms = [x.shape[:2], x.shape[1:]] if x.ndim == 3 else [x.shape[:2]]
+        return any(form in (self.shape, (1, self.shape[1])) for form in forms)
+
     def row(self, x: Tensor) -> Tensor:
-        """[B, S, ...] -> [1, T, ...]"""
-        return x.flatten(0, 1).index_select(0, self.places)[None]
+        """[B, S, ...] -> [1, T, ...]; what has one row for all, [1, S, ...], alike; [3, B, S] -> [3, 1, T]."""
+        if x.shape[1] != self.shape[1]:
+            return torch.cat([self.row(axis)[None] for axis in x])
+        return x.expand(*self.shape, *x.shape[2:]).flatten(0, 1).index_select(0, self.places)[None]
 
     def labels(self, x: Tensor) -> Tensor:
         """Labels [B, S] -> [1, T], with -100 for the first token of each document, which nothing predicts."""
@@ -145,11 +160,25 @@ class Padded:
         out = x.new_zeros(rows * width, *x.shape[2:]).index_put((places,), x[0])
         return out.unflatten(0, self.shape)[:, : width - missing]
 
-    def returned(self, x: Any) -> Any:
-        """An output of the model as the caller expects it: values per token go back to their places."""
+    def returned(self, name: str, x: Any) -> Any:
+        """An output of the model as the caller expects it: values per token go back to their places.
+
+        Raises:
+            UnsupportedModelError: it holds something else, which a packed row has in another shape.
+        """
+        if isinstance(x, tuple | list):  # of layers
+            return tuple(self.returned(name, each) for each in x)
+        if not isinstance(x, Tensor) or x.ndim == 0:
+            return x
         tokens = len(self.places)
-        per_token = isinstance(x, Tensor) and x.ndim > 1 and x.shape[0] == 1 and tokens - 1 <= x.shape[1] <= tokens
-        return self.back(x) if per_token else x
+        if name in _FLAT and len(x) == tokens:
+            return self.back(x[None]).flatten(0, 1)
+        if x.ndim > 1 and x.shape[0] == 1 and tokens - 1 <= x.shape[1] <= tokens:
+            return self.back(x)
+        raise UnsupportedModelError(
+            f"a call without padding returned {name} {list(x.shape)}, which is not a value for each of its {tokens:,} "
+            f"tokens: leave {name} out, or run this call on a model without crosspack.unpad"
+        )
 
 
 class _ThroughHooks:
@@ -180,19 +209,25 @@ class _Unpadding:
         self.active = True
         self.always = False
         self.in_hooks = False  # whether the hooks of the running call have begun, and its forward has not
+        # of the running call: whether a trainer asked for it, and what its caller expects beside the padding
+        self.by_trainer = self.as_tuple = self.caches = False
+        self.kept: int | None = None
         root.register_forward_pre_hook(self._take_out, with_kwargs=True, prepend=True)  # before the hook of the patch
         root.register_forward_hook(self._put_back, always_call=True)
 
     def _take_out(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.padded, self.in_hooks = None, True
         args, kwargs = as_keywords(self.names, args, kwargs)
+        NoCache.refuse(kwargs)
         lengths = kwargs.pop(LENGTHS, None)
         for name in [name for name in kwargs if name.endswith(LENGTHS)]:
             del kwargs[name]  # of another input of the same batch
-        every = self.always and not any(kwargs.get(name) is not None for name in CACHES)
-        asked = self.active and (every or lengths is not None or kwargs.get(SCORED))
         mask, ids, state = kwargs.get("attention_mask"), kwargs.get("input_ids"), state_of(root)
+        asked = self.active and (self.always or lengths is not None or kwargs.get(SCORED))
         if not asked or state is None or is_packed(kwargs) or ids is None or mask is None:
+            return args, kwargs
+        self.by_trainer = lengths is not None or bool(kwargs.get(SCORED))
+        if not self.by_trainer and _needs_padding(state, kwargs):
             return args, kwargs
         if mask.shape != ids.shape:
             raise LayoutError(f"attention_mask must be {list(ids.shape)} as input_ids, got {list(mask.shape)}")
@@ -200,10 +235,16 @@ class _Unpadding:
         self.padded = padded = Padded.of(mask, lengths or lengths_of(mask))
         for name in _NOT_OF_THE_MODEL:
             kwargs.pop(name, None)
-        labels = kwargs.get("labels")
-        row = {name: padded.row(x) for name, x in kwargs.items() if isinstance(x, Tensor) and x.shape[:2] == ids.shape}
-        if labels is not None and labels.shape == ids.shape:
-            row["labels"] = padded.labels(labels) if state.shifted else padded.row(labels)
+        labels = kwargs.pop("labels", None) if state.head == "document" else None  # of documents, however many
+        row = {name: padded.row(x) for name, x in kwargs.items() if padded.per_token(x)}
+        if state.shifted and "labels" in row:
+            row["labels"] = padded.labels(kwargs["labels"])
+        if labels is not None:
+            row["labels"] = labels
+        self.kept, self.as_tuple = kwargs.pop("logits_to_keep", None), not _option(root, kwargs, "return_dict", True)
+        if self.as_tuple:
+            kwargs["return_dict"] = True  # by whose names the outputs are put back
+        self.caches = _caches(root, state, kwargs) and not self.by_trainer
         return args, {**kwargs, **row, "packed_lengths": padded.lengths}
 
     def _put_back(self, root: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -211,11 +252,44 @@ class _Unpadding:
         if padded is None or output is None:
             return None
         state = state_of(root)
-        of_documents = ("logits", *_OF_DOCUMENTS) if state is not None and state.head == "document" else _OF_DOCUMENTS
+        as_they_are = {*_OF_DOCUMENTS, *_OF_IMAGES, *_OF_CACHES}
+        if state is not None and state.head == "document":
+            as_they_are.add("logits")
         for name, value in output.items():
-            if name not in of_documents and (returned := padded.returned(value)) is not value:
+            if name not in as_they_are and (returned := padded.returned(name, value)) is not value:
                 output[name] = returned
-        return output
+        if self.kept:
+            output["logits"] = output["logits"][:, -self.kept :]
+        if self.caches:
+            output = NoCache.in_place(output)
+        return output.to_tuple() if self.as_tuple else output
+
+
+def _option(root: Any, kwargs: Mapping[str, Any], name: str, default: bool) -> bool:
+    """What a call asks for: by its own argument, else by the model's config."""
+    given = kwargs.get(name)
+    return bool(getattr(root.config, name, default) if given is None else given)
+
+
+def _needs_padding(state: Patched, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call asks for what a packed row does not have, so that it runs padded as before."""
+    if any(kwargs.get(name) is not None for name in CACHES) or kwargs.get("use_cache"):
+        return True
+    if _option(state.root, kwargs, "output_attentions", False) or isinstance(kwargs.get("logits_to_keep"), Tensor):
+        return True
+    mask, positions = kwargs["attention_mask"], kwargs.get("position_ids")
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        return True
+    family = state.root.config.model_type
+    if family in M_ROPE and (positions is None or positions.ndim == 2):  # the model would number its images by the row
+        return any(kwargs.get(name) is not None for name in EXACT_KEYS[family] - {"mm_token_type_ids"})
+    return positions is not None and state.numbers_tokens
+
+
+def _caches(root: Any, state: Patched, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a padded call would have made a cache without being asked for one."""
+    wanted = kwargs.get("use_cache") is None and getattr(root.config.get_text_config(), "use_cache", False)
+    return bool(wanted) and not is_encoder(root.config, state.head)
 
 
 def _interrupted(mask: Tensor) -> Tensor:
