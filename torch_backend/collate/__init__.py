@@ -95,8 +95,8 @@ class PackedCollator:
             segments in source order (see :func:`torch_backend.reduce`), left out if a document is in the batch twice;
             for a model with a router loss ``attention_mask`` int64 [B, S], 0 at padding; and the user's own columns
             [B, S], int64, float32 or bool. A model that classifies documents gets ``labels`` [documents] or
-            [documents, C] in source order, or none, and columns of one number per document, such as a weight,
-            [documents] likewise.
+            [documents, C] in source order, and columns of one number per document, such as a weight, [documents]
+            likewise. One that classifies documents or tokens gets no ``labels`` if there are none.
 
         Raises:
             LayoutError: the features contradict each other, or a document is split or there twice and the model
@@ -111,7 +111,8 @@ class PackedCollator:
         return self._emit(self.pack(features))
 
     def _emit(self, batch: PackedBatch) -> Batch:
-        labeled = self.labels_every_token and self.masking is None
+        every_token = self.labels_every_token and self.masking is None
+        labeled = every_token and batch.labels is not None
         if labeled:
             batch = with_every_label(batch)
         if self.labels_documents:
@@ -120,8 +121,10 @@ class PackedCollator:
         view = make(max_seqlen=self.max_seqlen, bucket=self.bucket)
         emitted = _to_torch(view, rows=1 if self.padding_free else len(batch))
         emitted |= _documents(batch, view, needed=self.labels_documents)
+        if every_token:
+            del emitted[LABELS]
         if labeled:
-            emitted["labels"] = emitted.pop(EVERY_LABEL).long() + IGNORE_INDEX
+            emitted[LABELS] = emitted.pop(EVERY_LABEL).long() + IGNORE_INDEX
         if self.labels_documents:
             emitted = {name: x for name, x in emitted.items() if name != LABELS} | in_order(batch)
         if self.marks_padding:

@@ -21,6 +21,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from packing_core.batches.batch import PackedBatch
 from packing_core.batches.dataset import PackedDataset
 from packing_core.errors import LayoutError, PackingError
+from packing_core.hints import hinted
 from packing_core.planning.pieces import integer, positive
 from packing_core.streaming.state import join_states
 from packing_core.streaming.stream import PackStream, stream
@@ -100,6 +101,7 @@ class StreamedRows(IterableDataset[ReadyBatch]):
         PackingError: what ``stream`` raises.
     """
 
+    @hinted(stream)
     def __init__(
         self,
         source: Any,

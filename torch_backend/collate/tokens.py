@@ -12,7 +12,6 @@ from torch import Tensor
 
 from packing_core import PackedBatch
 from packing_core.batches.stored import IGNORE_INDEX
-from packing_core.errors import LayoutError
 
 # A token classifier's labels travel as a column, so that first tokens keep theirs; 0 is what is not trained.
 EVERY_LABEL = "_every_label"
@@ -20,8 +19,7 @@ EVERY_LABEL = "_every_label"
 
 def with_every_label(batch: PackedBatch) -> PackedBatch:
     """The batch with its labels, as they were given, in a column that is 0 where nothing is trained."""
-    if batch.labels is None:
-        raise LayoutError("a token classifier is trained on labels, one per token, and the documents have none")
+    assert batch.labels is not None
     trained = batch.segment_ids != 0
     if batch.loss_mask is not None:
         trained = trained & batch.loss_mask

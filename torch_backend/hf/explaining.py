@@ -70,7 +70,7 @@ def explain(model: Any) -> Explanation:
         return _explain_step(model)
     state = state_of(causal_lm(model))
     if state is None:
-        raise UnsupportedError(f"{type(model).__name__} is not patched: call torch_backend.patch(model) first")
+        raise UnsupportedError(f"{type(model).__name__} is not patched: call crosspack.patch(model) first")
     layers = [
         _explain_mixer(name, layer, state.choices.get(id(layer)), state.route == "documents")
         if name in state.mixers

@@ -18,14 +18,14 @@ from torch.utils.data import DataLoader, IterableDataset
 from packing_core import PackedBatch
 from packing_core.batches.columns import READ
 from packing_core.batches.marks import LENGTHS
-from packing_core.errors import PackingError
+from packing_core.errors import PackingError, first_line
 from packing_core.extras import require
 from packing_core.planning.balance import Cost
 from packing_core.planning.plan import Overflow
-from torch_backend.collate import FULL, PackedCollator
+from torch_backend.collate import FULL, BoundaryCollator, PackedCollator
 from torch_backend.collate.document_labels import NAMES
 from torch_backend.trainers.epoch_rows import EpochRows, RowBatches, RowStream
-from torch_backend.trainers.replaced import ReplacingCollator
+from torch_backend.trainers.replaced import ReplacingCollator, name_of
 
 logger = logging.getLogger(__name__)
 
@@ -66,11 +66,14 @@ def pack_training_data(
 
 
 def use_rows(trainer: Any, rows: EpochRows | RowStream | None) -> None:
-    """Let a trainer make its training dataloader of rows; None lets it make its own again."""
+    """Let a trainer make its training dataloader of rows, or make its own again (None), of packed batches alone."""
     if rows is not None:
         trainer.get_train_dataloader = partial(_dataloader, trainer, rows)
-    elif _makes_rows(vars(trainer).get("get_train_dataloader")):
+        return
+    method = vars(trainer).get("get_train_dataloader")
+    if _is_ours(method):
         del trainer.get_train_dataloader
+    trainer.get_train_dataloader = partial(_checked_dataloader, trainer, trainer.get_train_dataloader)
 
 
 def rows_of(trainer: Any) -> EpochRows | RowStream | None:
@@ -81,6 +84,62 @@ def rows_of(trainer: Any) -> EpochRows | RowStream | None:
 
 def _makes_rows(method: Any) -> bool:
     return isinstance(method, partial) and method.func is _dataloader
+
+
+def _is_ours(method: Any) -> bool:
+    return _makes_rows(method) or (isinstance(method, partial) and method.func is _checked_dataloader)
+
+
+class PackedOnly:
+    """A collator whose batches must be packed.
+
+    Args:
+        collator: makes the batches.
+        otherwise: what is wrong if they are not.
+    """
+
+    def __init__(self, collator: Any, otherwise: str) -> None:
+        self.collator = collator
+        self.otherwise = otherwise
+
+    def __call__(self, features: Any) -> Any:
+        """
+        Raises:
+            PackingError: the batch carries no segments.
+        """
+        if isinstance(self.collator, PackedCollator | BoundaryCollator):
+            return self.collator(features)
+        try:
+            batch = self.collator(features)
+        except Exception as error:  # such as that of a collator of documents that was given rows
+            raise PackingError(f"{self.otherwise} (it raised {first_line(error)})") from error
+        if not (isinstance(batch, Mapping) and "packed_lengths" in batch):
+            raise PackingError(self.otherwise)
+        return batch
+
+
+def _packed_only(trainer: Any) -> PackedOnly:
+    return PackedOnly(
+        trainer.data_collator,
+        f"{name_of(trainer.data_collator)} makes no packed batches, and is the data_collator since "
+        "enable_packing(trainer): call enable_packing(trainer) again",
+    )
+
+
+def _checked_dataloader(trainer: Any, method: Any) -> Any:
+    """A training dataloader that the trainer makes itself; its batches have to be packed."""
+    prepared = method()
+    loader = getattr(prepared, "base_dataloader", prepared)  # accelerate's hands calls on to the one inside
+    if isinstance(loader, DataLoader):
+        own = loader.collate_fn
+        loader.collate_fn = PackedOnly(
+            own,
+            f"{type(trainer).__name__}.get_train_dataloader collates by {name_of(own)}, whose batches are not packed: "
+            "let it pass collate_fn=self.data_collator",
+        )
+        if own is trainer.data_collator:
+            loader.collate_fn = _packed_only(trainer)
+    return prepared
 
 
 def _dataloader(trainer: Any, rows: EpochRows | RowStream) -> DataLoader[PackedBatch]:
@@ -98,7 +157,7 @@ def _dataloader(trainer: Any, rows: EpochRows | RowStream) -> DataLoader[PackedB
         options |= {"batch_size": size, "drop_last": args.dataloader_drop_last}
     else:
         options["batch_sampler"] = RowBatches(rows, size, drop_last=args.dataloader_drop_last)
-    loader = DataLoader(rows, collate_fn=trainer.data_collator, **options)
+    loader = DataLoader(rows, collate_fn=_packed_only(trainer), **options)
     prepared: DataLoader[PackedBatch] = trainer.accelerator.prepare(loader)
     # accelerate knows how many ranks read data of their own: all but those of tensor and context parallelism
     if isinstance(rows, RowStream):
@@ -159,7 +218,7 @@ def _why_batches_only(trainer: Any) -> str | None:
     stock, data = require("transformers", extra="hf").Trainer, trainer.train_dataset
     for method in ("get_train_dataloader", "_get_train_sampler"):
         own = vars(trainer).get(method)
-        if getattr(type(trainer), method) is not getattr(stock, method) or not (own is None or _makes_rows(own)):
+        if getattr(type(trainer), method) is not getattr(stock, method) or not (own is None or _is_ours(own)):
             return f"{type(trainer).__name__} has a {method} of its own"
     if trainer.accelerator.dataloader_config.split_batches:
         return "split_batches=True splits each batch over the ranks"

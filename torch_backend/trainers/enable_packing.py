@@ -17,19 +17,25 @@ import numpy as np
 from packing_core import PackedBatch
 from packing_core.batches.columns import READ
 from packing_core.batches.marks import MARKS, is_numbered
+from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError, UnsupportedError, first_line
+from packing_core.hints import hinted
 from packing_core.planning.plan import Overflow
 from torch_backend.auditing.trainer import refuse_cut_documents
 from torch_backend.collate import Batch, BoundaryCollator, PackedCollator
-from torch_backend.hf.anatomy.heads import labels_documents, predicts_masked, trains_first_token
+from torch_backend.collate.document_labels import LABELS, NAMES
+from torch_backend.hf.anatomy.heads import head_of, labels_documents, predicts_masked, trains_first_token
+from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.inputs.boundaries import refuse_split_rows
 from torch_backend.patching import patch
-from torch_backend.trainers import preference
+from torch_backend.trainers import preference, sft
 from torch_backend.trainers.dataloader import pack_training_data, use_rows
 from torch_backend.trainers.fast_step import has_own_loss, speed_up
+from torch_backend.trainers.neftune import add_noise_by_document
+from torch_backend.trainers.own_loss import warn_of_means
+from torch_backend.trainers.predictions import predict_documents
 from torch_backend.trainers.replaced import Replaced, ReplacingCollator, name_of
 from torch_backend.trainers.resuming import refuse_other_ranks
-from torch_backend.trainers.sft import warn_of_room
 
 Trainer = TypeVar("Trainer")
 
@@ -49,6 +55,7 @@ _PER_EXAMPLE = {
 }
 
 
+@hinted()
 def enable_packing(
     trainer: Trainer,
     *,
@@ -114,6 +121,7 @@ def enable_packing(
     refuse_split_rows(any_trainer.accelerator.parallelism_config)
     any_trainer._set_signature_columns_if_needed()
     collator, rows = _packing_collator(any_trainer, capacity, overflow), None
+    _refuse_untrained(any_trainer, collator)
     if isinstance(collator, PackedCollator):
         if collator.labels_documents and overflow == "split":
             raise PackingError(
@@ -129,9 +137,14 @@ def enable_packing(
     refuse_other_ranks(any_trainer, rows)
     # accelerate would let the first rank read for all and concatenate batches, which plain ints cannot be.
     any_trainer.accelerator.dataloader_config.dispatch_batches = False
-    warn_of_room(any_trainer)
+    sft.warn_of_room(any_trainer)
+    warn_of_means(any_trainer, has_own_loss(any_trainer))
+    add_noise_by_document(any_trainer)
     if fast:
         speed_up(any_trainer)
+    elif sft.defines(any_trainer, "compute_loss") and isinstance(collator, PackedCollator):
+        collator.marks_padding = True  # or TRL would count the tokens of one row alone
+    predict_documents(any_trainer)
     return trainer
 
 
@@ -153,6 +166,7 @@ def _refuse_trainer(trainer: Any) -> None:
     if any(getattr(trainer, field, None) is None for field in needed):
         raise PackingError(f"{name} is not a transformers.Trainer: pass one that is built, with its model")
     refuse_cut_documents(trainer.args)
+    head_of(causal_lm(trainer.model))
 
 
 def _packing_collator(trainer: Any, capacity: int | None, overflow: Overflow) -> PackedCollator | BoundaryCollator:
@@ -189,6 +203,34 @@ def _packing_collator(trainer: Any, capacity: int | None, overflow: Overflow) ->
     if replaced.gives_mask and has_own_loss(trainer):
         replacing.marks_padding = True  # which that loss may read
     return replacing
+
+
+def _refuse_untrained(trainer: Any, collator: PackedCollator | BoundaryCollator) -> None:
+    """Raise if the training data lack labels that the model needs, or have none that is trained."""
+    data, packs = trainer.train_dataset, PackedCollator(trainer.model)
+    if not hasattr(data, "__len__") or len(data) == 0 or getattr(collator, "masking", None) is not None:
+        return
+    for example in data:
+        if isinstance(example, PackedBatch):
+            batch = example
+        elif isinstance(collator, ReplacingCollator):
+            batch = packs.pack([collator.replaced.example(example)])
+        else:
+            batch = packs.pack([{name: example[name] for name in ("input_ids", *NAMES, *READ) if name in example}])
+        labels: Any = batch.targets
+        if packs.labels_documents or packs.labels_every_token:
+            labels = batch.per_document.get(LABELS) if packs.labels_documents else batch.labels
+        if labels is None:
+            way = ", or pass data_collator=DataCollatorForLanguageModeling(tokenizer)"
+            way = f"add a column labels{way if predicts_masked(trainer.model) else ''}"
+            model = type(causal_lm(trainer.model)).__name__
+            raise LayoutError(f"the training data have no labels, which {model} needs: {way}")
+        if labels.dtype.kind == "f" or (labels != IGNORE_INDEX).any():
+            return
+    raise LayoutError(
+        "no token of the training data is trained, by its labels and masks, so every step would have the loss 0: "
+        "give -100 to the labels of prompts alone"
+    )
 
 
 def _columns_read(trainer: Any) -> list[str]:

@@ -18,7 +18,8 @@ from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 from packing_core import PackedBatch, PackedDataset, stream
 from packing_core.batches.columns import Documents, documents_of, read_examples, stream_documents
 from packing_core.batches.dataset import with_empty_row
-from packing_core.errors import PackingError
+from packing_core.batches.stored import IGNORE_INDEX
+from packing_core.errors import LayoutError, PackingError, plural
 from packing_core.planning.balance import Cost, ShardedPlan
 from packing_core.planning.epochs import plan_epoch
 from packing_core.planning.plan import Overflow
@@ -27,6 +28,7 @@ from torch_backend.trainers.hf_dataset import arrow_documents
 from torch_backend.trainers.replaced import Replaced
 
 READ_AT_ONCE = 256  # examples of a stream
+TRIED = 64  # rows of a stream of which one has to train something
 
 
 class EpochRows(Dataset[PackedBatch]):
@@ -234,9 +236,18 @@ class RowStream(IterableDataset[PackedBatch]):
         assert worker is None or worker.num_workers == 1, "one stream has one reader"
         rows = 0
         last = None
+        trained = False
         for last in stream(self._open, self.capacity, seed=self.seed + self.epoch, **self.options):
             rows += 1
+            trained = trained or bool((last.targets != IGNORE_INDEX).any())
+            if not trained and rows == TRIED:
+                break
             yield last
+        if rows and not trained:
+            raise LayoutError(
+                f"no token of the first {plural(rows, 'row')} is trained, by their labels and masks, so every step "
+                "would have the loss 0: give -100 to the labels of prompts alone"
+            )
         for _ in range(-rows % self.group):
             assert last is not None
             yield with_empty_row(last[:0])

@@ -217,8 +217,8 @@ def _why_not_layers(trainer: Any) -> str | None:
     args, collator = trainer.args, trainer.data_collator
     if trainer.is_deepspeed_enabled:
         return "DeepSpeed partitions the model"
-    if trainer.neftune_noise_alpha is not None:
-        return "the noise of NEFTune depends on the shape of a batch"
+    if args.neftune_noise_alpha is not None:
+        return "the noise of NEFTune depends on the documents of a batch"
     if getattr(args, "activation_offloading", False):
         return "activations are offloaded"
     if not isinstance(collator, PackedCollator) and _tokens(trainer) is None:

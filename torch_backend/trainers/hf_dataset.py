@@ -19,11 +19,13 @@ from packing_core import PackedDataset, PackPlan, plan
 from packing_core.batches.columns import READ, Documents, read_columns
 from packing_core.errors import LayoutError
 from packing_core.extras import require
+from packing_core.hints import hinted
 
 BLOCK_TOKENS = 1 << 20  # tokens copied and written at a time, in whole rows
 RULES = 2  # raise it whenever the same arguments give other rows, so that no cached file of before is read
 
 
+@hinted(plan)
 def pack_dataset(dataset: Any, capacity: int, *, labels: bool = True, **plan_options: Any) -> Any:
     """Pack a whole tokenised dataset into rows, for trainers that insist on a ``datasets.Dataset``.
 
@@ -53,6 +55,12 @@ def pack_dataset(dataset: Any, capacity: int, *, labels: bool = True, **plan_opt
         PackingError: what ``packing_core.plan`` and ``packing_core.pack`` raise.
     """
     datasets = require("datasets", extra="hf")
+    if not isinstance(dataset, datasets.Dataset):
+        way = "convert it by datasets.Dataset.from_list" if isinstance(dataset, list | tuple) else "choose one split"
+        way = "use crosspack.stream" if isinstance(dataset, datasets.IterableDataset) else way
+        raise LayoutError(f"pack_dataset takes a datasets.Dataset, and this is a {type(dataset).__name__}: {way}")
+    if len(dataset) == 0:
+        raise LayoutError("the dataset is empty: there is nothing to pack")
     if "input_ids" not in dataset.column_names:
         raise LayoutError(f"the dataset has no input_ids, only {', '.join(dataset.column_names)}: tokenise it first")
     options = {"capacity": capacity, **plan_options}

@@ -261,7 +261,7 @@ def check_labels(
     def error(i: int) -> PackingError:
         return LayoutError(
             f"{name} train the first token of segment {i + 1}, which the last token of segment {i} would predict: set "
-            f"it to {IGNORE_INDEX}, or wrap the collator, torch_backend.with_boundaries(collator), which does"
+            f"it to {IGNORE_INDEX}, or wrap the collator, crosspack.with_boundaries(collator), which does"
         )
 
     guard.check(name, find, error, wait=wait)
@@ -318,7 +318,7 @@ def refuse_without_carrier(module: Any, kwargs: Mapping[str, Any]) -> None:
         raise UnsupportedModelError(
             f"{type(module).__name__} was given {parts[0]}, but its model is not patched and would let documents see "
             f"each other: its config, copied from a patched model, names {module.config._attn_implementation!r}. Call "
-            "torch_backend.patch on this model too"
+            "crosspack.patch on this model too"
         )
 
 

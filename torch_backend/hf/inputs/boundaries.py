@@ -32,7 +32,7 @@ METADATA_KEYS = (
 )
 PAGED_CACHE = "cache"  # of transformers' continuous batching
 WAY_OUT = (
-    "let PackedCollator build the batches, or wrap the present collator, torch_backend.with_boundaries(collator), "
+    "let PackedCollator build the batches, or wrap the present collator, crosspack.with_boundaries(collator), "
     "which marks the boundaries that it hints at"
 )
 

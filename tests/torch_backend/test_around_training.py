@@ -1,0 +1,234 @@
+"""What a trainer does around a packed step: its noise, evaluation, data loader and a loss of its own."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from packing_core.errors import KeywordError, LayoutError, PackingError, UnsupportedModelError
+from tests.torch_backend.models import error
+from tests.torch_backend.test_document_heads import classifier
+from tests.torch_backend.test_enable_packing import enabled
+from tests.torch_backend.test_encoders import encoder
+from tests.torch_backend.test_replaced_collator import IDS, pads, plain
+from tests.torch_backend.test_trainer import CAPACITY, arguments, datasets, llama, tiny_tokenizer
+from torch_backend import StreamedRows, enable_packing, pack_dataset
+
+LABELS = [[token % 3 for token in ids] for ids in IDS]
+
+
+# Noise.
+
+
+def test_the_noise_of_neftune_follows_the_length_of_each_document(tmp_path: Any) -> None:
+    built = enabled(plain(tmp_path, None, neftune_noise_alpha=5.0, max_steps=1), capacity=CAPACITY)
+    embedding, batches, embedded = built.model.get_input_embeddings(), [], []
+    weights = embedding.weight.detach().clone()
+    collator = built.data_collator
+    built.data_collator = lambda rows: batches.append(collator(rows)) or batches[-1]
+    first = built.model.model.layers[0]
+    hook = first.register_forward_pre_hook(lambda _, args: embedded.append(args[0].detach().clone()))
+    built.train()
+    hook.remove()
+    batch = batches[0]
+    noise = (embedded[0] - weights[batch["input_ids"]]).abs().flatten(0, 1).split(batch["packed_lengths"])
+    assert len({len(document) for document in noise}) > 3
+    for document in noise:
+        largest = 5.0 / (len(document) * weights.shape[1]) ** 0.5
+        assert 0.9 * largest < float(document.max()) <= largest * 1.0001
+    ids = torch.tensor([IDS[0]])
+    assert torch.equal(embedding.train()(ids), embedding.weight[ids]), "the noise ends with the training"
+
+
+# Evaluation.
+
+
+def with_evaluation(path: Any, model: Any, data: Any, collator: Any) -> Any:
+    def metrics(prediction: Any) -> dict[str, Any]:
+        return {"logits": np.asarray(prediction.predictions), "labels": np.asarray(prediction.label_ids)}
+
+    args = arguments(transformers.TrainingArguments, path, per_device_eval_batch_size=7)
+    options = {"data_collator": collator, "train_dataset": data, "eval_dataset": data, "compute_metrics": metrics}
+    return transformers.Trainer(model, args, **options)
+
+
+@pytest.mark.parametrize("what", ["tokens", "next token"])
+def test_predictions_have_a_row_for_each_document(tmp_path: Any, what: str) -> None:
+    tokens = what == "tokens"
+    data = datasets.Dataset.from_dict({"input_ids": IDS[:20], "labels": LABELS[:20] if tokens else IDS[:20]})
+    collator = transformers.DataCollatorForTokenClassification(tiny_tokenizer()) if tokens else pads
+
+    def make() -> Any:
+        return classifier("qwen3", auto=transformers.AutoModelForTokenClassification) if tokens else llama()
+
+    stock = with_evaluation(tmp_path, make(), data, collator).predict(data)
+    found = enabled(with_evaluation(tmp_path, make(), data, collator), capacity=CAPACITY).predict(data)
+    assert found.predictions.shape == stock.predictions.shape and found.label_ids.shape == stock.label_ids.shape
+    for number, ids in enumerate(IDS[:20]):
+        pair = [torch.from_numpy(each.predictions[number, : len(ids)]) for each in (found, stock)]
+        assert error(*pair) <= 1e-5
+        assert (found.predictions[number, len(ids) :] == -100).all()
+        skipped = 0 if tokens else 1
+        assert (found.label_ids[number, skipped:] == stock.label_ids[number, skipped:]).all()
+
+
+def test_token_classifiers_predict_what_has_no_labels(tmp_path: Any) -> None:
+    model = classifier("qwen3", auto=transformers.AutoModelForTokenClassification)
+    data = datasets.Dataset.from_dict({"input_ids": IDS[:20], "labels": LABELS[:20]})
+    collator = transformers.DataCollatorForTokenClassification(tiny_tokenizer())
+    built = enabled(with_evaluation(tmp_path, model, data, collator), capacity=CAPACITY)
+    built.compute_metrics = None
+    found = built.predict(data.remove_columns("labels"))
+    assert found.predictions.shape == (20, max(map(len, IDS[:20])), 3) and found.label_ids is None
+    assert error(torch.from_numpy(found.predictions), torch.from_numpy(built.predict(data).predictions)) <= 1e-6
+
+
+# Data that train nothing.
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_labels_that_are_all_ignored_are_refused(tmp_path: Any, streamed: bool) -> None:
+    data = datasets.Dataset.from_dict({"input_ids": IDS, "labels": [[-100] * len(ids) for ids in IDS]})
+    built = plain(tmp_path, None, data=data.to_iterable_dataset() if streamed else data, max_steps=20)
+    with pytest.raises(LayoutError, match=r"no token of the (training data|first \d+ rows) is trained"):
+        enabled(built, capacity=CAPACITY).train()
+
+
+def test_labels_that_are_all_ignored_are_refused_where_the_collator_packs(tmp_path: Any) -> None:
+    data = datasets.Dataset.from_dict({"input_ids": IDS, "labels": [[-100] * len(ids) for ids in IDS]})
+    with pytest.raises(LayoutError, match="no token of the training data is trained"):
+        enabled(plain(tmp_path, transformers.DataCollatorWithFlattening(), data=data))
+
+
+def test_a_masked_language_model_without_a_collator_that_hides_tokens_says_which(tmp_path: Any) -> None:
+    model = encoder("bert", transformers.AutoModelForMaskedLM)
+    with pytest.raises(LayoutError, match="no labels, which BertForMaskedLM needs.*DataCollatorForLanguageModeling"):
+        enabled(plain(tmp_path, None, model, {"input_ids": IDS}), capacity=CAPACITY)
+
+
+def test_a_model_that_answers_questions_is_refused_by_name(tmp_path: Any) -> None:
+    model = encoder("bert", transformers.AutoModelForQuestionAnswering)
+    data = {"input_ids": IDS, "start_positions": [0] * 100, "end_positions": [1] * 100}
+    with pytest.raises(UnsupportedModelError, match="BertForQuestionAnswering .* predicts one span for each row"):
+        enabled(plain(tmp_path, None, model, data), capacity=CAPACITY)
+
+
+def test_a_data_set_without_examples_says_so(tmp_path: Any) -> None:
+    with pytest.raises(PackingError, match="neither a train_dataset nor an eval_dataset with examples"):
+        enabled(plain(tmp_path, None, data=datasets.Dataset.from_dict({"input_ids": []})), capacity=CAPACITY)
+
+
+# Data loaders.
+
+
+class OwnLoader(transformers.Trainer):
+    """Makes its batches itself."""
+
+    collate: Any = staticmethod(pads)
+
+    def get_train_dataloader(self) -> Any:
+        collate = self.collate or self.data_collator
+        data = self.train_dataset.select_columns(["input_ids", "labels"])
+        return self.accelerator.prepare(torch.utils.data.DataLoader(data, batch_size=4, collate_fn=collate))
+
+
+def test_a_data_loader_that_pads_is_not_taken_for_one_that_packs(tmp_path: Any) -> None:
+    built = enabled(plain(tmp_path, pads, kind=OwnLoader))
+    with pytest.raises(PackingError, match="OwnLoader.get_train_dataloader collates by pads, whose batches are not"):
+        built.train()
+
+
+def test_a_data_loader_that_asks_the_trainer_for_its_collator_packs(tmp_path: Any) -> None:
+    built = enabled(plain(tmp_path, pads, kind=type("Asks", (OwnLoader,), {"collate": None})))
+    assert enabled(built) is built
+    built.train()
+    assert built.state.global_step == 3
+
+
+@pytest.mark.parametrize("capacity", [CAPACITY, None])
+def test_a_collator_that_is_exchanged_afterwards_is_refused(tmp_path: Any, capacity: int | None) -> None:
+    """Both where rows are packed ahead, and where the collator packed each batch."""
+    built = plain(tmp_path, pads if capacity else transformers.DataCollatorWithFlattening())
+    enabled(built, capacity=capacity)
+    built.data_collator = pads
+    with pytest.raises(PackingError, match=r"pads makes no packed batches.*call enable_packing\(trainer\) again"):
+        built.train()
+    enabled(built, capacity=CAPACITY).train()
+
+
+# A loss of one's own.
+
+
+class Means(transformers.Trainer):
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+class Counts(transformers.Trainer):
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def ignores_count(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    return outputs.logits.float().mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "warned"),
+    [
+        (Means, {}, "Means.compute_loss does not read num_items_in_batch"),
+        (Means, {"gradient_accumulation_steps": 1}, None),
+        (Counts, {}, None),
+        (transformers.Trainer, {}, None),
+        (transformers.Trainer, {"func": ignores_count}, "compute_loss_func does not read num_items_in_batch"),
+    ],
+)
+def test_a_loss_that_is_a_mean_of_means_is_told(
+    tmp_path: Any, caplog: Any, kind: Any, options: Any, warned: Any
+) -> None:
+    options = dict(options)
+    func = options.pop("func", None)
+    built = plain(tmp_path, pads, kind=kind, **options)
+    built.compute_loss_func = func
+    with caplog.at_level(logging.WARNING):
+        enabled(built, capacity=CAPACITY)
+    found = [x.getMessage() for x in caplog.records if "num_items_in_batch" in x.getMessage()]
+    assert [warned in message for message in found] == [True] if warned else not found
+
+
+# Options.
+
+
+def test_unknown_options_name_the_right_ones(tmp_path: Any) -> None:
+    data = datasets.Dataset.from_dict({"input_ids": IDS})
+    for call in (
+        lambda: enable_packing(plain(tmp_path, None), max_length=8),
+        lambda: pack_dataset(data, max_seq_length=8),
+        lambda: StreamedRows(IDS, max_length=8),
+    ):
+        with pytest.raises(KeywordError, match=r"^\w+\(\) has no argument 'max_\w*length': pass capacity=$"):
+            call()
+    with pytest.raises(KeywordError, match=r"pack_dataset\(\) has no argument 'nonsense'"):
+        pack_dataset(data, 32, nonsense=1)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([{"input_ids": [5, 6]}], r"this is a list: convert it by datasets.Dataset.from_list"),
+        (datasets.DatasetDict({"train": datasets.Dataset.from_dict({"input_ids": IDS})}), "choose one split"),
+        (datasets.Dataset.from_dict({"input_ids": IDS}).to_iterable_dataset(), "use crosspack.stream"),
+        (datasets.Dataset.from_dict({"input_ids": []}), "the dataset is empty"),
+    ],
+)
+def test_pack_dataset_says_what_it_takes(data: Any, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        pack_dataset(data, 32)

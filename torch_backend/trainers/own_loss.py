@@ -1,0 +1,44 @@
+"""A loss of a trainer's own: whether it divides by the targets of the whole step, as the mean over documents does."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+COUNT = "num_items_in_batch"  # the argument by which transformers hands the step's targets to a loss
+
+
+def warn_of_means(trainer: Any, own_loss: bool) -> None:
+    """Log where a step adds up means of micro-batches, whose documents then weigh more in a row that holds few targets.
+
+    Args:
+        trainer: the trainer.
+        own_loss: whether its ``compute_loss`` is one of its own.
+    """
+    name = f"{type(trainer).__name__}.compute_loss" if own_loss else "compute_loss_func"
+    loss = trainer.compute_loss if own_loss else trainer.compute_loss_func
+    micro_batches = trainer.args.gradient_accumulation_steps * trainer.args.world_size
+    if loss is None or micro_batches == 1 or reads_count(loss):
+        return
+    logger.warning(
+        "%s does not read %s, so a step takes the loss of each of its %d micro-batches by itself, and packed rows hold "
+        "unequal numbers of targets: sum the losses of the tokens and divide by %s, to train the mean over the step",
+        *(name, COUNT, micro_batches, COUNT),
+    )
+
+
+def reads_count(loss: Callable[..., Any]) -> bool:
+    """Whether a function uses its argument ``num_items_in_batch``, or hands on the keywords that hold it."""
+    function = inspect.unwrap(getattr(loss, "__func__", loss))
+    code = getattr(function, "__code__", None)
+    if code is None:  # a partial or an object, whose code is elsewhere
+        return True
+    keywords = [p.name for p in inspect.signature(function).parameters.values() if p.kind == p.VAR_KEYWORD]
+    wanted = {COUNT} if COUNT in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] else {*keywords}
+    loads = (i for i in dis.get_instructions(code) if i.opname.startswith("LOAD"))
+    return any(wanted & {*(i.argval if isinstance(i.argval, tuple) else (i.argval,))} for i in loads)
