@@ -43,6 +43,11 @@ def axes(*rows: list[int]) -> Tensor:
         ({"position_ids": RESTARTING.expand(3, -1, -1)}, "position_ids restart inside a row"),
         ({"position_ids": torch.stack([RESTARTING, *[GROWING] * 3])}, "position_ids restart inside a row"),
         ({"position_ids": OF_ONE_TOKEN}, r"position_ids restart inside a row \(row 0, token 1\)"),
+        ({"position_ids": torch.tensor([[0, 1, 2, 3, 4, 0]] * 2)}, r"\(row 0, token 5\)"),  # the last has one token
+        ({"position_ids": torch.tensor([[4, 5, 6, 0, 1, 2]] * 2)}, r"\(row 0, token 3\)"),  # a later piece first
+        ({"position_ids": RESTARTING + 2}, r"\(row 0, token 3\)"),  # as RoBERTa counts
+        ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 1]] * 2)}, r"\(row 0, token 3\)"),  # padding without a mask
+        ({"position_ids": torch.tensor([[0, 1, 1, 0, 1, 2]] * 2)}, r"\(row 0, token 3\)"),
         ({"position_ids": torch.stack([OF_ONE_TOKEN, *[GROWING] * 3])}, "position_ids restart inside a row"),
         (
             {"attention_mask": torch.tensor([[1, 1, 1, 2, 2, 2]] * 2)},
@@ -70,13 +75,29 @@ def test_a_batch_that_looks_packed_and_carries_no_segments_is_refused(
     [
         {"position_ids": GROWING},
         {"position_ids": GROWING + 100},
+        {"position_ids": torch.tensor([[0, 0, 1, 1, 2, 2]] * 2)},
+        {"position_ids": torch.tensor([[0, 1, 2, 2, 1, 3]] * 2), "attention_mask": torch.ones(2, 6)},
+        {"position_ids": GROWING.flip(1)},
+        {"position_ids": torch.zeros(1, 6, dtype=torch.long)},
         {"attention_mask": torch.tensor([[1] * 6, [1, 1, 1, 0, 0, 0]])},
         {"attention_mask": torch.tensor([[True] * 6, [False] * 2 + [True] * 4])},
         left_padded(),
         {"attention_mask": torch.zeros(2, 1, 6, 6), "position_ids": RESTARTING},
         {"attention_mask": torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()},
     ],
-    ids=["positions", "offset", "right_padding", "left_padding_mask", "left_padding", "4d_and_positions", "4d"],
+    ids=[
+        "positions",
+        "offset",
+        "in_pairs",
+        "to_and_fro",
+        "falling",
+        "equal",
+        "right_padding",
+        "left_padding_mask",
+        "left_padding",
+        "4d_and_positions",
+        "4d",
+    ],
 )
 def test_a_batch_that_is_not_packed_is_left_alone(change: dict[str, Any], train: bool) -> None:
     model = tiny("llama").train(train)

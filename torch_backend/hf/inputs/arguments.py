@@ -335,15 +335,28 @@ def _says_nothing_of_segments(mask: Any, positions: Tensor) -> bool:
 
 
 def _restarts(positions: Tensor, mask: Tensor | None) -> Tensor:
-    """bool [B, S - 1]: where the token after this one, neither of them padding, starts anew."""
-    steps = positions[..., 1:] - positions[..., :-1]
-    if positions.ndim == 2:
-        found = steps <= 0
-    elif len(positions) == 4:  # the text's own positions stand before the three axes
-        found = steps[0] <= 0
-    else:  # inside a document one axis at least stays or grows, at the end of an image or of a video frame too
-        found = (steps < 0).all(0)
+    """bool [B, S - 1]: where the token after this one, neither of them padding, starts a document anew."""
+    if positions.ndim == 2 or len(positions) == 4:  # the text's own positions stand before the three axes
+        return _counts_anew(positions if positions.ndim == 2 else positions[0], mask)
+    # inside a document one axis at least stays or grows, at the end of an image or of a video frame too
+    found = (positions[..., 1:] < positions[..., :-1]).all(0)
     return found if mask is None else found & (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
+
+
+def _counts_anew(positions: Tensor, mask: Tensor | None) -> Tensor:
+    """bool [B, S - 1]: where positions [B, S] return to 0, or to the first one of their row, and count on from there.
+
+    Positions that only repeat (0, 0, 1, 1) or fall (3, 2, 1, 0) start no document. One of a single token repeats a
+    position too (0, 0, 1, 2), so a repetition starts one where the whole row consists of documents that count by one.
+    """
+    real = torch.ones_like(positions) if mask is None else mask
+    positions, real = torch.broadcast_tensors(positions, real != 0)
+    before, after, both = positions[:, :-1], positions[:, 1:], real[:, :-1] & real[:, 1:]
+    first = positions.gather(1, real.int().argmax(1, keepdim=True))
+    returns, counts = (after <= before) & ((after == 0) | (after == first)), after == before + 1
+    grows_next = nn.functional.pad((both & (after > before))[:, 1:], (0, 1))
+    only_documents = (returns | counts | ~both).all(1, keepdim=True) & (counts & both).any(1, keepdim=True)
+    return both & returns & (only_documents | ((after < before) & grows_next))
 
 
 def _place(i: int, width: int, ahead: int = 0) -> str:
