@@ -200,6 +200,31 @@ def test_make_train_step_takes_labels_of_documents() -> None:
     assert all(error(p.detach(), stepped[n]) <= 1e-5 for n, p in model.named_parameters())
 
 
+def test_a_score_of_minus_100_is_a_target_wherever_targets_are_counted(tmp_path: Any) -> None:
+    """In a step, in parts of a step, and in a trainer's own count, as in the loss of the model."""
+    scores = [float(x) for x in range(12)]
+    scores[2] = -100.0
+    examples = [{"input_ids": x["input_ids"], "labels": y} for x, y in zip(data(12), scores, strict=True)]
+    stock = classifier("qwen3", "regression")
+    alone = [stock(torch.tensor([x["input_ids"]]), labels=torch.tensor([x["labels"]])).loss.detach() for x in examples]
+    want = torch.stack(alone).mean()
+    model = torch_backend.patch(classifier("qwen3", "regression"), verify=False)
+    collate = torch_backend.PackedCollator(model, capacity=CAPACITY)
+    parts = [collate(examples[:5]), collate(examples[5:])]
+    assert error(sum(model(**part, num_items_in_batch=torch.tensor(12)).loss.detach() for part in parts), want) <= 1e-5
+    step = torch_backend.make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    assert step.evaluate(parts)["tokens"] == 12
+    found = step(parts)
+    assert found["tokens"] == 12 and error(found["loss"], want) <= 1e-5
+    built = trainer(tmp_path)
+    built.model = classifier("qwen3", "regression")
+    built.train_dataset = built.eval_dataset = datasets.Dataset.from_list(
+        [{"input_ids": x["input_ids"], "label": x["labels"]} for x in examples]
+    )
+    enable_packing(built, capacity=CAPACITY, verify=False)
+    assert built._get_num_items_in_batch(parts, torch.device("cpu")) == 12
+
+
 def test_masked_language_models_train_as_their_documents_alone(tmp_path: Any) -> None:
     from tests.torch_backend.test_encoders import encoder
 

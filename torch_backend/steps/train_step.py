@@ -19,9 +19,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, UnsupportedError
-from torch_backend.hf.anatomy.heads import labels_documents, trains_first_token
+from torch_backend.hf.anatomy.heads import labels_documents, targets_among, trains_first_token
 from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.losses.causal_lm import causal_lm_loss
@@ -106,7 +105,8 @@ class TrainStep:
         self._precision: Callable[[], AbstractContextManager[Any]] = lambda: torch.autocast(
             self.device.type, autocast, enabled=autocast is not None
         )
-        self._first_token = 0 if trains_first_token(model) or labels_documents(model) else 1
+        self._labels_documents = labels_documents(model)
+        self._first_token = 0 if trains_first_token(model) or self._labels_documents else 1
         self._takes_count = _takes_count(causal_lm(model))
         self._without_logits = False
         self._gradients = Gradients(model, self._backward, self._probe, compile=compile, capture=capture, fixed=fixed)
@@ -170,7 +170,7 @@ class TrainStep:
         """Where something is predicted."""
         shifted = batch.get("shift_labels")
         labels: Tensor = batch["labels"][..., self._first_token :] if shifted is None else shifted
-        return labels != IGNORE_INDEX
+        return targets_among(labels, causal_lm(self.model).config, of_documents=self._labels_documents)
 
     def _backward(self, batch: Batch) -> Tensor:
         """Forward and backward of a microbatch; its part of the loss, times the number of ranks."""

@@ -8,11 +8,13 @@ stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
 from packing_core import PackedBatch
 from packing_core.batches.columns import READ
@@ -24,7 +26,7 @@ from packing_core.planning.plan import Overflow
 from torch_backend.auditing.trainer import refuse_cut_documents
 from torch_backend.collate import Batch, BoundaryCollator, PackedCollator
 from torch_backend.collate.document_labels import LABELS, NAMES
-from torch_backend.hf.anatomy.heads import head_of, labels_documents, predicts_masked, trains_first_token
+from torch_backend.hf.anatomy.heads import head_of, labels_documents, predicts_masked, targets_among, trains_first_token
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.inputs.boundaries import refuse_split_rows
 from torch_backend.patching import patch
@@ -133,6 +135,8 @@ def enable_packing(
     any_trainer.data_collator = collator
     if labels_documents(any_trainer.model) or trains_first_token(any_trainer.model):
         any_trainer.model_accepts_loss_kwargs = True  # a patched classifier divides its loss by the step's targets
+    if labels_documents(any_trainer.model):
+        any_trainer._get_num_items_in_batch = partial(_count_targets, any_trainer, any_trainer._get_num_items_in_batch)
     use_rows(any_trainer, rows)
     refuse_other_ranks(any_trainer, rows)
     # accelerate would let the first rank read for all and concatenate batches, which plain ints cannot be.
@@ -146,6 +150,13 @@ def enable_packing(
         collator.marks_padding = True  # or TRL would count the tokens of one row alone
     predict_documents(any_trainer)
     return trainer
+
+
+def _count_targets(trainer: Any, count: Callable[..., Any], batches: list[Any], device: Any) -> Any:
+    """Counts targets as ``Trainer`` does, which takes -100 for a missing label in a regression too."""
+    config = causal_lm(trainer.model).config
+    labels = [targets_among(each["labels"], config, of_documents=True) for each in batches if "labels" in each]
+    return count([{"labels": torch.where(found, 0, IGNORE_INDEX)} for found in labels], device)
 
 
 def _refuse_trainer(trainer: Any) -> None:

@@ -273,6 +273,7 @@ TOUCHED = (
     "transformers:Trainer._set_signature_columns_if_needed",
     "transformers:Trainer.compute_loss",
     "transformers:Trainer.compute_loss_context_manager",
+    "transformers:Trainer._get_num_items_in_batch",
     "transformers:Trainer.get_batch_samples",
     "transformers:Trainer.get_train_dataloader",
 )

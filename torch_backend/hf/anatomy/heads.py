@@ -8,8 +8,10 @@ from __future__ import annotations
 import inspect
 from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import UnsupportedModelError
 from packing_core.extras import require
 
@@ -80,6 +82,21 @@ def predicts_masked(model: Any) -> bool:
 def labels_documents(model: Any) -> bool:
     """Whether labels belong to documents and not to tokens; ``model`` as in :func:`trains_first_token`."""
     return _head_inside(model) == "document"
+
+
+def targets_among(labels: Tensor, config: Any, *, of_documents: bool) -> Tensor:
+    """Where labels are targets: -100 marks a class that is missing, and is a number like others in a regression.
+
+    Args:
+        labels: of documents, or of tokens.
+        config: of the model that takes them.
+        of_documents: whether the model classifies documents; only these heads take numbers.
+    """
+    if of_documents:
+        kind = config.problem_type or ("regression" if config.num_labels == 1 else None)
+        if kind == "regression" or labels.is_floating_point():
+            return torch.ones_like(labels, dtype=torch.bool)
+    return labels != IGNORE_INDEX
 
 
 def reads_last_token(root: Any) -> bool:

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, UnsupportedModelError
-from torch_backend.hf.anatomy.heads import Head, reads_last_token
+from torch_backend.hf.anatomy.heads import Head, reads_last_token, targets_among
 from torch_backend.hf.attention import PreTrainedModel
 from torch_backend.hf.edits.kinds import Edit, Hook
 from torch_backend.hf.forward import PackedForward
@@ -98,7 +97,8 @@ class HeadRows:
         if self.head != "next token":
             count = kwargs.pop("num_items_in_batch", None)
             if count is not None and isinstance(labels, Tensor):
-                forward.share = (labels != IGNORE_INDEX).sum() / count
+                documents = self.head == "document"
+                forward.share = targets_among(labels, self.root.config, of_documents=documents).sum() / count
         if self.head != "document":
             return kwargs
         rows = forward.documents
