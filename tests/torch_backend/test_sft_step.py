@@ -202,3 +202,20 @@ def test_prompts_are_trained_where_the_trainer_trains_them(tmp_path: Path, packi
         wanted = sum(sum(lengths) - len(lengths) for lengths in trainer.train_dataset["seq_lengths"])
     enable_packing(trainer, verify=False)
     assert sum(int((batch["labels"] != -100).sum()) for batch in trainer.get_train_dataloader()) == wanted
+
+
+def test_tokens_are_counted_in_all_rows_of_a_batch_without_the_fast_step(tmp_path: Path) -> None:
+    """TRL counts the first row alone where a batch has no mask."""
+    trainer = built(tmp_path, fast=False, max_steps=1)
+    batches: list[Any] = []
+    collator = trainer.data_collator
+    trainer.data_collator = lambda rows: batches.append(collator(rows)) or batches[-1]
+    trainer.train()
+    count = trainer.args.gradient_accumulation_steps
+    wanted = sum(sum(len(ids) for ids in documents_in(batch)) for batch in batches[:count])
+    assert trainer.state.log_history[0]["num_tokens"] == wanted and len(batches[0]["input_ids"]) > 1
+
+
+def documents_in(batch: Any) -> list[Any]:
+    tokens = batch["input_ids"].flatten().split(batch["packed_lengths"])
+    return [tokens[segment] for (segment,) in batch["packed_documents"]]
