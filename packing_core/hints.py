@@ -45,6 +45,14 @@ _CALLED = {
     "sequences": "documents dataset input_ids examples",
     "source": "dataset documents iterable sequences",
 }
+SWITCHES = (
+    "sample_packing",
+    "eval_sample_packing",
+    "neat_packing",
+    "sequence_packing",
+    "use_packing",
+)  # of packing itself
+NO_SWITCH = "leave it out, documents are packed in any case"
 _NEEDLESS = {  # the reason why there is no such argument -> what it is called elsewhere
     "labels are padded with -100": "label_pad_id label_pad_token_id label_pad ignore_index",
     "every batch has them: batch.cu_seqlens, .lengths, .segment_ids, .position_ids and .attention_mask": (
@@ -95,6 +103,8 @@ def hinted(*options_of: Callable[..., Any]) -> Callable[[Callable[P, R]], Callab
 def _way_out(keyword: str, known: list[str]) -> str:
     """Suggests what to pass instead of ``keyword`` to a function with the arguments ``known``."""
     spelt = keyword.lower()
+    if spelt in SWITCHES:
+        return NO_SWITCH
     for reason, others in _NEEDLESS.items():
         if spelt in others.split():
             return f"leave it out, {reason}"

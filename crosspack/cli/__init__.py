@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 
 from crosspack.cli.console import fail, with_output_options
 from packing_core.errors import PackingError, first_line
+from packing_core.hints import NO_SWITCH, SWITCHES
 
 # command -> module:function, whose docstring is the help; in the order that --help shows
 COMMANDS = {
@@ -102,6 +103,9 @@ def _described(error: Exception) -> tuple[str, Status]:
         return with_console_names(str(error)), Status.ERROR
     if isinstance(error, _UsageError):
         command: Any = getattr(error, "ctx", None)
+        option = getattr(error, "option_name", "")
+        if option.lstrip("-").replace("-", "_") in SWITCHES:
+            return f"No such option: {option}: {NO_SWITCH}", Status.ERROR
         help = f"{command.command_path if command else 'crosspack'} --help"
         return f"{error.format_message().rstrip('.')}: see `{help}`", Status.ERROR
     if isinstance(error, OSError):

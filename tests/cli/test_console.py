@@ -57,6 +57,16 @@ def test_the_shell_completes_commands_and_options(typed, offered):
     assert module(_CROSSPACK_COMPLETE="complete_bash", **words).stdout.split() == [offered]
 
 
+@pytest.mark.parametrize("option", ["--sample_packing", "--neat-packing"])
+def test_a_switch_of_other_packers_is_not_taken_for_an_option_that_means_something_else(option):
+    """--packing chooses the lengths of a row."""
+    result = run("train", option, "true")
+    assert result.exit_code == 2
+    assert (
+        result.stderr.strip() == f"crosspack: No such option: {option}: leave it out, documents are packed in any case"
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
