@@ -7,6 +7,7 @@ a CUDA graph. What a part cannot do runs as usual, and :attr:`Gradients.parts` s
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from traceback import format_exception
@@ -20,6 +21,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from packing_core.errors import UnsupportedError, UnsupportedModelError
 from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.attention import DecoderLayer
+from torch_backend.hf.edits.override import original_class
 from torch_backend.hf.forward import RowChoice
 from torch_backend.hf.patch import Patched, state_of
 from torch_backend.losses.causal_lm import causal_lm_loss
@@ -235,7 +238,31 @@ def why_not_compiled(model: nn.Module, batch: Batch | None = None) -> str | None
     state = state_of(causal_lm(model))
     if state is not None and not state.attention:
         return "it has recurrent layers alone"
+    if (part := _liger_part(model)) is not None:
+        return f"Liger's kernels stand in them ({part}), which torch.compile runs wrongly: leave use_liger_kernel out"
     return _why_not_fixed(model, batch)
+
+
+def _liger_part(model: nn.Module) -> str | None:
+    """Returns a part of the model's layers that runs Liger's kernels, None if none does.
+
+    Liger replaces the ``forward`` of modules, their classes, and functions of the modeling file, such as the rotation.
+    Its operators change their inputs in place, which ``torch.compile`` does not see (torch 2.11, liger-kernel 0.8.5: a
+    loss of 4.92 in place of 4.76).
+    """
+    for name, module in causal_lm(model).named_modules():
+        own = module.__dict__.get("forward")
+        if _is_ligers(type(module)) or _is_ligers(getattr(own, "__func__", own)):
+            return name
+        if isinstance(module, DecoderLayer):
+            modeling = sys.modules[original_class(module).__module__]
+            if (function := next((n for n, value in vars(modeling).items() if _is_ligers(value)), None)) is not None:
+                return function
+    return None
+
+
+def _is_ligers(value: Any) -> bool:
+    return str(getattr(value, "__module__", "")).partition(".")[0] == "liger_kernel"
 
 
 def why_not_captured(model: nn.Module, batch: Batch) -> str | None:
