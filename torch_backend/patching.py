@@ -49,6 +49,9 @@ def patch(model: Model, *, implementation: str | Sequence[str] = "auto", verify:
     patched = install(model, implementation)
     if state is None and (rounded := rounded_frequencies(root)):
         _warn_of_rounding(rounded)
+    fresh = state_of(root)
+    if fresh is not None and fresh is not state and fresh.adds_softcap:
+        logger.warning("%s: %s", type(root).__name__, fresh.adds_softcap)
     return patched
 
 

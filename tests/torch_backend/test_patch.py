@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import re
 import threading
 from importlib import import_module
 from pathlib import Path
@@ -15,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import torch_backend
 from packing_core.errors import ContaminationError, LayoutError, UnsupportedError, UnsupportedModelError
-from tests.torch_backend.models import Run, alone, assert_same, collate, documents, packed, tiny
+from tests.torch_backend.models import Run, alone, assert_same, collate, documents, error, packed, tiny
 from torch_backend.hf.patch import state_of
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral"]
@@ -272,13 +274,21 @@ def test_explain_names_what_serves_each_layer_and_why_not_another() -> None:
         torch_backend.explain(tiny("llama"))
 
 
-def test_a_softcap_that_the_unpacked_model_leaves_out_is_refused() -> None:
-    model = tiny("gemma2")
-    model.config._attn_implementation = "sdpa"
-    with pytest.raises(
-        UnsupportedModelError, match='has a softcap, .* load the model with attn_implementation="eager"'
-    ):
-        torch_backend.patch(model, verify=False)(**collate(documents()))
+def test_a_softcap_that_sdpa_leaves_out_is_applied_in_packed_and_unpacked_calls(caplog: Any) -> None:
+    docs, eager, model = documents(), tiny("gemma2"), tiny("gemma2")
+    eager.config._attn_implementation, model.config._attn_implementation = "eager", "sdpa"
+    with caplog.at_level("WARNING"):
+        torch_backend.patch(model)  # which proves it
+    message = r"Gemma2ForCausalLM: attention softcap 50.0: transformers' sdpa leaves it out, .* outputs differ"
+    assert re.search(message, caplog.text)
+    for document in docs:
+        assert torch.equal(model(input_ids=document[None]).logits, eager(input_ids=document[None]).logits)
+    padding = {"input_ids": torch.stack([docs[1], docs[1]]), "attention_mask": torch.ones(2, 19, dtype=torch.long)}
+    padding["attention_mask"][0, 7:] = 0
+    assert torch.equal(model(**padding).logits, eager(**padding).logits)
+    want, found = alone(eager, docs), packed(model, docs)
+    for one, other in zip(found.logits, want.logits, strict=True):
+        assert error(one, other) <= 1e-5
+    assert torch.equal(pickle.loads(pickle.dumps(model))(**padding).logits, eager(**padding).logits)
     torch_backend.unpatch(model)
-    model.config._attn_implementation = "eager"
-    assert torch_backend.audit(model).verdict == "exact"
+    assert model.config._attn_implementation == "sdpa"

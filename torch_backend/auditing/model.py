@@ -38,7 +38,7 @@ from torch_backend.collate import PackedCollator
 from torch_backend.hf.anatomy.heads import head_of
 from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.hf.anatomy.structure import causal_lm
-from torch_backend.hf.attention import unregistered
+from torch_backend.hf.attention import stands_over
 from torch_backend.hf.patch import Patched, install, state_of
 from torch_backend.hf.router import asks_for_router_loss, no_router_loss
 from torch_backend.losses.cross_entropy import packed_cross_entropy
@@ -214,7 +214,7 @@ def full_float32() -> Iterator[None]:
 def _clone(root: Any) -> Any:
     try:
         config = tiny_config(root.config)
-        config._attn_implementation = unregistered(root.config._attn_implementation)
+        config._attn_implementation = stands_over(root.config)
         return tiny_model(config, type(root))
     except Exception as error:
         raise UnsupportedModelError(

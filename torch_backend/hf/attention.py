@@ -31,7 +31,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # noqa: E40
 from transformers.modeling_layers import GradientCheckpointingLayer as DecoderLayer  # noqa: E402
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
-__all__ = ["PREFIX", "DecoderLayer", "PreTrainedModel", "packed_attention", "register", "unregistered"]
+__all__ = ["PREFIX", "DecoderLayer", "PreTrainedModel", "packed_attention", "register", "softcap_of", "stands_over"]
 
 PREFIX = "crosspack_"
 
@@ -48,6 +48,20 @@ def register(name: str) -> str:
 def unregistered(name: str) -> str:
     """The name that a packed name stands over."""
     return name.removeprefix(PREFIX)
+
+
+def stands_over(config: Any) -> str:
+    """The implementation that packed attention stands over: the one a config names, if it honours the softcap.
+
+    Transformers' sdpa has none: 5.17 leaves the softcap out, later versions raise.
+    """
+    name = unregistered(config._attn_implementation)
+    return "eager" if name == "sdpa" and softcap_of(config) else name
+
+
+def softcap_of(config: Any) -> float | None:
+    """The softcap of a model's attention, None if it has none."""
+    return getattr(config.get_text_config(), "attn_logit_softcapping", None)
 
 
 def _mask_before(*args: Any, before: str, **kwargs: Any) -> Any:
@@ -85,11 +99,6 @@ def packed_attention(
     if not isinstance(attention_mask, PackedForward):
         refuse_without_carrier(module, kwargs)
         return _function_before(before, module)(module, query, key, value, attention_mask, *args, **kwargs)
-    if before == "sdpa" and kwargs.get("softcap"):
-        raise UnsupportedModelError(
-            f"{type(module).__name__} has a softcap, which transformers' sdpa leaves out, so packed and unpacked "
-            'batches would differ: load the model with attn_implementation="eager"'
-        )
     return _packed(module, query, key, value, attention_mask, *args, **kwargs)
 
 

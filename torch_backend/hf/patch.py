@@ -31,7 +31,7 @@ from torch_backend.hf.anatomy.structure import (
     own_modules,
     sharding_inside,
 )
-from torch_backend.hf.attention import register, uses_interface
+from torch_backend.hf.attention import register, softcap_of, uses_interface
 from torch_backend.hf.edits.head_rows import HeadRows
 from torch_backend.hf.edits.kinds import AttentionName, ContinuousBatching, Edit, Hook, LayerOverride, Rotation
 from torch_backend.hf.edits.mixers import find_mixers, overrides, why_not_on_the_row
@@ -392,6 +392,18 @@ class Patched:
                     "parameters whole (DDP, ZeRO-1, ZeRO-2), or with FSDP2 shard no module inside of it"
                 )
 
+    @property
+    def adds_softcap(self) -> str | None:
+        """How unpacked calls differ from those before the patch; None if they do not."""
+        changed = [name for name in self._attention_names() if name.over != name.before]
+        if not changed:
+            return None
+        return (
+            f"attention softcap {softcap_of(changed[0].config)}: transformers' {changed[0].before} leaves it out, or "
+            f"raises. Packed and unpacked calls apply it, as attn_implementation={changed[0].over!r} does, so outputs "
+            "differ from those before the patch"
+        )
+
     def notes(self) -> list[str]:
         """What a user should know about the whole model."""
         notes = [f"route {self.route}: {self.why}"]
@@ -401,6 +413,8 @@ class Patched:
             layers = [name for name, why in self.own_rotation.items() if why == reason]
             which = layers[0] if len(layers) == 1 else f"{layers[0]} and {len(layers) - 1} more"
             notes.append(f"the rotary embedding is the modeling file's own in {which}: {reason}")
+        if self.adds_softcap:
+            notes.append(self.adds_softcap)
         if self.needs_lengths:
             notes.append(
                 "segment lengths are needed on the host: PackedCollator carries them, and for another collator's "
@@ -411,4 +425,4 @@ class Patched:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         for name in self._attention_names():
-            register(name.before)  # in the process that loads a pickled model
+            register(name.over)  # in the process that loads a pickled model

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from torch_backend.hf.attention import PREFIX, register, unregistered
+from torch_backend.hf.attention import PREFIX, register, stands_over, unregistered
 from torch_backend.hf.edits.override import restore
 from torch_backend.hf.edits.rotary import override_rotation
 
@@ -30,14 +30,19 @@ class Edit(Protocol):
 
 @dataclass
 class AttentionName:
-    """A config names the packed attention function instead of the implementation that it had."""
+    """A config names the packed attention function instead of the implementation that it had.
+
+    Attributes:
+        before: that implementation, over: the one that unpacked calls run.
+    """
 
     config: Any
     before: str = ""
+    over: str = ""
 
     def apply(self) -> None:
-        self.before = unregistered(self.config._attn_implementation)
-        self.config._attn_implementation_internal = register(self.before)
+        self.before, self.over = unregistered(self.config._attn_implementation), stands_over(self.config)
+        self.config._attn_implementation_internal = register(self.over)
 
     def undo(self) -> None:
         if self.in_force:
@@ -46,7 +51,7 @@ class AttentionName:
     @property
     def in_force(self) -> bool:
         """Whether the config still names the packed function."""
-        return bool(self.config._attn_implementation == PREFIX + self.before)
+        return bool(self.config._attn_implementation == PREFIX + self.over)
 
 
 @dataclass
