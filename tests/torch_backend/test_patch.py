@@ -270,7 +270,7 @@ def test_explain_names_what_serves_each_layer_and_why_not_another() -> None:
     (first, second) = torch_backend.explain(model).layers
     assert (first.layer, first.serves) == ("layers.0.self_attn", "sdpa")
     assert "window 12" in second.request
-    with pytest.raises(UnsupportedError, match=r"is not patched: call torch_backend\.patch"):
+    with pytest.raises(UnsupportedError, match=r"is not patched: call crosspack\.patch"):
         torch_backend.explain(tiny("llama"))
 
 
