@@ -26,6 +26,12 @@ BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k")  # cumulative lengths, over all 
 NUMBERS = ("segment_ids", "seq_idx")  # equal within a document; padding is 0 in segment_ids and below 0 in seq_idx
 PER_TOKEN = (*NUMBERS, "attention_mask", "position_ids")
 MARKS = (*LENGTHS, *BOUNDARIES, *PER_TOKEN)
+# What other packers call them (flash-attention and Megatron, torchtune, OLMo, MosaicML, MaxText), and the name here.
+OTHER_NAMES = {
+    **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_kv"), "cu_seq_lens_q"),
+    **dict.fromkeys(("seq_lens", "seqlens", "doc_lens", "document_lengths"), "seq_lengths"),
+    **dict.fromkeys(("document_ids", "doc_ids", "sequence_id", "inputs_segmentation", "segmentation"), "segment_ids"),
+}
 
 
 @dataclass(frozen=True)

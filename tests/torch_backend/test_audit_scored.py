@@ -43,17 +43,15 @@ def test_padding_contaminates_frequencies_that_depend_on_the_longest_answer(tmp_
 
 def test_a_row_without_boundaries_is_found(tmp_path, monkeypatch) -> None:
     trainer = enable_packing(dpo(tmp_path), verify=False)
-    state = trainer.model.__dict__[unpadding._STATE]
+    stock = unpadding.Unpadding.take_out
 
-    def lost(root, args, kwargs):
-        args, kwargs = stock(root, args, kwargs)
+    def lost(self, kwargs):
+        padded, kwargs = stock(self, kwargs)
         if "packed_lengths" in kwargs:
             kwargs["packed_lengths"] = (sum(kwargs["packed_lengths"]),)
-        return args, kwargs
+        return padded, kwargs
 
-    stock = state._take_out
-    (hook,) = [k for k, f in trainer.model._forward_pre_hooks.items() if f == stock]
-    monkeypatch.setitem(trainer.model._forward_pre_hooks, hook, lost)
+    monkeypatch.setattr(unpadding.Unpadding, "take_out", lost)
     report = torch_backend.audit(trainer)
     assert report.verdict == "contaminated" and report.leak > 0.1, str(report)
 

@@ -222,12 +222,12 @@ def test_an_exception_inside_a_forward_leaves_nothing_behind() -> None:
     with pytest.raises(RuntimeError, match="a fault"):
         model(**collate(docs))
     handle.remove()
-    assert state_of(model).current is None
+    assert state_of(model).current() is None
     model(input_ids=docs[0][None])  # not packed, and must not be taken for the batch before
     assert_same(packed(model, docs), want, 0.0)
     with pytest.raises(LayoutError):
         model(input_ids=docs[0][None], packed_lengths=(1, 2))
-    assert state_of(model).current is None
+    assert state_of(model).current() is None
     assert_same(packed(model, docs), want, 0.0)
 
 

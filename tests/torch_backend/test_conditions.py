@@ -325,7 +325,7 @@ def test_data_parallel_is_refused_also_when_it_comes_later() -> None:
     replica = copy.copy(model)
     replica._is_replica = True
     with pytest.raises(UnsupportedModelError, match="use DistributedDataParallel"):
-        model._forward_pre_hooks[next(iter(model._forward_pre_hooks))](replica, (), {})
+        replica(input_ids=documents()[0][None])
 
 
 def test_a_router_loss_over_padding_is_refused() -> None:

@@ -75,7 +75,7 @@ def test_batches_are_what_the_collator_makes_of_the_rows_of_the_stream() -> None
 
 def plain(found, wanted) -> bool:
     """Equal but for tuples, which a loader turns into lists."""
-    return json.dumps(found) == json.dumps(wanted)
+    return json.dumps(found, default=repr) == json.dumps(wanted, default=repr)
 
 
 @pytest.mark.parametrize("batch_size", [1, None])

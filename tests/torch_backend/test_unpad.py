@@ -116,7 +116,7 @@ def test_generation_and_calls_without_a_mask_run_as_before() -> None:
 def test_a_copy_is_unpadded_on_its_own_and_unpatch_ends_it() -> None:
     model = torch_backend.unpad(encoder("bert", transformers.AutoModel).eval(), verify=False)
     other = copy.deepcopy(model)
-    assert other.forward.root is other
+    assert state_of(other).unpadding.root is other
     torch_backend.unpatch(model)
     fresh = encoder("bert", transformers.AutoModel).eval()
     assert torch.equal(model.forward(**padded()).last_hidden_state, fresh(**padded()).last_hidden_state)

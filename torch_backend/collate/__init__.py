@@ -27,6 +27,7 @@ from packing_core.batches.views import KernelView
 from packing_core.errors import LayoutError
 from torch_backend.collate.document_labels import LABELS, check_whole, in_order, take_numbers
 from torch_backend.collate.tokens import EVERY_LABEL, masked, with_every_label
+from torch_backend.seal import SEALED
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +135,7 @@ class PackedCollator:
             special = emitted.pop("special_tokens_mask", None)
             padding = np.repeat(view.is_padding, view.lengths)
             emitted |= masked(self.masking, emitted["input_ids"], padding, special)
-        return emitted
+        return emitted | SEALED
 
     def pack(self, features: Sequence[Mapping[str, Any]]) -> PackedBatch:
         """The rows of a batch's documents, before they become tensors."""
@@ -209,7 +210,7 @@ class BoundaryCollator:
             added["packed_documents"] = tuple((number,) for number in np.flatnonzero(real).tolist())
         if positions is not None and not _counts_through(positions, segments, rows):
             del added["position_ids"]
-        return {"input_ids": ids, **{k: v for k, v in batch.items() if k not in _READ_AND_LEFT_OUT}, **added}
+        return {"input_ids": ids, **{k: v for k, v in batch.items() if k not in _READ_AND_LEFT_OUT}, **added, **SEALED}
 
 
 def with_boundaries(collator: Callable[[Any], Mapping[str, Any]], model: Any = None) -> Callable[[Any], Batch]:

@@ -15,7 +15,7 @@ from packing_core.errors import UnsupportedError
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.edits.mixers import why_not_on_the_row
 from torch_backend.hf.forward import AttentionChoice, Choice, DocumentsChoice, RowChoice
-from torch_backend.hf.patch import state_of
+from torch_backend.hf.patch import Patched, state_of
 from torch_backend.ops.attention import TRIED_LAST, describe, rejections
 
 
@@ -77,7 +77,26 @@ def explain(model: Any) -> Explanation:
         else _explain_attention(name, state.choices.get(id(layer)), state.implementation)
         for name, layer in state.layers.items()
     ]
-    return Explanation(layers, state.notes())
+    return Explanation(layers, _notes(state))
+
+
+def _notes(state: Patched) -> list[str]:
+    """What a user should know about the whole model."""
+    notes = [f"route {state.route}: {state.why}"]
+    if state.rotaries:
+        notes.append("rotary frequencies depend on the longest position and are chosen per document")
+    for reason in sorted(set(state.own_rotation.values())):
+        layers = [name for name, why in state.own_rotation.items() if why == reason]
+        which = layers[0] if len(layers) == 1 else f"{layers[0]} and {len(layers) - 1} more"
+        notes.append(f"the rotary embedding is the modeling file's own in {which}: {reason}")
+    if state.adds_softcap:
+        notes.append(state.adds_softcap)
+    if state.needs_lengths:
+        notes.append(
+            "segment lengths are needed on the host: PackedCollator carries them, and for another collator's "
+            "batches they are read from cu_seq_lens_q once per forward"
+        )
+    return notes
 
 
 def _explain_step(trainer: Any) -> Explanation:

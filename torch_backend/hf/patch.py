@@ -1,9 +1,9 @@
-"""A patched model: the list of edits that make it train packed rows, and the hooks that carry the segments.
+"""A patched model: the list of edits that make it train packed rows, and the entry that carries the segments.
 
-A packed batch -> a hook on the model makes its :class:`PackedForward` -> a hook on the decoder puts it where the
-attention mask goes -> every layer receives it as an argument -> the registered attention function and the overridden
-layers use it -> a last hook checks that every layer that ran did. A batch without boundaries takes the path it took
-before.
+A packed batch -> the entry of the model (:mod:`.entry`) makes its :class:`PackedForward` -> the entry of the decoder
+puts it where the attention mask goes -> every layer receives it as an argument -> the registered attention function and
+the overridden layers use it -> the decoder's entry checks that every layer that ran did. A batch without boundaries
+takes the path it took before.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from packing_core.errors import UnsupportedModelError
@@ -24,24 +23,24 @@ from torch_backend.hf.anatomy.heads import head_of
 from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.hf.anatomy.seen import CHANGED, Seen
 from torch_backend.hf.anatomy.structure import (
-    DATA_PARALLEL,
     causal_lm,
     decoder_of,
     has_compiled_layers,
     own_modules,
-    sharding_inside,
+    refuse_sharding_inside,
 )
 from torch_backend.hf.attention import register, softcap_of, uses_interface
 from torch_backend.hf.edits.head_rows import HeadRows
 from torch_backend.hf.edits.kinds import AttentionName, ContinuousBatching, Edit, Hook, LayerOverride, Rotation
-from torch_backend.hf.edits.mixers import find_mixers, overrides, why_not_on_the_row
-from torch_backend.hf.edits.override import original_class
+from torch_backend.hf.edits.mixers import find_mixers, overrides, run_per_document, why_not_on_the_row
+from torch_backend.hf.edits.override import is_reached, original_class
 from torch_backend.hf.edits.rotary import (
     find_batch_dependent,
     has_position_axes,
     override_frequencies,
     restore_frequencies,
 )
+from torch_backend.hf.entry import Call, override_entries, require_entry, restore_entry, run_inside, running
 from torch_backend.hf.forward import CARRIED, AttentionChoice, Choice, PackedForward
 from torch_backend.hf.inputs import arguments as inputs
 from torch_backend.hf.inputs.boundaries import is_packed, take_metadata
@@ -50,6 +49,7 @@ from torch_backend.ops import scan as scans
 from torch_backend.ops.attention import AttentionRequest, candidates, needs_host_lengths, prepare
 from torch_backend.ops.document_batches import FINE, OWN
 from torch_backend.ops.operators import runs_triton
+from torch_backend.seal import unsealed
 
 Model = TypeVar("Model", bound=nn.Module)
 _STATE = "_crosspack"
@@ -68,6 +68,7 @@ def install(model: Model, implementation: str | Sequence[str] = "auto") -> Model
         return model
     fresh = Patched(root, wanted)
     if state is not None:
+        fresh.unpadding = state.unpadding
         state.remove()
     fresh.install()
     return model
@@ -101,7 +102,7 @@ class Patched:
         divided: the mixers that run per document.
         rotaries: rotary modules whose frequencies depend on the batch.
         own_rotation: attention layers that keep their modeling file's rotation, each with the reason.
-        current: the packed forward that is running, None between them.
+        unpadding: runs padded calls packed (:mod:`.inputs.unpadding`); None where nobody asked for it.
         choices: what each layer chose in the last packed forward, by id; for ``explain`` alone.
         compiled: the attention requests of compiled layers, see ``training.captured.compile_layers``.
     """
@@ -132,8 +133,7 @@ class Patched:
         self.own_rotation: dict[str, str] = {}
         self.edits: list[Edit] = []
         self.suspended = False
-        self.current: PackedForward | None = None
-        self._in_root = False  # whether the model's hooks have seen the call of the decoder
+        self.unpadding: Any = None
         self.choices: dict[int, Choice] = {}
         self.compiled: set[AttentionRequest] = set()
         self.guard = Guard()
@@ -182,22 +182,21 @@ class Patched:
             served = (self.decoder, *self.attention.values())
             yield from map(AttentionName, {id(m.config): m.config for m in served}.values())
             yield ContinuousBatching(self.root, self.suspend)
-        for layer, start in overrides(self.decoder, self.mixers.values(), self.route):
-            yield LayerOverride(layer, start)
+        if self.route != "documents":
+            for layer, start in overrides(self.decoder, self.mixers.values()):
+                yield LayerOverride(layer, start)
         for rotary in self.rotaries.values():
-            start = partial(override_frequencies, current=self._current)
+            start = partial(override_frequencies, current=self.current)
             yield LayerOverride(rotary, start, restore_frequencies)
         for name, layer in self.attention.items():
             if name not in self.mixers:
                 yield Rotation(name, layer, self.own_rotation)
-        if self.decoder is not self.root:
-            yield Hook(partial(self.root.register_forward_pre_hook, self._begin, with_kwargs=True))
-            yield Hook(partial(self.root.register_forward_hook, self._end, always_call=True))
-        yield from self.rows.edits(self._current)
-        yield Hook(partial(self.decoder.register_forward_pre_hook, self._hand_over, with_kwargs=True))
-        yield Hook(partial(self.decoder.register_forward_hook, self._check, always_call=True))
+        for module, start in override_entries(self):
+            yield LayerOverride(module, start, restore_entry)
+        yield from self.rows.edits(self.current)
         for name, layer in self.layers.items():
-            yield Hook(partial(layer.register_forward_pre_hook, partial(self._reach, name)))
+            if layer is not self.decoder:
+                yield Hook(partial(layer.register_forward_pre_hook, partial(self._reach, name)))
 
     def suspend(self) -> None:
         """Put the attention names back until the next packed forward."""
@@ -218,8 +217,9 @@ class Patched:
 
     @property
     def in_force(self) -> bool:
-        """Whether nobody has set another attention implementation since."""
-        return self.suspended or all(name.in_force for name in self._attention_names())
+        """Whether nobody has set another attention implementation or another forward since."""
+        names = self.suspended or all(name.in_force for name in self._attention_names())
+        return names and is_reached(self.root) and is_reached(self.decoder)
 
     def still_fits(self) -> bool:
         """Whether the edits are still those that this model needs."""
@@ -254,50 +254,68 @@ class Patched:
         """The attention requests of the layers in the last packed forward that left a record."""
         return [choice.request for choice in self.choices.values() if isinstance(choice, AttentionChoice)]
 
-    # -- hooks ------------------------------------------------------------------------------------------------------
+    # -- calls ------------------------------------------------------------------------------------------------------
 
-    def _begin(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make the PackedForward of a packed batch."""
-        if getattr(root, "_is_replica", False):
-            raise UnsupportedModelError(DATA_PARALLEL)
+    def run_model(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of the model; ``call`` is its own forward."""
         args, kwargs = inputs.as_keywords(self.root_names, args, kwargs)
         self.guard.poll()
-        self._in_root = True
-        self.current = self._forward_of(root, self.root_names, kwargs)
-        return args, kwargs if self.current is None else self.rows.begin(self.current, kwargs)
-
-    def _end(self, root: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """The decoder must have used the PackedForward; ``output`` is None if the model raised."""
-        forward, self.current, self._in_root = self.current, None, False
-        if forward is not None and output is not None and not forward.handed_over:
+        kwargs, expected = unsealed(kwargs), None
+        if self.unpadding is not None:
+            expected, kwargs = self.unpadding.take_out(kwargs)
+        forward, kwargs = self._forward_of(self.root, self.root_names, kwargs)
+        if forward is None:
+            return run_inside(self, None, call, *args, **kwargs)
+        kwargs = self.rows.begin(forward, kwargs)
+        output = run_inside(self, forward, call, *args, **kwargs)
+        if not forward.handed_over:
             raise UnsupportedModelError(
-                f"{type(root).__name__} does not call its decoder {type(self.decoder).__name__} as a module: "
+                f"{type(self.root).__name__} does not call its decoder {type(self.decoder).__name__}: "
                 "its documents would see each other"
             )
-        return output if forward is None else self.rows.end(forward, output)
+        output = self.rows.end(forward, output)
+        return output if expected is None else self.unpadding.put_back(expected, output)
 
-    def _hand_over(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Put the PackedForward where the decoder's layers receive it."""
+    def run_decoder(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of the decoder; ``call`` is its own forward."""
         args, kwargs = inputs.as_keywords(self.decoder_names, args, kwargs)
-        if not self._in_root:  # a loss that calls the decoder itself, or a decoder without a head
-            self.current = self._forward_of(decoder, self.decoder_names, kwargs)
-        forward = self.current
+        if (outer := running(self)) is not None:
+            return self._run_layers(outer.forward, call, args, kwargs)
+        kwargs = unsealed(kwargs)
+        forward, kwargs = self._forward_of(self.decoder, self.decoder_names, kwargs)  # a loss calls the decoder itself
+        if forward is not None and not self.shifted:  # Liger's forwards call a decoder and its next-token loss alone
+            require_entry(self.root)
+        return run_inside(self, forward, self._run_layers, forward, call, args, kwargs)
+
+    def _run_layers(
+        self, forward: PackedForward | None, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if forward is None:
-            return args, kwargs
+            return call(*args, **kwargs)
+        kwargs = self._handed_over(forward, kwargs)
+        if self.route == "documents":
+            output = run_per_document(self.decoder, forward, call, args, kwargs)
+        else:
+            output = call(*args, **kwargs)
+        self._check(forward)
+        return self.rows.pooled(forward, output)
+
+    def _handed_over(self, forward: PackedForward, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of the decoder with the PackedForward where its layers receive it."""
         router.refuse_per_document(self.root, self.mixers.values(), kwargs)
         if self.shifted:
             router.require_mask(self.root, kwargs)
-        self._refuse_sharding()
+        refuse_sharding_inside(self.root, self.divided)
         self._resume()
         forward.handed_over = True
         forward.reached.clear()
         if self.head == "next token" or "use_cache" in self.decoder_names:
             kwargs["use_cache"] = False  # a cache of a row of several documents could not be used
         if self.route == "documents":
-            kwargs |= {"packed": forward, "attention_mask": None}
+            kwargs["attention_mask"] = None
             if self.head == "next token" or kwargs.get("position_ids") is not None:
                 kwargs["position_ids"] = None
-            return args, kwargs
+            return kwargs
         if self.compiled:
             forward.prepared = True
             if not self.layers_need_lengths:
@@ -316,16 +334,13 @@ class Patched:
         kwargs["attention_mask"] = forward
         if self.mixers:  # some layers pass on what they do not know, some only the argument of fused kernels
             kwargs |= dict.fromkeys(CARRIED, forward)
-        return args, kwargs
+        return kwargs
 
-    def _check(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _check(self, forward: PackedForward) -> None:
         """Every attention and mixer layer that ran must have used the segments."""
-        forward = self.current
-        if not self._in_root:
-            self.current = None
-        if forward is None or output is None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return
-        if not forward.choices and has_compiled_layers(decoder):
+        if not forward.choices and has_compiled_layers(self.decoder):
             return  # they leave no record
         self.choices = forward.choices
         layers = self.layers
@@ -337,26 +352,29 @@ class Patched:
             )
 
     def _reach(self, name: str, layer: nn.Module, args: tuple[Any, ...]) -> None:
-        # a graph that read `current` through this hook would be guarded on its numbers as on those of a module
-        if not torch.compiler.is_compiling() and self.current is not None:
-            self.current.reached.add(name)
+        # a graph that read the segments through this hook would be guarded on their numbers as on those of a module
+        if not torch.compiler.is_compiling() and (forward := self.current()) is not None:
+            forward.reached.add(name)
 
-    # -- parts of the hooks -----------------------------------------------------------------------------------------
+    def current(self) -> PackedForward | None:
+        """The packed forward that runs on this thread, None outside of one."""
+        call = running(self)
+        return None if call is None else call.forward
 
-    def _current(self) -> PackedForward | None:
-        return self.current
-
-    def _forward_of(self, module: nn.Module, names: tuple[str, ...], kwargs: dict[str, Any]) -> PackedForward | None:
-        """The PackedForward of a batch, whose boundaries are removed from ``kwargs``; None if it has no boundaries.
+    def _forward_of(
+        self, module: nn.Module, names: tuple[str, ...], kwargs: dict[str, Any]
+    ) -> tuple[PackedForward | None, dict[str, Any]]:
+        """The PackedForward of a batch and the other arguments; None if the batch has no boundaries.
 
         Args:
             module: the model or its decoder, whichever was called; names: of its forward's parameters.
             kwargs: all its arguments.
         """
         wait = module.training
+        inputs.refuse_other_marks(kwargs, names)
         if not is_packed(kwargs):
             inputs.check_unmarked(kwargs, self.guard, wait=wait)
-            return None
+            return None, kwargs
         if not (torch.compiler.is_compiling() or self.still_fits()):
             raise UnsupportedModelError(CHANGED)
         tokens, numbers = inputs.tokens_of(kwargs), kwargs.get("packed_documents")
@@ -378,19 +396,8 @@ class Patched:
             kwargs["position_ids"] = segments.position_ids.view(rows, row_length)
         if "use_cache" in names:  # a model above the decoder may make a cache for it
             kwargs["use_cache"] = False
-        return PackedForward(segments, (rows, row_length), self.implementation, sizes=self.sizes, numbers=numbers)
-
-    def _refuse_sharding(self) -> None:
-        """Layers that run per document are called as often as a rank has kinds of documents."""
-        if not self.divided or not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-            return
-        for name, layer in self.divided.items():
-            if kind := sharding_inside(layer):
-                raise UnsupportedModelError(
-                    f"{type(self.root).__name__} is sharded by {kind}, and {name} runs on batches of documents of "
-                    "similar length: ranks would gather its parameters a different number of times, and hang. Keep "
-                    "parameters whole (DDP, ZeRO-1, ZeRO-2), or with FSDP2 shard no module inside of it"
-                )
+        forward = PackedForward(segments, (rows, row_length), self.implementation, sizes=self.sizes, numbers=numbers)
+        return forward, kwargs
 
     @property
     def adds_softcap(self) -> str | None:
@@ -403,24 +410,6 @@ class Patched:
             f"raises. Packed and unpacked calls apply it, as attn_implementation={changed[0].over!r} does, so outputs "
             "differ from those before the patch"
         )
-
-    def notes(self) -> list[str]:
-        """What a user should know about the whole model."""
-        notes = [f"route {self.route}: {self.why}"]
-        if self.rotaries:
-            notes.append("rotary frequencies depend on the longest position and are chosen per document")
-        for reason in sorted(set(self.own_rotation.values())):
-            layers = [name for name, why in self.own_rotation.items() if why == reason]
-            which = layers[0] if len(layers) == 1 else f"{layers[0]} and {len(layers) - 1} more"
-            notes.append(f"the rotary embedding is the modeling file's own in {which}: {reason}")
-        if self.adds_softcap:
-            notes.append(self.adds_softcap)
-        if self.needs_lengths:
-            notes.append(
-                "segment lengths are needed on the host: PackedCollator carries them, and for another collator's "
-                "batches they are read from cu_seq_lens_q once per forward"
-            )
-        return notes
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -15,6 +15,7 @@ model that does anything else to its logits is refused.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -32,6 +33,25 @@ from torch_backend.losses.output_layer import Tail, output_layer_loss
 
 WAY_OUT = "use its logits, packed_cross_entropy(...)"
 PROBE = 64.0  # the largest logit of the stand-in: beyond every softcap in use
+
+# A shortcut is in the model itself, so the threads that share a model take turns with it.
+_locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+_locks_made = threading.Lock()
+
+
+class _Thread(threading.local):
+    """Whether this thread calls a model through a shortcut; other threads' calls of the model do not go through it."""
+
+    inside = False
+
+
+_thread = _Thread()
+
+
+def _lock_of(root: nn.Module) -> threading.RLock:
+    with _locks_made:
+        return _locks.setdefault(root, threading.RLock())
+
 
 # What each model does to its logits, and the forward and config for which this was measured.
 _tails: WeakKeyDictionary[nn.Module, tuple[Tail, Hashable]] = WeakKeyDictionary()
@@ -94,6 +114,13 @@ def call_with_shortcut(
     if batch.get("labels") is None:
         raise LayoutError(f"{caller} takes a batch with labels, got {', '.join(batch)}")
     root = causal_lm(model)
+    with _lock_of(root):
+        return _called_with_shortcut(model, root, batch, make, caller)
+
+
+def _called_with_shortcut(
+    model: nn.Module, root: Any, batch: Mapping[str, Any], make: Callable[[Any, nn.Module, Tail | None], S], caller: str
+) -> tuple[Any, S]:
     head = root.get_output_embeddings()
     name = type(root).__name__
     if head is None:
@@ -127,6 +154,7 @@ class Shortcut(nn.Module):
     def __init__(self, root: Any, head: nn.Module, tail: Tail | None) -> None:
         super().__init__()
         self.head = head  # a submodule, so that whatever walks through the model in the call still finds it
+        self.stock_loss = root.loss_function
         self.model = type(root).__name__
         self.entries = int(getattr(head, "out_features", 0) or root.config.get_text_config().vocab_size)
         self.candidates = Tail.candidates(root.config)
@@ -142,6 +170,9 @@ class Shortcut(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Keep the hidden states [B, S, D]; return a stand-in for the logits, [1, 1, V]."""
+        if not _thread.inside:
+            logits: Tensor = self.head(hidden)
+            return logits
         if self.hidden is not None:
             raise UnsupportedModelError(f"{self.model} calls its output layer more than once: {WAY_OUT}")
         self.hidden = hidden
@@ -151,6 +182,9 @@ class Shortcut(nn.Module):
         self, logits: Tensor, labels: Tensor, *args: Any, shift_labels: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
         """What the model takes for its loss; replaces transformers' ``ForCausalLMLoss``."""
+        if not _thread.inside:
+            stock: Tensor = self.stock_loss(logits, labels, *args, shift_labels=shift_labels, **kwargs)
+            return stock
         if self.hidden is None or self.done:
             raise UnsupportedModelError(f"{self.model} does not make one loss of one output layer: {WAY_OUT}")
         if self.tail is None:
@@ -210,9 +244,11 @@ def _installed(root: Any, shortcut: Shortcut) -> Iterator[None]:
     before = root.__dict__.get("_loss_function")
     parent._modules[place] = shortcut
     root.loss_function = shortcut.loss_function
+    _thread.inside = True
     try:
         yield
     finally:
+        _thread.inside = False
         parent._modules[place] = shortcut.head
         if before is None:
             del root._loss_function

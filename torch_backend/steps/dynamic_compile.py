@@ -91,7 +91,7 @@ class _Call:
 
     def _current(self) -> PackedForward | None:
         state = self.owner.state
-        return None if state is None else state.current
+        return None if state is None else state.current()
 
 
 def _why_not_any_length(model: nn.Module) -> str | None:

@@ -19,10 +19,11 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from packing_core.errors import LayoutError, UnsupportedError
+from packing_core.errors import LayoutError, UnsupportedError, UnsupportedModelError
 from torch_backend.hf.anatomy.heads import labels_documents, targets_among, trains_first_token
 from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.patch import state_of
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.segments import to_device
 from torch_backend.steps.fast_backward import TARGETS, Batch, Choice, Gradients, fast_loss_refused, run_layers
@@ -270,7 +271,8 @@ def make_train_step(
             microbatch; under FSDP as many as the others.
 
     Raises:
-        UnsupportedModelError: ``model`` holds no transformers model, or DataParallel stands around it.
+        UnsupportedModelError: ``model`` holds no transformers model or one that is not patched, or DataParallel stands
+            around it.
         UnsupportedError: there are several ranks, and nothing reduces the model's gradients over them; or ``model`` is
             a DeepSpeedEngine.
 
@@ -279,7 +281,7 @@ def make_train_step(
     >>> for batch in loader:
     ...     metrics = step(batch)
     """
-    return TrainStep(
+    step = TrainStep(
         model,
         optimizer,
         scheduler=scheduler,
@@ -289,6 +291,12 @@ def make_train_step(
         capture=capture,
         group=group,
     )
+    if state_of(root := causal_lm(model)) is None:
+        raise UnsupportedModelError(
+            f"{type(root).__name__} is not patched, so the documents of its packed batches would see each other: call "
+            "crosspack.patch(model) before make_train_step"
+        )
+    return step
 
 
 def _takes_count(root: Any) -> bool:

@@ -69,9 +69,10 @@ def enable_packing(
 ) -> Trainer:
     """Make a trainer train packed documents without contamination; call it once, between building and ``train()``.
 
-    Its model is patched in place. A collator that packs (TRL's under ``packing=True`` or ``padding_free=True``,
-    transformers' ``DataCollatorWithFlattening``, axolotl's) is wrapped in :func:`torch_backend.with_boundaries`. Any
-    other is replaced, if packing trains the same tokens and can carry what the collator adds (:mod:`.replaced`).
+    Its model is patched in place, and so is every model that ``model_init`` makes later. A collator that packs (TRL's
+    under ``packing=True`` or ``padding_free=True``, transformers' ``DataCollatorWithFlattening``, axolotl's) is wrapped
+    in :func:`torch_backend.with_boundaries`. Any other is replaced, if packing trains the same tokens and can carry
+    what the collator adds (:mod:`.replaced`).
     Labels at segment starts are -100, so ``num_items_in_batch`` counts only targets that something predicts.
 
     Where the collator is replaced, the whole training set is packed, again in each epoch by the trainer's seed
@@ -131,6 +132,10 @@ def enable_packing(
             )
         collator, rows = pack_training_data(any_trainer, collator, capacity, overflow)
     patch(any_trainer.model, implementation=implementation, verify=verify)
+    if any_trainer.model_init is not None:  # train() makes another model
+        any_trainer.call_model_init = partial(
+            _patched_model_init, any_trainer.call_model_init, implementation=implementation, verify=verify
+        )
     any_trainer._signature_columns += [name for name in READ if name not in any_trainer._signature_columns]
     any_trainer.data_collator = collator
     if labels_documents(any_trainer.model) or trains_first_token(any_trainer.model):
@@ -157,6 +162,11 @@ def _count_targets(trainer: Any, count: Callable[..., Any], batches: list[Any], 
     config = causal_lm(trainer.model).config
     labels = [targets_among(each["labels"], config, of_documents=True) for each in batches if "labels" in each]
     return count([{"labels": torch.where(found, 0, IGNORE_INDEX)} for found in labels], device)
+
+
+def _patched_model_init(call_model_init: Any, trial: Any = None, **options: Any) -> Any:
+    """As ``Trainer.call_model_init``; the model that it makes is patched."""
+    return patch(call_model_init(trial), **options)
 
 
 def _refuse_trainer(trainer: Any) -> None:

@@ -33,7 +33,8 @@ class DocumentNoise(TrainerCallback):
         self.alpha = alpha
         self._hook: Any = None
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
+    def on_train_begin(self, *_: Any, model: Any = None, **__: Any) -> None:
+        self.root = self.root if model is None else causal_lm(model)  # model_init may have made another one
         self._hook = self.root.get_input_embeddings().register_forward_hook(self._add)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
@@ -44,7 +45,7 @@ class DocumentNoise(TrainerCallback):
         if not module.training:
             return embedded
         state = state_of(self.root)
-        forward = None if state is None else state.current
+        forward = None if state is None else state.current()
         rows, tokens, channels = embedded.shape
         if forward is None:
             lengths = torch.full((rows, tokens), tokens, device=embedded.device)

@@ -4,9 +4,10 @@ shards or compiles them. Nothing here knows of packing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
@@ -62,6 +63,22 @@ def sharding_inside(layer: nn.Module) -> str | None:
     if any(hasattr(parameter, "ds_id") for parameter in layer.parameters()):
         return "DeepSpeed ZeRO-3"
     return None
+
+
+def refuse_sharding_inside(root: nn.Module, per_document: Mapping[str, nn.Module]) -> None:
+    """Raise if several ranks share the parameters of layers that run per document.
+
+    These are called as often as a rank has kinds of documents.
+    """
+    if not per_document or not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    for name, layer in per_document.items():
+        if kind := sharding_inside(layer):
+            raise UnsupportedModelError(
+                f"{type(root).__name__} is sharded by {kind}, and {name} runs on batches of documents of "
+                "similar length: ranks would gather its parameters a different number of times, and hang. Keep "
+                "parameters whole (DDP, ZeRO-1, ZeRO-2), or with FSDP2 shard no module inside of it"
+            )
 
 
 def has_compiled_layers(decoder: nn.Module) -> bool:

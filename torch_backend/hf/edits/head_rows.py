@@ -81,8 +81,7 @@ class HeadRows:
         if self.pooler is None:
             return
         if self.per_document:
-            yield Hook(partial(self.decoder.register_forward_hook, partial(self._pool_after, current)))
-            return
+            return  # see pooled
         if (encoder := getattr(self.decoder, "encoder", None)) is not None:
             yield Hook(partial(encoder.register_forward_hook, partial(self._encoded, current)))
         yield Hook(partial(self.pooler.register_forward_pre_hook, partial(self._pool, current)))
@@ -156,9 +155,9 @@ class HeadRows:
         assert forward.encoded is not None
         return forward.documents.first(forward.encoded)[:, 0], *args[1:]
 
-    def _pool_after(self, current: Any, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        forward: PackedForward | None = current()
-        if forward is not None and self.pooler is not None and not isinstance(output, tuple):
+    def pooled(self, forward: PackedForward, output: Any) -> Any:
+        """The output of a decoder that ran per document, its documents pooled; any other as it is."""
+        if self.per_document and self.pooler is not None and not isinstance(output, tuple):
             output["pooler_output"] = self.pooler(forward.documents.first(output.last_hidden_state))
         return output
 

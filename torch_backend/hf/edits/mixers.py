@@ -28,7 +28,6 @@ from torch_backend.hf.anatomy.families import (
     STATEFUL_LAYERS,
     WITHIN_TOKENS,
     WITHIN_TOKENS_METHODS,
-    Route,
 )
 from torch_backend.hf.attention import causal_mask, uses_interface
 from torch_backend.hf.edits.override import has_own_forward, original_class, override
@@ -64,11 +63,11 @@ def find_mixers(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
 
 
 def overrides(
-    decoder: nn.Module, mixers: Iterable[nn.Module], route: Route
+    decoder: nn.Module, mixers: Iterable[nn.Module]
 ) -> Iterator[tuple[nn.Module, Callable[[nn.Module], None]]]:
     """The modules whose forwards packed calls replace, each with what replaces it."""
     for mixer in mixers:
-        yield mixer, override_decoder if route == "documents" else override_mixer
+        yield mixer, override_mixer
     for layer in decoder.modules():
         if any(c.__name__ in PASS_A_MASK for c in type(layer).__mro__):
             yield layer, override_mask
@@ -85,11 +84,6 @@ def override_mixer(layer: nn.Module) -> None:
 def override_mask(layer: nn.Module) -> None:
     """Make a decoder layer pass the segments on to its mixer, in place of the mask."""
     override(layer, _segments_for_mask)
-
-
-def override_decoder(decoder: nn.Module) -> None:
-    """Make a whole decoder run on batches of documents in packed forwards."""
-    override(decoder, _decoder_forward)
 
 
 def why_not_on_the_row(layer: nn.Module) -> str | None:
@@ -211,10 +205,10 @@ def _segments_for_mask(layer: nn.Module, call: Callable[..., Any], *args: Any, *
     return call(*args, **kwargs) if forward is None else call(*args, **kwargs | {"attention_mask": forward})
 
 
-def _decoder_forward(decoder: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    forward = kwargs.pop("packed", None)
-    if forward is None:
-        return call(*args, **kwargs)
+def run_per_document(
+    decoder: nn.Module, forward: PackedForward, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """A packed call of a decoder, which runs as a whole on batches of documents; ``call`` is its own forward."""
     forward.record(decoder, DocumentsChoice("its attention cannot be given segments from outside"))
     return forward.per_document(call, args, kwargs, mask=_no_mask)
 

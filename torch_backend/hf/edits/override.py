@@ -83,6 +83,19 @@ def has_own_forward(layer: nn.Module) -> bool:
     return own is not None and not _is_method_of(own, type(layer))
 
 
+def is_reached(layer: nn.Module) -> bool:
+    """Whether calls of an overridden layer come to its override: nobody has set another forward on it since.
+
+    Wrappers that say what they wrap (``functools.wraps``, accelerate's) leave the override in force.
+    """
+    own = layer.__dict__.get("_old_forward", layer.__dict__.get("forward"))
+    while own is not None and getattr(own, "__func__", own) is not type(layer).forward:
+        own = getattr(own, "__wrapped__", None)
+        if own is None:
+            return False
+    return True
+
+
 @cache
 def _subclass(original: type[nn.Module], forward: Forward, prepare: Prepare) -> type[nn.Module]:
     """One for all layers of a class, so that equal layers share their compiled graphs."""

@@ -11,6 +11,7 @@ long one would get the long one's. In a packed forward such a rotary module runs
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -30,6 +31,7 @@ from torch_backend.ops.rope.reference import rotate
 
 _ROTATED_FORWARD = "_crosspack_rotated_forward"
 _CURRENT = "_crosspack_current"
+_ONE_THREAD = threading.Lock()  # such a module keeps the frequencies of its last call in a buffer
 Rotation = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -177,6 +179,13 @@ def _depends_on_batch(module: nn.Module) -> bool:
 
 
 def _frequencies_forward(rotary: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        return _frequencies(rotary, call, *args, **kwargs)
+    with _ONE_THREAD:
+        return _frequencies(rotary, call, *args, **kwargs)
+
+
+def _frequencies(rotary: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     forward: PackedForward | None = rotary.__dict__[_CURRENT]()
     if forward is None:
         return call(*args, **kwargs)

@@ -9,12 +9,13 @@ What the segments themselves must be is in :mod:`.boundaries`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from packing_core.batches.marks import LENGTHS, NUMBERS, OTHER_NAMES
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
 from torch_backend.hf.anatomy.families import BOTH_WAYS, EXACT_KEYS, M_ROPE, exact_in_encoders
@@ -25,6 +26,7 @@ from torch_backend.segments import PackedMetadata, to_device
 # Arguments that have a rule of their own, and those that say nothing about single documents; of every family.
 _RULED = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels", *METADATA_KEYS)
 HARMLESS = frozenset((*_RULED, "num_items_in_batch", "logits_to_keep", "cache_position"))
+_OTHER_MARKS = {*LENGTHS, *NUMBERS, *OTHER_NAMES} - set(METADATA_KEYS)
 CACHES = (PAGED_CACHE, "past_key_values", "cache_params", "layer_past", "mems", "state")
 
 Labels = Literal["next", "token", "document"]
@@ -265,6 +267,25 @@ def check_labels(
         )
 
     guard.check(name, find, error, wait=wait)
+
+
+def refuse_other_marks(kwargs: Mapping[str, Any], names: Collection[str]) -> None:
+    """Raise for marks of documents that no model reads: under them the row would run as one document.
+
+    Args:
+        kwargs: all arguments of the model.
+        names: of the arguments that the model's own forward has.
+
+    Raises:
+        LayoutError: names the argument and the way out.
+    """
+    for name in kwargs.keys() & (_OTHER_MARKS - set(names)):
+        if kwargs[name] is not None:
+            renamed = f"rename it to {OTHER_NAMES[name]}, and " if name in OTHER_NAMES else ""
+            raise LayoutError(
+                f"the batch marks its documents by {name}, which a model does not read: {renamed}wrap the collator, "
+                "crosspack.with_boundaries(collator), which turns it into the boundaries that a patched model takes"
+            )
 
 
 def check_unmarked(kwargs: Mapping[str, Any], guard: Guard, *, wait: bool = True) -> None:

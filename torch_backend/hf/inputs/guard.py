@@ -7,6 +7,7 @@ one-element result has reached pinned host memory.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -89,6 +90,7 @@ class Guard:
         self.read_back = read_back
         self.seen: set[str] = set()
         self.pending: list[Pending] = []
+        self._polling = threading.Lock()  # several threads may call the model
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Guard, (self.immediate, self.read_back)
@@ -129,12 +131,13 @@ class Guard:
         """
         if recording():
             return
-        while self.pending and (wait or self.pending[0].flag.ready()):
-            check = self.pending.pop(0)
-            if check.flag.value():
-                self.pending.clear()
-                error = check.error(_first(check.wrong))
-                raise type(error)(f"in an earlier batch: {error}")
+        with self._polling:
+            while self.pending and (wait or self.pending[0].flag.ready()):
+                check = self.pending.pop(0)
+                if check.flag.value():
+                    self.pending.clear()
+                    error = check.error(_first(check.wrong))
+                    raise type(error)(f"in an earlier batch: {error}")
 
 
 def _first(wrong: Tensor) -> int:

@@ -1,9 +1,9 @@
 """Padded calls of a patched model, run as one packed row: what a trainer computes on padded batches becomes packed.
 
-A call with ``input_ids`` and ``attention_mask`` [B, S] -> a hook on the model takes the padding out, [1, T] -> the
-packed forward of :mod:`torch_backend.hf.patch` -> a hook puts every output per token back where it stood, [B, S] or,
-where outputs predict the next token, [B, S - 1]. The caller sees the shapes that it knows and zeros at padding. So a
-loss that reads rows of a padded batch, whatever it does with them, stays as it is.
+A call with ``input_ids`` and ``attention_mask`` [B, S] -> :meth:`Unpadding.take_out` takes the padding out, [1, T] ->
+the packed forward of :mod:`torch_backend.hf.patch` -> :meth:`Unpadding.put_back` puts every output per token back where
+it stood, [B, S] or, where outputs predict the next token, [B, S - 1]. The caller sees the shapes that it knows, and
+zeros at padding. So a loss that reads rows of a padded batch, whatever it does with them, stays as it is.
 
 Only calls that ask for it are changed: those with ``document_lengths``, which a collator adds, and those with TRL's
 ``fused_lm_head=True``; all that are padded after ``torch_backend.unpad(model)``, except those that ask for something
@@ -12,12 +12,11 @@ that a packed row does not have (a cache, attention weights). Generation and eve
 
 from __future__ import annotations
 
-import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from types import MethodType
 from typing import Any
 
 import torch
@@ -28,15 +27,15 @@ from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
 from torch_backend.hf.anatomy.encoders import is_encoder
 from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE
 from torch_backend.hf.anatomy.structure import causal_lm
-from torch_backend.hf.inputs.arguments import CACHES, as_keywords, forward_names
+from torch_backend.hf.inputs.arguments import CACHES
 from torch_backend.hf.inputs.boundaries import is_packed
 from torch_backend.hf.inputs.no_cache import NoCache
 from torch_backend.hf.patch import Patched, state_of
+from torch_backend.seal import SEALED
 from torch_backend.segments import to_device
 
 LENGTHS = "document_lengths"  # key of a batch: real tokens of each row, a tuple of ints on the host
 SCORED = "fused_lm_head"  # argument by which TRL's trainers ask a model for log-probabilities
-_STATE = "_crosspack_unpadding"
 # Trainers of TRL that compute their loss from padded calls: of answers in pairs, of single ones, of completions.
 PAIRS, SINGLE, GENERATING = ("DPOTrainer", "RewardTrainer"), ("KTOTrainer",), ("GRPOTrainer", "RLOOTrainer")
 _OTHER_FORMULA = ("GMPOTrainer",)  # subclasses of them in TRL that change the formula of the loss alone
@@ -65,26 +64,31 @@ def unpad_calls(model: nn.Module, *, always: bool = False) -> None:
     Args:
         always: every call with an ``attention_mask`` [B, S] and without a cache, and not only those that ask for it.
     """
-    root = causal_lm(model)
-    if _STATE not in root.__dict__:
-        root.__dict__[_STATE] = _Unpadding(root)
-    if always:
-        root.__dict__[_STATE].always = True
-        root.__dict__["forward"] = _ThroughHooks(root)
+    state = state_of(causal_lm(model))
+    assert state is not None
+    if state.unpadding is None:
+        state.unpadding = Unpadding(state.root)
+    state.unpadding.always |= always
 
 
 @contextmanager
 def padded_calls(model: nn.Module) -> Iterator[None]:
-    """Inside, the calls of a model stay padded; without effect on one whose calls are."""
-    unpadding = causal_lm(model).__dict__.get(_STATE)
-    if unpadding is None:
-        yield
-        return
-    unpadding.active = False
+    """Inside, this thread's calls of a model stay padded; without effect on one whose calls are."""
+    before = _thread.padded
+    _thread.padded = (*before, causal_lm(model))
     try:
         yield
     finally:
-        unpadding.active = True
+        _thread.padded = before
+
+
+class _Thread(threading.local):
+    """The models whose calls stay padded on this thread."""
+
+    padded: tuple[nn.Module, ...] = ()
+
+
+_thread = _Thread()
 
 
 class LengthsCollator:
@@ -101,7 +105,7 @@ class LengthsCollator:
         batch = dict(self.collator(features))
         for name in [name for name in batch if name.endswith("attention_mask")]:
             batch[name.removesuffix("attention_mask") + LENGTHS] = lengths_of(batch[name])
-        return batch
+        return batch | SEALED
 
 
 def lengths_of(mask: Tensor) -> tuple[int, ...]:
@@ -181,58 +185,52 @@ class Padded:
         )
 
 
-class _ThroughHooks:
-    """``model.forward`` for libraries that call it in place of the model, which would pass all hooks by."""
+@dataclass(frozen=True)
+class Expected:
+    """What the caller of a padded call that runs packed expects of its output.
+
+    Attributes:
+        padded: where its tokens stand.
+        kept: logits of the last tokens alone, as many; None or 0 for all.
+        as_tuple: a tuple in place of an output with names.
+        caches: a cache, which the packed call does not make.
+    """
+
+    padded: Padded
+    kept: int | None
+    as_tuple: bool
+    caches: bool
+
+
+class Unpadding:
+    """What the entry of one patched model does around its padded calls.
+
+    Attributes:
+        always: every padded call runs packed, not only those that ask for it.
+    """
 
     def __init__(self, root: Any) -> None:
         self.root = root
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(MethodType(type(self.root).forward, self.root))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        unpadding = self.root.__dict__[_STATE]
-        if not unpadding.in_hooks:
-            return self.root(*args, **kwargs)
-        unpadding.in_hooks = False
-        return type(self.root).forward(self.root, *args, **kwargs)
-
-
-class _Unpadding:
-    """The two hooks of one model."""
-
-    def __init__(self, root: Any) -> None:
-        self.root = root
-        self.names = forward_names(root)
-        self.padded: Padded | None = None
-        self.active = True
         self.always = False
-        self.in_hooks = False  # whether the hooks of the running call have begun, and its forward has not
-        # of the running call: whether a trainer asked for it, and what its caller expects beside the padding
-        self.by_trainer = self.as_tuple = self.caches = False
-        self.kept: int | None = None
-        root.register_forward_pre_hook(self._take_out, with_kwargs=True, prepend=True)  # before the hook of the patch
-        root.register_forward_hook(self._put_back, always_call=True)
 
-    def _take_out(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.padded, self.in_hooks = None, True
-        args, kwargs = as_keywords(self.names, args, kwargs)
+    def take_out(self, kwargs: dict[str, Any]) -> tuple[Expected | None, dict[str, Any]]:
+        """The arguments of the packed call, and what its caller expects; None and the call's own if it stays padded."""
+        root, kwargs = self.root, dict(kwargs)
         NoCache.refuse(kwargs)
         lengths = kwargs.pop(LENGTHS, None)
         for name in [name for name in kwargs if name.endswith(LENGTHS)]:
             del kwargs[name]  # of another input of the same batch
         mask, ids, state = kwargs.get("attention_mask"), kwargs.get("input_ids"), state_of(root)
-        asked = self.active and (self.always or lengths is not None or kwargs.get(SCORED))
+        by_trainer = lengths is not None or bool(kwargs.get(SCORED))
+        asked = (self.always or by_trainer) and root not in _thread.padded
         if not asked or state is None or is_packed(kwargs) or ids is None or mask is None:
-            return args, kwargs
-        self.by_trainer = lengths is not None or bool(kwargs.get(SCORED))
-        if not self.by_trainer and _needs_padding(state, kwargs):
-            return args, kwargs
+            return None, kwargs
+        if not by_trainer and _needs_padding(state, kwargs):
+            return None, kwargs
         if mask.shape != ids.shape:
             raise LayoutError(f"attention_mask must be {list(ids.shape)} as input_ids, got {list(mask.shape)}")
         state.guard.check("attention_mask of a padded call", lambda: _interrupted(mask), _hole, wait=root.training)
-        self.padded = padded = Padded.of(mask, lengths or lengths_of(mask))
+        padded = Padded.of(mask, lengths or lengths_of(mask))
         for name in _NOT_OF_THE_MODEL:
             kwargs.pop(name, None)
         labels = kwargs.pop("labels", None) if state.head == "document" else None  # of documents, however many
@@ -241,28 +239,26 @@ class _Unpadding:
             row["labels"] = padded.labels(kwargs["labels"])
         if labels is not None:
             row["labels"] = labels
-        self.kept, self.as_tuple = kwargs.pop("logits_to_keep", None), not _option(root, kwargs, "return_dict", True)
-        if self.as_tuple:
+        kept, as_tuple = kwargs.pop("logits_to_keep", None), not _option(root, kwargs, "return_dict", True)
+        if as_tuple:
             kwargs["return_dict"] = True  # by whose names the outputs are put back
-        self.caches = _caches(root, state, kwargs) and not self.by_trainer
-        return args, {**kwargs, **row, "packed_lengths": padded.lengths}
+        expected = Expected(padded, kept, as_tuple, caches=_caches(root, state, kwargs) and not by_trainer)
+        return expected, {**kwargs, **row, "packed_lengths": padded.lengths}
 
-    def _put_back(self, root: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        padded, self.padded, self.in_hooks = self.padded, None, False
-        if padded is None or output is None:
-            return None
-        state = state_of(root)
+    def put_back(self, expected: Expected, output: Any) -> Any:
+        """The output of a packed call as the caller of the padded one expects it."""
+        state = state_of(self.root)
         as_they_are = {*_OF_DOCUMENTS, *_OF_IMAGES, *_OF_CACHES}
         if state is not None and state.head == "document":
             as_they_are.add("logits")
         for name, value in output.items():
-            if name not in as_they_are and (returned := padded.returned(name, value)) is not value:
+            if name not in as_they_are and (returned := expected.padded.returned(name, value)) is not value:
                 output[name] = returned
-        if self.kept:
-            output["logits"] = output["logits"][:, -self.kept :]
-        if self.caches:
+        if expected.kept:
+            output["logits"] = output["logits"][:, -expected.kept :]
+        if expected.caches:
             output = NoCache.in_place(output)
-        return output.to_tuple() if self.as_tuple else output
+        return output.to_tuple() if expected.as_tuple else output
 
 
 def _option(root: Any, kwargs: Mapping[str, Any], name: str, default: bool) -> bool:

@@ -1,0 +1,127 @@
+"""The entry of a patched model: where its calls and those of its decoder begin and end.
+
+    model(**batch), model.forward(**batch) -> Patched.run_model   -> the model's own forward
+    decoder(...)                           -> Patched.run_decoder -> the decoder's own forward
+
+Both modules get another forward (:mod:`.edits.override`). Hooks would be simpler, but a wrapper that calls
+``model.forward(...)``, as PEFT did up to 0.20, passes them by.
+
+What a call carries from the model to its decoder and its head belongs to the call, not to the model, because threads
+may share a model. It stands in a :class:`threading.local`, which torch.compile can trace, unlike a context variable.
+Layers do not compute with it: recomputation runs on other threads, so they receive the segments as an argument.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from torch import nn
+
+from packing_core.errors import UnsupportedModelError
+from torch_backend.hf.anatomy.structure import DATA_PARALLEL
+from torch_backend.hf.edits.override import is_reached, override
+from torch_backend.hf.forward import PackedForward
+
+_ENTRY = "_crosspack_entry"
+Call = Callable[..., Any]
+
+
+class Entered(Protocol):
+    """A patched model, as its entry sees it."""
+
+    root: Any
+    decoder: Any
+
+    def run_model(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+    def run_decoder(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Running:
+    """One call of a patched model.
+
+    Attributes:
+        patched: whose call it is.
+        forward: of its batch; None if it is not packed.
+        outer: the call that this one runs inside, of whatever model.
+    """
+
+    patched: Any
+    forward: PackedForward | None
+    outer: Running | None
+
+
+class _Thread(threading.local):
+    """The innermost call that runs on this thread."""
+
+    call: Running | None = None
+
+
+_thread = _Thread()
+
+
+def running(patched: Entered) -> Running | None:
+    """The innermost call of a patched model that runs on this thread, None between its calls."""
+    call = _thread.call
+    while call is not None and call.patched is not patched:
+        call = call.outer
+    return call
+
+
+def run_inside(patched: Entered, forward: PackedForward | None, call: Call, *args: Any, **kwargs: Any) -> Any:
+    """``call(*args, **kwargs)``, in which :func:`running` finds ``forward``."""
+    outer = _thread.call
+    _thread.call = Running(patched, forward, outer)
+    try:
+        return call(*args, **kwargs)
+    finally:
+        _thread.call = outer
+
+
+def override_entries(patched: Entered) -> Iterator[tuple[nn.Module, Callable[[nn.Module], None]]]:
+    """The root of a patched model and its decoder, which may be the same module, each with what overrides it."""
+    if patched.root is patched.decoder:
+        yield patched.root, partial(_override, patched, _enter_both)
+    else:
+        yield patched.root, partial(_override, patched, _enter_model)
+        yield patched.decoder, partial(_override, patched, _enter_decoder)
+
+
+def restore_entry(module: nn.Module) -> None:
+    """Take back what the overrides of :func:`override_entries` add to a module."""
+    del module.__dict__[_ENTRY]
+
+
+def require_entry(root: nn.Module) -> None:
+    """Raise if somebody replaced the forward of a patched model, so that its head would read rows for documents."""
+    if not is_reached(root):
+        raise UnsupportedModelError(
+            f"forward of {type(root).__name__} was replaced after patch(model), so packed batches do not pass its "
+            "entry: call crosspack.patch(model) again"
+        )
+
+
+def _override(patched: Entered, forward: Call, module: nn.Module) -> None:
+    override(module, forward)
+    module.__dict__[_ENTRY] = patched
+
+
+def _enter_model(root: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
+    if getattr(root, "_is_replica", False):
+        raise UnsupportedModelError(DATA_PARALLEL)
+    patched: Entered = root.__dict__[_ENTRY]
+    return patched.run_model(call, args, kwargs)
+
+
+def _enter_decoder(decoder: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
+    patched: Entered = decoder.__dict__[_ENTRY]
+    return patched.run_decoder(call, args, kwargs)
+
+
+def _enter_both(root: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
+    return _enter_model(root, partial(_enter_decoder, root, call), *args, **kwargs)
