@@ -1,0 +1,40 @@
+"""docs/architecture.md: its tree has a line for every package, and every path that it names exists."""
+
+from __future__ import annotations
+
+import re
+
+from tests.imports import PACKAGES, ROOT
+
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+
+
+def listed(block: str) -> set[str]:
+    """Returns the folders of a tree, whose depth is its indentation by two spaces."""
+    found, path = set(), []
+    for line in block.splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        path = [*path[:depth], line.split()[0].rstrip("/")]
+        found.add("/".join(path))
+    return found
+
+
+def test_the_tree_has_every_package_and_nothing_else() -> None:
+    (block,) = re.findall(r"^```text\n(packing_core/.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
+    packages = {
+        file.parent.relative_to(ROOT).as_posix() for top in PACKAGES for file in (ROOT / top).rglob("__init__.py")
+    }
+    assert listed(block) == packages
+
+
+def test_every_path_exists() -> None:
+    named = re.findall(r"`((?:" + "|".join(PACKAGES) + r")(?:/[\w./]*)?)`", PAGE)
+    missing = [path for path in named if not (ROOT / path).exists()]
+    assert len(named) > 30 and not missing
+
+
+def test_words_have_one_line_each() -> None:
+    _, _, section = PAGE.partition("## Words")
+    rows = re.findall(r"^\| ([^|]+) \|", section.partition("\n## ")[0], flags=re.MULTILINE)
+    words = [word.strip() for row in rows[2:] for word in row.split(",")]
+    assert len(words) > 20 and len(words) == len(set(words))
