@@ -179,10 +179,12 @@ def test_what_cannot_be_judged_says_why(tmp_path) -> None:
     trainer.train_dataset = documents(1)
     with pytest.raises(PackingError, match="the trainer's first batch holds one document: raise its batch size"):
         torch_backend.audit(enable_packing(trainer, verify=False))
-    data = documents(4)
-    trainer.train_dataset = data.map(lambda row: {"labels": [-100] * len(row["labels"])})
+    trainer.train_dataset = documents(4)
+    enable_packing(trainer, verify=False)
+    collator = trainer.data_collator
+    trainer.data_collator = lambda rows: {**collator(rows), "labels": torch.full_like(collator(rows)["labels"], -100)}
     with pytest.raises(PackingError, match="nothing is trained in the trainer's first batch"):
-        torch_backend.audit(enable_packing(trainer, verify=False))
+        torch_backend.audit(trainer)
     trainer.args._n_gpu = 2
     with pytest.raises(
         UnsupportedError, match="Trainer spreads its model or its batches over devices: audit it in one"

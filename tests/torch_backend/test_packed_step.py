@@ -334,7 +334,9 @@ def test_a_fast_trainer_is_exact_by_its_audit(tmp_path: Path) -> None:
 
 def test_without_fast_the_trainer_keeps_its_methods(tmp_path: Path) -> None:
     trainer = built(tmp_path, False)
-    assert not {"training_step", "compute_loss", "prediction_step", "packed_step"} & set(vars(trainer))
+    assert not {"training_step", "compute_loss", "packed_step"} & set(vars(trainer))
+    stock = trainer.prediction_step.stock_prediction  # whose rows become those of documents
+    assert stock.__func__ is transformers.Trainer.prediction_step
 
 
 def test_enabling_twice_is_enabling_once(tmp_path: Path) -> None:
