@@ -44,6 +44,6 @@ def test_losses_and_updates_are_those_without_liger(name: str, tmp_path: Path) -
         for found, known in zip(trained(trainer), wanted, strict=True):
             assert found == pytest.approx(known, rel=10 * TOLERANCE, abs=TOLERANCE)
         assert differences(trainer.model.cpu(), right.model) < TOLERANCE
-        assert type(trainer.model.model.norm).forward is not trainer.model.model.norm.forward.__func__  # but Liger's
+        assert trainer.model.model.norm.forward.__func__.__module__.startswith("liger_kernel.")
     assert differences(right.model, llama()) > 10 * TOLERANCE
     assert trainer.packed_step.parts["layers"] != "decided at the first step"
