@@ -51,6 +51,7 @@ SWITCHES = (
     "neat_packing",
     "sequence_packing",
     "use_packing",
+    "packing",
 )  # of packing itself
 NO_SWITCH = "leave it out, documents are packed in any case"
 _NEEDLESS = {  # the reason why there is no such argument -> what it is called elsewhere

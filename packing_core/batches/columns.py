@@ -139,18 +139,17 @@ def _each(read: Documents) -> list[dict[str, Any]]:
 
 
 def _value(examples: Sequence[Mapping[str, Any]], number: int, name: str) -> Any:
-    """A column of one example, or what it means that the example does not have it."""
+    """A column of one example; without a mask it has no padding, and without lengths it is one document.
+
+    Nothing else may be absent in some examples: without labels, masks or prompts all of their tokens would be trained.
+    """
     example = examples[number]
     if example.get(name) is not None:
         return example[name]
-    if name == "labels":
-        return example["input_ids"]
-    if name in (*TRAINED, "attention_mask"):
+    if name == "attention_mask":
         return np.ones(len(example["input_ids"]), np.int64)
     if name in LENGTHS:
         return [len(example["input_ids"])]
-    if name == PROMPT:
-        return 0
     other = next(i for i, x in enumerate(examples) if x.get(name) is not None)
     raise LayoutError(f"example {number} has no {name}, which example {other} has: give it to all of them or to none")
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForTokenClassification
 
 import torch_backend
 from packing_core import PackedDataset
-from packing_core.errors import CapacityError, LayoutError
+from packing_core.errors import CapacityError, KeywordError, LayoutError, PackingError
 from tests.processes import limited
 from tests.torch_backend.models import tiny
 from torch_backend import PackedCollator, with_boundaries
@@ -212,3 +212,32 @@ def test_a_collator_of_ours_keeps_its_fixed_shapes_under_with_boundaries() -> No
     collator = PackedCollator(capacity=16, max_seqlen=8, bucket=8)
     features = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}]
     assert len(with_boundaries(with_boundaries(collator))(features)["cu_seq_lens_q"]) == 9
+
+
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [
+        ({"max_length": 8}, "pass capacity="),
+        ({"max_seq_length": 8}, "pass capacity="),
+        ({"packing": True}, "leave it out, documents are packed in any case"),
+        ({"nonsense": 1}, "it has model, capacity"),
+        ({"capacity": 8, "pad_to_multiple_of": 8}, "pass alignment="),
+    ],
+)
+def test_an_unknown_option_is_answered_by_the_right_one(options: dict[str, Any], hint: str) -> None:
+    with pytest.raises(KeywordError, match=rf"PackedCollator\(\) has no argument '\w+': {hint}"):
+        PackedCollator(**options)
+
+
+@pytest.mark.parametrize("options", [{"overflow": "drop"}, {"max_segments": 2}, {"seed": 0}, {"strategy": "mixed"}])
+def test_an_option_of_plans_without_a_capacity_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(PackingError, match=f"{next(iter(options))}=.* has an effect with a capacity alone"):
+        PackedCollator(**options)
+
+
+def test_the_capacity_is_the_second_argument_and_no_model() -> None:
+    assert PackedCollator(None, 8).capacity == 8
+    with pytest.raises(PackingError, match=r"takes the model first and got 2048: pass PackedCollator\(model, 2048\)"):
+        PackedCollator(2048)
+    with pytest.raises(PackingError, match="capacity"):
+        PackedCollator(capacity=0)

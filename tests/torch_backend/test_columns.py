@@ -130,12 +130,18 @@ def test_prompts_of_a_packed_row_are_one_for_each_document(read: Reader) -> None
 
 def test_an_example_without_a_column_that_others_have() -> None:
     labelled, plain = {"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}, {"input_ids": [8, 9], "labels": None}
-    want = [([8, 9], [-100, 9]), ([5, 6, 7], [-100, -100, 7])]
-    assert by_collator([plain, labelled]) == want
-    assert by_collator([{"input_ids": [8, 9]}, labelled]) == want
-    assert by_collator([{"input_ids": [8, 9]}, {"input_ids": [5, 6], "prompt_length": 1}])[1] == ([5, 6], [-100, 6])
-    with pytest.raises(LayoutError, match="example 1 has no reward, which example 0 has"):
-        PackedCollator()([{"input_ids": [5], "reward": [0.5]}, {"input_ids": [6]}])
+    with pytest.raises(LayoutError, match="example 0 has no labels, which example 1 has: give it to all of them"):
+        PackedCollator()([plain, labelled])
+    for column, value in {
+        "prompt_length": 1,
+        "completion_mask": [0, 1],
+        "loss_mask": [0, 1],
+        "reward": [0.5, 1.0],
+    }.items():
+        with pytest.raises(LayoutError, match=f"example 1 has no {column}, which example 0 has"):
+            PackedCollator()([{"input_ids": [5, 6], column: value}, {"input_ids": [8, 9]}])
+    padded = {"input_ids": [0, 5, 6], "attention_mask": [0, 1, 1]}
+    assert [ids for ids, _ in by_collator([padded, {"input_ids": [8, 9]}])] == [[5, 6], [8, 9]]
 
 
 def test_what_is_no_example_is_refused() -> None:

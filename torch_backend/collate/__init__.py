@@ -17,14 +17,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from packing_core import PackedBatch, pack
+from packing_core import PackedBatch, pack, plan
 from packing_core.batches.columns import TRAINED, read_examples, trained_tokens
 from packing_core.batches.documents import segments_by_document
 from packing_core.batches.joining import concatenate
 from packing_core.batches.marks import MARKS, PER_TOKEN, Segments, counts_through, is_numbered, read_segments
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.batches.views import KernelView
-from packing_core.errors import LayoutError
+from packing_core.errors import LayoutError, PackingError
+from packing_core.hints import hinted
+from packing_core.planning.pieces import positive
 from torch_backend.collate.document_labels import LABELS, check_whole, in_order, take_numbers
 from torch_backend.collate.tokens import EVERY_LABEL, masked, with_every_label
 from torch_backend.seal import SEALED
@@ -32,6 +34,7 @@ from torch_backend.seal import SEALED
 logger = logging.getLogger(__name__)
 
 Batch = dict[str, Any]
+IN_ORDER: dict[str, Any] = {"strategy": "sequential", "seed": None}  # the plan of a batch without a capacity
 FULL = 0.7  # rows that are less full than this are worth a warning
 ROUTER_LOSS = ("output_router_logits", "router_aux_loss_coef")  # a config that has one may have a router with a loss
 _DTYPES = {"i": np.int64, "u": np.int64, "f": np.float32}  # of columns, as torch makes tensors of lists
@@ -61,24 +64,31 @@ class PackedCollator:
     ``attention_mask`` says what is padding, and ``seq_lengths`` cuts a packed row into its documents.
     """
 
+    @hinted(plan)
     def __init__(
         self,
         model: Any = None,
-        *,
         capacity: int | None = None,
+        *,
         padding_free: bool = False,
         max_seqlen: int | None = None,
         bucket: int = 1,
         masking: Any = None,
         **plan_options: Any,
     ) -> None:
-        configs = _configs(model)
+        configs = _checked_configs(model)
+        idle = [f"{name}={value!r}" for name, value in plan_options.items() if IN_ORDER.get(name, name) != value]
+        if capacity is None and idle:
+            raise PackingError(
+                f"{idle[0]} has an effect with a capacity alone: without one, all documents of a batch go into one row "
+                "as long as they are. Pass PackedCollator(model, capacity, ...)"
+            )
         pads = [config.pad_token_id for config in configs if getattr(config, "pad_token_id", None) is not None]
         self.pad_id = int(pads[0]) if pads else 0
         self.marks_padding = _has_router(model)
         self.labels_every_token = _labels_every_token(model)
         self.labels_documents = _labels_documents(model)
-        self.capacity = capacity
+        self.capacity = None if capacity is None else positive("capacity", capacity)
         self.padding_free = padding_free
         self.max_seqlen = max_seqlen
         self.bucket = bucket
@@ -152,7 +162,7 @@ class PackedCollator:
             columns=documents.columns,
             per_document=per_document,
             pad_id=self.pad_id,
-            **(self.plan_options if self.capacity else {"strategy": "sequential", "seed": None}),
+            **(self.plan_options if self.capacity else IN_ORDER),
         )
         if self.capacity and packed.efficiency < FULL and not self._warned:
             self._warned = True
@@ -359,6 +369,20 @@ def _mask_labels(batch: Batch, starts: Tensor, padding: Tensor) -> None:
 
 def _counts_through(positions: Tensor, segments: Segments, rows: NDArray[np.int64]) -> bool:
     return positions.ndim == 2 and counts_through(np.asarray(positions).reshape(-1), segments, rows)
+
+
+def _checked_configs(model: Any) -> list[Any]:
+    """Returns the configurations of what was passed as a model.
+
+    Raises:
+        PackingError: it is neither a model nor a configuration.
+    """
+    if isinstance(model, int | float | str):
+        raise PackingError(
+            f"PackedCollator takes the model first and got {model!r}: pass PackedCollator(model, {model!r}), or "
+            f"PackedCollator(capacity={model!r}) without a model"
+        )
+    return _configs(model)
 
 
 def _configs(model: Any) -> list[Any]:
