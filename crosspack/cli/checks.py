@@ -47,7 +47,7 @@ def check_contradictions(given: Mapping[str, Any]) -> None:
     if given["compile"] and (given["compare"] or given["deterministic"]):
         other = "--compare" if given["compare"] else "--deterministic"
         raise PackingError(f"{other} runs no compiled layers: leave --compile out")
-    if given["eval_data"] is None and (given["eval_every"] or given["eval_split"]):
+    if not given["eval_data"] and (given["eval_every"] or given["eval_split"]):
         raise PackingError("--eval-every and --eval-split need --eval-data, the documents to evaluate on")
 
 
@@ -75,7 +75,7 @@ def used_options(given: Mapping[str, Any]) -> list[str]:
     used = {
         "--dtype bfloat16": given["dtype"] == "bfloat16",
         "--lora": given["lora"] > 0,
-        "--eval-data": given["eval_data"] is not None,
+        "--eval-data": bool(given["eval_data"]),
         "--compile": given["compile"] is not None,
         "--nproc or torchrun": ranks > 1,
         "--mesh": given["mesh"] is not None,

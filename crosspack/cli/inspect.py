@@ -15,6 +15,7 @@ from crosspack.cli import options
 from crosspack.cli.console import OUT, figures
 from crosspack.cli.models import check_name
 from crosspack.cli.options import check_data
+from crosspack.encoding.layouts import canonical
 from crosspack.encoding.text import kind_of
 from crosspack.encoding.tokenizer import load_tokenizer
 from crosspack.encoding.tokens import token_documents
@@ -36,9 +37,9 @@ def inspect(
 ) -> None:
     """Show the documents of a packed row, and what of them carries loss."""
     check_name("--tokenizer", tokenizer)
-    records = check_data(data, split, tokenizer, option="DATA")
+    records = check_data([data], split, tokenizer, option="DATA")
     first = next(iter(records))
-    if kind_of(first, first.where) != "input_ids":
+    if kind_of(canonical(first, first.where, ()), first.where) != "input_ids":
         raise PackingError(f"DATA {data}: its records hold no token ids: pack it with `crosspack pack`")
     record = next(islice(iter(records), row, None), None)
     if record is None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from crosspack.encoding.tokenizer import entries
 from packing_core.errors import PackingError
 from packing_core.training.job import is_hub_name
 
@@ -49,4 +50,4 @@ def check_name(option: str, name: str | None) -> None:
 def special_tokens(tokenizer: Any) -> dict[str, Any]:
     """What a config says of its tokenizer."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    return {"vocab_size": len(tokenizer), **{name: getattr(tokenizer, name) for name in names}}
+    return {"vocab_size": entries(tokenizer), **{name: getattr(tokenizer, name) for name in names}}

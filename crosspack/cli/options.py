@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,21 +13,23 @@ from rich.markup import escape
 
 from crosspack.cli.console import OUT
 from crosspack.cli.progress import counted
-from crosspack.cli.records import open_records
+from crosspack.cli.records import join, open_records, weighted
 from crosspack.encoding.layouts import canonical
 from crosspack.encoding.text import Encoder, Loss, Policy, kind_of, plain_texts
 from crosspack.encoding.tokenizer import check_tokenizer, load_tokenizer, train_tokenizer
 from crosspack.encoding.tokens import check_length
 from crosspack.reading import Records
+from crosspack.reading.lines import SampleBy
 from packing_core.errors import PackingError
 from packing_core.training.schedule import Document
 
 Data = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
         "--data",
-        help="A .jsonl, .parquet or .arrow file, a folder of them, or a hub data set, with text, prompt + completion "
-        "or messages columns. Default: the docstrings of the Python standard library, as questions and answers.",
+        help="A file, a folder or a URL of either (.jsonl, .json, .csv, .txt, .parquet, .arrow; also .gz, .zst), or a "
+        "hub data set. Several: one after the other, or mixed by weight, FILE:0.3. Default: the docstrings of the "
+        "Python standard library, as questions and answers.",
     ),
 ]
 Split = Annotated[str, typer.Option(help="Which split of a folder or a hub data set.")]
@@ -79,7 +81,12 @@ class Source:
 
     @staticmethod
     def open(
-        data: str | None, split: str, tokenizer: str | None, policy: Policy, *, trust_remote_code: bool = False
+        data: Sequence[str] | None,
+        split: str,
+        tokenizer: str | None,
+        policy: Policy,
+        *,
+        trust_remote_code: bool = False,
     ) -> Source:
         """Open the data and load the tokenizer, or train one on the data when none is named.
 
@@ -115,29 +122,45 @@ def option_of_split(option: str) -> str:
 
 
 def check_data(
-    data: str | None,
-    split: str,
+    data: Sequence[str] | None,
+    split: str | None,
     tokenizer: str | None = None,
     *,
     option: str = "--data",
     policy: Policy | None = None,
     more: Iterable[str] = (),
+    sample_by: SampleBy = "line",
 ) -> Records:
-    """Open the data and look at its first record; imports no framework for local files. Errors name the ``option``.
+    """Open all of the data and look at the first record of each; imports no framework for local files.
+
+    Args:
+        data: data sets, which are read one after the other, or mixed if they have weights.
+        split: of each; None for a file, or the split ``validation``.
+        tokenizer: what ``--tokenizer`` names.
+        option: the option that names the data, for errors.
+        policy: says which columns are read.
+        more: other columns that are read.
+        sample_by: as of :func:`crosspack.read`.
 
     Raises:
         PackingError: the data or the tokenizer is nowhere, or the data has no records that can be read.
     """
     if tokenizer is not None:
         check_tokenizer(tokenizer)
+    policy = policy or Policy()
+    sources, firsts = [], []
     try:
-        records = open_records(data, split=split, columns=(*(policy or Policy()).columns, *more))
-        first = next(iter(records), None)
+        for name, weight in map(weighted, data) if data else [(None, None)]:
+            records = open_records(name, split=split, columns=(*policy.columns, *more), sample_by=sample_by)
+            sources.append((records, weight))
+            firsts.append(next(iter(records), None))
+        joined = join(sources)
     except PackingError as error:
         text = str(error).replace("--data", option)
         named = re.sub(r"\b(leave|pass another|as) split\b", rf"\1 {option_of_split(option)}", text)
         raise type(error)(named) from error
-    if first is None:
-        raise PackingError(f"{option} {records.name} has no records: check the file and {option_of_split(option)}")
-    kind_of(canonical(first, first.where, (policy or Policy()).fields), first.where)
-    return records
+    for (records, _), first in zip(sources, firsts, strict=True):
+        if first is None:
+            raise PackingError(f"{option} {records.name} has no records: check the file and {option_of_split(option)}")
+        kind_of(canonical(first, first.where, policy.fields), first.where)
+    return joined

@@ -30,15 +30,6 @@ SAID = {
     "dropped": "documents dropped",
     "untrained": "pieces of long documents left out, nothing to train on",
 }
-Datas = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--data",
-        help="A file, a folder or a URL of either (.jsonl, .json, .csv, .txt, .parquet, .arrow; also .gz, .zst), or a "
-        "hub data set. Several: one after the other, or mixed by weight, FILE:0.3. Default: the docstrings of the "
-        "Python standard library, as questions and answers.",
-    ),
-]
 
 
 def _column(name: str, what: str) -> Any:
@@ -47,7 +38,7 @@ def _column(name: str, what: str) -> Any:
 
 def pack(
     output: Annotated[str, typer.Option(help="Folder, or URL of one, for the packed files, manifest and tokenizer.")],
-    data: Datas = None,
+    data: options.Data = None,
     split: options.Split = "train",
     tokenizer: options.TokenizerName = None,
     capacity: options.Capacity = 2048,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from crosspack.cli.outputs import PART, Output, writing
 from crosspack.cli.packprogress import PackProgress
 from crosspack.encoding.text import Encoder, Policy
 from crosspack.packing.journal import journal, read_journal
-from crosspack.packing.mixture import Mixture
+from crosspack.packing.mixture import Mixed
 from crosspack.packing.run import Part, Run, Worker
 from crosspack.packing.unit import Key, OnError, Rules, Strategy, bad_file, notes_file
 from crosspack.packing.workers import Inline, Pool, Processes
@@ -94,26 +93,31 @@ def open_job(given: PackOptions, part: Part) -> Job:
         PackingError: one of them cannot be used.
     """
     check_seed(given.seed)
-    sources = _sources(given)
-    joined = sources[0][0] if len(sources) == 1 else _concatenated([records for records, _ in sources])
-    source = Source.of(joined, given.tokenizer, given.policy, trust_remote_code=given.trust_remote_code)
+    records = check_data(
+        given.data,
+        given.split,
+        given.tokenizer,
+        policy=given.policy,
+        more=given.keep,
+        sample_by=given.sample_by,
+    )
+    source = Source.of(records, given.tokenizer, given.policy, trust_remote_code=given.trust_remote_code)
     source.encoder.carried = given.keep
-    size = sum(records.size() for records, _ in sources)
+    OUT.print(source.describe(), highlight=False)
+    size = records.size()
     rules = Rules(
         given.capacity,
         given.overflow,
         given.packing,
         given.seed,
-        given.block_size or unit_size(size, given.capacity),
-        _dtype(source.encoder.tokenizer),
+        given.block_size or unit_size(size, given.capacity, records),
+        "uint16" if source.encoder.entries <= 1 << 16 else "int32",
         given.keep,
     )
-    weights = [weight for _, weight in sources]
-    stretches: list[Stretch] = list(joined.stretches(rules.size)) if weights[0] is None else [Mixture(_shares(sources))]
     run = {
         "kind": "run",
         "crosspack": version("crosspack"),
-        "data": [[records.state(), weight] for records, weight in sources],
+        "data": records.state(),
         "split": given.split,
         "sample_by": given.sample_by,
         "tokenizer": _digest_of(source.encoder.tokenizer),
@@ -123,10 +127,9 @@ def open_job(given: PackOptions, part: Part) -> Job:
         "rows_per_file": given.rows_per_file,
         "part": list(part),
     }
-    name = ", ".join(given.data) or joined.name
     return Job(
-        name,
-        stretches,
+        records.name,
+        list(records.stretches(rules.size)),
         size,
         source.encoder,
         source.tokenizer,
@@ -139,56 +142,17 @@ def open_job(given: PackOptions, part: Part) -> Job:
     )
 
 
-def _sources(given: PackOptions) -> list[tuple[Records, float | None]]:
-    named: list[tuple[str | None, float | None]] = [_weighted(data) for data in given.data]
-    named = named or [(None, None)]
-    if len({weight is None for _, weight in named}) > 1:
-        raise PackingError("--data: some have a weight and some have none: give all of them one, FILE:0.3, or none")
-    opened = []
-    for data, weight in named:
-        records = check_data(data, given.split, given.tokenizer, policy=given.policy, more=given.keep)
-        opened.append((replace(records, sample_by=given.sample_by), weight))
-    return opened
-
-
-def _weighted(data: str) -> tuple[str, float | None]:
-    """``a.jsonl:0.3`` is a.jsonl with a weight, unless there is a file of that name.
-
-    >>> _weighted("a.jsonl:0.3"), _weighted("s3://bucket/a"), _weighted("a.jsonl")
-    (('a.jsonl', 0.3), ('s3://bucket/a', None), ('a.jsonl', None))
-    """
-    match = re.fullmatch(r"(.+):(\d+\.?\d*|\.\d+)", data)
-    if match is None or os.path.exists(data):
-        return data, None
-    if float(match[2]) <= 0:
-        raise PackingError(f"--data {data}: a weight is more than 0: leave the data out")
-    return match[1], float(match[2])
-
-
-def _shares(sources: list[tuple[Records, float | None]]) -> tuple[tuple[Records, float], ...]:
-    total = sum(weight or 0 for _, weight in sources)
-    return tuple((records, (weight or 0) / total) for records, weight in sources)
-
-
-def _concatenated(sources: list[Records]) -> Records:
-    if any(records.listed for records in sources):
-        raise PackingError("--data: a hub data set is read by itself: pass its files, as hf://datasets/owner/name")
-    files = tuple(file for records in sources for file in records.files)
-    return replace(sources[0], name=", ".join(records.name for records in sources), files=files)
-
-
-def unit_size(size: int, capacity: int) -> int:
+def unit_size(size: int, capacity: int, records: Records | None = None) -> int:
     """Bytes of a unit: a 64th of the input, but enough to fill rows, and no more than a process should hold.
+
+    Those of a mixture are as small as its weights need.
 
     >>> unit_size(50_000, 2048), unit_size(1_000_000_000, 2048), unit_size(10**13, 2048), unit_size(10**9, 10**6)
     (1048576, 8388608, 16777216, 67108864)
     """
     wanted = min(max(size // 64, 1 << 20, 64 * capacity), max(1 << 24, 64 * capacity))
-    return 1 << (wanted.bit_length() - 1)
-
-
-def _dtype(tokenizer: Any) -> str:
-    return "uint16" if len(tokenizer) <= 1 << 16 else "int32"
+    most = records.grain if isinstance(records, Mixed) else wanted
+    return 1 << (min(wanted, most).bit_length() - 1)
 
 
 def _digest_of(tokenizer: Any) -> str:

@@ -1,20 +1,65 @@
-"""``--data`` to records: what ``crosspack.read`` gives, with the option's name in its errors."""
+"""``--data``, given once or several times, to records: those of ``crosspack.read``, in turn or mixed by weight."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
 
+from crosspack.packing.mixture import Mixed
 from crosspack.reading import Records, read
+from crosspack.reading.lines import SampleBy
 from packing_core.errors import PackingError
 
 
-def open_records(data: str | None, *, split: str = "train", columns: Iterable[str] = ()) -> Records:
-    """Open ``data``, as :func:`crosspack.read` does.
+def open_records(
+    data: str | None, *, split: str | None = "train", columns: Iterable[str] = (), sample_by: SampleBy = "line"
+) -> Records:
+    """Open one data set, as :func:`crosspack.read` does; without a ``split``, a file, or the split ``validation``.
 
     Raises:
         PackingError: it cannot be opened; the error names the option.
     """
+    if split is None:
+        split = "train" if data is None or Path(data).is_file() else "validation"
     try:
-        return read(data, split=split, columns=columns)
+        return read(data, split=split, columns=columns, sample_by=sample_by)
     except PackingError as error:
         raise type(error)(f"--data {error}") from error
+
+
+def weighted(data: str) -> tuple[str, float | None]:
+    """Splits ``a.jsonl:0.3`` into the data and its weight, unless there is a file of that name.
+
+    >>> weighted("a.jsonl:0.3"), weighted("s3://bucket/a"), weighted("a.jsonl")
+    (('a.jsonl', 0.3), ('s3://bucket/a', None), ('a.jsonl', None))
+    """
+    match = re.fullmatch(r"(.+):(\d+\.?\d*|\.\d+)", data)
+    if match is None or os.path.exists(data):
+        return data, None
+    if float(match[2]) <= 0:
+        raise PackingError(f"--data {data}: a weight is more than 0: leave the data out")
+    return match[1], float(match[2])
+
+
+def join(sources: Sequence[tuple[Records, float | None]]) -> Records:
+    """Joins data sets: one after the other, or mixed if they have weights.
+
+    Raises:
+        PackingError: some have a weight and some have none, or one of several is a hub data set.
+    """
+    if len(sources) == 1 and sources[0][1] is None:
+        return sources[0][0]
+    if len({weight is None for _, weight in sources}) > 1:
+        raise PackingError("--data: some have a weight and some have none: give all of them one, FILE:0.3, or none")
+    if any(records.listed for records, _ in sources):
+        raise PackingError("--data: a hub data set is read by itself: pass its files, as hf://datasets/owner/name")
+    weights = [weight for _, weight in sources if weight is not None]
+    if weights:
+        name = ", ".join(f"{records.name}:{weight:g}" for records, weight in sources)
+        shares = tuple((records, weight / sum(weights)) for (records, _), weight in zip(sources, weights, strict=True))
+        return Mixed(name, sources=shares)
+    files = tuple(file for records, _ in sources for file in records.files)
+    return replace(sources[0][0], name=", ".join(records.name for records, _ in sources), files=files)

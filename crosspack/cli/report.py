@@ -5,7 +5,7 @@ The lengths of the documents are kept, and of the first ones what carries loss; 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,6 +24,7 @@ from crosspack.cli.options import Source, check_data
 from crosspack.cli.page import page
 from crosspack.cli.progress import counted
 from crosspack.cli.tables import composition_table, computed_tokens, lengths_table, savings_table
+from crosspack.encoding.layouts import canonical
 from crosspack.encoding.text import Policy, kind_of
 from crosspack.encoding.tokens import check_length, token_documents
 from packing_core.errors import PackingError, plural
@@ -172,6 +173,8 @@ class _Tokenised:
     def documents(self, capacity: int, overflow: str) -> Iterator[Document]:
         """The documents; packed rows are cut into theirs."""
         for record in self.records:
+            if record.get("input_ids") is None:
+                raise PackingError(f"{record.where} holds no token ids, as the records before it do: pass --tokenizer")
             for document, _ in token_documents(record, record.where):
                 if not document.has_target:
                     self.left_out += 1
@@ -189,10 +192,12 @@ class _Encoded:
         self.describe, self.documents = source.describe, source.documents
 
 
-def _open(data: str | None, split: str, tokenizer: str | None, policy: Policy, **options: Any) -> _Tokenised | _Encoded:
+def _open(
+    data: Sequence[str] | None, split: str, tokenizer: str | None, policy: Policy, **options: Any
+) -> _Tokenised | _Encoded:
     records = check_data(data, split, tokenizer)
     first = next(iter(records))
-    if tokenizer is None and kind_of(first, first.where) == "input_ids":
+    if tokenizer is None and kind_of(canonical(first, first.where, ()), first.where) == "input_ids":
         return _Tokenised(records)
     return _Encoded(Source.open(data, split, tokenizer, policy, **options))
 

@@ -39,15 +39,26 @@ def take_file(context: typer.Context, path: Path | None) -> Path | None:
         raise PackingError(f"--config {path}: it must hold a line `option: value` for each option")
     names = _names(context)
     known = {option: name for name, option in names.items()}
+    several = {str(parameter.name) for parameter in context.command.params if getattr(parameter, "multiple", False)}
     given = {str(key).replace("_", "-"): value for key, value in content.items()}
     for key, value in given.items():
         if key not in known:
             raise PackingError(f"--config {path}: the command has no option --{key}: see its --help")
-        if not isinstance(value, bool | int | float | str | None):
+        parts = value if isinstance(value, list) and known[key] in several else [value]
+        if not all(isinstance(part, bool | int | float | str | None) for part in parts):
             raise PackingError(f"--config {path}: {key} is a {type(value).__name__}: an option takes one value")
     # as text, which the command converts and checks as it does on the command line
-    context.default_map = {known[key]: str(value) for key, value in given.items() if value is not None}
+    context.default_map = {
+        known[key]: _texts(value) if known[key] in several else str(value)
+        for key, value in given.items()
+        if value is not None
+    }
     return path
+
+
+def _texts(value: Any) -> list[str]:
+    """Returns the texts of an option that may be given several times."""
+    return [str(part) for part in (value if isinstance(value, list) else [value])]
 
 
 def effective(context: typer.Context, **settled: Any) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def train(
     split: options.Split = "train",
     tokenizer: options.TokenizerName = None,
     eval_data: Annotated[
-        str | None, typer.Option(help="Documents to evaluate on, packed: whatever --data takes.")
+        list[str] | None, typer.Option(help="Documents to evaluate on, packed: whatever --data takes.")
     ] = None,
     eval_split: Annotated[
         str | None, typer.Option(help="Which split of --eval-data. Default: validation, where it has splits.")
@@ -145,8 +145,7 @@ def train(
         raise PackingError("--lora adapts the weights of a --model, and random weights are not kept: leave --lora out")
     check_name("--tokenizer", tokenizer)
     check_data(data, split, tokenizer or model_folder)  # before the frameworks, which take long to import
-    if eval_data is not None:
-        eval_split = eval_split or ("train" if Path(eval_data).is_file() else "validation")
+    if eval_data:
         check_data(eval_data, eval_split, option="--eval-data")
     check_service(report_to)
     if lr is None:
@@ -160,7 +159,7 @@ def train(
     require("transformers", extra="hf")
     if compare:
         require("matplotlib.figure", extra="plot")
-    as_file = as_yaml(settled := effective(context, lr=lr, precision=precision, eval_split=eval_split))
+    as_file = as_yaml(settled := effective(context, lr=lr, precision=precision))
     if nproc > 1 and launch.world_size() == 1:
         raise typer.Exit(_launched(nproc, as_file, context.params))
     leads = launch.rank() == 0
@@ -186,8 +185,8 @@ def train(
     OUT.print(steps_table(schedule))
     OUT.print(saving_line(schedule), highlight=False)
     evaluation = None
-    if eval_data is not None:
-        held_out = replace(source, records=check_data(eval_data, eval_split or "", option="--eval-data"))
+    if eval_data:
+        held_out = replace(source, records=check_data(eval_data, eval_split, option="--eval-data"))
         evaluation = _evaluation(held_out, capacity, overflow, pad_id)
 
     with ExitStack() as stack:

@@ -25,13 +25,13 @@ class Write(Protocol):
     def __call__(self, messages: Sequence[Any], *, ask: bool = False) -> str: ...
 
 
-def assistant_spans(write: Write, messages: Sequence[Any], first: int) -> tuple[str, list[tuple[int, int]]]:
+def assistant_spans(write: Write, messages: Sequence[Any], wanted: Sequence[bool]) -> tuple[str, list[tuple[int, int]]]:
     """The chat, and the begin and end of each turn of the assistant in it.
 
     Args:
         write: applies the chat template.
         messages: the chat.
-        first: turns before this message are not looked for.
+        wanted: of each message, whether it is looked for if it is the assistant's.
 
     Raises:
         PackingError: the template writes a turn differently when more follow.
@@ -42,7 +42,7 @@ def assistant_spans(write: Write, messages: Sequence[Any], first: int) -> tuple[
         tuple[str, str], tuple[int, int]
     ] = {}  # text before and after a turn's text -> what belongs to the turn
     spans = []
-    for turn in range(first, len(messages)):
+    for turn in np.flatnonzero(wanted).tolist():
         if messages[turn]["role"] != "assistant":
             continue
         around = _around(chat, texts, turn)

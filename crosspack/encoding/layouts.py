@@ -5,12 +5,13 @@ A record goes in; one with the columns that the encoder knows comes out.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from packing_core.errors import PackingError
 
-COLUMNS = ("conversations", "instruction", "input", "output")
+COLUMNS = ("conversations", "instruction", "input", "output", "system", "history")
 # who speaks in ShareGPT's files -> the role in a chat template
 ROLES = {
     "human": "user",
@@ -37,7 +38,8 @@ def canonical(record: Mapping[str, Any], where: Any, fields: tuple[tuple[str, st
             layout is looked for.
 
     Raises:
-        PackingError: it has not the columns of ``fields``, or a conversation is not as ShareGPT writes it.
+        PackingError: it has not the columns of ``fields``, a conversation is not as ShareGPT writes it, or it has a
+            ``system`` for which there is no place.
     """
     if fields:
         missing = [column for _, column in fields if record.get(column) is None]
@@ -47,13 +49,76 @@ def canonical(record: Mapping[str, Any], where: Any, fields: tuple[tuple[str, st
         if isinstance(found := named.get("messages"), list):
             named["messages"] = _messages(found, where)
         return _Renamed(named, record)
+    if record.get("input_ids") is not None:
+        return record
+    chat = record.get("messages")
+    if chat is None and not any(record.get(name) is not None for name in _KNOWN):
+        chat = record.get("conversations")
+    if isinstance(chat, list):
+        return _chat(chat, record, where)
+    if record.get("prompt") is not None and record.get("completion") is not None:
+        return _prompted(record, where)
     if any(record.get(name) is not None for name in _KNOWN):
         return record
-    if isinstance(conversation := record.get("conversations"), list):
-        return _Renamed({"messages": _messages(conversation, where), "tools": record.get("tools")}, record)
     if isinstance(record.get("instruction"), str) and isinstance(record.get("output"), str):
         return _Renamed({"prompt": _instruction(record, where), "completion": record["output"]}, record)
     return record
+
+
+def _chat(messages: list[Any], record: Mapping[str, Any], where: Any) -> Mapping[str, Any]:
+    """Returns a chat with the ``system`` and the ``tools`` of its record."""
+    if messages is record.get("messages") and not _beside(record):
+        return record
+    messages = _with_system(_messages(messages, where), record, where)
+    return _Renamed({"messages": messages, "tools": _tools(record, where)}, record)
+
+
+def _prompted(record: Mapping[str, Any], where: Any) -> Mapping[str, Any]:
+    """Returns a prompt and a completion; a prompt of messages begins with the ``system`` of the record."""
+    if not _beside(record):
+        return record
+    prompt, completion = record["prompt"], record["completion"]
+    if isinstance(prompt, list):
+        prompt = _with_system(prompt, record, where)
+        return _Renamed({"prompt": prompt, "completion": completion, "tools": _tools(record, where)}, record)
+    if _system(record, where):
+        raise PackingError(f"{where} has a system beside a prompt of text: write it into the prompt, or use messages")
+    return record
+
+
+def _beside(record: Mapping[str, Any]) -> bool:
+    """Returns whether a record has something beside its messages that belongs to them."""
+    return bool(record.get("system")) or isinstance(record.get("tools"), str)
+
+
+def _with_system(messages: list[Any], record: Mapping[str, Any], where: Any) -> list[Any]:
+    """Puts the column ``system`` of a record before its messages."""
+    if not (system := _system(record, where)):
+        return messages
+    first = messages[0] if messages and isinstance(messages[0], Mapping) else {}
+    if first.get("role") != "system":
+        return [{"role": "system", "content": system}, *messages]
+    if first.get("content") != system:
+        raise PackingError(f"{where} has a system message and another text in its column system: keep one of them")
+    return messages
+
+
+def _system(record: Mapping[str, Any], where: Any) -> str:
+    system = record.get("system")
+    if system is not None and not isinstance(system, str):
+        raise PackingError(f"{where}: system is a {type(system).__name__}, not a string")
+    return system or ""
+
+
+def _tools(record: Mapping[str, Any], where: Any) -> Any:
+    """Returns the tools that a chat template takes; files often hold them as JSON."""
+    tools = record.get("tools")
+    if not isinstance(tools, str) or not tools.strip():
+        return tools or None
+    try:
+        return json.loads(tools)
+    except ValueError as error:
+        raise PackingError(f"{where}: tools is a string that is not JSON: {error}") from None
 
 
 class _Renamed(dict[str, Any]):
@@ -71,7 +136,10 @@ _ALL = frozenset([*_KNOWN, "completion", "tools"])
 
 
 def _messages(conversation: list[Any], where: Any) -> list[Any]:
-    """ShareGPT's ``from`` and ``value`` as ``role`` and ``content``; what has a role already stays."""
+    """ShareGPT's ``from`` and ``value`` as ``role`` and ``content``, beside the turn's other keys.
+
+    Messages that have a role already stay as they are.
+    """
     messages = []
     for number, turn in enumerate(conversation):
         if isinstance(turn, Mapping) and "from" in turn and "value" in turn:
@@ -81,25 +149,38 @@ def _messages(conversation: list[Any], where: Any) -> list[Any]:
                 raise PackingError(
                     f"{where}: message {number} is from {turn['from']!r}: rename the speaker to one of {known}"
                 )
-            messages.append({"role": role, "content": turn["value"]})
+            others = {name: value for name, value in turn.items() if name not in ("from", "value")}
+            messages.append({**others, "role": role, "content": turn["value"]})
         else:
             messages.append(turn)
     return messages
 
 
 def _instruction(record: Mapping[str, Any], where: Any) -> str:
-    """The prompt that Stanford Alpaca trains with."""
+    """Writes the prompt of Stanford Alpaca: ``system`` replaces its first sentences, ``history`` follows them."""
     given = record.get("input")
     if given is not None and not isinstance(given, str):
         raise PackingError(f"{where}: input is a {type(given).__name__}, not a string")
-    told = "Below is an instruction that describes a task"
-    if given:
-        return (
-            f"{told}, paired with an input that provides further context. Write a response that appropriately "
-            f"completes the request.\n\n### Instruction:\n{record['instruction']}\n\n"
-            f"### Input:\n{given}\n\n### Response:\n"
-        )
-    return (
-        f"{told}. Write a response that appropriately completes the request.\n\n"
-        f"### Instruction:\n{record['instruction']}\n\n### Response:\n"
+    paired = ", paired with an input that provides further context" if given else ""
+    system = _system(record, where) or (
+        f"Below is an instruction that describes a task{paired}. Write a response that appropriately completes the "
+        "request."
     )
+    turns = "".join(f"{_asked(asked)}{answer}\n\n" for asked, answer in _history(record, where))
+    return f"{system}\n\n{turns}{_asked(record['instruction'], given)}"
+
+
+def _asked(instruction: str, given: str | None = None) -> str:
+    """Writes an instruction, its input if it has one, and the header of the response."""
+    context = f"### Input:\n{given}\n\n" if given else ""
+    return f"### Instruction:\n{instruction}\n\n{context}### Response:\n"
+
+
+def _history(record: Mapping[str, Any], where: Any) -> list[tuple[str, str]]:
+    """Returns earlier instructions and responses."""
+    turns = record.get("history") or []
+    pairs = [tuple(turn) if isinstance(turn, list | tuple) else () for turn in turns] if isinstance(turns, list) else []
+    texts = [pair for pair in pairs if len(pair) == 2 and all(isinstance(text, str) for text in pair)]
+    if len(texts) != len(turns):
+        raise PackingError(f"{where}: history is a list of [instruction, response] pairs of strings")
+    return texts

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from crosspack.encoding.chats import assistant_spans, in_spans
 from crosspack.encoding.layouts import COLUMNS as LAYOUT_COLUMNS
 from crosspack.encoding.layouts import canonical
-from crosspack.encoding.tokenizer import rust_tokenizer
+from crosspack.encoding.tokenizer import entries, rust_tokenizer
 from crosspack.encoding.tokens import COLUMNS as TOKEN_COLUMNS
-from crosspack.encoding.tokens import token_documents
+from crosspack.encoding.tokens import check_entries, token_documents
 from crosspack.reading.places import BadRecord, Place, Row
 from crosspack.reading.records import Record, size_of
 from packing_core.errors import MissingExtraError, PackingError, first_line
@@ -123,6 +123,7 @@ class Encoder:
 
     Attributes:
         left_out: documents so far that have nothing to train on.
+        entries: of the tokenizer: one more than its largest token id.
         carried: columns beside the tokens of tokenised records, a number for each, that documents keep.
     """
 
@@ -137,6 +138,7 @@ class Encoder:
         self._bos = self._special("bos", policy.bos, adds_bos)
         self._eos = self._special("eos", policy.eos, tokenizer.eos_token_id is not None)
         self._rust = rust_tokenizer(tokenizer)
+        self.entries = entries(tokenizer)
 
     @property
     def tokenizer(self) -> Any:
@@ -247,9 +249,18 @@ class Encoder:
             raise PackingError("the tokenizer has no chat template: pass --tokenizer of a chat model")
         template = self.tokenizer.get_chat_template(tools=tools)
         everything = self.policy.loss == "all"
+        wanted = [number >= first_trained and _trains(message, number) for number, message in enumerate(messages)]
         if _GENERATION.search(template) and not first_trained and not everything:
             encoded = self.tokenizer.apply_chat_template(messages, tools=tools, return_assistant_tokens_mask=True)
-            return _document(encoded["input_ids"], np.array(encoded["assistant_masks"], np.bool_))
+            trained = np.array(encoded["assistant_masks"], np.bool_)
+            of_turns = [
+                wants for wants, message in zip(wanted, messages, strict=True) if message["role"] == "assistant"
+            ]
+            turns = np.flatnonzero(np.diff(trained, prepend=False, append=False)).reshape(-1, 2)
+            if all(of_turns) or len(turns) == len(of_turns):
+                for (begin, end), wants in zip(turns.tolist(), of_turns, strict=False):
+                    trained[begin:end] = wants
+                return _document(encoded["input_ids"], trained)
 
         def write(messages: Sequence[Any], *, ask: bool = False) -> str:
             text: str = self.tokenizer.apply_chat_template(
@@ -260,7 +271,7 @@ class Encoder:
         if everything:
             (ids,) = self._ids([write(messages)])
             return _document(ids, np.ones(len(ids), np.bool_))
-        chat, spans = assistant_spans(write, messages, first_trained)
+        chat, spans = assistant_spans(write, messages, wanted)
         encoded = self.tokenizer(chat, add_special_tokens=False, return_offsets_mapping=True)
         starts = np.array([begin for begin, _ in encoded["offset_mapping"]], np.int64)
         return _document(encoded["input_ids"], in_spans(starts, spans))
@@ -269,6 +280,7 @@ class Encoder:
         for where, record in chunk:
             try:
                 found = list(token_documents(record, str(where), self.carried))
+                check_entries(str(where), (document for document, _ in found), self.entries)
             except PackingError as error:
                 refuse(_bad(where, record, error), error)
             else:
@@ -364,6 +376,18 @@ def _encodable(text: str, where: Where) -> str:
     except UnicodeEncodeError as error:
         raise PackingError(f"{where}: {first_line(error)}: the text is not valid Unicode, repair it") from None
     return text
+
+
+def _trains(message: Any, number: int) -> bool:
+    """Returns whether a message may be trained: not at ``weight`` 0, nor where ``train`` or ``loss`` is false.
+
+    Raises:
+        PackingError: the weight is neither 0 nor 1.
+    """
+    weight = message.get("weight")
+    if message["role"] == "assistant" and weight not in (None, 0, 1):
+        raise PackingError(f"message {number} has the weight {weight!r}: 0 leaves it untrained, 1 trains it")
+    return weight != 0 and message.get("train") is not False and message.get("loss") is not False
 
 
 def _chat(record: Record, where: Where) -> tuple[list[Any], int]:

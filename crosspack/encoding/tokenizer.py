@@ -39,6 +39,11 @@ def check_tokenizer(name: str) -> None:
         raise PackingError(f"tokenizer {name}: no such folder, and not a hub name (`owner/name`)")
 
 
+def entries(tokenizer: Any) -> int:
+    """Returns one more than the largest token id: the number of entries, unless ids are left out."""
+    return max(len(tokenizer), *(number + 1 for number in tokenizer.get_vocab().values()))
+
+
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     """A byte-level BPE tokenizer of at most ``vocab_size`` entries, trained on ``texts``; the same for the same texts.
 

@@ -7,7 +7,7 @@ anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -87,6 +87,16 @@ def _numbers(value: Any, name: str, where: str) -> NDArray[Any]:
     if array.dtype.kind == "u" and array.max() > np.iinfo(np.int64).max:
         raise PackingError(f"{where}: {name} has {array.max()}, which does not fit 64 bits with a sign")
     return array.astype(np.int64)
+
+
+def check_entries(where: str, documents: Iterable[Document], entries: int) -> None:
+    """Raise PackingError if a token id is none of a tokenizer's."""
+    largest = max((int(document.ids.max()) for document in documents if len(document.ids)), default=0)
+    if largest >= entries:
+        raise PackingError(
+            f"{where}: input_ids has {largest:,} and the tokenizer {entries:,} entries: pass the --tokenizer that "
+            "made them"
+        )
 
 
 def check_length(where: str, document: Document, capacity: int) -> None:

@@ -12,11 +12,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 from crosspack.reading import Records
 from crosspack.reading.lines import Range
-from crosspack.reading.places import Piece
+from crosspack.reading.places import Item, Piece, Stretch
 from crosspack.reading.records import read_pieces
+
+# How many pieces a mixture has at least, and bytes of one: each holds the weights, but for the last and for a record.
+_PIECES, _SMALLEST, _LARGEST = 64, 1 << 8, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,39 @@ class Mixture:
         for number, parts in enumerate(zip(*shares, strict=False)):
             items = chain.from_iterable(part.items for part in parts)
             yield Piece(start + step * number, items, sum(part.size for part in parts))
+
+
+@dataclass(frozen=True)
+class Mixed(Records):
+    """Several data sets mixed by weight, as records.
+
+    Attributes:
+        sources: the data sets with their weights, which add up to 1.
+    """
+
+    sources: tuple[tuple[Records, float], ...] = ()
+
+    def stretches(self, size: int | None) -> Iterator[Stretch]:
+        """Yields one, of all data sets."""
+        yield Mixture(self.sources)
+
+    def items(self) -> Iterator[Item]:
+        """Yields the records, as :meth:`Records.items` does."""
+        for piece in read_pieces(Mixture(self.sources), self.grain):
+            yield from piece.items
+
+    @property
+    def grain(self) -> int:
+        """Bytes of a piece that keeps to the weights; the last piece may lack some of the data sets."""
+        return min(max(self.size() // _PIECES, _SMALLEST), _LARGEST)
+
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(records.size() for records, _ in self.sources)
+
+    def state(self) -> list[Any]:
+        """What changes when the files or the weights do."""
+        return [[records.state(), weight] for records, weight in self.sources]
 
 
 def _shares(records: Records, size: int, start: int, step: int) -> Iterator[Piece]:

@@ -137,10 +137,10 @@ def parsed(lines: Iterable[bytes], place: Place, suffix: str, *, first: bool) ->
             continue
         try:
             record = loads(text)
-        except json.JSONDecodeError as error:
+        except json.JSONDecodeError:
             if not text.strip():
                 continue
-            reason = f"it is not JSON, {error.msg} at column {error.colno}"
+            reason = f"it is not JSON, {_why_not_json(text)}"
             yield BadRecord(place, number, reason, text.rstrip("\r\n"))
         except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of levels
             yield BadRecord(place, number, first_line(error), text.rstrip("\r\n"))
@@ -149,6 +149,18 @@ def parsed(lines: Iterable[bytes], place: Place, suffix: str, *, first: bool) ->
                 yield Row(record, place, number)
             else:
                 yield row_or_bad(record, place, number, text.rstrip("\r\n"))
+
+
+def _why_not_json(text: str) -> str:
+    """Says why a line is not JSON, and at which column; of a line that is cut off, where its text ends."""
+    try:
+        json.loads(line := text.rstrip(" \t\r\n"))
+    except json.JSONDecodeError as error:
+        if error.msg.startswith("Unterminated string"):
+            return f"it ends at column {len(line)}, inside the string that begins at column {error.pos + 1}"
+        ends = ", where it ends" if error.pos >= len(line) else ""
+        return f"{error.msg.removesuffix(' at')} at column {error.pos + 1}{ends}"
+    raise AssertionError("it is JSON")
 
 
 @dataclass(frozen=True)

@@ -75,8 +75,9 @@ def _records(file: TextIO, place: Place) -> Iterator[tuple[int, Item]]:
                 unfinished = error.msg.startswith("Unterminated string") or error.pos > len(text) - 16
                 more = file.read(max(_BLOCK, len(text) - at)) if unfinished else ""
                 if not more:
+                    reason = error.msg.removesuffix(" starting at")
                     raise PackingError(
-                        f"{place.where(line)}: the record that begins here is not JSON, {error.msg}"
+                        f"{place.where(line)}: the record that begins here is not JSON, {reason}"
                     ) from error
                 text, at, before = text[at:] + more, 0, before + at
             except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of levels

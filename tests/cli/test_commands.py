@@ -372,3 +372,51 @@ def test_the_installed_command_fails_with_one_line_too(tmp_path):
     assert result.returncode == 2
     assert result.stderr.startswith("crosspack: --data ")
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_data_given_several_times_is_all_read(small, write, tmp_path):
+    """One after the other, or mixed by weight; in every command that reads data, and from a file of options."""
+    paths = [write(f"{name}.jsonl", [{"text": f"{name} fox {n} dog"} for n in range(30)]) for name in ("a", "b")]
+    model, held_out = small[2], write("held-out.jsonl", [{"text": "lazy dog"}] * 4)
+    both = [f"--data={path}" for path in paths]
+
+    def reported(*arguments):
+        result = run("report", *arguments, "--tokenizer", model.parent, "--json")
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)
+
+    assert reported(*both)["documents"] == 60
+    assert reported(*both)["data"] == ", ".join(map(str, paths))
+    mixed = reported(f"--data={paths[0]}:1", f"--data={paths[1]}:3")
+    assert 30 <= mixed["documents"] <= 45, "all of b, and a third as much of a"
+    out = tmp_path / "out"
+    train = ("train", "--model", model, "--capacity", 64, "--device", "cpu", "--steps", 1, "--output", out)
+    result = run(*train, *both, f"--eval-data={held_out}", f"--eval-data={held_out}")
+    assert result.exit_code == 0, result.output
+    assert f"{paths[0]}, {paths[1]}, tokenizer: " in words(result) and "8 documents in" in words(result)
+    again = run("train", "--config", out / "run.yaml", "--output", tmp_path / "again")
+    assert again.exit_code == 0, again.output
+    assert losses(tmp_path / "again") == losses(out)
+    said = run("report", "--data", paths[0], "--data", tmp_path / "absent.jsonl")
+    assert f"--data {tmp_path}/absent.jsonl: no such file or folder" in one_line(said)
+    empty = write("empty.jsonl", [])
+    assert f"--data {empty} has no records" in one_line(run("report", "--data", paths[0], "--data", empty))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"instruction": "quick", "input": "", "output": "zebras jump"},
+        {"conversations": [{"from": "human", "value": "quick"}, {"from": "gpt", "value": "zebras"}]},
+    ],
+    ids=["Alpaca", "ShareGPT"],
+)
+def test_a_report_without_a_tokenizer_reads_every_layout(write, record):
+    result = run("report", "--data", write("data.jsonl", [record] * 8), "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["documents"] == 8
+
+
+def test_a_report_of_token_ids_names_the_first_record_without_them(write):
+    path = write("data.jsonl", [{"input_ids": [1, 2, 3]}, {"text": "fox"}])
+    assert f"{path}:2 holds no token ids, as the records before it do" in one_line(run("report", "--data", path))

@@ -204,3 +204,30 @@ def test_one_row_is_singular_and_json_prints_the_manifest(write, tokenizer, tmp_
     assert "1 document, " in result.output and " in 1 row of 64" in result.output
     printed = CliRunner().invoke(app, [*arguments, "--output", str(tmp_path / "again"), "--json"])
     assert json.loads(printed.stdout) == json.loads((tmp_path / "again" / "manifest.json").read_text())
+
+
+def test_the_tokenizer_that_is_trained_on_the_data_is_named(write, tmp_path):
+    records = [{"text": "lazy dog quick fox"}] * 20
+    result = pack("--data", write("data.jsonl", records), "--output", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    entries = len(json.loads((tmp_path / "out" / "tokenizer" / "tokenizer.json").read_text())["model"]["vocab"])
+    assert f"tokenizer: byte-level BPE of the data, {entries:,} entries" in " ".join(result.output.split())
+
+
+def test_ids_that_the_tokenizer_does_not_have_are_refused_by_place(tokenizer_folder, write, tmp_path):
+    path = write("data.jsonl", [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 65_537]}])
+    options = ("--tokenizer", tokenizer_folder, "--capacity", 8, "--output", tmp_path / "out")
+    result = pack("--data", path, *options)
+    assert result.exit_code == 2
+    assert f"{path}:2: input_ids has 65,537 and the tokenizer 320 entries: pass" in " ".join(result.stderr.split())
+    kept = pack("--data", path, *options, "--on-error", "skip")
+    assert kept.exit_code == 0 and "1 record could not be used" in kept.output
+
+
+def test_small_files_are_mixed_by_their_weights_too(tokenizer_folder, write, tmp_path):
+    paths = [write(f"{name}.jsonl", [{"text": f"{name} dog fox"}] * 100) for name in ("a", "b")]
+    weights = [f"--data={path}:{weight}" for path, weight in zip(paths, (1, 4), strict=True)]
+    result = pack(*weights, "--tokenizer", tokenizer_folder, "--output", tmp_path / "out", "--capacity", 64)
+    assert result.exit_code == 0, result.output
+    documents = json.loads((tmp_path / "out" / "manifest.json").read_text())["documents"]
+    assert 115 <= documents <= 135, "100 of b, and a quarter as many of a"

@@ -67,6 +67,23 @@ def test_a_broken_file_is_one_line_that_names_it(tmp_path):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("line_end", ["", "\n", "\r\n"])
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"text": ', "Expecting value at column 9, where it ends"),
+        ('{"text": "one"', "Expecting ',' delimiter at column 15, where it ends"),
+        ('{"text": "one', "it ends at column 13, inside the string that begins at column 10"),
+        ('{"text": one}', "Expecting value at column 10"),
+    ],
+)
+def test_a_line_that_is_cut_off_is_said_to_end_where_it_does(tmp_path, line, says, line_end):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(f'{{"text": "one"}}\n{line}{line_end}'.encode())
+    with pytest.raises(PackingError, match=f"^{re.escape(f'{path}:2: it is not JSON, {says}')}$"):
+        list(open_records(str(path)))
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

@@ -121,6 +121,69 @@ def test_only_what_the_assistant_says_is_trained(tokenizer, marked):
     assert encode(chat, [{"messages": CHAT}], loss="all")[0].trained.all()
 
 
+SHAREGPT = [{"from": {"user": "human", "assistant": "gpt"}[m["role"]], "value": m["content"]} for m in CHAT]
+
+
+@pytest.mark.parametrize("marked", [True, False], ids=["generation tags", "prefixes"])
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"loss": False}], ids=repr)
+def test_a_message_that_says_so_is_not_trained(tokenizer, marked, mark):
+    chat = tokenizer if marked else with_template(tokenizer, PLAIN_TEMPLATE)
+    whole = encode(chat, [{"messages": CHAT}])[0]
+    for column, turns in (("messages", CHAT), ("conversations", SHAREGPT)):
+        for number, says in ((1, "liquor jugs<|im_end|>\n"), (3, "jumps<|im_end|>\n")):
+            some = [{**turn, **mark} if n == number else turn for n, turn in enumerate(turns)]
+            (document,) = encode(chat, [{column: some}])
+            assert document.ids.tolist() == whole.ids.tolist()
+            assert trained_text(chat, document) == says
+        weighted = [{**turn, "weight": 1} for turn in turns]
+        assert encode(chat, [{column: weighted}])[0].trained.tolist() == whole.trained.tolist()
+    (document,) = encode(chat, [{"prompt": CHAT[:1], "completion": [{**CHAT[1], **mark}, *CHAT[2:]]}])
+    assert trained_text(chat, document) == "liquor jugs<|im_end|>\n"
+
+
+def test_turns_that_stand_side_by_side_are_told_apart_by_their_weights(tokenizer):
+    said = [CHAT[0], {**CHAT[1], "weight": 0}, CHAT[3]]
+    for chat in (tokenizer, with_template(tokenizer, PLAIN_TEMPLATE)):
+        assert trained_text(chat, encode(chat, [{"messages": said}])[0]) == "liquor jugs<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": CHAT},
+        {"conversations": SHAREGPT},
+        {"prompt": CHAT[:3], "completion": CHAT[3:]},
+        {"conversations": [{"from": "system", "value": "Be lazy."}, *SHAREGPT]},
+    ],
+    ids=["messages", "conversations", "prompt", "twice"],
+)
+def test_the_system_column_begins_the_chat(tokenizer, record):
+    plain = encode(tokenizer, [{**record, "system": ""}])[0]
+    (document,) = encode(tokenizer, [{**record, "system": "Be lazy."}])
+    assert tokenizer.decode(document.ids).startswith("<|im_start|>system\nBe lazy.<|im_end|>\n<|im_start|>user\nThe qu")
+    assert trained_text(tokenizer, document) == trained_text(tokenizer, plain)
+    assert "Be lazy." in list(plain_texts([{**record, "system": "Be lazy."}]))
+
+
+def test_alpacas_system_and_history_stand_before_the_instruction(tokenizer):
+    record = {"instruction": "quick", "input": "box", "output": "zebras", "system": "Be lazy.", "history": [["a", "b"]]}
+    (document,) = encode(tokenizer, [record])
+    assert tokenizer.decode(document.ids) == (
+        "Be lazy.\n\n### Instruction:\na\n\n### Response:\nb\n\n"
+        "### Instruction:\nquick\n\n### Input:\nbox\n\n### Response:\nzebras<|endoftext|>"
+    )
+    assert trained_text(tokenizer, document) == "zebras<|endoftext|>"
+
+
+def test_tools_that_a_file_holds_as_json_reach_the_template(tokenizer):
+    template = "{% for tool in tools or [] %}{{ tool.name }};{% endfor %}" + PLAIN_TEMPLATE
+    chat = with_template(tokenizer, template)
+    for record in ({"messages": CHAT}, {"conversations": SHAREGPT}, {"prompt": CHAT[:3], "completion": CHAT[3:]}):
+        for tools in ('[{"name": "fox"}]', [{"name": "fox"}]):
+            (document,) = encode(chat, [{**record, "tools": tools}])
+            assert chat.decode(document.ids).startswith("fox;<|im_start|>user")
+
+
 def test_a_conversational_prompt_trains_only_the_completion(tokenizer):
     (document,) = encode(tokenizer, [{"prompt": CHAT[:3], "completion": CHAT[3:]}])
     assert trained_text(tokenizer, document) == "liquor jugs<|im_end|>\n"
@@ -265,6 +328,23 @@ def test_records_are_tokenised_some_bytes_at_a_time(tokenizer, monkeypatch):
         ({"question": "a", "answer": "b"}, "record 0 has the columns question, answer: a record needs text, prompt +"),
         ({"text": None}, "a record needs text"),
         ({"text": 7}, "record 0: text is a int, not a string"),
+        (
+            {"input_ids": [1, 500]},
+            "record 0: input_ids has 500 and the tokenizer 320 entries: pass the --tokenizer that",
+        ),
+        (
+            {"prompt": "a", "completion": "b", "system": "c"},
+            "record 0 has a system beside a prompt of text: write it into",
+        ),
+        ({"messages": CHAT, "system": 7}, "record 0: system is a int, not a string"),
+        ({"messages": [{"role": "system", "content": "a"}], "system": "b"}, "a system message and another text in its"),
+        ({"messages": CHAT, "tools": "fox"}, "record 0: tools is a string that is not JSON"),
+        ({"messages": [{**CHAT[1], "weight": 0.5}]}, "record 0: message 0 has the weight 0.5: 0 leaves it untrained"),
+        (
+            {"instruction": "a", "output": "b", "history": [["c"]]},
+            "record 0: history is a list of [instruction, response]",
+        ),
+        ({"instruction": "a", "output": "b", "system": ["c"]}, "record 0: system is a list, not a string"),
         ({"messages": ["hello"]}, "record 0: messages is a list of objects with role and content"),
     ],
 )
