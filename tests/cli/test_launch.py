@@ -44,7 +44,7 @@ def test_processes_of_nproc_run_the_same_options(small, monkeypatch):
     ((processes, arguments, file),) = started
     assert processes == 2
     assert arguments[:2] == ["train", "--config"] and arguments[3:] == ["--quiet", "--json"]
-    assert {"steps: 3", 'dtype: "bfloat16"', "nproc: 2", f'data: "{small[4]}"'} <= set(file.splitlines())
+    assert {"steps: 3", 'dtype: "bfloat16"', "nproc: 2", f'data: ["{small[4]}"]'} <= set(file.splitlines())
 
 
 def test_the_status_of_the_process_that_fails_is_that_of_all(tmp_path, capfd):
