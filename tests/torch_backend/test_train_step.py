@@ -15,10 +15,12 @@ from torch._dynamo.exc import TorchDynamoException
 
 import crosspack
 import torch_backend
+from packing_core import PackedDataset
 from packing_core.errors import LayoutError, UnsupportedError
 from tests.torch_backend.graphs import stand_in
 from tests.torch_backend.models import alone, collate, documents, tiny
 from torch_backend import explain, make_train_step, patch
+from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.steps import cuda_graph as captured
 from torch_backend.steps.fixed_shapes import FixedShapes
 
@@ -383,3 +385,49 @@ def test_the_guides_step_trains(graphs: SimpleNamespace, monkeypatch: pytest.Mon
     exec(code, {"losses": losses, "graphs": graphs})
     assert len(losses) > 6 and all(0 < loss < 10 for loss in losses) and len(set(losses)) == len(losses)
     assert graphs.recorded == 1 and graphs.replayed > 3
+
+
+def weighted_batches(model: nn.Module, docs: list[Any]) -> list[dict[str, Any]]:
+    """Rows whose documents weigh the same, one row in each batch."""
+    rows = PackedDataset([doc.tolist() for doc in docs], 40, weighting="document", seed=0)
+    collate = torch_backend.PackedCollator(model)
+    return [collate([rows[row]]) for row in range(len(rows))]
+
+
+def test_documents_of_equal_weight_train_as_the_mean_over_documents() -> None:
+    docs, model, wanted = documents(), patched(), tiny("qwen2")
+    given = weighted_batches(model, docs)
+    assert len(given) > 1
+    step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    metrics = step(given)
+    losses = torch.stack([wanted(doc[None], labels=doc[None]).loss for doc in docs if len(doc) > 1])
+    losses.mean().backward()
+    losses = losses.detach()
+    torch.optim.SGD(wanted.parameters(), lr=1.0).step()
+    assert float(metrics["loss"]) == pytest.approx(float(losses.mean()), rel=1e-5)
+    assert int(metrics["tokens"]) == sum(len(doc) - 1 for doc in docs)
+    assert distance(model, wanted) < 1e-5
+    model.load_state_dict(tiny("qwen2").state_dict())
+    assert float(step.evaluate(given)["loss"]) == pytest.approx(float(losses.mean()), rel=1e-5)
+
+
+def test_weights_that_no_loss_would_count_are_refused() -> None:
+    model = patched()
+    batch = weighted_batches(model, documents())[0]
+    with pytest.raises(UnsupportedError, match="came with loss_weights.*make_train_step"):
+        model(**batch)
+    with pytest.raises(LayoutError, match="the batch has loss_weights, and weights were passed"):
+        causal_lm_loss(model, batch, weights=batch["loss_weights"])
+    classifier = torch_backend.PackedCollator(tiny("qwen2"), masking=object())
+    with pytest.raises(UnsupportedError, match='pack with weighting="token"'):
+        classifier([PackedDataset([[5, 6, 7]], 8, weighting="document")[0]])
+
+
+def test_weights_and_a_router_loss_are_refused_before_the_weights_move() -> None:
+    model = patched("mixtral")
+    model.config.output_router_logits = True
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    with pytest.raises(UnsupportedError, match="the router adds a loss that has no weights"):
+        step(weighted_batches(model, documents())[0])
+    assert all(torch.equal(before[name], weight) for name, weight in model.named_parameters())

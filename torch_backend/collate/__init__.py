@@ -24,7 +24,7 @@ from packing_core.batches.joining import concatenate
 from packing_core.batches.marks import MARKS, PER_TOKEN, Segments, counts_through, is_numbered, read_segments
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.batches.views import KernelView
-from packing_core.errors import LayoutError, PackingError
+from packing_core.errors import LayoutError, PackingError, UnsupportedError
 from packing_core.hints import hinted
 from packing_core.planning.pieces import positive
 from torch_backend.collate.document_labels import LABELS, check_whole, in_order, take_numbers
@@ -104,10 +104,12 @@ class PackedCollator:
             ``_k`` int32 [N+1] over the B * S tokens, padding in segments of its own; ints ``max_length_q`` and ``_k``;
             ``packed_lengths``, the segments' lengths as a tuple; ``packed_documents``, the numbers of each document's
             segments in source order (see :func:`torch_backend.reduce`), left out if a document is in the batch twice;
-            for a model with a router loss ``attention_mask`` int64 [B, S], 0 at padding; and the user's own columns
-            [B, S], int64, float32 or bool. A model that classifies documents gets ``labels`` [documents] or
-            [documents, C] in source order, and columns of one number per document, such as a weight, [documents]
-            likewise. One that classifies documents or tokens gets no ``labels`` if there are none.
+            for a model with a router loss ``attention_mask`` int64 [B, S], 0 at padding; and the user's own columns [B,
+            S], int64, float32 or bool. Rows with ``weighting="document"`` have ``loss_weights`` float32 [B, S], which
+            ``make_train_step`` and ``causal_lm_loss`` count and every other loss refuses. A model that classifies
+            documents gets ``labels`` [documents] or [documents, C] in source order, and columns of one number per
+            document, such as a weight, [documents] likewise. One that classifies documents or tokens gets no ``labels``
+            if there are none.
 
         Raises:
             LayoutError: the features contradict each other, or a document is split or there twice and the model
@@ -128,10 +130,18 @@ class PackedCollator:
             batch = with_every_label(batch)
         if self.labels_documents:
             check_whole(batch)
+        weighted = batch.weighting == "document"
+        if weighted and (every_token or self.labels_documents or self.masking is not None):
+            raise UnsupportedError(
+                'weighting="document" weighs next-token losses: pack with weighting="token" for models that classify '
+                "tokens or documents, and for masked language models"
+            )
         make = batch.padding_free if self.padding_free else batch.kernel_view
         view = make(max_seqlen=self.max_seqlen, bucket=self.bucket)
         emitted = _to_torch(view, rows=1 if self.padding_free else len(batch))
         emitted |= _documents(batch, view, needed=self.labels_documents)
+        if weighted:
+            emitted["loss_weights"] = torch.from_numpy(view.loss_weights.copy()).view_as(emitted["input_ids"])
         if every_token:
             del emitted[LABELS]
         if labeled:

@@ -34,6 +34,7 @@ from torch_backend.losses.output_layer import Tail, output_layer_loss
 WAY_OUT = "use its logits, packed_cross_entropy(...)"
 PROBE = 64.0  # the largest logit of the stand-in: beyond every softcap in use
 
+LOSS_WEIGHTS = "loss_weights"  # of a batch: [B, S] float32, at the tokens of the labels
 # A shortcut is in the model itself, so the threads that share a model take turns with it.
 _locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 _locks_made = threading.Lock()
@@ -65,7 +66,8 @@ def causal_lm_loss(
     Args:
         model: a transformers causal language model or a wrapper of one (DDP, FSDP, PEFT, a compiled or prepared model),
             patched if the batch is packed. Pass the outermost wrapper, because this is what gets called.
-        batch: keyword arguments of the model, with ``labels`` int64 [B, S], unshifted.
+        batch: keyword arguments of the model, with ``labels`` int64 [B, S], unshifted; may carry the weights as
+            ``loss_weights``, as batches of rows with ``weighting="document"`` do.
         weights: [B, S] weight of the target that stands at the same place as the label's token; 1 if None.
 
     Returns:
@@ -75,11 +77,15 @@ def causal_lm_loss(
         averaged over the batches of the step in proportion to their targets.
 
     Raises:
-        LayoutError: the batch has no labels.
+        LayoutError: the batch has no labels, or weights are given twice.
         UnsupportedModelError: the logits are not those of one output layer, a scale and a softcap; the loss does not
             come from ``loss_function``; or ZeRO-3 partitions the output layer.
     """
-    loss: tuple[Tensor, Tensor] = _causal_lm_loss(model, batch, weights)
+    arguments = dict(batch)
+    carried = arguments.pop(LOSS_WEIGHTS, None)
+    if carried is not None and weights is not None:
+        raise LayoutError("the batch has loss_weights, and weights were passed: pass one of them")
+    loss: tuple[Tensor, Tensor] = _causal_lm_loss(model, arguments, carried if weights is None else weights)
     return loss
 
 

@@ -24,7 +24,7 @@ from torch_backend.hf.anatomy.heads import labels_documents, targets_among, trai
 from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.patch import state_of
-from torch_backend.losses.causal_lm import causal_lm_loss
+from torch_backend.losses.causal_lm import LOSS_WEIGHTS, causal_lm_loss
 from torch_backend.segments import to_device
 from torch_backend.steps.fast_backward import TARGETS, Batch, Choice, Gradients, fast_loss_refused, run_layers
 from torch_backend.steps.fixed_shapes import FixedShapes
@@ -129,15 +129,16 @@ class TrainStep:
         microbatches = [batch] if isinstance(batch, Mapping) else list(batch)
         if not microbatches or any(each.get("labels") is None for each in microbatches):
             raise LayoutError("a step takes a batch with labels, or a list of at least one")
-        counts = [to_device(self._targets(each).sum(), self.device) for each in microbatches]
-        tokens = self._reduced(torch.stack(counts).sum())
+        tokens = self._reduced(torch.stack([self._count(each) for each in microbatches]).sum())
+        weighted = any(LOSS_WEIGHTS in each for each in microbatches)
+        weight = self._reduced(torch.stack([self._weight(each) for each in microbatches]).sum()) if weighted else tokens
         self.optimizer.zero_grad()
         loss = torch.zeros((), device=self.device)
         for number, each in enumerate(microbatches):
             given = self._on_device(each)
             last = number == len(microbatches) - 1
             with self._accumulating(last=last):
-                loss += self._gradients({**given, TARGETS: tokens}, last=last)
+                loss += self._gradients({**given, TARGETS: weight}, last=last)
         norm = self._clip()
         rate = self.optimizer.param_groups[0]["lr"]
         rate = rate.clone() if isinstance(rate, Tensor) else float(rate)
@@ -153,7 +154,7 @@ class TrainStep:
         The model computes in evaluation mode, and nothing of it changes. Under DDP and FSDP every rank passes as many
         batches as the others.
         """
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # of losses, and the number of targets
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # of losses and of weights, number of targets
         training = self.model.training
         self.model.eval()
         try:
@@ -161,11 +162,23 @@ class TrainStep:
                 given = self._on_device(batch)
                 with self._precision():
                     loss = self._loss_sum(given)
-                sums += torch.stack([loss.double(), self._targets(given).sum().double()])
+                sums += torch.stack([loss.double(), self._weight(given).double(), self._count(given).double()])
         finally:
             self.model.train(training)
-        loss, tokens = self._reduced(sums)
-        return {"loss": loss / tokens.clamp(min=1), "tokens": tokens.long()}
+        loss, weight, tokens = self._reduced(sums)
+        return {"loss": loss / torch.where(weight > 0, weight, 1), "tokens": tokens.long()}
+
+    def _count(self, batch: Batch) -> Tensor:
+        """Counts the targets of a batch."""
+        return to_device(self._targets(batch).sum(), self.device)
+
+    def _weight(self, batch: Batch) -> Tensor:
+        """Adds up the weights of a batch's targets: their number, unless the batch carries weights."""
+        weights = batch.get(LOSS_WEIGHTS)
+        if weights is None:
+            return self._count(batch)
+        counted = self._targets(batch).to(weights.device)
+        return to_device((weights[..., self._first_token :] * counted).sum(), self.device)
 
     def _targets(self, batch: Batch) -> Tensor:
         """Where something is predicted."""
@@ -179,7 +192,8 @@ class TrainStep:
         with self._precision():
             loss_sum = self._loss_sum(given)
         # Ranks average their gradients.
-        loss = loss_sum * self.world / batch[TARGETS].clamp(min=1)
+        whole = batch[TARGETS]
+        loss = loss_sum * self.world / torch.where(whole > 0, whole, 1)
         loss.backward()
         return loss.detach()
 
@@ -200,10 +214,18 @@ class TrainStep:
         given = {name: x for name, x in batch.items() if name != TARGETS}
         with self._precision():
             reason = fast_loss_refused(self.model, given)
+            if LOSS_WEIGHTS in batch and (reason is not None or self._adds_router_loss()):
+                raise UnsupportedError(
+                    'rows with weighting="document" need the loss without logits, which is not to be had here: '
+                    f'{reason or "the router adds a loss that has no weights"}. Pack with weighting="token"'
+                )
             if reason is not None and forward:
                 run_layers(self.model, given)
         self._without_logits = reason is None
         return reason
+
+    def _adds_router_loss(self) -> bool:
+        return bool(getattr(causal_lm(self.model).config, "output_router_logits", False))
 
     def _accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
         """Where nothing is recorded, wrappers that can wait reduce gradients for the last microbatch alone."""

@@ -18,11 +18,11 @@ import numpy as np
 from torch import Tensor, nn
 
 from packing_core import PackedDataset
-from packing_core.errors import UnsupportedModelError
+from packing_core.errors import UnsupportedError, UnsupportedModelError
 from packing_core.extras import require
 from torch_backend.collate import PackedCollator
 from torch_backend.hf.anatomy.structure import causal_lm
-from torch_backend.losses.causal_lm import causal_lm_loss
+from torch_backend.losses.causal_lm import LOSS_WEIGHTS, causal_lm_loss
 from torch_backend.steps.fast_backward import (
     GRAPH,
     LAYERS,
@@ -179,6 +179,11 @@ def _without_logits(model: nn.Module) -> Any:
     """What the trainer calls in place of the model: it returns the loss alone."""
 
     def call(num_items_in_batch: Any = None, **inputs: Any) -> dict[str, Tensor]:
+        if LOSS_WEIGHTS in inputs:
+            raise UnsupportedError(
+                'a Trainer divides its loss by the number of targets, and rows with weighting="document" weigh them: '
+                'train by crosspack.make_train_step(model, optimizer), or pack with weighting="token"'
+            )
         total, weight = causal_lm_loss(model, inputs)
         return {"loss": total / (weight.clamp(min=1) if num_items_in_batch is None else num_items_in_batch)}
 

@@ -87,6 +87,11 @@ def check_arguments(model: nn.Module, kwargs: Mapping[str, Any], guard: Guard, *
                 f"a packed batch came with {key}: prefix tuning and caches cannot be packed, because every document "
                 "would need the prefix; use LoRA, or train unpacked"
             )
+        if key == "loss_weights":
+            raise UnsupportedModelError(
+                f'a packed batch came with loss_weights (weighting="document"), which the loss of {name} does not '
+                'count: train by crosspack.make_train_step(model, optimizer), or pack with weighting="token"'
+            )
         if key not in HARMLESS and key not in exact and key != both_ways:
             raise UnsupportedModelError(
                 f"a packed batch came with {key}, and {name} is not known to be exact with it: {UNPACKED}"
