@@ -5,18 +5,25 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForTokenClassification
+from transformers import (
+    AutoModelForTokenClassification,
+    DataCollatorWithFlattening,
+    LlamaConfig,
+    LlamaForTokenClassification,
+)
 
 import torch_backend
 from packing_core import PackedDataset
 from packing_core.errors import CapacityError, KeywordError, LayoutError, PackingError
 from tests.processes import limited
 from tests.torch_backend.models import tiny
+from tests.torch_backend.test_encoders import encoder
 from torch_backend import PackedCollator, with_boundaries
 from torch_backend.collate import concatenate
 
@@ -203,7 +210,8 @@ def test_a_token_classifier_keeps_the_labels_of_first_tokens() -> None:
     given = {"input_ids": torch.tensor([[1, 2, 3, 4, 5]]), "labels": torch.tensor([[0, -100, 1, 1, 0]])}
     marked = with_boundaries(dict, model)({**given, "seq_lengths": [[3, 2]]})
     assert marked["labels"].tolist() == given["labels"].tolist()
-    assert with_boundaries(dict)({**given, "seq_lengths": [[3, 2]]})["labels"].tolist() == [[-100, -100, 1, -100, 0]]
+    with pytest.raises(LayoutError, match=r"begins with the token 1, whose label is 0: .*with_boundaries\(.*, model\)"):
+        with_boundaries(dict)({**given, "seq_lengths": [[3, 2]]})
     assert "labels" not in PackedCollator(model, capacity=5)([{"input_ids": [1, 2]}]), "to predict; a step refuses it"
 
 
@@ -241,3 +249,44 @@ def test_the_capacity_is_the_second_argument_and_no_model() -> None:
         PackedCollator(2048)
     with pytest.raises(PackingError, match="capacity"):
         PackedCollator(capacity=0)
+
+
+# -- labels of tokens --------------------------------------------------------------------------------------------------
+
+TAGGED = [{"input_ids": [5, 6, 7], "labels": [1, 0, -100]}, {"input_ids": [8, 9], "labels": [2, 1]}]
+
+
+def test_first_labels_are_kept_for_a_token_classifier_and_refused_where_nothing_says_that_it_is_one() -> None:
+    model = encoder("bert", AutoModelForTokenClassification)
+    kept = [1, 0, -100, 2, 1]
+    rows = torch_backend.pack_dataset(datasets.Dataset.from_list(TAGGED), 5, seed=None, model=model)
+    assert rows["labels"][:] == [kept]
+    for features in (TAGGED, rows.to_list()):
+        assert PackedCollator(model)(features)["labels"].tolist() == [kept]
+    for call, way_out in (
+        (lambda: PackedCollator()(TAGGED), r"crosspack.PackedCollator\(model\)"),
+        (lambda: PackedCollator()(rows.to_list()), r"crosspack.PackedCollator\(model\)"),
+        (lambda: torch_backend.pack_dataset(datasets.Dataset.from_list(TAGGED), 5), r"pack_dataset\(.*model=model\)"),
+        (lambda: with_boundaries(DataCollatorWithFlattening())(TAGGED), r"PackedCollator\(model\) keeps them"),
+        (lambda: with_boundaries(DataCollatorWithFlattening(), model)(TAGGED), r"PackedCollator\(model\) keeps them"),
+        (lambda: with_boundaries(Rows())(TAGGED), r"with_boundaries\(collator, model\)"),
+    ):
+        with pytest.raises(LayoutError, match=f"begins with the token [58], whose label is [12]: .*{way_out}"):
+            call()
+    assert with_boundaries(Rows(), model)(TAGGED)["labels"].tolist() == [kept]
+
+
+class Rows:
+    """A collator that packs and masks nothing."""
+
+    def __call__(self, features: list[dict[str, Any]]) -> dict[str, Any]:
+        joined = {name: torch.tensor([[x for each in features for x in each[name]]]) for name in features[0]}
+        return {**joined, "seq_lengths": [[len(each["input_ids"]) for each in features]]}
+
+
+def test_labels_that_train_no_first_token_need_no_model() -> None:
+    """A tokeniser's first token is special, and has no class."""
+    features = [{**each, "labels": [-100, *each["labels"][1:]]} for each in TAGGED]
+    assert PackedCollator()(features)["labels"].tolist() == [[-100, 0, -100, -100, 1]]
+    causal = tiny("qwen2")
+    assert PackedCollator(causal)(TAGGED)["labels"].tolist() == [[-100, 0, -100, -100, 1]]

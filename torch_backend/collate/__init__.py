@@ -28,7 +28,7 @@ from packing_core.errors import LayoutError, PackingError, UnsupportedError
 from packing_core.hints import hinted
 from packing_core.planning.pieces import positive
 from torch_backend.collate.document_labels import LABELS, check_whole, in_order, take_numbers
-from torch_backend.collate.tokens import EVERY_LABEL, masked, with_every_label
+from torch_backend.collate.tokens import EVERY_LABEL, check_first_labels, every_label, masked, with_every_label
 from torch_backend.seal import SEALED
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,8 @@ class PackedCollator:
         pads = [config.pad_token_id for config in configs if getattr(config, "pad_token_id", None) is not None]
         self.pad_id = int(pads[0]) if pads else 0
         self.marks_padding = _has_router(model)
-        self.labels_every_token = _labels_every_token(model)
+        self.knows_model = isinstance(model, nn.Module)
+        self.labels_every_token = labels_every_token(model)
         self.labels_documents = _labels_documents(model)
         self.capacity = None if capacity is None else positive("capacity", capacity)
         self.padding_free = padding_free
@@ -125,6 +126,9 @@ class PackedCollator:
 
     def _emit(self, batch: PackedBatch) -> Batch:
         every_token = self.labels_every_token and self.masking is None
+        if not (self.knows_model or self.masking is not None or batch.labels is None):
+            starts = batch.boundaries & (batch.segment_ids != 0)
+            check_first_labels(batch.input_ids, every_label(batch), starts, way_out="crosspack.PackedCollator(model)")
         labeled = every_token and batch.labels is not None
         if labeled:
             batch = with_every_label(batch)
@@ -203,7 +207,8 @@ class BoundaryCollator:
 
     def __init__(self, collator: Callable[[Any], Mapping[str, Any]], model: Any = None) -> None:
         self.collator = collator
-        self.labels_every_token = _labels_every_token(model)
+        self.knows_model = isinstance(model, nn.Module)
+        self.labels_every_token = labels_every_token(model)
         self.has_router = _has_router(model)
 
     def __call__(self, features: Any) -> Batch:
@@ -220,6 +225,7 @@ class BoundaryCollator:
         rows = np.arange(len(ids) + 1) * ids.shape[1]
         segments = _segments(batch, ids, rows)
         starts, padding = (torch.from_numpy(x).view(ids.shape) for x in (segments.starts, segments.padding))
+        self._check_labels(batch, starts & ~padding, features)
         _mask_labels(batch, torch.zeros_like(starts) if self.labels_every_token else starts, padding)
         mask = batch.pop("attention_mask", None)
         if self.has_router or segments.padding.any():
@@ -231,6 +237,22 @@ class BoundaryCollator:
         if positions is not None and not _counts_through(positions, segments, rows):
             del added["position_ids"]
         return {"input_ids": ids, **{k: v for k, v in batch.items() if k not in _READ_AND_LEFT_OUT}, **added, **SEALED}
+
+    def _check_labels(self, batch: Batch, starts: Tensor, features: Any) -> None:
+        """Raise if the first labels of documents are lost to a model that trains them, here or in the collator."""
+        labels = _labels(batch, starts.shape).get("labels")
+        if labels is not None and not self.knows_model:
+            way_out = "crosspack.with_boundaries(collator, model)"
+            check_first_labels(batch["input_ids"], labels, starts, way_out=way_out)
+        if labels is None or (self.knows_model and not self.labels_every_token):
+            return
+        kept = bool((labels[starts] != IGNORE_INDEX).any())
+        for example in features if isinstance(features, Sequence) and not kept else ():
+            if isinstance(example, Mapping) and example.get("labels") is not None:
+                ids, given = np.asarray(example["input_ids"]), np.asarray(example["labels"])
+                if ids.shape == given.shape:
+                    way_out = "crosspack.PackedCollator(model) keeps them, and this collator leaves them out"
+                    check_first_labels(ids, given, np.arange(len(ids)) == 0, way_out=way_out)
 
 
 def with_boundaries(collator: Callable[[Any], Mapping[str, Any]], model: Any = None) -> Callable[[Any], Batch]:
@@ -259,7 +281,7 @@ def _has_router(model: Any) -> bool:
     return any(hasattr(config, field) for config in _configs(model) for field in ROUTER_LOSS)
 
 
-def _labels_every_token(model: Any) -> bool:
+def labels_every_token(model: Any) -> bool:
     """Whether the model classifies tokens; a collator may be used where transformers is not installed."""
     if not isinstance(model, nn.Module):
         return False

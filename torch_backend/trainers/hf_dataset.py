@@ -8,25 +8,28 @@ copied once, from the buffers of the dataset into those of the rows, block by bl
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from packing_core import PackedDataset, PackPlan, plan
+from packing_core import PackedBatch, PackedDataset, PackPlan, plan
 from packing_core.batches.columns import READ, Documents, read_columns
 from packing_core.errors import LayoutError
 from packing_core.extras import require
 from packing_core.hints import hinted
+from torch_backend.collate import labels_every_token
+from torch_backend.collate.tokens import check_first_labels, every_label
 
 BLOCK_TOKENS = 1 << 20  # tokens copied and written at a time, in whole rows
-RULES = 2  # raise it whenever the same arguments give other rows, so that no cached file of before is read
+RULES = 3  # raise it whenever the same arguments give other rows, so that no cached file of before is read
 
 
 @hinted(plan)
-def pack_dataset(dataset: Any, capacity: int, *, labels: bool = True, **plan_options: Any) -> Any:
+def pack_dataset(dataset: Any, capacity: int, *, labels: bool = True, model: Any = None, **plan_options: Any) -> Any:
     """Pack a whole tokenised dataset into rows, for trainers that insist on a ``datasets.Dataset``.
 
     One plan covers all documents, so rows are as full as they can be; ``PackedCollator(capacity=...)`` can only pack
@@ -42,6 +45,8 @@ def pack_dataset(dataset: Any, capacity: int, *, labels: bool = True, **plan_opt
         capacity: tokens a row can hold.
         labels: False leaves out the labels, which take as much memory as the tokens, for collators that make them of
             tokens and ``seq_lengths``: TRL's and this project's. Only where every token is trained.
+        model: that the rows are for. Only token classifiers and masked language models need it: they train the label
+            of a document's first token, which is -100 for every other model.
         plan_options: ``overflow``, ``strategy``, ``seed`` and the other options of ``packing_core.plan``.
 
     Returns:
@@ -50,7 +55,8 @@ def pack_dataset(dataset: Any, capacity: int, *, labels: bool = True, **plan_opt
         ``SFTConfig(padding_free=True, max_length=None)``.
 
     Raises:
-        LayoutError: there is no ``input_ids``, columns contradict each other, or the dataset says what is trained and
+        LayoutError: there is no ``input_ids``, columns contradict each other, a document's first token has a label
+            other than itself and no ``model`` says that it is trained, or the dataset says what is trained and
             ``labels=False`` would forget it.
         PackingError: what ``packing_core.plan`` and ``packing_core.pack`` raise.
     """
@@ -64,15 +70,18 @@ def pack_dataset(dataset: Any, capacity: int, *, labels: bool = True, **plan_opt
     if "input_ids" not in dataset.column_names:
         raise LayoutError(f"the dataset has no input_ids, only {', '.join(dataset.column_names)}: tokenise it first")
     options = {"capacity": capacity, **plan_options}
+    every_token = labels_every_token(model)
+    make = partial(_targets, model_known=model is not None, every_token=every_token) if labels else None
+    kind = {"labels": labels, "model known": model is not None, "every token": every_token}
     fingerprint = datasets.fingerprint.update_fingerprint(
-        dataset._fingerprint, f"crosspack.pack_dataset {RULES}", options if labels else {**options, "labels": False}
+        dataset._fingerprint, f"crosspack.pack_dataset {RULES}", {**options, **kind}
     )
     if not dataset.cache_files:
-        table = require("pyarrow", extra="hf").Table.from_batches(_rows(dataset, options, labels))
+        table = require("pyarrow", extra="hf").Table.from_batches(_rows(dataset, options, make))
         return datasets.Dataset(datasets.table.InMemoryTable(table), split=dataset.split, fingerprint=fingerprint)
     path = Path(dataset._get_cache_file_path(fingerprint))
     if not path.exists():
-        _write(_rows(dataset, options, labels), path)
+        _write(_rows(dataset, options, make), path)
     rows = datasets.Dataset.from_file(str(path), split=dataset.split)
     rows._fingerprint = fingerprint
     return rows
@@ -84,7 +93,7 @@ def arrow_documents(dataset: Any, names: list[str]) -> Documents:
     return read_columns({name: arrow[name] for name in names})
 
 
-def _rows(dataset: Any, options: dict[str, Any], labels: bool) -> Iterator[Any]:
+def _rows(dataset: Any, options: dict[str, Any], targets: Callable[[PackedBatch], Any] | None) -> Iterator[Any]:
     """Arrow record batches of packed rows, all of one schema.
 
     The rows of a batch are made as a single row that is as long as all of them, which has no padding to take out.
@@ -92,7 +101,7 @@ def _rows(dataset: Any, options: dict[str, Any], labels: bool) -> Iterator[Any]:
     datasets, pa = require("datasets", extra="hf"), require("pyarrow", extra="hf")
     documents = arrow_documents(dataset, [name for name in dataset.column_names if name in _READ])
     said = (documents.labels, documents.loss_mask, documents.prompt_lengths)
-    if not labels and any(x is not None for x in said):
+    if targets is None and any(x is not None for x in said):
         raise LayoutError(
             "the dataset says which tokens are trained, and rows without labels would train all: leave labels=False out"
         )
@@ -123,7 +132,7 @@ def _rows(dataset: Any, options: dict[str, Any], labels: bool) -> Iterator[Any]:
         segments = rows.row_offsets[first : end + 1] - rows.row_offsets[first]
         columns = {
             "input_ids": (tokens, block.input_ids[0, : block.n_tokens]),
-            **({"labels": (tokens, block.targets[0, : block.n_tokens])} if labels else {}),
+            **({} if targets is None else {"labels": (tokens, targets(block)[0, : block.n_tokens])}),
             "seq_lengths": (segments, block.lengths),
         }
         arrays = [pa.ListArray.from_arrays(pa.array(a, pa.int32()), pa.array(x)) for a, x in columns.values()]
@@ -131,6 +140,16 @@ def _rows(dataset: Any, options: dict[str, Any], labels: bool) -> Iterator[Any]:
             kinds = {name: datasets.List(datasets.Value(str(x.dtype))) for name, (_, x) in columns.items()}
             schema = datasets.Features(kinds).arrow_schema
         yield pa.record_batch(arrays, schema=schema)
+
+
+def _targets(block: PackedBatch, *, model_known: bool, every_token: bool) -> Any:
+    """The labels of a block [1, capacity], -100 at segment starts unless the model trains those too."""
+    if every_token:
+        return every_label(block)
+    if not model_known and block.labels is not None:
+        way_out = "crosspack.pack_dataset(dataset, capacity, model=model)"
+        check_first_labels(block.input_ids, every_label(block), block.boundaries, way_out=way_out)
+    return block.targets
 
 
 _READ = frozenset(("input_ids", "labels", *READ))
