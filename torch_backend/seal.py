@@ -46,10 +46,15 @@ class Seal:
 
 
 SEAL = Seal()
-# Mamba's models have no attentions to return and take a cache under a name of its own; all others ask for attentions.
-SEALED = {"output_attentions": SEAL, "cache_params": SEAL}
+# Most models ask for attentions before their layers run; Mamba's and RecurrentGemma's, without any, for return_dict.
+SEALED = {"output_attentions": SEAL, "return_dict": SEAL}
 
 
 def unsealed(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call, or a batch, without the seal."""
     return {name: value for name, value in arguments.items() if not isinstance(value, Seal)}
+
+
+def unseal(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """:func:`unsealed` as a hook before a module's forward."""
+    return args, unsealed(kwargs)

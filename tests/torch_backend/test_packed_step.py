@@ -159,7 +159,15 @@ def test_the_kernels_of_liger_keep_their_own_loss(tmp_path: Path, monkeypatch: p
     """A stand-in for liger_kernel, which replaces the model's forward and never makes logits."""
 
     def apply(model: Any, config: Any) -> None:
-        def forward(input_ids: Any, labels: Any, num_items_in_batch: Any = None, use_cache: Any = None, **more: Any):
+        def forward(
+            input_ids: Any,
+            labels: Any,
+            num_items_in_batch: Any = None,
+            use_cache: Any = None,
+            return_dict: Any = None,
+            **more: Any,
+        ):
+            assert return_dict is None or return_dict  # read, as Liger's forwards do
             hidden = model.model(input_ids=input_ids, **more).last_hidden_state
             logits = F.linear(hidden, model.lm_head.weight)[:, :-1].flatten(0, 1)
             count = (labels[:, 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch

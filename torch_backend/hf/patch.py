@@ -49,7 +49,7 @@ from torch_backend.ops import scan as scans
 from torch_backend.ops.attention import AttentionRequest, candidates, needs_host_lengths, prepare
 from torch_backend.ops.document_batches import FINE, OWN
 from torch_backend.ops.operators import runs_triton
-from torch_backend.seal import unsealed
+from torch_backend.seal import unseal, unsealed
 
 Model = TypeVar("Model", bound=nn.Module)
 _STATE = "_crosspack"
@@ -193,6 +193,8 @@ class Patched:
                 yield Rotation(name, layer, self.own_rotation)
         for module, start in override_entries(self):
             yield LayerOverride(module, start, restore_entry)
+        # also for a forward that replaces the entry's, as Liger's do, and calls a decoder that has one
+        yield Hook(partial(self.root.register_forward_pre_hook, unseal, with_kwargs=True))
         yield from self.rows.edits(self.current)
         for name, layer in self.layers.items():
             if layer is not self.decoder:
