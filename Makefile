@@ -5,7 +5,7 @@ BIN := .venv/bin
 INTERPRETED := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-rest test-all test-gpu test-two-gpus lint types docs clean
+.PHONY: demo test test-rest test-all test-gpu test-two-gpus test-bounds lint types docs clean
 
 demo: .venv/.demo
 	$(BIN)/crosspack train --compare --steps 24 --output runs/demo --overwrite
@@ -46,6 +46,10 @@ test-gpu:
 
 test-two-gpus:
 	$(PYTHON) -m tests.gpu --two $(SHARDED)
+
+# With the oldest and the newest accelerate, peft, trl and transformers that are allowed.
+test-bounds: .venv/.dev
+	$(BIN)/python -m tests.bounds
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

@@ -124,7 +124,7 @@ def marked(docs: list[Tensor]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("make", [collate, marked])
-@pytest.mark.parametrize("family", ["llama", "falcon", "opt", "mamba", "gpt_oss", "qwen3_5_text", "recurrent_gemma"])
+@pytest.mark.parametrize("family", ["llama", "falcon", "opt", "mamba", "gpt_oss", "qwen3_next", "recurrent_gemma"])
 def test_a_model_that_is_not_patched_cannot_run_a_packed_batch(family: str, make: Callable[..., Any]) -> None:
     with pytest.raises(PackingError, match=NOT_PATCHED):
         tiny(family)(**make(documents()))
@@ -287,7 +287,7 @@ def in_two_threads(run: Callable[[int], list[Tensor]], times: int = 12) -> None:
             done.result()
 
 
-@pytest.mark.parametrize("family", ["llama", "bloom", "mamba2", "gpt_oss", "phi3", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["llama", "bloom", "mamba2", "gpt_oss", "phi3", "qwen3_next"])
 def test_two_threads_share_a_patched_model(switching: None, family: str) -> None:
     model = patched(family)
     weights = [p for p in model.parameters() if p.requires_grad]
@@ -297,7 +297,7 @@ def test_two_threads_share_a_patched_model(switching: None, family: str) -> None
         output = model(**batches[number])
         return [output.logits.detach(), *torch.autograd.grad(output.loss, weights, allow_unused=False)]
 
-    in_two_threads(run, 6 if family == "qwen3_5_text" else 12)
+    in_two_threads(run, 6 if family == "qwen3_next" else 12)
 
 
 def test_a_packed_and_an_unpacked_thread_share_a_model(switching: None) -> None:

@@ -122,7 +122,9 @@ def causal_mask(module: Any, rows: Tensor) -> Tensor | None:
 def _function_before(name: str, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
     # "eager" is no registered name: each modeling file has a function of its own.
     eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    function: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+    # transformers 5.0 has no get_interface, and nothing that it would do beyond get
+    get = getattr(ALL_ATTENTION_FUNCTIONS, "get_interface", ALL_ATTENTION_FUNCTIONS.get)
+    function: Callable[..., tuple[Tensor, Tensor | None]] = get(name, eager)
     return function
 
 

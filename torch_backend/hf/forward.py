@@ -139,6 +139,12 @@ class PackedForward(BlockMask):
             self._copies[device] = copy
         return self._copies[device]
 
+    def __eq__(self, other: object) -> Any:
+        """No value of a mask: Qwen3-Next of transformers 5.0 asks whether its mask holds ones alone."""
+        return torch.zeros((), dtype=torch.bool) if isinstance(other, int) else self is other
+
+    __hash__ = object.__hash__
+
     def __getitem__(self, index: Any) -> PackedForward:
         """Itself. Gemma 4 selects the queries of its last layers: all of them, or those of ``logits_to_keep``."""
         parts = index if isinstance(index, tuple) else (index,)
