@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 
@@ -431,3 +432,46 @@ def test_weights_and_a_router_loss_are_refused_before_the_weights_move() -> None
     with pytest.raises(UnsupportedError, match="the router adds a loss that has no weights"):
         step(weighted_batches(model, documents())[0])
     assert all(torch.equal(before[name], weight) for name, weight in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler", "refusal"),
+    [
+        (torch.optim.LBFGS, None, "LBFGS.step needs closure"),
+        (torch.optim.SGD, torch.optim.lr_scheduler.ReduceLROnPlateau, "ReduceLROnPlateau.step needs metrics"),
+        (lambda _: torch.optim.SGD(tiny("qwen2").parameters()), None, "no trained parameter of this Qwen2ForCausalLM"),
+        (
+            torch.optim.SGD,
+            lambda _: torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([torch.zeros(1)])),
+            "the ConstantLR belongs to another optimizer",
+        ),
+    ],
+    ids=["LBFGS", "plateau", "another model's", "another optimizer's"],
+)
+def test_what_could_not_take_the_step_is_refused_before_it(optimizer: Any, scheduler: Any, refusal: str) -> None:
+    model = patched()
+    made = optimizer(model.parameters())
+    with pytest.raises(UnsupportedError, match=refusal):
+        make_train_step(model, made, scheduler=scheduler and scheduler(made))
+
+
+def test_a_frozen_model_is_refused_at_the_start_and_later() -> None:
+    model = patched()
+    optimizer = torch.optim.SGD(model.parameters())
+    step, batch = make_train_step(model, optimizer), collate(documents())
+    step(batch)
+    model.requires_grad_(False)
+    with pytest.raises(UnsupportedError, match="every parameter of Qwen2ForCausalLM is frozen"):
+        step(batch)
+    with pytest.raises(UnsupportedError, match="every parameter of Qwen2ForCausalLM is frozen"):
+        make_train_step(model, optimizer)
+
+
+def test_wrapped_optimizers_and_schedulers_take_the_step() -> None:
+    model = patched()
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    halved = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    optimizer, halved = accelerator.prepare(optimizer, halved)
+    step = make_train_step(model, optimizer, scheduler=halved)
+    assert [float(step(collate(documents()))["learning_rate"]) for _ in range(2)] == [0.5, 0.25]

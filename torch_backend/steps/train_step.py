@@ -26,6 +26,7 @@ from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.patch import state_of
 from torch_backend.losses.causal_lm import LOSS_WEIGHTS, causal_lm_loss
 from torch_backend.segments import to_device
+from torch_backend.steps.checks import check_optimizer, check_trainable
 from torch_backend.steps.fast_backward import TARGETS, Batch, Choice, Gradients, fast_loss_refused, run_layers
 from torch_backend.steps.fixed_shapes import FixedShapes
 
@@ -129,6 +130,7 @@ class TrainStep:
         microbatches = [batch] if isinstance(batch, Mapping) else list(batch)
         if not microbatches or any(each.get("labels") is None for each in microbatches):
             raise LayoutError("a step takes a batch with labels, or a list of at least one")
+        check_trainable(self.model)  # it may have been frozen since
         tokens = self._reduced(torch.stack([self._count(each) for each in microbatches]).sum())
         weighted = any(LOSS_WEIGHTS in each for each in microbatches)
         weight = self._reduced(torch.stack([self._weight(each) for each in microbatches]).sum()) if weighted else tokens
@@ -282,7 +284,7 @@ def make_train_step(
 
     Args:
         model: a patched transformers model, or a wrapper of one (DDP, FSDP, PEFT); in training mode.
-        optimizer: any, over the model's parameters.
+        optimizer: any that steps from gradients alone, over the model's parameters.
         scheduler: what ``step()`` is called on after every optimizer step, a ``torch.optim.lr_scheduler`` for example.
         max_grad_norm: gradients are clipped to this norm; None leaves them as they are.
         autocast: the dtype that forward passes run in, under ``torch.autocast``; None for the dtype of the weights.
@@ -295,8 +297,9 @@ def make_train_step(
     Raises:
         UnsupportedModelError: ``model`` holds no transformers model or one that is not patched, or DataParallel stands
             around it.
-        UnsupportedError: there are several ranks, and nothing reduces the model's gradients over them; or ``model`` is
-            a DeepSpeedEngine.
+        UnsupportedError: there are several ranks, and nothing reduces the model's gradients over them; ``model`` is a
+            DeepSpeedEngine or wholly frozen; the optimizer is another model's or the scheduler another optimizer's; or
+            a ``step()`` of theirs needs an argument, as those of LBFGS and ReduceLROnPlateau do.
 
     >>> import torch_backend  # doctest: +SKIP
     >>> step = torch_backend.make_train_step(model, torch.optim.AdamW(model.parameters()), max_grad_norm=1.0)
@@ -318,6 +321,7 @@ def make_train_step(
             f"{type(root).__name__} is not patched, so the documents of its packed batches would see each other: call "
             "crosspack.patch(model) before make_train_step"
         )
+    check_optimizer(model, optimizer, scheduler)
     return step
 
 

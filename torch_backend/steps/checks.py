@@ -1,0 +1,78 @@
+"""Refuses optimizers and schedulers with which a training step would stop, or change nothing, after it began."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from packing_core.errors import UnsupportedError
+
+
+def check_optimizer(model: nn.Module, optimizer: Any, scheduler: Any) -> None:
+    """Check that ``optimizer.step()`` and ``scheduler.step()`` train this model.
+
+    Args:
+        model: what the step will train.
+        optimizer: a torch optimizer, or a wrapper with one as ``optimizer``, as accelerate makes.
+        scheduler: None, or what has a ``step()``; a wrapper has the one it wraps as ``scheduler``.
+
+    Raises:
+        UnsupportedError: nothing of the model is trained, the optimizer holds none of what is, one of the two steps
+            needs an argument, or the scheduler is another optimizer's.
+    """
+    check_trainable(model)
+    ours = {id(p) for p in model.parameters() if p.requires_grad}
+    inner = _innermost(optimizer, "optimizer")
+    if not any(id(p) in ours for group in inner.param_groups for p in group["params"]):
+        raise UnsupportedError(
+            f"the optimizer holds no trained parameter of this {type(model).__name__}, so its steps would not train "
+            "it: make it of model.parameters(), after the model was wrapped, sharded or given adapters"
+        )
+    if needed := _needed(type(inner)):
+        raise UnsupportedError(
+            f"{type(inner).__name__}.step needs {needed}, with which it would compute losses itself, and a training "
+            "step calls optimizer.step() once: take an optimizer that steps from gradients alone, AdamW for example"
+        )
+    if scheduler is None:
+        return
+    bare = _innermost(scheduler, "scheduler")
+    if needed := _needed(type(bare)):
+        raise UnsupportedError(
+            f"{type(bare).__name__}.step needs {needed}, and a training step calls scheduler.step(): leave it out of "
+            "make_train_step, and call it where the value is known, for example "
+            'scheduler.step(float(step.evaluate(batches)["loss"]))'
+        )
+    if _innermost(getattr(bare, "optimizer", inner), "optimizer") is not inner:
+        raise UnsupportedError(
+            f"the {type(bare).__name__} belongs to another optimizer, so the learning rate of this one would never "
+            "change: make it of the optimizer that is passed here"
+        )
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Check that the model has something to train.
+
+    Raises:
+        UnsupportedError: every parameter is frozen.
+    """
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UnsupportedError(
+            f"every parameter of {type(model).__name__} is frozen, so there is nothing to train: set requires_grad on "
+            "those to train, or add adapters, before make_train_step"
+        )
+
+
+def _innermost(wrapper: Any, name: str) -> Any:
+    """Returns what stands behind wrappers that hold the next one as an attribute."""
+    while name in getattr(wrapper, "__dict__", {}):
+        wrapper = getattr(wrapper, name)
+    return wrapper
+
+
+def _needed(kind: type) -> str:
+    """Returns the names of arguments without which ``step`` of an object of this kind cannot be called."""
+    _, *parameters = inspect.signature(kind.step).parameters.values()  # type: ignore[attr-defined]
+    variable = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return ", ".join(p.name for p in parameters if p.default is p.empty and p.kind not in variable)
