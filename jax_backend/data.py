@@ -46,7 +46,10 @@ class GrainSource:
     def __repr__(self) -> str:
         """grain's DataLoader compares this to tell whether a checkpoint belongs to the source it is restored onto."""
         plan = self.dataset.plan
-        return f"GrainSource(rows={plan.n_rows}, capacity={plan.capacity}, convention={self.convention!r})"
+        return (
+            f"GrainSource(rows={plan.n_rows}, capacity={plan.capacity}, convention={self.convention!r}, "
+            f"plan={plan.fingerprint!r})"
+        )
 
 
 class GrainStream(grain.IterDataset):

@@ -10,6 +10,7 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field, fields
 from functools import cached_property, partial
+from hashlib import blake2b
 from itertools import pairwise
 from typing import Any
 
@@ -179,6 +180,14 @@ class PackPlan:
         """No plan of these pieces has fewer rows (Martello and Toth 1990, bound L2, in units of the alignment)."""
         sizes, counts = np.unique(-(-self.length // self.alignment), return_counts=True)
         return _bins.lower_bound(sizes[::-1], counts[::-1], self.capacity // self.alignment)
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of which tokens stand in which row: plans are equal if theirs are."""
+        hashed = blake2b(repr((self.capacity, self.n_documents)).encode(), digest_size=16)
+        for array in (self.row_offsets, self.source, self.start, self.length):
+            hashed.update(array.tobytes())
+        return hashed.hexdigest()
 
     def composition(self, rows_per_step: int = 8) -> Composition:
         """Measures how far rows and steps of ``rows_per_step`` rows are from random draws of the documents.

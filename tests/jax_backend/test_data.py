@@ -78,6 +78,8 @@ def test_a_grain_iterator_over_rows_resumes_where_it_stopped() -> None:
 
 def test_grains_loader_checkpoints_belong_to_their_source() -> None:
     assert repr(GrainSource(dataset())) != repr(GrainSource(packing_core.PackedDataset(DOCUMENTS, 32, seed=0)))
+    other = packing_core.PackedDataset(DOCUMENTS, 24, seed=1)
+    assert len(other) == len(dataset()) and repr(GrainSource(other)) != repr(GrainSource(dataset()))
 
 
 @limited()

@@ -37,7 +37,7 @@ from torch_backend.trainers.neftune import add_noise_by_document
 from torch_backend.trainers.own_loss import warn_of_means
 from torch_backend.trainers.predictions import predict_documents
 from torch_backend.trainers.replaced import Replaced, ReplacingCollator, name_of
-from torch_backend.trainers.resuming import refuse_other_ranks
+from torch_backend.trainers.resuming import refuse_other_rows
 
 Trainer = TypeVar("Trainer")
 
@@ -143,7 +143,7 @@ def enable_packing(
     if labels_documents(any_trainer.model):
         any_trainer._get_num_items_in_batch = partial(_count_targets, any_trainer, any_trainer._get_num_items_in_batch)
     use_rows(any_trainer, rows)
-    refuse_other_ranks(any_trainer, rows)
+    refuse_other_rows(any_trainer, rows)
     # accelerate would let the first rank read for all and concatenate batches, which plain ints cannot be.
     any_trainer.accelerator.dataloader_config.dispatch_batches = False
     sft.warn_of_room(any_trainer)

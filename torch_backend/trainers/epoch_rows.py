@@ -117,6 +117,13 @@ class EpochRows(Dataset[PackedBatch]):
             self._made = {**kept, (epoch, self.ranks): (made := (dealt, packed))}
         return made
 
+    @property
+    def identity(self) -> str:
+        """Digest of the rows of the first epoch in the order in which they are trained; other epochs follow from it."""
+        dealt = self.dealt(0)
+        order = dealt.steps.reshape(-1)
+        return dealt.plan.select(order[order < dealt.plan.n_rows]).fingerprint
+
     def __len__(self) -> int:
         return self.dealt(0).plan.n_rows
 
@@ -224,6 +231,11 @@ class RowStream(IterableDataset[PackedBatch]):
         self.seed = seed
         self.epoch = 0
         self.group = 1
+
+    @property
+    def identity(self) -> str:
+        """What decides the rows, beside the documents themselves."""
+        return repr((self.capacity, self.seed, sorted(self.options.items())))
 
     def set_epoch(self, epoch: int) -> None:
         """What accelerate calls before each epoch."""

@@ -1,7 +1,8 @@
-"""A Trainer that resumes inside an epoch on another number of ranks: refused, because its rows were dealt otherwise.
+"""Refuses to resume a Trainer inside an epoch whose first steps held other rows than they would hold here.
 
-Rows are dealt to ranks at equal cost, so which rows the first steps of an epoch held depends on how many ranks there
-were. Each checkpoint notes the number in the trainer's state, and a run that goes on from it compares.
+Transformers finds its place by counting steps. Which documents a step holds follows from the data, the capacity, the
+seed, the rows of a step and, because rows are dealt to ranks at equal cost, the number of ranks. Each checkpoint notes
+all of this in the trainer's state, and a run that goes on from it compares.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 from packing_core.errors import UnsupportedError, plural
 from packing_core.extras import require
-from torch_backend.trainers.epoch_rows import EpochRows
+from torch_backend.trainers.epoch_rows import EpochRows, RowStream
 
 require("transformers", extra="hf")
 
@@ -19,14 +20,14 @@ from transformers import TrainerCallback  # noqa: E402
 _NOTE = "crosspack.rows"  # in the trainer's state, beside the states of callbacks
 
 
-class SameRanks(TrainerCallback):
-    """Notes in every checkpoint over how many ranks the rows of an epoch are dealt, and checks it on resuming.
+class SameRows(TrainerCallback):
+    """Notes in every checkpoint what decides the rows of each step, and checks it on resuming.
 
     Args:
         rows: what the trainer trains on.
     """
 
-    def __init__(self, rows: EpochRows) -> None:
+    def __init__(self, rows: EpochRows | RowStream) -> None:
         self.rows = rows
 
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
@@ -34,21 +35,53 @@ class SameRanks(TrainerCallback):
         Raises:
             UnsupportedError: the run would go on inside an epoch whose first steps held other rows than here.
         """
-        ranks, saved = self.rows.ranks, state.stateful_callbacks.get(_NOTE, {}).get("attributes", {})
-        before = saved.get("ranks", ranks)
-        steps = -(-len(train_dataloader) // args.gradient_accumulation_steps)
-        inside = state.global_step % max(steps, 1)
-        if inside and before != ranks and not self.rows.options["in_order"]:
-            raise UnsupportedError(
-                f"the checkpoint is {plural(inside, 'step')} into an epoch whose rows were dealt to "
-                f"{plural(before, 'rank')}, and {plural(ranks, 'rank')} would train some documents of it twice and "
-                f"others not at all: resume on {plural(before, 'rank')}, or from a checkpoint between two epochs"
-            )
-        state.stateful_callbacks[_NOTE] = {"args": {}, "attributes": {"ranks": ranks}}
+        here = self._note(args, train_dataloader)
+        saved = state.stateful_callbacks.get(_NOTE, {}).get("attributes", {})
+        if "rows" not in saved and saved.get("ranks", here["ranks"]) != here["ranks"]:
+            saved = {"rows": None, **saved}  # an older note
+        before = {**here, **saved}
+        inside = state.global_step % before["steps"] if before["steps"] else state.global_step
+        same_steps = before["steps"] == here["steps"]
+        same_rows = all(before[name] == here[name] for name in ("rows", "rows_per_step"))
+        if state.global_step and not same_rows and (inside or not same_steps):
+            raise UnsupportedError(_refusal(before, here, inside, between=same_steps and here["steps"] > 0))
+        state.stateful_callbacks[_NOTE] = {"args": {}, "attributes": here}
+
+    def _note(self, args: Any, loader: Any) -> dict[str, Any]:
+        """Returns what decides the rows of each step; an epoch of a stream has 0 ``steps``, as nobody knows them."""
+        epochs = isinstance(self.rows, EpochRows)
+        accumulated, ranks = args.gradient_accumulation_steps, getattr(self.rows, "ranks", args.world_size)
+        return {
+            "ranks": ranks,
+            "capacity": self.rows.capacity,
+            "rows_per_step": args.train_batch_size * accumulated * ranks,
+            "steps": max(-(-len(loader) // accumulated), 1) if epochs else 0,
+            "rows": self.rows.identity,
+        }
 
 
-def refuse_other_ranks(trainer: Any, rows: Any) -> None:
-    """Let a trainer check on resuming that as many ranks train ``rows`` as before."""
-    trainer.remove_callback(SameRanks)
-    if isinstance(rows, EpochRows):
-        trainer.add_callback(SameRanks(rows))
+def _refusal(before: dict[str, Any], here: dict[str, Any], inside: int, *, between: bool) -> str:
+    if before["capacity"] != here["capacity"]:
+        was = f"rows hold {plural(before['capacity'], 'token')}"
+        now, way = f"rows of {here['capacity']:,}", f"with capacity={before['capacity']}"
+    elif before["ranks"] != here["ranks"]:
+        was = f"rows were dealt to {plural(before['ranks'], 'rank')}"
+        now, way = plural(here["ranks"], "rank"), f"on {plural(before['ranks'], 'rank')}"
+    elif before["rows_per_step"] != here["rows_per_step"]:
+        was = f"steps hold {plural(before['rows_per_step'], 'row')}"
+        now, way = f"steps of {here['rows_per_step']:,}", "with the batch size and accumulation that it had"
+    else:
+        was = "rows are of other data or options"
+        now, way = "those of this run", "with the data, seed and options that it had"
+    place = f"{plural(inside, 'step')} into" if inside else "at the end of"
+    return (
+        f"the checkpoint is {place} an epoch whose {was}, and {now} would train some documents of it twice and others "
+        f"not at all: resume {way}" + (", or from a checkpoint between two epochs" if between else "")
+    )
+
+
+def refuse_other_rows(trainer: Any, rows: Any) -> None:
+    """Let a trainer check on resuming that its steps hold the rows that they held before."""
+    trainer.remove_callback(SameRows)
+    if isinstance(rows, EpochRows | RowStream):
+        trainer.add_callback(SameRows(rows))
