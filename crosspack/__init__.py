@@ -124,6 +124,9 @@ if TYPE_CHECKING:
         balance as balance,
     )
     from packing_core import (
+        concatenate as concatenate,
+    )
+    from packing_core import (
         join_states as join_states,
     )
     from packing_core import (

@@ -151,7 +151,8 @@ class _Loop:
             evaluated = None
             if self.run_name == "packed" and job.evaluates_after(number):
                 evaluated = float(self.step.evaluate(state, self._evaluation())["loss"])
-            records.append(job.record(self.run_name, number, loss, seconds, eval_loss=evaluated))
+            norm = float(metrics["grad_norm"])
+            records.append(job.record(self.run_name, number, loss, seconds, grad_norm=norm, eval_loss=evaluated))
             if job.save_every and len(records) % job.save_every == 0:
                 save_checkpoint(job, records, partial(_save, state=state))
         if job.output is not None and self.run_name == "packed":

@@ -2,6 +2,7 @@
 
 from packing_core.batches.batch import PackedBatch
 from packing_core.batches.dataset import PackedDataset, pack
+from packing_core.batches.joining import concatenate
 from packing_core.errors import (
     CapacityError,
     ContaminationError,
@@ -35,6 +36,7 @@ __all__ = [
     "UnsupportedError",
     "UnsupportedModelError",
     "balance",
+    "concatenate",
     "join_states",
     "mix",
     "pack",

@@ -61,7 +61,8 @@ def scalars(record: StepRecord, learning_rate: float) -> dict[str, float]:
         f"{group}/tokens": float(record.tokens),
         f"{group}/tokens_per_second": record.tokens / record.seconds,
     }
-    return found if record.eval_loss is None else {**found, "eval/loss": record.eval_loss}
+    measured = {f"{group}/grad_norm": record.grad_norm, "eval/loss": record.eval_loss}
+    return found | {name: value for name, value in measured.items() if value is not None}
 
 
 def _tensorboard(folder: Path | None, config: dict[str, Any]) -> tuple[Log, Callable[[], None]]:

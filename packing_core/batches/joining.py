@@ -1,4 +1,4 @@
-"""Rows of several batches, as one batch."""
+"""Joins the rows of several batches into one batch."""
 
 from __future__ import annotations
 
@@ -13,29 +13,40 @@ from packing_core.errors import LayoutError
 
 
 def concatenate(batches: Sequence[PackedBatch]) -> PackedBatch:
-    """The rows of several batches of one capacity, in order.
+    """Joins the rows of several batches into one batch, in order; the inverse of slicing one.
+
+    Documents keep their ids, so batches of different data sets may hold different documents of one id.
+    :meth:`PackedBatch.unpack`, ``reduce`` and ``spread`` then raise.
+
+    Args:
+        batches: of one capacity, alignment, padding token and weighting, with the same labels, masks and columns.
 
     Raises:
-        LayoutError: the batches differ in what they hold.
+        LayoutError: there are none, or they differ in one of these.
+
+    >>> from packing_core import pack
+    >>> batch = pack([[1, 2, 3], [4], [5, 6]], 4, seed=None)
+    >>> concatenate([batch[1], batch[0]]).input_ids.tolist()
+    [[5, 6, 0, 0], [1, 2, 3, 4]]
     """
-    if len(batches) == 1:
-        return batches[0]
+    batches = list(batches) if isinstance(batches, Sequence) else [batches]
+    if not batches or not all(isinstance(batch, PackedBatch) for batch in batches):
+        kinds = ", ".join(sorted({type(batch).__name__ for batch in batches})) or "no batch"
+        raise LayoutError(f"concatenate takes a list of one or more PackedBatch objects, got {kinds}")
     first = batches[0]
-    per_document = set(first.per_document)
-    for batch in batches:
-        same = (batch.capacity, batch.alignment, batch.weighting, set(batch.columns), set(batch.per_document)) == (
-            first.capacity,
-            first.alignment,
-            first.weighting,
-            set(first.columns),
-            per_document,
-        )
-        if not same or any((getattr(batch, n) is None) != (getattr(first, n) is None) for n in ("labels", "loss_mask")):
-            raise LayoutError("packed rows of different capacities or columns cannot make one batch")
+    if len(batches) == 1:
+        return first
+    for number, batch in enumerate(batches):
+        for name, value in _kind(batch).items():
+            if value != (wanted := _kind(first)[name]):
+                raise LayoutError(f"batch {number} has {name} {value} and batch 0 {wanted}: pack both alike")
 
     def joined(name: str) -> NDArray[Any] | None:
         arrays = [getattr(batch, name) for batch in batches]
         return None if arrays[0] is None else np.concatenate(arrays)
+
+    def joined_dict(name: str) -> dict[str, NDArray[Any]]:
+        return {key: np.concatenate([getattr(batch, name)[key] for batch in batches]) for key in getattr(first, name)}
 
     row_offsets = np.cumsum([0, *(len(batch) for batch in batches)])
     return PackedBatch(
@@ -46,9 +57,19 @@ def concatenate(batches: Sequence[PackedBatch]) -> PackedBatch:
         starts=np.concatenate([batch.starts for batch in batches]),
         labels=joined("labels"),
         loss_mask=joined("loss_mask"),
-        columns={name: np.concatenate([batch.columns[name] for batch in batches]) for name in first.columns},
-        per_document={name: np.concatenate([batch.per_document[name] for batch in batches]) for name in per_document},
+        columns=joined_dict("columns"),
+        per_document=joined_dict("per_document"),
         alignment=first.alignment,
         pad_id=first.pad_id,
         weighting=first.weighting,
     )
+
+
+def _kind(batch: PackedBatch) -> dict[str, Any]:
+    """Returns what two batches must have in common, under the names that messages use."""
+    return {
+        **{name: getattr(batch, name) for name in ("capacity", "alignment", "pad_id", "weighting")},
+        **{name: "given" if getattr(batch, name) is not None else "missing" for name in ("labels", "loss_mask")},
+        "columns": sorted(batch.columns),
+        "per_document": {name: list(array.shape[1:]) for name, array in sorted(batch.per_document.items())},
+    }

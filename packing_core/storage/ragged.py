@@ -326,9 +326,13 @@ def _sequence(sequence: Any, index: int, name: str) -> Array:
     if isinstance(sequence, (str, bytes)):
         raise LayoutError(f"{name}[{index}] is text: tokenise it first and pass its token ids")
     array = as_array(sequence, f"{name}[{index}]", "iufbO")
+    if array.ndim == 0:
+        raise LayoutError(
+            f"{name}[{index}] is a number and must be a sequence with a number per token: leave the column out, or "
+            f"pass [{name}] if it is a single sequence"
+        )
     if array.ndim != 1:
-        way = f"pass [{name}] for a single sequence" if array.ndim == 0 else "flatten it"
-        raise LayoutError(f"{name}[{index}] has shape {list(array.shape)} and must be flat: {way}")
+        raise LayoutError(f"{name}[{index}] has shape {list(array.shape)} and must be flat: flatten it")
     return as_array(array, f"{name}[{index}]")
 
 

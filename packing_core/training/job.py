@@ -113,6 +113,7 @@ class StepRecord:
         seconds: wall time, from building the first batch to the end of the update on the device.
         eval_loss: sum of the cross-entropies of the evaluation's targets over their number, after the update; None
             where there was no evaluation.
+        grad_norm: of the gradients of ``loss``, before clipping; None where the backend does not measure it.
     """
 
     run: Run
@@ -122,6 +123,7 @@ class StepRecord:
     slots: int
     seconds: float
     eval_loss: float | None = None
+    grad_norm: float | None = None
 
 
 @dataclass(frozen=True)
@@ -213,17 +215,26 @@ class TrainJob:
         """The learning rate of 0-based ``step``."""
         return self.options.learning_rate(step, len(self.schedule))
 
-    def record(self, run: Run, step: int, loss: float, seconds: float, *, eval_loss: float | None = None) -> StepRecord:
+    def record(
+        self,
+        run: Run,
+        step: int,
+        loss: float,
+        seconds: float,
+        *,
+        grad_norm: float | None = None,
+        eval_loss: float | None = None,
+    ) -> StepRecord:
         """Make the record of a finished step, report it and return it.
 
         Raises:
-            PackingError: a loss is not finite.
+            PackingError: a loss or the norm of the gradients is not finite.
         """
-        for name, value in (("loss", loss), ("evaluation loss", eval_loss)):
+        for name, value in (("loss", loss), ("gradient norm", grad_norm), ("evaluation loss", eval_loss)):
             if value is not None and not math.isfinite(value):
                 raise PackingError(f"the {name} of step {step} ({run}) is {value}: lower --lr, or train in float32")
         slots = self.schedule.slots(step, run)
-        record = StepRecord(run, step, loss, self.schedule.steps[step].n_tokens, slots, seconds, eval_loss)
+        record = StepRecord(run, step, loss, self.schedule.steps[step].n_tokens, slots, seconds, eval_loss, grad_norm)
         self.on_step(record)
         return record
 

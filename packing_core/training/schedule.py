@@ -116,13 +116,23 @@ class Schedule:
 
     @cached_property
     def steps(self) -> list[PackPlan]:
-        """The rows of each optimizer step; rows without anything to train on (of a split prompt) make no step."""
+        """The rows of each optimizer step; rows without anything to train on (of a split prompt) make no step.
+
+        Raises:
+            PackingError: no row has anything to train on.
+        """
         steps = (
             plan.select(slice(first, first + self.rows_per_step))
             for plan in self.plans
             for first in range(0, plan.n_rows, self.rows_per_step)
         )
-        return list(islice((step for step in steps if self._trained_tokens(step)), self.limit))
+        trained = list(islice((step for step in steps if self._trained_tokens(step)), self.limit))
+        if not trained:
+            raise PackingError(
+                f"no row of {self.plans[0].capacity:,} tokens has one to train on, because prompts fill them: raise "
+                "--capacity, or pass --overflow split"
+            )
+        return trained
 
     def __len__(self) -> int:
         return len(self.steps)

@@ -95,6 +95,7 @@ def test_what_a_path_raised_is_shown_as_it_is() -> None:
         (("llama", "--path", "nowhere"), "--path nowhere: there is position_ids,"),
         (("llama", "--trainer", "nobody"), "--trainer nobody: there is trl"),
         (("llama", "--backend", "nothing"), "--backend nothing: the installed ones are"),
+        (("t5",), "crosspack: t5 is no causal language model of transformers"),
         (("no_such_model",), "no_such_model is neither a folder nor a model type of transformers"),
     ],
 )

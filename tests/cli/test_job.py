@@ -47,6 +47,11 @@ def test_a_record_says_what_its_step_did_and_is_reported(job):
     assert (record.tokens, record.slots) == (job.schedule.steps[0].n_tokens, 8)
 
 
+def test_a_gradient_that_is_no_number_ends_the_run(job):
+    with pytest.raises(PackingError, match=r"the gradient norm of step 1 \(packed\) is inf: lower --lr"):
+        job.record("packed", 1, 2.0, 0.1, grad_norm=math.inf)
+
+
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_no_number_ends_the_run(job, loss):
     with pytest.raises(PackingError, match=rf"the loss of step 1 \(packed\) is {loss}: lower --lr"):

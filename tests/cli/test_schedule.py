@@ -95,6 +95,13 @@ def test_rows_without_anything_to_train_make_no_step():
     assert schedule.trained_tokens == [1]
 
 
+def test_a_run_without_anything_to_train_is_an_error():
+    made = corpus(([1, 2, 3, 4], [0, 0, 0, 1]))
+    schedule = Schedule(made, (plan([4], 2, overflow="truncate", seed=None),))
+    with pytest.raises(PackingError, match="no row of 2 tokens has one to train on, because prompts fill them: raise"):
+        len(schedule)
+
+
 def test_limit_ends_the_run_early(many):
     made = plan(many.documents.lengths, 64)
     assert len(Schedule(many, (made,), rows_per_step=1, limit=3)) == 3

@@ -152,6 +152,7 @@ def test_figures_of_each_step_are_reported(small, service, installed, tmp_path):
         assert calls[0][2]["config"]["lr"] == 0.01 and calls[-1][0] == "finish"
     for number, record in enumerate(figures_of(out), start=1):
         assert seen["train/loss", number] == record["loss"]
+        assert seen["train/grad_norm", number] == record["grad_norm"] > 0
         assert seen["train/tokens_per_second", number] == record["tokens"] / record["seconds"]
     assert seen["eval/loss", 2] == figures_of(out)[1]["eval_loss"] and ("eval/loss", 1) not in seen
     assert seen["train/learning_rate", 1] == 0.01

@@ -22,7 +22,7 @@ from jax_backend.job import _begin, train
 from packing_core.errors import PackingError
 from packing_core.training.job import TrainJob
 from tests import training_jobs
-from tests.torch_backend.test_train_options import loss_of_documents, with_evaluation, with_options
+from tests.torch_backend.test_train_options import loss_of_documents, norm_of_gradients, with_evaluation, with_options
 from tests.training_jobs import losses, small_job
 
 LLAMA = {**training_jobs.LLAMA, "num_hidden_layers": 1}
@@ -83,6 +83,9 @@ def test_devices_share_the_rows_of_a_step_and_its_evaluation(job, mesh, tmp_path
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert evaluated == pytest.approx(loss_of_documents(model, job.schedule), rel=1e-5)
     assert f"{np.prod(list(mesh.values()))} devices" in result.device
+    start = transformers.AutoModelForCausalLM.from_pretrained(job.model)
+    wanted = norm_of_gradients(start, job.schedule)
+    assert [each.records["packed"][0].grad_norm for each in (alone, result)] == pytest.approx([wanted] * 2, rel=1e-5)
 
 
 @pytest.mark.slow

@@ -5,7 +5,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packing_core import CapacityError, LayoutError, PackedBatch, PackedDataset, PackingError, PackPlan, pack
+from packing_core import (
+    CapacityError,
+    LayoutError,
+    PackedBatch,
+    PackedDataset,
+    PackingError,
+    PackPlan,
+    concatenate,
+    pack,
+)
 from tests.packing_core.packings import by_definition, packings
 
 DERIVED = ("segment_ids", "position_ids", "attention_mask", "boundaries", "targets", "loss_weights")
@@ -136,6 +145,57 @@ def test_some_rows_are_a_batch_of_their_own(packing, data):
     np.testing.assert_array_equal(batch[-1].input_ids, batch.input_ids[-1:])
     with pytest.raises(IndexError):
         batch[len(batch)]
+
+
+@settings(max_examples=60)
+@given(packings(), st.data())
+def test_parts_of_a_batch_make_the_batch_again(packing, data):
+    batch = packed(packing, pad_id=7)
+    cut = data.draw(st.integers(0, len(batch)))
+    whole = concatenate([batch[:cut], batch[cut:]])
+    for name in ("input_ids", "segment_ids", "position_ids", "seq_idx", "targets", "sources", "starts", "rows"):
+        np.testing.assert_array_equal(getattr(whole, name), getattr(batch, name), err_msg=name)
+    assert (whole.alignment, whole.pad_id, whole.weighting) == (batch.alignment, 7, batch.weighting)
+
+
+def test_joined_batches_keep_what_their_documents_have():
+    columns, values = {"weight": [[1.0, 2.0], [3.0]]}, {"score": [5, 6]}
+    first, second = (
+        pack([[1, 2], [3]], 2, seed=None, labels=[[1, -100], [3]], columns=columns, per_document=values)
+        for _ in range(2)
+    )
+    joined = concatenate([first, second[1]])
+    assert joined.labels.tolist() == [[1, -100], [3, -100], [3, -100]]
+    assert joined.columns["weight"].tolist() == [[1, 2], [3, 0], [3, 0]]
+    assert joined.per_document["score"].tolist() == [5, 6, 6] and joined.sources.tolist() == [0, 1, 1]
+    with pytest.raises(LayoutError, match="document 1 is in this batch twice"):
+        joined.unpack()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"capacity": 3}, "batch 1 has capacity 3 and batch 0 2: pack both alike"),
+        ({"pad_id": 9}, "batch 1 has pad_id 9 and batch 0 0"),
+        ({"weighting": "document"}, "batch 1 has weighting document and batch 0 token"),
+        ({"labels": [[1, 2], [3]]}, "batch 1 has labels given and batch 0 missing"),
+        ({"columns": {"weight": [[1, 2], [3]]}}, r"batch 1 has columns \['weight'\] and batch 0 \[\]"),
+        ({"per_document": {"x": [1, 2]}}, r"batch 1 has per_document {'x': \[\]} and batch 0 {}"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_batches_of_two_kinds_are_not_joined(options, message):
+    documents = [[1, 2], [3]]
+    with pytest.raises(LayoutError, match=message):
+        concatenate([pack(documents, 2), pack(documents, options.pop("capacity", 2), **options)])
+
+
+def test_what_is_no_batch_is_not_joined():
+    batch = pack([[1]], 2)
+    for wrong, kinds in (([], "no batch"), ([batch, {}], "PackedBatch, dict"), (None, "NoneType")):
+        with pytest.raises(LayoutError, match=f"takes a list of one or more PackedBatch objects, got {kinds}"):
+            concatenate(wrong)
+    assert concatenate(batch) is batch
 
 
 def test_a_split_document_restarts_its_positions_and_knows_where_it_was_cut():

@@ -223,7 +223,14 @@ BAD = {
     "a document of text": (lambda: Ragged.of([[1], "ab"]), r"sequences\[1\] is text: tokenise it first"),
     "words": (lambda: Ragged.of([[1], ["ab"]]), r"sequences\[1\] has dtype <U2: pass numbers"),
     "None": (lambda: Ragged.of([[1], None]), r"sequences\[1\] is None: drop it"),
-    "one flat list": (lambda: Ragged.of([1, 2]), r"sequences\[0\] has shape \[\] .* pass \[sequences\] for a single"),
+    "one flat list": (
+        lambda: Ragged.of([1, 2]),
+        r"sequences\[0\] is a number .* or pass \[sequences\] if it is a single",
+    ),
+    "numbers": (
+        lambda: Ragged.of([1.0], name="weight"),
+        r"weight\[0\] is a number and must .*: leave the column out, or",
+    ),
     "nested": (lambda: Ragged.of([[[1, 2], [3, 4]]]), r"sequences\[0\] has shape \[2, 2\] and must be flat"),
     "ragged inside": (lambda: Ragged.of([[[1, 2], [3]]]), r"sequences\[0\] is not one flat sequence of numbers"),
     "null list": (lambda: Ragged.of(arrow(documents=[[1], None])), r"sequences\[1\] is null \(1 nulls.*drop_null"),

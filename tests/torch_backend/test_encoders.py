@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 
 import torch_backend
-from packing_core.errors import LayoutError, UnsupportedModelError
+from packing_core.errors import CapacityError, LayoutError, UnsupportedModelError
 from tests.torch_backend.models import documents, error
 from torch_backend import PackedCollator
 from torch_backend.auditing.families import HEAD_DIM
@@ -157,3 +157,21 @@ def test_a_bidirectional_model_predicts_no_next_token() -> None:
     config = tiny_config(family_config("bert"))
     with pytest.raises(UnsupportedModelError, match="bert cannot be trained packed: it is an encoder, or the"):
         torch_backend.patch(transformers.BertLMHeadModel(config), verify=False)
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "gpt2", "opt"])
+def test_a_document_over_the_learned_positions_is_an_error_and_padding_is_not(family: str) -> None:
+    """RoBERTa numbers from the padding token on, and OPT's table has two vectors that no token uses."""
+    auto = transformers.AutoModelForMaskedLM if "bert" in family else transformers.AutoModelForCausalLM
+    name = "n_positions" if family == "gpt2" else "max_position_embeddings"
+    model = encoder(family, auto, **{name: 10})
+    limit = 10 - (model.config.pad_token_id + 1 if family == "roberta" else 0)
+    torch_backend.patch(model, verify=False)
+    ids = [[7] * limit, [8] * 3]
+    assert model(**PackedCollator(model, capacity=64)(examples(list(map(torch.tensor, ids)), ids))).loss.isfinite()
+    ids[1] = [8] * (limit + 1)
+    batch = PackedCollator(model)(examples(list(map(torch.tensor, ids)), ids))
+    with pytest.raises(
+        CapacityError, match=rf"a document has {limit + 1} tokens and .* learned positions for {limit}:"
+    ):
+        model(**batch)

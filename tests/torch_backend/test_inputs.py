@@ -416,3 +416,15 @@ def test_what_is_not_a_model_is_refused_with_what_was_expected() -> None:
         UnsupportedModelError, match=r"expected a transformers model, got a str \('my-model'\): .*from_pre"
     ):
         torch_backend.patch("my-model")  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("function", ["patch", "unpatch", "unpad", "audit"])
+def test_a_flax_model_is_sent_to_the_functions_for_jax(function: str) -> None:
+    class Model:
+        __module__ = "flax.nnx.module"  # where nnx.Module, the base of every flax model, says that it is from
+
+    Mine = type("Mine", (Model,), {"__module__": "my_models"})
+    with pytest.raises(UnsupportedModelError, match=r"got the flax model Mine: .* judged by jax_backend.audit"):
+        getattr(torch_backend, function)(Mine())
+    with pytest.raises(UnsupportedModelError, match=r"got a str \('my-model'\)"):
+        getattr(torch_backend, function)("my-model")

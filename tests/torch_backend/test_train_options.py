@@ -59,6 +59,28 @@ def loss_of_documents(model, schedule: Schedule) -> float:
     return total / count
 
 
+def norm_of_gradients(model, schedule: Schedule, step: int = 0) -> float:
+    """Of the mean loss over a step's targets, each document in a forward of its own."""
+    plan, corpus = schedule.steps[step], schedule.corpus
+    model.zero_grad()
+    for number in plan.source.tolist():
+        ids, trained = (torch.from_numpy(x[number].copy()) for x in (corpus.documents, corpus.trained))
+        labels = ids.long().where(trained, torch.tensor(-100))
+        if (labels[1:] != -100).any():
+            logits = model.eval()(input_ids=ids.long()[None]).logits[0]
+            torch.nn.functional.cross_entropy(logits[:-1], labels[1:], reduction="sum").backward()
+    norms = [parameter.grad.double().norm() for parameter in model.parameters()]
+    return float(torch.stack(norms).norm()) / schedule.trained_tokens[step]
+
+
+@pytest.mark.parametrize("clip", [0.0, 1e-3])
+def test_the_norm_of_the_gradients_is_recorded_before_it_is_clipped(job, clip):
+    job = dataclasses.replace(with_options(job, clip=clip), schedule=dataclasses.replace(job.schedule, limit=1))
+    wanted = norm_of_gradients(AutoModelForCausalLM.from_pretrained(job.model), job.schedule)
+    for records in train(dataclasses.replace(job, runs=("padded", "packed"))).records.values():
+        assert records[0].grad_norm == pytest.approx(wanted, rel=1e-5)
+
+
 def test_bfloat16_weights_are_trained_and_written_as_such(job, tmp_path):
     result = train(dataclasses.replace(with_options(job, **HALF), output=tmp_path / "out"))
     written = load_file(tmp_path / "out" / "model.safetensors")

@@ -17,7 +17,14 @@ from torch import nn
 
 from packing_core.errors import UnsupportedModelError
 from torch_backend.hf import router
-from torch_backend.hf.anatomy.encoders import is_encoder, numbering, sees_both_sides, takes_positions
+from torch_backend.hf.anatomy.encoders import (
+    check_lengths,
+    is_encoder,
+    numbering,
+    position_table,
+    sees_both_sides,
+    takes_positions,
+)
 from torch_backend.hf.anatomy.families import SEE_PADDING, route_of
 from torch_backend.hf.anatomy.heads import head_of
 from torch_backend.hf.anatomy.placement import execution_device
@@ -123,6 +130,7 @@ class Patched:
             raise UnsupportedModelError(f"{type(root).__name__} cannot be trained packed, because {reason}")
         self.rows = HeadRows(root, self.decoder, self.head, per_document=self.route == "documents")
         self.numbering = numbering(self.decoder)
+        self.positions = position_table(self.decoder)
         see_padding = {config.model_type for config in configs} & set(SEE_PADDING)
         self.sizes = OWN if see_padding else FINE
         if self.route == "documents":
@@ -396,6 +404,7 @@ class Patched:
             kwargs["position_ids"] = self.numbering(kwargs.get("input_ids"), segments).view(rows, row_length)
         elif kwargs.get("position_ids") is None:
             kwargs["position_ids"] = segments.position_ids.view(rows, row_length)
+        check_lengths(segments, kwargs["position_ids"], self.positions, type(self.root).__name__)
         if "use_cache" in names:  # a model above the decoder may make a cache for it
             kwargs["use_cache"] = False
         forward = PackedForward(segments, (rows, row_length), self.implementation, sizes=self.sizes, numbers=numbers)

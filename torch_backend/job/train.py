@@ -87,12 +87,13 @@ def _run(
         with memory.counted(), clock.timed():
             for group in optimizer.param_groups:
                 group["lr"] = job.learning_rate(step)
-            loss = take_step(list(batches(job, step, run, model, ranks)))["loss"].item()
+            taken = take_step(list(batches(job, step, run, model, ranks)))
+            loss, norm = taken["loss"].item(), taken["grad_norm"].item()
         evaluated = None
         if run == "packed" and job.evaluates_after(step):
             with memory.counted():
                 evaluated = take_step.evaluate(evaluation_batches(job, model, ranks))["loss"].item()
-        records.append(job.record(run, step, loss, clock.seconds, eval_loss=evaluated))
+        records.append(job.record(run, step, loss, clock.seconds, grad_norm=norm, eval_loss=evaluated))
         if job.save_every and (step + 1) % job.save_every == 0:
             state = states.gathered(unwrapped(model), optimizer, ranks)
             if ranks.rank == 0:

@@ -97,6 +97,14 @@ def survey(config: Any, trainer: str | None = None) -> list[PathResult]:
     Raises:
         UnsupportedModelError: no tiny clone can be built, or it does not train a single document.
     """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UnsupportedModelError(
+            f"{config.model_type} is no causal language model of transformers, and the paths that are compared are "
+            "those of causal language models: judge an encoder by crosspack.audit(model); encoder-decoders cannot be "
+            "packed"
+        )
     try:
         model = tiny_model(tiny_config(config)).train()
         documents = random_documents(model, LENGTHS)

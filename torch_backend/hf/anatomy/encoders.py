@@ -13,10 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from packing_core.errors import CapacityError
 from torch_backend.hf.anatomy.heads import Head
 from torch_backend.hf.inputs.arguments import forward_names
 from torch_backend.segments import PackedMetadata, to_device
 
+# what modeling files call a table of learned positions
+_TABLES = {"position_embeddings", "position_embedding", "embed_positions", "wpe"}
 _NUMBERED = "create_position_ids_from_input_ids"  # what modeling files call RoBERTa's rule
 
 Numbering = Callable[[Tensor | None, PackedMetadata], Tensor]
@@ -70,6 +73,39 @@ class PaddingOffset:
         total = counted.cumsum(0)
         before = torch.cat((total.new_zeros(1), total)).index_select(0, segments.cu_seqlens)
         return (total - before.index_select(0, segments.seq_idx)) * counted + self.padding
+
+
+def position_table(model: nn.Module) -> range | None:
+    """Returns the positions that a model has learned vectors for, those of documents' tokens; None without a table."""
+    for name, table in model.named_modules():
+        if isinstance(table, nn.Embedding) and name.rpartition(".")[2] in _TABLES:
+            numbered = numbering(model)
+            first = numbered.padding + 1 if isinstance(numbered, PaddingOffset) else 0
+            return range(first, table.num_embeddings - getattr(table, "offset", 0))
+    return None
+
+
+def check_lengths(packed: PackedMetadata, position_ids: Tensor, positions: range | None, model: str) -> None:
+    """Check that every document has a learned position for each token. Positions are read for long segments alone.
+
+    Args:
+        packed: the segments; a long one may be padding, so it proves nothing by itself.
+        position_ids: of all tokens.
+        positions: those that the ``model`` has, see :func:`position_table`.
+
+    Raises:
+        CapacityError: a document is longer.
+    """
+    if positions is None or packed.max_seqlen <= len(positions) or not packed.readable:
+        return
+    if packed.lengths is not None and max(packed.lengths) <= len(positions):
+        return
+    if (last := int(position_ids.max())) >= positions.stop:
+        raise CapacityError(
+            f"a document has {last + 1 - positions.start:,} tokens and {model} learned positions for "
+            f"{len(positions):,}: cut documents when they are tokenised, or pack with capacity={len(positions)} and "
+            'overflow="split", "truncate" or "drop"'
+        )
 
 
 def _is_encoder_class(model: nn.Module) -> bool:

@@ -24,16 +24,25 @@ def causal_lm(model: nn.Module) -> Any:
         UnsupportedModelError: there is none, or DataParallel stands around it.
     """
     if not isinstance(model, nn.Module):
-        raise UnsupportedModelError(
-            f"expected a transformers model, got a {type(model).__name__} ({model!r:.60}): load it first, "
-            "transformers.AutoModelForCausalLM.from_pretrained(...)"
-        )
+        raise UnsupportedModelError(f"expected a transformers model, got {_named(model)}")
     for module in model.modules():
         if isinstance(module, nn.DataParallel):
             raise UnsupportedModelError(DATA_PARALLEL)
         if isinstance(module, PreTrainedModel):
             return module
     raise UnsupportedModelError(f"there is no transformers model in {type(model).__name__}")
+
+
+def _named(other: Any) -> str:
+    """Names an argument that is no PyTorch module, and the way out."""
+    kind = type(other)
+    if any(base.__module__.partition(".")[0] == "flax" for base in kind.__mro__):
+        return (
+            f"the flax model {kind.__name__}: JAX models come from crosspack.load(folder), are always packed, and are "
+            "trained by jax_backend.make_train_step and judged by jax_backend.audit"
+        )
+    way = "load it first, transformers.AutoModelForCausalLM.from_pretrained(...)"
+    return f"a {kind.__name__} ({other!r:.60}): {way}"
 
 
 def decoder_of(root: Any) -> Any:
