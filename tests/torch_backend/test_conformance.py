@@ -95,7 +95,7 @@ def test_collated_padding_is_padding_and_no_segment():
 
 def test_labels_that_stand_at_padding_are_no_targets():
     ids = torch.tensor([[1, 1, 0, 0, 2, 2, 2]])
-    batch = {"input_ids": ids, "labels": torch.arange(7)[None]}
+    batch = {"input_ids": ids, "labels": torch.tensor([[1, 8, 9, 9, 2, 5, 6]])}  # first tokens are their own labels
     for marks in ({"segment_ids": ids}, {"attention_mask": ids}):
         labels = with_boundaries(lambda batch: batch)({**batch, **marks})["labels"]
-        assert labels.tolist() == [[-100, 1, -100, -100, -100, 5, 6]]
+        assert labels.tolist() == [[-100, 8, -100, -100, -100, 5, 6]]

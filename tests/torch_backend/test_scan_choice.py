@@ -234,6 +234,19 @@ def test_where_only_the_device_knows_the_documents_the_first_choice_stays(monkey
     assert [chosen(known), chosen(unknown), chosen(known)] == ["flash_qla"] * 3
 
 
+def test_what_a_model_on_another_device_chose_is_not_asked_in_a_compiled_layer(
+    monkeypatch: pytest.MonkeyPatch, interpreted: None
+) -> None:
+    """A model that was audited on the CPU scanned document by document in compiled layers on a GPU."""
+    q, k, v, g, beta = drawn_delta()
+    call = DELTA, torch_chunk_gated_delta_rule, SCANS[DELTA], PackedMetadata.from_lengths(SHORT), (q, k, v)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(operators, "INTERPRETED", False)
+        assert scans.choose(*call, {"g": g, "beta": beta}).implementation == "documents"
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert scans.choose(*call, {"g": g, "beta": beta}).implementation == "triton"
+
+
 # -- compiled layers and graphs ----------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,8 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from traceback import format_exception
 from typing import Any, Literal
 
@@ -36,12 +38,47 @@ Batch = Mapping[str, Any]
 log = logging.getLogger("crosspack")
 
 LOSS, LAYERS, GRAPH = "loss", "layers", "graph"  # the parts of a step that can be fast
-# Beside the arguments of the model: the targets of the whole step, by which its loss is divided.
-TARGETS = "targets_of_the_step"
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """One microbatch of a step.
+
+    Attributes:
+        batch: keyword arguments of the model, with ``labels``.
+        targets: of the whole step, by whose number or weight the loss is divided; None if the loss knows it itself.
+    """
+
+    batch: Batch
+    targets: Any = None
+
+    def flat(self) -> dict[str, Any]:
+        """Returns one mapping, which a CUDA graph takes; see :meth:`of_flat`."""
+        return {**self.batch, "targets of the step": self.targets}
+
+    @classmethod
+    def of_flat(cls, flat: Batch) -> StepInputs:
+        batch = dict(flat)
+        targets = batch.pop("targets of the step")
+        return cls(batch, targets)
+
+
+@dataclass(frozen=True)
+class LossPath:
+    """A way from a microbatch to its gradients.
+
+    Attributes:
+        backward: forward and backward as usual; returns the loss without a graph. To be captured it must not read from
+            the device, and must reach everything that changes between calls through its inputs.
+        why_logits: why the loss cannot do without logits; None if it does.
+    """
+
+    backward: Callable[[StepInputs], Tensor]
+    why_logits: str | None = None
 
 
 class Gradients:
-    """``loss = gradients(batch)``: adds the batch's gradients to those of the parameters.
+    """``loss = gradients(inputs)``: adds the gradients of a microbatch to those of the parameters.
 
     Graphs are recorded for one form of batches at a time: that of the first batch, and later any that comes twice in a
     row. Compiled layers also run batches of as many tokens that differ in their segments, so that no step takes more
@@ -50,24 +87,21 @@ class Gradients:
 
     Args:
         model: what is called, with all its wrappers.
-        backward: (batch) -> loss without a graph: forward and backward as usual. To be captured it must not read from
-            the device, and must reach everything that changes between calls through the batch.
-        probe: (batch, forward) -> the reason why the loss cannot do without logits, None if it does. Called once, on
-            the first batch, without gradients and with the random state kept. If ``forward``, it must run the layers,
-            see :func:`run_layers`.
+        choose: (batch, forward) -> the path of the loss. Called once, on the first batch, without gradients and with
+            the random state kept. If ``forward``, it must run the layers, see :func:`run_layers`.
         compile, capture: True raises where it is not possible, "auto" says why not.
         no_layers, no_graph: reasons against compiling and capturing that the caller knows.
         fixed: makes batches of one form where shapes must not change.
 
     Attributes:
         parts: "loss", "layers" and "graph", each with what runs, or why nothing faster does.
+        path: that of the loss, None before the first batch.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        backward: Callable[[Batch], Tensor],
-        probe: Callable[[Batch, bool], str | None],
+        choose: Callable[[Batch, bool], LossPath],
         *,
         compile: Choice = "auto",
         capture: Choice = "auto",
@@ -76,15 +110,14 @@ class Gradients:
         fixed: FixedShapes | None = None,
     ) -> None:
         self.model = model
-        self.backward = backward
-        self.probe = probe
+        self.choose = choose
         self.compile = compile
         self.capture = capture
         self.no_layers, self.no_graph = no_layers, no_graph
         self.shapes = fixed or FixedShapes()
         self.parts = dict.fromkeys((LOSS, LAYERS, GRAPH), "decided at the first step")
         self.fixed: FixedShapes | None = None
-        self.ready = False
+        self.path: LossPath | None = None
         self.layers: dict[nn.Module, Any] = {}  # compiled ones, each with its compiled call
         self.requests: Any = set()
         self.form: Any = None  # of the batches that graphs serve
@@ -93,36 +126,37 @@ class Gradients:
         self.weights: Any = None  # where those lie that the graphs use
         self.exchange = Exchange()
 
-    def __call__(self, batch: Batch, *, last: bool = True) -> Tensor:
-        """The loss that ``backward`` returns."""
+    def __call__(self, inputs: StepInputs, *, last: bool = True) -> Tensor:
+        """Returns the loss as the path's ``backward`` does."""
         try:
-            if not self.ready:
-                self._prepare(batch)
+            path = self.path or self._prepare(inputs.batch)
             with self.exchange.around(last=last):
-                return self.backward(batch) if self.fixed is None else self._by_form(self.fixed(batch))
+                if self.fixed is None:
+                    return path.backward(inputs)
+                return self._by_form(path, replace(inputs, batch=self.fixed(inputs.batch)))
         except torch.OutOfMemoryError:
             # whoever catches it goes on with smaller batches
             self.graphs = self.form = self.last = None
             self.shapes.forget_rows()
             raise
 
-    def _by_form(self, batch: Batch) -> Tensor:
-        form = form_of(batch)
+    def _by_form(self, path: LossPath, inputs: StepInputs) -> Tensor:
+        form = form_of(inputs.flat())
         together = self.exchange.same((form, bool(self.capture)))
         if together and (self.form is None or form == self.last):
             self.form = form
         self.last = form if together else None
         if self.form is None or form["input_ids"] != self.form["input_ids"]:
-            return self.backward(batch)
+            return path.backward(inputs)
         graph = together and self.capture and form == self.form
-        return self._through_layers(batch, self._captured if graph else self.backward)
+        return self._through_layers(inputs, partial(self._captured, path) if graph else path.backward)
 
-    def _through_layers(self, batch: Batch, run: Callable[[Batch], Tensor]) -> Tensor:
+    def _through_layers(self, inputs: StepInputs, run: Callable[[StepInputs], Tensor]) -> Tensor:
         """``run`` with compiled layers, or with plain ones if these turn out not to compile."""
         started = any(parameter.grad is not None for parameter in self.model.parameters())
         try:
             with self._compiled():
-                return run(batch)
+                return run(inputs)
         except TorchDynamoException as error:
             if self.compile != "auto" or started:
                 raise
@@ -131,7 +165,7 @@ class Gradients:
             self.parts[LAYERS] = f"not compiled: it failed, {error}".splitlines()[0]
             log.warning("the training step runs with layers that are not compiled: %s", error)
             self.compile, self.layers, self.graphs = False, {}, None
-            return run(batch)
+            return run(inputs)
 
     @contextmanager
     def _compiled(self) -> Iterator[None]:
@@ -155,14 +189,16 @@ class Gradients:
                 module._compiled_call_impl = None
             state.compiled = set()
 
-    def _captured(self, batch: Batch) -> Tensor:
+    def _captured(self, path: LossPath, inputs: StepInputs) -> Tensor:
         weights = [(place_of(p), p.requires_grad) for p in self.model.parameters()]
         if self.graphs is None or (weights, self.form) != self.weights:
             self.weights = weights, self.form
-            self.graphs = CapturedBackward(self._recorded, [p for p in self.model.parameters() if p.requires_grad])
+            self.graphs = CapturedBackward(
+                partial(self._recorded, path), [p for p in self.model.parameters() if p.requires_grad]
+            )
         before = [parameter.grad for parameter in self.graphs.parameters]
         try:
-            return self.graphs(batch)
+            return self.graphs(inputs.flat())
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -179,21 +215,21 @@ class Gradients:
         for parameter, gradient in zip(self.graphs.parameters, before, strict=True):
             parameter.grad = gradient  # a recording runs nothing, so the values are those from before
         self.capture, self.graphs = False, None
-        return self.backward(batch)
+        return path.backward(inputs)
 
-    def _recorded(self, batch: Batch) -> Tensor:
-        loss = self.backward(batch)
+    def _recorded(self, path: LossPath, flat: Batch) -> Tensor:
+        loss = path.backward(StepInputs.of_flat(flat))
         self.exchange.end_recording()
         return loss
 
-    def _prepare(self, batch: Batch) -> None:
+    def _prepare(self, batch: Batch) -> LossPath:
         """Choose what is fast, and try the loss on the first batch."""
         layers = _refused("compile", self.compile, self.no_layers or why_not_compiled(self.model, batch))
         graph = _refused("capture", self.capture, self.no_graph or why_not_captured(self.model, batch))
         if layers is None or graph is None:
             self.fixed = self.shapes
         with torch.random.fork_rng(_cuda_devices()), torch.no_grad():
-            reason = self.probe(batch if self.fixed is None else self.fixed(batch), layers is None)
+            path = self.choose(batch if self.fixed is None else self.fixed(batch), layers is None)
         if self.fixed is not None and (waits := _why_not_mixers(self.model)) is not None:
             layers = layers or _refused("compile", self.compile, waits)
             graph = graph or _refused("capture", self.capture, waits)
@@ -203,12 +239,13 @@ class Gradients:
             graph = _refused("capture", self.capture, graph)
             self.shapes.largest = self.exchange.largest
         self.parts = {
-            LOSS: "without logits" if reason is None else f"with logits: {reason}",
+            LOSS: "without logits" if path.why_logits is None else f"with logits: {path.why_logits}",
             LAYERS: "compiled" if layers is None else f"not compiled: {layers}",
             GRAPH: "CUDA graph" if graph is None else f"no CUDA graph: {graph}",
         }
         self.compile, self.capture = layers is None and self.compile, graph is None and self.capture
-        self.ready = True
+        self.path = path
+        return path
 
 
 def fast_loss_refused(model: nn.Module, batch: Batch) -> str | None:
@@ -225,7 +262,7 @@ def run_layers(model: nn.Module, batch: Batch) -> None:
 
     They cannot be asked inside a compiled layer.
     """
-    names = ("labels", "shift_labels", TARGETS)
+    names = ("labels", "shift_labels")
     sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
     run = model if sharded or (state := state_of(causal_lm(model))) is None else state.decoder  # which makes no logits
     run(**{name: x for name, x in batch.items() if name not in names})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, TypedDict
 
 import torch
@@ -27,7 +28,15 @@ from torch_backend.hf.patch import state_of
 from torch_backend.losses.causal_lm import LOSS_WEIGHTS, causal_lm_loss
 from torch_backend.segments import to_device
 from torch_backend.steps.checks import check_optimizer, check_trainable
-from torch_backend.steps.fast_backward import TARGETS, Batch, Choice, Gradients, fast_loss_refused, run_layers
+from torch_backend.steps.fast_backward import (
+    Batch,
+    Choice,
+    Gradients,
+    LossPath,
+    StepInputs,
+    fast_loss_refused,
+    run_layers,
+)
 from torch_backend.steps.fixed_shapes import FixedShapes
 
 _DATA_PARALLEL = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
@@ -110,8 +119,7 @@ class TrainStep:
         self._labels_documents = labels_documents(model)
         self._first_token = 0 if trains_first_token(model) or self._labels_documents else 1
         self._takes_count = _takes_count(causal_lm(model))
-        self._without_logits = False
-        self._gradients = Gradients(model, self._backward, self._probe, compile=compile, capture=capture, fixed=fixed)
+        self._gradients = Gradients(model, self._choose, compile=compile, capture=capture, fixed=fixed)
 
     @property
     def parts(self) -> dict[str, str]:
@@ -140,7 +148,7 @@ class TrainStep:
             given = self._on_device(each)
             last = number == len(microbatches) - 1
             with self._accumulating(last=last):
-                loss += self._gradients({**given, TARGETS: weight}, last=last)
+                loss += self._gradients(StepInputs(given, weight), last=last)
         norm = self._clip()
         rate = self.optimizer.param_groups[0]["lr"]
         rate = rate.clone() if isinstance(rate, Tensor) else float(rate)
@@ -157,13 +165,15 @@ class TrainStep:
         batches as the others.
         """
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # of losses and of weights, number of targets
+        path = self._gradients.path
         training = self.model.training
         self.model.eval()
         try:
             for batch in batches:
                 given = self._on_device(batch)
+                path = path or self._choose(given, forward=False)
                 with self._precision():
-                    loss = self._loss_sum(given)
+                    loss = self._loss_sum(given, path.why_logits)
                 sums += torch.stack([loss.double(), self._weight(given).double(), self._count(given).double()])
         finally:
             self.model.train(training)
@@ -188,22 +198,20 @@ class TrainStep:
         labels: Tensor = batch["labels"][..., self._first_token :] if shifted is None else shifted
         return targets_among(labels, causal_lm(self.model).config, of_documents=self._labels_documents)
 
-    def _backward(self, batch: Batch) -> Tensor:
+    def _backward(self, why_logits: str | None, inputs: StepInputs) -> Tensor:
         """Forward and backward of a microbatch; its part of the loss, times the number of ranks."""
-        given = {name: x for name, x in batch.items() if name != TARGETS}
         with self._precision():
-            loss_sum = self._loss_sum(given)
+            loss_sum = self._loss_sum(inputs.batch, why_logits)
         # Ranks average their gradients.
-        whole = batch[TARGETS]
-        loss = loss_sum * self.world / torch.where(whole > 0, whole, 1)
+        loss = loss_sum * self.world / torch.where(inputs.targets > 0, inputs.targets, 1)
         loss.backward()
         return loss.detach()
 
     def _on_device(self, batch: Batch) -> dict[str, Any]:
         return {name: to_device(x, self.device) if isinstance(x, Tensor) else x for name, x in batch.items()}
 
-    def _loss_sum(self, batch: Batch) -> Tensor:
-        return causal_lm_loss(self.model, batch)[0] if self._without_logits else self._own_loss(batch)
+    def _loss_sum(self, batch: Batch, why_logits: str | None) -> Tensor:
+        return causal_lm_loss(self.model, batch)[0] if why_logits is None else self._own_loss(batch)
 
     def _own_loss(self, batch: Batch) -> Tensor:
         """The loss that the model computes, a mean over its targets, as a sum."""
@@ -212,19 +220,17 @@ class TrainStep:
         loss = self.model(**{**batch, "use_cache": False, **more})[0]
         return torch.where(count > 0, loss, 0.0) * count  # a mean over no target is NaN
 
-    def _probe(self, batch: Batch, forward: bool) -> str | None:
-        given = {name: x for name, x in batch.items() if name != TARGETS}
+    def _choose(self, batch: Batch, forward: bool) -> LossPath:
         with self._precision():
-            reason = fast_loss_refused(self.model, given)
+            reason = fast_loss_refused(self.model, batch)
             if LOSS_WEIGHTS in batch and (reason is not None or self._adds_router_loss()):
                 raise UnsupportedError(
                     'rows with weighting="document" need the loss without logits, which is not to be had here: '
                     f'{reason or "the router adds a loss that has no weights"}. Pack with weighting="token"'
                 )
             if reason is not None and forward:
-                run_layers(self.model, given)
-        self._without_logits = reason is None
-        return reason
+                run_layers(self.model, batch)
+        return LossPath(partial(self._backward, reason), reason)
 
     def _adds_router_loss(self) -> bool:
         return bool(getattr(causal_lm(self.model).config, "output_router_logits", False))

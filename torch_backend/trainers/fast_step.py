@@ -27,9 +27,10 @@ from torch_backend.steps.fast_backward import (
     GRAPH,
     LAYERS,
     LOSS,
-    TARGETS,
     Batch,
     Gradients,
+    LossPath,
+    StepInputs,
     fast_loss_refused,
     run_layers,
     why_not_compiled,
@@ -103,9 +104,8 @@ class PackedStep:
             self.size, self.gradients = size, self._gradients(model)
         if self.metrics is not None:
             inputs = self.metrics.count(inputs)
-        more = {} if num_items_in_batch is None else {TARGETS: num_items_in_batch}
         last = self.trainer.accelerator.sync_gradients
-        return self.losses(self.gradients({**inputs, **more}, last=last))
+        return self.losses(self.gradients(StepInputs(inputs, num_items_in_batch), last=last))
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -138,8 +138,8 @@ class PackedStep:
         whole = trainer.args.torch_compile and not self.in_place_of_compile
         layers = "torch_compile=True compiles the model as a whole" if whole else _why_not_layers(trainer)
         graph = layers or _why_not_graph(trainer) or (self.refused and "the loss is the trainer's own")
-        backward, probe = self._backward(model), self._probe(model)
-        return Gradients(model, backward, probe, no_layers=layers, no_graph=graph, fixed=_fixed_shapes(trainer))
+        choose = partial(self._choose, model)
+        return Gradients(model, choose, no_layers=layers, no_graph=graph, fixed=_fixed_shapes(trainer))
 
     def _prepare_model(self, prepare: Any, model: nn.Module, *args: Any, **options: Any) -> Any:
         """As ``Accelerator.prepare_model``, which would compile the model as a whole, also if its layers can be."""
@@ -153,26 +153,16 @@ class PackedStep:
         finally:
             plugin.backend = backend
 
-    def _backward(self, model: nn.Module) -> Any:
-        def backward(batch: Batch) -> Tensor:
-            given = {name: x for name, x in batch.items() if name != TARGETS}
-            loss: Tensor = self.stock_step(model, given, batch.get(TARGETS))
-            return loss
-
-        return backward
-
-    def _probe(self, model: nn.Module) -> Any:
-        def probe(batch: Batch, forward: bool) -> str | None:
-            given = self.trainer._prepare_inputs({name: x for name, x in batch.items() if name != TARGETS})
-            with self.trainer.compute_loss_context_manager():
-                if self.refused is None:
-                    self.refused = fast_loss_refused(model, given)
-                if self.refused is not None and forward:
-                    with self.trainer.accelerator.autocast():
-                        run_layers(model, given)
-            return self.refused
-
-        return probe
+    def _choose(self, model: nn.Module, batch: Batch, forward: bool) -> LossPath:
+        given = self.trainer._prepare_inputs(dict(batch))
+        with self.trainer.compute_loss_context_manager():
+            if self.refused is None:
+                self.refused = fast_loss_refused(model, given)
+            if self.refused is not None and forward:
+                with self.trainer.accelerator.autocast():
+                    run_layers(model, given)
+        # compute_loss takes the path from there
+        return LossPath(lambda inputs: self.stock_step(model, dict(inputs.batch), inputs.targets), self.refused)
 
 
 def _without_logits(model: nn.Module) -> Any:

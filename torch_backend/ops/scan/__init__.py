@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from torch_backend.ops.document_batches import COARSE, FINE, per_document
+from torch_backend.ops.operators import runs_triton
 from torch_backend.ops.scan import modeling_calls as triton
 from torch_backend.ops.scan.libraries import fla, flash_qla, mamba_ssm
 from torch_backend.ops.scan.order import by_time, measured
@@ -39,7 +40,8 @@ LIBRARIES: dict[str, Way] = {
 }
 FIXED = (TRITON, "flash_qla", "mamba_ssm")
 _BOUNDARIES = ("cu_seqlens", "seq_idx")  # what kernels call them
-_chosen: dict[tuple[Any, ...], str] = {}  # by the first call for heads of each size, for compiled layers
+# By the first call for heads of each size where Triton runs and where it does not, for compiled layers.
+_chosen: dict[tuple[Any, ...], str] = {}
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def choose(
         args, kwargs: of the call.
     """
     ours = triton.operands(name, args, kwargs)
-    key = None if ours is None else (name, *ours[0].shape[2:], *ours[1].shape[2:], ours[1].itemsize)
+    key = ours and (name, runs_triton(ours[0]), *ours[0].shape[2:], *ours[1].shape[2:], ours[1].itemsize)
     if torch.compiler.is_compiling():
         found = TRITON if key is None else _chosen.get(key, TRITON)
         if found == "flash_qla" and packed.tokens < fla.CHUNK:
