@@ -100,16 +100,22 @@ def _notes(state: Patched) -> list[str]:
 
 
 def _explain_step(trainer: Any) -> Explanation:
-    """A trainer or a training step; a trainer keeps its step as ``packed_step``."""
+    """A trainer, which keeps its step as ``packed_step`` and how it packs as ``packing_plan``, or a training step."""
+    plan = getattr(trainer, "packing_plan", None)
     step = getattr(trainer, "packed_step", trainer)
     parts = getattr(step, "parts", None)
-    if parts is None:
+    if plan is None and parts is None:
         raise UnsupportedError(
             f"explain takes a patched model, a trainer after enable_packing or a step of make_train_step, "
             f"got a {type(trainer).__name__}"
         )
     found = explain(step.model)
-    return replace(found, notes=[*found.notes, *(f"{part} of the step: {what}" for part, what in parts.items())])
+    notes = [] if plan is None else [f"trains {plan}"]
+    if parts is None:
+        notes.append("the training step is the trainer's own: fast=False")
+    else:
+        notes += [f"{part} of the step: {what}" for part, what in parts.items()]
+    return replace(found, notes=[*found.notes, *notes])
 
 
 def _explain_mixer(name: str, layer: nn.Module, choice: Choice | None, whole_decoder: bool) -> LayerExplanation:

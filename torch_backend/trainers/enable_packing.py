@@ -1,60 +1,36 @@
 """``enable_packing(trainer)``: packing inside a ``Trainer`` or an ``SFTTrainer`` that somebody else built.
 
-A built trainer -> checks of its class, arguments and examples of its data (:mod:`.replaced`) -> its model is patched,
-its documents are packed into rows (:mod:`.epoch_rows`), and its collator carries the segments of every batch. A trainer
-that cannot be made exact is refused here, before anything is changed. The trainer's loop, loss, optimizer and arguments
-stay as they are.
+A built trainer -> a plan, or a refusal, before anything is changed (:mod:`.inspection`) -> its model is patched, its
+documents are packed into rows (:mod:`.epoch_rows`), and its collator carries the segments of every batch. The trainer's
+loop, loss, optimizer and arguments stay as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import islice
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
-from packing_core import PackedBatch
 from packing_core.batches.columns import READ
-from packing_core.batches.marks import MARKS, is_numbered
 from packing_core.batches.stored import IGNORE_INDEX
-from packing_core.errors import LayoutError, PackingError, UnsupportedError, first_line
 from packing_core.hints import hinted
 from packing_core.planning.plan import Overflow
-from torch_backend.auditing.trainer import refuse_cut_documents
-from torch_backend.collate import Batch, BoundaryCollator, PackedCollator
-from torch_backend.collate.document_labels import LABELS, NAMES
-from torch_backend.hf.anatomy.heads import head_of, labels_documents, predicts_masked, targets_among, trains_first_token
+from torch_backend.collate import PackedCollator
+from torch_backend.hf.anatomy.heads import labels_documents, targets_among, trains_first_token
 from torch_backend.hf.anatomy.structure import causal_lm
-from torch_backend.hf.inputs.boundaries import refuse_split_rows
 from torch_backend.patching import patch
 from torch_backend.trainers import preference, sft
-from torch_backend.trainers.dataloader import pack_training_data, use_rows
+from torch_backend.trainers.dataloader import use_rows
 from torch_backend.trainers.fast_step import has_own_loss, speed_up
+from torch_backend.trainers.inspection import PackingPlan, inspect
 from torch_backend.trainers.neftune import add_noise_by_document
 from torch_backend.trainers.own_loss import warn_of_means
 from torch_backend.trainers.predictions import predict_documents
-from torch_backend.trainers.replaced import Replaced, ReplacingCollator, name_of
 from torch_backend.trainers.resuming import refuse_other_rows
 
 Trainer = TypeVar("Trainer")
-
-COMPARED = 64  # examples of each dataset that the present collator and packing are compared on before training
-# Why a trainer of TRL cannot be given rows of several documents, by the name of its class or a base of it.
-_PAIRS = "compares answers with each other"
-_SCORES = "gives each example one score"
-_GENERATES = "generates completions and scores each of them"
-_TEACHER = "compares each example with a teacher"
-_PER_EXAMPLE = {
-    **dict.fromkeys(("DPOTrainer", "KTOTrainer", "CPOTrainer", "ORPOTrainer", "BCOTrainer", "TPOTrainer"), _PAIRS),
-    **dict.fromkeys(("RewardTrainer", "PRMTrainer"), _SCORES),
-    **dict.fromkeys(("GRPOTrainer", "RLOOTrainer", "PPOTrainer", "AsyncGRPOTrainer", "A2POTrainer"), _GENERATES),
-    **dict.fromkeys(("OnlineDPOTrainer", "NashMDTrainer", "XPOTrainer", "SDFTTrainer", "SDPOTrainer"), _GENERATES),
-    **dict.fromkeys(("DistillationTrainer", "AsyncDistillationTrainer", "IWOPDTrainer"), _TEACHER),
-    **dict.fromkeys(("ServerDistillationTrainer", "GKDTrainer", "GOLDTrainer", "MiniLLMTrainer"), _TEACHER),
-}
 
 
 @hinted()
@@ -120,41 +96,37 @@ def enable_packing(
             fast=fast,
         )
         return trainer
-    _refuse_trainer(trainer)
-    refuse_split_rows(any_trainer.accelerator.parallelism_config)
-    any_trainer._set_signature_columns_if_needed()
-    collator, rows = _packing_collator(any_trainer, capacity, overflow), None
-    _refuse_untrained(any_trainer, collator)
-    if isinstance(collator, PackedCollator):
-        if collator.labels_documents and overflow == "split":
-            raise PackingError(
-                'overflow="split" cuts documents, and the model classifies whole ones: pass "truncate" or "drop"'
-            )
-        collator, rows = pack_training_data(any_trainer, collator, capacity, overflow)
+    plan = inspect(any_trainer, capacity=capacity, overflow=overflow)
     patch(any_trainer.model, implementation=implementation, verify=verify)
     if any_trainer.model_init is not None:  # train() makes another model
         any_trainer.call_model_init = partial(
             _patched_model_init, any_trainer.call_model_init, implementation=implementation, verify=verify
         )
-    any_trainer._signature_columns += [name for name in READ if name not in any_trainer._signature_columns]
-    any_trainer.data_collator = collator
-    if labels_documents(any_trainer.model) or trains_first_token(any_trainer.model):
-        any_trainer.model_accepts_loss_kwargs = True  # a patched classifier divides its loss by the step's targets
-    if labels_documents(any_trainer.model):
-        any_trainer._get_num_items_in_batch = partial(_count_targets, any_trainer, any_trainer._get_num_items_in_batch)
-    use_rows(any_trainer, rows)
-    refuse_other_rows(any_trainer, rows)
-    # accelerate would let the first rank read for all and concatenate batches, which plain ints cannot be.
-    any_trainer.accelerator.dataloader_config.dispatch_batches = False
-    sft.warn_of_room(any_trainer)
-    warn_of_means(any_trainer, has_own_loss(any_trainer))
-    add_noise_by_document(any_trainer)
-    if fast:
-        speed_up(any_trainer)
-    elif sft.defines(any_trainer, "compute_loss") and isinstance(collator, PackedCollator):
-        collator.marks_padding = True  # or TRL would count the tokens of one row alone
-    predict_documents(any_trainer)
+    _apply(any_trainer, plan, fast=fast)
     return trainer
+
+
+def _apply(trainer: Any, plan: PackingPlan, *, fast: bool) -> None:
+    """Change a trainer, whose model is patched, as planned."""
+    trainer.packing_plan = plan
+    trainer._signature_columns += [name for name in READ if name not in trainer._signature_columns]
+    trainer.data_collator = plan.collator
+    if labels_documents(trainer.model) or trains_first_token(trainer.model):
+        trainer.model_accepts_loss_kwargs = True  # a patched classifier divides its loss by the step's targets
+    if labels_documents(trainer.model):
+        trainer._get_num_items_in_batch = partial(_count_targets, trainer, trainer._get_num_items_in_batch)
+    use_rows(trainer, plan.rows)
+    refuse_other_rows(trainer, plan.rows)
+    # accelerate would let the first rank read for all and concatenate batches, which plain ints cannot be.
+    trainer.accelerator.dataloader_config.dispatch_batches = False
+    sft.warn_of_room(trainer)
+    warn_of_means(trainer, has_own_loss(trainer))
+    add_noise_by_document(trainer)
+    if fast:
+        speed_up(trainer)
+    elif sft.defines(trainer, "compute_loss") and isinstance(plan.collator, PackedCollator):
+        plan.collator.marks_padding = True  # or TRL would count the tokens of one row alone
+    predict_documents(trainer)
 
 
 def _count_targets(trainer: Any, count: Callable[..., Any], batches: list[Any], device: Any) -> Any:
@@ -167,179 +139,3 @@ def _count_targets(trainer: Any, count: Callable[..., Any], batches: list[Any], 
 def _patched_model_init(call_model_init: Any, trial: Any = None, **options: Any) -> Any:
     """As ``Trainer.call_model_init``; the model that it makes is patched."""
     return patch(call_model_init(trial), **options)
-
-
-def _refuse_trainer(trainer: Any) -> None:
-    """Raise if the class or the arguments of a trainer rule packing out."""
-    name = type(trainer).__name__
-    for base in type(trainer).__mro__:
-        of_trl = base.__module__.split(".")[0] == "trl" and base.__name__.endswith("Trainer")
-        known = base.__name__ in ("SFTTrainer", "_BaseTrainer")
-        reason = _PER_EXAMPLE.get(base.__name__)
-        if reason is None and of_trl and not known:
-            reason = "is a trainer of TRL that computes its loss per example"
-        if reason is not None:
-            raise UnsupportedError(
-                f"{name} {reason}, and would take all documents of a row for one example: leave it unpacked; "
-                "enable_packing serves transformers.Trainer and TRL's SFT, DPO, KTO, reward, GRPO and RLOO trainers"
-            )
-    needed = ("model", "data_collator", "accelerator", "_set_signature_columns_if_needed")
-    if any(getattr(trainer, field, None) is None for field in needed):
-        raise PackingError(f"{name} is not a transformers.Trainer: pass one that is built, with its model")
-    refuse_cut_documents(trainer.args)
-    head_of(causal_lm(trainer.model))
-
-
-def _packing_collator(trainer: Any, capacity: int | None, overflow: Overflow) -> PackedCollator | BoundaryCollator:
-    """The trainer's collator if it packs, with boundaries, else one that packs and trains the same tokens."""
-    collator, examples = trainer.data_collator, _sample(trainer)
-    ours = isinstance(collator, PackedCollator | BoundaryCollator)
-    if not (ours or examples):
-        raise PackingError(
-            f"{type(trainer).__name__} has neither a train_dataset nor an eval_dataset with examples: pass one, "
-            "because its examples show whether its collator packs and what it trains"
-        )
-    packs = ours or _packs(trainer, *examples[0])
-    packs_documents = packs and not (isinstance(collator, PackedCollator) and collator.capacity is None)
-    if packs_documents and (capacity is not None or overflow != "error"):
-        given = f"overflow={overflow!r}" if capacity is None else f"capacity={capacity:,}"
-        raise PackingError(f"{name_of(collator)} packs by itself, so {given} has no effect: leave it out")
-    if ours:
-        return collator
-    if packs:
-        wrapped = BoundaryCollator(collator, trainer.model)
-        for _, example in examples:
-            _check_documents(wrapped, _seen(trainer, example, READ))
-        return wrapped
-    masks = getattr(collator, "mlm", False) and type(collator).__name__ == "DataCollatorForLanguageModeling"
-    if masks and predicts_masked(trainer.model):
-        return _masking_collator(trainer)
-    compared = [(place, example) for place, example in examples if isinstance(example, Mapping)]
-    if not compared:
-        return PackedCollator(trainer.model)
-    columns = trainer._signature_columns if trainer.args.remove_unused_columns else None
-    replaced = Replaced(collator, trainer.model, columns, _columns_read(trainer))
-    replaced.inspect(compared)
-    replacing = ReplacingCollator(trainer.model, replaced)
-    if replaced.gives_mask and has_own_loss(trainer):
-        replacing.marks_padding = True  # which that loss may read
-    return replacing
-
-
-def _refuse_untrained(trainer: Any, collator: PackedCollator | BoundaryCollator) -> None:
-    """Raise if the training data lack labels that the model needs, or have none that is trained."""
-    data, packs = trainer.train_dataset, PackedCollator(trainer.model)
-    if not hasattr(data, "__len__") or len(data) == 0 or getattr(collator, "masking", None) is not None:
-        return
-    for example in data:
-        if isinstance(example, PackedBatch):
-            batch = example
-        elif isinstance(collator, ReplacingCollator):
-            batch = packs.pack([collator.replaced.example(example)])
-        else:
-            batch = packs.pack([{name: example[name] for name in ("input_ids", *NAMES, *READ) if name in example}])
-        labels: Any = batch.targets
-        if packs.labels_documents or packs.labels_every_token:
-            labels = batch.per_document.get(LABELS) if packs.labels_documents else batch.labels
-        if labels is None:
-            way = ", or pass data_collator=DataCollatorForLanguageModeling(tokenizer)"
-            way = f"add a column labels{way if predicts_masked(trainer.model) else ''}"
-            model = type(causal_lm(trainer.model)).__name__
-            raise LayoutError(f"the training data have no labels, which {model} needs: {way}")
-        if labels.dtype.kind == "f" or (labels != IGNORE_INDEX).any():
-            return
-    raise LayoutError(
-        "no token of the training data is trained, by its labels and masks, so every step would have the loss 0: "
-        "give -100 to the labels of prompts alone"
-    )
-
-
-def _columns_read(trainer: Any) -> list[str]:
-    """The columns that say what is trained and where documents are."""
-    ignored = {"completion_mask"} if getattr(trainer, "completion_only_loss", None) is False else set()
-    return [name for name in READ if name not in ignored]
-
-
-def _masking_collator(trainer: Any) -> PackedCollator:
-    """Packs documents, whose tokens the trainer's collator for masked language models then hides as before."""
-    if trainer.data_collator.whole_word_mask:
-        raise PackingError(
-            "whole_word_mask=True reads the words of padded examples: leave it out, or hide tokens in the data set, "
-            "with a column labels that is -100 at all others"
-        )
-    return PackedCollator(trainer.model, masking=trainer.data_collator)
-
-
-def _sample(trainer: Any) -> list[tuple[str, Any]]:
-    """Examples from all over the training and the evaluation data, each with what messages call it."""
-    evaluation: Any = getattr(trainer, "eval_dataset", None)
-    datasets: dict[str, Any] = {"training": getattr(trainer, "train_dataset", None)}
-    datasets |= evaluation if isinstance(evaluation, dict) else {"evaluation": evaluation}
-    found = []
-    for kind, data in datasets.items():
-        if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
-            first = range(min(COMPARED // 8, len(data)))
-            spread = np.linspace(0, len(data) - 1, min(COMPARED, len(data))).astype(int).tolist()
-            found += [(f"{kind} example {number}", data[number]) for number in sorted({*first, *spread})]
-        elif data is not None:
-            found += [(f"{kind} example {number}", x) for number, x in enumerate(islice(iter(data), COMPARED))]
-    return found
-
-
-def _seen(trainer: Any, example: Any, more: Sequence[str] = ()) -> Any:
-    """What the trainer's collator is given of an example: the model's arguments and the columns ``more``."""
-    if not (isinstance(example, Mapping) and trainer.args.remove_unused_columns):
-        return example
-    return {name: value for name, value in example.items() if name in (*trainer._signature_columns, *more)}
-
-
-def _packs(trainer: Any, where: str, first: Any) -> bool:
-    """Whether the collator puts documents into one row, judged by what it makes of one example given twice."""
-    if isinstance(first, PackedBatch):
-        return False
-    example, collator = _seen(trainer, first, READ), trainer.data_collator
-    has = example if isinstance(example, Mapping) else {}
-    try:
-        batch = dict(collator([example, example]))
-    except Exception as error:
-        if "input_ids" in has:
-            raise
-        raise _not_tokenised(where, first, f" ({name_of(collator)} raised {first_line(error)})") from error
-    if "input_ids" not in batch:
-        raise _not_tokenised(where, first)
-    if len(batch["input_ids"]) < 2:
-        return True
-    marks = {name for name in MARKS if batch.get(name) is not None and name not in has}
-    if marks - {"attention_mask", "position_ids"}:
-        return True
-    if is_numbered(batch.get("attention_mask")) and not is_numbered(has.get("attention_mask")):
-        return True
-    return "position_ids" in marks and _count_documents(BoundaryCollator(dict)(batch)) > len(batch["input_ids"])
-
-
-def _not_tokenised(where: str, example: Any, detail: str = "") -> LayoutError:
-    columns = ", ".join(example) if isinstance(example, Mapping) else f"a {type(example).__name__}"
-    kind, _, _ = where.partition(" example ")
-    return LayoutError(
-        f"the {kind} data have no input_ids, only {columns}: tokenise them first, so that every example has input_ids, "
-        f"a list of token ids{detail}"
-    )
-
-
-def _count_documents(batch: Batch) -> int:
-    """Segments of a batch with boundaries that are not padding."""
-    starts = np.cumsum((0, *batch["packed_lengths"][:-1]))
-    mask = batch.get("attention_mask")
-    return len(starts) if mask is None else int((np.asarray(mask).reshape(-1)[starts] != 0).sum())
-
-
-def _check_documents(collator: BoundaryCollator, example: Any) -> None:
-    """A collator that packs must mark the documents of an example that it is given twice."""
-    packed_row = isinstance(example, Mapping) and "input_ids" in example and "seq_lengths" in example
-    documents = 2 * (np.count_nonzero(np.asarray(example["seq_lengths"])) if packed_row else 1)
-    marked = _count_documents(collator([example, example]))
-    if marked < documents:
-        raise LayoutError(
-            f"{name_of(collator.collator)} puts {documents} documents into rows and marks {marked}: let it emit "
-            "cu_seq_lens_q, seq_lengths or position_ids that restart at each document"
-        )

@@ -1,0 +1,265 @@
+"""Reads a trainer and plans how it will train packed documents; refuses one that cannot be made exact.
+
+The class and arguments of a built trainer, examples of its data, its collator (:mod:`.replaced`) and the lengths of all
+documents (:mod:`.dataloader`) -> a :class:`PackingPlan`. Nothing of the trainer is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from packing_core import PackedBatch
+from packing_core.batches.columns import READ
+from packing_core.batches.marks import MARKS, is_numbered
+from packing_core.batches.stored import IGNORE_INDEX
+from packing_core.errors import LayoutError, PackingError, UnsupportedError, first_line
+from packing_core.planning.plan import Overflow
+from torch_backend.auditing.trainer import refuse_cut_documents
+from torch_backend.collate import Batch, BoundaryCollator, PackedCollator
+from torch_backend.collate.document_labels import LABELS, NAMES
+from torch_backend.hf.anatomy.heads import head_of, predicts_masked
+from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.inputs.boundaries import refuse_split_rows
+from torch_backend.trainers.dataloader import pack_training_data
+from torch_backend.trainers.epoch_rows import EpochRows, RowStream
+from torch_backend.trainers.fast_step import has_own_loss
+from torch_backend.trainers.replaced import Replaced, ReplacingCollator, name_of
+
+COMPARED = 64  # examples of each dataset that the present collator and packing are compared on before training
+# Why a trainer of TRL cannot be given rows of several documents, by the name of its class or a base of it.
+_PAIRS = "compares answers with each other"
+_SCORES = "gives each example one score"
+_GENERATES = "generates completions and scores each of them"
+_TEACHER = "compares each example with a teacher"
+_PER_EXAMPLE = {
+    **dict.fromkeys(("DPOTrainer", "KTOTrainer", "CPOTrainer", "ORPOTrainer", "BCOTrainer", "TPOTrainer"), _PAIRS),
+    **dict.fromkeys(("RewardTrainer", "PRMTrainer"), _SCORES),
+    **dict.fromkeys(("GRPOTrainer", "RLOOTrainer", "PPOTrainer", "AsyncGRPOTrainer", "A2POTrainer"), _GENERATES),
+    **dict.fromkeys(("OnlineDPOTrainer", "NashMDTrainer", "XPOTrainer", "SDFTTrainer", "SDPOTrainer"), _GENERATES),
+    **dict.fromkeys(("DistillationTrainer", "AsyncDistillationTrainer", "IWOPDTrainer"), _TEACHER),
+    **dict.fromkeys(("ServerDistillationTrainer", "GKDTrainer", "GOLDTrainer", "MiniLLMTrainer"), _TEACHER),
+}
+
+
+@dataclass(frozen=True)
+class PackingPlan:
+    """How a trainer will train packed documents.
+
+    Attributes:
+        collator: makes its batches.
+        rows: what it trains on; None if its own batches are packed one by one, or its data are rows already.
+        before: the name of the collator that the trainer had.
+    """
+
+    collator: PackedCollator | BoundaryCollator
+    rows: EpochRows | RowStream | None
+    before: str
+
+    def __str__(self) -> str:
+        data = "the documents of each batch" if self.rows is None else str(self.rows)
+        if isinstance(self.collator, BoundaryCollator):
+            return f"rows as {self.before} packs them, with their boundaries"
+        own = isinstance(self.collator, ReplacingCollator)
+        return f"{data}, by {'PackedCollator in place of ' if own else ''}{self.before}"
+
+
+def inspect(trainer: Any, *, capacity: int | None, overflow: Overflow) -> PackingPlan:
+    """Plan the packing of a trainer that :func:`torch_backend.enable_packing` was given, with its arguments.
+
+    Raises:
+        UnsupportedError, LayoutError, CapacityError, PackingError: as ``enable_packing``, but for the model's.
+    """
+    _refuse_trainer(trainer)
+    refuse_split_rows(trainer.accelerator.parallelism_config)
+    trainer._set_signature_columns_if_needed()
+    before = name_of(trainer.data_collator)
+    collator = _packing_collator(trainer, capacity, overflow)
+    _refuse_untrained(trainer, collator)
+    if not isinstance(collator, PackedCollator):
+        return PackingPlan(collator, None, before)
+    if collator.labels_documents and overflow == "split":
+        raise PackingError(
+            'overflow="split" cuts documents, and the model classifies whole ones: pass "truncate" or "drop"'
+        )
+    return PackingPlan(*pack_training_data(trainer, collator, capacity, overflow), before)
+
+
+def _refuse_trainer(trainer: Any) -> None:
+    """Raise if the class or the arguments of a trainer rule packing out."""
+    name = type(trainer).__name__
+    for base in type(trainer).__mro__:
+        of_trl = base.__module__.split(".")[0] == "trl" and base.__name__.endswith("Trainer")
+        known = base.__name__ in ("SFTTrainer", "_BaseTrainer")
+        reason = _PER_EXAMPLE.get(base.__name__)
+        if reason is None and of_trl and not known:
+            reason = "is a trainer of TRL that computes its loss per example"
+        if reason is not None:
+            raise UnsupportedError(
+                f"{name} {reason}, and would take all documents of a row for one example: leave it unpacked; "
+                "enable_packing serves transformers.Trainer and TRL's SFT, DPO, KTO, reward, GRPO and RLOO trainers"
+            )
+    needed = ("model", "data_collator", "accelerator", "_set_signature_columns_if_needed")
+    if any(getattr(trainer, field, None) is None for field in needed):
+        raise PackingError(f"{name} is not a transformers.Trainer: pass one that is built, with its model")
+    refuse_cut_documents(trainer.args)
+    head_of(causal_lm(trainer.model))
+
+
+def _packing_collator(trainer: Any, capacity: int | None, overflow: Overflow) -> PackedCollator | BoundaryCollator:
+    """The trainer's collator if it packs, with boundaries, else one that packs and trains the same tokens."""
+    collator, examples = trainer.data_collator, _sample(trainer)
+    ours = isinstance(collator, PackedCollator | BoundaryCollator)
+    if not (ours or examples):
+        raise PackingError(
+            f"{type(trainer).__name__} has neither a train_dataset nor an eval_dataset with examples: pass one, "
+            "because its examples show whether its collator packs and what it trains"
+        )
+    packs = ours or _packs(trainer, *examples[0])
+    packs_documents = packs and not (isinstance(collator, PackedCollator) and collator.capacity is None)
+    if packs_documents and (capacity is not None or overflow != "error"):
+        given = f"overflow={overflow!r}" if capacity is None else f"capacity={capacity:,}"
+        raise PackingError(f"{name_of(collator)} packs by itself, so {given} has no effect: leave it out")
+    if ours:
+        return collator
+    if packs:
+        wrapped = BoundaryCollator(collator, trainer.model)
+        for _, example in examples:
+            _check_documents(wrapped, _seen(trainer, example, READ))
+        return wrapped
+    masks = getattr(collator, "mlm", False) and type(collator).__name__ == "DataCollatorForLanguageModeling"
+    if masks and predicts_masked(trainer.model):
+        return _masking_collator(trainer)
+    compared = [(place, example) for place, example in examples if isinstance(example, Mapping)]
+    if not compared:
+        return PackedCollator(trainer.model)
+    columns = trainer._signature_columns if trainer.args.remove_unused_columns else None
+    replaced = Replaced(collator, trainer.model, columns, _columns_read(trainer))
+    replaced.inspect(compared)
+    replacing = ReplacingCollator(trainer.model, replaced)
+    if replaced.gives_mask and has_own_loss(trainer):
+        replacing.marks_padding = True  # which that loss may read
+    return replacing
+
+
+def _refuse_untrained(trainer: Any, collator: PackedCollator | BoundaryCollator) -> None:
+    """Raise if the training data lack labels that the model needs, or have none that is trained."""
+    data, packs = trainer.train_dataset, PackedCollator(trainer.model)
+    if not hasattr(data, "__len__") or len(data) == 0 or getattr(collator, "masking", None) is not None:
+        return
+    for example in data:
+        if isinstance(example, PackedBatch):
+            batch = example
+        elif isinstance(collator, ReplacingCollator):
+            batch = packs.pack([collator.replaced.example(example)])
+        else:
+            batch = packs.pack([{name: example[name] for name in ("input_ids", *NAMES, *READ) if name in example}])
+        labels: Any = batch.targets
+        if packs.labels_documents or packs.labels_every_token:
+            labels = batch.per_document.get(LABELS) if packs.labels_documents else batch.labels
+        if labels is None:
+            way = ", or pass data_collator=DataCollatorForLanguageModeling(tokenizer)"
+            way = f"add a column labels{way if predicts_masked(trainer.model) else ''}"
+            model = type(causal_lm(trainer.model)).__name__
+            raise LayoutError(f"the training data have no labels, which {model} needs: {way}")
+        if labels.dtype.kind == "f" or (labels != IGNORE_INDEX).any():
+            return
+    raise LayoutError(
+        "no token of the training data is trained, by its labels and masks, so every step would have the loss 0: "
+        "give -100 to the labels of prompts alone"
+    )
+
+
+def _columns_read(trainer: Any) -> list[str]:
+    """The columns that say what is trained and where documents are."""
+    ignored = {"completion_mask"} if getattr(trainer, "completion_only_loss", None) is False else set()
+    return [name for name in READ if name not in ignored]
+
+
+def _masking_collator(trainer: Any) -> PackedCollator:
+    """Packs documents, whose tokens the trainer's collator for masked language models then hides as before."""
+    if trainer.data_collator.whole_word_mask:
+        raise PackingError(
+            "whole_word_mask=True reads the words of padded examples: leave it out, or hide tokens in the data set, "
+            "with a column labels that is -100 at all others"
+        )
+    return PackedCollator(trainer.model, masking=trainer.data_collator)
+
+
+def _sample(trainer: Any) -> list[tuple[str, Any]]:
+    """Examples from all over the training and the evaluation data, each with what messages call it."""
+    evaluation: Any = getattr(trainer, "eval_dataset", None)
+    datasets: dict[str, Any] = {"training": getattr(trainer, "train_dataset", None)}
+    datasets |= evaluation if isinstance(evaluation, dict) else {"evaluation": evaluation}
+    found = []
+    for kind, data in datasets.items():
+        if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+            first = range(min(COMPARED // 8, len(data)))
+            spread = np.linspace(0, len(data) - 1, min(COMPARED, len(data))).astype(int).tolist()
+            found += [(f"{kind} example {number}", data[number]) for number in sorted({*first, *spread})]
+        elif data is not None:
+            found += [(f"{kind} example {number}", x) for number, x in enumerate(islice(iter(data), COMPARED))]
+    return found
+
+
+def _seen(trainer: Any, example: Any, more: Sequence[str] = ()) -> Any:
+    """What the trainer's collator is given of an example: the model's arguments and the columns ``more``."""
+    if not (isinstance(example, Mapping) and trainer.args.remove_unused_columns):
+        return example
+    return {name: value for name, value in example.items() if name in (*trainer._signature_columns, *more)}
+
+
+def _packs(trainer: Any, where: str, first: Any) -> bool:
+    """Whether the collator puts documents into one row, judged by what it makes of one example given twice."""
+    if isinstance(first, PackedBatch):
+        return False
+    example, collator = _seen(trainer, first, READ), trainer.data_collator
+    has = example if isinstance(example, Mapping) else {}
+    try:
+        batch = dict(collator([example, example]))
+    except Exception as error:
+        if "input_ids" in has:
+            raise
+        raise _not_tokenised(where, first, f" ({name_of(collator)} raised {first_line(error)})") from error
+    if "input_ids" not in batch:
+        raise _not_tokenised(where, first)
+    if len(batch["input_ids"]) < 2:
+        return True
+    marks = {name for name in MARKS if batch.get(name) is not None and name not in has}
+    if marks - {"attention_mask", "position_ids"}:
+        return True
+    if is_numbered(batch.get("attention_mask")) and not is_numbered(has.get("attention_mask")):
+        return True
+    return "position_ids" in marks and _count_documents(BoundaryCollator(dict)(batch)) > len(batch["input_ids"])
+
+
+def _not_tokenised(where: str, example: Any, detail: str = "") -> LayoutError:
+    columns = ", ".join(example) if isinstance(example, Mapping) else f"a {type(example).__name__}"
+    kind, _, _ = where.partition(" example ")
+    return LayoutError(
+        f"the {kind} data have no input_ids, only {columns}: tokenise them first, so that every example has input_ids, "
+        f"a list of token ids{detail}"
+    )
+
+
+def _count_documents(batch: Batch) -> int:
+    """Segments of a batch with boundaries that are not padding."""
+    starts = np.cumsum((0, *batch["packed_lengths"][:-1]))
+    mask = batch.get("attention_mask")
+    return len(starts) if mask is None else int((np.asarray(mask).reshape(-1)[starts] != 0).sum())
+
+
+def _check_documents(collator: BoundaryCollator, example: Any) -> None:
+    """A collator that packs must mark the documents of an example that it is given twice."""
+    packed_row = isinstance(example, Mapping) and "input_ids" in example and "seq_lengths" in example
+    documents = 2 * (np.count_nonzero(np.asarray(example["seq_lengths"])) if packed_row else 1)
+    marked = _count_documents(collator([example, example]))
+    if marked < documents:
+        raise LayoutError(
+            f"{name_of(collator.collator)} puts {documents} documents into rows and marks {marked}: let it emit "
+            "cu_seq_lens_q, seq_lengths or position_ids that restart at each document"
+        )
