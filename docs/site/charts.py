@@ -1,6 +1,6 @@
-"""The charts of the site, from the tables of benchmarks/RESULTS.md: ``CHARTS`` maps the name in a page to its chart.
+"""The charts of the documentation, from the tables of benchmarks/RESULTS.md: ``CHARTS`` maps a name to its chart.
 
-A page names a chart in a comment, ``<!-- chart: step -->``. A table or a row that is no longer there is an error.
+A table or a row that is no longer there is an error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The diagrams of the site, drawn from what the code computes: ``DIAGRAMS`` maps the name in a page to its function.
-
-A page names a diagram in a comment, ``<!-- diagram: rows -->``. The site shows the diagram there, a forge nothing.
-"""
+"""The diagrams of the documentation, drawn from what the code computes: ``DIAGRAMS`` maps a name to its function."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import numpy as np
 
 from conformance.numerics import EPSILON, FACTOR, FLOOR
 from crosspack import PackedCollator, pack
-from docs.site.drawing import OTHER, OWN, PADDING, SEGMENTS, Drawing
+from docs.site.drawing import LINE, OTHER, OWN, PADDING, SEGMENTS, WIDTH, Drawing
 from packing_core import reference
 from packing_core.batches.batch import PackedBatch
 from tests.house.test_layers import FLOORS, PACKAGES
@@ -30,21 +27,20 @@ def rows() -> str:
     """Draws a packed batch: its rows, and the arrays derived from its boundaries."""
     batch = example()
     names = ("input_ids", "segment_ids", "position_ids", "targets")
-    left, between = 120, 44
+    left, between, wide = 120, 30, CELL * 2.2
     height = CELL * len(names) + between
-    drawing = Drawing(left + CELL * 1.6 * batch.capacity, height * len(batch), "Two packed rows with their arrays")
+    drawing = Drawing(left + wide * batch.capacity, height * len(batch) - 20, "Two packed rows with their arrays")
     for row in range(len(batch)):
         for line, name in enumerate(names):
             y = row * height + line * CELL
             drawing.text(left - 10, y + 18, name, anchor="end", code=True)
             for place, value in enumerate(getattr(batch, name)[row]):
                 segment = int(batch.segment_ids[row, place])
-                x = left + place * CELL * 1.6
-                drawing.box(x, y, CELL * 1.6 - 2, CELL - 2, SEGMENTS[(segment - 1) % 2] if segment else PADDING)
-                drawing.text(
-                    x + CELL * 0.8, y + 17, value, anchor="middle", size=12, colour="white" if segment == 1 else "black"
-                )
-    return drawing.figure("Four documents in two rows of 8 tokens. Padding is grey; -100 marks what is no target.")
+                x = left + place * wide
+                drawing.box(x, y, wide - 2, CELL - 2, SEGMENTS[(segment - 1) % 2] if segment else PADDING)
+                colour = "white" if segment % 2 else "black"
+                drawing.text(x + wide / 2, y + 18, value, anchor="middle", colour=colour)
+    return drawing.svg("Four documents in two rows of 8 tokens. Padding is grey; -100 marks what is no target.")
 
 
 def visible(segments: np.ndarray) -> np.ndarray:
@@ -64,18 +60,16 @@ def visible(segments: np.ndarray) -> np.ndarray:
 def mask() -> str:
     """Draws which token changes which output: the row as one document, and as the documents that it holds."""
     documents = np.repeat([1, 2, 3], [5, 3, 4])
-    tokens, side = len(documents), 20
-    drawing = Drawing(2 * side * tokens + 90, side * tokens + 46, "Causal mask of a row beside the document mask")
+    tokens, side = len(documents), 22
+    drawing = Drawing(2 * side * tokens + 90, side * tokens + 52, "Causal mask of a row beside the document mask")
     for panel, (title, segments) in enumerate((("causal mask", np.ones(tokens, int)), ("document mask", documents))):
         x0 = panel * (side * tokens + 80)
         drawing.text(x0 + side * tokens / 2, 16, title, anchor="middle", bold=True)
         for query, key in np.argwhere(visible(segments)):
             fill = OWN if documents[query] == documents[key] else OTHER
             drawing.box(x0 + key * side, 26 + query * side, side - 2, side - 2, fill)
-        drawing.text(
-            x0 + side * tokens / 2, 26 + side * tokens + 16, "token that is replaced", anchor="middle", size=12
-        )
-    return drawing.figure(
+        drawing.text(x0 + side * tokens / 2, 26 + side * tokens + 18, "token that is replaced", anchor="middle")
+    return drawing.svg(
         "A row of three documents. Each square is an output (down) that changes with a token (across), measured on the "
         "reference. Blue: of its own document. Red: of another one, which is contamination."
     )
@@ -95,21 +89,24 @@ def travel() -> str:
         ("every layer", "torch_backend/ops", "attention, rotary embedding, convolution, scan"),
         ("the loss", "torch_backend/losses", "no target crosses a boundary"),
     ]
-    height = 78
-    drawing = Drawing(860, height * len(stations), "From the collator to the layers and the loss")
-    for place, (title, path, words) in enumerate(stations):
+    listed = -(-len(carried) // 2)  # lines of two columns
+    heights = [58 if path else 62 + LINE * listed for _, path, _ in stations]
+    drawing = Drawing(WIDTH, sum(heights) + 26 * len(stations) - 20, "From the collator to the layers and the loss")
+    y = 1
+    for (title, path, words), height in zip(stations, heights, strict=True):
         if path and not (ROOT / path).exists():
             raise FileNotFoundError(f"the diagram of how segments travel names {path}")
-        y = place * height + 4
-        drawing.box(4, y, 380, 52, outline=True)
-        drawing.text(16, y + 21, title, bold=True)
-        drawing.text(372, y + 21, path or "", anchor="end", size=11, code=True)
-        drawing.text(16, y + 42, words, size=12)
-        if place + 1 < len(stations):
-            drawing.arrow(194, y + 52, 194, y + height - 2)
-    for line, words in enumerate(carried):
-        drawing.text(420, height + 4 + line * 18 - 9, words, size=12, code=True)
-    return drawing.figure("Documents of 4 and 3 tokens: every key of the batch with its shape or value.")
+        drawing.box(1, y, WIDTH - 2, height, outline=True)
+        drawing.text(14, y + 23, title, bold=True)
+        drawing.text(WIDTH - 14, y + 23, path or "", anchor="end", code=True)
+        drawing.text(14, y + 46, words)
+        for number, held in enumerate(() if path else carried):
+            column, line = divmod(number, listed)
+            drawing.text(14 + column * WIDTH / 2, y + 72 + LINE * line, held, code=True)
+        y += height + 26
+        if title != stations[-1][0]:
+            drawing.arrow(WIDTH / 2, y - 26, WIDTH / 2, y - 2)
+    return drawing.svg("Documents of 4 and 3 tokens: every key of the batch with its shape or value.")
 
 
 def budget() -> str:
@@ -125,40 +122,48 @@ def budget() -> str:
         allowed = FACTOR * rounded + FLOOR[dtype] * EPSILON[dtype] * float(np.abs(exact).max())
         measured += [(f"{dtype}: rounding alone", rounded, PADDING), (f"{dtype}: budget", allowed, OWN)]
     measured.append(("documents that see each other", leak, OTHER))
-    smallest, left, width, height = 1e-8, 240, 460, 24
+    smallest, left, width, height = 1e-8, 278, 322, 30
     drawing = Drawing(left + width + 90, 8 + height * len(measured), "Errors of attention on a logarithmic scale")
     for place, (label, value, colour) in enumerate(measured):
         length = width * np.log10(value / smallest) / np.log10(1 / smallest)
-        drawing.text(left - 8, place * height + 19, label, anchor="end")
-        drawing.box(left, place * height + 4, length, height - 6, colour)
-        drawing.text(left + length + 6, place * height + 19, f"{value:.1e}")
-    return drawing.figure(
+        drawing.text(left - 8, place * height + 21, label, anchor="end")
+        drawing.box(left, place * height + 4, length, height - 7, colour)
+        drawing.text(left + length + 6, place * height + 21, f"{value:.1e}")
+    return drawing.svg(
         "Largest error of an attention output against the float64 reference, logarithmic from 1e-8 to 1."
     )
 
 
 def house() -> str:
     """The packages and what each may import, and the parts of torch_backend in the order of their imports."""
-    drawing = Drawing(860, 360, "Packages and the direction of imports")
-    places = {"crosspack": (360, 30), "torch_backend": (20, 150), "jax_backend": (180, 150), "conformance": (400, 150)}
-    places["packing_core"] = (190, 280)
+    step, tall = 30, 34
+    height = tall + step * len(FLOORS) + LINE - 6
+    places = {
+        "crosspack": (318, 0.0),
+        "torch_backend": (2, 0.45),
+        "jax_backend": (140, 0.45),
+        "conformance": (318, 0.45),
+    }
+    places["packing_core"] = (120, 1)
     if set(places) != set(PACKAGES):
         raise ValueError(f"the diagram of the house lacks packages: {set(places) ^ set(PACKAGES)}")
+    drawing = Drawing(WIDTH, height, "Packages and the direction of imports")
+    corners = {name: (x, 2 + share * (height - tall - 6)) for name, (x, share) in places.items()}
     for package, allowed in PACKAGES.items():
-        x, y = places[package]
-        for other in allowed:
-            to_x, to_y = places[other]
-            drawing.arrow(x + 70, y + 44, to_x + 70, to_y - 2)
-    for package, (x, y) in places.items():
-        drawing.box(x, y, 140, 44, "var(--md-default-bg-color, white)", outline=True)
-        drawing.text(x + 70, y + 27, package, anchor="middle", code=True)
-    drawing.text(560, 26, "inside torch_backend", bold=True)
+        x, y = corners[package]
+        for other in sorted(allowed):
+            to_x, to_y = corners[other]
+            drawing.arrow(x + 66, y + tall, to_x + 66, to_y - 2)
+    for package, (x, y) in corners.items():
+        drawing.box(x, y, 132, tall, "white", outline=True)
+        drawing.text(x + 66, y + 22, package, anchor="middle", code=True)
+    drawing.text(470, 20, "inside torch_backend", bold=True)
     for place, part in enumerate(reversed(FLOORS)):
-        y = 36 + place * 28
-        drawing.box(560, y, 220, 24, outline=True)
-        drawing.text(670, y + 17, part, anchor="middle", code=True, size=12)
-    drawing.text(560, 36 + len(FLOORS) * 28 + 14, "each imports those below it", size=12)
-    return drawing.figure("An arrow points at what a package may import. crosspack loads the backends by name.")
+        drawing.box(470, 30 + place * step, WIDTH - 472, step - 5, outline=True)
+        drawing.text((470 + WIDTH) / 2, 48 + place * step, part, anchor="middle", code=True)
+    drawing.text(470, height, "each imports those below")
+    drawing.height += 8
+    return drawing.svg("An arrow points at what a package may import. crosspack loads the backends by name.")
 
 
 DIAGRAMS: dict[str, Callable[[], str]] = {

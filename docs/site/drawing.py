@@ -1,21 +1,26 @@
-"""SVG drawings for the documentation site: shapes in, one ``<figure>`` out, which a page contains as it is.
+"""SVG drawings for the documentation: shapes in, one SVG file out, which a page shows as a picture.
 
-Text and lines take the colour of the page's text, so that a drawing is legible on a light and on a dark page.
+A drawing is as wide as a page's text and its words are as large, on a code host and on the site. Its ground is white,
+so that it is legible on a dark page too, which a picture knows nothing of.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from html import escape
+from textwrap import wrap
 
 OWN, OTHER, PADDING = "#2f6db3", "#c0392b", "#9a9a9a55"
 SEGMENTS = (OWN, "#7fb0dd", "#4a90c9", "#a9cbe8")  # neighbouring segments must not look alike
-FONT = 13
+WIDTH = 690  # of a page's text, in pixels
+FONT, CODE = 16, 14  # of a page's text and of code in it, in pixels
+MARGIN, LINE = 12, 22
+CHARACTER, BOLD = 9.3, 10.2  # of a letter in the widest of the usual fonts, on average, in pixels
 
 
 @dataclass
 class Drawing:
-    """A canvas of ``width`` x ``height`` units, about pixels on a wide screen; y grows downwards.
+    """A canvas of ``width`` x ``height`` pixels, at most ``WIDTH`` wide; y grows downwards.
 
     Attributes:
         description: what the drawing shows, for readers who do not see it.
@@ -35,14 +40,14 @@ class Drawing:
         )
 
     def text(
-        self, x: float, y: float, words: object, *, anchor: str = "start", size: float = FONT,
+        self, x: float, y: float, words: object, *, anchor: str = "start",
         colour: str = "currentColor", bold: bool = False, code: bool = False,
     ) -> None:  # fmt: skip
         """Write on the baseline ``y``; ``anchor`` says what of the text stands at ``x``: start, middle or end."""
         style = (' font-weight="bold"' if bold else "") + (' font-family="monospace"' if code else "")
         self._shapes.append(
-            f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" font-size="{size:g}" fill="{colour}"{style}>'
-            f"{escape(str(words))}</text>"
+            f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" font-size="{CODE if code else FONT}" fill="{colour}"'
+            f"{style}>{escape(str(words))}</text>"
         )
 
     def arrow(self, x: float, y: float, to_x: float, to_y: float) -> None:
@@ -51,32 +56,46 @@ class Drawing:
             'marker-end="url(#arrowhead)"/>'
         )
 
-    def figure(self, caption: str = "") -> str:
-        """The drawing as one HTML element without blank lines, which Markdown leaves alone."""
+    def svg(self, caption: str) -> str:
+        """Returns the file: the drawing, and the caption below it in as many lines as it takes.
+
+        Raises:
+            ValueError: the drawing is wider than a page's text, so its words would be smaller.
+        """
+        if self.width > WIDTH:
+            raise ValueError(f"{self.description}: {self.width:g} pixels, and a page's text is {WIDTH} wide")
+        lines = wrap(caption, int(WIDTH / CHARACTER))
+        for place, words in enumerate(lines):
+            self.text(0, self.height + LINE * (place + 1), words, colour="#59636e")
+        height = self.height + LINE * len(lines) + 8
+        width, tall = WIDTH + 2 * MARGIN, height + 2 * MARGIN
         head = (
             '<defs><marker id="arrowhead" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" '
-            'orient="auto">'
-            '<path d="M0 0 8 4 0 8z" fill="currentColor"/></marker></defs>'
+            'orient="auto"><path d="M0 0 8 4 0 8z" fill="currentColor"/></marker></defs>'
         )
-        below = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
+        ground = f'<rect x="{-MARGIN}" y="{-MARGIN}" width="{width}" height="{tall:g}" rx="6" fill="white"/>'
         return (
-            f'<figure><svg viewBox="0 0 {self.width:g} {self.height:g}" style="width:100%;max-width:{self.width:g}px" '
-            f'role="img" aria-label="{escape(self.description)}" font-family="sans-serif">'
-            f"{head}{''.join(self._shapes)}</svg>{below}</figure>"
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{tall:g}" '
+            f'viewBox="{-MARGIN} {-MARGIN} {width} {tall:g}" role="img" aria-label="{escape(self.description)}" '
+            'font-family="-apple-system, Segoe UI, Helvetica, Arial, sans-serif" color="#1f2328">\n'
+            + "\n".join((head, ground, *self._shapes))
+            + "\n</svg>\n"
         )
 
 
 def bars(title: str, measured: list[tuple[str, float, str]], *, highlight: str, caption: str) -> str:
     """Bars from 0, one per (label, value, value as text); blue where the label contains ``highlight``."""
-    left, right, height = 330, 560, 26
-    drawing = Drawing(
-        left + right + 110, 34 + height * len(measured), f"{title}: " + "; ".join(f"{a}: {c}" for a, _, c in measured)
-    )
-    drawing.text(0, 16, title, bold=True)
+    titles, height = wrap(title, int(WIDTH / BOLD)), 30
+    left = CHARACTER * max(len(label) for label, _, _ in measured) + 8
+    right, top = WIDTH - left - 90, LINE * len(titles) + 10
+    described = f"{title}: " + "; ".join(f"{label}: {words}" for label, _, words in measured)
+    drawing = Drawing(WIDTH, top + height * len(measured), described)
+    for place, words in enumerate(titles):
+        drawing.text(0, LINE * (place + 1) - 6, words, bold=True)
     largest = max(value for _, value, _ in measured)
     for place, (label, value, words) in enumerate(measured):
-        y = 28 + place * height
-        drawing.text(left - 8, y + 15, label, anchor="end")
+        y = top + place * height
+        drawing.text(left - 8, y + 17, label, anchor="end")
         drawing.box(left, y, right * value / largest, height - 7, OWN if highlight in label else PADDING)
-        drawing.text(left + right * value / largest + 6, y + 15, words)
-    return drawing.figure(caption)
+        drawing.text(left + right * value / largest + 6, y + 17, words)
+    return drawing.svg(caption)

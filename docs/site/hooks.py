@@ -1,9 +1,8 @@
-"""Hooks of MkDocs beside rendering docs/*.md: pages made from elsewhere, links between repository and site, drawings.
+"""Hooks of MkDocs beside rendering docs/*.md: pages made from elsewhere, links between repository and site.
 
     repository files (README, CONTRIBUTING, ...)  --generated pages-->  the site's pages
     public names of the packages                  --generated pages-->  API reference, by mkdocstrings
     links to files of the repository              -->  the page made of the file, else the file on the forge
-    <!-- diagram: x -->, <!-- chart: x -->        -->  figures drawn by diagrams.py and charts.py
 
 So the pages in docs/ are written for a forge and need no markup of MkDocs, and nothing that the build makes is stored.
 """
@@ -20,9 +19,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mkdocs.structure.files import File, Files
-
-from docs.site.charts import draw
-from docs.site.diagrams import DIAGRAMS
 
 ROOT = Path(__file__).parents[2]
 REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
@@ -58,7 +54,6 @@ _IN_LIST = re.compile(
 )  # a forge continues a list's item by two spaces, Markdown by four
 _FENCED = re.compile(r"(^ *```.*?^ *```$)", flags=re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
-_DRAWING = re.compile(r"^<!-- (diagram|chart): (\w+) -->$", flags=re.MULTILINE)
 _ROLE = re.compile(r":(?:func|class|meth|mod|attr|data):(?=<code>)")
 _BADGE = re.compile(r"^\[!\[.*\n", flags=re.MULTILINE)
 
@@ -106,7 +101,7 @@ def directives(paths: list[str] | tuple[str, ...]) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Lead links to where they lead on the site, and draw the drawings."""
+    """Lead links to where they lead on the site."""
     source = {shown: path for path, shown in SHOWN.items()}.get(page.file.src_uri, f"docs/{page.file.src_uri}")
 
     def linked(found: re.Match[str]) -> str:
@@ -114,7 +109,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     parts = _FENCED.split(markdown)
     parts[::2] = [_IN_LIST.sub("    ", _LINK.sub(linked, part)) for part in parts[::2]]
-    return _DRAWING.sub(lambda found: DIAGRAMS[found[2]]() if found[1] == "diagram" else draw(found[2]), "".join(parts))
+    return "".join(parts)
 
 
 def target(link: str, source: str, page: str) -> str:

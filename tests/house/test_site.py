@@ -1,21 +1,55 @@
-"""The drawings of the documentation site show what they say. ``make docs`` builds the site and checks its links."""
+"""The drawings of the documentation show what they say. ``make docs`` builds the site and checks its links."""
 
 from __future__ import annotations
 
 import re
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
+from docs.make_drawings import FOLDER, drawings
 from docs.site import charts, diagrams
+from docs.site.drawing import BOLD, CHARACTER, CODE, FONT, MARGIN, WIDTH, Drawing
 
 PAGES = "\n".join(path.read_text() for path in (diagrams.ROOT / "docs").glob("*.md"))
 
 
-def test_pages_name_every_drawing_and_no_other() -> None:
-    named = re.findall(r"^<!-- (diagram|chart): (\w+) -->$", PAGES, flags=re.MULTILINE)
-    assert {name for kind, name in named if kind == "diagram"} == set(diagrams.DIAGRAMS)
-    assert {name for kind, name in named if kind == "chart"} == set(charts.CHARTS)
+@pytest.fixture(scope="module")
+def drawn() -> dict[str, str]:
+    return drawings()
+
+
+def test_pages_show_every_drawing_and_no_other(drawn: dict[str, str]) -> None:
+    """As pictures, so that a code host shows them too; comments that the site replaced were invisible there."""
+    shown = re.findall(r"^!\[(.+)\]\(images/((?:chart|diagram)-\w+\.svg)\)$", PAGES, flags=re.MULTILINE)
+    assert sorted(name for _, name in shown) == sorted(drawn)
+    for alternative, name in shown:
+        described = ElementTree.fromstring(drawn[name]).attrib["aria-label"]
+        assert described.partition(": ")[0] == alternative, name
+
+
+def test_the_pictures_are_those_that_the_script_draws(drawn: dict[str, str]) -> None:
+    stored = {path.name: path.read_text() for path in FOLDER.glob("*.svg")}
+    old = [name for name in drawn.keys() | stored.keys() if drawn.get(name) != stored.get(name)]
+    assert not old, f"python -m docs.make_drawings, for {', '.join(old)}"
+
+
+def test_words_are_as_large_as_the_pages_and_stand_inside_the_picture(drawn: dict[str, str]) -> None:
+    for name, text in drawn.items():
+        picture = ElementTree.fromstring(text)
+        assert picture.attrib["viewBox"].split()[2] == picture.attrib["width"] == str(WIDTH + 2 * MARGIN), name
+        for words in picture.iter("{http://www.w3.org/2000/svg}text"):
+            size = float(words.attrib["font-size"])
+            assert size == (CODE if "font-family" in words.attrib else FONT), words.text
+            letter = BOLD if "font-weight" in words.attrib else CHARACTER * size / FONT
+            wide = letter * len(words.text or "")
+            begin = (
+                float(words.attrib["x"]) - {"start": 0, "middle": wide / 2, "end": wide}[words.attrib["text-anchor"]]
+            )
+            assert begin > -MARGIN and begin + wide < WIDTH + MARGIN, (name, words.text)
+    with pytest.raises(ValueError, match="too wide: 691 pixels, and a page's text is 690 wide"):
+        Drawing(691, 10, "too wide").svg("")
 
 
 def test_the_document_mask_hides_what_the_causal_mask_shows() -> None:
@@ -35,9 +69,3 @@ def test_a_chart_has_a_bar_for_each_of_its_rows(name: str) -> None:
 def test_a_row_that_is_no_longer_measured_is_an_error() -> None:
     with pytest.raises(LookupError, match="no row of short lognormal and no such packer under 'ms'"):
         charts.value_of("Planner", "ms", ("short lognormal", "no such packer"))
-
-
-def test_a_drawing_is_one_block_of_html() -> None:
-    for draw in diagrams.DIAGRAMS.values():
-        figure = draw()
-        assert figure.startswith("<figure>") and figure.endswith("</figure>") and "\n\n" not in figure
