@@ -225,7 +225,7 @@ def balance(
             least 0, or there are fewer rows than ranks, so that a rank would have nothing to do in the whole run.
     """
     if not isinstance(plan, PackPlan):
-        raise PackingError(f"plan is a {type(plan).__name__}: pass what packing_core.plan returns")
+        raise PackingError(f"plan is a {type(plan).__name__}: pass what crosspack.plan returns")
     cost = Cost() if cost is None else cost
     if not isinstance(cost, Cost):
         raise PackingError(f"cost is {cost!r}: pass Cost(tokens=..., squares=...) or Cost.from_config(config)")

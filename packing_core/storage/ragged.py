@@ -307,7 +307,7 @@ def _listed(sequences: Any, name: str) -> Sequence[Any]:
     except Exception:  # it has no length, is a single number, or raises what it likes when it is indexed
         raise PackingError(
             f"{name} is a {type(sequences).__name__}: pass a list of token arrays, an Arrow list array or "
-            f"Ragged(values, offsets); for a source that is read once use packing_core.stream"
+            f"Ragged(values, offsets); for a source that is read once use crosspack.stream"
         ) from None
 
 

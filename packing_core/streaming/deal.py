@@ -81,7 +81,7 @@ class Deal:
                 raise PackingError(
                     f"the state is of worker {part.get('worker')} of {part.get('workers')} with batches of "
                     f"{part.get('batch')} on {part.get('shards')} shards: join the states of all its workers by "
-                    "packing_core.join_states, which gives one for any number of workers and shards"
+                    "crosspack.join_states, which gives one for any number of workers and shards"
                 )
             taken = int(part["taken"])
         return Deal(self.index, self.shards, self.worker, self.workers, self.batch, state["rows"], taken)

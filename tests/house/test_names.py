@@ -1,12 +1,19 @@
-"""A public name and a sub-package never share a name: ``import package.name as x`` would bind the one or the other."""
+"""A public name and a sub-package never share a name: ``import package.name as x`` would bind the one or the other.
+
+And messages say the names that users import, those of ``crosspack``.
+"""
 
 from __future__ import annotations
 
+import ast
+import re
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+import crosspack
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = [
@@ -38,3 +45,29 @@ def test_a_name_that_hides_a_sub_package_is_found(tmp_path: Path) -> None:
     package.__all__ = ["rope"]  # a lazy name
     package.attention = lambda: None
     assert hidden(package, tmp_path) == {"attention", "rope"}
+
+
+def messages(code: str) -> list[str]:
+    """Texts in a module that are no docstrings: what it raises, warns of and prints."""
+    tree = ast.parse(code)
+    statements = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in statements]
+    return [text.value for text in texts if isinstance(text.value, str) and " " in text.value.strip()]
+
+
+def hard_to_import(text: str) -> list[str]:
+    """Names in a message that ``crosspack`` has too; whoever trains with JAX imports ``jax_backend`` in any case."""
+    named = re.findall(r"\b(packing_core|torch_backend)\.(\w+)", text)
+    return [f"{package}.{name}" for package, name in named if name in dir(crosspack)]
+
+
+def test_messages_name_what_users_import() -> None:
+    for package in {name.partition(".")[0] for name in PACKAGES}:
+        for path in (ROOT / package).rglob("*.py"):
+            found = [name for text in messages(path.read_text()) for name in hard_to_import(text)]
+            assert not found, f"{path.relative_to(ROOT)}: {found}"
+    assert messages('"""torch_backend.patch it"""\nraise E(f"{x}: call torch_backend.patch(model)")') == [
+        ": call torch_backend.patch(model)"
+    ]
+    assert hard_to_import("call torch_backend.patch(model)") == ["torch_backend.patch"]
+    assert hard_to_import("jax_backend.to_batch makes it, as crosspack.pack does, by packing_core.planning") == []

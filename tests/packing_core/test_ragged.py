@@ -218,7 +218,7 @@ BAD = {
     "values text": (lambda: Ragged(np.array(["a"]), np.array([0, 1])), "sequences.values has dtype <U1: pass numbers"),
     "empty list": (lambda: Ragged.of([]), "sequences is empty: pass at least one sequence"),
     "empty chunked": (lambda: Ragged.of(pa.chunked_array([], pa.list_(pa.int32()))), "sequences is empty"),
-    "generator": (lambda: Ragged.of(d for d in DOCUMENTS), "sequences is a generator: .*packing_core.stream"),
+    "generator": (lambda: Ragged.of(d for d in DOCUMENTS), "sequences is a generator: .*crosspack.stream"),
     "text": (lambda: Ragged.of("text"), "sequences is a str: pass a list of token arrays"),
     "a document of text": (lambda: Ragged.of([[1], "ab"]), r"sequences\[1\] is text: tokenise it first"),
     "words": (lambda: Ragged.of([[1], ["ab"]]), r"sequences\[1\] has dtype <U2: pass numbers"),
