@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 import transformers
 
 from packing_core import PackedDataset
-from packing_core.errors import LayoutError, PackingError, UnsupportedError
+from packing_core.errors import LayoutError, PackingError, UnsupportedError, UnsupportedModelError
+from tests.torch_backend.models import tiny
 from tests.torch_backend.test_trainer import CAPACITY, arguments, datasets, documents, llama, sft, tiny_tokenizer, trl
 from torch_backend import PackedCollator, audit, pack_dataset, with_boundaries
 from torch_backend.collate import BoundaryCollator
@@ -309,3 +311,17 @@ def test_a_packed_dataset_and_its_capacity(tmp_path) -> None:
 def test_what_is_no_trainer_is_refused() -> None:
     with pytest.raises(PackingError, match="object is not a transformers.Trainer: pass one that is built"):
         enabled(object())
+
+
+def test_a_model_that_deepspeed_cannot_split_is_refused(tmp_path) -> None:
+    def enable(family: str) -> None:
+        given = transformers.TrainingArguments(str(tmp_path), report_to=[])
+        data = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}]
+        trainer = transformers.Trainer(tiny(family), given, train_dataset=data)
+        settings = {"tensor_parallel.autotp_size": 2}
+        trainer.args.hf_deepspeed_config = SimpleNamespace(get_value=settings.get)
+        enable_packing(trainer, capacity=8, verify=False)
+
+    with pytest.raises(UnsupportedModelError, match="tensor parallelism cannot split bloom, .* autotp_size=2, and use"):
+        enable("bloom")
+    enable("qwen3")

@@ -1,7 +1,7 @@
 """Run by ``torchrun`` in test_torchrun: two optimizer steps of packed training; rank 0 writes what came out.
 
 Arguments: the folder to write to, rows per rank and microbatch, microbatches per step, and what is sharded: ddp, fsdp2,
-zero2 or zero3.
+zero2, zero3, or autotp, DeepSpeed's tensor parallelism, whose ranks hold the same rows.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ DOCUMENTS = 48  # 16 rows in the order of the documents: 2 steps of 8 rows
 LIMITS = {"max_steps": 2, "max_grad_norm": 0.5, "train_sampling_strategy": "sequential"}
 FAMILIES = ("qwen3", "gpt_oss", "qwen3_5_text", "bloom")  # rotary and plain attention, sinks, recurrent layers, ALiBi
 
+DEEPSPEED = {f"zero{stage}": {"zero_optimization": {"stage": stage}} for stage in (2, 3)}
+DEEPSPEED["autotp"] = {"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 2}}
 RECORDED = {"ddp": "gpt_oss", "fsdp2": "qwen3"}  # strategy -> the family whose steps are recorded (graphs.py)
 
 
@@ -61,9 +63,9 @@ def train(
     if strategy == "fsdp2":
         layers = sorted({type(m).__name__ for m in model.modules() if isinstance(m, GradientCheckpointingLayer)})
         options |= {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": layers}}
-    if strategy.startswith("zero"):
+    if strategy in DEEPSPEED:
         options["deepspeed"] = {
-            "zero_optimization": {"stage": int(strategy.removeprefix("zero"))},
+            **DEEPSPEED[strategy],
             "zero_allow_untested_optimizer": True,
             "train_micro_batch_size_per_gpu": "auto",
             "gradient_accumulation_steps": "auto",
@@ -98,7 +100,7 @@ def weights_of(model: torch.nn.Module, strategy: str) -> dict[str, torch.Tensor]
 
 
 def main(folder: Path, rows_at_once: int, accumulation: int, strategy: str) -> None:
-    if strategy.startswith("zero"):
+    if strategy in DEEPSPEED:
         from deepspeed.ops import __compatible_ops__
 
         __compatible_ops__["deepspeed_shm_comm"] = False  # which it would compile first; gloo does the same

@@ -17,7 +17,7 @@ from packing_core import PackedBatch
 from packing_core.batches.columns import READ
 from packing_core.batches.marks import MARKS, is_numbered
 from packing_core.batches.stored import IGNORE_INDEX
-from packing_core.errors import LayoutError, PackingError, UnsupportedError, first_line
+from packing_core.errors import LayoutError, PackingError, UnsupportedError, UnsupportedModelError, first_line
 from packing_core.planning.plan import Overflow
 from torch_backend.auditing.trainer import refuse_cut_documents
 from torch_backend.collate import Batch, BoundaryCollator, PackedCollator
@@ -44,6 +44,9 @@ _PER_EXAMPLE = {
     **dict.fromkeys(("DistillationTrainer", "AsyncDistillationTrainer", "IWOPDTrainer"), _TEACHER),
     **dict.fromkeys(("ServerDistillationTrainer", "GKDTrainer", "GOLDTrainer", "MiniLLMTrainer"), _TEACHER),
 }
+# Families that DeepSpeed 0.19.8 splits over ranks and whose modeling files then raise, packed or not: they reshape by
+# the numbers of heads of the whole model.
+_NOT_SPLIT = ("bloom", "falcon", "mamba2", "mpt")
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ def inspect(trainer: Any, *, capacity: int | None, overflow: Overflow) -> Packin
     """
     _refuse_trainer(trainer)
     refuse_split_rows(trainer.accelerator.parallelism_config)
+    _refuse_split_model(trainer)
     trainer._set_signature_columns_if_needed()
     before = name_of(trainer.data_collator)
     collator = _packing_collator(trainer, capacity, overflow)
@@ -108,6 +112,17 @@ def _refuse_trainer(trainer: Any) -> None:
         raise PackingError(f"{name} is not a transformers.Trainer: pass one that is built, with its model")
     refuse_cut_documents(trainer.args)
     head_of(causal_lm(trainer.model))
+
+
+def _refuse_split_model(trainer: Any) -> None:
+    """Raise if DeepSpeed would split a model over ranks that cannot run split."""
+    config, family = getattr(trainer.args, "hf_deepspeed_config", None), causal_lm(trainer.model).config.model_type
+    size = 0 if config is None else config.get_value("tensor_parallel.autotp_size", 0)
+    if size > 1 and family in _NOT_SPLIT:
+        raise UnsupportedModelError(
+            f"DeepSpeed's tensor parallelism cannot split {family}, whose forward reshapes by the numbers of heads of "
+            f"the whole model, packed or not: leave out autotp_size={size}, and use ZeRO or DDP"
+        )
 
 
 def _packing_collator(trainer: Any, capacity: int | None, overflow: Overflow) -> PackedCollator | BoundaryCollator:
