@@ -33,7 +33,7 @@ def patched(family: str) -> Any:
 def hooked_layers(model: nn.Module) -> list[nn.Module]:
     """The layers whose forward the patch replaces."""
     state = state_of(model)
-    return list(state.layers.values()) if state else []
+    return list(state.anatomy.layers.values()) if state else []
 
 
 # -- accelerate's hooks and other forwards on an instance ------------------------------------------------------------

@@ -14,7 +14,8 @@ from packing_core.errors import UnsupportedModelError
 from tests.torch_backend.models import LENGTHS, collate, documents, error, tiny
 from torch_backend.auditing.tiny import tiny_config, tiny_model
 from torch_backend.hf.anatomy.heads import trains_first_token
-from torch_backend.hf.patch import Patched, state_of
+from torch_backend.hf.anatomy.model import anatomy_of
+from torch_backend.hf.patch import state_of
 from torch_backend.ops.attention import sdpa
 from torch_backend.segments import PackedMetadata
 
@@ -61,7 +62,7 @@ def test_hidden_states_are_those_of_each_document(family: str) -> None:
 def test_a_vision_model_inside_a_headless_decoder_is_not_its_decoder() -> None:
     with torch.device("meta"):
         model = transformers.Phi4MultimodalModel(tiny_config(transformers.Phi4MultimodalConfig()))
-    assert Patched(model, "auto").decoder is model
+    assert anatomy_of(model).decoder is model
 
 
 def test_the_audit_of_a_headless_model_compares_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:

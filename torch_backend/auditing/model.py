@@ -36,6 +36,7 @@ from torch_backend.auditing.compare import (
 from torch_backend.auditing.tiny import tiny_config, tiny_model
 from torch_backend.collate import PackedCollator
 from torch_backend.hf.anatomy.heads import head_of
+from torch_backend.hf.anatomy.model import anatomy_of
 from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.attention import stands_over
@@ -165,7 +166,7 @@ def audit(
         "dtype": str(dtype).removeprefix("torch."),
     }
     try:
-        about["route"] = Patched(root, implementation).route
+        about["route"] = Patched(anatomy_of(root), implementation).anatomy.route
     except UnsupportedModelError as refusal:
         return AuditReport(**about, refused=str(refusal))
     with torch.inference_mode(False), torch.enable_grad(), full_float32():  # whatever the caller's mode is

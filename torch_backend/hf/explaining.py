@@ -72,18 +72,18 @@ def explain(model: Any) -> Explanation:
     if state is None:
         raise UnsupportedError(f"{type(model).__name__} is not patched: call crosspack.patch(model) first")
     layers = [
-        _explain_mixer(name, layer, state.choices.get(id(layer)), state.route == "documents")
-        if name in state.mixers
+        _explain_mixer(name, layer, state.choices.get(id(layer)), state.anatomy.route == "documents")
+        if name in state.anatomy.mixers
         else _explain_attention(name, state.choices.get(id(layer)), state.implementation)
-        for name, layer in state.layers.items()
+        for name, layer in state.anatomy.layers.items()
     ]
     return Explanation(layers, _notes(state))
 
 
 def _notes(state: Patched) -> list[str]:
     """What a user should know about the whole model."""
-    notes = [f"route {state.route}: {state.why}"]
-    if state.rotaries:
+    notes = [f"route {state.anatomy.route}: {state.anatomy.why}"]
+    if state.anatomy.rotaries:
         notes.append("rotary frequencies depend on the longest position and are chosen per document")
     for reason in sorted(set(state.own_rotation.values())):
         layers = [name for name, why in state.own_rotation.items() if why == reason]

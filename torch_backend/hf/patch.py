@@ -17,32 +17,17 @@ from torch import nn
 
 from packing_core.errors import UnsupportedModelError
 from torch_backend.hf import router
-from torch_backend.hf.anatomy.encoders import (
-    check_lengths,
-    is_encoder,
-    numbering,
-    position_table,
-    sees_both_sides,
-    takes_positions,
-)
-from torch_backend.hf.anatomy.families import SEE_PADDING, route_of
-from torch_backend.hf.anatomy.heads import head_of
+from torch_backend.hf.anatomy.encoders import check_lengths
+from torch_backend.hf.anatomy.model import Anatomy, anatomy_of
 from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.hf.anatomy.seen import CHANGED, Seen
-from torch_backend.hf.anatomy.structure import (
-    causal_lm,
-    decoder_of,
-    has_compiled_layers,
-    own_modules,
-    refuse_sharding_inside,
-)
-from torch_backend.hf.attention import register, softcap_of, uses_interface
+from torch_backend.hf.anatomy.structure import causal_lm, has_compiled_layers, refuse_sharding_inside
+from torch_backend.hf.attention import register, softcap_of
 from torch_backend.hf.edits.head_rows import HeadRows
 from torch_backend.hf.edits.kinds import AttentionName, ContinuousBatching, Edit, Hook, LayerOverride, Rotation
-from torch_backend.hf.edits.mixers import find_mixers, overrides, run_per_document, why_not_on_the_row
-from torch_backend.hf.edits.override import is_reached, original_class
+from torch_backend.hf.edits.mixers import overrides, run_per_document
+from torch_backend.hf.edits.override import is_reached
 from torch_backend.hf.edits.rotary import (
-    find_batch_dependent,
     has_position_axes,
     override_frequencies,
     restore_frequencies,
@@ -54,7 +39,6 @@ from torch_backend.hf.inputs.boundaries import is_packed, take_metadata
 from torch_backend.hf.inputs.guard import Guard
 from torch_backend.ops import scan as scans
 from torch_backend.ops.attention import AttentionRequest, candidates, needs_host_lengths, prepare
-from torch_backend.ops.document_batches import FINE, OWN
 from torch_backend.ops.operators import runs_triton
 from torch_backend.seal import unseal, unsealed
 
@@ -73,7 +57,7 @@ def install(model: Model, implementation: str | Sequence[str] = "auto") -> Model
     wanted = implementation if isinstance(implementation, str) else tuple(implementation)
     if state is not None and state.implementation == wanted and state.in_force and state.still_fits():
         return model
-    fresh = Patched(root, wanted)
+    fresh = Patched(anatomy_of(root), wanted)
     if state is not None:
         fresh.unpadding = state.unpadding
         state.remove()
@@ -101,43 +85,23 @@ def state_of(root: nn.Module) -> Patched | None:
 class Patched:
     """One patched model: its layers, the edits, and the hooks.
 
-    Attributes:
-        root: the outermost transformers model, decoder: the model inside it that makes the attention masks.
+    Args:
+        anatomy: of the model.
         implementation: of attention, as the user named it.
-        route, why: of its family, see :mod:`.anatomy.families`.
-        attention: the layers that run packed attention, mixers: the layers that carry state; each by name.
-        divided: the mixers that run per document.
-        rotaries: rotary modules whose frequencies depend on the batch.
+
+    Attributes:
         own_rotation: attention layers that keep their modeling file's rotation, each with the reason.
         unpadding: runs padded calls packed (:mod:`.inputs.unpadding`); None where nobody asked for it.
         choices: what each layer chose in the last packed forward, by id; for ``explain`` alone.
-        compiled: the attention requests of compiled layers, see ``training.captured.compile_layers``.
+        compiled: the attention requests of compiled layers, see ``steps.cuda_graph.compile_layers``.
     """
 
-    def __init__(self, root: Any, implementation: str | Sequence[str]) -> None:
-        self.root = root
-        self.decoder = decoder_of(root)
+    def __init__(self, anatomy: Anatomy, implementation: str | Sequence[str]) -> None:
+        self.anatomy = anatomy
+        self.root, self.decoder = anatomy.root, anatomy.decoder
         self.implementation = implementation if isinstance(implementation, str) else tuple(implementation)
-        own = dict(own_modules(self.decoder))
-        self.attention = {name: m for name, m in own.items() if uses_interface(original_class(m))}
-        self.mixers = {name: m for name, m in find_mixers(self.decoder).items() if name in own}
-        self.rotaries = find_batch_dependent(self.decoder)
-        configs = root.config, self.decoder.config
-        self.head = head_of(root)  # a head that reads rows raises here
-        served = (self.attention or self.mixers) and takes_positions(self.decoder)
-        self.route, self.why = route_of(*configs, head=self.head, uses_interface=bool(served))
-        if (reason := sees_both_sides(self.head, self.attention.values())) is not None:
-            raise UnsupportedModelError(f"{type(root).__name__} cannot be trained packed, because {reason}")
-        self.rows = HeadRows(root, self.decoder, self.head, per_document=self.route == "documents")
-        self.numbering = numbering(self.decoder)
-        self.positions = position_table(self.decoder)
-        see_padding = {config.model_type for config in configs} & set(SEE_PADDING)
-        self.sizes = OWN if see_padding else FINE
-        if self.route == "documents":
-            self.sizes = OWN if self.rotaries or is_encoder(root.config, self.head) else self.sizes
-            self.attention, self.mixers, self.rotaries = {}, {"the decoder": self.decoder}, {}
-        self.divided = {n: m for n, m in self.mixers.items() if self.route == "documents" or why_not_on_the_row(m)}
         candidates(self.device, implementation)  # an unknown name raises here
+        self.rows = HeadRows(self.root, self.decoder, anatomy.head, per_document=anatomy.route == "documents")
         self.own_rotation: dict[str, str] = {}
         self.edits: list[Edit] = []
         self.suspended = False
@@ -145,25 +109,15 @@ class Patched:
         self.choices: dict[int, Choice] = {}
         self.compiled: set[AttentionRequest] = set()
         self.guard = Guard()
-        self.root_names, self.decoder_names = inputs.forward_names(root), inputs.forward_names(self.decoder)
-        self.shifted = self.head == "next token"
-        parts = self.decoder, *self.rows.parts, *self.layers.values(), *self.rotaries.values()
-        self.seen = Seen(root, (self.head, self.route, self.sizes), parts)
+        self.root_names, self.decoder_names = inputs.forward_names(self.root), inputs.forward_names(self.decoder)
+        self.shifted = anatomy.head == "next token"
+        parts = self.decoder, *self.rows.parts, *anatomy.layers.values(), *anatomy.rotaries.values()
+        self.seen = Seen(self.root, (anatomy.head, anatomy.route, anatomy.sizes), parts)
 
     @property
     def device(self) -> torch.device:
         """Where the model computes."""
         return execution_device(self.root)
-
-    @property
-    def numbers_tokens(self) -> bool:
-        """Whether every document runs at positions of the model's own counting, whatever a batch says."""
-        return self.route == "documents" or self.numbering is not None
-
-    @property
-    def layers(self) -> dict[str, nn.Module]:
-        """Everything that must receive the segments, by name."""
-        return {**self.attention, **self.mixers}
 
     def install(self) -> None:
         """Apply all edits, or none if one of them raises."""
@@ -186,25 +140,25 @@ class Patched:
             self.edits.pop().undo()
 
     def _edits(self) -> Iterator[Edit]:
-        if self.route == "attention":
-            served = (self.decoder, *self.attention.values())
+        if self.anatomy.route == "attention":
+            served = (self.decoder, *self.anatomy.attention.values())
             yield from map(AttentionName, {id(m.config): m.config for m in served}.values())
             yield ContinuousBatching(self.root, self.suspend)
-        if self.route != "documents":
-            for layer, start in overrides(self.decoder, self.mixers.values()):
+        if self.anatomy.route != "documents":
+            for layer, start in overrides(self.decoder, self.anatomy.mixers.values()):
                 yield LayerOverride(layer, start)
-        for rotary in self.rotaries.values():
+        for rotary in self.anatomy.rotaries.values():
             start = partial(override_frequencies, current=self.current)
             yield LayerOverride(rotary, start, restore_frequencies)
-        for name, layer in self.attention.items():
-            if name not in self.mixers:
+        for name, layer in self.anatomy.attention.items():
+            if name not in self.anatomy.mixers:
                 yield Rotation(name, layer, self.own_rotation)
         for module, start in override_entries(self):
             yield LayerOverride(module, start, restore_entry)
         # also for a forward that replaces the entry's, as Liger's do, and calls a decoder that has one
         yield Hook(partial(self.root.register_forward_pre_hook, unseal, with_kwargs=True))
         yield from self.rows.edits(self.current)
-        for name, layer in self.layers.items():
+        for name, layer in self.anatomy.layers.items():
             if layer is not self.decoder:
                 yield Hook(partial(layer.register_forward_pre_hook, partial(self._reach, name)))
 
@@ -234,7 +188,7 @@ class Patched:
     def still_fits(self) -> bool:
         """Whether the edits are still those that this model needs."""
         if not self.seen.unchanged():
-            fresh = Patched(self.root, self.implementation).seen
+            fresh = Patched(anatomy_of(self.root), self.implementation).seen
             if not fresh.agrees(self.seen):
                 return False
             self.seen = fresh
@@ -251,9 +205,9 @@ class Patched:
     @property
     def layers_need_lengths(self) -> bool:
         """As :attr:`needs_lengths`, apart from the model's head, which reads them outside of the layers."""
-        if self.rotaries or getattr(self.decoder.config, "attention_chunk_size", None):
+        if self.anatomy.rotaries or getattr(self.decoder.config, "attention_chunk_size", None):
             return True
-        if self.divided:
+        if self.anatomy.divided:
             return True
         if not runs_triton(torch.empty(0, device=self.device)):
             return True  # the short convolution and, on the CPU, attention run on batches of documents
@@ -303,7 +257,7 @@ class Patched:
         if forward is None:
             return call(*args, **kwargs)
         kwargs = self._handed_over(forward, kwargs)
-        if self.route == "documents":
+        if self.anatomy.route == "documents":
             output = run_per_document(self.decoder, forward, call, args, kwargs)
         else:
             output = call(*args, **kwargs)
@@ -312,18 +266,18 @@ class Patched:
 
     def _handed_over(self, forward: PackedForward, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of the decoder with the PackedForward where its layers receive it."""
-        router.refuse_per_document(self.root, self.mixers.values(), kwargs)
+        router.refuse_per_document(self.root, self.anatomy.mixers.values(), kwargs)
         if self.shifted:
             router.require_mask(self.root, kwargs)
-        refuse_sharding_inside(self.root, self.divided)
+        refuse_sharding_inside(self.root, self.anatomy.divided)
         self._resume()
         forward.handed_over = True
         forward.reached.clear()
-        if self.head == "next token" or "use_cache" in self.decoder_names:
+        if self.anatomy.head == "next token" or "use_cache" in self.decoder_names:
             kwargs["use_cache"] = False  # a cache of a row of several documents could not be used
-        if self.route == "documents":
+        if self.anatomy.route == "documents":
             kwargs["attention_mask"] = None
-            if self.head == "next token" or kwargs.get("position_ids") is not None:
+            if self.anatomy.head == "next token" or kwargs.get("position_ids") is not None:
                 kwargs["position_ids"] = None
             return kwargs
         if self.compiled:
@@ -338,11 +292,11 @@ class Patched:
             forward.segments.forget()
             for request in self.compiled:
                 prepare(forward.segments, request, self.implementation)
-            if self.mixers:
+            if self.anatomy.mixers:
                 forward.segments.seq_idx, forward.segments.position_ids  # noqa: B018  made once, not in every graph
                 scans.prepare(forward.segments)
         kwargs["attention_mask"] = forward
-        if self.mixers:  # some layers pass on what they do not know, some only the argument of fused kernels
+        if self.anatomy.mixers:  # some layers pass on what they do not know, some only the argument of fused kernels
             kwargs |= dict.fromkeys(CARRIED, forward)
         return kwargs
 
@@ -353,7 +307,7 @@ class Patched:
         if not forward.choices and has_compiled_layers(self.decoder):
             return  # they leave no record
         self.choices = forward.choices
-        layers = self.layers
+        layers = self.anatomy.layers
         lost = sorted(name for name in forward.reached if id(layers[name]) not in forward.choices)
         if lost or not forward.choices:
             which = ", ".join(lost[:3]) + ("..." if len(lost) > 3 else "") if lost else "every layer"
@@ -395,19 +349,23 @@ class Patched:
             segments,
             self.guard,
             labels="document" if self.rows.head == "document" else "next" if self.shifted else "token",
-            renumbered=self.numbers_tokens,
-            axes=self.route != "documents" and not self.rotaries and has_position_axes(self.decoder.config),
+            renumbered=self.anatomy.numbers_tokens,
+            axes=self.anatomy.route != "documents"
+            and not self.anatomy.rotaries
+            and has_position_axes(self.decoder.config),
             wait=wait,
         )
         rows, row_length = tokens.shape[:2]
-        if self.numbering is not None:
-            kwargs["position_ids"] = self.numbering(kwargs.get("input_ids"), segments).view(rows, row_length)
+        if self.anatomy.numbering is not None:
+            kwargs["position_ids"] = self.anatomy.numbering(kwargs.get("input_ids"), segments).view(rows, row_length)
         elif kwargs.get("position_ids") is None:
             kwargs["position_ids"] = segments.position_ids.view(rows, row_length)
-        check_lengths(segments, kwargs["position_ids"], self.positions, type(self.root).__name__)
+        check_lengths(segments, kwargs["position_ids"], self.anatomy.positions, type(self.root).__name__)
         if "use_cache" in names:  # a model above the decoder may make a cache for it
             kwargs["use_cache"] = False
-        forward = PackedForward(segments, (rows, row_length), self.implementation, sizes=self.sizes, numbers=numbers)
+        forward = PackedForward(
+            segments, (rows, row_length), self.implementation, sizes=self.anatomy.sizes, numbers=numbers
+        )
         return forward, kwargs
 
     @property

@@ -97,7 +97,7 @@ class _Call:
 def _why_not_any_length(model: nn.Module) -> str | None:
     """Why one graph of a layer cannot serve rows of all lengths; None if it can."""
     state = state_of(causal_lm(model))
-    if state is not None and state.mixers:
+    if state is not None and state.anatomy.mixers:
         return "its recurrent layers are compiled for rows of one length alone"
     if any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules()):
         return "FSDP gathers parameters in the calls of layers"

@@ -273,7 +273,7 @@ def why_not_compiled(model: nn.Module, batch: Batch | None = None) -> str | None
     if any(isinstance(module, OptimizedModule) or module._compiled_call_impl for module in model.modules()):
         return "it is compiled already"
     state = state_of(causal_lm(model))
-    if state is not None and not state.attention:
+    if state is not None and not state.anatomy.attention:
         return "it has recurrent layers alone"
     if (part := _liger_part(model)) is not None:
         return f"Liger's kernels stand in them ({part}), which torch.compile runs wrongly: leave use_liger_kernel out"

@@ -233,7 +233,7 @@ class Unpadding:
         padded = Padded.of(mask, lengths or lengths_of(mask))
         for name in _NOT_OF_THE_MODEL:
             kwargs.pop(name, None)
-        labels = kwargs.pop("labels", None) if state.head == "document" else None  # of documents, however many
+        labels = kwargs.pop("labels", None) if state.anatomy.head == "document" else None  # of documents, however many
         row = {name: padded.row(x) for name, x in kwargs.items() if padded.per_token(x)}
         if state.shifted and "labels" in row:
             row["labels"] = padded.labels(kwargs["labels"])
@@ -249,7 +249,7 @@ class Unpadding:
         """The output of a packed call as the caller of the padded one expects it."""
         state = state_of(self.root)
         as_they_are = {*_OF_DOCUMENTS, *_OF_IMAGES, *_OF_CACHES}
-        if state is not None and state.head == "document":
+        if state is not None and state.anatomy.head == "document":
             as_they_are.add("logits")
         for name, value in output.items():
             if name not in as_they_are and (returned := expected.padded.returned(name, value)) is not value:
@@ -279,13 +279,13 @@ def _needs_padding(state: Patched, kwargs: Mapping[str, Any]) -> bool:
     family = state.root.config.model_type
     if family in M_ROPE and (positions is None or positions.ndim == 2):  # the model would number its images by the row
         return any(kwargs.get(name) is not None for name in EXACT_KEYS[family] - {"mm_token_type_ids"})
-    return positions is not None and state.numbers_tokens
+    return positions is not None and state.anatomy.numbers_tokens
 
 
 def _caches(root: Any, state: Patched, kwargs: Mapping[str, Any]) -> bool:
     """Whether a padded call would have made a cache without being asked for one."""
     wanted = kwargs.get("use_cache") is None and getattr(root.config.get_text_config(), "use_cache", False)
-    return bool(wanted) and not is_encoder(root.config, state.head)
+    return bool(wanted) and not is_encoder(root.config, state.anatomy.head)
 
 
 def _interrupted(mask: Tensor) -> Tensor:
