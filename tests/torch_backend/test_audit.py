@@ -22,17 +22,28 @@ from torch_backend.segments import PackedMetadata
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 def test_patched_families_are_exact(family: str) -> None:
-    report = torch_backend.audit(tiny(family))
+    report = torch_backend.audit(tiny(family), patched=True)
     assert report.verdict == "exact", str(report)
     assert max(report.logits, report.loss, report.gradients) < 1e-5
     assert report.leak == report.noise == 0 and report.moved > 0.1
     assert (report.device, report.dtype, report.implementation) == ("cpu", "float32", "auto")
 
 
+def test_a_model_that_is_not_patched_is_judged_as_it_is() -> None:
+    """The stock model, whose documents see each other; its patched clone was judged in its place, and exact."""
+    model = tiny("gpt_oss")
+    report = torch_backend.audit(model)
+    assert (report.verdict, report.audited) == ("contaminated", "as it is") and report.leak > 0.1, str(report)
+    assert torch_backend.audit(model, patched=True).audited == "once patched"
+    patched = torch_backend.audit(torch_backend.patch(model))
+    assert (patched.verdict, patched.audited) == ("exact", "patched"), str(patched)
+    assert torch_backend.audit(model, patched=False).verdict == "contaminated"
+
+
 def test_half_precision_is_judged_by_its_own_rounding() -> None:
-    report = torch_backend.audit(tiny("llama").bfloat16())
+    report = torch_backend.audit(tiny("llama").bfloat16(), patched=True)
     assert report.verdict == "exact", str(report)
-    assert 1e-3 < report.logits <= report.tolerance < 0.2
+    assert 1e-3 < report.logits <= report.allowed_logits < 0.2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -44,7 +55,7 @@ def test_a_leak_is_seen(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> 
         return whole(self, q, k, v, one, *args, **kwargs)
 
     monkeypatch.setattr(type(sdpa.SDPA), "__call__", joined)
-    report = torch_backend.audit(tiny("llama").to(dtype), implementation="sdpa")
+    report = torch_backend.audit(tiny("llama").to(dtype), patched=True, implementation="sdpa")
     assert report.verdict == "contaminated"
     assert report.logits > 0.1 and report.leak > 0.1
 
@@ -54,7 +65,7 @@ def test_a_wrong_gradient_alone_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(
         documents._Unpad, "backward", staticmethod(lambda ctx, g: (g.index_select(0, ctx.laid.gather) * 0.9, None))
     )
-    report = torch_backend.audit(tiny("llama"), implementation="sdpa")
+    report = torch_backend.audit(tiny("llama"), patched=True, implementation="sdpa")
     assert report.logits < 1e-5 and report.gradients > 1e-3
     assert report.verdict == "contaminated"
 
@@ -70,12 +81,12 @@ def test_the_model_itself_is_not_touched() -> None:
 
 
 def test_the_report_reads_as_text_and_json() -> None:
-    report = torch_backend.audit(tiny("llama"), tolerance=1e-3)
-    assert str(report).startswith("LlamaForCausalLM (auto, float32 on cpu): exact; logits ")
+    report = torch_backend.audit(tiny("llama"), patched=True, tolerance=1e-3)
+    assert str(report).startswith("LlamaForCausalLM once patched (auto, float32 on cpu): exact; logits ")
     assert json.loads(report.to_json())["verdict"] == "exact"
-    assert json.loads(report.to_json())["tolerance"] == 1e-3
+    assert json.loads(report.to_json())["allowed_gradients"] == 1e-3
     refused = torch_backend.AuditReport("M", "auto", "cpu", "float32", refused="it cannot")
-    assert (refused.verdict, str(refused)) == ("refused", "M (auto, float32 on cpu): refused, it cannot")
+    assert (refused.verdict, str(refused)) == ("refused", "M patched (auto, float32 on cpu): refused, it cannot")
 
 
 @pytest.mark.parametrize(
@@ -93,7 +104,7 @@ def test_the_report_reads_as_text_and_json() -> None:
 def test_a_model_of_few_positions_is_proven_with_more_of_them(family: str, positions: str) -> None:
     model = tiny(family, **{positions: 32})
     assert getattr(model.config, positions) == 32
-    report = torch_backend.audit(model)
+    report = torch_backend.audit(model, patched=True)
     assert report.verdict == "exact", str(report)
 
 
@@ -105,7 +116,7 @@ def test_layers_that_share_keys_are_kept_in_the_clone(family: str) -> None:
     )
     clone = tiny_config(config)
     assert (clone.layer_types, clone.num_kv_shared_layers) == (kinds, 2)
-    report = torch_backend.audit(tiny_model(clone))
+    report = torch_backend.audit(tiny_model(clone), patched=True)
     assert report.verdict == "exact", str(report)
 
 
@@ -133,7 +144,7 @@ def test_a_router_loss_is_no_contamination_and_reported_by_itself(family: str) -
     assert report.loss < 1e-5 and report.router_loss < 1e-5
     assert "; router loss, not judged: " in str(report)
     assert model.config.output_router_logits
-    assert torch_backend.audit(tiny(family)).router_loss is None
+    assert torch_backend.audit(tiny(family), patched=True).router_loss is None
 
 
 def test_a_router_loss_that_would_count_padding_is_refused_at_the_patch() -> None:
@@ -145,7 +156,7 @@ def test_a_padding_dependent_router_loss_shows(monkeypatch: pytest.MonkeyPatch) 
     modeling = import_module("transformers.models.mixtral.modeling_mixtral")
     right = modeling.load_balancing_loss_func
     monkeypatch.setattr(modeling, "load_balancing_loss_func", lambda *args: right(*args[:3]))  # without the mask
-    report = torch_backend.audit(tiny("mixtral", output_router_logits=True))
+    report = torch_backend.audit(tiny("mixtral", output_router_logits=True), patched=True)
     assert report.verdict == "exact" and report.router_loss > 1e-4
 
 
@@ -155,7 +166,7 @@ def test_offloaded_models_are_proven_where_they_run() -> None:
         want = alone(model, docs)
     cpu_offload(model, execution_device=torch.device("cpu"))
     assert next(model.parameters()).device.type == "meta"
-    report = torch_backend.audit(model)
+    report = torch_backend.audit(model, patched=True)
     assert (report.verdict, report.device) == ("exact", "cpu"), str(report)
     torch_backend.patch(model)
     with torch.no_grad():
@@ -165,7 +176,7 @@ def test_offloaded_models_are_proven_where_they_run() -> None:
 def test_a_model_that_cannot_be_cloned_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_module("torch_backend.auditing.model"), "tiny_config", lambda config: config.nonsense)
     with pytest.raises(UnsupportedModelError, match="no tiny clone of LlamaForCausalLM can be made .* verify=False"):
-        torch_backend.audit(tiny("llama"))
+        torch_backend.audit(tiny("llama"), patched=True)
 
 
 def test_verified_patching_is_quick_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

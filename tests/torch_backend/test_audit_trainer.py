@@ -44,6 +44,19 @@ def test_stock_trl_is_contaminated_on_a_family_that_loses_positions_and_exact_af
     assert after.gradients < 1e-5
 
 
+def test_the_model_that_train_will_make_is_judged(tmp_path) -> None:
+    trainer = transformers.Trainer(
+        model_init=gpt_oss,
+        args=arguments(transformers.TrainingArguments, tmp_path),
+        train_dataset=documents(),
+        data_collator=transformers.DataCollatorWithFlattening(return_seq_idx=True, return_flash_attn_kwargs=True),
+    )
+    model = torch_backend.patch(trainer.model, verify=False)  # which train() replaces by another
+    assert torch_backend.audit(trainer).verdict == "contaminated"
+    assert trainer.model is model
+    assert torch_backend.audit(enable_packing(trainer, verify=False)).verdict == "exact"
+
+
 @pytest.mark.parametrize("mixed", [True, False], ids=["autocast", "bfloat16 weights"])
 def test_below_float32_rounding_is_no_contamination(tmp_path, mixed) -> None:
     model = llama() if mixed else llama().bfloat16()

@@ -67,7 +67,7 @@ def test_a_vision_model_inside_a_headless_decoder_is_not_its_decoder() -> None:
 
 def test_the_audit_of_a_headless_model_compares_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
     model = with_head("qwen3", transformers.AutoModel)
-    report = torch_backend.audit(model, implementation="sdpa")
+    report = torch_backend.audit(model, patched=True, implementation="sdpa")
     assert report.verdict == "exact" and report.model == "Qwen3Model", str(report)
     assert report.leak == 0 and report.moved > 0.1
     whole = type(sdpa.SDPA).__call__
@@ -76,7 +76,7 @@ def test_the_audit_of_a_headless_model_compares_hidden_states(monkeypatch: pytes
         return whole(self, q, k, v, PackedMetadata.from_lengths([packed.tokens]), *args, **kwargs)
 
     monkeypatch.setattr(type(sdpa.SDPA), "__call__", joined)
-    report = torch_backend.audit(model, implementation="sdpa")
+    report = torch_backend.audit(model, patched=True, implementation="sdpa")
     assert report.verdict == "contaminated" and report.logits > 0.1 and report.leak > 0.1
 
 

@@ -238,7 +238,9 @@ def test_a_model_that_loses_the_segments_on_the_way_raises() -> None:
 def test_verify_raises_and_leaves_the_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     audit_module = import_module("torch_backend.auditing.model")
     monkeypatch.setattr(audit_module, "_verdicts", {})
-    monkeypatch.setattr(audit_module, "TOLERANCE", 1e-12)
+    monkeypatch.setattr(import_module("torch_backend.auditing.compare"), "ROUNDINGS", 0.0)
+    monkeypatch.setattr(import_module("torch_backend.auditing.compare"), "FLOOR", 0.0)
+    monkeypatch.setattr(import_module("torch_backend.auditing.proof"), "ROUNDINGS", 0.0)
     model = tiny("llama")
     with pytest.raises(ContaminationError, match="LlamaForCausalLM .* contaminated; logits"):
         torch_backend.patch(model)
@@ -249,7 +251,7 @@ def test_verify_raises_and_leaves_the_model_alone(monkeypatch: pytest.MonkeyPatc
 def test_the_proof_takes_gradients_whatever_the_callers_mode_is(monkeypatch: pytest.MonkeyPatch, mode: Any) -> None:
     monkeypatch.setattr(import_module("torch_backend.auditing.model"), "_verdicts", {})
     with mode():
-        report = torch_backend.audit(tiny("llama"))
+        report = torch_backend.audit(tiny("llama"), patched=True)
     assert report.verdict == "exact" and report.worst_parameter
 
 

@@ -20,6 +20,11 @@ FIRST_TOKEN, LAST_TOKEN = 4, 90  # tokens that mean nothing special in a tiny mo
 # Of the largest gradient. A smaller one is compared with this much, because it may be a difference of terms as large as
 # the largest, and float32 rounds these by 1e-7.
 SMALL = 1e-2
+# What a figure may be, as in conformance/numerics.py: twice what rounding does to the documents alone, and so many
+# epsilons of the dtype. The order of a sum shows in float32; narrower dtypes are summed in float32.
+ROUNDINGS = 2.0
+FLOOR = 16.0
+FLOOR_BELOW_FLOAT32 = 1.0
 MOVED = 0.01  # at least what a probe must do to its own document, and twice what it does to another
 
 
@@ -113,6 +118,30 @@ def gradients_error(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> tu
     errors = {name: relative_error(got.get(name), g, scale) for name, g in want.items()}
     worst = max(errors, key=lambda name: errors[name])
     return errors[worst], worst
+
+
+def floor_of(dtype: torch.dtype) -> float:
+    """What an error may be, relative to the largest value, where rounding happens to make none."""
+    return (FLOOR if dtype == torch.float32 else FLOOR_BELOW_FLOAT32) * torch.finfo(dtype).eps
+
+
+def gradients_and_allowed(
+    got: Mapping[str, Tensor], want: Mapping[str, Tensor], rounded: Mapping[str, Tensor], floor: float
+) -> tuple[float, float, str]:
+    """The error of the parameter that is worst by what its own error may be, what it may be, and its name.
+
+    A parameter may be off by twice what rounding does to itself, and by ``floor`` of the largest gradient of all: one
+    whose gradient is zero in exact arithmetic, and all rounding in any other, decides on nothing but itself.
+    """
+    scale = max(float(g.abs().max()) for g in want.values())
+    worst = 0.0, 0.0, ""
+    for name, gradient in want.items():
+        error = relative_error(got.get(name), gradient, scale)
+        largest = max(float(gradient.abs().max()), SMALL * scale, torch.finfo(torch.float32).tiny)
+        allowed = ROUNDINGS * relative_error(rounded.get(name), gradient, scale) + floor * scale / largest
+        if not worst[2] or error * worst[1] > worst[0] * allowed:
+            worst = error, allowed, name
+    return worst
 
 
 def cosine(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> float:

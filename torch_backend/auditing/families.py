@@ -52,7 +52,7 @@ def audit_family(family: str) -> FamilyReport:
         model = tiny_model(tiny_config(config, head_dim=HEAD_DIM))
     except Exception as error:  # whatever a modeling file raises for a tiny config is the row's text, not a failure
         return FamilyReport(family, None, f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}")
-    return FamilyReport(family, audit(model))
+    return FamilyReport(family, audit(model, patched=True))
 
 
 # What encoders are trained for, each a mapping of transformers by family.
@@ -85,7 +85,9 @@ def audit_encoder(family: str) -> dict[str, FamilyReport]:
             if reason is not None:
                 report = AuditReport(name, "auto", "cpu", "float32", refused=reason)
             else:
-                report = audit(tiny_model(tiny_config(config, head_dim=HEAD_DIM), getattr(transformers, name)))
+                report = audit(
+                    tiny_model(tiny_config(config, head_dim=HEAD_DIM), getattr(transformers, name)), patched=True
+                )
             found[head] = FamilyReport(family, report)
         except Exception as error:  # as in audit_family
             text = (str(error).strip() or "no message").splitlines()[-1]

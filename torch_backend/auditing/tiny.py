@@ -19,7 +19,7 @@ WINDOW = 12
 CHUNK = 16
 POSITIONS = 24
 N_HEADS = 4
-ROOM = 64  # positions for the longest document of an audit, also where the large model has fewer
+ROOM = 64  # positions for documents, also where the large model has fewer
 
 _NAMES = {
     "layers": "num_hidden_layers n_layer n_layers num_layers decoder_layers num_decoder_layers num_blocks "
@@ -68,15 +68,18 @@ def family_config(family: str) -> Any:
     return config_class(**LEFT_OPEN.get(family, {}))
 
 
-def tiny_config(config: Any, *, head_dim: int | None = None, changes: Mapping[str, Any] | None = None) -> Any:
+def tiny_config(
+    config: Any, *, head_dim: int | None = None, changes: Mapping[str, Any] | None = None, positions: int = ROOM
+) -> Any:
     """A config of the same class that keeps one layer of every kind.
 
     Args:
         config: of a transformers model; not modified.
         head_dim: replaces the config's head width, which is kept if None.
         changes: fields to set in the end.
+        positions: of the longest document, for which there is room also where the large model has fewer.
     """
-    return type(config).from_dict(_tiny_fields(config, head_dim) | dict(changes or {}))
+    return type(config).from_dict(_tiny_fields(config, head_dim, positions) | dict(changes or {}))
 
 
 def tiny_model(config: Any, model_class: Any = None, *, seed: int = 0) -> Any:
@@ -103,12 +106,12 @@ def tiny_model(config: Any, model_class: Any = None, *, seed: int = 0) -> Any:
     return model.float()
 
 
-def _tiny_fields(config: Any, head_dim: int | None) -> dict[str, Any]:
+def _tiny_fields(config: Any, head_dim: int | None, positions: int) -> dict[str, Any]:
     fields: dict[str, Any] = copy.deepcopy(config.to_dict())
     for name in getattr(config, "sub_configs", {}):
         inner = getattr(config, name, None)
         if inner is not None and any(hasattr(inner, layers) for layers in LAYERS):
-            fields[name] = _tiny_fields(inner, head_dim)
+            fields[name] = _tiny_fields(inner, head_dim, positions)
     _keep_one_layer_of_each_kind(fields)
     _shrink_widths(fields, head_dim)
     for name, value in fields.items():
@@ -118,7 +121,7 @@ def _tiny_fields(config: Any, head_dim: int | None) -> dict[str, Any]:
             fields[name] = [min(each, AT_MOST[name]) for each in value]
         elif isinstance(value, float) and ("drop" in name or "jitter" in name):
             fields[name] = 0.0
-    _shrink_positions(fields)
+    _shrink_positions(fields, positions)
     _keep_consistent(fields)
     return fields
 
@@ -173,11 +176,11 @@ def _shrink_widths(fields: dict[str, Any], head_dim: int | None) -> None:
         fields["rotary_dim"] = min(fields["rotary_dim"], width // 2)
 
 
-def _shrink_positions(fields: dict[str, Any]) -> None:
-    """Room for the audit's documents; rotary frequencies that change beyond an original length change within them."""
+def _shrink_positions(fields: dict[str, Any], room: int) -> None:
+    """Room for the longest document; rotary frequencies that change beyond an original length change within them."""
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         if isinstance(fields.get(name), int):
-            fields[name] = max(fields[name], ROOM)
+            fields[name] = max(fields[name], max(room, ROOM))
     rope = fields.get("rope_parameters") or {}
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
     for kind in kinds:

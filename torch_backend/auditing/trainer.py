@@ -100,7 +100,8 @@ def audit_trainer(trainer: Any, *, batches: int = 1) -> TrainerReport:
     trainers of TRL the padded or packed forwards are compared with forwards of single answers (:mod:`.scored`).
 
     Args:
-        trainer: a ``transformers.Trainer`` or a subclass, before ``train()``; patched or not.
+        trainer: a ``transformers.Trainer`` or a subclass, before ``train()``; patched or not. One with ``model_init``
+            is judged on a model that this makes, because ``train()`` trains such a one.
         batches: how many are compared, each by itself; the report has the worst.
 
     Raises:
@@ -121,7 +122,7 @@ def audit_trainer(trainer: Any, *, batches: int = 1) -> TrainerReport:
             f"{type(trainer).__name__} trains a classifier or a masked language model, and audit(trainer) judges "
             "losses of next tokens and of answers: audit its model, audit(trainer.model)"
         )
-    with torch.random.fork_rng(), _as_before(trainer):
+    with torch.random.fork_rng(), _model_of_train(trainer), _as_before(trainer):
         if kind_of(trainer) is not None:
             figures = [ScoredStep(trainer, batch).measure() for batch in scored_batches(trainer, batches)]
         else:
@@ -300,6 +301,20 @@ def _batches(trainer: Any, count: int) -> Iterator[tuple[Batch, list[Any]]]:
         trainer.data_collator = collator
     for batch, features in zip(found, seen, strict=False):
         yield dict(trainer._prepare_inputs(dict(batch))), features
+
+
+@contextmanager
+def _model_of_train(trainer: Any) -> Iterator[None]:
+    """Inside, a trainer has a model as ``train()`` will make it, if it makes one."""
+    if getattr(trainer, "model_init", None) is None:
+        yield
+        return
+    before = trainer.model, trainer.model_wrapped
+    trainer.model = trainer.model_wrapped = trainer.call_model_init().to(trainer.args.device)
+    try:
+        yield
+    finally:
+        trainer.model, trainer.model_wrapped = before
 
 
 @contextmanager

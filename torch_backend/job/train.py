@@ -158,9 +158,10 @@ def _audit(report: AuditReport | None) -> Audit:
     assert report is not None
     return Audit(
         exact=report.verdict == "exact",
-        line=f"max relative error against each document alone: logits {report.logits:.0e}, loss {report.loss:.0e}, "
-        f"gradients {report.gradients:.0e} (tolerance {report.tolerance:.0e}); perturbing one document changes the "
-        f"others by {f'{report.leak:.0e}' if report.leak else '0 (no leak)'}",
+        line=f"max relative error against each document alone: logits {report.logits:.0e} (allowed "
+        f"{report.allowed_logits:.0e}), loss {report.loss:.0e} ({report.allowed_loss:.0e}), gradients "
+        f"{report.gradients:.0e} ({report.allowed_gradients:.0e}); perturbing one document changes the others by "
+        f"{f'{report.leak:.0e}' if report.leak else '0 (no leak)'}",
     )
 
 
