@@ -106,7 +106,7 @@ def test_patch_proves_a_classifier_and_the_proof_can_fail(monkeypatch: pytest.Mo
     from torch_backend.hf.document_rows import DocumentRows
 
     model = classifier("qwen3")
-    assert torch_backend.audit(model).verdict == "exact"
+    assert torch_backend.audit(model, patched=True).verdict == "exact"
     stock = DocumentRows.keep_last
 
     def of_the_next_document(self: Any, input_ids: Any, pad_id: Any) -> None:
@@ -114,7 +114,7 @@ def test_patch_proves_a_classifier_and_the_proof_can_fail(monkeypatch: pytest.Mo
         self.index = self.index.roll(1, 0)
 
     monkeypatch.setattr(DocumentRows, "keep_last", of_the_next_document)
-    assert torch_backend.audit(model).verdict == "contaminated"
+    assert torch_backend.audit(model, patched=True).verdict == "contaminated"
 
 
 def test_the_loss_is_a_share_of_the_steps_mean_however_documents_are_split() -> None:
