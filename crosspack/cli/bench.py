@@ -23,7 +23,7 @@ from crosspack.cli.progress import counted
 from crosspack.cli.tables import lengths_table
 from crosspack.cli.train import warn_if_busy
 from crosspack.encoding.text import Policy
-from packing_core.errors import ContaminationError, PackingError
+from packing_core.errors import ContaminationError, PackingError, plural
 from packing_core.extras import loaded, registered
 from packing_core.planning.plan import plan as make_plan
 from packing_core.training.job import Measured, Options, TrainJob
@@ -83,20 +83,20 @@ def bench(
         on_phase=lambda line: OUT.print(line, style="dim", highlight=False),
     )
     measured = list(race(job, seconds))
+    ours = measured[-1]
     OUT.print(_table(measured))
     OUT.print(
-        "Real tokens per second of the median optimizer step; the ways take their steps in turn. Error: the first "
-        "batch's logits against each document alone in float32, by the largest logit. Stock packing: rows with "
-        "restarting position_ids and no mask.",
+        "Real tokens per second of the median optimizer step; the ways take their steps in turn. Error: logits of "
+        f"{plural(ours.judged, 'row')} of several documents against each document alone in float32, by the largest "
+        "logit, in the worst row. Stock packing: rows with restarting position_ids and no mask.",
         style="dim",
         highlight=False,
     )
     warn_if_busy(max((m.cpu for m in measured if m.cpu is not None), default=None))
     figures([{**_plain(asdict(m)), "verdict": m.verdict} for m in measured])
-    ours = measured[-1]
     if ours.failure:
         raise PackingError(f"{ours.way}: {ours.failure}")
-    if ours.verdict != "exact":
+    if ours.verdict == "contaminated":
         raise ContaminationError(
             f"packed documents see each other: max logit error {ours.difference:.0e}, tolerance {ours.allowed:.0e}"
         )
@@ -115,6 +115,8 @@ def _table(measured: list[Measured]) -> Table:
         memory = "-" if each.peak_bytes is None else f"{each.peak_bytes / 2**30:.1f} GiB"
         colour = {"exact": "green", "contaminated": "red"}.get(each.verdict, "yellow")
         error = escape(each.failure) or f"max logit error {each.difference:.0e} (tolerance {each.allowed:.0e})"
+        if each.verdict == "not judged":
+            error = "no row holds two documents"
         rate = "-" if each.failure else f"{each.tokens_per_second:,.0f}"
         table.add_row(each.way, rate, ratio, memory, f"[{colour}]{each.verdict}[/]: {error}")
     return table

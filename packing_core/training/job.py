@@ -300,9 +300,10 @@ class Measured:
         way: its name in the table.
         tokens_per_second: real tokens of a whole optimizer step over its time, the median of all steps.
         peak_bytes: device memory at most; None where the device does not count it.
-        difference: of the first batch's logits from those of each document alone in float32, by the largest logit.
+        difference: of the worst row's logits from those of each document alone in float32, by the largest logit.
         allowed: the difference that rounding explains.
         failure: why there are no figures.
+        judged: rows of several documents whose logits were compared with those of each document alone.
         cpu: as in :class:`TrainResult`, of all ways together.
     """
 
@@ -312,12 +313,15 @@ class Measured:
     difference: float = float("inf")
     allowed: float = 0.0
     failure: str = ""
+    judged: int = 0
     cpu: float | None = None
 
     @property
     def verdict(self) -> str:
         if self.failure:
             return "failed"
+        if not self.judged:
+            return "not judged"
         return "exact" if self.difference <= self.allowed else "contaminated"
 
 

@@ -1,9 +1,9 @@
 """What ``crosspack bench`` measures with torch: a model on its data, padded, packed by stock transformers, and patched.
 
-A TrainJob -> the model, once per way -> the first row's logits against each document alone -> optimizer steps, which
-the ways take in turn so that other load on the machine slows all of them alike -> one Measured per way, with the rate
-of its median step. A way is exact if its logits are as near to those of the documents alone in float32 as the documents
-alone are in the precision that is timed, rounding counted twice.
+A TrainJob -> the model, once per way -> logits of a few rows with several documents against each document alone ->
+optimizer steps, which the ways take in turn so that other load on the machine slows all of them alike -> one Measured
+per way, with the rate of its median step. A way is exact if its logits are as near to those of the documents alone in
+float32 as the documents alone are in the precision that is timed, rounding counted twice.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "stock packed, use_cache=False": {"use_cache": False},
     OURS: {"use_cache": False},
 }
+JUDGED = 3  # rows whose logits are compared, each of two documents at least
 _ROUNDINGS = 2.0
 _FLOOR = 1e-5  # of the largest logit: rounding of float32 itself
 
@@ -72,7 +73,7 @@ def _measure(
         computing = _precision(job, device)
         with memory.counted():
             model = model.to(device).train()
-            difference, allowed = _exactness(model, job, way, device, computing)
+            judged, difference, allowed = _exactness(model, job, way, device, computing)
             _release(device)
         memory.peak = 0  # of training alone
         loss = _patched_loss(model) if way == OURS else _stock_loss(model, WAYS[way])
@@ -101,6 +102,7 @@ def _measure(
         way,
         tokens_per_second=median(rates),  # what is compiled or allocated once, for a new length, does not come again
         peak_bytes=memory.peak or None,
+        judged=judged,
         difference=difference,
         allowed=allowed,
         cpu=clock.cpu if device.type == "cpu" else None,
@@ -109,15 +111,26 @@ def _measure(
 
 def _exactness(
     model: Any, job: TrainJob, way: str, device: torch.device, computing: Callable[[], AbstractContextManager[Any]]
-) -> tuple[float, float]:
-    """How far the first batch's logits are from those of its documents alone, and may be; leaves the model patched."""
-    alone, allowed = _alone(model, job, device, computing)
+) -> tuple[int, float, float]:
+    """Compares logits of rows with those of their documents alone, and leaves the model patched.
+
+    A row of one document shows nothing: whatever a way does between documents, it does not do there.
+
+    Returns:
+        How many rows were compared, how far the worst is off, and how far it may be.
+    """
+    steps = [step for step, plan in enumerate(job.schedule.steps) if len(plan.length) > 1][:JUDGED]
+    truths = [_alone(model, job, step, device, computing) for step in steps]
     if way == OURS:
         patch(model, implementation=job.attention)
-    with torch.no_grad(), computing():
-        found = _logits(model, next(_inputs(job, way, 0, device)), way)
-    order = job.schedule.batches(0, "padded")[0].tolist() if way == "padded" else range(len(alone))
-    return _difference(found, [alone[document] for document in order]), allowed
+    found = []
+    for step, (alone, allowed) in zip(steps, truths, strict=True):
+        with torch.no_grad(), computing():
+            logits = _logits(model, next(_inputs(job, way, step, device)), way)
+        order = job.schedule.batches(step, "padded")[0].tolist() if way == "padded" else range(len(alone))
+        found.append((_difference(logits, [alone[document] for document in order]), allowed))
+    difference, allowed = max(found, key=lambda each: each[0] - each[1], default=(float("nan"), 0.0))
+    return len(found), difference, allowed
 
 
 def _release(device: torch.device) -> None:
@@ -141,10 +154,14 @@ def _inputs(job: TrainJob, way: str, step: int, device: torch.device) -> Iterato
 
 
 def _alone(
-    model: nn.Module, job: TrainJob, device: torch.device, computing: Callable[[], AbstractContextManager[Any]]
+    model: nn.Module,
+    job: TrainJob,
+    step: int,
+    device: torch.device,
+    computing: Callable[[], AbstractContextManager[Any]],
 ) -> tuple[list[Tensor], float]:
-    """Logits of the first step's documents, each alone, in float32, and how far a run of them may be off."""
-    plan, documents = job.schedule.steps[0], job.schedule.corpus.documents
+    """Logits of a step's documents on the host, each alone, in float32, and how far a run of them may be off."""
+    plan, documents = job.schedule.steps[step], job.schedule.corpus.documents
     begins = documents.offsets[plan.source] + plan.start
     spans = zip(begins.tolist(), plan.length.tolist(), strict=True)
     ids = [
@@ -152,18 +169,18 @@ def _alone(
         for begin, n in spans
     ]
     with torch.no_grad():
-        exact = [model(input_ids=each, use_cache=False).logits[0].float() for each in ids]
+        exact = [model(input_ids=each, use_cache=False).logits[0].float().cpu() for each in ids]
         with computing():
-            rounded = [model(input_ids=each, use_cache=False).logits[0].float() for each in ids]
+            rounded = [model(input_ids=each, use_cache=False).logits[0].float().cpu() for each in ids]
     return exact, _ROUNDINGS * _difference(rounded, exact) + _FLOOR
 
 
 def _logits(model: nn.Module, batch: Batch, way: str) -> list[Tensor]:
     """Per document of the batch, in its order."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
-    logits = model(**inputs, **WAYS[way]).logits.float()
+    logits = model(**inputs, **WAYS[way]).logits.float().cpu()
     if way == "padded":
-        return [row[mask.bool()] for row, mask in zip(logits, batch["attention_mask"], strict=True)]
+        return [row[mask.bool()] for row, mask in zip(logits, batch["attention_mask"].cpu(), strict=True)]
     starts = (batch["position_ids"].flatten() == 0).nonzero().flatten().tolist()
     ends = [*starts[1:], logits.shape[1]]
     return [logits[0, start:end] for start, end in zip(starts, ends, strict=True)]
