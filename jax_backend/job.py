@@ -33,7 +33,7 @@ from jax_backend.training.objective import cast_weights
 from jax_backend.training.train_step import BATCH_KEYS, TrainState, TrainStep, make_train_step
 from packing_core.batches.batch import PackedBatch
 from packing_core.batches.stored import IGNORE_INDEX
-from packing_core.errors import PackingError, UnsupportedError
+from packing_core.errors import ContaminationError, PackingError, UnsupportedError
 from packing_core.extras import require
 from packing_core.training.checkpoints import newest_checkpoint, save_checkpoint
 from packing_core.training.job import Audit, StepRecord, TrainJob, TrainResult, honours
@@ -50,15 +50,18 @@ def train(job: TrainJob) -> TrainResult:
 
     Raises:
         PackingError: the model cannot be loaded, the flax decoder does not compute it, or it does not fit the data.
+        ContaminationError: documents that are packed together see each other; nothing was trained.
     """
     devices = _devices(job)
     mesh = Mesh(np.reshape(devices, list(job.mesh.values())), list(job.mesh)) if job.mesh else None
     with jax.default_device(devices[0]):
         train_step, config, model = _begin(job, mesh)
         job.check_vocabulary(config.vocab_size)
-        records = in_turn({run: _Loop(job, run, train_step).run() for run in job.runs})
         job.on_phase("auditing the packed model")
         verdict = audit(model or _judged(job, config))
+        if not verdict.exact:
+            raise ContaminationError(f"audit: documents that are packed together see each other: {verdict.line}")
+        records = in_turn({run: _Loop(job, run, train_step).run() for run in job.runs})
         peak = (devices[0].memory_stats() or {}).get("peak_bytes_in_use")
         spread = f", {len(devices)} devices ({', '.join(f'{k}={v}' for k, v in job.mesh.items())})" if mesh else ""
         return TrainResult(

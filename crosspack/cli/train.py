@@ -227,6 +227,8 @@ def train(
             )
         )
         progress.stop()
+        if not result.audit.exact:  # nothing is published
+            raise ContaminationError(f"audit: documents that are packed together see each other: {result.audit.line}")
         OUT.print(f"attention: {result.attention} on {result.device}", highlight=False)
         warn_if_busy(result.cpu)
         if compare:
@@ -250,8 +252,6 @@ def train(
             OUT.print("nothing is kept: pass --output to keep the model")
     if leads:
         figures(about)
-    if not result.audit.exact:
-        raise ContaminationError(f"audit: documents that are packed together see each other: {result.audit.line}")
     OUT.print(f"audit: [green]exact[/]: {result.audit.line}", highlight=False)
 
 

@@ -77,7 +77,7 @@ def test_an_nnx_model_is_judged_without_its_dropout() -> None:
 
 
 def test_a_model_that_gives_no_logits_is_refused() -> None:
-    with pytest.raises(LayoutError, match=r"gives \(2, 128\) for inputs \[B, S\] = .*: return logits \[B, S, V\]"):
+    with pytest.raises(LayoutError, match=r"gives \(2, 640\) for inputs \[B, S\] = .*: return logits \[B, S, V\]"):
         audit({"w": jnp.ones(3)}, call=lambda params, batch: batch["input_ids"] * params["w"].sum())
 
 
