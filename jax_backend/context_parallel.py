@@ -1,8 +1,9 @@
 """Context parallelism: the tokens of a row are split over devices, and segments cross the cuts.
 
 Data flows segment ids -> `balance_tokens` (on the host: which chunk of the row goes to which device) ->
-`reorder_tokens` -> `context_attention`, in which each device's queries meet the keys of all devices: gathered at once,
-or passed around a ring and merged. Shape letters: B rows, S tokens of a row, P chunks of a row.
+`reorder_tokens` -> `context_attention`, in which every device numbers the segments of whole rows, and its queries meet
+the keys of all devices: gathered at once, or passed around a ring and merged. Shape letters: B rows, S tokens of a row,
+P chunks of a row.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_backend.attention import merge_attention, segment_attention
+from jax_backend.segments import checked_ids, find_segments, is_concrete, run_numbers
 from packing_core.errors import LayoutError, PackingError
 
 METHODS = ("all_gather_kv", "ring")
@@ -71,8 +73,12 @@ def reorder_tokens(batch: Mapping[str, Any], chunk_starts: np.ndarray) -> dict[s
     """The arrays [B, S, ...] of a batch with their tokens in the order of the chunks.
 
     Positions and shifted targets travel with their tokens; nothing but attention looks at a token's neighbours.
+
+    Raises:
+        LayoutError: the chunks are not those of `balance_tokens`.
     """
     tokens = next(iter(batch.values())).shape[1]
+    _check_starts(chunk_starts, tokens)
     order = (np.asarray(chunk_starts)[:, None] + np.arange(tokens // len(chunk_starts))).reshape(-1)
     return {name: array[:, order] for name, array in batch.items()}
 
@@ -95,15 +101,15 @@ def context_attention(
     """`segment_attention` of rows whose tokens are split over an axis of ``mesh``; differentiable.
 
     Args:
-        q, k, v, segment_ids: as of `segment_attention`, whole or already sharded; inside ``jit`` too. Every segment
-            of a row has an id of its own.
+        q, k, v, segment_ids: as of `segment_attention`, whole or already sharded; inside ``jit`` too.
         mesh: holds ``axis``, over which tokens are split.
         rows: the axis or axes over which rows are split too.
         heads: the axis over which heads are split too.
         method: "all_gather_kv" gathers all keys and values on each device: one collective, memory of whole rows of
             keys. "ring" passes them around: memory of two shards of keys.
         chunk_starts: [P], what `balance_tokens` returned, for tokens in the order of `reorder_tokens`; new values never
-            recompile. None for tokens in their natural order, which leaves devices idle.
+            recompile, and traced ones that are no such order make all outputs NaN. None for tokens in their natural
+            order, which leaves devices idle.
         sinks: [N], as of `segment_attention`.
         options: ``causal``, ``window``, ``softcap``, ``scale``, ``implementation`` of `segment_attention`.
 
@@ -111,7 +117,8 @@ def context_attention(
         [B, S, N, E], split as q.
 
     Raises:
-        LayoutError: the tokens do not divide over the axis, or the chunks do not.
+        LayoutError: the tokens do not divide over the axis, or the chunks do not, or (concrete values) the chunks are
+            not those of `balance_tokens`.
         PackingError: an unknown method, or an axis that the mesh lacks.
     """
     if method not in METHODS:
@@ -125,10 +132,12 @@ def context_attention(
             f"{tokens} tokens in {len(starts)} chunks do not divide over the {shards} devices of axis {axis!r}: "
             "pad the rows to a multiple"
         )
+    _check_starts(starts, tokens)
+    segment_ids = checked_ids("segment_ids", segment_ids, q.shape[:2])
     local = partial(_gathered if method == "all_gather_kv" else _ring, axis=axis, shards=shards, options=options)
     by_head, by_token = P(rows, axis, heads), P(rows, axis)
     run = jax.shard_map(
-        partial(_with_sinks, local),
+        partial(_with_sinks, local, axis),
         mesh=mesh,
         in_specs=(by_head, by_head, by_head, by_token, P(), P(heads)),
         out_specs=by_head,
@@ -138,12 +147,38 @@ def context_attention(
 
 
 def _with_sinks(
-    local: Any, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array, starts: jax.Array, sinks: Any
+    local: Any, axis: str, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array, starts: jax.Array, sinks: Any
 ) -> Any:
     out, lse = local(q, k, v, ids, starts)
     if sinks is not None:  # what the sink leaves of every weight, as in segment_attention
         out = out * jax.nn.sigmoid(lse - sinks.astype(jnp.float32))[..., None]
-    return out.astype(q.dtype)
+    chunks = jnp.sort(starts) == jnp.arange(len(starts)) * (ids.shape[1] * lax.axis_size(axis) // len(starts))
+    return (out * jnp.where(chunks.all(), 1.0, jnp.nan)).astype(q.dtype)
+
+
+def _check_starts(starts: Any, tokens: int) -> None:
+    """Raises if known values do not name every chunk of the row once."""
+    size = max(tokens // len(starts), 1)
+    if is_concrete(starts) and not np.array_equal(np.sort(starts), np.arange(0, tokens, size)):
+        raise LayoutError(
+            f"chunk_starts must hold the first token of each of {len(starts)} chunks of {size} tokens, each chunk "
+            f"once, got {np.asarray(starts).tolist()}: pass what balance_tokens returned for these rows"
+        )
+
+
+def _numbered(ids: jax.Array, starts: jax.Array, axis: str) -> jax.Array:
+    """One number for each segment of the whole rows in their natural order, int32 [B, S], 0 for padding.
+
+    An id may come again in a row, and only the whole row shows that these are two segments.
+    """
+    return run_numbers(find_segments(_whole(ids, starts, axis)))
+
+
+def _whole(x: jax.Array, starts: jax.Array, axis: str) -> jax.Array:
+    """The tokens of all devices in their natural order."""
+    gathered = lax.all_gather(x, axis, axis=1, tiled=True)
+    parts = gathered.reshape(x.shape[0], len(starts), -1, *x.shape[2:])
+    return jnp.take(parts, jnp.argsort(starts), axis=1).reshape(gathered.shape)
 
 
 def _gathered(
@@ -151,21 +186,15 @@ def _gathered(
 ) -> tuple[jax.Array, jax.Array]:
     """Each device's queries, chunk by chunk, against all keys in their natural order."""
     chunks = len(starts) // shards
-    natural = jnp.argsort(starts)
-
-    def whole(x: jax.Array) -> jax.Array:
-        gathered = lax.all_gather(x, axis, axis=1, tiled=True)
-        parts = gathered.reshape(x.shape[0], len(starts), -1, *x.shape[2:])
-        return jnp.take(parts, natural, axis=1).reshape(gathered.shape)
-
-    keys, values, key_ids = whole(k), whole(v), whole(ids)
+    keys, values, numbers = _whole(k, starts, axis), _whole(v, starts, axis), _numbered(ids, starts, axis)
     mine = lax.dynamic_slice_in_dim(starts, lax.axis_index(axis) * chunks, chunks)
-    parts = [
-        segment_attention(
-            q_chunk, keys, values, id_chunk, kv_segment_ids=key_ids, q_offset=mine[i], return_lse=True, **options
+    parts = []
+    for chunk, start in zip(_cut(q, chunks), mine, strict=True):
+        own = _chunk_of(numbers, start, chunk)
+        attended = segment_attention(
+            chunk, keys, values, own, kv_segment_ids=numbers, q_offset=start, return_lse=True, **options
         )
-        for i, (q_chunk, id_chunk) in enumerate(zip(_cut(q, chunks), _cut(ids, chunks), strict=True))
-    ]
+        parts.append(attended)
     out, lse = (jnp.concatenate(each, axis=1) for each in zip(*parts, strict=True))
     return out, lse
 
@@ -176,12 +205,14 @@ def _ring(
     """Each device's queries against one device's keys at a time, while the keys travel around."""
     chunks = len(starts) // shards
     mine = lax.dynamic_slice_in_dim(starts, lax.axis_index(axis) * chunks, chunks)
-    queries = list(zip(_cut(q, chunks), _cut(ids, chunks), mine, strict=True))
+    numbers = _numbered(ids, starts, axis)
+    queries = list(zip(_cut(q, chunks), mine, strict=True))
     to_next = [(i, (i + 1) % shards) for i in range(shards)]
 
     def meet(visitors: Any) -> Any:
-        keys = list(zip(*(_cut(x, chunks) for x in visitors[:3]), visitors[3], strict=True))
-        return [_merged(_attend(query, key, options) for key in keys) for query in queries]
+        keys, values, key_starts = visitors
+        others = list(zip(_cut(keys, chunks), _cut(values, chunks), key_starts, strict=True))
+        return [_merged(_attend(query, other, numbers, options) for other in others) for query in queries]
 
     def hop(carry: Any, _: None) -> tuple[Any, None]:
         found, visitors = carry
@@ -189,18 +220,23 @@ def _ring(
         met = meet(visitors)
         return ([_merged(pair) for pair in zip(found, met, strict=True)], visitors), None
 
-    own = (k, v, ids, mine)
+    own = (k, v, mine)
     (found, _), _ = lax.scan(hop, (meet(own), own), length=shards - 1)
     out, lse = (jnp.concatenate(each, axis=1) for each in zip(*found, strict=True))
     return out, lse
 
 
-def _attend(query: Any, key: Any, options: Any) -> tuple[jax.Array, jax.Array]:
-    (q, ids, query_start), (k, v, key_ids, key_start) = query, key
+def _attend(query: Any, key: Any, numbers: jax.Array, options: Any) -> tuple[jax.Array, jax.Array]:
+    (q, query_start), (k, v, key_start) = query, key
+    ids, key_ids = _chunk_of(numbers, query_start, q), _chunk_of(numbers, key_start, k)
     out, lse = segment_attention(
         q, k, v, ids, kv_segment_ids=key_ids, q_offset=query_start - key_start, return_lse=True, **options
     )
     return out.astype(jnp.float32), lse  # merged in float32 and rounded once
+
+
+def _chunk_of(numbers: jax.Array, start: jax.Array, tokens: jax.Array) -> jax.Array:
+    return lax.dynamic_slice_in_dim(numbers, start, tokens.shape[1], axis=1)
 
 
 def _merged(parts: Any) -> tuple[jax.Array, jax.Array]:

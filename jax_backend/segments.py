@@ -1,7 +1,7 @@
 """Segment ids in, intervals out: everything the attention implementations know about a packed batch.
 
-A segment is a contiguous run of one nonzero id, so what a query may see is one interval of key indices, and what may
-see a key is one interval of query indices. Data flows
+A segment is a contiguous run of one id that is not padding, so what a query may see is one interval of key indices, and
+what may see a key is one interval of query indices. Data flows
 
     segment_ids [B, S] --find_segments--> Segments (once per batch, shared by all layers)
                        --visible_keys / seeing_queries--> intervals [B, S] under one layer's causal, window and offset
@@ -76,10 +76,11 @@ def find_segments(
     """Locate the segments of packed rows.
 
     Args:
-        segment_ids: integer [B, S]: contiguous runs of ids from 1 on, 0 for padding, which may stand anywhere.
+        segment_ids: integer [B, S]: contiguous runs of ids from 1 on, 0 for padding, which may stand anywhere. Traced
+            ids, whose values cannot be checked, may also hold -1 for padding.
         kv_segment_ids: integer [B, T] ids of the keys, when these are not the queries' own tokens (context
-            parallelism). An id must be one run there. None when queries and keys are the same tokens; then every run is
-            a segment.
+            parallelism). An id must be one run in the whole row, of which these may be a part. None when queries and
+            keys are the same tokens; then every run is a segment.
         max_segments: most segments a row may hold. None for no cap.
 
     Returns:
@@ -87,17 +88,16 @@ def find_segments(
         False``.
 
     Raises:
-        LayoutError: ids are not integers, not two-dimensional, negative, or (concrete values) not contiguous runs.
+        LayoutError: ids are not integers or not two-dimensional, or (concrete values) they are negative, wider than
+            JAX's integers, or not contiguous runs.
         CapacityError: (concrete values) a row holds more than ``max_segments`` segments.
     """
-    _check_ids("segment_ids", segment_ids)
-    ids = jnp.asarray(segment_ids, jnp.int32)
+    ids = checked_ids("segment_ids", segment_ids)
     begin, end, count = _runs(ids)
     if kv_segment_ids is None:
         segments = Segments(begin, end, None, None, count, None)
     else:
-        _check_ids("kv_segment_ids", kv_segment_ids)
-        kv_ids = jnp.asarray(kv_segment_ids, jnp.int32)
+        kv_ids = checked_ids("kv_segment_ids", kv_segment_ids)
         if kv_ids.shape[0] != ids.shape[0]:
             raise LayoutError(
                 f"segment_ids has {ids.shape[0]} rows and kv_segment_ids has {kv_ids.shape[0]}: give both the same"
@@ -165,7 +165,7 @@ def segment_positions(segment_ids: jax.Array) -> jax.Array:
         LayoutError: as for :func:`find_segments`.
     """
     segments = find_segments(segment_ids)
-    at = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
+    at = jnp.arange(segments.key_begin.shape[1], dtype=jnp.int32)
     return jnp.where(segments.key_end > 0, at - segments.key_begin, 0)
 
 
@@ -204,7 +204,7 @@ def _runs(ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     closes = jnp.concatenate([opens[:, 1:], jnp.ones_like(opens[:, :1])], axis=1)
     begin = jax.lax.cummax(jnp.where(opens, at, 0), axis=1)
     end = jax.lax.cummin(jnp.where(closes, at + 1, size), axis=1, reverse=True)
-    real = ids != 0
+    real = is_real(ids)
     count = jnp.sum(opens & real, axis=1, dtype=jnp.int32)
     return jnp.where(real, begin, 0), jnp.where(real, end, 0), count
 
@@ -216,7 +216,7 @@ def _locate(ids: jax.Array, among: jax.Array) -> tuple[jax.Array, jax.Array, jax
     order = jnp.argsort(among, stable=True)
     ordered = among[order]
     left = jnp.searchsorted(ordered, ids, side="left")
-    size = jnp.where(ids == 0, 0, jnp.searchsorted(ordered, ids, side="right") - left)
+    size = jnp.where(is_real(ids), jnp.searchsorted(ordered, ids, side="right") - left, 0)
     begin = order[jnp.minimum(left, among.size - 1)]
     last = order[jnp.maximum(left + size - 1, 0)]
     one_run = jnp.all((size == 0) | (last - begin + 1 == size))
@@ -224,12 +224,34 @@ def _locate(ids: jax.Array, among: jax.Array) -> tuple[jax.Array, jax.Array, jax
     return begin, (begin + size).astype(jnp.int32), one_run
 
 
-def _check_ids(name: str, ids: jax.Array) -> None:
+def is_real(segment_ids: jax.Array) -> jax.Array:
+    """Marks the tokens that are not padding, bool of the ids' shape: padding is 0, and -1 where ids are traced."""
+    real = segment_ids != 0
+    return real if jnp.issubdtype(segment_ids.dtype, jnp.unsignedinteger) else real & (segment_ids != -1)
+
+
+def checked_ids(name: str, ids: jax.Array | np.ndarray, shape: tuple[int, ...] | None = None) -> jax.Array:
+    """Returns segment ids as a JAX array [B, S] with the values that they have.
+
+    Raises:
+        LayoutError: they are not integers or not of ``shape``, or (concrete values) one is negative, or JAX would wrap
+            it to fewer bits.
+    """
     if getattr(ids, "ndim", None) != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
         found = f"{ids.dtype} {ids.shape}" if hasattr(ids, "dtype") else type(ids).__name__
         raise LayoutError(f"{name} must be integers of shape [B, S], got {found}: batch.segment_ids has that shape")
-    if is_concrete(ids) and ids.size and (least := int(np.asarray(ids).min())) < 0:
-        raise LayoutError(f"{name} holds {least}: ids count from 1 and 0 is padding")
+    if shape is not None and ids.shape != shape:
+        raise LayoutError(f"{name} must have shape [B, S] = {shape}, got {ids.shape}")
+    if is_concrete(ids) and ids.size:
+        values = np.asarray(ids)
+        if (least := int(values.min())) < 0:
+            raise LayoutError(f"{name} holds {least}: ids count from 1 and 0 is padding")
+        kept = jax.dtypes.canonicalize_dtype(ids.dtype)
+        if (most := int(values.max())) > jnp.iinfo(kept).max:
+            raise LayoutError(
+                f"{name} holds {most}, which JAX would wrap to {kept}: number the segments of a row 1, 2, 3 and so on"
+            )
+    return jnp.asarray(ids)
 
 
 def is_concrete(x: jax.Array) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jax_backend.segments import segment_starts
+from jax_backend.segments import checked_ids, is_real, segment_starts
 from packing_core.errors import LayoutError
 
 IGNORED = -100
@@ -28,14 +28,15 @@ def shift_labels(labels: jax.Array, segment_ids: jax.Array, *, ignore_index: int
         [B, S] in the dtype of labels, ``ignore_index`` where there is no target.
 
     Raises:
-        LayoutError: the shapes differ.
+        LayoutError: the shapes differ, or the ids break a rule of :func:`find_segments`.
     """
     if labels.shape != segment_ids.shape or labels.ndim != 2:
         raise LayoutError(f"labels {labels.shape} and segment_ids {segment_ids.shape} must share one shape [B, S]")
+    segment_ids = checked_ids("segment_ids", segment_ids)
     last = jnp.ones_like(segment_ids[:, :1], bool)
     closes = jnp.concatenate([segment_starts(segment_ids)[:, 1:], last], axis=1)
     following = jnp.concatenate([labels[:, 1:], labels[:, :1]], axis=1)
-    return jnp.where(closes | (segment_ids == 0), ignore_index, following)
+    return jnp.where(closes | ~is_real(segment_ids), ignore_index, following)
 
 
 def packed_cross_entropy(

@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_backend.model.decoder_config import DecoderConfig, LayerKind
 from jax_backend.model.delta_net import GatedDeltaNet
 from jax_backend.model.moe import Balance, BiasedExperts, Experts, Router, run_experts
+from jax_backend.segments import is_real
 
 # The name of what policies that keep products keep in a product's place, because a backward reads it and
 # not the product: queries, keys and values as the attention takes them, the sum of a residual, a norm's mean square.
@@ -189,7 +190,7 @@ class Layer(nnx.Module):
         if self.names[1] is None:
             x_BSM = checkpoint_name(x_BSM, IN_PLACE)
         block: MLP | SparseMLP = getattr(self, self.block)
-        y_BSM, balance = block(before_mlp(x_BSM), segment_ids != 0)
+        y_BSM, balance = block(before_mlp(x_BSM), is_real(segment_ids))
         return x_BSM + after_mlp(y_BSM), balance
 
 

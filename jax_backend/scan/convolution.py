@@ -11,7 +11,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jax_backend.segments import segment_positions
+from jax_backend.segments import checked_ids, is_real, segment_positions
 from packing_core.errors import LayoutError, PackingError
 
 
@@ -50,8 +50,7 @@ def causal_conv(
         raise LayoutError(f"x must have shape [B, S, E], got {x.shape}")
     if w.ndim != 2 or w.shape[0] != x.shape[2] or not w.shape[1]:
         raise LayoutError(f"w must have shape [E, W] = ({x.shape[2]}, *), got {w.shape}")
-    if segment_ids.shape != x.shape[:2]:
-        raise LayoutError(f"segment_ids must have shape [B, S] = {x.shape[:2]}, got {segment_ids.shape}")
+    segment_ids = checked_ids("segment_ids", segment_ids, x.shape[:2])
     wanted = (x.shape[0], w.shape[1] - 1, x.shape[2])
     for name, y, shape in (("bias", bias, x.shape[2:]), ("before", before, wanted)):
         if y is not None and y.shape != shape:
@@ -64,7 +63,7 @@ def causal_conv(
     else:
         columns = jnp.arange(x.shape[1])
         positions = positions + jnp.where(positions == columns, wanted[1], 0)  # the first segment began earlier
-    return _convolve(activation, x, w, bias, before, segment_ids != 0, positions)
+    return _convolve(activation, x, w, bias, before, is_real(segment_ids), positions)
 
 
 @partial(jax.checkpoint, static_argnums=0)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jax_backend.scan import chunked_scan
 from jax_backend.scan.chunked_scan import Carry, Inputs, Rule
-from jax_backend.segments import find_segments, run_numbers
+from jax_backend.segments import checked_ids, find_segments, is_real, run_numbers
 from packing_core.errors import LayoutError, UnsupportedError
 
 
@@ -100,8 +100,7 @@ def gated_delta_rule(
     state_shape = (v.shape[0], v.shape[2], q.shape[3], v.shape[3])
     if initial_state is not None and initial_state.shape != state_shape:
         raise LayoutError(f"initial_state must have shape [B, N, D, E] = {state_shape}, got {initial_state.shape}")
-    if segment_ids.shape != q.shape[:2]:
-        raise LayoutError(f"segment_ids must have shape [B, S] = {q.shape[:2]}, got {segment_ids.shape}")
+    segment_ids = checked_ids("segment_ids", segment_ids, q.shape[:2])
     scale = q.shape[3] ** -0.5 if scale is None else scale
     rule = Rule(corrects=True, scale=scale, normalises=normalise)
     out, state = _scan(rule, q, k, v, g, beta, segment_ids, initial_state)
@@ -181,11 +180,10 @@ def ssd(
     state_shape = (*x.shape[:1], *x.shape[2:], B.shape[3])
     if initial_state is not None and initial_state.shape != state_shape:
         raise LayoutError(f"initial_state must have shape [B, H, P, N] = {state_shape}, got {initial_state.shape}")
-    if segment_ids.shape != x.shape[:2]:
-        raise LayoutError(f"segment_ids must have shape [B, S] = {x.shape[:2]}, got {segment_ids.shape}")
+    segment_ids = checked_ids("segment_ids", segment_ids, x.shape[:2])
     step = dt.astype(jnp.float32)
     start = None if initial_state is None else initial_state.mT
-    real = (segment_ids != 0)[..., None]  # A's gradient is a sum over tokens, so that padding is left out here too
+    real = is_real(segment_ids)[..., None]  # A's gradient is a sum over tokens, so that padding is left out here too
     decay = jnp.where(real, step, 0.0) * A.astype(jnp.float32)
     y, state = _scan(Rule(corrects=False, scale=1.0), C, B, x, decay, step, segment_ids, start)
     if D is not None:

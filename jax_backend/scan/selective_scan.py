@@ -10,7 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jax_backend.segments import segment_starts
+from jax_backend.segments import checked_ids, is_real, segment_starts
 from packing_core.errors import LayoutError
 
 
@@ -44,10 +44,11 @@ def selective_scan(
         [B, S, E] in x's dtype, exactly 0 at padding; states are float32.
 
     Raises:
-        LayoutError: the shapes contradict each other.
+        LayoutError: the shapes contradict each other, or the ids break a rule of :func:`find_segments`.
     """
-    _check(x, dt, A, B, C, segment_ids, D, z)
-    real = segment_ids != 0
+    _check(x, dt, A, B, C, D, z)
+    segment_ids = checked_ids("segment_ids", segment_ids, x.shape[:2])
+    real = is_real(segment_ids)
     x_, dt_, A_, B_, C_ = (w.astype(jnp.float32) for w in (x, dt, A, B, C))
     drive = jnp.where(real[..., None, None], (dt_ * x_)[..., None] * _per_channel(B_, x), 0.0)  # [B, S, E, N]
     goes_on = (real & ~segment_starts(segment_ids))[..., None, None]
@@ -78,7 +79,6 @@ def _check(
     A: jax.Array,
     B: jax.Array,
     C: jax.Array,
-    segment_ids: jax.Array,
     D: jax.Array | None,
     z: jax.Array | None,
 ) -> None:
@@ -91,8 +91,6 @@ def _check(
     for name, w, want in (("dt", dt, x.shape), ("z", z, x.shape), ("D", D, (channels,))):
         if w is not None and w.shape != want:
             raise LayoutError(f"{name} must have shape {want}, got {w.shape}")
-    if segment_ids.shape != (rows, tokens):
-        raise LayoutError(f"segment_ids must have shape [B, S] = ({rows}, {tokens}), got {segment_ids.shape}")
     for name, w in (("B", B), ("C", C)):
         plain = w.shape == (rows, tokens, states)
         grouped = w.ndim == 4 and w.shape == (rows, tokens, w.shape[2], states) and w.shape[2] > 0

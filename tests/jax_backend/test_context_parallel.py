@@ -85,6 +85,34 @@ def test_split_tokens_give_what_whole_rows_give(method, axes, balanced, options)
     assert out.sharding.spec[1] == "context", "no device may hold all tokens"
 
 
+@pytest.mark.parametrize("method", ["all_gather_kv", "ring"])
+def test_an_id_that_comes_again_in_a_row_is_another_document(method: str) -> None:
+    #         the cuts of two devices with two chunks each lie at 16, 32 and 48
+    ids = np.array([[1] * 10 + [2] * 14 + [1] * 30 + [2] * 10, [5] * 16 + [0] * 16 + [5] * 32], np.int32)
+    counted = np.array([[1] * 10 + [2] * 14 + [3] * 30 + [4] * 10, [1] * 16 + [0] * 16 + [2] * 32], np.int32)
+    arrays, mesh, weights = operands(), mesh_of(context=2), np.ones((2, S), np.float32)
+    (*wanted, _), wanted_out = gradients(
+        partial(segment_attention, implementation="xla"), arrays, jnp.asarray(counted), weights, None
+    )
+    for starts in (None, np.array([48, 0, 16, 32])):
+        at = np.arange(S) if starts is None else reorder_tokens({"at": np.arange(S)[None]}, starts)["at"][0]
+        attend = partial(context_attention, mesh=mesh, method=method, chunk_starts=starts, implementation="xla")
+        moved = {name: x[:, at] for name, x in arrays.items()}
+        (*found, _), out = gradients(attend, moved, jnp.asarray(ids[:, at]), weights, None)
+        assert_same((found, out), ([np.asarray(x)[:, at] for x in wanted], np.asarray(wanted_out)[:, at]))
+
+
+def test_chunks_that_are_no_order_of_the_row_are_refused_and_nan_when_traced() -> None:
+    arrays, ids = operands(), jnp.asarray(IDS)
+    attend = partial(context_attention, **arrays, segment_ids=ids, mesh=mesh_of(context=2), implementation="xla")
+    for starts in ([0, 0, 16, 32], [0, 16, 32, 40], [1, 2, 3, 0]):
+        with pytest.raises(LayoutError, match=r"first token of each of 4 chunks of 16 tokens, each chunk once, got \["):
+            attend(chunk_starts=np.array(starts))
+        with pytest.raises(LayoutError, match="pass what balance_tokens returned"):
+            reorder_tokens({"at": IDS}, np.array(starts))
+        assert np.isnan(jax.jit(lambda starts: attend(chunk_starts=starts))(jnp.asarray(starts))).all()
+
+
 def test_balanced_chunks_give_every_device_about_as_many_visible_pairs() -> None:
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(5.5, 1.0, 400), 8, 4096).astype(int)

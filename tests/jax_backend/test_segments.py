@@ -9,6 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_backend import (
+    causal_conv,
+    gated_delta_rule,
+    segment_attention,
+    selective_scan,
+    shift_labels,
+    ssd,
+)
 from jax_backend.segments import (
     find_segments,
     packed_offsets,
@@ -132,6 +140,12 @@ def test_a_new_segmentation_of_a_shape_is_not_traced_again() -> None:
         (np.zeros((1, 4), np.float32), r"got float32 \(1, 4\)"),
         ([[1, 1]], "got list"),
         (np.array([[1, -1]]), "segment_ids holds -1: ids count from 1 and 0 is padding"),
+        (
+            np.array([[1, 2**32 + 1]]),
+            "segment_ids holds 4294967297, which JAX would wrap to int32: number the segments",
+        ),
+        (np.array([[2**32, 2**33]]), "segment_ids holds 8589934592, which JAX would wrap to int32"),
+        (np.array([[2**63]], np.uint64), "which JAX would wrap to uint32"),
     ],
 )
 def test_what_is_not_segment_ids_raises(ids: object, message: str) -> None:
@@ -142,3 +156,33 @@ def test_what_is_not_segment_ids_raises(ids: object, message: str) -> None:
 def test_rows_of_keys_and_queries_must_agree() -> None:
     with pytest.raises(LayoutError, match="segment_ids has 1 rows and kv_segment_ids has 2"):
         find_segments(np.ones((1, 4), np.int32), np.ones((2, 4), np.int32))
+
+
+OPERATIONS = {
+    "attention": lambda ids, x: segment_attention(x, x, x, ids),
+    "delta rule": lambda ids, x: gated_delta_rule(x, x, x, -(x[..., 0] ** 2), x[..., 0], ids),
+    "ssd": lambda ids, x: ssd(x, x[..., 0] ** 2, -jnp.ones(2), x, x, ids),
+    "selective scan": lambda ids, x: selective_scan(
+        x[:, :, 0], x[:, :, 1] ** 2, -jnp.ones((4, 4)), x[:, :, 0], x[:, :, 1], ids
+    ),
+    "convolution": lambda ids, x: causal_conv(x[:, :, 0], jnp.ones((4, 3)), ids),
+    "targets": lambda ids, x: shift_labels(jnp.arange(ids.size).reshape(ids.shape), ids),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_every_operation_reads_ids_by_the_same_rules(operation: str) -> None:
+    run, x = OPERATIONS[operation], jnp.asarray(np.random.default_rng(0).standard_normal((1, 8, 2, 4)), jnp.float32)
+    #                 . 1 1 2 2 2 . .
+    ids = np.array([[0, 1, 1, 2, 2, 2, 0, 0]])
+    wanted = np.asarray(run(jnp.asarray(ids), x))
+    traced = jax.jit(run)
+    np.testing.assert_array_equal(traced(np.where(ids == 0, -1, ids).astype(np.int32), x), traced(ids, x))
+    np.testing.assert_array_equal(run(ids.astype(np.uint8) + 253 * (ids == 2).astype(np.uint8), x), wanted)
+    with pytest.raises(LayoutError, match="which JAX would wrap to int32"):
+        run(np.where(ids == 2, 2**32 + 1, ids), x)
+    with pytest.raises(LayoutError, match="which JAX would wrap to int32"):
+        jax.jit(lambda x: run(np.where(ids == 2, 2**32, ids), x))(x)
+    with jax.enable_x64(True):
+        wide = jnp.asarray(np.where(ids == 2, 2**32 + 1, ids))
+        np.testing.assert_allclose(run(wide, x), wanted, rtol=1e-5, atol=1e-6)
