@@ -77,10 +77,10 @@ class Reference(DocumentMethods, ScanMethods):
 
     def visible(self, segment_ids: Array, causal: bool, window: int | None) -> Array:
         """bool ``[B, S, S]``: whether a query (axis 1) sees a key (axis 2)."""
-        ids = segment_ids
-        column = np.arange(ids.shape[1])
+        run = np.cumsum(np.diff(segment_ids, axis=1, prepend=0) != 0, axis=1)  # an id may come again in its row
+        column = np.arange(segment_ids.shape[1])
         ahead = column[:, None] - column  # query minus key
-        seen: Array = (ids[:, :, None] == ids[:, None, :]) & (ids[:, :, None] > 0)
+        seen: Array = (run[:, :, None] == run[:, None, :]) & (segment_ids[:, :, None] > 0)
         if causal:
             seen = seen & (ahead >= 0)
         if window is not None:

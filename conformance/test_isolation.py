@@ -15,11 +15,13 @@ from conformance.draws import (
     LONG_DOCUMENTS,
     LONG_ROW,
     MANY_DOCUMENTS,
+    PADDED,
     PAST_64,
     TILES,
     AttentionCase,
     DecoderCase,
     LossCase,
+    Rows,
     ScanCase,
     altered,
     documents,
@@ -150,3 +152,17 @@ def test_any_segment_ids(judge: Judge) -> None:
     ids = np.where(counted > 0, everywhere * 48_611 % 65_521 + 1, 0)
     answer = judge.ask_attention(case, judge.dtype, ids=ids)
     judge.within(answer, oracle.attention(case, judge.dtype), counted, judge.dtype)
+
+
+@requirement("ISO-14")
+@pytest.mark.parametrize("rows", [FOUR_ROWS, PADDED], ids=["between segments", "behind padding"])
+def test_an_id_that_comes_again(judge: Judge, rows: Rows) -> None:
+    judge.promised("attention", "arbitrary_ids")
+    counted = segment_ids(rows)
+    # Two ids in turn; those of the second and the third segment of PADDED, between which padding stands, are one.
+    turn = np.where(counted > 2, counted + 1, counted) if rows is PADDED else counted
+    ids = np.where(counted > 0, turn % 2 + 1, 0)
+    ranks = (1, 4) if "context_parallel" in judge.backend.capabilities.options else (1,)
+    for case in (AttentionCase(rows, context_ranks=n) for n in ranks):
+        answer = judge.ask_attention(case, judge.dtype, ids=ids)
+        judge.within(answer, oracle.attention(case, judge.dtype), counted, judge.dtype)

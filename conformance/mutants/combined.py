@@ -181,6 +181,15 @@ class UnsortedIdsJoined(Mutant, rejected_by="ISO-13"):
         return super().visible(risen, causal, window)
 
 
+class RepeatedIdsJoined(Mutant, rejected_by="ISO-14"):
+    """Tokens of one id are one segment, wherever they stand in the row."""
+
+    def visible(self, segment_ids: Array, causal: bool, window: int | None) -> Array:
+        sees: Array = super().visible(np.ones_like(segment_ids), causal, window)
+        alike = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (segment_ids[:, :, None] > 0)
+        return sees & alike
+
+
 class PaddingSpreadsNaN(Mutant, rejected_by="PAD-10"):
     """Padding weighs 0, and 0 times NaN is NaN."""
 

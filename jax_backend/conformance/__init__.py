@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from jax_backend.attention import IMPLEMENTATIONS, segment_attention
 from jax_backend.batches import to_batch
@@ -28,6 +28,7 @@ from jax_backend.compilation import compile_quickly
 from jax_backend.conformance.operations import out_and_gradients
 from jax_backend.conformance.reductions import DocumentMethods, arithmetic
 from jax_backend.conformance.scans import ScanMethods
+from jax_backend.context_parallel import context_attention
 from jax_backend.losses.cross_entropy import packed_cross_entropy, shift_labels
 from jax_backend.model import weights
 from jax_backend.model.decoder import Decoder, DecoderConfig
@@ -314,17 +315,9 @@ def _attend(operands: dict[str, Any], segment_ids: jax.Array, **options: Any) ->
 
 
 def _attend_in_slices(operands: dict[str, Any], segment_ids: jax.Array, *, ranks: int, **options: Any) -> jax.Array:
-    """Every rank holds neighbouring tokens of all rows and gathers the keys of the others."""
-    tokens, mesh = PartitionSpec(None, "context"), Mesh(np.array(jax.devices()[:ranks]), ("context",))
-    sinks = operands.get("sinks")
-
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
-        k, v, kv_ids = (jax.lax.all_gather(x, "context", axis=1, tiled=True) for x in (k, v, ids))
-        offset = jax.lax.axis_index("context") * q.shape[1]
-        return segment_attention(q, k, v, ids, kv_segment_ids=kv_ids, q_offset=offset, sinks=sinks, **options)
-
-    sliced = jax.shard_map(local, mesh=mesh, in_specs=(tokens,) * 4, out_specs=tokens, check_vma=False)
-    return sliced(operands["q"], operands["k"], operands["v"], segment_ids)
+    """Every rank holds neighbouring tokens of all rows, and keys travel around."""
+    mesh = Mesh(np.array(jax.devices()[:ranks]), ("context",))
+    return context_attention(**operands, segment_ids=segment_ids, mesh=mesh, method="ring", **options)
 
 
 def _turn(operands: dict[str, Any], position_ids: jax.Array, inv_freq: jax.Array, *, interleaved: bool) -> jax.Array:

@@ -80,7 +80,7 @@ class Backend:
             k: ``[B, S, K, D]``; K below H takes the option "gqa" (query head h reads head ``h // (H // K)``).
             v: ``[B, S, K, E]``; E below D takes the option "narrow_values".
             segment_ids: ``[B, S]``. With the option "arbitrary_ids" also ids that are positive and constant over a
-                segment and otherwise anything: global over the rows, unsorted, beyond S.
+                segment and otherwise anything: global over the rows, unsorted, beyond S, the same in two segments.
             causal: False takes the option "bidirectional".
             window: keys visible to a query, its own included, counted inside the segment.
             sinks: ``[H]`` logits.

@@ -3,8 +3,13 @@
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
 from pathlib import Path
+
+import numpy as np
 
 from conformance.reference import Reference
 from packing_core.errors import UnsupportedError
@@ -28,6 +33,30 @@ class Modest(Reference):
         if sinks is not None or dtype != "float32":
             raise UnsupportedError("neither sinks nor narrow dtypes")
         return super().attention(*args, dtype=dtype, **kwargs)
+
+
+def joining() -> dict[str, Callable[[], Backend]]:
+    """The adapters of torch and JAX with tokens of one id side by side, so that runs of an id are one segment."""
+
+    def joined(family: str, name: str) -> Backend:
+        backend = import_module(f"{family}.conformance").backends()[name]()
+        attention = backend.attention
+
+        def attend(q, k, v, segment_ids, *, dout=None, **options):
+            order = np.argsort(segment_ids, axis=1, kind="stable")
+            back = np.argsort(order, axis=1)
+
+            def moved(x, to):
+                return None if x is None else np.take_along_axis(x, to.reshape(to.shape + (1,) * (x.ndim - 2)), axis=1)
+
+            given = (moved(x, order) for x in (q, k, v, segment_ids))
+            out, gradients = attention(*given, dout=moved(dout, order), **options)
+            return moved(out, back), {name: moved(x, back) for name, x in gradients.items()}
+
+        backend.attention = attend
+        return backend
+
+    return {"torch": partial(joined, "torch_backend", "sdpa"), "jax": partial(joined, "jax_backend", "xla")}
 
 
 class Boastful(Reference):

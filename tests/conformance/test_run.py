@@ -118,6 +118,14 @@ def test_what_is_declared_and_refused_fails(tmp_path):
     assert outcome.code == 1 and "attention is declared and refused: no sinks after all" in outcome.output
 
 
+def test_an_adapter_of_torch_or_jax_that_joins_runs_of_an_id_fails(tmp_path):
+    outcome = run(tmp_path, f"--backend={HERE}:joining", *only("ISO-13", "ISO-14"))
+    assert outcome.code == 1
+    for name in ("torch", "jax"):
+        verdicts = [status(outcome, f"{HERE}:joining:{name}", requirement) for requirement in ("ISO-13", "ISO-14")]
+        assert verdicts == ["pass", "fail"], outcome.output
+
+
 def test_what_is_not_declared_and_served_fails(tmp_path):
     outcome = run(tmp_path, "--backend=conformance.mutants:SoftcapIgnoredUndeclared", *only("MASK-04"))
     assert outcome.code == 1
