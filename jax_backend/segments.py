@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -254,7 +254,7 @@ def checked_ids(name: str, ids: jax.Array | np.ndarray, shape: tuple[int, ...] |
     return jnp.asarray(ids)
 
 
-def is_concrete(x: jax.Array) -> bool:
+def is_concrete(x: Any) -> bool:
     """Returns whether this process can read the values now: ``x`` is neither traced nor partly on another host."""
     return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
 
