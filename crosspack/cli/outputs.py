@@ -16,14 +16,14 @@ import shutil
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
 from uuid import uuid4
 
 from packing_core.errors import PackingError, first_line
-from packing_core.training.files import replace, sync, sync_tree
+from packing_core.training.files import check_own_folder, inside, is_plain, replace, sha256, sync, sync_tree
 
 LISTING, LOCK, TEMPORARY = "crosspack-files.json", ".crosspack-lock", ".crosspack-partial-"
 PART = ".crosspack-part-"  # folders of the parts of a result that are merged later
@@ -43,8 +43,19 @@ class Listed:
 
     @staticmethod
     def of(path: Path, name: str) -> Listed:
-        with open(path, "rb") as file:
-            return Listed(name, os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
+        return Listed(name, path.stat().st_size, sha256(path))
+
+    @staticmethod
+    def read(entry: Any) -> Listed:
+        """
+        Raises:
+            ValueError, TypeError: it is no entry of a listing.
+        """
+        file = Listed(**entry)
+        kinds = isinstance(file.size, int) and isinstance(file.sha256, str)
+        if not (kinds and is_plain(file.name)) or file.name.startswith(TEMPORARY) or file.name in (LISTING, LOCK):
+            raise ValueError(file.name)
+        return file
 
 
 @dataclass
@@ -127,10 +138,47 @@ class _Moves:
 
     @staticmethod
     def read(path: Path) -> _Moves:
-        content = json.loads(path.read_text())
-        return _Moves(
-            content["summary"], content["run"], *([Listed(**file) for file in content[name]] for name in ("old", "new"))
-        )
+        """
+        Raises:
+            PackingError: it is no journal of a publication.
+        """
+        try:
+            content = json.loads(path.read_bytes())
+            old, new = ([Listed.read(file) for file in content[name]] for name in ("old", "new"))
+            moves = _Moves(content["summary"], content["run"], old, new)
+            if content["summary"] not in {file.name for file in new}:
+                raise ValueError
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise PackingError(
+                f"{path} is not a journal that crosspack wrote, and nothing was changed: remove {path.parent}"
+            ) from None
+        return moves
+
+    def check(self, folder: Path, partial: Path, journal: Path, *, overwrite: bool) -> None:
+        """Check that the publication is one of ours that was interrupted, before anything of it is made.
+
+        Raises:
+            PackingError: it would touch a file that crosspack did not write, or its own files are not all there, or it
+                replaces files and ``overwrite`` is not given.
+        """
+        known = {(file.name, file.size, file.sha256) for file in (*self.old, *self.new)}
+        for file in (*self.old, *self.new):
+            path = inside(folder, file.name, journal)
+            if path.exists() and not (path.is_file() and astuple(Listed.of(path, file.name)) in known):
+                raise PackingError(f"{journal} names {path}, which crosspack did not write: move it elsewhere first")
+        coming = {file.name for file in self.new}
+        for file in self.new:
+            found = [path for path in (partial / file.name, folder / file.name) if path.is_file()]
+            if not any(Listed.of(path, file.name) == file for path in found):
+                raise PackingError(f"{journal} names {file.name}, which is not there: remove {journal.parent}")
+        gone = [file.name for file in self.old if file.name not in coming and (folder / file.name).exists()]
+        changed = [file.name for file in self.new if (folder / file.name).exists() and (partial / file.name).exists()]
+        if (gone or changed) and not overwrite:
+            name = (gone or changed)[0]
+            raise PackingError(
+                f"--output {folder}: an interrupted run was about to replace {name} and other files: pass --overwrite, "
+                f"or remove {journal.parent}"
+            )
 
 
 @contextmanager
@@ -184,8 +232,10 @@ def _written(
 ) -> Iterator[Output]:
     work = folder / _WORK
     resumable = run is not None
+    check_own_folder(work)
     if resumable and (work / _MOVES).exists():
         moves = _Moves.read(work / _MOVES)
+        moves.check(folder, work / "result", work / _MOVES, overwrite=overwrite)
         moves.make(folder, work / "result")
         _remove_work(work)
         _remove_stale(folder, None)
@@ -213,6 +263,8 @@ def _remove_stale(folder: Path, keep: Path | None) -> None:
     """Remove what runs that were killed left: we hold the lock."""
     for stale in folder.glob(f"{TEMPORARY}*"):
         if stale != keep:
+            if stale.is_dir() or stale.is_symlink():
+                check_own_folder(stale)
             shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
 
 
@@ -283,22 +335,30 @@ def _files(folder: Path) -> Iterator[Path]:
 def _read_listing(folder: Path) -> list[Listed]:
     """What the listing says, if it is one of ours and names files inside the folder only."""
     path = folder / LISTING
+    files = parse_listing(path.read_bytes(), str(path))
+    for file in files:
+        inside(folder, file.name, path)
+    return files
+
+
+def parse_listing(content: bytes, path: str) -> list[Listed]:
+    """The files that a listing names.
+
+    Args:
+        content: of the listing.
+        path: of the listing, for messages.
+
+    Raises:
+        PackingError: crosspack did not write it.
+    """
     try:
-        content = json.loads(path.read_bytes())
-        files = [Listed(**file) for file in content["files"]]
-        inside = all(_is_inside(folder, file.name) for file in files)
-        if content["format"] != FORMAT or not inside or content["sha256"] != _digest(files):
+        fields = json.loads(content)
+        files = [Listed.read(file) for file in fields["files"]]
+        if fields["format"] != FORMAT or fields["sha256"] != _digest(files):
             raise ValueError
     except (ValueError, KeyError, TypeError, RecursionError):
         raise PackingError(f"--overwrite: {path} is not a list that crosspack wrote: pass another folder") from None
     return files
-
-
-def _is_inside(folder: Path, name: str) -> bool:
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or not path.parts:
-        return False
-    return (folder / path).parent.resolve().is_relative_to(folder.resolve())
 
 
 def _write_listing(folder: Path, files: list[Listed]) -> None:

@@ -6,16 +6,17 @@ The local folder has a name that follows from the URL, so a run that was killed 
 from __future__ import annotations
 
 import hashlib
-import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from crosspack.cli.outputs import LISTING
+from crosspack.cli.outputs import LISTING, parse_listing
 from crosspack.reading.files import remote
 from packing_core.errors import PackingError
+from packing_core.training.files import check_own_folder
 
 
 @contextmanager
@@ -30,18 +31,20 @@ def staged(url: str, manifest: str, *, overwrite: bool) -> Iterator[Path]:
     Raises:
         PackingError: there is something, or it cannot be written.
     """
-    folder = Path(tempfile.gettempdir(), f"crosspack-{hashlib.sha256(url.encode()).hexdigest()[:16]}")
+    folder = _own_folder() / hashlib.sha256(url.encode()).hexdigest()[:16]
     with remote(url) as (system, path):
         held = system.find(path) if system.exists(path) else []
         if held and not overwrite:
             raise PackingError(f"--output {url} is not empty: pass --overwrite or another folder")
         if held and not system.exists(f"{path.rstrip('/')}/{LISTING}"):
             raise PackingError(f"--overwrite: {url} has no {LISTING}, so it holds something else: pass another folder")
+        listing = f"{path.rstrip('/')}/{LISTING}"
+        old = [file.name for file in parse_listing(system.cat(listing), f"{url}/{LISTING}")] if held else []
     yield folder
     with remote(url) as (system, path):
         path = path.rstrip("/")
-        old = [entry["name"] for entry in json.loads(system.cat(f"{path}/{LISTING}"))["files"]] if held else []
-        new = [entry["name"] for entry in json.loads((folder / LISTING).read_text())["files"]]
+        local = folder / LISTING
+        new = [file.name for file in parse_listing(local.read_bytes(), str(local))]
         if manifest in old:
             system.rm(f"{path}/{manifest}")
         for name in [LISTING, *(name for name in new if name != manifest), manifest]:
@@ -51,3 +54,16 @@ def staged(url: str, manifest: str, *, overwrite: bool) -> Iterator[Path]:
         for name in set(old) - set(new):
             system.rm(f"{path}/{name}")
     shutil.rmtree(folder)
+
+
+def _own_folder() -> Path:
+    """The folder of this user, which no other user can read, for results on their way to URLs.
+
+    Raises:
+        PackingError: somebody else has made it, or can write there.
+    """
+    folder = Path(tempfile.gettempdir(), f"crosspack-{os.geteuid() if hasattr(os, 'geteuid') else 'uploads'}")
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    check_own_folder(folder, private=True)
+    return folder

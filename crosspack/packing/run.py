@@ -37,6 +37,7 @@ from crosspack.reading.lines import Document, Range
 from crosspack.reading.places import Stretch
 from crosspack.reading.records import Listed, dealt, read_pieces
 from crosspack.reading.tables import Group
+from packing_core.errors import PackingError
 from packing_core.training.files import sync
 
 PACKED_TOGETHER = 1 << 22  # tokens of leftovers, or 64 rows
@@ -154,12 +155,17 @@ class Run:
         self.outcomes: dict[Key, Outcome] = {}
         self.files: list[Written] = []
         self._watch = watch
-        for entry in journal.entries:
-            content = {name: value for name, value in entry.items() if name != "kind"}
-            if entry["kind"] == "unit":
-                self.note(Outcome(**content))
-            elif entry["kind"] == "file":
-                self.files.append(Written(**content))
+        try:
+            for entry in journal.entries:
+                content = {name: value for name, value in entry.items() if name != "kind"}
+                if entry["kind"] == "unit":
+                    self.note(Outcome(**content))
+                elif entry["kind"] == "file":
+                    self.files.append(Written(**content))
+        except (TypeError, KeyError, ValueError, AttributeError):
+            raise PackingError(
+                f"{journal.path} is not a journal that crosspack wrote: remove {journal.path.parent} to begin anew"
+            ) from None
         self.resumed = len(self.outcomes)
 
     def note(self, outcome: Outcome) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from uuid import uuid4
 
 from packing_core.errors import PackingError
-from packing_core.training.files import replace, sync_tree
+from packing_core.training.files import check_own_folder, inside, replace, sha256, sync_tree
 from packing_core.training.job import Options, StepRecord, TrainJob
 
 FOLDER, STATE, PARTIAL = "checkpoints", "state.json", ".crosspack-partial-"
@@ -37,7 +37,10 @@ def save_checkpoint(job: TrainJob, records: list[StepRecord], write: Callable[[P
     partial = home / f"{PARTIAL}{uuid4().hex}"
     partial.mkdir()
     write(partial)
-    files = {path.relative_to(partial).as_posix(): path.stat().st_size for path in partial.rglob("*") if path.is_file()}
+    written = [path for path in partial.rglob("*") if path.is_file()]
+    files = {
+        path.relative_to(partial).as_posix(): {"size": path.stat().st_size, "sha256": sha256(path)} for path in written
+    }
     recorded = [asdict(record) for record in records]
     state = {"identity": job.identity(len(records)), "records": recorded, "files": files}
     (partial / STATE).write_text(json.dumps(state))
@@ -65,6 +68,7 @@ def newest_checkpoint(job: TrainJob) -> tuple[Path, list[StepRecord]]:
         raise PackingError("--resume needs --output, the folder of the run to continue")
     newest = _newest(home)
     state = _state(newest)
+    _check_files(newest, state["files"])
     records = [StepRecord(**record) for record in state["records"]]
     _compare(newest, state["identity"], job.identity(len(records)))
     return newest, records
@@ -123,6 +127,7 @@ def _home(job: TrainJob) -> Path | None:
 def _remove_unfinished(home: Path) -> None:
     """Remove what a run that was killed while it saved has left."""
     for folder in home.glob(f"{PARTIAL}*"):
+        check_own_folder(folder)
         shutil.rmtree(folder)
 
 
@@ -135,15 +140,27 @@ def _state(folder: Path) -> dict[str, Any]:
         state = json.loads((folder / STATE).read_text())
     except ValueError:
         state = None
-    if not isinstance(state, dict) or not {"identity", "records", "files"} <= state.keys():
+    kinds = {"identity": dict, "records": list, "files": dict}
+    if not isinstance(state, dict) or not all(isinstance(state.get(name), kind) for name, kind in kinds.items()):
         raise PackingError(f"{folder / STATE} is not of a checkpoint that crosspack wrote: move {folder} elsewhere")
     return state
 
 
+def _check_files(folder: Path, files: dict[str, Any]) -> None:
+    """Raise if a file of a checkpoint is not as it was written; a run would train on from damaged weights."""
+    for name, found in files.items():
+        path = inside(folder, name, folder / STATE)
+        about = found if isinstance(found, dict) else {"size": found}  # 0.1 noted sizes alone
+        if not path.is_file() or path.stat().st_size != about.get("size"):
+            raise PackingError(f"--resume: {path} is not there in whole: start again without --resume")
+        if "sha256" in about and sha256(path) != about["sha256"]:
+            raise PackingError(f"--resume: {path} was changed since it was written: start again without --resume")
+
+
 def _remove(folder: Path) -> None:
     """Remove the files of a checkpoint, and its folders unless somebody put others there."""
-    for name in _state(folder)["files"]:
-        (folder / name).unlink(missing_ok=True)
+    for path in [inside(folder, name, folder / STATE) for name in _state(folder)["files"]]:
+        path.unlink(missing_ok=True)
     (folder / STATE).unlink()
     for inner in sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True):
         if not any(inner.iterdir()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 
@@ -110,6 +111,36 @@ def test_the_newest_checkpoint_returns_with_its_records(job):
     assert restored == records
     assert (folder / "weights").read_text() == "w"
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+@pytest.mark.parametrize("damage", ["changed", "shorter", "gone"])
+def test_a_checkpoint_that_was_damaged_is_refused(job, damage):
+    """1,000 overwritten bytes of weights trained on as NaN."""
+    save_checkpoint(job, [job.record("packed", 0, 2.0, 0.1)], write_nothing)
+    folder, _ = newest_checkpoint(job)
+    if damage == "gone":
+        (folder / "weights").unlink()
+    else:
+        (folder / "weights").write_text("x" if damage == "changed" else "")
+    with pytest.raises(PackingError, match="weights (was changed since it was written|is not there in whole)"):
+        newest_checkpoint(job)
+
+
+@pytest.mark.parametrize("name", ["../../victim", "/etc/hostname", "link/victim"])
+def test_a_state_that_somebody_prepared_deletes_nothing_outside(job, tmp_path, name):
+    victim = tmp_path / "victim"
+    victim.write_text("v")
+    records = [job.record("packed", step, 2.0, 0.1) for step in range(2)]
+    save_checkpoint(job, records[:1], write_nothing)
+    folder, _ = newest_checkpoint(job)
+    (folder / "link").symlink_to(tmp_path)
+    state = json.loads((folder / "state.json").read_text())
+    state["files"] = {name: 1}
+    (folder / "state.json").write_text(json.dumps(state))
+    for touch in (lambda: newest_checkpoint(job), lambda: save_checkpoint(job, records, write_nothing)):
+        with pytest.raises(PackingError, match="nothing was changed"):
+            touch()
+    assert victim.read_text() == "v" and (folder / "weights").exists()
 
 
 def test_an_interrupted_save_leaves_the_checkpoint_before_it(job):

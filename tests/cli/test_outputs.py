@@ -7,12 +7,18 @@ import os
 import resource
 import socket
 import sys
+import tempfile
+from hashlib import sha256
+from uuid import uuid4
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from crosspack.cli import outputs
+from crosspack.cli import outputs, remote
 from crosspack.cli.outputs import LISTING, LOCK, TEMPORARY, writing
 from packing_core.errors import PackingError
+from packing_core.training.files import is_plain
 from tests import processes
 
 
@@ -87,7 +93,7 @@ def test_a_listing_that_we_did_not_write_makes_nothing_ours(tmp_path, listing):
         outputs._write_listing(out, [outputs.Listed.of(victim, name)])
     else:
         (out / LISTING).write_text(listing)
-    with pytest.raises(PackingError, match="is not a list that crosspack wrote"):
+    with pytest.raises(PackingError, match="is not a list that crosspack wrote|link is a link: nothing was changed"):
         run(out, {}, overwrite=True)
     assert victim.read_text() == "v" and (out / "notes").read_text() == "n"
 
@@ -250,3 +256,134 @@ def test_the_result_reaches_the_device_before_its_names_do(tmp_path, monkeypatch
     kinds = [(what, os.path.basename(path)) for what, path in seen]
     assert kinds.index(("sync", "train-0")) < kinds.index(("rename", "train-0"))
     assert ("sync", str(tmp_path)) in seen[kinds.index(("rename", "manifest.json")) :]
+
+
+# -- what somebody else prepared ---------------------------------------------------------------------------------------
+
+
+WORK = outputs._WORK
+JOURNAL = f"{WORK}/{outputs._MOVES}"
+
+
+def prepared(folder, old=(), new=(), summary="manifest.json", run="r") -> None:
+    """A folder as a publication leaves it that was interrupted before its first move: (name, text) of each file."""
+    listed = [[{"name": n, "size": len(t), "sha256": sha256(t.encode()).hexdigest()} for n, t in x] for x in (old, new)]
+    (folder / WORK / "result").mkdir(parents=True)
+    for name, text in new:
+        if is_plain(name):
+            (folder / WORK / "result" / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / WORK / "result" / name).write_text(text)
+    content = {"summary": summary, "run": run, "old": listed[0], "new": listed[1]}
+    (folder / JOURNAL).write_text(json.dumps(content))
+
+
+def everything(folder) -> dict[str, str]:
+    """Files, links and folders below a folder, and what they hold."""
+    return {
+        path.relative_to(folder).as_posix(): os.readlink(path)
+        if path.is_symlink()
+        else (path.read_text() if path.is_file() else "a folder")
+        for path in folder.rglob("*")
+    }
+
+
+MANIFEST = ("manifest.json", "{}")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ([("../victim", "v")], [MANIFEST]),
+        ([], [("../victim", "mine"), MANIFEST]),
+        ([], [("link/victim", "mine"), MANIFEST]),
+        ([("link/victim", "v")], [MANIFEST]),
+        ([], [("notes", "mine"), MANIFEST]),
+        ([("notes", "other")], [MANIFEST]),
+        ([("notes", "n")], [MANIFEST]),  # ours by its content, and --overwrite is not given
+        ([], [(".crosspack-lock", "mine"), MANIFEST]),
+        ([], [("a", "b")]),
+    ],
+    ids=["deletes outside", "writes outside", "writes through a link", "deletes through a link", "replaces", "changed"]
+    + ["without --overwrite", "the lock", "no summary"],
+)
+def test_a_journal_that_somebody_prepared_changes_nothing(tmp_path, old, new):
+    """A folder with such a journal lost files outside of it, without --overwrite."""
+    out, place = tmp_path / "out", tmp_path / "place"
+    out.mkdir()
+    place.mkdir()
+    (tmp_path / "victim").write_text("v")
+    (place / "victim").write_text("v")
+    (out / "notes").write_text("n")
+    (out / "link").symlink_to(place)
+    prepared(out, old, new)
+    before = everything(tmp_path)
+    with pytest.raises(PackingError):
+        run(out, {}, run="r")
+    assert everything(tmp_path) == before
+
+
+def test_an_interrupted_publication_of_ours_is_completed(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    prepared(out, [], [("train-0", "a"), MANIFEST])
+    with writing(out, "manifest.json", run="r") as output:
+        assert output.finished
+    assert held(out) == {"train-0": "a", "manifest.json": "{}"}
+
+
+@pytest.mark.parametrize("inner", ["", "result", "result/deep"])
+def test_a_work_folder_that_is_a_link_or_holds_one_is_refused(tmp_path, inner):
+    """The link's target was emptied."""
+    out, place = tmp_path / "out", tmp_path / "place"
+    place.mkdir()
+    (place / "thesis").write_text("the only copy")
+    path = out / WORK / inner
+    path.parent.mkdir(parents=True)
+    path.symlink_to(place)
+    before = everything(tmp_path)
+    for options in ({"run": "r"}, {}):
+        with pytest.raises(PackingError, match="is a link"):
+            run(out, {}, **options)
+        assert everything(tmp_path) == before
+
+
+@given(
+    st.recursive(
+        st.none()
+        | st.booleans()
+        | st.integers(-5, 10**12)
+        | st.sampled_from(["", "..", "/", "notes", "../victim", "a/b"]),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(st.sampled_from(["summary", "run", "old", "new", "name", "size", "sha256", "x"]), inner)
+        ),
+        max_leaves=12,
+    )
+)
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_no_journal_reaches_a_file_of_others(tmp_path, content):
+    out = tmp_path / uuid4().hex / "out"
+    (out / WORK / "result").mkdir(parents=True)
+    (out.parent / "victim").write_text("v")
+    (out / "notes").write_text("n")
+    (out / JOURNAL).write_text(json.dumps(content))
+    with pytest.raises(PackingError):
+        run(out, {}, run="r")
+    assert (out.parent / "victim").read_text() == "v" and (out / "notes").read_text() == "n"
+
+
+@pytest.mark.parametrize("made", ["link", "open"])
+def test_the_folder_for_uploads_is_ours_alone(tmp_path, monkeypatch, made):
+    """It had a predictable name in the temporary directory, and whoever made it first could read and change it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = remote._own_folder()
+    assert folder.stat().st_mode & 0o777 == 0o700 and remote._own_folder() == folder
+    folder.rmdir()
+    if made == "link":
+        (tmp_path / "place").mkdir()
+        folder.symlink_to(tmp_path / "place")
+    else:
+        folder.mkdir()
+        folder.chmod(0o777)
+    with pytest.raises(PackingError, match="is a link or a file|is open to other users"):
+        remote._own_folder()

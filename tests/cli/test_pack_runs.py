@@ -387,6 +387,12 @@ def test_a_result_behind_a_url_is_uploaded_with_its_manifest_last(corpus, tmp_pa
         assert memory.cat("/out/train-00000.parquet") == (tmp_path / "here/train-00000.parquet").read_bytes()
         there = json.loads(memory.cat("/out/manifest.json"))
         assert there["documents"] == 600
+        memory.pipe("/victim", b"v")
+        listing = json.loads(memory.cat("/out/crosspack-files.json"))
+        listing["files"].append({"name": "../victim", "size": 1, "sha256": "0"})
+        memory.pipe("/out/crosspack-files.json", json.dumps(listing).encode())
+        refused = pack("--data", "memory://in/data.jsonl", *given, "--output", "memory://out", "--overwrite", code=2)
+        assert "is not a list that crosspack wrote" in refused and memory.cat("/victim") == b"v"
     finally:
         memory.store.clear()
 
