@@ -1,0 +1,159 @@
+"""What runs on a TPU, lowered for one by cross-platform export on a host that has none.
+
+Mosaic's front end refuses here what a TPU could not take: block shapes off its tiles, operations without a rule. What a
+kernel holds in vector memory is counted from its block shapes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from jax_backend import (
+    causal_conv,
+    gated_delta_rule,
+    linear_cross_entropy,
+    segment_attention,
+    selective_scan,
+    ssd,
+)
+from jax_backend.attention import IMPLEMENTATIONS
+
+KERNELS = {"splash_mha_fwd", "splash_mha_dq", "splash_mha_dkv"}
+SCOPED_VMEM = (
+    16 * 2**20
+)  # bytes that a kernel may hold unless XLA is told otherwise: v5e and v5p; v6e gives twice as much
+CHIPS = ("TPU v5 lite", "TPU v5", "TPU v6 lite")  # v5e, v5p, v6e
+
+
+def on_tpu(chip: str = CHIPS[0]) -> Any:
+    """Traces inside are for a TPU."""
+    device = AbstractDevice(chip, num_cores=1, platform="tpu")
+    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
+
+
+def exported(function: Callable[..., Any], *arguments: Any) -> str:
+    """The StableHLO of a function and of the gradient of its first argument's sum, for a TPU."""
+
+    def both(first: Any, *others: Any) -> Any:
+        return jax.value_and_grad(lambda first: jnp.sum(function(first, *others), dtype=jnp.float32))(first)
+
+    with on_tpu():
+        found = export.export(jax.jit(both), platforms=["tpu"])(*arguments)
+    assert found.platforms == ("tpu",)
+    return found.mlir_module()
+
+
+def kernels(text: str) -> set[str]:
+    return set(re.findall(r'kernel_name = "(splash_mha_(?:fwd|dq|dkv))', text))
+
+
+def operands(tokens: int, width: int, dtype: str, heads: int = 8) -> tuple[Any, ...]:
+    """q, k, v of two rows with heads in groups, and their ids."""
+    arrays = [jax.ShapeDtypeStruct((2, tokens, n, width), dtype) for n in (heads, 2, 2)]
+    return *arrays, jax.ShapeDtypeStruct((2, tokens), jnp.int32)
+
+
+def attention(**options: Any) -> Callable[..., Any]:
+    """Attention whose gradient reaches q, k and v."""
+    return lambda q, k, v, ids: segment_attention(q, k + q[:, :, :2], v + q[:, :, :2], ids, **options)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "dtype", "options"),
+    [
+        (1024, 128, "bfloat16", {}),
+        (1000, 64, "bfloat16", {"window": 200}),
+        (384, 80, "float32", {"softcap": 30.0}),
+        (1024, 256, "float32", {"causal": False}),
+    ],
+)
+def test_none_takes_the_tpu_kernels_and_they_lower(tokens: int, width: int, dtype: str, options: Any) -> None:
+    assert kernels(exported(attention(**options), *operands(tokens, width, dtype))) == KERNELS
+
+
+def test_every_implementation_lowers_for_a_tpu_or_says_that_it_does_not() -> None:
+    arrays = operands(256, 64, "bfloat16")
+    lowered = {}
+    for name in set(IMPLEMENTATIONS) - {"pallas", "cudnn"}:
+        lowered[name] = kernels(exported(attention(implementation=name), *arrays))
+    assert lowered == {"tpu": KERNELS, "chunked": set(), "xla": set()}
+    for name, refusal in (("pallas", "lowered for NVIDIA GPUs"), ("cudnn", "cuDNN")):
+        with pytest.raises(Exception, match=refusal):
+            exported(attention(implementation=name), *arrays)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"), [("bfloat16", {"sinks": np.zeros(8, np.float32)}), ("float16", {})], ids=["sinks", "float16"]
+)
+def test_what_the_kernels_do_not_take_lowers_in_plain_operations(dtype: str, options: Any) -> None:
+    text = exported(attention(**options), *operands(256, 64, dtype))
+    assert "stablehlo.while" in text and "tpu_custom_call" not in text
+
+
+def shape(*sizes: int) -> Any:
+    return jax.ShapeDtypeStruct(sizes, "float32")
+
+
+OPERATIONS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "delta rule": (lambda q, g: gated_delta_rule(q, q, q, g, g, ones()), (shape(1, 256, 4, 32), shape(1, 256, 4))),
+    "ssd": (lambda x, dt: ssd(x, dt, -dt[0, 0], x, x, ones()), (shape(1, 256, 4, 32), shape(1, 256, 4))),
+    "selective scan": (lambda x, A: selective_scan(x, x, A, x, x, ones()), (shape(1, 256, 8), shape(8, 8))),
+    "convolution": (lambda x, w: causal_conv(x, w, ones(), activation="silu"), (shape(1, 256, 32), shape(32, 4))),
+    "loss of the head": (lambda x, w: linear_cross_entropy(x, w, ones())[0], (shape(1, 256, 64), shape(64, 1000))),
+}
+
+
+def ones() -> jax.Array:
+    return jnp.ones((1, 256), jnp.int32)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_scans_the_convolution_and_the_loss_lower(operation: str) -> None:
+    function, arguments = OPERATIONS[operation]
+    assert "stablehlo" in exported(function, *arguments)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize(("width", "dtype"), [(128, "bfloat16"), (256, "bfloat16"), (256, "float32")])
+def test_the_blocks_of_a_kernel_fit_into_vector_memory(chip: str, width: int, dtype: str) -> None:
+    def loss(*arrays: Any) -> jax.Array:
+        return attention(implementation="tpu")(*arrays).astype(jnp.float32).sum()
+
+    with on_tpu(chip):
+        traced = jax.make_jaxpr(jax.grad(loss))(*operands(4096, width, dtype))
+    held = {call.params["name"].split("_")[2]: held_by(call) for call in pallas_calls(traced.jaxpr)}
+    assert held.keys() == {"fwd", "dq", "dkv"}
+    assert max(held.values()) <= SCOPED_VMEM, held
+
+
+def held_by(call: Any) -> int:
+    """Bytes: two buffers of each block, and four squares of scores in float32 (scores, weights, both gradients)."""
+    mapping = call.params["grid_mapping"]
+    blocks, longest = 0, 0
+    for block in mapping.block_mappings:
+        sizes = [getattr(size, "block_size", size) for size in block.block_shape]
+        sizes = [size for size in sizes if isinstance(size, int)]  # an axis that is left out counts 1
+        blocks += math.prod(sizes) * jnp.dtype(block.array_aval.dtype).itemsize
+        longest = max(longest, *sizes)
+    assert longest == 512 and not mapping.num_scratch_operands
+    return 2 * blocks + 4 * longest**2 * 4
+
+
+def pallas_calls(jaxpr: Any) -> Iterator[Any]:
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            yield equation
+        else:
+            for inner in jaxprs_in_params(equation.params):
+                yield from pallas_calls(inner)
