@@ -1,4 +1,5 @@
-"""Splash attention, JAX's own TPU kernel, with segment ids. On a CPU it runs in Pallas's interpret mode.
+"""Splash attention, JAX's own TPU kernel, with segment ids. On a CPU it runs in Pallas's interpret mode, and what is
+exported there for a TPU holds the kernel.
 
 Data flows segments -> one number per segment -> the kernel, row by row under vmap, on tokens padded to whole blocks.
 Padding tokens attend to each other in the kernel; their outputs are set to 0 here, and so are the gradients that come
@@ -7,7 +8,7 @@ back to them.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import partial
 from typing import Any
 
 import jax
@@ -38,22 +39,30 @@ def attend(
 
     tokens = request.queries
     padding = -tokens % LANES
-    kernel = _kernel(
-        tokens + padding, request.heads, request.causal, request.window, request.softcap, request.platform == "cpu"
-    )
     numbers = jnp.pad(run_numbers(segments), ((0, 0), (0, padding)))
 
-    def row(q: jax.Array, k: jax.Array, v: jax.Array, numbers: jax.Array) -> jax.Array:
-        by_head = (jnp.pad(x, ((0, padding), (0, 0), (0, 0))).swapaxes(0, 1) for x in (q * request.scale, k, v))
-        return kernel(*by_head, segment_ids=SegmentIds(q=numbers, kv=numbers)).swapaxes(0, 1)[:tokens]
+    def rows(q: jax.Array, k: jax.Array, v: jax.Array, numbers: jax.Array, *, interpret: bool) -> jax.Array:
+        kernel = _kernel(tokens + padding, request.heads, request.causal, request.window, request.softcap, interpret)
 
-    out = jax.vmap(row)(q, k, v, numbers)
+        def row(q: jax.Array, k: jax.Array, v: jax.Array, numbers: jax.Array) -> jax.Array:
+            by_head = (jnp.pad(x, ((0, padding), (0, 0), (0, 0))).swapaxes(0, 1) for x in (q * request.scale, k, v))
+            return kernel(*by_head, segment_ids=SegmentIds(q=numbers, kv=numbers)).swapaxes(0, 1)[:tokens]
+
+        return jax.vmap(row)(q, k, v, numbers)
+
+    compiled, interpreted = (partial(rows, interpret=interpret) for interpret in (False, True))
+    if request.platform == "cpu":  # the platform that a trace is exported for is known when it is lowered
+        out = jax.lax.platform_dependent(q, k, v, numbers, tpu=compiled, default=interpreted)
+    else:
+        out = compiled(q, k, v, numbers)
     return jnp.where((numbers != 0)[:, :tokens, None, None], out, 0).astype(q.dtype), None
 
 
-@cache
 def _kernel(tokens: int, heads: int, causal: bool, window: int | None, softcap: float | None, interpret: bool) -> Any:
-    """The kernel for one shape; it holds the block map of the mask, made on the host."""
+    """The kernel for one shape; it holds the block map of the mask, which the library makes once on the host.
+
+    Its arrays belong to the trace in which they are made, so the kernel is not kept: it takes milliseconds.
+    """
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     shape = (tokens, tokens)
@@ -72,12 +81,11 @@ def _kernel(tokens: int, heads: int, causal: bool, window: int | None, softcap: 
         block_q_dq=block,
         block_kv_dq=block,
     )
-    with jax.ensure_compile_time_eval():  # the block map is a constant of every trace that uses it
-        return splash.make_splash_mha(
-            splash.MultiHeadMask([mask] * heads),
-            block_sizes=sizes,
-            attn_logits_soft_cap=softcap,
-            head_shards=1,
-            q_seq_shards=1,
-            interpret=interpret,
-        )
+    return splash.make_splash_mha(
+        splash.MultiHeadMask([mask] * heads),
+        block_sizes=sizes,
+        attn_logits_soft_cap=softcap,
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=interpret,
+    )

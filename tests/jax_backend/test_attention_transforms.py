@@ -158,3 +158,15 @@ def test_what_does_not_divide_over_the_mesh_raises(spec: P, message: str) -> Non
     arguments = operands(rows=3)
     with pytest.raises(LayoutError, match=message):
         segment_attention(*arguments, mesh=NamedSharding(mesh_of({"data": 4}), spec))
+
+
+def test_an_eager_call_over_a_mesh_leaves_the_kernel_usable() -> None:
+    mesh = Mesh(np.array(jax.devices()[:2]), ("rows",))
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 96, 2, 24)), jnp.float32)  # a shape of its own
+    ids = jnp.asarray([[1] * 40 + [2] * 56, [1] * 96])
+    spread = jax.device_put(x, NamedSharding(mesh, P("rows")))
+    over_devices = segment_attention(spread, spread, spread, ids, mesh=mesh, implementation="tpu")
+    for run in (segment_attention, jax.jit(segment_attention, static_argnames="implementation")):
+        assert_same(run(x, x, x, ids, implementation="tpu"), over_devices)
+    with jax.enable_x64(True):
+        assert_same(segment_attention(x, x, x, ids, implementation="tpu"), over_devices)

@@ -93,6 +93,14 @@ def test_every_implementation_lowers_for_a_tpu_or_says_that_it_does_not() -> Non
             exported(attention(implementation=name), *arrays)
 
 
+def test_an_export_that_does_not_name_a_device_holds_the_kernels_too() -> None:
+    def loss(*arrays: Any) -> jax.Array:
+        return attention(implementation="tpu")(*arrays).astype(jnp.float32).sum()
+
+    exporting = export.export(jax.jit(jax.grad(loss)), platforms=["tpu"])
+    assert kernels(exporting(*operands(256, 64, "bfloat16")).mlir_module()) == KERNELS
+
+
 @pytest.mark.parametrize(
     ("dtype", "options"), [("bfloat16", {"sinks": np.zeros(8, np.float32)}), ("float16", {})], ids=["sinks", "float16"]
 )
