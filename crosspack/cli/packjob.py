@@ -23,7 +23,7 @@ from crosspack.packing.mixture import Mixed
 from crosspack.packing.run import Part, Run, Worker
 from crosspack.packing.unit import Key, OnError, Rules, Strategy, bad_file, notes_file
 from crosspack.packing.workers import Inline, Pool, Processes
-from crosspack.packing.writers import Format, mds_index
+from crosspack.packing.writers import PACKED, Format, mds_index
 from crosspack.reading import Records
 from crosspack.reading.files import is_url
 from crosspack.reading.lines import SampleBy
@@ -93,6 +93,10 @@ def open_job(given: PackOptions, part: Part) -> Job:
         PackingError: one of them cannot be used.
     """
     check_seed(given.seed)
+    if own := [name for name in given.keep if name in PACKED]:
+        raise PackingError(
+            f"--keep {own[0]}: packed files have a column of that name themselves: rename it in the data"
+        )
     records = check_data(
         given.data,
         given.split,

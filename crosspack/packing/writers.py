@@ -5,7 +5,6 @@ Rows come in as parts, in order; a file comes out, the same bytes for the same r
 
 from __future__ import annotations
 
-import hashlib
 import json
 import struct
 from collections.abc import Callable, Iterable, Iterator
@@ -19,8 +18,10 @@ import numpy as np
 from crosspack.packing.row_files import Rows, joined
 from packing_core.errors import PackingError
 from packing_core.extras import require
+from packing_core.training.files import sha256
 
 Format = Literal["parquet", "arrow", "mds", "megatron"]
+PACKED = ("input_ids", "labels", "seq_lengths")  # the columns of packed files
 GROUP_TOKENS = 1 << 20  # of a row group or record batch
 
 # Megatron's numbers for the types that are written here (megatron/core/datasets/indexed_dataset.py, DType)
@@ -187,7 +188,7 @@ def mds_config(dtype: str) -> dict[str, Any]:
         "compression": None,
         "hashes": [],
         "size_limit": None,
-        "column_names": ["input_ids", "labels", "seq_lengths"],
+        "column_names": list(PACKED),
         "column_encodings": [f"ndarray:{dtype}", "ndarray:int32", "ndarray:int32"],
         "column_sizes": [None, None, None],
     }
@@ -233,7 +234,7 @@ def _megatron(folder: Path, number: int, groups: Iterator[Rows]) -> Written:
             index.write(struct.pack("<QQ", len(lengths), len(documents)))
             index.write(lengths.astype(np.int32).tobytes() + begins.tobytes() + documents.astype(np.int64).tobytes())
     written.beside = {
-        name: _digest(folder / name) for name in ("train.idx", "train_loss_mask.bin", "train_loss_mask.idx")
+        name: sha256(folder / name) for name in ("train.idx", "train_loss_mask.bin", "train_loss_mask.idx")
     }
     return _finished(written, folder / "train.bin")
 
@@ -249,13 +250,8 @@ def _count(written: Written, rows: Rows) -> None:
 
 
 def _finished(written: Written, path: Path) -> Written:
-    written.size, written.sha256 = path.stat().st_size, _digest(path)
+    written.size, written.sha256 = path.stat().st_size, sha256(path)
     return written
-
-
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 _WRITERS: dict[Format, Callable[[Path, int, Iterator[Rows]], Written]] = {

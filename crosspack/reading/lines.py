@@ -10,10 +10,11 @@ import io
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, Literal
 
 from crosspack.reading.files import File
-from crosspack.reading.places import BadRecord, Item, Piece, Place, Row, row_or_bad
+from crosspack.reading.places import BadRecord, Item, Piece, Place, Row, row_or_bad, unique
 from packing_core.errors import first_line
 
 SampleBy = Literal["line", "document"]
@@ -123,7 +124,7 @@ def _read(file: IO[bytes], size: int) -> bytes:
 
 def parsed(lines: Iterable[bytes], place: Place, suffix: str, *, first: bool) -> Iterator[Item]:
     """The records of lines, of which blank ones are none; ``first`` if they are the first ones of the file."""
-    loads, text_file = json.loads, suffix == ".txt"
+    loads, text_file = partial(json.loads, object_pairs_hook=unique), suffix == ".txt"
     for number, line in enumerate(lines):
         try:
             text = line.decode("utf-8-sig" if first and number == 0 else "utf-8")

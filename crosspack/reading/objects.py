@@ -11,11 +11,11 @@ from itertools import groupby
 from typing import TextIO
 
 from crosspack.reading.files import File
-from crosspack.reading.places import Item, Piece, Place, row_or_bad
+from crosspack.reading.places import Item, Piece, Place, row_or_bad, unique
 from packing_core.errors import PackingError, first_line
 
 _BLOCK = 1 << 16  # characters that are read at once
-_SPACE, _BETWEEN = re.compile(r"[ \t\r\n]*"), re.compile(r"[ \t\r\n,]*")
+_SPACE = re.compile(r"[ \t\r\n]*")
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,13 @@ def grouped(records: Iterable[tuple[int, Item]], size: int, start: int, step: in
 
 
 def _records(file: TextIO, place: Place) -> Iterator[tuple[int, Item]]:
-    decoder, line, text, at, before = json.JSONDecoder(), 0, "", 0, 0
+    decoder, line, text, at, before = json.JSONDecoder(object_pairs_hook=unique), 0, "", 0, 0
     listed: bool | None = None  # whether the objects stand in a list; None before the first sign
     ended = False
+    comma: bool | None = None  # whether one came after the last record of a list; None where none may come
     while True:
-        skipped = _BETWEEN.match(text, at) if listed and not ended else _SPACE.match(text, at)
-        assert skipped is not None  # both match nothing too
+        skipped = _SPACE.match(text, at)
+        assert skipped is not None  # it matches nothing too
         line += skipped[0].count("\n")
         at = skipped.end()
         if at == len(text):
@@ -65,7 +66,13 @@ def _records(file: TextIO, place: Place) -> Iterator[tuple[int, Item]]:
             listed, at = True, at + 1
         elif listed and not ended and text[at] == "]":
             ended, at = True, at + 1
+        elif listed and not ended and text[at] == ",":
+            if comma is not False:
+                raise PackingError(f"{place.where(line)}: a comma without a record before it: remove it")
+            comma, at = True, at + 1
         else:
+            if comma is False and not ended:
+                raise PackingError(f"{place.where(line)}: a comma is missing before this record")
             listed = bool(listed)
             if ended:
                 raise PackingError(f"{place.where(line)}: something follows the list of records: remove it")
@@ -86,3 +93,4 @@ def _records(file: TextIO, place: Place) -> Iterator[tuple[int, Item]]:
                 yield before + at, row_or_bad(record, place, line, text[at:end])
                 line += text.count("\n", at, end)
                 at = end
+                comma = False if listed else None

@@ -9,6 +9,20 @@ from typing import Any, Literal, NamedTuple, Protocol
 from packing_core.errors import PackingError
 
 
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of JSON that has these keys, for ``json.loads(..., object_pairs_hook=unique)``.
+
+    Raises:
+        ValueError: a key comes twice, of which ``json`` would keep the last value without a word.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"it has two values for the key {twice!r}: keep one of them")
+    return found
+
+
 class Place:
     """A stretch of a file whose records are numbered from 0.
 

@@ -231,3 +231,13 @@ def test_small_files_are_mixed_by_their_weights_too(tokenizer_folder, write, tmp
     assert result.exit_code == 0, result.output
     documents = json.loads((tmp_path / "out" / "manifest.json").read_text())["documents"]
     assert 115 <= documents <= 135, "100 of b, and a quarter as many of a"
+
+
+@pytest.mark.parametrize("name", ["input_ids", "labels", "seq_lengths"])
+def test_a_column_that_packed_files_have_themselves_cannot_be_kept(tmp_path, name):
+    """It stood in the files in place of what was packed."""
+    (tmp_path / "data.jsonl").write_text('{"text": "a b", "labels": 1, "input_ids": 2, "seq_lengths": 3}\n')
+    options = ["--capacity", "16", "--output", str(tmp_path / "out"), "--keep", name]
+    result = CliRunner().invoke(app, ["pack", "--data", str(tmp_path / "data.jsonl"), *options])
+    assert result.exit_code == 2 and f"--keep {name}: packed files have a column of that name" in result.output
+    assert not (tmp_path / "out").exists()

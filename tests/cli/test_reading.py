@@ -146,6 +146,38 @@ def test_what_is_no_record_is_an_error_with_its_line_or_an_item_of_its_own(tmp_p
     assert len(items) == (4 if name == "data.csv" else 5)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        (
+            "data.jsonl",
+            '{"text": "a"}\n{"text": "b", "text": "c"}\n',
+            r"data.jsonl:2: .* two values for the key 'text'",
+        ),
+        ("data.json", '[{"text": "a"},\n{"text": "b", "text": "c"}]', r"data.json:2: .* two values for the key 'text'"),
+        ("data.json", '[{"text": "a"},\n,{"text": "b"}]', r"data.json:2: a comma without a record before it"),
+        ("data.json", '[,{"text": "a"}]', r"data.json:1: a comma without a record before it"),
+        ("data.json", '[{"text": "a"}\n{"text": "b"}]', r"data.json:2: a comma is missing before this record"),
+    ],
+)
+def test_what_json_would_lose_without_a_word_is_an_error_with_its_line(tmp_path, name, content, says):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(PackingError, match=says):
+        list(crosspack.read(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ["data.parquet", "data.arrow"])
+def test_two_columns_of_one_name_are_an_error(tmp_path, name):
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    if name.endswith("parquet"):
+        pq.write_table(table, tmp_path / name)
+    else:
+        with pa.ipc.new_file(tmp_path / name, table.schema) as writer:
+            writer.write_table(table)
+    with pytest.raises(PackingError, match=rf"{name}: two columns are named 'text': rename one of them"):
+        list(crosspack.read(tmp_path / name))
+
+
 def test_a_value_of_csv_may_have_several_lines(tmp_path):
     path = tmp_path / "data.csv"
     path.write_bytes('\ufefftext,"the, id"\r\n"two\r\nlines, ""quoted""",1\r\n\r\nplain 5" pipe,2\r\n'.encode())
