@@ -27,6 +27,8 @@ ON_TRITON = "jax_backend.attention.pallas_backward"
 def supports(request: Request) -> str | None:
     if request.platform not in ("gpu", "cpu"):
         return f"its kernels are lowered for NVIDIA GPUs (and interpreted on CPUs), not for {request.platform}"
+    if jax.config.jax_enable_x64:  # type: ignore[attr-defined]  # made at run time
+        return "its kernels index with 32 bits, and jax_enable_x64 is on"
     if max(request.head_dim, request.value_dim) > WIDEST:
         return f"head width {max(request.head_dim, request.value_dim)} is above {WIDEST}"
     if missing(ON_TRITON) is None or mosaic_tiles.lowers(request):

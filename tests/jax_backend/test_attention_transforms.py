@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_backend import find_segments, segment_attention
+from jax_backend import explain, find_segments, segment_attention
 from packing_core.errors import LayoutError, UnsupportedError
 from tests.jax_backend.oracle import assert_same
 
@@ -170,3 +170,13 @@ def test_an_eager_call_over_a_mesh_leaves_the_kernel_usable() -> None:
         assert_same(run(x, x, x, ids, implementation="tpu"), over_devices)
     with jax.enable_x64(True):
         assert_same(segment_attention(x, x, x, ids, implementation="tpu"), over_devices)
+
+
+def test_64_bits_are_refused_by_the_gpu_kernels_and_taken_by_the_next() -> None:
+    x, ids = jnp.ones((1, 64, 2, 16), jnp.float32), jnp.asarray([[1] * 40 + [2] * 24])
+    with jax.enable_x64(True):
+        with pytest.raises(UnsupportedError, match="its kernels index with 32 bits, and jax_enable_x64 is on"):
+            segment_attention(x, x, x, ids, implementation="pallas")
+        assert "not pallas: its kernels index with 32 bits" in str(explain(x, x, x, platform="gpu"))
+        gradient = jax.grad(lambda x: segment_attention(x, x, x, ids, implementation="chunked").sum())(x)
+    assert gradient.dtype == jnp.float32
