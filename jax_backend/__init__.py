@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from jax_backend.data import GrainSource, GrainStream
     from jax_backend.explaining import explain
     from jax_backend.losses.cross_entropy import packed_cross_entropy, shift_labels
-    from jax_backend.losses.logprobs import TokenLogprobs, token_logprobs
     from jax_backend.losses.output_layer import linear_cross_entropy
     from jax_backend.losses.reduction import reduce, spread
+    from jax_backend.losses.token_logprobs import TokenLogprobs, token_logprobs
     from jax_backend.model.decoder import Decoder, DecoderConfig
     from jax_backend.model.rope import apply_rope
     from jax_backend.model.weights import load, save
@@ -53,13 +53,13 @@ _HOME: dict[str, str] = {
     "spread": "jax_backend.losses.reduction",
     "ssd": "jax_backend.scan.delta_rule",
     "to_batch": "jax_backend.batches",
-    "token_logprobs": "jax_backend.losses.logprobs",
+    "token_logprobs": "jax_backend.losses.token_logprobs",
     "Decoder": "jax_backend.model.decoder",
     "DecoderConfig": "jax_backend.model.decoder",
     "GrainSource": "jax_backend.data",
     "GrainStream": "jax_backend.data",
     "Segments": "jax_backend.segments",
-    "TokenLogprobs": "jax_backend.losses.logprobs",
+    "TokenLogprobs": "jax_backend.losses.token_logprobs",
     "TrainState": "jax_backend.training.train_step",
 }
 __all__ = [

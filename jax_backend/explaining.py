@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_backend.attention import ORDER, answers, request_for
-from jax_backend.losses import output_layer as head_loss
+from jax_backend.losses import output_layer
 from jax_backend.model.decoder import Decoder
 from jax_backend.scan.chunked_scan import CHUNK
 from packing_core.diagnosis import LayerChoice, first_served
@@ -84,5 +84,5 @@ def _of_decoder(model: Decoder, rows: int, tokens: int, platform: str) -> Iterat
         name = f"layers {', '.join(layers)}, " + (f"window {window}" if window else "full attention")
         yield first_served(name, answers(request, model.implementation))
     hidden = jax.ShapeDtypeStruct((rows * tokens, config.hidden_size), dtype)
-    ways = head_loss.answers(hidden, config.vocab_size, platform=platform, softcap=config.final_softcap)
+    ways = output_layer.answers(hidden, config.vocab_size, platform=platform, softcap=config.final_softcap)
     yield first_served("output head and loss", ways)

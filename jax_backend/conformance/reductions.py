@@ -14,8 +14,8 @@ from flax import nnx
 
 from jax_backend.batches import to_batch
 from jax_backend.losses.cross_entropy import shift_labels
-from jax_backend.losses.logprobs import token_logprobs
 from jax_backend.losses.reduction import reduce
+from jax_backend.losses.token_logprobs import token_logprobs
 from jax_backend.model import weights
 from packing_core import pack, protocol
 from packing_core.protocol import Array, Backend, Batch, Document, Gradients, Place

@@ -14,7 +14,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 import jax_backend
 from jax_backend import audit, explain, segment_attention
-from jax_backend.losses import output_layer as head_loss
+from jax_backend.losses import output_layer
 from jax_backend.model.decoder import Decoder, DecoderConfig
 from packing_core.errors import LayoutError, PackingError
 from tests.jax_backend.models import CONFIGS
@@ -107,14 +107,14 @@ def test_the_head_of_a_hopper_gpu_is_named_and_elsewhere_why_not() -> None:
     hidden = jax.ShapeDtypeStruct((4096, 896), jnp.bfloat16)
     device = AbstractDevice("NVIDIA H200", num_cores=132, platform="cuda")
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
-        assert head_loss.answers(hidden, 151_936, platform="gpu") == {"powers": None, "logits": None}
-        capped = head_loss.answers(hidden, 151_936, platform="gpu", softcap=30.0)
+        assert output_layer.answers(hidden, 151_936, platform="gpu") == {"powers": None, "logits": None}
+        capped = output_layer.answers(hidden, 151_936, platform="gpu", softcap=30.0)
     assert capped == {"powers": "logits are capped at 30", "logits": None}
-    elsewhere = head_loss.answers(hidden, 151_936, platform="tpu")
+    elsewhere = output_layer.answers(hidden, 151_936, platform="tpu")
     assert elsewhere == {"powers": "it is written for Hopper GPUs", "logits": None}
     wide = jax.ShapeDtypeStruct((4096, 896), jnp.float32)
-    assert head_loss.answers(wide, 151_936, platform="gpu")["powers"] == "hidden states are float32, not bfloat16"
-    assert head_loss.answers(hidden, 192, platform="gpu")["powers"] == "192 classes are fewer than 256"
+    assert output_layer.answers(wide, 151_936, platform="gpu")["powers"] == "hidden states are float32, not bfloat16"
+    assert output_layer.answers(hidden, 192, platform="gpu")["powers"] == "192 classes are fewer than 256"
 
 
 def test_explain_of_a_call_asks_the_call_s_own_options() -> None:

@@ -15,8 +15,7 @@ from flax import nnx
 from conformance.numerics import over_budget
 from jax_backend import linear_cross_entropy, packed_cross_entropy
 from jax_backend.attention.request import LOG2E
-from jax_backend.losses import mosaic_powers
-from jax_backend.losses import output_layer as head_loss
+from jax_backend.losses import mosaic_powers, output_layer
 from jax_backend.model.decoder import Decoder, DecoderConfig
 from jax_backend.training.train_step import make_train_step
 from packing_core.errors import LayoutError, PackingError
@@ -37,8 +36,8 @@ def plain_powers(hidden, weight, labels, bases, scale) -> Any:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways to the gradient of the logits; that of Hopper GPUs with a stand-in for its kernel."""
     if request.param == "powers":
-        monkeypatch.setattr(head_loss, "platform_of", lambda hidden, mesh: "gpu")
-        monkeypatch.setattr(head_loss, "_against_powers", lambda hidden, classes, platform, softcap, chunk: softcap)
+        monkeypatch.setattr(output_layer, "platform_of", lambda hidden, mesh: "gpu")
+        monkeypatch.setattr(output_layer, "_against_powers", lambda hidden, classes, platform, softcap, chunk: softcap)
         monkeypatch.setattr(mosaic_powers, "powers", plain_powers)
     return request.param
 
@@ -167,4 +166,4 @@ def test_what_does_not_fit_raises(change, error, message) -> None:
     ("tokens", "most", "chunk"), [(16384, 1766, 1664), (16384, 16384, 16384), (100, 1766, 128), (1000, 1, 128)]
 )
 def test_chunks_are_about_equal_so_that_the_last_is_not_mostly_padding(tokens: int, most: int, chunk: int) -> None:
-    assert head_loss.chunk_of(tokens, most) == chunk
+    assert output_layer.chunk_of(tokens, most) == chunk
