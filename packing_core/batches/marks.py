@@ -23,7 +23,10 @@ Bool = NDArray[np.bool_]
 
 LENGTHS = ("packed_lengths", "seq_lengths", "packed_seq_lengths")  # of the documents in order
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k")  # cumulative lengths, over all rows
-NUMBERS = ("segment_ids", "seq_idx")  # equal within a document; padding is 0 in segment_ids and below 0 in seq_idx
+NUMBERS = (
+    "segment_ids",
+    "seq_idx",
+)  # equal within a document; padding is 0 or -1 in segment_ids and below 0 in seq_idx
 PER_TOKEN = (*NUMBERS, "attention_mask", "position_ids")
 MARKS = (*LENGTHS, *BOUNDARIES, *PER_TOKEN)
 # What other packers call them (flash-attention and Megatron, torchtune, OLMo, MosaicML, MaxText), and the name here.
@@ -84,7 +87,7 @@ def read_segments(
         padding |= _checked(marks["attention_mask"]) == 0
     numbers = {name: marks[name] for name in NUMBERS if name in marks}
     for name, values in numbers.items():
-        padding |= values < 0 if name == "seq_idx" else values == 0
+        padding |= values < 0 if name == "seq_idx" else (values == 0) | (values == -1)
     if is_numbered(marks.get("attention_mask")):
         numbers["attention_mask"] = marks["attention_mask"]
 
