@@ -13,12 +13,37 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from packing_core.errors import LayoutError
+from packing_core.errors import LayoutError, PackingError, UnsupportedError
 
 
 def auto_axes(mesh: Mesh) -> Mesh:
     """The same devices and names with Auto axes, so that the compiler propagates shardings inside the step."""
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
+
+
+_OTHER_WORK = ("tensor", "model", "tp", "context", "sequence", "cp", "sp", "expert", "ep", "stage", "pipeline", "pp")
+
+
+def rows_mesh(mesh: Mesh) -> Mesh:
+    """The mesh of a train step, whose axes all spread rows, with Auto axes.
+
+    Raises:
+        PackingError: it is no mesh.
+        UnsupportedError: an axis of several devices is named for other work than spreading rows.
+    """
+    if not isinstance(mesh, Mesh):
+        raise PackingError(
+            f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}: make one with "
+            "jax.make_mesh((jax.device_count(),), ('data',))"
+        )
+    other = [name for name, size in mesh.shape.items() if size > 1 and name in _OTHER_WORK]
+    if other:
+        raise UnsupportedError(
+            f"the mesh has the axis {', '.join(map(repr, other))}, and the train step spreads rows over all axes: it "
+            "cuts neither heads nor tokens. Name the axis data, or fsdp to cut weights over it; "
+            "context_attention cuts rows over devices in a model of your own"
+        )
+    return auto_axes(mesh)
 
 
 def weight_sharding(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:

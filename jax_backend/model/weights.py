@@ -53,16 +53,48 @@ def load(folder: str | Path, **options: Any) -> Decoder:
 def save(model: Decoder, folder: str | Path) -> None:
     """Write ``config.json`` and ``model.safetensors`` that transformers loads; weights keep their dtype.
 
-    Weights are gathered on the host. In a job of several processes all must call it; the first one writes.
+    Weights are gathered on the host. In a job of several processes all must call it; the first one writes. An
+    ``nnx.LoRA`` around a linear layer, and an ``nnx.LoRALinear``, are written as one kernel, the adapter added to it.
+
+    Raises:
+        LayoutError: the model has weights that its config does not describe, which transformers would not read.
     """
     writer = require("safetensors.numpy", extra="jax")
     folder = Path(folder)
-    tensors = export(nnx.state(model, nnx.Param))
+    tensors = export(nnx.state(_merged(model), nnx.Param))
+    plain = nnx.eval_shape(lambda: Decoder(model.config, rngs=nnx.Rngs(0)))
+    wanted = {name for parameter in _parameters(nnx.state(plain, nnx.Param)) for name in parameter.names.flat}
+    if tensors.keys() != wanted:
+        raise LayoutError(
+            f"the model has {sorted(tensors.keys() - wanted) or 'nothing'} that its config does not describe and lacks "
+            f"{sorted(wanted - tensors.keys()) or 'nothing'}, so transformers would load it with random weights: undo "
+            "what was put into its layers, adding adapters to their kernels"
+        )
     if jax.process_index():
         return
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(model.config.to_hf(), indent=2, sort_keys=True) + "\n")
     writer.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _merged(model: Decoder) -> Decoder:
+    """The model without flax's LoRA layers: each product A B is added to the kernel below it, in a new model."""
+    model = nnx.merge(*nnx.split(model))  # other modules around the same variables
+    for _, parent in list(nnx.iter_modules(model)):
+        for name, child in list(vars(parent).items()):
+            base: Any
+            if isinstance(child, nnx.LoRALinear):
+                base, lora = child, child.lora
+                del child.lora
+            elif isinstance(child, nnx.LoRA) and isinstance(child.base_module, nnx.Linear):
+                base, lora = child.base_module, child
+                setattr(parent, name, base)
+            else:
+                continue
+            kernel = base.kernel[...]
+            update = jnp.matmul(lora.lora_a[...], lora.lora_b[...], precision="highest").astype(jnp.float32)
+            base.kernel = base.kernel.replace((kernel.astype(jnp.float32) + update).astype(kernel.dtype))
+    return model
 
 
 def export(state: nnx.State) -> dict[str, np.ndarray]:

@@ -7,11 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen, nnx
 
 from jax_backend.losses.cross_entropy import packed_cross_entropy
 from jax_backend.model.decoder import Decoder
-from packing_core.errors import PackingError, UnsupportedModelError
+from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
 
 # (model, microbatch) -> (loss sum, weight sum) or (loss sum, weight sum, extra values by name)
 LossFunction = Callable[[Any, dict[str, jax.Array]], tuple[Any, ...]]
@@ -56,6 +57,76 @@ def check_variables(params: nnx.State, rest: nnx.State) -> None:
                 f"the model keeps batch statistics ({'.'.join(map(str, path))}), which mix the documents of a packed "
                 "batch: use a norm over channels, such as nnx.RMSNorm"
             )
+
+
+def check_optimizer(tx: Any) -> None:
+    """Look at the optimizer.
+
+    Raises:
+        PackingError: it is no optax transformation.
+    """
+    if isinstance(tx, nnx.Optimizer):
+        raise PackingError(
+            "tx is an nnx.Optimizer, which holds a model of its own: pass the optax transformation, tx.tx"
+        )
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        raise PackingError(f"tx must be an optax transformation such as optax.adamw(1e-3), got {type(tx).__name__}")
+
+
+def check_vocabulary(batch: Mapping[str, Any], vocabulary: int) -> None:
+    """Look at the ids of a batch in the host's memory; arrays of a device are not read.
+
+    Raises:
+        LayoutError: an input, or a target that has a weight, is not in the vocabulary.
+    """
+    for name in ("input_ids", "targets"):
+        if isinstance(batch[name], jax.Array):
+            continue
+        ids = np.asarray(batch[name])
+        outside = (ids < 0) | (ids >= vocabulary)
+        if name == "targets" and outside.any() and not isinstance(batch["loss_weights"], jax.Array):
+            outside &= np.asarray(batch["loss_weights"]) != 0
+        if outside.any():
+            where = tuple(int(i) for i in np.argwhere(outside)[0])
+            raise LayoutError(
+                f"{name}{list(where)} is {ids[where]}, and the vocabulary is 0 to {vocabulary - 1}: compare the "
+                "tokenizer's vocabulary with the model's, and give targets that are not trained a loss weight of 0"
+            )
+
+
+def checked_sums(result: Any) -> tuple[jax.Array, jax.Array, Any]:
+    """The loss sum, the weight sum and the further values that a loss function returned.
+
+    Raises:
+        PackingError: it returned something else.
+    """
+    wanted = "loss_fn must return (loss_sum, weight_sum) or (loss_sum, weight_sum, extra)"
+    if not isinstance(result, tuple) or len(result) not in (2, 3):
+        raise PackingError(
+            f"{wanted}, and it returned {type(result).__name__}: the step divides the sums of all microbatches once, "
+            "so return a sum and the number that divides it"
+        )
+    loss, weight = (jnp.asarray(x) for x in result[:2])
+    if loss.shape or weight.shape:
+        raise PackingError(f"{wanted}, both scalars, and they have shapes {loss.shape} and {weight.shape}: sum them")
+    extra = result[2] if len(result) == 3 else {}
+    if not isinstance(extra, Mapping):
+        raise PackingError(f"{wanted}, where extra maps names to values, and it is {type(extra).__name__}")
+    return loss, weight, dict(extra)
+
+
+def refuse_donated(tree: Any) -> None:
+    """Raise for a state whose buffers an earlier step took.
+
+    Raises:
+        PackingError: it is one.
+    """
+    arrays = (leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
+    if any(not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted() for leaf in arrays):
+        raise PackingError(
+            "an earlier step took the buffers of this state (or of these sums): use what that step returned, or pass "
+            "it jax.tree.map(jax.numpy.copy, state)"
+        )
 
 
 def fold_keys(rest: nnx.State, *numbers: jax.Array) -> nnx.State:

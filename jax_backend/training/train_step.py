@@ -9,7 +9,7 @@ row.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -20,13 +20,17 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_backend.model.decoder import Decoder
-from jax_backend.placement import auto_axes, place_rows, weight_shardings
+from jax_backend.placement import place_rows, rows_mesh, weight_shardings
 from jax_backend.training.objective import (
     LossFunction,
     cast_weights,
     causal_lm_loss,
+    check_optimizer,
     check_variables,
+    check_vocabulary,
+    checked_sums,
     fold_keys,
+    refuse_donated,
     refuse_linen,
 )
 from packing_core.errors import LayoutError, PackingError
@@ -82,16 +86,20 @@ class TrainStep:
         trainable: Any = nnx.Param,
         compute_dtype: Any = None,
         precision: str | None = None,
+        microbatched: bool | None = None,
     ) -> None:
         refuse_linen(model)
-        self.mesh = mesh = None if mesh is None else auto_axes(mesh)
+        check_optimizer(tx)
+        self.mesh = mesh = None if mesh is None else rows_mesh(mesh)
         self.tx = tx
         self.precision = precision
         self.compute_dtype = compute_dtype
         self.trainable = trainable
+        self.microbatched = microbatched
         self.compilations = 0
         self._loss_fn = loss_fn or causal_lm_loss
         self._own_loss = loss_fn is not None
+        self._vocabulary: int | None = None
         if isinstance(model, nnx.Module):
             self._make: Callable[[], nnx.Module] | None = None
             self._graph, params, rest = self._split(nnx.clone(model))
@@ -114,7 +122,7 @@ class TrainStep:
             out, sums = (self._shardings, whole), Sums(whole, whole, self._shardings.params, whole, whole)
         self._step = jax.jit(self._accumulate_and_update, donate_argnums=0, out_shardings=out)
         self._zeros = jax.jit(self._start, out_shardings=sums)
-        self._add = jax.jit(self._add_first, donate_argnums=2, out_shardings=sums)
+        self._add = jax.jit(self._add_all, donate_argnums=2, out_shardings=sums)
         self._update = jax.jit(self._divide_and_update, donate_argnums=0, out_shardings=out)
         self._evaluate = jax.jit(self._evaluation)
 
@@ -143,6 +151,7 @@ class TrainStep:
 
         It shares the state's arrays: the next step donates them, so use the model before it.
         """
+        refuse_donated(state)
         return nnx.merge(self._graph, state.params, self._others())
 
     def __call__(self, state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, Metrics]:
@@ -159,29 +168,35 @@ class TrainStep:
             ``grad_norm``, all float32 scalars.
 
         Raises:
-            LayoutError: a key lacks, shapes differ, or the rows do not divide over the devices.
+            LayoutError: a key lacks, shapes differ, the rows do not divide over the devices, or an id is not in the
+                vocabulary of a `Decoder` (ids that are in a device's memory already are not looked at).
+            PackingError: an earlier step took the state's buffers.
         """
+        refuse_donated(state)
         return self._step(state, self._others(), self.place(batch))
 
     def accumulate(self, state: TrainState, sums: Sums | None, batch: Mapping[str, Any]) -> Sums:
-        """Add one microbatch [B, S] to the sums of a step whose microbatches differ in shape; ``sums`` is donated.
+        """Add a microbatch [B, S], or several [A, B, S], to the sums of a step whose microbatches differ in shape.
 
-        Finish the step with :meth:`update`. Each new shape is compiled.
+        ``sums`` is donated. Finish the step with :meth:`update`. Each new shape is compiled.
         """
+        refuse_donated((state, sums))
         rest, batch = self._others(), self.place(batch)
         sums = self._zeros(state.params, rest, batch) if sums is None else sums
         return self._add(state, rest, sums, batch)
 
     def update(self, state: TrainState, sums: Sums) -> tuple[TrainState, Metrics]:
         """Divide the sums once and take the optimizer step; ``state`` is donated."""
+        refuse_donated((state, sums))
         return self._update(state, sums)
 
     def evaluate(self, state: TrainState, batches: Iterable[Mapping[str, Any]]) -> Metrics:
-        """The loss of microbatches [B, S] as a step counts it, the model in evaluation mode; nothing changes.
+        """The loss of batches [B, S] or [A, B, S] as a step counts it, the model in evaluation mode; nothing changes.
 
         Returns:
             ``loss`` (mean over the weights of all batches), ``loss_sum`` and ``weight_sum``, float32 scalars.
         """
+        refuse_donated(state)
         total = weight = jnp.zeros(())
         for batch in batches:
             more, heavier = self._evaluate(state, self._others(), self.place(batch))
@@ -208,7 +223,9 @@ class TrainStep:
         shapes = {key: np.shape(batch[key]) for key in keys}
         if not self._own_loss and (len(set(shapes.values())) != 1 or len(shapes["input_ids"]) not in (2, 3)):
             raise LayoutError(f"the batch's arrays must share one shape [A, B, S] or [B, S], got {shapes}")
-        single = len(shapes.get("input_ids", (0, 0, 0))) == 2
+        if self._vocabulary is not None:
+            check_vocabulary(batch, self._vocabulary)
+        single = not self._has_microbatches(shapes)
         arrays = {key: batch[key][None] if single else batch[key] for key in keys}
         leading = {key: np.shape(array)[:2] for key, array in arrays.items()}
         if len(set(leading.values())) != 1 or len(next(iter(leading.values()))) != 2:
@@ -217,9 +234,21 @@ class TrainStep:
             return {key: jnp.asarray(value) for key, value in arrays.items()}
         return place_rows(arrays, self.mesh)
 
+    def _has_microbatches(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+        """True if the arrays' first axis counts microbatches, False if it counts rows."""
+        if self.microbatched is not None:
+            return self.microbatched
+        if "input_ids" not in shapes:
+            raise LayoutError(
+                f"the batch has keys of its own ({', '.join(shapes)}), and without input_ids nothing tells [A, B, ...] "
+                "from [B, ...]: pass make_train_step(microbatched=True) or microbatched=False"
+            )
+        return len(shapes["input_ids"]) != 2
+
     def _split(self, model: Any) -> tuple[Any, nnx.State, nnx.State]:
         if isinstance(model, Decoder):
             model.mesh = self.mesh
+            self._vocabulary = None if self._own_loss else model.config.vocab_size
         graph, params, *rest = nnx.split(model, self.trainable, ...)
         return graph, params, rest[0]
 
@@ -240,8 +269,8 @@ class TrainStep:
         rest = fold_keys(rest, step, number)
         if self.compute_dtype is not None:
             params, rest = cast_weights((params, rest), self.compute_dtype)
-        loss, weight, *extra = self._loss_fn(nnx.merge(self._graph, params, rest), micro)
-        return loss, (jnp.asarray(weight), jax.tree.map(jnp.asarray, extra[0] if extra else {}))
+        loss, weight, extra = checked_sums(self._loss_fn(nnx.merge(self._graph, params, rest), micro))
+        return loss, (weight, jax.tree.map(jnp.asarray, extra))
 
     def _evaluation(
         self, state: TrainState, rest: nnx.State, batch: dict[str, jax.Array]
@@ -249,10 +278,16 @@ class TrainStep:
         params, rest = state.params, fold_keys(rest, state.step)
         if self.compute_dtype is not None:
             params, rest = cast_weights((params, rest), self.compute_dtype)
-        model = nnx.merge(self._graph, params, rest)
-        model.eval()
-        loss, weight, *_ = self._loss_fn(model, {key: value[0] for key, value in batch.items()})
-        return loss.astype(jnp.float32), jnp.asarray(weight, jnp.float32)
+
+        def sums(micro: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            model = nnx.merge(self._graph, params, rest)
+            model.eval()
+            loss, weight, _ = checked_sums(self._loss_fn(model, micro))
+            return loss.astype(jnp.float32), weight.astype(jnp.float32)
+
+        with self._multiplying():
+            losses, weights = jax.lax.map(sums, batch)
+        return losses.sum(), weights.sum()
 
     def _start(self, params: nnx.State, rest: nnx.State, batch: dict[str, jax.Array]) -> Sums:
         """Sums of no microbatch."""
@@ -264,15 +299,24 @@ class TrainStep:
         grads, extra = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (params, extra))
         return Sums(jnp.zeros(()), jnp.zeros(()), grads, extra, jnp.zeros((), jnp.int32))
 
-    def _add_first(self, state: TrainState, rest: nnx.State, sums: Sums, batch: dict[str, jax.Array]) -> Sums:
-        return self._add_microbatch(state, rest, sums, {key: value[0] for key, value in batch.items()})
+    def _add_all(self, state: TrainState, rest: nnx.State, sums: Sums, batch: dict[str, jax.Array]) -> Sums:
+        def add(sums: Sums, micro: dict[str, jax.Array]) -> tuple[Sums, None]:
+            return self._add_microbatch(state, rest, sums, micro), None
+
+        if len(next(iter(batch.values()))) == 1:  # a loop over one microbatch would still keep and copy its sums
+            return add(sums, {key: value[0] for key, value in batch.items()})[0]
+        return jax.lax.scan(add, sums, batch)[0]
 
     def _add_microbatch(self, state: TrainState, rest: nnx.State, sums: Sums, micro: dict[str, jax.Array]) -> Sums:
         gradient = jax.value_and_grad(self._loss_sum, has_aux=True)
-        with nullcontext() if self.precision is None else jax.default_matmul_precision(self.precision):
+        with self._multiplying():
             (loss, (weight, extra)), grads = gradient(state.params, rest, micro, state.step, sums.microbatches)
         found = Sums(loss, weight, grads, extra, jnp.ones((), jnp.int32))
         return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, found)
+
+    def _multiplying(self) -> AbstractContextManager[Any]:
+        """Sets the precision of matrix products."""
+        return nullcontext() if self.precision is None else jax.default_matmul_precision(self.precision)
 
     def _divide_and_update(self, state: TrainState, sums: Sums) -> tuple[TrainState, Metrics]:
         # One division for the whole step: a mean of the microbatches' means would weigh their tokens unequally.
@@ -295,15 +339,7 @@ class TrainStep:
         self, state: TrainState, rest: nnx.State, batch: dict[str, jax.Array]
     ) -> tuple[TrainState, Metrics]:
         self.compilations += 1  # this body runs when it is traced, not when it is executed
-
-        def add(sums: Sums, micro: dict[str, jax.Array]) -> tuple[Sums, None]:
-            return self._add_microbatch(state, rest, sums, micro), None
-
-        sums = self._start(state.params, rest, batch)
-        if len(next(iter(batch.values()))) == 1:  # a loop over one microbatch would still keep and copy its sums
-            sums = self._add_first(state, rest, sums, batch)
-        else:
-            sums, _ = jax.lax.scan(add, sums, batch)
+        sums = self._add_all(state, rest, self._start(state.params, rest, batch), batch)
         return self._divide_and_update(state, sums)
 
 
@@ -316,6 +352,7 @@ def make_train_step(
     trainable: Any = nnx.Param,
     compute_dtype: Any = None,
     precision: str | None = None,
+    microbatched: bool | None = None,
 ) -> TrainStep:
     """Build the training step of ``model`` under the optimizer ``tx``.
 
@@ -346,11 +383,14 @@ def make_train_step(
             of the weights; None leaves that to the model's layers (their ``dtype``). Over ``fsdp`` the cast weights
             are what travels.
         precision: of matrix products, as `jax.default_matmul_precision` names it; None for what is in force. A GPU
-            multiplies float32 in TF32 by default: "highest" makes it float32.
+            multiplies float32 in TF32 by default: "highest" makes it float32. It covers `TrainStep.evaluate` as well.
+        microbatched: True if the first axis of every array counts microbatches, [A, B, ...], and False for [B, ...].
+            None reads it from the shape of ``input_ids``; a batch without that key needs True or False.
 
     Raises:
         UnsupportedModelError: a ``linen`` module, or one with batch statistics, which mix a packed batch's documents.
-        PackingError: ``trainable`` selects nothing.
+        PackingError: ``trainable`` selects nothing; ``tx`` is no optax transformation; ``mesh`` is no mesh.
+        UnsupportedError: an axis of the mesh is named for tensor, context, expert or pipeline parallelism.
     """
     return TrainStep(
         model,
@@ -360,6 +400,7 @@ def make_train_step(
         trainable=trainable,
         compute_dtype=compute_dtype,
         precision=precision,
+        microbatched=microbatched,
     )
 
 
@@ -374,7 +415,12 @@ def _put(tree: Any, shardings: Any, *, donate: bool = False) -> Any:
     """The tree's arrays where they belong: new ones, or with ``donate`` the same ones if they are there already."""
     if shardings is None:
         return tree if donate else jax.tree.map(jnp.copy, tree)
-    return jax.device_put(tree, shardings, donate=donate, may_alias=None if donate else False)
+    # A replica on the array's own device shares its memory, even with may_alias=False: hand over a copy, one at a time.
+    return jax.tree.map(
+        lambda leaf, sharding: jax.device_put(leaf if donate else jnp.copy(leaf), sharding, donate=True),
+        tree,
+        shardings,
+    )
 
 
 def _with_sharding(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

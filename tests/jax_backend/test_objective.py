@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,11 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import torch
+import transformers
 from flax import linen, nnx
 
 from jax_backend import linear_cross_entropy, packed_cross_entropy, segment_attention
+from jax_backend.model import weights
+from jax_backend.model.lora import add_adapters
 from jax_backend.training.train_step import TrainStep, make_train_step
-from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
+from packing_core.errors import LayoutError, PackingError, UnsupportedError, UnsupportedModelError
 from tests.jax_backend.test_train_step import BATCHES, decoder, largest_difference, one_device, run
 
 V, M = 64, 16
@@ -80,7 +85,7 @@ def test_a_loss_may_read_any_keys_and_microbatches_of_it_may_be_added_one_by_one
 
     rng = np.random.default_rng(0)
     batch = {name: rng.standard_normal((2, 4, 3)).astype(np.float32) for name in ("chosen", "rejected")}
-    train_step = make_train_step(Reward(), optax.sgd(0.1), loss_fn=of_pairs)
+    train_step = make_train_step(Reward(), optax.sgd(0.1), loss_fn=of_pairs, microbatched=True)
     state, metrics = train_step(train_step.init(), batch)
     assert float(metrics["margin"]) == pytest.approx((batch["chosen"] - batch["rejected"]).sum(), rel=1e-4)
     again, sums = train_step.init(), None
@@ -90,6 +95,14 @@ def test_a_loss_may_read_any_keys_and_microbatches_of_it_may_be_added_one_by_one
     assert largest_difference(state.params, again.params) < 1e-6
     with pytest.raises(LayoutError, match="must share their first axes, microbatches and rows"):
         train_step.place(batch | {"chosen": batch["chosen"][:1]})
+    untold = make_train_step(Reward(), optax.sgd(0.1), loss_fn=of_pairs)
+    with pytest.raises(LayoutError, match=r"without input_ids nothing tells \[A, B, ...\] from.*microbatched=True"):
+        untold(untold.init(), batch)
+    rows = {name: x.reshape(8, 3) for name, x in batch.items()}
+    told = make_train_step(Reward(), optax.sgd(0.1), loss_fn=of_pairs, microbatched=False)
+    assert {x.shape for x in told.place(rows).values()} == {(1, 8, 3)}
+    _, again = told(told.init(), rows)
+    assert float(again["loss_sum"]) == pytest.approx(float(metrics["loss_sum"]), rel=1e-4)
 
 
 def with_lora() -> Any:
@@ -127,6 +140,60 @@ def test_lora_moves_its_own_weights_and_no_others(sharded: bool) -> None:
     assert moved == {f"model.layers.0.self_attn.{p}.lora_{x}" for p in ("q_proj", "v_proj") for x in "ab"}
     frozen = train_step.model(state).model.embed_tokens.embedding[...]
     assert frozen.addressable_shards[0].data.size * (4 if sharded else 1) == frozen.size
+
+
+@pytest.mark.parametrize("how", ["around", "inside"])
+def test_a_decoder_with_lora_is_saved_as_the_weights_that_it_computes_with(how: str, tmp_path: Path) -> None:
+    model = with_lora()
+    for layer in model.model.layers:
+        if how == "inside":
+            base = layer.self_attn.q_proj.base_module
+            within = nnx.LoRALinear(base.in_features, base.out_features, lora_rank=2, use_bias=False, rngs=nnx.Rngs(1))
+            within.kernel = base.kernel
+            layer.self_attn.q_proj = within
+        for name in ("q_proj", "v_proj"):
+            lora = getattr(layer.self_attn, name)
+            lora = lora.lora if isinstance(lora, nnx.LoRALinear) else lora
+            lora.lora_b[...] = jax.random.normal(jax.random.key(3), lora.lora_b.shape)
+    weights.save(model, tmp_path)
+    given = [BATCHES[0][name] for name in ("input_ids", "segment_ids", "position_ids")]
+    there = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    one = np.flatnonzero(given[1][0] == 1)
+    with torch.no_grad():
+        found = there(torch.tensor(given[0][:1, one])).logits[0].numpy()
+    np.testing.assert_allclose(found, model(*given)[0, one], atol=2e-5)
+    assert float(abs(model(*given) - decoder()(*given)).max()) > 1e-2  # and the adapters are not nothing
+    assert isinstance(model.model.layers[0].self_attn.v_proj, nnx.LoRA)
+
+
+def test_a_decoder_with_weights_that_its_config_does_not_describe_is_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(LayoutError, match=r"lora_A.weight.* that its config does not describe.*random weights"):
+        weights.save(add_adapters(decoder(), 2, 0), tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def test_what_is_no_optimizer_mesh_or_loss_is_named() -> None:
+    with pytest.raises(PackingError, match=r"tx is an nnx.Optimizer.*pass the optax transformation, tx.tx"):
+        make_train_step(decoder(), nnx.Optimizer(decoder(), optax.sgd(0.1), wrt=nnx.Param))
+    with pytest.raises(PackingError, match=r"tx must be an optax transformation such as optax.adamw.*got float"):
+        make_train_step(decoder(), 0.1)
+    with pytest.raises(PackingError, match=r"mesh must be a jax.sharding.Mesh, got tuple: make one with"):
+        make_train_step(decoder(), optax.sgd(0.1), (8,))
+    with pytest.raises(UnsupportedError, match=r"the axis 'tensor', and the train step spreads rows over all axes"):
+        make_train_step(decoder(), optax.sgd(0.1), jax.make_mesh((2, 4), ("data", "tensor")))
+    make_train_step(decoder(), optax.sgd(0.1), jax.make_mesh((8, 1), ("data", "tensor")))  # one device: nothing to cut
+    wrong = {
+        "it returned dict": lambda total: {"loss": total},
+        "it returned ArrayImpl|Tracer": lambda total: total,
+        r"shapes \(3,\) and \(\)": lambda total: (total * jnp.ones(3), 1.0),
+        "extra maps names to values": lambda total: (total, 1.0, 2.0),
+    }
+    for message, loss in wrong.items():
+        train_step = make_train_step(
+            decoder(), optax.sgd(0.1), loss_fn=lambda model, batch, loss=loss: loss(model.lm_head.kernel[...].sum())
+        )
+        with pytest.raises(PackingError, match=message):
+            train_step(train_step.init(), BATCHES[0])
 
 
 def test_a_filter_that_selects_nothing_is_refused() -> None:

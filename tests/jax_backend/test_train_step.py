@@ -17,6 +17,7 @@ from jax_backend.batches import to_batch
 from jax_backend.model import weights
 from jax_backend.model.decoder import Decoder, DecoderConfig
 from jax_backend.training.checkpoint import restore_state, save_state
+from jax_backend.training.objective import causal_lm_loss
 from jax_backend.training.train_step import make_train_step
 from packing_core.errors import LayoutError, PackingError
 from tests.jax_backend.models import CONFIGS, documents, saved
@@ -77,6 +78,73 @@ def test_any_mesh_gives_the_numbers_of_one_device(axes) -> None:
     _, spread, found = run(BATCHES, mesh, tx=optax.sgd(0.1))
     assert found == pytest.approx(wanted, rel=1e-6)
     assert largest_difference(spread.params, alone) < 1e-6
+
+
+@pytest.mark.parametrize("axis", [None, "data", "fsdp"])
+def test_the_model_given_stays_whole_after_steps(axis) -> None:
+    mesh = None if axis is None else jax.make_mesh((8,), (axis,))
+    model = decoder()
+    before = jax.tree.map(lambda x: np.array(x, copy=True), nnx.state(model))
+    train_step = make_train_step(model, optax.sgd(0.1), mesh)
+    state, _ = train_step(train_step.init(), BATCHES[0])
+    train_step(state, BATCHES[1])
+    assert largest_difference(nnx.state(model), before) == 0
+    assert largest_difference(train_step.init().params, nnx.state(decoder(), nnx.Param)) == 0
+
+
+def test_evaluation_and_sums_take_all_microbatches_of_a_batch() -> None:
+    cut = {name: array.reshape(4, 2, -1) for name, array in BATCHES[0].items()}
+    train_step = make_train_step(decoder(), optax.sgd(0.1))
+    state = train_step.init()
+    whole, pieces = (train_step.evaluate(state, [batch]) for batch in (BATCHES[0], cut))
+    assert float(pieces["weight_sum"]) == float(whole["weight_sum"]) == BATCHES[0]["loss_weights"].sum()
+    assert float(pieces["loss"]) == pytest.approx(float(whole["loss"]), rel=1e-6)
+    sums = train_step.accumulate(state, None, cut)
+    assert int(sums.microbatches) == 4
+    state, _ = train_step.update(state, sums)
+    again, _ = train_step(train_step.init(), BATCHES[0])
+    assert largest_difference(state.params, again.params) < 1e-6
+
+
+def test_precision_covers_evaluation() -> None:
+    seen = []
+
+    def loss(model, batch):
+        seen.append(jax.config.jax_default_matmul_precision)
+        return causal_lm_loss(model, batch)
+
+    train_step = make_train_step(decoder(), optax.sgd(0.1), loss_fn=loss, precision="highest")
+    train_step.evaluate(train_step.init(), BATCHES[:1])
+    assert set(seen) == {"highest"}
+
+
+def test_an_id_outside_the_vocabulary_is_refused_and_changes_nothing() -> None:
+    train_step = make_train_step(decoder(), optax.sgd(0.1))
+    state = train_step.init()
+    place = tuple(int(i) for i in np.argwhere(BATCHES[0]["loss_weights"] > 0)[3])
+    for name, value in (("targets", 64), ("targets", -1), ("input_ids", 64)):
+        wrong = {key: array.copy() for key, array in BATCHES[0].items()}
+        wrong[name][place] = value
+        with pytest.raises(LayoutError, match=rf"{name}\[{place[0]}, {place[1]}\] is {value}, and the vocabulary is 0"):
+            train_step(state, wrong)
+    untrained = {key: array.copy() for key, array in BATCHES[0].items()}
+    untrained["targets"][untrained["loss_weights"] == 0] = -100
+    train_step(state, untrained)  # which the refusals did not donate
+
+
+def test_a_donated_state_is_named() -> None:
+    train_step = make_train_step(decoder(), optax.sgd(0.1))
+    state = train_step.init()
+    train_step(state, BATCHES[0])
+    uses = (
+        lambda: train_step(state, BATCHES[0]),
+        lambda: train_step.evaluate(state, BATCHES[:1]),
+        lambda: train_step.accumulate(state, None, BATCHES[0]),
+        lambda: train_step.model(state),
+    )
+    for use in uses:
+        with pytest.raises(PackingError, match="an earlier step took the buffers of this state"):
+            use()
 
 
 def test_weights_and_optimizer_state_are_cut_over_fsdp_and_nothing_else() -> None:
