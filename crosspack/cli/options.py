@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -20,6 +21,7 @@ from crosspack.encoding.tokenizer import check_tokenizer, load_tokenizer, train_
 from crosspack.encoding.tokens import check_length
 from crosspack.reading import Records
 from crosspack.reading.lines import SampleBy
+from crosspack.reading.places import BadRecord, Row
 from packing_core.errors import PackingError
 from packing_core.training.schedule import Document
 
@@ -95,12 +97,20 @@ class Source:
         return Source.of(check_data(data, split, tokenizer), tokenizer, policy, trust_remote_code=trust_remote_code)
 
     @staticmethod
-    def of(records: Records, tokenizer: str | None, policy: Policy, *, trust_remote_code: bool = False) -> Source:
-        """The same of records that are open."""
+    def of(
+        records: Records,
+        tokenizer: str | None,
+        policy: Policy,
+        *,
+        trust_remote_code: bool = False,
+        lenient: bool = False,
+    ) -> Source:
+        """The same of records that are open; ``lenient`` trains a tokenizer on the records that can be used."""
         if tokenizer is not None:
             loaded = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
             return Source(records, Encoder(loaded, policy), Path(tokenizer).name)
-        texts = plain_texts(counted(OUT, "records read for the tokenizer", records), policy.fields)
+        read = counted(OUT, "records read for the tokenizer", usable(records, policy) if lenient else records)
+        texts = plain_texts(read, policy.fields)
         trained = train_tokenizer(texts, VOCABULARY)
         return Source(records, Encoder(trained, policy), f"byte-level BPE of the data, {len(trained):,} entries")
 
@@ -130,6 +140,7 @@ def check_data(
     policy: Policy | None = None,
     more: Iterable[str] = (),
     sample_by: SampleBy = "line",
+    lenient: bool = False,
 ) -> Records:
     """Open all of the data and look at the first record of each; imports no framework for local files.
 
@@ -141,6 +152,7 @@ def check_data(
         policy: says which columns are read.
         more: other columns that are read.
         sample_by: as of :func:`crosspack.read`.
+        lenient: look at the first record that can be used.
 
     Raises:
         PackingError: the data or the tokenizer is nowhere, or the data has no records that can be read.
@@ -153,7 +165,7 @@ def check_data(
         for name, weight in map(weighted, data) if data else [(None, None)]:
             records = open_records(name, split=split, columns=(*policy.columns, *more), sample_by=sample_by)
             sources.append((records, weight))
-            firsts.append(next(iter(records), None))
+            firsts.append(next(usable(records, policy) if lenient else iter(records), None))
         joined = join(sources)
     except PackingError as error:
         text = str(error).replace("--data", option)
@@ -161,6 +173,18 @@ def check_data(
         raise type(error)(named) from error
     for (records, _), first in zip(sources, firsts, strict=True):
         if first is None:
-            raise PackingError(f"{option} {records.name} has no records: check the file and {option_of_split(option)}")
+            what = "records that can be used" if lenient else "records"
+            raise PackingError(f"{option} {records.name} has no {what}: check the file and {option_of_split(option)}")
         kind_of(canonical(first, first.where, policy.fields), first.where)
     return joined
+
+
+def usable(records: Records, policy: Policy) -> Iterator[Row]:
+    """The records that hold a text or token ids; what is wrong with others is said where they are packed."""
+    for item in records.items():
+        if isinstance(item, BadRecord):
+            continue
+        with suppress(PackingError):
+            if kind_of(canonical(item, item.where, policy.fields), item.where) != "input_ids":
+                list(plain_texts([item], policy.fields))
+            yield item

@@ -104,8 +104,15 @@ def open_job(given: PackOptions, part: Part) -> Job:
         policy=given.policy,
         more=given.keep,
         sample_by=given.sample_by,
+        lenient=given.on_error != "stop",
     )
-    source = Source.of(records, given.tokenizer, given.policy, trust_remote_code=given.trust_remote_code)
+    source = Source.of(
+        records,
+        given.tokenizer,
+        given.policy,
+        trust_remote_code=given.trust_remote_code,
+        lenient=given.on_error != "stop",
+    )
     source.encoder.carried = given.keep
     OUT.print(source.describe(), highlight=False)
     size = records.size()

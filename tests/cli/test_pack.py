@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -241,3 +242,32 @@ def test_a_column_that_packed_files_have_themselves_cannot_be_kept(tmp_path, nam
     result = CliRunner().invoke(app, ["pack", "--data", str(tmp_path / "data.jsonl"), *options])
     assert result.exit_code == 2 and f"--keep {name}: packed files have a column of that name" in result.output
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "bad", ['{"x": 1}', "not json", "[1]", '{"messages": [{"role": 3}]}', '{"text": "a", "text": "b"}']
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_the_first_record_too_may_be_one_that_cannot_be_used(tmp_path, bad, first):
+    lines = ['{"text": "hello world"}', '{"text": "b c d"}']
+    lines.insert(0 if first else 1, bad)
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    options = ("--data", tmp_path / "data.jsonl", "--capacity", "16", "--output", tmp_path / "out")
+    assert pack(*options).exit_code == 2
+    result = pack(*options, "--on-error", "quarantine")
+    assert result.exit_code == 0, result.output
+    manifest = json.loads((tmp_path / "out/manifest.json").read_text())
+    assert manifest["documents"] == 2
+    (tmp_path / "data.jsonl").write_text(bad)
+    empty = pack(*options, "--on-error", "skip", "--overwrite")
+    assert empty.exit_code == 2
+    assert re.search("has no records that can be used|no document has a token to train on", empty.output)
+
+
+def test_token_ids_that_no_row_can_hold_are_skipped_like_others(tmp_path, tokenizer_folder):
+    lines = ["[1, 99999999999]", "[-1, 5]", "[5, 6]", "[5, 18446744073709551616]"]
+    (tmp_path / "data.jsonl").write_text("".join(f'{{"input_ids": {line}}}\n' for line in lines))
+    options = ("--data", tmp_path / "data.jsonl", "--capacity", "16", "--output", tmp_path / "out")
+    result = pack(*options, "--tokenizer", tokenizer_folder, "--on-error", "skip")
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "out/manifest.json").read_text())["documents"] == 1
