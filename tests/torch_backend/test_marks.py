@@ -59,7 +59,7 @@ def test_every_mark_gives_the_same_segments(mark: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_padding_of_segment_ids_is_no_document(padding: int, dtype: torch.dtype) -> None:
     ids = torch.tensor([[7, 7, 2, 2, padding, padding]], dtype=dtype)
-    assert collate(labels=IDS.clone() + 1, segment_ids=ids)["labels"].tolist() == [[-100, 3, -100, 5, -100, -100]]
+    assert collate(labels=IDS.clone(), segment_ids=ids)["labels"].tolist() == [[-100, 2, -100, 4, -100, -100]]
 
 
 @pytest.mark.parametrize("first", MARKS)
