@@ -104,6 +104,9 @@ def segment_attention(
     """
     check_arrays(q, k, v)
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
+    if not (mesh is None or isinstance(mesh, Mesh | NamedSharding)):
+        raise PackingError(f"mesh must be a jax.sharding.Mesh or the NamedSharding of q, got {type(mesh).__name__}")
+    sinks = None if sinks is None else jnp.asarray(sinks)
     check_options(heads=q.shape[2], scale=scale, window=window, softcap=softcap, sinks=sinks, max_segments=max_segments)
     segments = _segments(q, k, segment_ids, kv_segment_ids, q_offset, max_segments)
     request = request_for(
@@ -195,11 +198,11 @@ def request_for(
         dtype=q.dtype,
         causal=causal,
         scale=q.shape[3] ** -0.5 if scale is None else float(scale),
-        window=window,
+        window=None if window is None else int(window),
         softcap=None if softcap is None else float(softcap),
         needs_lse=return_lse or sinks is not None,
         own_keys=kv_segment_ids is None,
-        max_segments=max_segments,
+        max_segments=None if max_segments is None else int(max_segments),
         platform=platform,
     )
 

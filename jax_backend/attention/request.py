@@ -96,6 +96,18 @@ def check_options(
         PackingError: an option is out of its range.
         LayoutError: ``sinks`` is not [N].
     """
+    for name, value in (("window", window), ("max_segments", max_segments), ("softcap", softcap), ("scale", scale)):
+        if isinstance(value, jax.core.Tracer):
+            raise PackingError(
+                f"{name} is traced, and it is a constant of the kernel: pass a Python number, as a static argument of "
+                "jit; a scale that is learnt multiplies q instead"
+            )
+    for name, value in (("window", window), ("max_segments", max_segments)):
+        if value is not None and (isinstance(value, bool) or not hasattr(value, "__index__")):
+            raise PackingError(f"{name} must be an int or None, got {value!r}")
+    for name, value in (("softcap", softcap), ("scale", scale)):
+        if value is not None and not hasattr(value, "__float__"):
+            raise PackingError(f"{name} must be a number or None, got {value!r}")
     if window is not None and window < 1:
         raise PackingError(f"window is {window}: it counts visible keys, the query's own included, so it is at least 1")
     if max_segments is not None and max_segments < 1:
@@ -103,5 +115,5 @@ def check_options(
     for name, value in (("softcap", softcap), ("scale", scale)):
         if value is not None and not (0 < value < math.inf):
             raise PackingError(f"{name} is {value}: it must be positive and finite; pass None for none")
-    if sinks is not None and sinks.shape != (heads,):
-        raise LayoutError(f"sinks must have one logit per query head, shape ({heads},), got {sinks.shape}")
+    if sinks is not None and jnp.shape(sinks) != (heads,):
+        raise LayoutError(f"sinks must have one logit per query head, shape ({heads},), got {jnp.shape(sinks)}")

@@ -58,13 +58,28 @@ def spread(
         kv_heads=request.kv_heads // head_shards,
     )
     per_head = P(by_row, None, by_head)
-    return jax.shard_map(
+    in_specs = (per_head, per_head, per_head, P(by_row), P())
+    mapped = jax.shard_map(
         partial(run(local), request=local),
         mesh=sharding.mesh,
-        in_specs=(per_head, per_head, per_head, P(by_row), P()),
+        in_specs=in_specs,
         out_specs=(per_head, per_head),
         check_vma=False,  # a kernel's outputs carry no varying axes
     )
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return mapped
+
+    def resharded(*operands: Any) -> Any:
+        """Explicit axes must match exactly, and the ids may be whole where q is spread."""
+        specs = (NamedSharding(sharding.mesh, spec) for spec in in_specs)
+        return mapped(
+            *(
+                jax.tree.map(lambda x, to=to: jax.sharding.reshard(x, to), x)
+                for x, to in zip(operands, specs, strict=True)
+            )
+        )
+
+    return resharded
 
 
 def sharding_of(q: jax.Array, k: jax.Array, v: jax.Array) -> NamedSharding | None:

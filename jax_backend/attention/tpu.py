@@ -27,6 +27,10 @@ def supports(request: Request) -> str | None:
         (not request.own_keys, "its causal mask is static, so keys cannot be other tokens than the queries"),
         (request.needs_lse, "its log-sum-exp has no gradient, which sinks and return_lse need"),
         (request.dtype == jnp.float16, "TPUs have no float16"),
+        (
+            request.group > 1 and jax.config.jax_enable_x64,  # type: ignore[attr-defined]  # made at run time
+            "it finds the key/value head of a group with 32 bits, and jax_enable_x64 is on",
+        ),
     )
     return next((reason for refused, reason in refusals if refused), None)
 

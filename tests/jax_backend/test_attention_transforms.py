@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_backend import explain, find_segments, segment_attention
-from packing_core.errors import LayoutError, UnsupportedError
+from packing_core.errors import LayoutError, PackingError, UnsupportedError
 from tests.jax_backend.oracle import assert_same
 
 B, S, N, K, D = 8, 48, 4, 2, 16
@@ -180,3 +180,35 @@ def test_64_bits_are_refused_by_the_gpu_kernels_and_taken_by_the_next() -> None:
         assert "not pallas: its kernels index with 32 bits" in str(explain(x, x, x, platform="gpu"))
         gradient = jax.grad(lambda x: segment_attention(x, x, x, ids, implementation="chunked").sum())(x)
     assert gradient.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("option", ["scale", "softcap", "window"])
+def test_a_traced_option_is_named(option: str) -> None:
+    with pytest.raises(PackingError, match=f"{option} is traced, and it is a constant of the kernel"):
+        jax.jit(lambda value: segment_attention(*operands(), **{option: value}))(4)
+
+
+def test_sinks_may_be_a_list() -> None:
+    sinks = [0.5, -1.0, 0.0, 2.0]
+    wanted = segment_attention(*operands(), sinks=jnp.array(sinks))
+    assert jnp.array_equal(segment_attention(*operands(), sinks=sinks), wanted)
+
+
+def test_the_tpu_kernel_takes_64_bits_without_grouped_heads_and_refuses_them_by_name_with() -> None:
+    q, k, v, ids = operands(rows=1)
+    alike = q, q, q, ids
+    wanted = jax.grad(partial(loss, implementation="xla"))(*alike)
+    with jax.enable_x64(True):
+        assert_same(jax.grad(partial(loss, implementation="tpu"))(*alike), wanted)
+        with pytest.raises(UnsupportedError, match="tpu cannot serve: it finds the key/value head of a group with 32"):
+            segment_attention(q, k, v, ids, implementation="tpu")
+
+
+@pytest.mark.parametrize("implementation", ["chunked", "pallas", "xla"])
+def test_on_explicit_axes_the_ids_and_operands_may_be_whole(implementation: str) -> None:
+    q, k, v, ids = operands()
+    wanted = segment_attention(q, k, v, ids, implementation="xla")
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+    assert_same(segment_attention(q, k, v, ids, mesh=mesh, implementation=implementation), wanted)
+    rows = [jax.device_put(x, NamedSharding(mesh, P("data"))) for x in (q, k, v)]
+    assert_same(segment_attention(*rows, ids, implementation=implementation), wanted)
