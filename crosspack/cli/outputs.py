@@ -13,15 +13,14 @@ import hashlib
 import json
 import os
 import shutil
-import socket
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, astuple, dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
 from uuid import uuid4
 
+from crosspack.cli.lock import Lock, locked
 from packing_core.errors import PackingError, first_line
 from packing_core.training.files import check_own_folder, inside, is_plain, replace, sha256, sync, sync_tree
 
@@ -66,6 +65,7 @@ class Output:
         folder: what ``--output`` names.
         partial: the temporary folder for the result; everything in it is published.
         summary: the file of the result that says what it is; it goes first and comes last.
+        lock: of the folder.
         work: for what a run that is started again goes on from; it is deleted when the result is published.
         keep: whether ``work`` and ``partial`` stay where the run ends without a result.
         run: what the result is the result of; None for one that is always made anew.
@@ -75,6 +75,7 @@ class Output:
     folder: Path
     partial: Path
     summary: str
+    lock: Lock
     old: list[Listed] = field(default_factory=list)
     work: Path | None = None
     keep: bool = False
@@ -85,8 +86,10 @@ class Output:
         """Put the complete result in place of what an earlier run listed.
 
         Raises:
-            PackingError: a file that is not ours has the name of one of the result.
+            PackingError: a file that is not ours has the name of one of the result, or another process took the folder
+                over.
         """
+        self.lock.check()
         new = [Listed.of(path, path.relative_to(self.partial).as_posix()) for path in _files(self.partial)]
         new.sort(key=lambda file: (file.name == self.summary, file.name))
         _check_unchanged(self.folder, self.old)
@@ -212,8 +215,8 @@ def writing(
         made = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            with _locked(folder):
-                yield from _written(folder, summary, names, overwrite, ways, run)
+            with locked(folder / LOCK, TEMPORARY) as lock:
+                yield from _written(folder, summary, names, overwrite, ways, run, lock)
         finally:
             if made:
                 with suppress(OSError):  # it holds the result
@@ -228,7 +231,7 @@ def writing(
 
 
 def _written(
-    folder: Path, summary: str, names: Sequence[str], overwrite: bool, ways: str, run: str | None
+    folder: Path, summary: str, names: Sequence[str], overwrite: bool, ways: str, run: str | None, lock: Lock
 ) -> Iterator[Output]:
     work = folder / _WORK
     resumable = run is not None
@@ -240,7 +243,7 @@ def _written(
         _remove_work(work)
         _remove_stale(folder, None)
         if moves.run == run:
-            yield Output(folder, folder, summary, finished=True)
+            yield Output(folder, folder, summary, lock, finished=True)
             return
     old = _check(folder, [summary, *names], overwrite, ways)
     _remove_stale(folder, work if resumable else None)
@@ -249,12 +252,15 @@ def _written(
         _write_listing(folder, [])  # says whose folder it is, should the run be interrupted
     partial = work / "result" if resumable else folder / f"{TEMPORARY}{uuid4().hex}"
     partial.mkdir(parents=True, exist_ok=resumable)
-    output = Output(folder, partial, summary, old, work if resumable else None, run=run)
+    output = Output(folder, partial, summary, lock, old, work if resumable else None, run=run)
     try:
         yield output
     finally:
         if not output.keep:
-            _remove_work(work) if resumable else shutil.rmtree(partial)
+            if resumable:
+                _remove_work(work)
+            elif partial.exists():  # whoever took the folder over has removed it
+                shutil.rmtree(partial)
         if not listed and set(os.listdir(folder)) <= {LISTING, LOCK}:
             (folder / LISTING).unlink()
 
@@ -372,67 +378,6 @@ def _write_listing(folder: Path, files: list[Listed]) -> None:
 
 def _digest(files: Iterable[Listed]) -> str:
     return hashlib.sha256(json.dumps([asdict(file) for file in files]).encode()).hexdigest()
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, a file that says which process writes there; one of a dead process is taken over.
-
-    A file and not ``flock``, which network file systems do not all have.
-    """
-    path = folder / LOCK
-    mine = {"pid": os.getpid(), "host": socket.gethostname(), "since": datetime.now(UTC).isoformat(timespec="seconds")}
-    while True:
-        try:
-            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-            break
-        except FileExistsError:
-            _remove_stale_lock(path)
-    with os.fdopen(descriptor, "w") as file:
-        json.dump(mine, file)
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-
-
-def _remove_stale_lock(path: Path) -> None:
-    """Remove the lock of a process that no longer runs on this machine.
-
-    Raises:
-        PackingError: somebody may hold it.
-    """
-    try:
-        text = path.read_text()
-    except FileNotFoundError:
-        return
-    try:
-        holder: dict[str, Any] = json.loads(text)
-        who = f"process {int(holder['pid'])} on {holder['host']} has been writing there since {holder['since']}"
-        stale = holder["host"] == socket.gethostname() and not _runs(int(holder["pid"]))
-    except (ValueError, KeyError, TypeError):
-        who, stale = "another process is about to write there", False
-    if not stale:
-        raise PackingError(
-            f"--output {path.parent}: {who}: wait for it, or pass another folder; if it no longer runs, remove {path}"
-        )
-    taken = path.with_name(f"{TEMPORARY}{uuid4().hex}")
-    with suppress(FileNotFoundError):
-        os.replace(path, taken)  # of several who find it stale, one renames it
-        if taken.read_text() != text:  # somebody was faster and holds it by now
-            os.replace(taken, path)
-        else:
-            taken.unlink()
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True
 
 
 def _reason(error: OSError) -> str:

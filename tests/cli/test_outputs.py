@@ -8,6 +8,7 @@ import resource
 import socket
 import sys
 import tempfile
+import time
 from hashlib import sha256
 from uuid import uuid4
 
@@ -15,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from crosspack.cli import outputs, remote
+from crosspack.cli import lock, outputs, remote
 from crosspack.cli.outputs import LISTING, LOCK, TEMPORARY, writing
 from packing_core.errors import PackingError
 from packing_core.training.files import is_plain
@@ -195,6 +196,54 @@ def test_a_lock_of_somebody_unknown_is_left_and_the_way_out_named(tmp_path, hold
     with pytest.raises(PackingError, match=rf"if it no longer runs, remove .*{LOCK}"):
         run(tmp_path, {})
     assert (tmp_path / LOCK).read_text() == holder
+
+
+def silent(path, seconds: float) -> None:
+    """As if a lock had shown no sign of life for so long."""
+    then = time.time() - seconds
+    os.utime(path, (then, then))
+
+
+OTHERS = {"token": "t", "pid": 1, "host": "elsewhere", "processes": "", "since": "then"}
+
+
+@pytest.mark.parametrize("holder", ["", json.dumps(OTHERS), json.dumps({**OTHERS, "host": socket.gethostname()})])
+def test_a_lock_without_a_sign_of_life_is_taken_over(tmp_path, holder):
+    """Of a full disk, another machine, and another container of this host name: its process 1 is not ours."""
+    (tmp_path / LOCK).write_text(holder)
+    with pytest.raises(PackingError, match="if it no longer runs"):
+        run(tmp_path, {})
+    silent(tmp_path / LOCK, 61)
+    run(tmp_path, {"train-0": "a"})
+    assert held(tmp_path) == {"manifest.json": "{}", "train-0": "a"}
+
+
+def test_a_process_of_another_container_is_not_taken_for_a_dead_one_of_ours(tmp_path):
+    """Its id runs nowhere here, and it lives."""
+    (tmp_path / LOCK).write_text(json.dumps({**OTHERS, "host": socket.gethostname(), "pid": 2**22 + 1}))
+    with pytest.raises(PackingError, match="has been writing there"):
+        run(tmp_path, {})
+
+
+def test_a_writer_shows_signs_of_life_and_notices_that_it_was_taken_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "BEAT", 0.01)
+    with writing(tmp_path, "manifest.json") as output:
+        silent(tmp_path / LOCK, 61)
+        while time.time() - (tmp_path / LOCK).stat().st_mtime > 30:
+            time.sleep(0.01)
+        (tmp_path / LOCK).write_text("another's")
+        with pytest.raises(PackingError, match="another process took the folder over"):
+            output.publish()
+    assert (tmp_path / LOCK).read_text() == "another's"
+
+
+def test_a_lock_that_is_a_link_is_refused(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "victim").write_text("v")
+    (tmp_path / "out" / LOCK).symlink_to(tmp_path / "victim")
+    with pytest.raises(PackingError, match="is a link or no file"):
+        run(tmp_path / "out", {})
+    assert (tmp_path / "victim").read_text() == "v" and (tmp_path / "out" / LOCK).is_symlink()
 
 
 def test_an_output_that_is_a_link_stays_one(tmp_path):
