@@ -95,6 +95,8 @@ class Output:
         _check_unchanged(self.folder, self.old)
         names, ours = {file.name for file in new}, {file.name for file in self.old}
         _check_free(self.folder, names - ours)
+        for file in new:  # safetensors writes files that nobody else may read, beside others that all may
+            (self.partial / file.name).chmod(0o666 & ~_umask())
         sync_tree(self.partial)
         moves = _Moves(self.summary, self.run, self.old, new)
         if self.work is not None:
@@ -378,6 +380,12 @@ def _write_listing(folder: Path, files: list[Listed]) -> None:
 
 def _digest(files: Iterable[Listed]) -> str:
     return hashlib.sha256(json.dumps([asdict(file) for file in files]).encode()).hexdigest()
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 def _reason(error: OSError) -> str:

@@ -50,6 +50,17 @@ def test_a_result_replaces_an_earlier_one_and_leaves_nothing_of_it(tmp_path):
     assert not (out / "old").exists()
 
 
+def test_all_files_of_a_result_may_be_read_by_the_same_people(tmp_path):
+    with writing(tmp_path / "out", "manifest.json") as output:
+        for name, mode in (("manifest.json", 0o644), ("model.safetensors", 0o600)):
+            (output.partial / name).write_text("{}")
+            (output.partial / name).chmod(mode)
+        output.publish()
+    mask = os.umask(0)
+    os.umask(mask)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o666 & ~mask}
+
+
 def test_files_of_others_stay_when_ours_are_replaced(tmp_path):
     out = tmp_path / "out"
     run(out, {"train-0": "a", "tokenizer/vocabulary": "v"})
