@@ -11,6 +11,7 @@ import inspect
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
@@ -20,8 +21,24 @@ from typing import Annotated, Any, TextIO
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.text import Text
 
-OUT = Console()
+# What would act on a terminal, but for new lines and tabs; and the password of a URL.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_PASSWORD = re.compile(r"(\w+://[^/\s:@]*):[^/\s@]*@")
+
+
+def shown(text: str) -> str:
+    """The text as it is printed: names of files may hold control characters, and URLs a password."""
+    return _PASSWORD.sub(r"\1:***@", _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text))
+
+
+class _Shown(Console):
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(shown(text), **options)
+
+
+OUT = _Shown()
 _LOGGED = ("packing_core", "torch_backend", "jax_backend", "crosspack")
 # Variables that turn off the bars of transformers and huggingface_hub, and of datasets; read when these are imported.
 _OTHERS_BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
@@ -80,7 +97,7 @@ def fail(line: str) -> None:
 
 
 def _to_stderr(prefix: str, line: str) -> None:
-    Console(stderr=True, soft_wrap=True).print(f"{prefix} {escape(' '.join(line.split()))}", highlight=False)
+    _Shown(stderr=True, soft_wrap=True).print(f"{prefix} {escape(' '.join(line.split()))}", highlight=False)
 
 
 def _log(verbose: bool) -> None:

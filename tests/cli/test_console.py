@@ -197,3 +197,17 @@ def test_piped_counts_print_a_line_now_and_then(piped, capsys):
 
 def test_one_thing_is_singular():
     assert (plural(1, "thread"), plural(2_000, "row"), plural(0, "row")) == ("1 thread", "2,000 rows", "0 rows")
+
+
+def test_names_that_act_on_a_terminal_and_passwords_are_not_printed(tmp_path, capsys):
+    folder = tmp_path / "a\x1b[31m\x9b2J"
+    folder.mkdir()
+    (folder / "data.jsonl").write_text('{"y": 1}\n')
+    result = CliRunner().invoke(app, ["report", "--data", str(folder / "data.jsonl")])
+    assert result.exit_code == 2 and "\x1b" not in result.output and "\x9b" not in result.output
+    assert r"a\x1b[31m\x9b2J" in result.output
+    result = CliRunner().invoke(app, ["report", "--data", "ftp://me:secret@localhost:9/x.jsonl"])
+    assert result.exit_code == 2 and "secret" not in result.output
+    assert "ftp://me:***@localhost:9/x.jsonl" in result.output
+    console._Shown().print("[bold]one\x07two[/]\nthree")
+    assert capsys.readouterr().out == "one\\x07two\nthree\n"
