@@ -25,7 +25,7 @@ from crosspack.packing.unit import Key, OnError, Rules, Strategy, bad_file, note
 from crosspack.packing.workers import Inline, Pool, Processes
 from crosspack.packing.writers import PACKED, Format, mds_index
 from crosspack.reading import Records
-from crosspack.reading.files import is_url
+from crosspack.reading.files import Unchanged, is_url
 from crosspack.reading.lines import SampleBy
 from crosspack.reading.places import Stretch
 from packing_core.errors import PackingError
@@ -71,6 +71,7 @@ class Job:
     Attributes:
         size: bytes of input, as far as that is known.
         run: all that decides the result, for the journal.
+        inputs: the files of the data as they were before any was read.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Job:
     rows_per_file: int
     run: dict[str, Any]
     save_tokenizer: Callable[[Path], Any]
+    inputs: Unchanged | None = None
 
 
 def open_job(given: PackOptions, part: Part) -> Job:
@@ -106,6 +108,7 @@ def open_job(given: PackOptions, part: Part) -> Job:
         sample_by=given.sample_by,
         lenient=given.on_error != "stop",
     )
+    inputs = Unchanged(records.all_files())
     source = Source.of(
         records,
         given.tokenizer,
@@ -150,6 +153,7 @@ def open_job(given: PackOptions, part: Part) -> Job:
         given.rows_per_file,
         json.loads(json.dumps(run)),
         source.encoder.tokenizer.save_pretrained,
+        inputs,
     )
 
 
@@ -275,7 +279,7 @@ def make_units(target: Output, job: Job, given: PackOptions, part: Part, units: 
     assert target.work is not None
     worker = Worker(job.encoder, job.rules, given.on_error, job.form, units, target.partial)
     with journal(target.work / "journal", job.run) as log:
-        run = Run(job.stretches, worker, log, part=part, watch=seen.update)
+        run = Run(job.stretches, worker, log, part=part, watch=seen.update, inputs=job.inputs)
         if run.resumed:
             OUT.print(f"going on: {run.resumed:,} units are finished", style="dim", highlight=False)
         seen.begin(run.totals)

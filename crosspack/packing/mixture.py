@@ -15,6 +15,7 @@ from itertools import chain
 from typing import Any
 
 from crosspack.reading import Records
+from crosspack.reading.files import File
 from crosspack.reading.lines import Range
 from crosspack.reading.places import Item, Piece, Stretch
 from crosspack.reading.records import read_pieces
@@ -68,6 +69,10 @@ class Mixed(Records):
     def grain(self) -> int:
         """Bytes of a piece that keeps to the weights; the last piece may lack some of the data sets."""
         return min(max(self.size() // _PIECES, _SMALLEST), _LARGEST)
+
+    def all_files(self) -> list[File]:
+        """Returns the files of all data sets in it."""
+        return [file for records, _ in self.sources for file in records.all_files()]
 
     def size(self) -> int:
         """Bytes of all files."""

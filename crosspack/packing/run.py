@@ -33,6 +33,7 @@ from crosspack.packing.unit import (
 )
 from crosspack.packing.workers import Failed, Finished, Pool
 from crosspack.packing.writers import Format, Written, write_file
+from crosspack.reading.files import Unchanged, is_url
 from crosspack.reading.lines import Document, Range
 from crosspack.reading.places import Stretch
 from crosspack.reading.records import Listed, dealt, read_pieces
@@ -136,6 +137,7 @@ class Run:
         stretches: all of the input, also of the other parts.
         part: which units are to be made here.
         watch: is called after each unit and file.
+        inputs: the files that are read; a unit counts if its file is still the same after it was made.
     """
 
     def __init__(
@@ -146,6 +148,7 @@ class Run:
         *,
         part: Part,
         watch: Callable[[Totals], None] = lambda totals: None,
+        inputs: Unchanged | None = None,
     ) -> None:
         self.stretches = stretches
         self.worker = worker
@@ -155,6 +158,7 @@ class Run:
         self.outcomes: dict[Key, Outcome] = {}
         self.files: list[Written] = []
         self._watch = watch
+        self._inputs = inputs or Unchanged([])
         try:
             for entry in journal.entries:
                 content = {name: value for name, value in entry.items() if name != "kind"}
@@ -192,13 +196,16 @@ class Run:
         """Make all units of this part.
 
         Raises:
-            PackingError: a record cannot be used; the first one of the input, whichever process came upon one first.
+            PackingError: a file changed, or a record cannot be used; the first one of the input, whichever process
+                came upon one first.
         """
         for job in self.jobs(workers):
             pool.submit(job)
         failed: dict[tuple[int, int], Exception] = {}
         for job, result in pool.results():
             if isinstance(result, Outcome):
+                if not is_url(job.stretch.file):  # each look at a URL takes a request: they are compared at the end
+                    self._inputs.check(job.stretch.file)
                 self.journal.append("unit", **asdict(result))
                 self.note(result)
                 self._watch(self.totals)
@@ -208,6 +215,7 @@ class Run:
                 pool.forget(lambda other, first=first: other.number > first)  # type: ignore[misc]
             else:
                 assert isinstance(result, Finished)
+        self._inputs.check()
         if failed:
             raise failed[min(failed)]
 

@@ -10,7 +10,7 @@ import gzip
 import io
 import lzma
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -52,6 +52,15 @@ class File:
     def state(self) -> list[Any]:
         """What changes when the file does: its path, size and time of modification (or tag)."""
         return [self.path, *self._state()]
+
+    def identity(self) -> list[Any]:
+        """Returns the state as it is now, with the inode of a local file, which another file under the name changes."""
+        if not is_url(self.path):
+            found = os.stat(self.path)
+            return [found.st_size, found.st_mtime_ns, found.st_ino]
+        with remote(self.path) as (system, path):
+            system.invalidate_cache(system._parent(path))
+        return self.state()
 
     def _state(self) -> tuple[int, Any]:
         if not is_url(self.path):
@@ -101,6 +110,30 @@ class File:
 
 
 _LINES: dict[str, tuple[int, int]] = {}  # path -> so many newlines among so many first bytes
+
+
+class Unchanged:
+    """Remembers the state of files, and refuses those that change while they are read."""
+
+    def __init__(self, files: Iterable[File]) -> None:
+        self._seen = {file: file.identity() for file in files}
+
+    def check(self, path: str | None = None) -> None:
+        """Compares the file of a path, or all files if the path is none of theirs, with what was there at first.
+
+        Raises:
+            PackingError: a file has changed or is gone.
+        """
+        file = File(path or "")
+        for each in [file] if file in self._seen else self._seen:
+            try:
+                same = each.identity() == self._seen[each]
+            except FileNotFoundError:
+                same = False
+            if not same:
+                raise PackingError(
+                    f"{each.path} changed while it was read: run the command again when nothing writes to it"
+                )
 
 
 class _Raw(io.RawIOBase):

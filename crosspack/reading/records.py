@@ -102,6 +102,10 @@ class Records:
             with _in_one_line(file.path):
                 yield from _stretches_of(file, size, self.columns, self.sample_by)
 
+    def all_files(self) -> list[File]:
+        """Returns the files of all data sets in it."""
+        return list(self.files)
+
     def size(self) -> int:
         """Bytes of all files; 0 where there are none."""
         return sum(file.size() for file in self.files)

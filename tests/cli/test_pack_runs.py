@@ -288,6 +288,34 @@ def test_what_was_finished_before_a_bad_record_counts_under_another_policy(corpu
     assert "going on: " in pack(*given, "--output", tmp_path / "out", "--on-error", "skip")
 
 
+@pytest.mark.parametrize("change", ["rewritten", "replaced", "gone"])
+def test_a_file_that_changes_while_it_is_read_is_refused(corpus, tmp_path, monkeypatch, change):
+    data = tmp_path / "data.jsonl"
+    shutil.copy(corpus[0] / "data.jsonl", data)
+    given = ("--data", data, "--tokenizer", corpus[1], "--capacity", 64, "--block-size", 8192, "--workers", 1)
+
+    def changing(*arguments: Any) -> Any:
+        made = make_unit(*arguments)
+        if made.key.piece == 0 and made.key.stretch == 1:
+            lines, before = data.read_bytes(), data.stat()
+            if change == "rewritten":
+                data.write_bytes(lines[len(lines) // 2 :] + lines)
+            elif change == "replaced":  # same size, same time
+                (tmp_path / "other").write_bytes(lines.replace(b"fox", b"box"))
+                os.utime(tmp_path / "other", ns=(before.st_atime_ns, before.st_mtime_ns))
+                os.replace(tmp_path / "other", data)
+            else:
+                data.unlink()
+        return made
+
+    with monkeypatch.context() as patched:
+        patched.setattr("crosspack.packing.run.make_unit", changing)
+        said = pack(*given, "--output", tmp_path / "out", code=2)
+    assert f"{data.name} changed while it was read" in said
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    assert (tmp_path / "out" / ".crosspack-partial-run" / "journal").exists()
+
+
 def rows_of(path: Path) -> list[dict[str, Any]]:
     return [dict(row) for row in crosspack.read(path)]
 
