@@ -26,7 +26,7 @@ from tests.torch_backend.vision_models import (
     joined_images,
     vision_model,
 )
-from torch_backend.auditing.model import relative_error
+from torch_backend.auditing.compare import relative_error
 from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE
 
 REFUSED = ("gemma3",)
