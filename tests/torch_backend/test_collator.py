@@ -164,7 +164,7 @@ def test_rows_that_come_one_by_one_make_the_same_batch() -> None:
         assert np.array_equal(getattr(whole, name), getattr(joined, name)), name
     one_by_one, together = PackedCollator()([dataset[0], dataset[1]]), PackedCollator()(dataset[:])
     assert all(np.array_equal(one_by_one[name], together[name]) for name in together)
-    with pytest.raises(LayoutError, match="different capacities or columns cannot make one batch"):
+    with pytest.raises(LayoutError, match="batch 1 has capacity 8 and batch 0 4: pack both alike"):
         PackedCollator()([dataset[0], PackedDataset([[1]], 8)[0]])
 
 
