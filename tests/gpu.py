@@ -39,7 +39,7 @@ def main() -> int:
     options.add_argument("--two", action="store_true", help="the tests that need two GPUs, without the gate")
     options.add_argument("--shard", metavar="K/N")
     options.add_argument("--minutes", type=float, default=9.0)
-    options.add_argument("--processes", type=int, default=max(2, min(12, (os.cpu_count() or 2) - 2)))
+    options.add_argument("--processes", type=int, default=max(2, min(16, os.cpu_count() or 2)))
     options.add_argument("--output", type=Path, default=Path("gpu-report"))
     given = options.parse_args()
     given.output.mkdir(parents=True, exist_ok=True)

@@ -57,9 +57,13 @@ class Running:
 
 
 class _Thread(threading.local):
-    """The innermost call that runs on this thread."""
+    """The innermost call that runs on this thread.
 
-    call: Running | None = None
+    Set in ``__init__``: where a class has a default, torch.compile (2.11) reads the default and not the thread's value.
+    """
+
+    def __init__(self) -> None:
+        self.call: Running | None = None
 
 
 _thread = _Thread()

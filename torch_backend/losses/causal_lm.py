@@ -43,7 +43,8 @@ _locks_made = threading.Lock()
 class _Thread(threading.local):
     """Whether this thread calls a model through a shortcut; other threads' calls of the model do not go through it."""
 
-    inside = False
+    def __init__(self) -> None:
+        self.inside = False
 
 
 _thread = _Thread()

@@ -85,7 +85,8 @@ def padded_calls(model: nn.Module) -> Iterator[None]:
 class _Thread(threading.local):
     """The models whose calls stay padded on this thread."""
 
-    padded: tuple[nn.Module, ...] = ()
+    def __init__(self) -> None:
+        self.padded: tuple[nn.Module, ...] = ()
 
 
 _thread = _Thread()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ _WINDOW = 7
 _TOLERANCE = 0.05
 
 
+_instances: dict[str, Probed] = {}
+
+
 class Probed:
     """Base of the implementations whose support is found by a trial run.
 
@@ -38,13 +41,21 @@ class Probed:
 
     host_lengths = False
     fixed_shapes = True
+    key: str  # names the instance
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        made = super().__new__(cls)
+        made.key = f"{cls.__qualname__} {len(_instances)}"
+        _instances[made.key] = made
+        return made
 
     def refuses(self, request: AttentionRequest) -> str | None:
         """Why the request cannot be served, as far as its numbers tell; None if they do not speak against it."""
         raise NotImplementedError
 
     def supports(self, request: AttentionRequest) -> str | None:
-        return self.refuses(request) or self._fails(
+        return self.refuses(request) or _failure(
+            self.key,
             request.dtype,
             request.device,
             request.heads // request.kv_heads,
@@ -60,10 +71,6 @@ class Probed:
             torch.are_deterministic_algorithms_enabled(),
         )
 
-    @torch.compiler.assume_constant_result  # torch.compile runs it while tracing and keeps the answer, without a break
-    def _fails(self, *configuration: Any) -> str | None:
-        return _outcome(self, *configuration)
-
     def __call__(
         self,
         q: Tensor,
@@ -76,6 +83,13 @@ class Probed:
         alibi_slopes: Tensor | None,
     ) -> Tensor:
         raise NotImplementedError
+
+
+# torch.compile runs it while tracing and keeps the answer, without a break. Its arguments must be constants (2.11): the
+# key stands for the implementation.
+@torch.compiler.assume_constant_result
+def _failure(key: str, *configuration: Any) -> str | None:
+    return _outcome(_instances[key], *configuration)
 
 
 @cache
