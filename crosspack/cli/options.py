@@ -20,6 +20,7 @@ from crosspack.encoding.text import Encoder, Loss, Policy, kind_of, plain_texts
 from crosspack.encoding.tokenizer import check_tokenizer, load_tokenizer, train_tokenizer
 from crosspack.encoding.tokens import check_length
 from crosspack.reading import Records
+from crosspack.reading.files import MAX_RECORD
 from crosspack.reading.lines import SampleBy
 from crosspack.reading.places import BadRecord, Row
 from packing_core.errors import PackingError
@@ -140,6 +141,7 @@ def check_data(
     policy: Policy | None = None,
     more: Iterable[str] = (),
     sample_by: SampleBy = "line",
+    max_record: int = MAX_RECORD,
     lenient: bool = False,
 ) -> Records:
     """Open all of the data and look at the first record of each; imports no framework for local files.
@@ -151,7 +153,7 @@ def check_data(
         option: the option that names the data, for errors.
         policy: says which columns are read.
         more: other columns that are read.
-        sample_by: as of :func:`crosspack.read`.
+        sample_by, max_record: as of :func:`crosspack.read`.
         lenient: look at the first record that can be used.
 
     Raises:
@@ -163,7 +165,8 @@ def check_data(
     sources, firsts = [], []
     try:
         for name, weight in map(weighted, data) if data else [(None, None)]:
-            records = open_records(name, split=split, columns=(*policy.columns, *more), sample_by=sample_by)
+            columns = (*policy.columns, *more)
+            records = open_records(name, split=split, columns=columns, sample_by=sample_by, max_record=max_record)
             sources.append((records, weight))
             firsts.append(next(usable(records, policy) if lenient else iter(records), None))
         joined = join(sources)

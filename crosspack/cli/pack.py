@@ -20,6 +20,7 @@ from crosspack.encoding.text import Policy
 from crosspack.packing.run import Part
 from crosspack.packing.unit import OnError
 from crosspack.packing.writers import Format
+from crosspack.reading.files import to_size
 from packing_core.errors import PackingError, plural
 from packing_core.extras import require
 
@@ -53,6 +54,9 @@ def pack(
     on_error: Annotated[
         OnError, typer.Option("--on-error", help="A record that cannot be used: stop, skip it, or keep it in a file.")
     ] = "stop",
+    max_record: Annotated[
+        str, typer.Option("--max-record", help="Bytes that a record may take, decompressed; a longer one is an error.")
+    ] = "64MB",
     part: Annotated[str | None, typer.Option(help="K/N: do one part of N, K from 1, to be joined by --merge.")] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Join the parts in --output.")] = False,
     keep: Annotated[list[str] | None, typer.Option(help="A column that the packed files keep; also `where`.")] = None,
@@ -103,6 +107,7 @@ def pack(
         workers=workers,
         engine=engine,
         on_error=on_error,
+        max_record=to_size(max_record),
         log=log,
         overwrite=overwrite,
         trust_remote_code=trust_remote_code,

@@ -41,7 +41,7 @@ INLINE_BYTES = 1 << 21  # less input than this is packed before a worker process
 
 @dataclass(frozen=True)
 class PackOptions:
-    """The options of ``crosspack pack``; those from ``workers`` on do not change the result."""
+    """The options of ``crosspack pack``."""
 
     data: tuple[str, ...]
     split: str
@@ -59,6 +59,7 @@ class PackOptions:
     workers: int | None
     engine: Engine
     on_error: OnError
+    max_record: int
     log: Path | None
     overwrite: bool
     trust_remote_code: bool
@@ -106,6 +107,7 @@ def open_job(given: PackOptions, part: Part) -> Job:
         policy=given.policy,
         more=given.keep,
         sample_by=given.sample_by,
+        max_record=given.max_record,
         lenient=given.on_error != "stop",
     )
     inputs = Unchanged(records.all_files())
@@ -117,6 +119,7 @@ def open_job(given: PackOptions, part: Part) -> Job:
         lenient=given.on_error != "stop",
     )
     source.encoder.carried = given.keep
+    source.encoder.limit(given.max_record)
     OUT.print(source.describe(), highlight=False)
     size = records.size()
     rules = Rules(
@@ -134,6 +137,7 @@ def open_job(given: PackOptions, part: Part) -> Job:
         "data": records.state(),
         "split": given.split,
         "sample_by": given.sample_by,
+        "max_record": given.max_record,
         "tokenizer": _digest_of(source.encoder.tokenizer),
         "policy": asdict(given.policy),
         "rules": asdict(rules),

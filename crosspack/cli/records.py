@@ -10,12 +10,18 @@ from pathlib import Path
 
 from crosspack.packing.mixture import Mixed
 from crosspack.reading import Records, read
+from crosspack.reading.files import MAX_RECORD
 from crosspack.reading.lines import SampleBy
 from packing_core.errors import PackingError
 
 
 def open_records(
-    data: str | None, *, split: str | None = "train", columns: Iterable[str] = (), sample_by: SampleBy = "line"
+    data: str | None,
+    *,
+    split: str | None = "train",
+    columns: Iterable[str] = (),
+    sample_by: SampleBy = "line",
+    max_record: int = MAX_RECORD,
 ) -> Records:
     """Open one data set, as :func:`crosspack.read` does; without a ``split``, a file, or the split ``validation``.
 
@@ -25,7 +31,7 @@ def open_records(
     if split is None:
         split = "train" if data is None or Path(data).is_file() else "validation"
     try:
-        return read(data, split=split, columns=columns, sample_by=sample_by)
+        return read(data, split=split, columns=columns, sample_by=sample_by, max_record=max_record)
     except PackingError as error:
         raise type(error)(f"--data {error}") from error
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import typer
 
+from crosspack.reading.yaml_text import MAX_TEXT, load_yaml
 from packing_core.errors import PackingError, first_line
-from packing_core.extras import require
 
 RUN_FILE = "run.yaml"
 _COMPLETION = ("install_completion", "show_completion")  # which typer adds to a command
@@ -30,10 +30,10 @@ def take_file(context: typer.Context, path: Path | None) -> Path | None:
     """
     if path is None:
         return None
-    yaml = require("yaml", extra="hf", distribution="PyYAML")
     try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeError, yaml.YAMLError) as error:
+        with open(path, encoding="utf-8") as file:
+            content = load_yaml(file.read(MAX_TEXT + 1))
+    except (OSError, UnicodeError, PackingError) as error:
         raise PackingError(f"--config {path}: {first_line(error)}") from error
     if not isinstance(content, Mapping):
         raise PackingError(f"--config {path}: it must hold a line `option: value` for each option")

@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from crosspack.encoding.chats import assistant_spans, in_spans
 from crosspack.encoding.layouts import COLUMNS as LAYOUT_COLUMNS
 from crosspack.encoding.layouts import canonical
+from crosspack.encoding.limits import check_written, limited
+from crosspack.encoding.long_texts import FACTOR, LongTexts
 from crosspack.encoding.tokenizer import entries, rust_tokenizer
 from crosspack.encoding.tokens import COLUMNS as TOKEN_COLUMNS
 from crosspack.encoding.tokens import check_entries, token_documents
@@ -138,6 +140,7 @@ class Encoder:
         self._bos = self._special("bos", policy.bos, adds_bos)
         self._eos = self._special("eos", policy.eos, tokenizer.eos_token_id is not None)
         self._rust = rust_tokenizer(tokenizer)
+        self._long_texts = LongTexts(self._rust)
         self.entries = entries(tokenizer)
 
     @property
@@ -203,7 +206,25 @@ class Encoder:
                     if left_out is not None:
                         left_out(found.where, len(found.document.ids))
 
+    def limit(self, max_record: int) -> None:
+        """Bounds what goes through the tokenizer at once by the bytes that a record may take."""
+        self._long_texts.longest = max_record // FACTOR
+
+    def _taken(self, chunk: Sequence[Located], names: Sequence[str], refuse: Refuse) -> list[Located]:
+        """The records whose texts of these names the tokenizer can take; the others are refused."""
+        taken = []
+        for where, record in chunk:
+            try:
+                for name in names:
+                    self._long_texts.pieces(record[name])
+            except PackingError as error:
+                refuse(_bad(where, record, error), type(error)(f"{where}: {error}"))
+            else:
+                taken.append((where, record))
+        return taken
+
     def _texts(self, chunk: Sequence[Located], refuse: Refuse) -> Iterator[Encoded]:
+        chunk = self._taken(chunk, ["text"], refuse)
         texts = self._ids([record["text"] for _, record in chunk])
         for (where, record), ids in zip(chunk, texts, strict=True):
             whole = np.concatenate([self._bos, ids, self._eos], dtype=np.int32)
@@ -211,6 +232,7 @@ class Encoder:
 
     def _completions(self, chunk: Sequence[Located], refuse: Refuse) -> Iterator[Encoded]:
         """Prompt and completion are tokenised separately, as they are in generation, and joined as they are."""
+        chunk = self._taken(chunk, ["prompt", "completion"], refuse)
         prompts = self._ids([record["prompt"] for _, record in chunk])
         completions = self._ids([record["completion"] for _, record in chunk])
         for (where, record), prompt, completion in zip(chunk, prompts, completions, strict=True):
@@ -236,7 +258,8 @@ class Encoder:
         if not messages:
             return _document([], np.zeros(0, np.bool_))
         try:
-            return self._chat_document(messages, first_trained, record.get("tools") or None)
+            with limited():
+                return self._chat_document(messages, first_trained, record.get("tools") or None)
         except PackingError as error:
             raise PackingError(f"{where}: {error}") from None
         except ImportError as error:  # transformers lacks jinja2 or finds an old one, and says what to install
@@ -263,18 +286,23 @@ class Encoder:
                 return _document(encoded["input_ids"], trained)
 
         def write(messages: Sequence[Any], *, ask: bool = False) -> str:
-            text: str = self.tokenizer.apply_chat_template(
-                list(messages), tools=tools, tokenize=False, add_generation_prompt=ask
+            return check_written(
+                self.tokenizer.apply_chat_template(
+                    list(messages), tools=tools, tokenize=False, add_generation_prompt=ask
+                )
             )
-            return text
 
         if everything:
             (ids,) = self._ids([write(messages)])
             return _document(ids, np.ones(len(ids), np.bool_))
         chat, spans = assistant_spans(write, messages, wanted)
-        encoded = self.tokenizer(chat, add_special_tokens=False, return_offsets_mapping=True)
-        starts = np.array([begin for begin, _ in encoded["offset_mapping"]], np.int64)
-        return _document(encoded["input_ids"], in_spans(starts, spans))
+        parts, starts, at = [], [], 0
+        for piece in self._long_texts.pieces(chat):
+            encoded = self.tokenizer(piece, add_special_tokens=False, return_offsets_mapping=True)
+            parts.append(np.array(encoded["input_ids"], np.int32))
+            starts.append(at + np.array([begin for begin, _ in encoded["offset_mapping"]], np.int64))
+            at += len(piece)
+        return _document(np.concatenate(parts), in_spans(np.concatenate(starts), spans))
 
     def _tokens(self, chunk: Sequence[Located], refuse: Refuse) -> Iterator[Encoded]:
         for where, record in chunk:
@@ -287,6 +315,12 @@ class Encoder:
                 yield from (Encoded(where, record, document, columns) for document, columns in found)
 
     def _ids(self, texts: list[str]) -> list[NDArray[np.int32]]:
+        pieces = [self._long_texts.pieces(text) for text in texts]
+        if any(len(each) > 1 for each in pieces):  # one at a time: that is what they were cut for
+            return [np.concatenate([self._ids_of([piece])[0] for piece in each]) for each in pieces]
+        return self._ids_of(texts)
+
+    def _ids_of(self, texts: list[str]) -> list[NDArray[np.int32]]:
         if self._rust is not None:
             encodings = self._rust.encode_batch_fast(texts, add_special_tokens=False)
             return [np.fromiter(encoding.ids, np.int32, len(encoding)) for encoding in encodings]

@@ -13,7 +13,6 @@ from crosspack.reading.places import BadRecord, Item, Piece, Place, Row
 from packing_core.errors import PackingError, first_line
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
-_LONGEST = 1 << 28  # characters of a value; a quote that is never closed ends here
 
 
 @dataclass(frozen=True)
@@ -33,20 +32,21 @@ class Csv:
     def pieces(self, size: int, start: int = 0, step: int = 1) -> Iterator[Piece]:
         place = Place(self.file, "line", 0)
         with self.origin.open() as file:
-            yield from grouped(self._records(_Lines(file), place), size, start, step)
+            yield from grouped(self._records(_Lines(file, self.origin, place), place), size, start, step)
 
     def _records(self, lines: _Lines, place: Place) -> Iterator[tuple[int, Item]]:
         """Each record with the byte that it begins at; its number is that of its first line.
 
         Raises:
-            PackingError: the first line does not name the columns.
+            PackingError: the first line does not name the columns, or a record is too long, after which nothing can be
+                found again.
         """
-        csv.field_size_limit(_LONGEST)
+        csv.field_size_limit(self.origin.max_record)
         reader = csv.reader(lines, delimiter=DELIMITERS[self.origin.suffix], strict=True)
         names = self._names(reader, place)
         while True:
             at, number = lines.at, lines.number
-            lines.kept = []
+            lines.begin()
             try:
                 cells = next(reader, None)
             except csv.Error as error:
@@ -86,17 +86,30 @@ class _Lines:
     """The lines of a file as text, counted; bytes that are not UTF-8 become surrogates."""
 
     file: IO[bytes]
+    origin: File
+    place: Place
     at: int = 0  # bytes so far
     number: int = 0  # lines so far
     kept: list[str] = field(default_factory=list)  # of the present record
+    began: tuple[int, int] = (0, 0)  # byte and line at which that begins
+
+    def begin(self) -> None:
+        self.kept, self.began = [], (self.at, self.number)
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
-        line = self.file.readline()
+        at, number = self.began
+        room = self.origin.max_record - (self.at - at)
+        line = self.file.readline(room + 1)
         if not line:
             raise StopIteration
+        if len(line) > room:
+            raise PackingError(
+                f"{self.place.where(number)}: the record that begins here, or its quote, has no end: "
+                f"{self.origin.too_long()}"
+            )
         text = line.decode("utf-8", "surrogateescape")
         text = text.removeprefix("\ufeff") if self.number == 0 else text
         self.at += len(line)

@@ -10,8 +10,9 @@ import gzip
 import io
 import lzma
 import os
+import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -19,7 +20,12 @@ from packing_core.errors import PackingError, first_line
 from packing_core.extras import require
 
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
+MAX_RECORD = 64 << 20  # bytes that a record may take, decompressed
 _COUNTED = 1 << 22  # bytes that are counted at once
+# Text shrinks to a tenth or, in logs, a fiftieth. A file that grows by more, past so many bytes, is made to do harm.
+_MAX_RATIO, _RATIO_FROM = 200, 1 << 26
+_XZ_MEMORY = 1 << 28  # bytes for the dictionary that an .xz file asks for; `xz -9` asks for 65 MB
+_BLOCK = 1 << 18
 
 
 def is_url(path: str) -> bool:
@@ -29,9 +35,14 @@ def is_url(path: str) -> bool:
 
 @dataclass(frozen=True)
 class File:
-    """A file by its path or URL."""
+    """A file by its path or URL.
+
+    Attributes:
+        max_record: bytes that a record of it may take, decompressed.
+    """
 
     path: str
+    max_record: int = field(default=MAX_RECORD, compare=False)
 
     @property
     def compression(self) -> str | None:
@@ -74,27 +85,34 @@ class File:
         return int(info["size"] or 0), tag
 
     def open(self) -> IO[bytes]:
-        """The content, decompressed; only a plain file can be searched."""
+        """Opens the content, decompressed; only a plain file can be searched.
+
+        Reading raises PackingError once the content is more than 64 MB and 200 times the compressed bytes.
+        """
         plain = self.open_plain()
         match self.compression:
             case ".gz":
-                return gzip.open(plain)  # type: ignore[return-value]
+                stream: Any = gzip.GzipFile(fileobj=plain)
             case ".bz2":
-                return bz2.open(plain)
+                stream = bz2.BZ2File(plain)
             case ".xz":
-                return lzma.open(plain)
+                stream = _Xz(plain)
             case ".zst":
-                pyarrow = require("pyarrow", extra="hf")
-                return io.BufferedReader(_Raw(pyarrow.CompressedInputStream(plain, "zstd")))
-        return plain
+                stream = require("pyarrow", extra="hf").CompressedInputStream(plain, "zstd")
+            case _:
+                return plain
+        return io.BufferedReader(_Decompressed(stream, plain, self.path), _BLOCK)
+
+    def too_long(self) -> str:
+        """Says that a record takes more bytes than it may, and the way out."""
+        return f"it takes more than {size_text(self.max_record)}: split it, or pass a larger --max-record"
 
     def open_plain(self) -> IO[bytes]:
         """The bytes as they are stored."""
         if not is_url(self.path):
             return open(self.path, "rb")
         with remote(self.path) as (system, path):
-            opened: IO[bytes] = system.open(path, "rb")
-        return opened
+            return io.BufferedReader(system.open(path, "rb"), _BLOCK)
 
     def lines_before(self, end: int) -> int:
         """Newlines among the first ``end`` bytes of a plain file. Asked for ever later ends, a file is read once."""
@@ -136,23 +154,85 @@ class Unchanged:
                 )
 
 
-class _Raw(io.RawIOBase):
-    """Arrow's stream as one of Python's, which ``io.BufferedReader`` reads."""
+def size_text(size: int) -> str:
+    """Returns a number of bytes as people write it.
 
-    def __init__(self, stream: Any) -> None:
+    >>> size_text(64 << 20), size_text(1000), size_text(3 << 30)
+    ('64 MB', '1000 bytes', '3072 MB')
+    """
+    return f"{size >> 20} MB" if size >= 1 << 20 and size % (1 << 20) == 0 else f"{size} bytes"
+
+
+def to_size(text: str) -> int:
+    """Reads a number of bytes: ``64MB``, ``500 kB``, ``1GB`` or ``1000``, with units of 1024.
+
+    Raises:
+        PackingError: it is none: the option --max-record is named.
+
+    >>> to_size("64MB"), to_size("1000")
+    (67108864, 1000)
+    """
+    match = re.fullmatch(r"(\d{1,15}) ?([kKMG]?)B?", text.strip())
+    if match is None or not int(match[1]):
+        raise PackingError(f"--max-record {text}: pass bytes, or a number of kB, MB or GB: 64MB")
+    return int(match[1]) << {"": 0, "k": 10, "K": 10, "M": 20, "G": 30}[match[2]]
+
+
+class _Xz:
+    """The content of an .xz file, decompressed in bounded memory, which ``lzma.open`` does not offer."""
+
+    def __init__(self, plain: IO[bytes]) -> None:
+        self._plain = plain
+        self._begin()
+
+    def _begin(self) -> None:
+        self._decompressor = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_XZ_MEMORY)
+
+    def read(self, size: int) -> bytes:
+        while True:
+            given = b""
+            if self._decompressor.eof:  # another stream may follow, after padding
+                given = self._decompressor.unused_data.lstrip(b"\0")
+                while not given:
+                    if not (block := self._plain.read(_BLOCK)):
+                        return b""
+                    given = block.lstrip(b"\0")
+                self._begin()
+            elif self._decompressor.needs_input and not (given := self._plain.read(_BLOCK)):
+                raise EOFError("the compressed file is cut off")
+            if data := self._decompressor.decompress(given, size):
+                return data
+
+    def close(self) -> None:
+        self._plain.close()
+
+
+class _Decompressed(io.RawIOBase):
+    """A decompressing stream for ``io.BufferedReader``, which refuses content that grows beyond measure."""
+
+    def __init__(self, stream: Any, plain: IO[bytes], path: str) -> None:
         self._stream = stream
+        self._plain = plain
+        self._path = path
+        self._size = 0
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         data = self._stream.read(len(buffer))
+        self._size += len(data)
+        if self._size > _RATIO_FROM and self._size > _MAX_RATIO * self._plain.tell():
+            raise PackingError(
+                f"{self._path}: it grows to more than {_MAX_RATIO} times its size: decompress it first if it is data"
+            )
         buffer[: len(data)] = data
         return len(data)
 
     def close(self) -> None:
         if not self.closed:
             self._stream.close()
+            self._plain.close()
         super().close()
 
 

@@ -8,8 +8,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from crosspack.reading.files import COMPRESSIONS, File, is_url, walk
+from crosspack.reading.yaml_text import MAX_TEXT, load_yaml
 from packing_core.errors import PackingError, first_line
-from packing_core.extras import require
 
 FORMATS = (".jsonl", ".json", ".parquet", ".arrow", ".csv", ".tsv", ".txt")
 # words in the names of files and folders that say which split they belong to, as the `datasets` library reads them
@@ -95,16 +95,17 @@ def _declared(folder: Path) -> Any:
     readme = folder / "README.md"
     if not readme.is_file():
         return None
-    header = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", readme.read_text("utf-8", "replace"), flags=re.DOTALL)
+    with open(readme, encoding="utf-8", errors="replace") as file:
+        text = file.read(MAX_TEXT)
+    header = re.match(r"---[ \t\r]*\n(.*?)\n---[ \t\r]*(\n|$)", text, flags=re.DOTALL)
     if header is None or "configs" not in header[1]:
         return None
-    yaml = require("yaml", extra="hf", distribution="pyyaml")
     try:
-        configs = (yaml.safe_load(header[1]) or {}).get("configs") or []
+        configs = (load_yaml(header[1]) or {}).get("configs") or []
         by_name = {str(config["config_name"]): config for config in configs}
         default = [name for name, config in by_name.items() if config.get("default") or name == "default"]
         data_files = [by_name[name].get("data_files") for name in default or by_name]
-    except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (PackingError, TypeError, KeyError, AttributeError) as error:
         raise PackingError(f"{folder}: the header of README.md cannot be read: {first_line(error)}") from error
     if not by_name:
         return None

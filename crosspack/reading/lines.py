@@ -18,6 +18,8 @@ from crosspack.reading.places import BadRecord, Item, Piece, Place, Row, row_or_
 from packing_core.errors import first_line
 
 SampleBy = Literal["line", "document"]
+_SKIPPED = 1 << 20  # bytes of a line too long that are read at once
+_SHOWN = 1 << 16  # bytes of it that are kept
 
 
 @dataclass(frozen=True)
@@ -40,18 +42,19 @@ class Range:
         if start:
             return
         place = Place(self.file, "line", self._count if self.begin else 0)
-        yield Piece(0, parsed(self._lines(), place, self.origin.suffix, first=not self.begin), self.size)
+        yield Piece(0, parsed(self._lines(), place, self.origin, first=not self.begin), self.size)
 
     def _lines(self) -> Iterator[bytes]:
         with self.origin.open_plain() as file:
+            most = self.origin.max_record + 1
             if self.begin:  # the line that holds the byte before belongs to the range before
                 file.seek(self.begin - 1)
-                file.readline()
+                _skip_line(file)
             at = file.tell() if self.begin else 0
-            for line in file:
-                if self.end is not None and at >= self.end:
-                    return
+            while (self.end is None or at < self.end) and (line := file.readline(most)):
                 at += len(line)
+                if len(line) == most and not line.endswith(b"\n"):
+                    at += _skip_line(file)
                 yield line
 
     def _count(self) -> int:
@@ -78,21 +81,30 @@ class Whole:
     def pieces(self, size: int, start: int = 0, step: int = 1) -> Iterator[Piece]:
         with self.origin.open() as file:
             first = 0
-            for number, data in cut(file, size):
+            for number, data in cut(file, size, self.origin.max_record):
                 if number >= start and (number - start) % step == 0:
-                    lines = parsed(
-                        io.BytesIO(data), Place(self.file, "line", first), self.origin.suffix, first=not first
-                    )
+                    lines = parsed(io.BytesIO(data), Place(self.file, "line", first), self.origin, first=not first)
                     yield Piece(number, lines, len(data))
                 first += data.count(b"\n")
 
 
-def cut(file: IO[bytes], size: int) -> Iterator[tuple[int, bytes]]:
-    """Number and bytes of each piece: the lines that begin in bytes ``number * size`` to ``(number + 1) * size``.
+def _skip_line(file: IO[bytes]) -> int:
+    """Reads to the end of a line of any length; returns its bytes."""
+    skipped = 0
+    while part := file.readline(_SKIPPED):
+        skipped += len(part)
+        if part.endswith(b"\n"):
+            break
+    return skipped
+
+
+def cut(file: IO[bytes], size: int, longest: int) -> Iterator[tuple[int, bytes]]:
+    """Yields number and bytes of each piece: the lines that begin in its ``size`` bytes of the file.
 
     Args:
         file: read from its begin to its end.
         size: bytes of a piece, not counting the end of its last line.
+        longest: bytes of a line. Of a longer one that goes beyond its piece, little more than that is kept.
     """
     pending: list[bytes] = []  # of a piece whose last line goes on
     owner = 0
@@ -100,8 +112,10 @@ def cut(file: IO[bytes], size: int) -> Iterator[tuple[int, bytes]]:
         at = 0
         if pending:
             at = block.find(b"\n") + 1 or len(block)
-            pending.append(block[:at])
-            if block[at - 1 : at] == b"\n":
+            room = max(longest + 1 - sum(map(len, pending[1:])), 0)  # the first part also holds the lines before
+            ended = block[at - 1 : at] == b"\n"
+            pending.append(block[:at] if at <= room else block[:room] + b"\n" * ended)
+            if ended:
                 yield owner, b"".join(pending)
                 pending = []
         if at == len(block):
@@ -122,10 +136,15 @@ def _read(file: IO[bytes], size: int) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def parsed(lines: Iterable[bytes], place: Place, suffix: str, *, first: bool) -> Iterator[Item]:
+def parsed(lines: Iterable[bytes], place: Place, origin: File, *, first: bool) -> Iterator[Item]:
     """The records of lines, of which blank ones are none; ``first`` if they are the first ones of the file."""
-    loads, text_file = partial(json.loads, object_pairs_hook=unique), suffix == ".txt"
+    loads, text_file = partial(json.loads, object_pairs_hook=unique), origin.suffix == ".txt"
     for number, line in enumerate(lines):
+        if not text_file and line.isspace():
+            continue
+        if len(line) > origin.max_record:
+            yield BadRecord(place, number, origin.too_long(), line[:_SHOWN].decode("utf-8", "backslashreplace"))
+            continue
         try:
             text = line.decode("utf-8-sig" if first and number == 0 else "utf-8")
         except UnicodeDecodeError as error:
@@ -139,7 +158,7 @@ def parsed(lines: Iterable[bytes], place: Place, suffix: str, *, first: bool) ->
         try:
             record = loads(text)
         except json.JSONDecodeError:
-            if not text.strip():
+            if not text.strip():  # spaces of Unicode
                 continue
             reason = f"it is not JSON, {_why_not_json(text)}"
             yield BadRecord(place, number, reason, text.rstrip("\r\n"))
@@ -182,14 +201,16 @@ class Document:
         if start:
             return
         with self.origin.open() as file:
-            data = file.read()
+            data = file.read(self.origin.max_record + 1)
         place = Place(self.file, "line", 0)
         item: Item
         try:
             item = Row({"text": data.decode("utf-8-sig")}, place, 0)
         except UnicodeDecodeError as error:
             reason = f"it is not UTF-8 ({first_line(error)}): save it as UTF-8"
-            item = BadRecord(place, 0, reason, data.decode("utf-8", "backslashreplace"))
+            item = BadRecord(place, 0, reason, data[:_SHOWN].decode("utf-8", "backslashreplace"))
+        if len(data) > self.origin.max_record:
+            item = BadRecord(place, 0, self.origin.too_long(), data[:_SHOWN].decode("utf-8", "backslashreplace"))
         yield Piece(0, iter([item]), len(data))
 
 

@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import TextIO
 
 from crosspack.reading.files import File
-from crosspack.reading.places import Item, Piece, Place, row_or_bad, unique
+from crosspack.reading.places import BadRecord, Item, Piece, Place, row_or_bad, unique
 from packing_core.errors import PackingError, first_line
 
 _BLOCK = 1 << 16  # characters that are read at once
@@ -34,7 +34,7 @@ class Json:
 
     def pieces(self, size: int, start: int = 0, step: int = 1) -> Iterator[Piece]:
         with io.TextIOWrapper(self.origin.open(), encoding="utf-8-sig", newline="") as file:
-            yield from grouped(_records(file, Place(self.file, "line")), size, start, step)
+            yield from grouped(_records(file, Place(self.file, "line"), self.origin), size, start, step)
 
 
 def grouped(records: Iterable[tuple[int, Item]], size: int, start: int, step: int) -> Iterator[Piece]:
@@ -44,7 +44,7 @@ def grouped(records: Iterable[tuple[int, Item]], size: int, start: int, step: in
             yield Piece(number, (item for _, item in group), size)
 
 
-def _records(file: TextIO, place: Place) -> Iterator[tuple[int, Item]]:
+def _records(file: TextIO, place: Place, origin: File) -> Iterator[tuple[int, Item]]:
     decoder, line, text, at, before = json.JSONDecoder(object_pairs_hook=unique), 0, "", 0, 0
     listed: bool | None = None  # whether the objects stand in a list; None before the first sign
     ended = False
@@ -80,6 +80,10 @@ def _records(file: TextIO, place: Place) -> Iterator[tuple[int, Item]]:
                 record, end = decoder.raw_decode(text, at)
             except json.JSONDecodeError as error:
                 unfinished = error.msg.startswith("Unterminated string") or error.pos > len(text) - 16
+                if unfinished and len(text) - at > origin.max_record:
+                    raise PackingError(
+                        f"{place.where(line)}: the record that begins here has no end: {origin.too_long()}"
+                    ) from error
                 more = file.read(max(_BLOCK, len(text) - at)) if unfinished else ""
                 if not more:
                     reason = error.msg.removesuffix(" starting at")
@@ -90,7 +94,10 @@ def _records(file: TextIO, place: Place) -> Iterator[tuple[int, Item]]:
             except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of levels
                 raise PackingError(f"{place.where(line)}: {first_line(error)}") from error
             else:
-                yield before + at, row_or_bad(record, place, line, text[at:end])
+                if end - at > origin.max_record:
+                    yield before + at, BadRecord(place, line, origin.too_long(), text[at : at + _BLOCK])
+                else:
+                    yield before + at, row_or_bad(record, place, line, text[at:end])
                 line += text.count("\n", at, end)
                 at = end
                 comma = False if listed else None

@@ -16,7 +16,7 @@ from typing import Any
 
 from crosspack.reading.corpus import standard_library_records
 from crosspack.reading.csvfiles import DELIMITERS, Csv
-from crosspack.reading.files import File, is_url, remote
+from crosspack.reading.files import MAX_RECORD, File, is_url, remote
 from crosspack.reading.folders import FORMATS, files_of_split
 from crosspack.reading.lines import Document, Range, SampleBy, line_stretches
 from crosspack.reading.objects import Json, grouped
@@ -211,6 +211,7 @@ def read(
     split: str = "train",
     columns: Iterable[str] = (),
     sample_by: SampleBy = "line",
+    max_record: int = MAX_RECORD,
 ) -> Records:
     """The records of a file, a folder or a hub data set, streamed: iterate over what is returned, as often as need be.
 
@@ -228,6 +229,7 @@ def read(
         split: which split of a folder or a hub data set; a single file has only ``train``.
         columns: what to read of files that store columns one by one; if they have none of these, all are read.
         sample_by: whether each ``line`` of a text file is a record, or the whole ``document``.
+        max_record: bytes that a record may take, decompressed; a longer one is one that cannot be read.
 
     Returns:
         Records: an iterable of :class:`Row`, dicts with a ``where`` (``data.jsonl:17``). A record that cannot be read
@@ -248,7 +250,7 @@ def read(
         except (OSError, ValueError) as error:
             raise PackingError(f"{name}: {getattr(error, 'strerror', None) or first_line(error)}") from error
     if is_file:
-        file = File(name)
+        file = File(name, max_record)
         if file.suffix not in FORMATS:
             found = file.suffix or "a file without suffix"
             raise PackingError(f"{name}: cannot read {found}; it reads {', '.join(FORMATS)}")
@@ -257,7 +259,8 @@ def read(
         return Records(name, (file,), wanted, sample_by)
     if is_folder:
         try:
-            return Records(name, tuple(files_of_split(name, split)), wanted, sample_by)
+            files = (replace(file, max_record=max_record) for file in files_of_split(name, split))
+            return Records(name, tuple(files), wanted, sample_by)
         except OSError as error:
             raise PackingError(f"{name}: {error.strerror or first_line(error)}") from error
     if is_url(name) or not is_hub_name(name) or File(name).suffix in FORMATS:

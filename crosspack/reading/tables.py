@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from crosspack.reading.files import File, is_url
-from crosspack.reading.places import Item, Piece, Place, Row
+from crosspack.reading.places import BadRecord, Item, Piece, Place, Row
 from packing_core.errors import PackingError
 from packing_core.extras import require
 
@@ -44,20 +44,20 @@ class Group:
             number, bytes_held, first = 0, 0, self.first
             for part in _parts(batches):
                 if held and bytes_held + part.nbytes > size:
-                    yield from _piece(number, held, bytes_held, place, first, start, step)
+                    yield from _piece(number, held, bytes_held, place, first, start, step, self.origin)
                     first += sum(batch.num_rows for batch in held)
                     number, held, bytes_held = number + 1, [], 0
                 held.append(part)
                 bytes_held += part.nbytes
             if held:
-                yield from _piece(number, held, bytes_held, place, first, start, step)
+                yield from _piece(number, held, bytes_held, place, first, start, step, self.origin)
 
 
 def _piece(
-    number: int, batches: list[Any], size: int, place: Place, first: int, start: int, step: int
+    number: int, batches: list[Any], size: int, place: Place, first: int, start: int, step: int, origin: File
 ) -> Iterator[Piece]:
     if number >= start and (number - start) % step == 0:
-        yield Piece(number, _rows(batches, place, first), size)
+        yield Piece(number, _rows(batches, place, first, origin), size)
 
 
 def _parts(batches: Iterable[Any]) -> Iterator[Any]:
@@ -139,10 +139,18 @@ def _chosen(batch: Any, columns: frozenset[str]) -> Any:
     return batch.select(names) if names else batch
 
 
-def _rows(batches: list[Any], place: Place, first: int) -> Iterator[Item]:
+def _rows(batches: list[Any], place: Place, first: int, origin: File) -> Iterator[Item]:
     number = first
     for batch in batches:
         names = batch.schema.names
+        if batch.nbytes > origin.max_record and batch.num_rows > 1:
+            yield from _rows([batch.slice(row, 1) for row in range(batch.num_rows)], place, number, origin)
+            number += batch.num_rows
+            continue
+        if batch.nbytes > origin.max_record:
+            yield BadRecord(place, number, origin.too_long(), "")
+            number += 1
+            continue
         for cells in zip(*map(_cells, batch.columns), strict=True):
             yield Row(zip(names, cells, strict=True), place, number)
             number += 1
