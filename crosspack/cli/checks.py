@@ -12,8 +12,10 @@ from crosspack.cli.outputs import check
 from packing_core.errors import PackingError
 
 
-def check_output(output: Path | None, *, compare: bool, overwrite: bool, resume: bool, save_every: int) -> None:
-    """Refuse contradictory options and any folder that somebody still needs."""
+def check_output(
+    output: Path | None, *, compare: bool, overwrite: bool, resume: bool, save_every: int, run: str | None
+) -> None:
+    """Refuse contradictory options and any folder that somebody still needs, unless it holds the result of ``run``."""
     if compare and (resume or save_every):
         raise PackingError("--compare measures whole runs: pass it without --resume and --save-every")
     if output is None:
@@ -21,7 +23,7 @@ def check_output(output: Path | None, *, compare: bool, overwrite: bool, resume:
             raise PackingError("--resume and --save-every need --output, the folder of the run")
         return
     if not resume and launch.rank() == 0:  # which may write there by the time that another looks
-        check(output, overwrite=overwrite, ways="--resume, --overwrite")
+        check(output, overwrite=overwrite, ways="--resume, --overwrite", run=run)
 
 
 def check_contradictions(given: Mapping[str, Any]) -> None:

@@ -15,8 +15,8 @@ from crosspack.cli import options
 from crosspack.cli.console import OUT, figures
 from crosspack.cli.models import check_name
 from crosspack.cli.options import check_data
+from crosspack.encoding.kinds import kind_of
 from crosspack.encoding.layouts import canonical
-from crosspack.encoding.text import kind_of
 from crosspack.encoding.tokenizer import load_tokenizer
 from crosspack.encoding.tokens import token_documents
 from packing_core.errors import PackingError, plural

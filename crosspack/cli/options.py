@@ -15,8 +15,9 @@ from rich.markup import escape
 from crosspack.cli.console import OUT
 from crosspack.cli.progress import counted
 from crosspack.cli.records import join, open_records, weighted
+from crosspack.encoding.kinds import kind_of
 from crosspack.encoding.layouts import canonical
-from crosspack.encoding.text import Encoder, Loss, Policy, kind_of, plain_texts
+from crosspack.encoding.text import Encoder, Loss, Policy, plain_texts
 from crosspack.encoding.tokenizer import check_tokenizer, load_tokenizer, train_tokenizer
 from crosspack.encoding.tokens import check_length
 from crosspack.reading import Records

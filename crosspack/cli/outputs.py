@@ -9,7 +9,6 @@ files that are unchanged, and nothing else, and only in ``publish``. A lock file
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -17,44 +16,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
 from uuid import uuid4
 
+from crosspack.cli.listing import LISTING, LOCK, TEMPORARY, Listed, is_one_of, is_result_of, read_listing, write_listing
 from crosspack.cli.lock import Lock, locked
 from packing_core.errors import PackingError, first_line
-from packing_core.training.files import check_own_folder, inside, is_plain, replace, sha256, sync, sync_tree
+from packing_core.training.checkpoints import FOLDER as CHECKPOINTS
+from packing_core.training.files import check_own_folder, inside, replace, sync, sync_tree
 
-LISTING, LOCK, TEMPORARY = "crosspack-files.json", ".crosspack-lock", ".crosspack-partial-"
 PART = ".crosspack-part-"  # folders of the parts of a result that are merged later
 _WORK, _MOVES = f"{TEMPORARY}run", "publish.json"
-FORMAT = "crosspack files 1"
 # What a folder may hold and still count as empty; new file systems begin with lost+found.
 _INVISIBLE = (LISTING, LOCK, "lost+found")
-
-
-@dataclass(frozen=True)
-class Listed:
-    """A file that a command wrote: its path below the output, with ``/``, its size and its SHA-256."""
-
-    name: str
-    size: int
-    sha256: str
-
-    @staticmethod
-    def of(path: Path, name: str) -> Listed:
-        return Listed(name, path.stat().st_size, sha256(path))
-
-    @staticmethod
-    def read(entry: Any) -> Listed:
-        """
-        Raises:
-            ValueError, TypeError: it is no entry of a listing.
-        """
-        file = Listed(**entry)
-        kinds = isinstance(file.size, int) and isinstance(file.sha256, str)
-        if not (kinds and is_plain(file.name)) or file.name.startswith(TEMPORARY) or file.name in (LISTING, LOCK):
-            raise ValueError(file.name)
-        return file
 
 
 @dataclass
@@ -69,7 +42,7 @@ class Output:
         work: for what a run that is started again goes on from; it is deleted when the result is published.
         keep: whether ``work`` and ``partial`` stay where the run ends without a result.
         run: what the result is the result of; None for one that is always made anew.
-        finished: an earlier run of the same was killed while it published; the result is complete now.
+        finished: the folder holds the complete result of an earlier run of the same.
     """
 
     folder: Path
@@ -81,6 +54,11 @@ class Output:
     keep: bool = False
     run: str | None = None
     finished: bool = False
+
+    def clear(self) -> None:
+        """Remove what an earlier run that was killed left of its result."""
+        shutil.rmtree(self.partial)
+        self.partial.mkdir()
 
     def publish(self) -> None:
         """Put the complete result in place of what an earlier run listed.
@@ -116,7 +94,7 @@ class _Moves:
 
     def make(self, folder: Path, partial: Path) -> None:
         names = {file.name for file in self.new}
-        _write_listing(folder, [*self.old, *self.new])  # from here on an interrupted run owns both
+        write_listing(folder, [*self.old, *self.new])  # from here on an interrupted run owns both
         if (partial / self.summary).exists():  # else it has been moved
             (folder / self.summary).unlink(missing_ok=True)
         for file in self.old:
@@ -130,7 +108,7 @@ class _Moves:
         for parent in sorted(parents, reverse=True):  # the inner ones first
             with suppress(OSError):  # it holds files still
                 (folder / parent).rmdir()
-        _write_listing(folder, self.new)
+        write_listing(folder, self.new, self.run)
 
     def write(self, path: Path) -> None:
         content = {"summary": self.summary, "run": self.run} | {
@@ -205,7 +183,8 @@ def writing(
         overwrite: whether what an earlier run listed may be replaced.
         ways: the options that the error about a folder that is not empty offers.
         run: a digest of all that decides the result. With it, ``work`` is what an earlier run left when it was killed,
-            of this digest or another, and a publication that was interrupted is completed first.
+            of this digest or another, a publication that was interrupted is completed first, and a result that is
+            complete is not made again without ``overwrite``.
 
     Raises:
         PackingError: the folder holds files that are not ours to replace, another process writes there, or the
@@ -238,20 +217,22 @@ def _written(
     work = folder / _WORK
     resumable = run is not None
     check_own_folder(work)
-    if resumable and (work / _MOVES).exists():
+    interrupted = resumable and (work / _MOVES).exists()
+    if interrupted:
         moves = _Moves.read(work / _MOVES)
         moves.check(folder, work / "result", work / _MOVES, overwrite=overwrite)
         moves.make(folder, work / "result")
         _remove_work(work)
         _remove_stale(folder, None)
-        if moves.run == run:
-            yield Output(folder, folder, summary, lock, finished=True)
-            return
+    if run is not None and (interrupted or not overwrite) and is_result_of(folder, run):
+        _remove_stale(folder, None)
+        yield Output(folder, folder, summary, lock, finished=True)
+        return
     old = _check(folder, [summary, *names], overwrite, ways)
     _remove_stale(folder, work if resumable else None)
     listed = (folder / LISTING).exists()
     if not listed:
-        _write_listing(folder, [])  # says whose folder it is, should the run be interrupted
+        write_listing(folder, [])  # says whose folder it is, should the run be interrupted
     partial = work / "result" if resumable else folder / f"{TEMPORARY}{uuid4().hex}"
     partial.mkdir(parents=True, exist_ok=resumable)
     output = Output(folder, partial, summary, lock, old, work if resumable else None, run=run)
@@ -265,6 +246,12 @@ def _written(
                 shutil.rmtree(partial)
         if not listed and set(os.listdir(folder)) <= {LISTING, LOCK}:
             (folder / LISTING).unlink()
+
+
+def clean(folder: Path) -> None:
+    """Remove what runs that were killed left beside a result that is complete."""
+    with locked(folder / LOCK, TEMPORARY):
+        _remove_stale(folder, None)
 
 
 def _remove_stale(folder: Path, keep: Path | None) -> None:
@@ -285,9 +272,11 @@ def _remove_work(work: Path) -> None:
     work.rmdir()
 
 
-def check(folder: Path, *, overwrite: bool, ways: str = "--overwrite") -> None:
+def check(folder: Path, *, overwrite: bool, ways: str = "--overwrite", run: str | None = None) -> None:
     """Raise at once where :func:`writing` would, as far as the contents of the folder are concerned."""
     try:
+        if run is not None and ((folder / _WORK / _MOVES).exists() or is_result_of(folder, run)):
+            return
         _check(folder, [], overwrite, ways)
     except OSError as error:
         raise PackingError(f"--output {folder}: {_reason(error)}") from error
@@ -295,19 +284,26 @@ def check(folder: Path, *, overwrite: bool, ways: str = "--overwrite") -> None:
 
 def _check(folder: Path, names: Iterable[str], overwrite: bool, ways: str) -> list[Listed]:
     """The files that may be replaced."""
-    held = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    held = {path.name for path in folder.iterdir() if not _without_checkpoint(path)} if folder.exists() else set()
     if not {name for name in held - {*_INVISIBLE} if not name.startswith((TEMPORARY, PART))}:
         return []
     if not overwrite:
         raise PackingError(f"--output {folder} is not empty: pass {ways} or another folder")
     if LISTING not in held:
         raise PackingError(f"--overwrite: {folder} has no {LISTING}, so it holds something else: pass another folder")
-    old = _read_listing(folder)
+    old = read_listing(folder)
     _check_unchanged(folder, old)
     ours = {file.name for file in old}
     there = {path.relative_to(folder).as_posix() for pattern in names for path in folder.glob(pattern)}
     _check_free(folder, there - ours - {*_INVISIBLE})
     return old
+
+
+def _without_checkpoint(path: Path) -> bool:
+    """Whether a path is the folder of checkpoints of a run that was killed before its first one was complete."""
+    if path.name != CHECKPOINTS or path.is_symlink() or not path.is_dir():
+        return False
+    return all(inner.name.startswith(TEMPORARY) for inner in path.iterdir())
 
 
 def _check_unchanged(folder: Path, files: Iterable[Listed]) -> None:
@@ -317,14 +313,8 @@ def _check_unchanged(folder: Path, files: Iterable[Listed]) -> None:
         known.setdefault(file.name, []).append(file)
     for name, versions in known.items():
         path = folder / name
-        if path.is_symlink() or (path.exists() and not _is_one_of(path, versions)):
+        if path.is_symlink() or (path.exists() and not is_one_of(path, versions)):
             raise PackingError(f"--overwrite: {path} was changed since crosspack wrote it: move it elsewhere first")
-
-
-def _is_one_of(path: Path, versions: list[Listed]) -> bool:
-    if not path.is_file() or path.stat().st_size not in {version.size for version in versions}:
-        return False
-    return Listed.of(path, versions[0].name) in versions
 
 
 def _check_free(folder: Path, names: set[str]) -> None:
@@ -338,48 +328,6 @@ def _check_free(folder: Path, names: set[str]) -> None:
 
 def _files(folder: Path) -> Iterator[Path]:
     return (Path(root, name) for root, _, names in os.walk(folder) for name in names)
-
-
-def _read_listing(folder: Path) -> list[Listed]:
-    """What the listing says, if it is one of ours and names files inside the folder only."""
-    path = folder / LISTING
-    files = parse_listing(path.read_bytes(), str(path))
-    for file in files:
-        inside(folder, file.name, path)
-    return files
-
-
-def parse_listing(content: bytes, path: str) -> list[Listed]:
-    """The files that a listing names.
-
-    Args:
-        content: of the listing.
-        path: of the listing, for messages.
-
-    Raises:
-        PackingError: crosspack did not write it.
-    """
-    try:
-        fields = json.loads(content)
-        files = [Listed.read(file) for file in fields["files"]]
-        if fields["format"] != FORMAT or fields["sha256"] != _digest(files):
-            raise ValueError
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise PackingError(f"--overwrite: {path} is not a list that crosspack wrote: pass another folder") from None
-    return files
-
-
-def _write_listing(folder: Path, files: list[Listed]) -> None:
-    content = {"format": FORMAT, "files": [asdict(file) for file in files], "sha256": _digest(files)}
-    temporary = folder / f"{TEMPORARY}{uuid4().hex}"
-    with open(temporary, "x") as file:
-        json.dump(content, file, indent=1)
-    sync(temporary)
-    replace(temporary, folder / LISTING)
-
-
-def _digest(files: Iterable[Listed]) -> str:
-    return hashlib.sha256(json.dumps([asdict(file) for file in files]).encode()).hexdigest()
 
 
 def _umask() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from crosspack.cli.console import OUT
+from crosspack.cli.listing import digest
 from crosspack.cli.options import Engine, Source, check_data
 from crosspack.cli.outputs import PART, Output, writing
 from crosspack.cli.packprogress import PackProgress
@@ -21,7 +21,7 @@ from crosspack.encoding.text import Encoder, Policy
 from crosspack.packing.journal import journal, read_journal
 from crosspack.packing.mixture import Mixed
 from crosspack.packing.run import Part, Run, Worker
-from crosspack.packing.unit import Key, OnError, Rules, Strategy, bad_file, notes_file
+from crosspack.packing.unit import UNFINISHED, Key, OnError, Rules, Strategy, bad_file, notes_file
 from crosspack.packing.workers import Inline, Pool, Processes
 from crosspack.packing.writers import PACKED, Format, mds_index
 from crosspack.reading import Records
@@ -180,10 +180,6 @@ def _digest_of(tokenizer: Any) -> str:
     return digest([content, getattr(tokenizer, "chat_template", None), tokenizer.name_or_path])
 
 
-def digest(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -269,6 +265,8 @@ def units_folder(target: Output, job: Job, *, in_result: bool = False) -> Path:
         target.partial.mkdir(parents=True)
     folder = (target.partial if in_result else target.work) / "units"
     folder.mkdir(exist_ok=True)
+    for unfinished in folder.glob(UNFINISHED):
+        unfinished.unlink()
     sync(folder.parent)
     target.keep = True  # what is finished counts, whatever happens
     return folder

@@ -10,14 +10,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from crosspack.cli.outputs import PART, Output, writing
+from crosspack.cli.listing import TEMPORARY, digest
+from crosspack.cli.outputs import PART, Output, clean, writing
 from crosspack.cli.packjob import (
     MANIFEST,
     PART_FILE,
     RESULT,
     Job,
     PackOptions,
-    digest,
     finish_job,
     read_json,
     units_folder,
@@ -31,11 +31,16 @@ from packing_core.errors import PackingError
 def merge_parts(output: str, given: PackOptions) -> dict[str, Any]:
     """Join the parts in an output folder: pack what they handed on, write the files, and delete the parts.
 
+    Where an earlier call was killed while it deleted them, only the rest of that is done.
+
     Raises:
         PackingError: a part is missing, or was made of other data or with other options.
     """
     folder = Path(output)
     parts = {path: _part_of(path) for path in sorted(folder.glob(f"{PART}*")) if path.is_dir()}
+    if not parts and (folder / MANIFEST).exists():  # they were joined
+        clean(folder)
+        return read_json(folder / MANIFEST)
     if not parts:
         raise PackingError(f"--merge: {folder} holds no part: run --part 1/N to N/N with this --output first")
     first = next(iter(parts.values()))
@@ -43,9 +48,6 @@ def merge_parts(output: str, given: PackOptions) -> dict[str, Any]:
     for path, content in parts.items():
         if content["run"] != first["run"] or content["part"][1] != count:
             raise PackingError(f"--merge: {path} was made of other data or with other options: make that part again")
-    missing = sorted(set(range(count)) - {content["part"][0] for content in parts.values()})
-    if missing:
-        raise PackingError(f"--merge: part {missing[0] + 1}/{count} is not there or not complete: run it first")
     job = Job(
         name=first["data"],
         stretches=[],
@@ -61,12 +63,18 @@ def merge_parts(output: str, given: PackOptions) -> dict[str, Any]:
     )
     with writing(folder, MANIFEST, names=RESULT, overwrite=given.overwrite, run=digest(job.run)) as target:
         manifest = read_json(folder / MANIFEST) if target.finished else _merged(target, parts, given, job)
-    for path in parts:
-        shutil.rmtree(path)
+    for path in parts:  # one that is gone in part would look like one that was never complete
+        going = folder / f"{TEMPORARY}{path.name.lstrip('.')}"
+        path.rename(going)
+        shutil.rmtree(going)
     return manifest
 
 
 def _merged(target: Output, parts: dict[Path, dict[str, Any]], given: PackOptions, job: Job) -> dict[str, Any]:
+    count = job.run["merged"]
+    missing = sorted(set(range(count)) - {content["part"][0] for content in parts.values()})
+    if missing:
+        raise PackingError(f"--merge: part {missing[0] + 1}/{count} is not there or not complete: run it first")
     units = units_folder(target, job)
     folders: dict[Key, Path] = {}
     worker = Worker(None, job.rules, given.on_error, job.form, units, target.partial)

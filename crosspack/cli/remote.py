@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from crosspack.cli.outputs import LISTING, parse_listing
+from crosspack.cli.listing import LISTING, parse_listing
 from crosspack.reading.files import remote
 from packing_core.errors import PackingError
 from packing_core.training.files import check_own_folder

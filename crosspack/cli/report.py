@@ -24,8 +24,9 @@ from crosspack.cli.options import Source, check_data
 from crosspack.cli.page import page
 from crosspack.cli.progress import counted
 from crosspack.cli.tables import composition_table, computed_tokens, lengths_table, savings_table
+from crosspack.encoding.kinds import kind_of
 from crosspack.encoding.layouts import canonical
-from crosspack.encoding.text import Policy, kind_of
+from crosspack.encoding.text import Policy
 from crosspack.encoding.tokens import check_length, token_documents
 from packing_core.errors import PackingError, plural
 from packing_core.extras import require

@@ -22,6 +22,7 @@ from crosspack.cli import launch, options
 from crosspack.cli.checks import check_contradictions, check_output, read_mesh, used_options
 from crosspack.cli.console import OUT, figures, warn
 from crosspack.cli.figures import compare_figure
+from crosspack.cli.listing import digest
 from crosspack.cli.models import SMALL_LLAMA, check_name, model_source, special_tokens
 from crosspack.cli.options import Source, check_data
 from crosspack.cli.outputs import writing
@@ -30,11 +31,12 @@ from crosspack.cli.reporting import Service, check_service, reporting, scalars
 from crosspack.cli.runfile import RUN_FILE, as_yaml, effective, take_file
 from crosspack.cli.tables import comparison_table, lengths_table, padding, rate, saving_line, steps_table
 from crosspack.encoding.text import Policy
+from crosspack.reading.files import File
 from packing_core.errors import ContaminationError, PackingError, plural
 from packing_core.extras import loaded, registered, require
 from packing_core.planning.pieces import Overflow
 from packing_core.planning.plan import plan as make_plan
-from packing_core.training.checkpoints import FOLDER, check_resume, remove_checkpoints
+from packing_core.training.checkpoints import FOLDER, check_resume, has_checkpoint, remove_checkpoints, remove_older
 from packing_core.training.job import (
     GROUP,
     Options,
@@ -137,20 +139,24 @@ def train(
 ) -> None:
     """Fine-tune a causal language model on packed documents; --compare measures it against padding."""
     entry = registered(GROUP, backend)
-    resume = resume or (launch.restarted() and output is not None and (output / FOLDER).exists())
-    check_output(output, compare=compare, overwrite=overwrite, resume=resume, save_every=save_every)
+    resume = resume or (launch.restarted() and output is not None and has_checkpoint(output))
     check_contradictions(context.params)
     built_from, model_folder = model_source(model)
     if lora and not isinstance(built_from, str):
         raise PackingError("--lora adapts the weights of a --model, and random weights are not kept: leave --lora out")
     check_name("--tokenizer", tokenizer)
-    check_data(data, split, tokenizer or model_folder)  # before the frameworks, which take long to import
+    records = check_data(data, split, tokenizer or model_folder)  # before the frameworks, which take long to import
     if eval_data:
         check_data(eval_data, eval_split, option="--eval-data")
     check_service(report_to)
     if lr is None:
         lr = 2e-5 if isinstance(built_from, str) else 3e-3
     precision = precision or dtype
+    as_file = as_yaml(settled := effective(context, lr=lr, precision=precision))
+    # Several processes would have to agree on whether there is anything left to do.
+    alone = nproc == launch.world_size() == 1
+    made = digest([settled, records.state(), _state(built_from)]) if alone else None
+    check_output(output, compare=compare, overwrite=overwrite, resume=resume, save_every=save_every, run=made)
     training = Options(lr, decay, warmup, weight_decay, clip, precision, seed, dtype, master_weights, lora)
     if resume and output is not None:
         check_resume(output, training, built_from if isinstance(built_from, str) else None)
@@ -159,7 +165,6 @@ def train(
     require("transformers", extra="hf")
     if compare:
         require("matplotlib.figure", extra="plot")
-    as_file = as_yaml(settled := effective(context, lr=lr, precision=precision))
     if nproc > 1 and launch.world_size() == 1:
         raise typer.Exit(_launched(nproc, as_file, context.params))
     leads = launch.rank() == 0
@@ -193,7 +198,14 @@ def train(
         kept = checkpoints = None
         if output is not None:
             if leads:
-                kept = stack.enter_context(writing(output, SUMMARY, names=RESULTS, overwrite=overwrite or resume))
+                kept = stack.enter_context(
+                    writing(output, SUMMARY, names=RESULTS, overwrite=overwrite or resume, run=made)
+                )
+                if kept.finished:
+                    figures(json.loads((output / SUMMARY).read_text()))
+                    OUT.print(f"model: {output}, complete already: pass --overwrite to train again", highlight=False)
+                    return
+                kept.clear()
             checkpoints = output / FOLDER
         log = stack.enter_context(reporting(report_to if leads else "none", output, settled))
         progress = stack.enter_context(TrainProgress(OUT, len(schedule)))
@@ -245,14 +257,21 @@ def train(
             _write_run(about, kept.partial)
             (kept.partial / RUN_FILE).write_text(as_file)
             kept.publish()
-            if checkpoints is not None and not (resume or save_every):
-                remove_checkpoints(checkpoints)  # of the run that was overwritten
+            if checkpoints is not None:  # those of a run that was overwritten, or what a killed one left
+                (remove_older if resume or save_every else remove_checkpoints)(checkpoints)
             OUT.print(f"model: {output}", highlight=False)
         elif output is None and not compare:
             OUT.print("nothing is kept: pass --output to keep the model")
     if leads:
         figures(about)
     OUT.print(f"audit: [green]exact[/]: {result.audit.line}", highlight=False)
+
+
+def _state(model: str | dict[str, Any] | None) -> Any:
+    """What changes when the files of a model's folder do; the model itself if it is no folder."""
+    if not isinstance(model, str) or not Path(model).is_dir():
+        return model
+    return [File(str(path)).state() for path in sorted(Path(model).iterdir()) if path.is_file()]
 
 
 def _evaluation(source: Source, capacity: int, overflow: Overflow, pad_id: int) -> Schedule:

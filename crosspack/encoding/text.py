@@ -7,7 +7,6 @@ ids and, for each, whether it is trained. Messages name the record's file and li
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,22 +17,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosspack.encoding.chats import assistant_spans, in_spans
+from crosspack.encoding.kinds import (
+    Located,
+    Refuse,
+    Where,
+    bad_record,
+    chunks,
+    encodable,
+    kind_of,
+    located,
+    raise_error,
+)
 from crosspack.encoding.layouts import COLUMNS as LAYOUT_COLUMNS
 from crosspack.encoding.layouts import canonical
 from crosspack.encoding.limits import check_written, limited
 from crosspack.encoding.long_texts import FACTOR, LongTexts
-from crosspack.encoding.tokenizer import entries, rust_tokenizer
+from crosspack.encoding.tokenizer import entries, panics_as_errors, rust_tokenizer
 from crosspack.encoding.tokens import COLUMNS as TOKEN_COLUMNS
 from crosspack.encoding.tokens import check_entries, token_documents
-from crosspack.reading.places import BadRecord, Place, Row
-from crosspack.reading.records import Record, size_of
+from crosspack.reading.records import Record
 from packing_core.errors import MissingExtraError, PackingError, first_line
 from packing_core.training.schedule import Document
 
 Loss = Literal["completion", "all"]
-
-Where = Any  # str() of it says where a record stands
-Located = tuple[Where, Record]
 
 
 class Encoded(NamedTuple):
@@ -45,25 +51,6 @@ class Encoded(NamedTuple):
     columns: dict[str, NDArray[Any]]
 
 
-class _Lazy(NamedTuple):
-    """The place of a record, which is written out only where somebody reads it."""
-
-    place: Place
-    number: int
-
-    def __str__(self) -> str:
-        return self.place.where(self.number)
-
-
-Refuse = Callable[[BadRecord, PackingError], None]
-
-
-def _raise(found: BadRecord, error: PackingError) -> None:
-    raise error
-
-
-# What the tokenizer sees at once: so many records, or so many bytes. A token takes over a hundred bytes meanwhile.
-_CHUNK, _CHUNK_BYTES = 1000, 1 << 20
 COLUMNS = (
     "messages",
     "tools",
@@ -102,7 +89,7 @@ class Policy:
 
 def plain_texts(records: Iterable[Record], fields: tuple[tuple[str, str], ...] = ()) -> Iterator[str]:
     """All text of the records, for training a tokenizer."""
-    for where, given in _located(records):
+    for where, given in located(records):
         record = canonical(given, where, fields)
         match kind_of(record, where):
             case "text":
@@ -114,7 +101,7 @@ def plain_texts(records: Iterable[Record], fields: tuple[tuple[str, str], ...] =
                 raise PackingError(f"{where} holds token ids: pass --tokenizer, the one they were made with")
             case _:
                 for message in _chat(record, where)[0]:
-                    yield _encodable(str(message.get("content") or ""), where)
+                    yield encodable(str(message.get("content") or ""), where)
 
 
 class Encoder:
@@ -186,7 +173,7 @@ class Encoder:
     def encoded(
         self,
         records: Iterable[Record],
-        refuse: Refuse = _raise,
+        refuse: Refuse = raise_error,
         left_out: Callable[[Where, int], None] | None = None,
     ) -> Iterator[Encoded]:
         """The same, each document with its record and the columns that were read beside its tokens.
@@ -197,7 +184,7 @@ class Encoder:
                 library is no record's fault and is raised in any case.
             left_out: is called with the place and the tokens of each document without a trained token.
         """
-        for kind, chunk in _chunks(records, refuse, self.policy.fields):
+        for kind, chunk in chunks(records, refuse, self.policy.fields):
             for found in self._by_kind[kind](self, chunk, refuse):
                 if found.document.has_target:
                     yield found
@@ -210,32 +197,31 @@ class Encoder:
         """Bounds what goes through the tokenizer at once by the bytes that a record may take."""
         self._long_texts.longest = max_record // FACTOR
 
-    def _taken(self, chunk: Sequence[Located], names: Sequence[str], refuse: Refuse) -> list[Located]:
-        """The records whose texts of these names the tokenizer can take; the others are refused."""
-        taken = []
-        for where, record in chunk:
-            try:
-                for name in names:
-                    self._long_texts.pieces(record[name])
-            except PackingError as error:
-                refuse(_bad(where, record, error), type(error)(f"{where}: {error}"))
-            else:
-                taken.append((where, record))
-        return taken
+    def _tokenized(
+        self, chunk: Sequence[Located], names: Sequence[str], refuse: Refuse
+    ) -> Iterator[tuple[Where, Record, list[NDArray[np.int32]]]]:
+        """The records with the ids of their texts of these names; those that the tokenizer cannot take are refused."""
+        try:
+            columns = [self._ids([record[name] for _, record in chunk]) for name in names]
+        except PackingError as error:
+            if len(chunk) == 1:
+                ((where, record),) = chunk
+                refuse(bad_record(where, record, error), type(error)(f"{where}: {error}"))
+            else:  # one by one, to find those that it cannot
+                for each in chunk:
+                    yield from self._tokenized([each], names, refuse)
+            return
+        for (where, record), *ids in zip(chunk, *columns, strict=True):
+            yield where, record, ids
 
     def _texts(self, chunk: Sequence[Located], refuse: Refuse) -> Iterator[Encoded]:
-        chunk = self._taken(chunk, ["text"], refuse)
-        texts = self._ids([record["text"] for _, record in chunk])
-        for (where, record), ids in zip(chunk, texts, strict=True):
+        for where, record, (ids,) in self._tokenized(chunk, ["text"], refuse):
             whole = np.concatenate([self._bos, ids, self._eos], dtype=np.int32)
             yield Encoded(where, record, Document(whole, np.ones(len(whole), np.bool_)), {})
 
     def _completions(self, chunk: Sequence[Located], refuse: Refuse) -> Iterator[Encoded]:
         """Prompt and completion are tokenised separately, as they are in generation, and joined as they are."""
-        chunk = self._taken(chunk, ["prompt", "completion"], refuse)
-        prompts = self._ids([record["prompt"] for _, record in chunk])
-        completions = self._ids([record["completion"] for _, record in chunk])
-        for (where, record), prompt, completion in zip(chunk, prompts, completions, strict=True):
+        for where, record, (prompt, completion) in self._tokenized(chunk, ["prompt", "completion"], refuse):
             whole = np.concatenate([self._bos, prompt, completion, self._eos], dtype=np.int32)
             trained = np.ones(len(whole), np.bool_)
             if self.policy.loss != "all":
@@ -249,7 +235,7 @@ class Encoder:
             except MissingExtraError:
                 raise  # no record is at fault, and none of the others can be written either
             except PackingError as error:
-                refuse(_bad(where, record, error), error)
+                refuse(bad_record(where, record, error), error)
             else:
                 yield Encoded(where, record, document, {})
 
@@ -258,7 +244,7 @@ class Encoder:
         if not messages:
             return _document([], np.zeros(0, np.bool_))
         try:
-            with limited():
+            with limited(), panics_as_errors():
                 return self._chat_document(messages, first_trained, record.get("tools") or None)
         except PackingError as error:
             raise PackingError(f"{where}: {error}") from None
@@ -310,15 +296,16 @@ class Encoder:
                 found = list(token_documents(record, str(where), self.carried))
                 check_entries(str(where), (document for document, _ in found), self.entries)
             except PackingError as error:
-                refuse(_bad(where, record, error), error)
+                refuse(bad_record(where, record, error), error)
             else:
                 yield from (Encoded(where, record, document, columns) for document, columns in found)
 
     def _ids(self, texts: list[str]) -> list[NDArray[np.int32]]:
         pieces = [self._long_texts.pieces(text) for text in texts]
-        if any(len(each) > 1 for each in pieces):  # one at a time: that is what they were cut for
-            return [np.concatenate([self._ids_of([piece])[0] for piece in each]) for each in pieces]
-        return self._ids_of(texts)
+        with panics_as_errors():
+            if any(len(each) > 1 for each in pieces):  # one at a time: that is what they were cut for
+                return [np.concatenate([self._ids_of([piece])[0] for piece in each]) for each in pieces]
+            return self._ids_of(texts)
 
     def _ids_of(self, texts: list[str]) -> list[NDArray[np.int32]]:
         if self._rust is not None:
@@ -337,79 +324,8 @@ class Encoder:
     }
 
 
-def _bad(where: Where, record: Record, error: PackingError) -> BadRecord:
-    place, number = where if isinstance(where, _Lazy) else (Place(str(where), "row"), 0)
-    text = json.dumps(dict(record), default=repr, ensure_ascii=True)
-    return BadRecord(place, number, str(error).removeprefix(f"{where}").lstrip(": "), text)
-
-
 def _document(ids: Any, trained: NDArray[np.bool_]) -> Document:
     return Document(np.asarray(ids, np.int32), trained)
-
-
-def _located(records: Iterable[Record]) -> Iterator[Located]:
-    for number, record in enumerate(records):
-        if isinstance(record, Row):
-            yield _Lazy(record.place, record.number), record
-        else:
-            yield getattr(record, "where", f"record {number}"), record
-
-
-def _chunks(
-    records: Iterable[Record], refuse: Refuse, fields: tuple[tuple[str, str], ...]
-) -> Iterator[tuple[str, list[Located]]]:
-    """Records in order by runs of one kind, so that the tokenizer works on many texts, but not too many, at once."""
-    chunk: list[Located] = []
-    kind, size = "", 0
-    for where, given in _located(records):
-        try:
-            record = canonical(given, where, fields)
-            own = kind_of(record, where)
-        except PackingError as error:
-            refuse(_bad(where, given, error), error)
-            continue
-        if chunk and (own != kind or len(chunk) == _CHUNK or size >= _CHUNK_BYTES):
-            yield kind, chunk
-            chunk, size = [], 0
-        kind, size = own, size + size_of(record)
-        chunk.append((where, record))
-    if chunk:
-        yield kind, chunk
-
-
-def kind_of(record: Record, where: Where) -> str:
-    """Which of the known columns the record has; the first that is there wins. Its texts are strings."""
-    if record.get("input_ids") is not None:
-        return "input_ids"
-    if record.get("messages") is not None:
-        return "messages"
-    if record.get("prompt") is not None and record.get("completion") is not None:
-        kinds = {type(record["prompt"]), type(record["completion"])}
-        if kinds == {list}:
-            return "messages"
-        if kinds != {str}:
-            found = " and ".join(f"{name} is a {type(record[name]).__name__}" for name in ("prompt", "completion"))
-            raise PackingError(f"{where}: {found}: both must be strings, or both lists of messages")
-        for name in ("prompt", "completion"):
-            _encodable(record[name], where)
-        return "completion"
-    if record.get("text") is not None:
-        if not isinstance(record["text"], str):
-            raise PackingError(f"{where}: text is a {type(record['text']).__name__}, not a string")
-        _encodable(record["text"], where)
-        return "text"
-    raise PackingError(
-        f"{where} has the columns {', '.join(map(str, record)) or 'none'}: a record needs text, prompt + completion, "
-        f"messages, conversations, instruction + output or input_ids, and none of them null"
-    )
-
-
-def _encodable(text: str, where: Where) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise PackingError(f"{where}: {first_line(error)}: the text is not valid Unicode, repair it") from None
-    return text
 
 
 def _trains(message: Any, number: int) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from packing_core.errors import PackingError, first_line
@@ -19,6 +20,17 @@ _CHATML = (
 )
 
 
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Raises PackingError where the library ``tokenizers`` panics, which no ``except Exception`` catches."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise PackingError(f"the tokenizer panicked, {first_line(error)}") from error
+
+
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a local folder or a hub name, through ``AutoTokenizer``.
 
@@ -28,7 +40,8 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
     check_tokenizer(name)
     transformers = require("transformers", extra="hf")
     try:
-        return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        with panics_as_errors():
+            return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # files of the folder may hold anything, and so may what reading them raises
         raise PackingError(f"tokenizer {name}: {first_line(error)}") from error
 

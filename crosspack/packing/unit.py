@@ -34,6 +34,7 @@ OnError = Literal["stop", "skip", "quarantine"]
 HANDED_ON, FEW_ROWS, FEW_TOKENS = 8, 64, 1 << 20
 WASTE = 5e-4  # of the slots of a unit's rows
 SHOWN = 1 << 16  # characters of a bad record that are kept
+UNFINISHED = "*.*.*"  # names of files that :func:`write` has not finished
 
 
 class Key(NamedTuple):

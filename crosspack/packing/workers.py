@@ -20,6 +20,10 @@ from typing import Any, Protocol
 from packing_core.errors import PackingError, first_line
 
 Job = Any
+_KILLED = (
+    "a worker process was killed, most likely for want of memory: pass fewer --workers; the same command goes on where "
+    "this one stopped"
+)
 Work = Callable[[Job], Iterator[Any]]
 
 
@@ -85,13 +89,19 @@ class Processes:
         self._idle: list[Connection] = []
         self._processes: list[BaseProcess] = []
         pickled = pickle.dumps(work)
-        for _ in range(count):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, pickled), daemon=True)
-            process.start()
-            there.close()
-            self._processes.append(process)
-            self._idle.append(here)
+        try:
+            for _ in range(count):
+                here, there = context.Pipe()
+                process = context.Process(target=_serve, args=(there, pickled), daemon=True)
+                process.start()
+                there.close()
+                self._processes.append(process)
+                self._idle.append(here)
+        except (OSError, EOFError) as error:  # too many processes or open files, or the server of workers is dead
+            self.__exit__()
+            raise PackingError(
+                f"a worker process could not be started ({first_line(error)}): pass fewer --workers"
+            ) from error
 
     def __enter__(self) -> Processes:
         return self
@@ -114,7 +124,10 @@ class Processes:
             while self._jobs and self._idle:
                 connection, job = self._idle.pop(), self._jobs.popleft()
                 self._busy[connection] = job
-                connection.send(job)
+                try:
+                    connection.send(job)
+                except OSError:
+                    raise PackingError(_KILLED) from None
             for ready in wait(list(self._busy)):
                 assert isinstance(ready, Connection)
                 connection = ready
@@ -122,10 +135,7 @@ class Processes:
                 try:
                     result = connection.recv()
                 except (EOFError, OSError):
-                    raise PackingError(
-                        "a worker process was killed, most likely for want of memory: pass fewer --workers; the same "
-                        "command goes on where this one stopped"
-                    ) from None
+                    raise PackingError(_KILLED) from None
                 if isinstance(result, Failed | Finished):
                     self._idle.append(connection)
                     del self._busy[connection]
@@ -136,12 +146,26 @@ def _serve(connection: Connection, pickled: bytes) -> None:
     """The life of a worker."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        work: Work = pickle.loads(pickled)
+        work = _unpickled(pickled)
         while True:
             for result in results_of(work, connection.recv()):
                 connection.send(result)
     except (EOFError, OSError, KeyboardInterrupt):  # the parent is gone, or is stopping
         pass
+
+
+def _unpickled(pickled: bytes) -> Work:
+    """The work of a process; where it cannot be read, one that says why of every job."""
+    try:
+        work: Work = pickle.loads(pickled)
+        return work
+    except Exception as error:  # of whatever package is missing or of another version there
+        reason = f"a worker process could not begin: {first_line(error)}"
+
+    def refuse(job: Job) -> Iterator[Any]:
+        raise PackingError(reason)
+
+    return refuse
 
 
 def _end_with_parent() -> None:

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from jax_backend.model.decoder import Decoder, DecoderConfig
 from jax_backend.placement import to_host, weight_sharding
-from packing_core.errors import LayoutError, PackingError
+from packing_core.errors import LayoutError, PackingError, first_line
 from packing_core.extras import require
 
 _INDEX = "model.safetensors.index.json"
@@ -219,5 +219,11 @@ def _open(folder: Path) -> dict[str, Any]:
     absent = [name for name in files if not (folder / name).is_file()]
     if absent:
         raise PackingError(f"{folder} lacks {', '.join(absent)}: only safetensors are read, never pickled weights")
-    opened = (safetensors.safe_open(folder / file, "numpy") for file in files)
-    return {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118  # no mapping
+    slices: dict[str, Any] = {}
+    for file in files:
+        try:
+            opened = safetensors.safe_open(folder / file, "numpy")
+        except safetensors.SafetensorError as error:
+            raise PackingError(f"{folder / file} is damaged or cut off ({first_line(error)}): copy it again") from error
+        slices |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # no mapping
+    return slices

@@ -90,10 +90,15 @@ def check_resume(output: Path, options: Options, model: str | None) -> None:
     _compare(folder, _state(folder)["identity"], known)
 
 
+def has_checkpoint(output: Path) -> bool:
+    """Returns whether a run that writes to ``output`` has saved a checkpoint in whole."""
+    return bool(_finished(output / FOLDER))
+
+
 def _newest(home: Path) -> Path:
     folders = _finished(home)
     if not folders:
-        raise PackingError(f"--resume: {home.parent} has no checkpoint; start it with --save-every N")
+        raise PackingError(f"--resume: {home.parent} has no checkpoint: start it without --resume, with --save-every N")
     return folders[-1]
 
 
@@ -118,6 +123,13 @@ def remove_checkpoints(home: Path) -> None:
         _remove(folder)
     if home.is_dir() and not any(home.iterdir()):
         home.rmdir()
+
+
+def remove_older(home: Path) -> None:
+    """Remove all checkpoints below ``home`` but the newest: a run that was killed while it removed them left some."""
+    _remove_unfinished(home)
+    for folder in _finished(home)[:-1]:
+        _remove(folder)
 
 
 def _home(job: TrainJob) -> Path | None:

@@ -196,7 +196,9 @@ def test_a_run_whose_learning_rates_would_change_is_not_extended(job):
 
 
 def test_resuming_nothing_is_an_error(job):
-    with pytest.raises(PackingError, match=re.escape("has no checkpoint; start it with --save-every N")):
+    with pytest.raises(
+        PackingError, match=re.escape("has no checkpoint: start it without --resume, with --save-every N")
+    ):
         newest_checkpoint(job)
     with pytest.raises(PackingError, match="--resume needs --output"):
         newest_checkpoint(dataclasses.replace(job, output=None))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from tokenizers import models, normalizers, pre_tokenizers, trainers
 from crosspack.encoding.long_texts import LongTexts, may_be_cut, pieces_of
 from crosspack.encoding.text import Encoder, Policy
 from packing_core.errors import PackingError
+from tests import processes
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text() + (ROOT / "docs" / "cli.md").read_text()
@@ -161,7 +161,7 @@ def test_a_record_takes_at_most_twelve_times_its_bytes(tokenizer, tmp_path):
             "print(re.search(r'VmPeak:\\s+(\\d+) kB', Path('/proc/self/status').read_text())[1])"
         )
         command = [sys.executable, "-c", program, "pack", "--data", tmp_path / f"{name}.jsonl", "--workers", 1, *given]
-        ended = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+        ended = processes.run(list(map(str, command)))
         assert ended.returncode == 0, ended.stdout + ended.stderr
         return int(ended.stdout.split()[-1]) << 10
 

@@ -17,7 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from crosspack.cli import lock, outputs, remote
-from crosspack.cli.outputs import LISTING, LOCK, TEMPORARY, writing
+from crosspack.cli.listing import LISTING, LOCK, TEMPORARY, Listed, write_listing
+from crosspack.cli.outputs import writing
 from packing_core.errors import PackingError
 from packing_core.training.files import is_plain
 from tests import processes
@@ -102,7 +103,7 @@ def test_a_listing_that_we_did_not_write_makes_nothing_ours(tmp_path, listing):
     (out / "link").symlink_to(tmp_path)
     if listing.startswith("signed"):
         name = "../victim" if listing.endswith("outside") else "link/victim"
-        outputs._write_listing(out, [outputs.Listed.of(victim, name)])
+        write_listing(out, [Listed.of(victim, name)])
     else:
         (out / LISTING).write_text(listing)
     with pytest.raises(PackingError, match="is not a list that crosspack wrote|link is a link: nothing was changed"):

@@ -133,7 +133,7 @@ def test_an_interrupted_run_leaves_nothing_that_looks_finished(arguments, tmp_pa
 
 def test_a_folder_that_holds_something_is_not_replaced_unasked(arguments, tmp_path):
     assert pack(*arguments).exit_code == 0
-    again = pack(*arguments)
+    again = pack(*arguments, "--seed", 1)
     assert again.exit_code == 2
     assert "is not empty: pass --overwrite or another folder" in " ".join(again.stderr.split())
 

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from crosspack.encoding import text as text_module
+from crosspack.encoding import kinds
 from crosspack.encoding.text import Encoder, Policy, plain_texts
 from crosspack.encoding.tokenizer import load_tokenizer, train_tokenizer
 from packing_core.errors import MissingExtraError, PackingError
@@ -281,7 +281,7 @@ def test_records_are_tokenised_some_bytes_at_a_time(tokenizer, monkeypatch):
         return ids(self, texts)
 
     monkeypatch.setattr(Encoder, "_ids", watched)
-    monkeypatch.setattr(text_module, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(kinds, "_CHUNK_BYTES", 1000)
     read = [0]
 
     def records():

@@ -166,6 +166,15 @@ def test_a_checkpoint_of_another_shape_is_refused_with_both_shapes(tmp_path) -> 
         weights.load(tmp_path)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+def test_half_written_weights_are_named(tmp_path, share) -> None:
+    saved("llama", tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+    with pytest.raises(PackingError, match=r"model\.safetensors is damaged or cut off \(.*\): copy it again"):
+        weights.load(tmp_path)
+
+
 def test_pickled_weights_are_never_read(tmp_path) -> None:
     saved("llama", tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")

@@ -34,9 +34,9 @@ def build_model(job: TrainJob) -> Any:
         return transformers.AutoModelForCausalLM.from_pretrained(
             job.model, config=_settled(config, job), dtype=dtype, use_safetensors=True, **arguments
         )
-    except (OSError, ValueError, KeyError) as error:
-        if isinstance(error, PackingError):
-            raise
+    except PackingError:
+        raise
+    except Exception as error:  # files of the folder may hold anything, and so may what reading them raises
         raise PackingError(f"--model {job.model}: {first_line(error)}") from error
 
 

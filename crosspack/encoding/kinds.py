@@ -1,0 +1,109 @@
+"""Records by what they hold: a chat, prompt and completion, a text or token ids, and runs of one kind in order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from crosspack.encoding.layouts import canonical
+from crosspack.reading.places import BadRecord, Place, Row
+from crosspack.reading.records import Record, size_of
+from packing_core.errors import PackingError, first_line
+
+Where = Any  # str() of it says where a record stands
+Located = tuple[Where, Record]
+
+
+class LazyPlace(NamedTuple):
+    """The place of a record, which is written out only where somebody reads it."""
+
+    place: Place
+    number: int
+
+    def __str__(self) -> str:
+        return self.place.where(self.number)
+
+
+Refuse = Callable[[BadRecord, PackingError], None]
+
+
+def raise_error(found: BadRecord, error: PackingError) -> None:
+    """Refuses a record by ending the run."""
+    raise error
+
+
+# What the tokenizer sees at once: so many records, or so many bytes. A token takes over a hundred bytes meanwhile.
+_CHUNK, _CHUNK_BYTES = 1000, 1 << 20
+
+
+def located(records: Iterable[Record]) -> Iterator[Located]:
+    """Yields each record with its place, or its number if it has none."""
+    for number, record in enumerate(records):
+        if isinstance(record, Row):
+            yield LazyPlace(record.place, record.number), record
+        else:
+            yield getattr(record, "where", f"record {number}"), record
+
+
+def chunks(
+    records: Iterable[Record], refuse: Refuse, fields: tuple[tuple[str, str], ...]
+) -> Iterator[tuple[str, list[Located]]]:
+    """Records in order by runs of one kind, so that the tokenizer works on many texts, but not too many, at once."""
+    chunk: list[Located] = []
+    kind, size = "", 0
+    for where, given in located(records):
+        try:
+            record = canonical(given, where, fields)
+            own = kind_of(record, where)
+        except PackingError as error:
+            refuse(bad_record(where, given, error), error)
+            continue
+        if chunk and (own != kind or len(chunk) == _CHUNK or size >= _CHUNK_BYTES):
+            yield kind, chunk
+            chunk, size = [], 0
+        kind, size = own, size + size_of(record)
+        chunk.append((where, record))
+    if chunk:
+        yield kind, chunk
+
+
+def kind_of(record: Record, where: Where) -> str:
+    """Returns the kind of a record by the first of the known columns that it has, and checks that texts are strings."""
+    if record.get("input_ids") is not None:
+        return "input_ids"
+    if record.get("messages") is not None:
+        return "messages"
+    if record.get("prompt") is not None and record.get("completion") is not None:
+        kinds = {type(record["prompt"]), type(record["completion"])}
+        if kinds == {list}:
+            return "messages"
+        if kinds != {str}:
+            found = " and ".join(f"{name} is a {type(record[name]).__name__}" for name in ("prompt", "completion"))
+            raise PackingError(f"{where}: {found}: both must be strings, or both lists of messages")
+        for name in ("prompt", "completion"):
+            encodable(record[name], where)
+        return "completion"
+    if record.get("text") is not None:
+        if not isinstance(record["text"], str):
+            raise PackingError(f"{where}: text is a {type(record['text']).__name__}, not a string")
+        encodable(record["text"], where)
+        return "text"
+    raise PackingError(
+        f"{where} has the columns {', '.join(map(str, record)) or 'none'}: a record needs text, prompt + completion, "
+        f"messages, conversations, instruction + output or input_ids, and none of them null"
+    )
+
+
+def encodable(text: str, where: Where) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PackingError(f"{where}: {first_line(error)}: the text is not valid Unicode, repair it") from None
+    return text
+
+
+def bad_record(where: Where, record: Record, error: PackingError) -> BadRecord:
+    place, number = where if isinstance(where, LazyPlace) else (Place(str(where), "row"), 0)
+    text = json.dumps(dict(record), default=repr, ensure_ascii=True)
+    return BadRecord(place, number, str(error).removeprefix(f"{where}").lstrip(": "), text)

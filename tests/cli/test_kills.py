@@ -1,0 +1,39 @@
+"""Commands that are killed before a file operation, and started again, leave what they leave undisturbed.
+
+A sample of the operations: ``python -m tests.cli.kills`` has them all.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.cli import kills
+
+STRIDE = int(os.environ.get("CROSSPACK_KILLS_STRIDE", "29"))
+COMMANDS = [f"pack:{form}" for form in kills.FORMATS]
+COMMANDS += ["pack:overwrite", "part", "merge", "train", "train:checkpoints"]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> dict[str, tuple[list[list[object]], Path]]:
+    return kills.prepared(tmp_path_factory.mktemp("kills"))
+
+
+def test_every_command_is_here(prepared):
+    assert sorted(prepared) == sorted(COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_killed_command_that_is_run_again_leaves_the_same_bytes(prepared, name):
+    commands, out = prepared[name]
+    found = kills.kill_everywhere(commands, out, stride=STRIDE, ignored=kills.differs_in_every_run, again=kills.resumed)
+    assert found.wrong == [] and found.kills >= 2 and found.bytes
+
+
+def test_what_a_kill_changes_is_noticed(prepared, monkeypatch):
+    commands, out = prepared["part"]
+    monkeypatch.setattr("crosspack.cli.packjob.UNFINISHED", "none")
+    assert kills.kill_everywhere(commands, out, stride=4, ignored=kills.differs_in_every_run).wrong
