@@ -25,7 +25,7 @@ def version() -> str:
 
 
 def version_faults(tag: str) -> list[str]:
-    """What keeps a tag from being released."""
+    """Lists what keeps a tag from being released."""
     stated = version()
     faults = [] if tag == f"v{stated}" else [f"the tag is {tag}, pyproject.toml has {stated}"]
     citation = (ROOT / "CITATION.cff").read_text()
@@ -50,7 +50,7 @@ def names_in(archive: Path) -> list[str]:
 
 
 def content_faults(names: Iterable[str]) -> list[str]:
-    """What is missing in a wheel or an sdist, and what should not be there."""
+    """Lists files that a wheel or an sdist lacks, and files that do not belong there."""
     names = set(names)
     faults = []
     for name in sorted(names):
@@ -67,7 +67,7 @@ def content_faults(names: Iterable[str]) -> list[str]:
 
 
 def _is_cache(name: str) -> bool:
-    """Whether Python, pytest or another tool left it in the tree."""
+    """Returns whether Python, pytest or another tool left it in the tree."""
     return any(part == "__pycache__" or part.startswith(".") for part in Path(name).parts)
 
 

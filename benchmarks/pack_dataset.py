@@ -122,7 +122,7 @@ def peak() -> int:
 
 
 def fill(path: Path) -> Iterator[tuple[str, int, int, float, float]]:
-    """Who makes the batches, their size, steps of an epoch, and which shares of all slots are real and trained tokens.
+    """Yields who makes the batches, their size, the steps of an epoch, and the shares of real and of trained tokens.
 
     Padded, packed batch by batch, and packed as a whole.
     """

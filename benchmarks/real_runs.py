@@ -61,7 +61,7 @@ Losses = Callable[[int], Tensor]  # step -> the loss of that step, which is take
 
 @dataclass
 class Clock:
-    """When each step ended on the device, evaluations left out."""
+    """Records when each step ended on the device, evaluations left out."""
 
     ended: list[Any] = field(default_factory=list)
     began: list[Any] = field(default_factory=list)

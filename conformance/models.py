@@ -37,7 +37,7 @@ def collated(judge: Judge, documents: Sequence[Document], capacity: int) -> Batc
 
 
 def places(batch: Batch, documents: Sequence[Document]) -> list[tuple[int, int, int]]:
-    """Where each document stands, as ``(row, start, stop)``; documents of equal tokens are interchangeable."""
+    """Locates each document as ``(row, start, stop)``; documents of equal tokens are interchangeable."""
     found: dict[bytes, list[tuple[int, int, int]]] = {}
     for row, start, stop in segments(batch.segment_ids):
         tokens = np.asarray(batch.input_ids[row, start:stop], np.int64).tobytes()

@@ -29,7 +29,7 @@ class LoadError(PackingError):
 
 @dataclass
 class Roster:
-    """Who takes part in a run, and who does not and why."""
+    """Implementations that take part in a run, and those left out with the reasons."""
 
     backends: dict[str, Backend] = field(default_factory=dict)
     not_run: dict[str, str] = field(default_factory=dict)

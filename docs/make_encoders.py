@@ -59,7 +59,7 @@ def page(found: dict[str, dict[str, FamilyReport]]) -> str:
 
 
 def why(report: FamilyReport) -> str:
-    """Why a head of a family is not served."""
+    """Explains why a head of a family is not supported."""
     if report.report is None:
         return "not built: " + " ".join(report.not_built.split())[:120]
     return report.report.refused or f"{report.verdict}: {report.report.logits:.0e} / {report.report.gradients:.0e}"

@@ -59,7 +59,7 @@ class Verdict:
 
     @property
     def exact(self) -> bool:
-        """Whether nothing leaks: all differences within rounding, and no other document moved."""
+        """Returns whether nothing leaks: all differences within rounding, and no other document moved."""
         within = self.logits <= self.allowed_logits and self.gradients <= self.allowed_gradients
         return bool(within and self.moved == 0 and self.gradient_leak <= _FLOOR and self.own)
 

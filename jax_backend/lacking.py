@@ -11,7 +11,7 @@ import jax
 
 @cache
 def missing(module: str) -> str | None:
-    """Why a module of ours cannot be imported here, or None."""
+    """Explains why a module of this package cannot be imported here, or returns None."""
     try:
         import_module(module)
     except ImportError as error:
@@ -21,7 +21,7 @@ def missing(module: str) -> str | None:
 
 @cache
 def lacking(implementation: str, module: str) -> str | None:
-    """Why an implementation cannot serve without a module, or None.
+    """Explains why an implementation cannot run without a module, or returns None.
 
     It warns once, because what runs in place of a kernel may be much slower.
     """

@@ -31,7 +31,7 @@ from packing_core.errors import CapacityError, LayoutError
 )
 @dataclass(frozen=True)
 class Segments:
-    """Where each token's segment lies; made by :func:`find_segments`, whatever the layers' windows are.
+    """Segment boundaries of every token; made by :func:`find_segments`, whatever the layers' windows are.
 
     Attributes:
         key_begin, key_end: int32 [B, S]; the keys of query i's segment are ``key_begin[i] <= j < key_end[i]``.

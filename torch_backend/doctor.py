@@ -1,4 +1,4 @@
-"""What ``crosspack doctor`` says of torch: devices, what each kind of layer would run on here and why, what is missing.
+"""Diagnoses torch for ``crosspack doctor``: devices, the implementation of each kind of layer, missing packages.
 
 Attention is asked what it would choose for layers of usual shapes. Recurrent layers are run: a tiny model of a family
 that has them is patched and trained on one packed row, and ``explain`` says what ran.

@@ -1,4 +1,4 @@
-"""What packed kernels read of a batch: boundaries on the device, lengths on the host.
+"""Segment metadata of packed kernels: boundaries on the device, lengths on the host.
 
     lengths on the host      -> PackedMetadata.from_lengths    -> every attention and mixer layer of one forward
     boundaries on the device -> PackedMetadata.from_boundaries ->
@@ -90,7 +90,7 @@ class PackedMetadata:
 
     @property
     def readable(self) -> bool:
-        """Whether the lengths could be read from the device now: not while a graph is traced or captured."""
+        """Returns whether the lengths can be read from the device now: not while a graph is traced or captured."""
         if torch.compiler.is_compiling():
             return False
         return not (self.cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -98,7 +98,7 @@ def _errors_in_one_line() -> Iterator[None]:
 
 
 def _described(error: Exception) -> tuple[str, Status]:
-    """What a user reads of an error, and the exit status."""
+    """Returns the message of an error as users read it, and the exit status."""
     if isinstance(error, PackingError):
         return with_console_names(str(error)), Status.ERROR
     if isinstance(error, _UsageError):

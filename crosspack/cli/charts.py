@@ -113,7 +113,7 @@ def rows(title: str, given: Sequence[Sequence[Segment]], capacity: int) -> str:
 
 
 def rows_table(caption: str, given: Sequence[Sequence[Segment]]) -> str:
-    """What :func:`rows` shows."""
+    """Describes the picture of :func:`rows` as a table."""
 
     def lines() -> Iterator[list[str]]:
         for number, segments in enumerate(given):

@@ -1,4 +1,4 @@
-"""What ``crosspack train`` refuses before any work: options that contradict each other, and folders in use."""
+"""Refuses ``crosspack train`` before any work: contradictory options, and folders in use."""
 
 from __future__ import annotations
 

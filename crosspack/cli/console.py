@@ -1,4 +1,4 @@
-"""What commands print and where: tables and progress on standard output, errors on standard error, figures as JSON.
+"""Printing of all commands: tables and progress on standard output, errors on standard error, figures as JSON.
 
 Every command has the options that are added here. ``--json`` leaves standard output to the figures, which a command
 passes to :func:`figures`; everything else goes to standard error then, whoever prints it. Rich leaves out colours where

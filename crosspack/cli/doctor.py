@@ -93,7 +93,7 @@ def _version(name: str) -> str | None:
 
 
 def _examine(entry: Any) -> Diagnosis | str:
-    """What a backend says, or why it cannot be used here."""
+    """Returns a backend's diagnosis, or why the backend cannot be used here."""
     try:
         found: Diagnosis = loaded(entry, extra=entry.name)()
     except PackingError as error:

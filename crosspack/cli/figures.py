@@ -25,7 +25,7 @@ _SHOWN = 24  # rows, or padded documents, that a strip shows
 
 
 def compare_titles(result: TrainResult) -> tuple[str, str]:
-    """What the runs of ``--compare`` show: how far their losses are apart, and how fast packed rows train."""
+    """Returns the titles of the ``--compare`` figures: difference of the losses, and speed of packed rows."""
     packed = result.records["packed"]
     others = {run: records for run, records in result.records.items() if run != "packed"}
     apart = max(loss_difference(records, packed) for records in others.values())

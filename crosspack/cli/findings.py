@@ -1,4 +1,4 @@
-"""What ``crosspack report`` says of a data set: lengths in, plain numbers out, which its page and ``--json`` share."""
+"""Computes the findings of ``crosspack report``: lengths in, plain numbers out, shared by its page and ``--json``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def by_strategy(lengths: Int64, capacity: int, overflow: Any, seed: int) -> list
 
 
 def by_policy(lengths: Int64, capacity: int) -> list[dict[str, Any]]:
-    """What each policy for documents longer than a row does to them."""
+    """Computes the effect of each overflow policy on documents longer than a row."""
     long = lengths[lengths > capacity]
     pieces = -(-long // capacity)
     lost = {"truncate": int((long - capacity).sum()), "split": 0, "drop": int(long.sum())}
@@ -64,7 +64,7 @@ def by_policy(lengths: Int64, capacity: int) -> list[dict[str, Any]]:
 
 
 def by_rank(rows: PackPlan, ranks: int, cost: Cost, seed: int) -> dict[str, Any] | None:
-    """How evenly the cost of rows falls on ranks, as the rows come and after ``balance``; None with too few rows."""
+    """Measures the balance of cost over ranks, for rows in order and after ``balance``; None with too few rows."""
     if rows.n_rows < ranks:
         return None
     costs = cost.of_rows(rows)

@@ -18,7 +18,7 @@ _PATIENCE = 10.0  # seconds that processes have to end after another one failed
 
 
 def world_size() -> int:
-    """How many processes this one is started with."""
+    """Returns the number of processes that this one is started with."""
     return int(os.environ.get(WORLD, "1"))
 
 
@@ -28,7 +28,7 @@ def rank() -> int:
 
 
 def restarted() -> bool:
-    """Whether torchrun started this process again after a failure."""
+    """Returns whether torchrun started this process again after a failure."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 

@@ -50,7 +50,7 @@ def is_one_of(path: Path, versions: list[Listed]) -> bool:
 
 
 def read_listing(folder: Path) -> list[Listed]:
-    """What the listing says, if it is one of ours and names files inside the folder only."""
+    """Reads a listing; refuses one that is not ours or names files outside the folder."""
     path = folder / LISTING
     files = parse_listing(path.read_bytes(), str(path))
     for file in files:
@@ -84,7 +84,7 @@ def _parse_listing(content: bytes, path: str) -> tuple[list[Listed], str | None]
 
 
 def is_result_of(folder: Path, run: str) -> bool:
-    """Whether a folder holds the complete and unchanged result of a run."""
+    """Returns whether a folder holds the complete and unchanged result of a run."""
     path = folder / LISTING
     try:
         files, of_run = _parse_listing(path.read_bytes(), str(path))

@@ -137,7 +137,7 @@ def _take_over(path: Path, temporary: str) -> None:
 
 
 def _holder(text: str) -> dict[str, Any] | None:
-    """What a lock says of its process; None if it says nothing that is understood."""
+    """Reads the process from the text of a lock; None if the text is not understood."""
     try:
         holder = json.loads(text)
         return {**holder, "pid": int(holder["pid"]), "host": str(holder["host"]), "since": str(holder["since"])}
@@ -156,7 +156,7 @@ def _silence(path: Path, temporary: str) -> float:
 
 
 def _namespace() -> str:
-    """What process ids of this process are counted in: containers of one host name have several."""
+    """Identifies the namespace of this process's id: several containers may share one host name."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

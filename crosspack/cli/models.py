@@ -26,7 +26,7 @@ SMALL_LLAMA: dict[str, Any] = {
 
 
 def model_source(model: str | None) -> tuple[str | dict[str, Any], str | None]:
-    """What the trainer builds the model from, and the folder or hub name whose tokenizer belongs to it."""
+    """Returns the source of the model, and the folder or hub name of its tokenizer."""
     if model is None:
         return SMALL_LLAMA, None  # the tokenizer is not known yet
     check_name("--model", model)
@@ -48,6 +48,6 @@ def check_name(option: str, name: str | None) -> None:
 
 
 def special_tokens(tokenizer: Any) -> dict[str, Any]:
-    """What a config says of its tokenizer."""
+    """Returns the special tokens of a tokenizer, as a config names them."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {"vocab_size": entries(tokenizer), **{name: getattr(tokenizer, name) for name in names}}

@@ -76,7 +76,7 @@ class Source:
     tokenizer: str
 
     def describe(self) -> str:
-        """What is read and how, in rich markup; says what was left out once the records were read."""
+        """Describes the data and how they are read, in rich markup, and what was left out, once they are read."""
         lines = [f"[bold]{escape(self.records.name)}[/], tokenizer: {escape(self.tokenizer)}"]
         lines.append(escape(self.encoder.describe()))
         if self.encoder.left_out:

@@ -300,7 +300,7 @@ def _check(folder: Path, names: Iterable[str], overwrite: bool, ways: str) -> li
 
 
 def _without_checkpoint(path: Path) -> bool:
-    """Whether a path is the folder of checkpoints of a run that was killed before its first one was complete."""
+    """Returns whether a path is the checkpoint folder of a run that was killed before its first one was complete."""
     if path.name != CHECKPOINTS or path.is_symlink() or not path.is_dir():
         return False
     return all(inner.name.startswith(TEMPORARY) for inner in path.iterdir())

@@ -67,7 +67,7 @@ class PackOptions:
 
 @dataclass(frozen=True)
 class Job:
-    """What is read and how it is encoded and packed.
+    """A packing job: the data, and how they are encoded and packed.
 
     Attributes:
         size: bytes of input, as far as that is known.
@@ -187,7 +187,7 @@ def cores() -> int:
 
 @contextmanager
 def _pool(given: PackOptions, worker: Worker, jobs: int, size: int) -> Iterator[tuple[Pool, int]]:
-    """What runs the jobs, and how many it runs at a time."""
+    """Yields the pool that runs the jobs, and how many it runs at a time."""
     count = min(given.workers or cores(), jobs)
     if given.engine == "ray":
         from crosspack.packing.onray import RayPool

@@ -1,4 +1,4 @@
-"""How far ``crosspack pack`` is: documents/s, MB/s, tokens/s, efficiency so far and the time left."""
+"""Progress of ``crosspack pack``: documents/s, MB/s, tokens/s, efficiency so far and the time left."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class PackProgress:
         self._stack.close()
 
     def begin(self, totals: Totals) -> None:
-        """What was finished before: it does not count as speed."""
+        """Adds what was finished before; it does not count as speed."""
         self._begin = time.monotonic()
         self._before = Totals(totals.size, totals.records, totals.documents, totals.rows, totals.tokens)
         self._before.left_tokens = totals.left_tokens

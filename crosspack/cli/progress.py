@@ -28,7 +28,7 @@ class Ticker:
         self._due = time.monotonic() + wait
 
     def due(self) -> bool:
-        """Whether a line is due; if so, the next one is due later."""
+        """Returns whether a line is due; if so, schedules the next one."""
         now = time.monotonic()
         if now < self._due:
             return False
@@ -37,7 +37,7 @@ class Ticker:
 
 
 class TrainProgress:
-    """How far each run is, how fast, how long still, and its last loss; moved by step records. A context manager."""
+    """Progress of each run: steps, speed, time left and last loss; moved by step records. A context manager."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self._console = console

@@ -167,7 +167,7 @@ class _Tokenised:
         self.left_out = 0
 
     def describe(self) -> str:
-        """What is read."""
+        """Describes the data that are read."""
         left = f"\n{plural(self.left_out, 'document')} with nothing to train on, left out" if self.left_out else ""
         return f"{self.name}, which holds token ids{left}"
 

@@ -37,7 +37,7 @@ def check_service(service: Service) -> None:
 
 @contextmanager
 def reporting(service: Service, folder: Path | None, config: Mapping[str, Any]) -> Iterator[Log]:
-    """What takes scalars and the number of their step, until the block ends.
+    """Yields a function that logs scalars with the number of their step, until the block ends.
 
     Args:
         service: of ``--report-to``.
@@ -53,7 +53,7 @@ def reporting(service: Service, folder: Path | None, config: Mapping[str, Any]) 
 
 
 def scalars(record: StepRecord, learning_rate: float) -> dict[str, float]:
-    """What is reported of a step; the packed run is ``train``, those that it is compared with have their own names."""
+    """Returns the scalars of a step; the packed run is ``train``, those it is compared with have their own names."""
     group = "train" if record.run == "packed" else record.run
     found = {
         f"{group}/loss": record.loss,

@@ -19,7 +19,7 @@ Int64 = NDArray[np.int64]
 
 
 def lengths_table(lengths: Int64, *, trained: int | None = None) -> Table:
-    """How many documents there are and how long they are; ``trained`` counts the tokens that carry loss."""
+    """Tabulates the number of documents and their lengths; ``trained`` counts the tokens that carry loss."""
     table = _table("documents", "tokens", "trained", "mean", "median", "p99", "longest")
     middle, p99 = np.percentile(lengths, [50, 99])
     table.add_row(
@@ -32,7 +32,7 @@ def lengths_table(lengths: Int64, *, trained: int | None = None) -> Table:
 
 
 def steps_table(schedule: Schedule) -> Table:
-    """What an optimizer step is when packed, beside training that takes as many documents as a step has rows."""
+    """Compares an optimizer step on packed rows with one that takes as many documents as a step has rows."""
     rows, steps, plan = schedule.rows_per_step, len(schedule), schedule.plans[0]
     documents = schedule.corpus.documents
     packed_documents = np.mean([len(step.source) for step in schedule.steps])
@@ -50,7 +50,7 @@ def steps_table(schedule: Schedule) -> Table:
 
 
 def saving_line(schedule: Schedule) -> str:
-    """What an epoch of packed rows computes beside padded batches of the same documents."""
+    """Compares the tokens computed in an epoch of packed rows with padded batches of the same documents."""
     plan = schedule.plans[0]
     slots = computed_tokens(plan, batches=(schedule.padded_batch,), seed=schedule.seed)
     packed = plan.n_rows * plan.capacity
@@ -76,7 +76,7 @@ def computed_tokens(plan: PackPlan, *, batches: Sequence[int], seed: int) -> dic
 
 
 def savings_table(plan: PackPlan, *, batches: Sequence[int], seed: int) -> Table:
-    """What :func:`computed_tokens` counts, and the share of padding in it."""
+    """Tabulates the counts of :func:`computed_tokens`, and the share of padding in them."""
     table = _table("", "sequences", "computed tokens", "padding", "packed / this")
     computed = computed_tokens(plan, batches=batches, seed=seed)
     packed, real = plan.n_rows * plan.capacity, plan.n_tokens
@@ -87,7 +87,7 @@ def savings_table(plan: PackPlan, *, batches: Sequence[int], seed: int) -> Table
 
 
 def composition_table(rows: Composition, random: Composition) -> Table:
-    """What rows and steps are made of, beside rows of documents in random order; deviations are over the mean."""
+    """Compares rows and steps with rows of documents in random order; deviations are over the mean."""
     table = _table("", "these rows", "random rows")
 
     def add(name: str, cell: Callable[[Composition], str]) -> None:

@@ -268,7 +268,7 @@ def train(
 
 
 def _state(model: str | dict[str, Any] | None) -> Any:
-    """What changes when the files of a model's folder do; the model itself if it is no folder."""
+    """Returns the state of a model's files, which changes when they do; the model itself if it is no folder."""
     if not isinstance(model, str) or not Path(model).is_dir():
         return model
     return [File(str(path)).state() for path in sorted(Path(model).iterdir()) if path.is_file()]
@@ -287,7 +287,7 @@ def _evaluation(source: Source, capacity: int, overflow: Overflow, pad_id: int) 
 
 
 def _outcome(records: list[StepRecord]) -> str:
-    """What a run without ``--compare`` came to, in a line."""
+    """Summarises a run without ``--compare`` in a line."""
     eval_loss = records[-1].eval_loss
     evaluated = "" if eval_loss is None else f", evaluation loss {eval_loss:.4f}"
     return (
@@ -306,7 +306,7 @@ def warn_if_busy(cpu: float | None) -> None:
 
 
 def _about(result: TrainResult, backend: str) -> dict[str, Any]:
-    """What crosspack.json and ``--json`` say of a run."""
+    """Collects the entries on a run for crosspack.json and ``--json``."""
     return {
         "backend": backend,
         "device": result.device,

@@ -1,4 +1,4 @@
-"""Which characters of a chat the assistant says, where the chat template has no ``{% generation %}`` to say it.
+"""Finds the assistant's characters of a chat whose template has no ``{% generation %}`` to mark them.
 
 The template writes the messages up to a turn, with the header that asks for it, and up to its end; what lies between
 is the turn. Doing so for every turn takes time that is quadratic in their number. So the template also writes the chat

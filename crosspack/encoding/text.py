@@ -65,7 +65,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the tag with which a 
 
 @dataclass(frozen=True)
 class Policy:
-    """What is added to a document and what of it is trained.
+    """Rules for the tokens added to a document and the tokens trained.
 
     Attributes:
         loss: ``completion`` trains completions and what the assistant says, ``all`` every token; ``text`` has no

@@ -79,7 +79,7 @@ class Mixed(Records):
         return sum(records.size() for records, _ in self.sources)
 
     def state(self) -> list[Any]:
-        """What changes when the files or the weights do."""
+        """Returns a value that changes when the files or the weights do."""
         return [[records.state(), weight] for records, weight in self.sources]
 
 

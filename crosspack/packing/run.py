@@ -285,7 +285,7 @@ def _small(stretch: Stretch, size: int) -> bool:
 
 
 def file_jobs(sequence: Sequence[tuple[Path, int]], rows_per_file: int) -> Iterator[FileJob]:
-    """Which rows of which units each file holds."""
+    """Yields the rows of each file, as ranges of the units' rows."""
     number, room = 0, rows_per_file
     parts: list[tuple[Path, int, int]] = []
     for path, rows in sequence:

@@ -38,7 +38,7 @@ UNFINISHED = "*.*.*"  # names of files that :func:`write` has not finished
 
 
 class Key(NamedTuple):
-    """Which unit it is: the number of its stretch of the input, and of its piece of the stretch."""
+    """Identifies a unit: the number of its stretch of the input, and of its piece of the stretch."""
 
     stretch: int
     piece: int
@@ -50,7 +50,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Rules:
-    """What decides the content of the rows.
+    """Settings that decide the content of the rows.
 
     Attributes:
         capacity, overflow, packing, seed: as in ``packing_core.plan``.
@@ -70,7 +70,7 @@ class Rules:
 
 @dataclass
 class Outcome:
-    """What is known of a finished unit: a line of the journal.
+    """Result of a finished unit: a line of the journal.
 
     Attributes:
         size: bytes of input.

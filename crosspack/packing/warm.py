@@ -1,4 +1,4 @@
-"""What every worker imports, loaded once by the server that worker processes are copies of."""
+"""Imports that every worker needs, loaded once by the server that forks the workers."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def _mds_array(array: Any) -> bytes:
 
 
 def mds_config(dtype: str) -> dict[str, Any]:
-    """What an MDS shard says of itself."""
+    """Returns the header of an MDS shard."""
     return {
         "version": 2,
         "format": "mds",

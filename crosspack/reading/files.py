@@ -29,7 +29,7 @@ _BLOCK = 1 << 18
 
 
 def is_url(path: str) -> bool:
-    """Whether fsspec opens the path: it begins with a protocol."""
+    """Returns whether fsspec opens the path: it begins with a protocol."""
     return "://" in path
 
 
@@ -61,7 +61,7 @@ class File:
         return self._state()[0]
 
     def state(self) -> list[Any]:
-        """What changes when the file does: its path, size and time of modification (or tag)."""
+        """Returns a value that changes when the file does: its path, size and time of modification (or tag)."""
         return [self.path, *self._state()]
 
     def identity(self) -> list[Any]:

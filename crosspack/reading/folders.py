@@ -1,4 +1,4 @@
-"""Which files of a folder are read: those that the header of its README.md names, or whose names say the split."""
+"""Selects the files of a folder: those that the header of its README.md names, or whose names contain the split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What readers yield: records that know their place, pieces of files, and what stands where no record can be read."""
+"""Results of readers: records that know their place, pieces of files, and entries for unreadable records."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Records:
     share: tuple[int, int] = (0, 1)
 
     def part(self, index: int, count: int) -> Records:
-        """What one of ``count`` readers reads: each record is in one part, and in the same one every time.
+        """Returns the share of one of ``count`` readers: each record is in one part, the same one every time.
 
         A reader opens only ranges of bytes of plain JSON Lines and text files, and only files, row groups or record
         batches of other formats if there are at least four of these for each reader; otherwise it reads past the
@@ -111,7 +111,7 @@ class Records:
         return sum(file.size() for file in self.files)
 
     def state(self) -> list[Any]:
-        """What changes when the files do."""
+        """Returns a value that changes when the files do."""
         return [file.state() for file in self.files] or [self.name]
 
 
@@ -146,7 +146,7 @@ def size_of(value: Any) -> int:
 
 
 class _in_one_line:
-    """Whatever a file, or the library that reads it, raises inside becomes one line with the file."""
+    """Turns any error raised inside, by a file or the library that reads it, into one line with the file."""
 
     def __init__(self, file: str) -> None:
         self._file = file
@@ -176,7 +176,7 @@ def read_pieces(stretch: Stretch, size: int, start: int = 0, step: int = 1) -> I
 
 
 def dealt(stretches: Sequence[Stretch], index: int, count: int) -> Iterator[tuple[int, Stretch, int, int]]:
-    """What one of ``count`` readers reads: stretches with their numbers, and the first and the step of its pieces.
+    """Yields the share of one of ``count`` readers: numbered stretches, with the first piece and the step of pieces.
 
     Stretches are dealt whole if there are at least four for each reader, else piece by piece.
     """

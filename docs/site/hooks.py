@@ -83,7 +83,7 @@ def examples() -> str:
 
 
 def homes(packages: tuple[str, ...]) -> list[str]:
-    """Where the public names of packages are defined: dotted paths, in alphabetical order of the names."""
+    """Lists the dotted paths where the public names of packages are defined, in alphabetical order of the names."""
     found = []
     for package in packages:
         module = import_module(package)

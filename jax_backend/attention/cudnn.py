@@ -89,7 +89,7 @@ def _laid_out(request: Request) -> int:
 
 
 def _excess(request: Request, rows: int) -> str | None:
-    """Why so many rows are more than the call gets right, or None."""
+    """Explains why so many rows exceed what the call computes correctly, or returns None."""
     size = rows * _laid_out(request) * request.queries * request.heads
     if size < LIMIT:
         return None

@@ -1,4 +1,4 @@
-"""Where a call runs and how it is spread over devices.
+"""Spreads a call over devices.
 
 A kernel is opaque to XLA's partitioner: under plain ``jit`` with sharded inputs it would be run whole on every device.
 So each device runs it on its own rows and heads under ``shard_map``, over the mesh that the call names or that the

@@ -138,7 +138,7 @@ def answers(
 def _against_powers(
     hidden: jax.Array | jax.ShapeDtypeStruct, classes: int, platform: str, softcap: float | None, chunk: int
 ) -> str | None:
-    """Why the product cannot write powers at once, or None: it wants a dtype of their range, and whole copies."""
+    """Explains why the product cannot write powers at once, else None: it needs their dtype and whole copies."""
     if (reason := missing("jax_backend.losses.mosaic_powers")) is not None:
         return reason
     from jax_backend import hopper

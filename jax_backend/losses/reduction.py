@@ -84,7 +84,7 @@ def spread(values: jax.Array, batch: Mapping[str, Any]) -> jax.Array:
 
 
 class _Sorted(NamedTuple):
-    """Where the tokens of each document stand once they are sorted by document and position."""
+    """Positions of each document's tokens once they are sorted by document and position."""
 
     order_T: jax.Array  # T' -> T
     offsets_T: jax.Array  # of a sorted token in its document

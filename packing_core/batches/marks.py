@@ -1,6 +1,6 @@
-"""Where documents begin and which tokens are padding: the one rule for batches of collators and columns of datasets.
+"""Finds document starts and padding: the one rule for batches of collators and columns of datasets.
 
-Whatever marks the documents of some rows (lengths, boundaries, a number per token, an attention mask, positions) ->
+Marks of the documents in some rows (lengths, boundaries, a number per token, an attention mask, positions) ->
 :func:`read_segments` -> :class:`Segments`. All marks are read and must agree. Everything is numpy on the host, over
 flat tokens: row r is ``row_offsets[r]:row_offsets[r + 1]``, a row of a batch or one example of a dataset.
 """
@@ -150,7 +150,7 @@ class _Rows:
         return starts
 
     def numbered(self, numbers: Array, padding: Bool) -> Bool:
-        """Where documents that are numbered begin, bool [T].
+        """Marks the starts of numbered documents, bool [T].
 
         Raises:
             LayoutError: a number stands on both sides of padding.
@@ -167,7 +167,7 @@ class _Rows:
         return real[:-1][same], real[1:][same]
 
     def divided(self, name: str, given: Any, needed: Bool | None) -> tuple[Bool, Bool]:
-        """Where segments of these lengths begin, bool [T], and the tokens after the last one of each row, bool [T].
+        """Marks the starts of segments of these lengths, bool [T], and the tokens after each row's last one, bool [T].
 
         Raises:
             LayoutError: the lengths do not fit the rows, or leave out tokens that are needed.
@@ -254,7 +254,7 @@ class _Positions:
             self.continues = ~self.restarts
 
     def starts(self) -> Bool:
-        """Where documents begin if nothing else says so, bool [T].
+        """Marks the starts of documents if nothing else gives them, bool [T].
 
         Raises:
             LayoutError: padding divides a document, or positions of several axes go back to another number than the

@@ -98,7 +98,7 @@ def composition(row_offsets: Int64, length: Int64, steps: Int64) -> Composition:
 
 
 class _Ranks:
-    """Where each segment stands among all by length: how many are shorter, and how many are not longer."""
+    """Ranks of each segment by length: how many segments are shorter, and how many are not longer."""
 
     def __init__(self, length: Int64) -> None:
         _, inverse, counts = np.unique(length, return_inverse=True, return_counts=True)

@@ -99,7 +99,7 @@ class Capabilities:
     def refusal(
         self, *, dtype: str | None = None, options: Collection[str] = (), head_dim: int | None = None
     ) -> str | None:
-        """Why a request lies outside of what is declared, or None when it is declared."""
+        """Explains why a request exceeds the declared capabilities; None when it is declared."""
         if dtype is not None and dtype not in self.dtypes and not (self.own_model and dtype == "float64"):
             return f"dtype {dtype} is not declared, only {', '.join(self.dtypes)}"
         undeclared = sorted(set(options) - self.options)

@@ -25,7 +25,7 @@ _MAPS = Path("/proc/self/maps")
 
 @dataclass(frozen=True)
 class MappedFile:
-    """Where an array lies in a file: what is pickled in place of the array."""
+    """Location of an array in a file; pickled in place of the array."""
 
     path: str
     offset: int

@@ -1,4 +1,4 @@
-"""Where documents come from: anything that can be iterated in, a function that iterates from any document on out.
+"""Sources of documents: wraps any iterable in a function that iterates from any document on.
 
 Some sources can be read from any document on, some only from their start, and some only once. What a source cannot do
 is an error when it is asked for, which says what to pass instead.

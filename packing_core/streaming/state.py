@@ -24,7 +24,7 @@ COUNTERS = ("epoch", "rows", "round", "rows_before", "cursor")
 
 @dataclass(frozen=True)
 class Mark:
-    """Where a round begins: rows of all shards before it, documents read, those pending, and the last one read."""
+    """Start of a round: rows of all shards before it, documents read, those pending, and the last one read."""
 
     round: int
     rows_before: int

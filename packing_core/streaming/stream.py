@@ -240,7 +240,7 @@ class PackStream:
         self._at_round = self._mark
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands, as numbers, strings and lists that JSON takes.
+        """Returns the position of the stream, as numbers, strings and lists that JSON takes.
 
         It is the same on every shard that has yielded equally many rows, and loads onto any number of shards. That of
         one of several workers loads onto that worker; :func:`join_states` makes one of all.

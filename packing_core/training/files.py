@@ -39,7 +39,7 @@ def replace(source: Path, target: Path) -> None:
 
 
 def is_plain(name: object) -> bool:
-    """Whether a name is a relative path with ``/`` that stays below its folder, whatever links there are."""
+    """Returns whether a name is a relative path with ``/`` that stays below its folder, whatever links there are."""
     if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
         return False
     path = PurePosixPath(name)

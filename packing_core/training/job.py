@@ -128,7 +128,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class TrainJob:
-    """All that a backend needs to train; see the module's docstring.
+    """Everything that a backend needs to train; see the module's docstring.
 
     Attributes:
         model: a local folder, a hub name, or the contents of a ``config.json`` (random weights by ``options.seed``).

@@ -153,7 +153,7 @@ def resumed(command: Sequence[object], out: Path) -> Sequence[object]:
 
 
 def differs_in_every_run(name: str) -> bool:
-    """Whether a file holds times, which differ between runs: the summary of a training, a list of files."""
+    """Returns whether a file holds times, which differ between runs: the summary of a training, a list of files."""
     return Path(name).name in ("crosspack.json", "crosspack-files.json", "state.json")
 
 

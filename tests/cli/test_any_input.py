@@ -1,4 +1,4 @@
-"""Whatever records, files and options ``crosspack pack`` gets: a result, or one line and exit status 2.
+"""Every input of ``crosspack pack``, records, files and options, ends in a result, or one line and exit status 2.
 
 A few seconds of generated inputs by default, always the same. ``CROSSPACK_EXAMPLES=5000`` draws so many new ones.
 """
@@ -129,7 +129,7 @@ def loaded(tokenizer, monkeypatch) -> None:
 
 
 def outcome(*arguments: object) -> bool:
-    """Whether the command succeeded; fails unless that, or one line and status 2, is what happened."""
+    """Returns whether the command succeeded; fails unless it did, or ended with one line and status 2."""
     result = CliRunner(env={"NO_COLOR": "1"}).invoke(app, ["pack", *map(str, arguments)])
     if result.exit_code == 0:
         return True

@@ -1,4 +1,4 @@
-"""What holds for every command: version, completion, output options, errors in one line, exit statuses."""
+"""Behaviour of every command: version, completion, output options, errors in one line, exit statuses."""
 
 from __future__ import annotations
 

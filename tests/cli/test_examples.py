@@ -86,7 +86,7 @@ def test_deepspeed_trains_packed_rows(tmp_path):
 
 
 def output_here(name: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """What an example prints that leaves nothing behind; a process of its own would import torch again."""
+    """Runs an example that leaves no files and returns its output; a new process would import torch again."""
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     return capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""What every backend shares: learning rates, records, the identity of a run and its checkpoints."""
+"""Behaviour shared by all backends: learning rates, records, the identity of a run and its checkpoints."""
 
 from __future__ import annotations
 

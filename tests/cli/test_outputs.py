@@ -221,7 +221,7 @@ OTHERS = {"token": "t", "pid": 1, "host": "elsewhere", "processes": "", "since":
 
 @pytest.mark.parametrize("holder", ["", json.dumps(OTHERS), json.dumps({**OTHERS, "host": socket.gethostname()})])
 def test_a_lock_without_a_sign_of_life_is_taken_over(tmp_path, holder):
-    """Of a full disk, another machine, and another container of this host name: its process 1 is not ours."""
+    """Covers a full disk, another machine, and another container of this host name, whose process 1 is not ours."""
     (tmp_path / LOCK).write_text(holder)
     with pytest.raises(PackingError, match="if it no longer runs"):
         run(tmp_path, {})

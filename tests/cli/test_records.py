@@ -1,4 +1,4 @@
-"""What ``--data`` accepts, and what is said about the rest."""
+"""Records that ``--data`` accepts, and the messages about the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which backends a run judges when it names none, and in how many processes."""
+"""Selection of backends for a run that names none, and the number of its processes."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Which modules an import loads is part of the contract: held in fresh processes."""
+"""Imports load only the modules they declare; held in fresh processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which part may import which: one direction between packages, floors inside torch_backend, no cycles anywhere."""
+"""Imports between parts: one direction between packages, floors inside torch_backend, no cycles anywhere."""
 
 from __future__ import annotations
 

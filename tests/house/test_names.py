@@ -1,6 +1,6 @@
 """A public name and a sub-package never share a name: ``import package.name as x`` would bind the one or the other.
 
-And messages say the names that users import, those of ``crosspack``.
+And messages say the names that users import, those of ``crosspack``, and docstrings begin with the action.
 """
 
 from __future__ import annotations
@@ -71,3 +71,56 @@ def test_messages_name_what_users_import() -> None:
     ]
     assert hard_to_import("call torch_backend.patch(model)") == ["torch_backend.patch"]
     assert hard_to_import("jax_backend.to_batch makes it, as crosspack.pack does, by packing_core.planning") == []
+
+
+CODE = (
+    "packing_core",
+    "torch_backend",
+    "jax_backend",
+    "crosspack",
+    "conformance",
+    "benchmarks",
+    "examples",
+    "tests",
+    "docs",
+)
+QUESTIONS = (
+    "All that",
+    "How",
+    "Of",
+    "Those",
+    "What",
+    "When",
+    "Where",
+    "Whether",
+    "Which",
+    "Who",
+    "Whom",
+    "Whose",
+    "Why",
+)
+
+
+def questions(code: str) -> list[str]:
+    """Names of what has a docstring that begins with a question word, not with an action: "Returns", "Packs"."""
+    begins = re.compile(rf"({'|'.join(QUESTIONS)})(ever)?\b(?!-)")
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(ast.parse(code)) if isinstance(node, documented)]
+    return [getattr(node, "name", "the module") for node in nodes if begins.match(ast.get_docstring(node) or "")]
+
+
+@pytest.mark.parametrize("folder", CODE)
+def test_docstrings_begin_with_the_action(folder: str) -> None:
+    found = {
+        str(path.relative_to(ROOT)): names
+        for path in (ROOT / folder).rglob("*.py")
+        if (names := questions(path.read_text()))
+    }
+    assert not found
+
+
+def test_a_docstring_that_begins_with_a_question_word_is_found() -> None:
+    code = '''"""What is here."""\nclass A:\n    """Of one rank."""\n    def b(): """Whatever it gets."""\n'''
+    assert questions(code) == ["the module", "A", "b"]
+    assert questions('"""Returns what is here. Whether it is used is another matter."""') == []
+    assert questions('"""Whole rows, at one-of-a-kind offsets."""') == []

@@ -50,7 +50,7 @@ def test_workers_that_hang_end() -> None:
 
 
 def gone(process: int) -> bool:
-    """Whether a process ends within five seconds; what waits for its parent to fetch its status has ended."""
+    """Returns whether a process ends within five seconds; a zombie has ended."""
     for _ in range(50):
         try:
             if psutil.Process(process).status() == psutil.STATUS_ZOMBIE:

@@ -1,4 +1,4 @@
-"""What is released: contents of wheel and sdist, versions, pinned actions, and each extra alone in an environment."""
+"""Contents of a release: wheel and sdist, versions, pinned actions, and each extra alone in an environment."""
 
 from __future__ import annotations
 

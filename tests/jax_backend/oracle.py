@@ -78,7 +78,7 @@ class Case:
         return found
 
     def worst(self, found: dict[str, Any], *, lse: bool = False) -> dict[str, float]:
-        """How many error budgets each array of ``found`` is away from the oracle; at most 1 passes."""
+        """Returns the error of each array of ``found`` in error budgets against the oracle; at most 1 passes."""
         exact, rounded = self.expected(lse=lse), self.expected(self.dtype, lse=lse)
         scale = max(np.abs(exact[name]).max() for name in found if name != "lse")
         real = self.ids != 0

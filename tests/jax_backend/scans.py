@@ -115,7 +115,7 @@ def ssd_alone(
 
 
 def budgets(found: Any, alone: Callable[..., Arrays], arrays: Arrays, ids: np.ndarray, dout: np.ndarray) -> Any:
-    """How many error budgets of float32 each result is away from the float64 reference; at most 1 passes."""
+    """Returns the error of each result in float32 error budgets against the float64 reference; at most 1 passes."""
     exact, rounded = (alone(arrays, ids, dout, arithmetic) for arithmetic in ("float64", "float32"))
     scale = max(np.abs(x).max() for x in exact.values())
     over = {

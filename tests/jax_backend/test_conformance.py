@@ -1,4 +1,4 @@
-"""What the JAX conformance adapter offers, declares and refuses; that it is right is for the suite to say."""
+"""Offers, declarations and refusals of the JAX conformance adapter; the suite judges whether it is right."""
 
 import sys
 

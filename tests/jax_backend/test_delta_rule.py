@@ -179,7 +179,7 @@ def test_a_long_row_in_blocks_is_the_row(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_backward_of_a_longer_row_keeps_little_more_than_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each further token: float32 copies of inputs and gradients, and a share of a block's state; no matrices."""
+    """A further token keeps float32 copies of inputs and gradients, and a share of a block's state; no matrices."""
     monkeypatch.setattr(chunked_scan, "_STATES", 16 * 4 * 8 * 6)  # blocks of 16 chunks
 
     def temporary(tokens: int) -> tuple[int, int]:

@@ -25,7 +25,7 @@ B, S, M, V = 4, 7, 8, 11
 
 
 def plain_powers(hidden, weight, labels, bases, scale) -> Any:
-    """What the kernel for Hopper GPUs promises, in plain operations."""
+    """Computes the result of the kernel for Hopper GPUs in plain operations."""
     logits = jnp.einsum("cm,vm->cv", hidden, weight, preferred_element_type=jnp.float32) * scale
     exponents = jnp.minimum(logits * LOG2E - bases[:, None], mosaic_powers.HIGHEST)
     powers = jnp.where(jnp.arange(len(weight)) == labels[:, None], 0.0, jnp.exp2(exponents))

@@ -30,7 +30,7 @@ def decoder() -> Decoder:
 
 
 def bytes_of(*, device: int) -> int:
-    """What live arrays keep on one device."""
+    """Counts the bytes of live arrays on one device."""
     gc.collect()
     here = (x for x in jax.live_arrays() if device in {d.id for d in x.sharding.device_set})
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in here)

@@ -1,4 +1,4 @@
-"""What runs on a TPU, lowered for one by cross-platform export on a host that has none.
+"""Lowering for TPUs, by cross-platform export on a host that has none.
 
 Mosaic's front end refuses here what a TPU could not take: block shapes off its tiles, operations without a rule. What a
 kernel holds in vector memory is counted from its block shapes.

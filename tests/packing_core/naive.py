@@ -76,14 +76,14 @@ def cut_evenly(items, parts):
 
 
 def fits(row, document, lengths, capacity, max_segments=None, alignment=1):
-    """Whether ``document`` can stand in ``row`` after what is there already."""
+    """Returns whether ``document`` fits in ``row`` after the documents already there."""
     if max_segments is not None and len(row) == max_segments:
         return False
     return tokens_taken(row, lengths, alignment) + lengths[document] <= capacity
 
 
 def tokens_taken(row, lengths, alignment=1):
-    """Where the next document of a row would start: each one starts at a multiple of ``alignment``."""
+    """Returns the start of the next document of a row: each one starts at a multiple of ``alignment``."""
     at = 0
     for document in row:
         at += lengths[document]

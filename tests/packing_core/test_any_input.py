@@ -111,7 +111,7 @@ STREAM_OPTIONS = [
 
 
 def holds(batch: PackedBatch, documents: list[list]) -> None:
-    """What a batch gives back are the documents, or the beginnings of them."""
+    """Checks that a batch gives back the documents, or the beginnings of them."""
     for number, tokens in batch.unpack().items():
         assert tokens.tolist() == documents[number][: len(tokens)]
     for name in ("segment_ids", "position_ids", "seq_idx", "attention_mask", "targets", "loss_weights"):

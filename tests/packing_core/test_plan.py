@@ -30,7 +30,7 @@ def problems(draw, longest=None):
 
 
 def rounded(rows, lengths, alignment):
-    """What each document takes of its row, row by row: documents of equal size are interchangeable."""
+    """Lists the aligned lengths of each row's documents: documents of equal size are interchangeable."""
     return [[-(-lengths[d] // alignment) for d in row] for row in rows]
 
 

@@ -1,4 +1,4 @@
-"""What the tests of the Triton kernels share: where they run, poisoned memory, and the error budget.
+"""Helpers for tests of the Triton kernels: devices, poisoned memory, and the error budget.
 
 The same tests run on the CPU, where kernels are interpreted (in float16 and float32: the interpreter's bfloat16 dot
 product is wrong), and on a GPU with ``-m gpu`` (in bfloat16 as well).

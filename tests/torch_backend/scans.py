@@ -1,4 +1,4 @@
-"""What the tests of scans share: documents around chunk ends, and the recurrence token by token with its states."""
+"""Helpers for tests of scans: documents around chunk ends, and the recurrence token by token with its states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trainer does around a packed step: its noise, evaluation, data loader and a loss of its own."""
+"""Trainer features around a packed step: NEFTune noise, evaluation, data loader and a custom loss."""
 
 from __future__ import annotations
 

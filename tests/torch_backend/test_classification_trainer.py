@@ -23,7 +23,7 @@ CLASSES = 3
 
 
 class Padding:
-    """What users have: documents padded to the longest, their labels beside them."""
+    """A user's collator: pads documents to the longest, their labels beside them."""
 
     def __call__(self, features: list[dict[str, Any]]) -> dict[str, Any]:
         width = max(len(feature["input_ids"]) for feature in features)
@@ -229,7 +229,7 @@ def test_masked_language_models_train_as_their_documents_alone(tmp_path: Any) ->
     from tests.torch_backend.test_encoders import encoder
 
     class Tokens:
-        """What the collator reads of a tokeniser: 0 is padding, 1 and 2 are special, 4 hides a token."""
+        """Tokeniser with the attributes that the collator reads: 0 is padding, 1 and 2 are special, 4 hides a token."""
 
         mask_token, pad_token, padding_side, pad_token_id = "[MASK]", "[PAD]", "right", 0
 

@@ -232,7 +232,7 @@ def test_an_exception_inside_a_forward_leaves_nothing_behind() -> None:
 
 
 def test_a_batch_does_not_depend_on_the_one_before() -> None:
-    """Which values are needed on the host follows from the model, not from what the last batch happened to run."""
+    """The model decides which values are needed on the host, not the values that the last batch happened to need."""
     model, docs = patched("qwen3"), documents()
     before = state_of(model).needs_lengths
     packed(model, docs)

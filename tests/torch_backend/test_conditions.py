@@ -1,4 +1,4 @@
-"""What surrounds a model in training, on a family of every route: none of it may let documents see each other.
+"""Training conditions, on a family of every route: none of them may let documents see each other.
 
 Families: qwen3 (segments reach attention), gpt_oss (sinks and windows), qwen3_next (segments reach the convolution and
 scan of a mixer), phi3 with longrope (rotary frequencies per document), bloom (the whole decoder per document).
@@ -171,7 +171,7 @@ def test_dropout(family: str) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled in this process")
 @pytest.mark.parametrize("family", ["lfm2"])  # attention and a convolution
 def test_compiled_once_for_eight_segmentations(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where everything has fixed shapes and needs no lengths on the host; batches of documents have not, and do."""
+    """Holds where shapes are fixed and no lengths are needed on the host, unlike batches of documents."""
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(operators, "INTERPRETED", True)

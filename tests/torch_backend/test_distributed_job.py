@@ -34,7 +34,7 @@ def stop(record: Any) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two ranks wrote, and what one process began for them."""
+    """Results of two ranks, and of a run that one process began for them."""
     folder = tmp_path_factory.mktemp("job")
     build_model(small_job(LAYER)).save_pretrained(folder / "start")
     begun = dataclasses.replace(job(RESUMED, folder / "start", folder / "begun by one"), on_step=stop)

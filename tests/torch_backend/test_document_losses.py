@@ -193,7 +193,7 @@ def test_the_estimate_of_the_divergence_is_that_of_trl() -> None:
 
 
 def trls_policy_loss(new: Tensor, old: Tensor, ref: Tensor, mask: Tensor, advantages: Tensor, **options: Any) -> Tensor:
-    """What GRPOTrainer makes of the same numbers in its own layout, one row per document."""
+    """Computes GRPOTrainer's loss from the same numbers in its own layout, one row per document."""
     from collections import defaultdict
     from unittest.mock import MagicMock
 

@@ -188,7 +188,7 @@ def trainer_of(tmp_path: Any, family: str, **options: Any) -> Any:
 
 
 def padded(features: list[Any]) -> dict[str, Tensor]:
-    """What a collator that does not pack makes."""
+    """Collates without packing: pads."""
     columns = {name: [torch.tensor(x[name]) for x in features] for name in ("input_ids", "labels")}
     fill = {"input_ids": 0, "labels": -100}
     return {name: nn.utils.rnn.pad_sequence(x, True, fill[name]) for name, x in columns.items()}

@@ -1,4 +1,4 @@
-"""What a patched model takes beside its segments, and what it refuses: every rule about a batch, on the CPU.
+"""Inputs of a patched model beside its segments, accepted and refused: every rule about a batch, on the CPU.
 
 A batch that carries segments must be exact with everything in it, and one that does not must not look packed.
 """
@@ -292,7 +292,7 @@ def test_a_larger_longest_length_and_repeated_boundaries_pass() -> None:
 
 
 def taken(guard: Guard, **values: Any) -> PackedMetadata:
-    """What a batch of 2 rows of 64 tokens is taken for, where lengths are not needed on the host."""
+    """Returns the segments that are found for a batch of 2 rows of 64 tokens, lengths not needed on the host."""
     ids = torch.zeros(2, 64, dtype=torch.long)
     return take_metadata(values, tokens=ids, host_lengths=False, guard=guard)
 

@@ -32,7 +32,7 @@ MARKS: dict[str, dict[str, Any]] = {
 
 
 def collate(**batch: Any) -> dict[str, Any]:
-    """What with_boundaries makes of a batch that some collator gave."""
+    """Applies with_boundaries to a batch of some collator."""
     return with_boundaries(dict)({"input_ids": IDS, **copy.deepcopy(batch)})
 
 

@@ -76,7 +76,7 @@ def on_axes(batch: dict[str, Any], positions: list[Tensor]) -> Tensor:
 
 
 def rope_index(model: Any, document: Document) -> Tensor:
-    """What a collator computes for one document: [3, 1, L]."""
+    """Computes the positions of one document as a collator does: [3, 1, L]."""
     grid = document.images.get("image_grid_thw")
     return model.model.get_rope_index(document.ids[None], mm_token_type_ids=document.types, image_grid_thw=grid)[0]
 

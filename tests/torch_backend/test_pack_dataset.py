@@ -83,7 +83,7 @@ def test_an_attention_mask_of_ones_changes_nothing_and_one_with_padding_does(tmp
 
 
 def test_labels_can_be_left_to_the_collator(tmp_path) -> None:
-    """Where all tokens are trained; the same batch comes of both, and each has its own cache."""
+    """With every token trained, both ways give the same batch, and each has its own cache."""
     data = on_disk(tmp_path, {"input_ids": columns(longest=CAPACITY)["input_ids"]})
     rows, bare = (pack_dataset(data, CAPACITY, labels=labels) for labels in (True, False))
     assert bare.column_names == ["input_ids", "seq_lengths"] and bare[:].items() <= rows[:].items()

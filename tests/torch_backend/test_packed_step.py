@@ -83,7 +83,7 @@ def built(folder: Path, fast: bool, make: Callable[[], Any] = llama, kind: Any =
 
 
 def trained(trainer: Any, **options: Any) -> list[dict[str, float]]:
-    """What was logged, without times."""
+    """Trains, and returns the logs without times."""
     torch.manual_seed(1)
     trainer.train(**options)
     names = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_mean")

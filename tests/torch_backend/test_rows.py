@@ -281,7 +281,7 @@ def test_rows_are_pickled_without_their_tokens_and_plans(tmp_path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_every_epoch_has_as_many_rows(ranks) -> None:
-    """Of documents that leave room in every row, draws make more rows or fewer."""
+    """Random draws of documents that leave room in every row would make more rows or fewer."""
     lengths = np.random.default_rng(0).integers(11, 21, 3000)
     rows = EpochRows([{"input_ids": [5] * n} for n in lengths.tolist()], ["input_ids"], CAPACITY)
     rows.ranks = ranks

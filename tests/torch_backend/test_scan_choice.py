@@ -1,4 +1,4 @@
-"""Which implementation scans a row: the order by measured times, and the libraries whose kernels are operators.
+"""Selection of scan implementations: the order by measured times, and the libraries whose kernels are operators.
 
 No library is installed where these run: stand-ins with their functions' names and arguments take their place.
 """

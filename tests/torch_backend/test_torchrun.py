@@ -29,7 +29,7 @@ ROUTES += [pytest.param((strategy, 2), marks=DEEPSPEED) for strategy in ("zero2"
 
 @pytest.fixture(scope="module", params=ROUTES, ids=lambda route: f"{route[0]} on {route[1]} ranks")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What several ranks came to, by family: steps of 8 rows, in 2 microbatches of each rank."""
+    """Results of several ranks, by family: steps of 8 rows, in 2 microbatches of each rank."""
     strategy, count = request.param
     folder = tmp_path_factory.mktemp("ranks")
     rows = 4 if strategy == "autotp" else 4 // count

@@ -60,7 +60,7 @@ def loss_of_documents(model, schedule: Schedule) -> float:
 
 
 def norm_of_gradients(model, schedule: Schedule, step: int = 0) -> float:
-    """Of the mean loss over a step's targets, each document in a forward of its own."""
+    """Returns the norm for the mean loss over a step's targets, each document in a forward of its own."""
     plan, corpus = schedule.steps[step], schedule.corpus
     model.zero_grad()
     for number in plan.source.tolist():

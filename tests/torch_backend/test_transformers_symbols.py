@@ -1,4 +1,4 @@
-"""What torch_backend touches of transformers: listed in one place, and there in the installed version."""
+"""Symbols of transformers that torch_backend uses: listed in one place, and there in the installed version."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def padded(*, left: bool = False) -> dict[str, Tensor]:
 
 
 def pooled(hidden: Tensor, mask: Tensor, how: str) -> Tensor:
-    """What libraries for embeddings do with the hidden states [B, S, D] of a padded batch."""
+    """Pools the hidden states [B, S, D] of a padded batch as libraries for embeddings do."""
     if how == "mean":
         return (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
     place = mask.argmax(1) if how == "cls" else 18 - mask.flip(1).argmax(1)

@@ -1,4 +1,4 @@
-"""What test_sharded.py runs on two ranks: FSDP2 models on different documents per rank.
+"""Runs on two ranks for test_sharded.py: FSDP2 models on different documents per rank.
 
 Writes, for every family and order, the worst relative error of a gradient against one process, or the refusal.
 """

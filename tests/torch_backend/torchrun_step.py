@@ -46,7 +46,7 @@ def hooked(model: Model) -> Model:
 
 
 class Case(NamedTuple):
-    """What ranks train, and how.
+    """A training case of several ranks.
 
     Attributes:
         wrap: what several processes put around the model.

@@ -1,4 +1,4 @@
-"""What every audit compares: random documents, what a model computes for them, and how much two computations differ.
+"""Computations shared by all audits: random documents, a model's results on them, and differences of results.
 
 Documents run alone -> :class:`Run` (outputs, loss, gradients) <- the same documents run packed. All differences are
 max |got - want| / max |want|.
@@ -121,7 +121,7 @@ def gradients_error(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> tu
 
 
 def floor_of(dtype: torch.dtype) -> float:
-    """What an error may be, relative to the largest value, where rounding happens to make none."""
+    """Returns the error allowed relative to the largest value, where rounding happens to make none."""
     return (FLOOR if dtype == torch.float32 else FLOOR_BELOW_FLOAT32) * torch.finfo(dtype).eps
 
 
@@ -145,7 +145,7 @@ def gradients_and_allowed(
 
 
 def cosine(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> float:
-    """Of two sets of gradients, as if each were one vector."""
+    """Returns the cosine of two sets of gradients, each as one vector."""
 
     def product(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
         return sum(float((a[name].double() * b[name].double()).sum()) for name in a.keys() & b.keys())

@@ -40,14 +40,14 @@ _verdicts: dict[tuple[Any, ...], AuditReport] = {}
 
 
 class HasComputeLoss(Protocol):
-    """What makes an object a trainer here; ``transformers.Trainer`` and its subclasses have it."""
+    """Protocol of trainers here; ``transformers.Trainer`` and its subclasses satisfy it."""
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 @dataclass(frozen=True)
 class AuditReport:
-    """What was measured; every figure is max error / max |reference|.
+    """Figures of an audit; each is max error / max |reference|.
 
     Attributes:
         model, implementation, device, dtype: what was audited; route: how its segments travel, if patched.

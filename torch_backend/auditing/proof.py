@@ -1,4 +1,4 @@
-"""What an audit of a model measures: the same documents through a clone, each alone and packed, and what may differ.
+"""Measures a model for an audit: the same documents through a clone, each alone and packed, and the bounds.
 
 A clone and documents -> each alone, in float32 and as rounding changes it -> packed -> the probe: packed with every
 second document replaced, under a loss of the others alone -> the figures of an
@@ -102,7 +102,7 @@ def _against_alone(packed: Run, exact: Run, rounded: Run, dtype: torch.dtype) ->
 
 
 def _probe(proof: _Proof, packed: Run, dtype: torch.dtype) -> dict[str, float]:
-    """How far documents move when those beside them are replaced.
+    """Measures how far documents move when those beside them are replaced.
 
     Nothing moves in most models, to the bit. Where rounding depends on the other tokens (products of experts are as
     long as the number of their tokens), it also does among the rows of a batch that cannot see each other, and what it
@@ -202,7 +202,7 @@ class _Proof:
 
     @torch.no_grad()
     def router_error(self) -> float:
-        """How far padding moves the auxiliary loss."""
+        """Measures how far padding moves the auxiliary loss."""
         batches = [self._batch(self.documents, capacity) for capacity in (self.capacity, None)]
         for batch in batches:
             batch["attention_mask"] = _laid_out([torch.ones_like(d) for d in self.documents], batch, 0)
@@ -235,7 +235,7 @@ class _Proof:
         return batch
 
     def _unmarked(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """What stock packing gives a model: tokens, labels, and restarting positions if the model takes any."""
+        """Returns the inputs of stock packing: tokens, labels, and restarting positions if the model takes any."""
         names = ["input_ids", "labels"]
         if "position_ids" in forward_names(self.model):
             names.append("position_ids")

@@ -82,7 +82,7 @@ class ScoredStep:
         return float(loss.detach()), gradients
 
     def _probe(self) -> dict[str, float]:
-        """How far what the model says of a document moves, when it is replaced and when another one is.
+        """Measures how far the scores of a document move, when it is replaced and when another one is.
 
         Relative to the largest deviation from the mean among all documents. The one that is replaced is the one that
         moves most among those that others follow, because what leaks in a packed row leaks forward.
@@ -99,7 +99,7 @@ class ScoredStep:
         spread = (before[scored] - before[scored].mean()).abs().max()
 
         def moves(replaced: Tensor) -> Tensor:
-            """Of each document [B], when those that ``replaced`` [B] marks are."""
+            """Returns how far each document [B] moves when those that ``replaced`` [B] marks are replaced."""
             after = self._answers({**call, _ROWS: torch.where(replaced[:, None], other, ids)})
             return (after - before).masked_fill(~scored, 0.0).abs().amax(1) / spread
 
@@ -110,7 +110,7 @@ class ScoredStep:
         return {"leak": float(moved[~changed].max()), "moved": float(moved[changed])}
 
     def _answers(self, call: Batch) -> Tensor:
-        """What the model says of each document: log-probabilities [B, S - 1], or scores [B, 1]."""
+        """Returns the model's scores of each document: log-probabilities [B, S - 1], or scores [B, 1]."""
         with torch.no_grad(), self.trainer.compute_loss_context_manager(), self.trainer.accelerator.autocast():
             output = self.trainer.model(**call)
         scored: Tensor | None = getattr(output, "log_probs", None)

@@ -38,7 +38,7 @@ _MARKS = ("position_ids", "attention_mask", "seq_idx", "segment_ids", "packed_le
 
 @dataclass(frozen=True)
 class TrainerReport:
-    """What was measured on the trainer's own batches; differences are relative to the documents alone.
+    """Figures of an audit on the trainer's own batches; differences are relative to the documents alone.
 
     Attributes:
         trainer, model, device, dtype: what was audited; the dtype is that of the computation.
@@ -200,7 +200,7 @@ class _Step:
         return loss, gradients
 
     def _divides(self) -> bool:
-        """Whether the trainer divides its loss by the number of targets that it receives, or takes its own mean."""
+        """Returns whether the trainer divides its loss by the target count it receives, not by its own."""
         inputs = self.alone[int(np.argmax(self.targets))]
         with torch.no_grad():
             once, half = (float(self._loss(inputs, n)) for n in (sum(self.targets), 2 * sum(self.targets)))

@@ -277,12 +277,12 @@ def with_boundaries(collator: Callable[[Any], Mapping[str, Any]], model: Any = N
 
 
 def _has_router(model: Any) -> bool:
-    """Whether the model may have an auxiliary loss, which has to leave padding out."""
+    """Returns whether the model may have an auxiliary loss, which has to leave padding out."""
     return any(hasattr(config, field) for config in _configs(model) for field in ROUTER_LOSS)
 
 
 def labels_every_token(model: Any) -> bool:
-    """Whether the model classifies tokens; a collator may be used where transformers is not installed."""
+    """Returns whether the model classifies tokens; a collator may be used where transformers is not installed."""
     if not isinstance(model, nn.Module):
         return False
     from torch_backend.hf.anatomy.heads import trains_first_token
@@ -291,7 +291,7 @@ def labels_every_token(model: Any) -> bool:
 
 
 def _labels_documents(model: Any) -> bool:
-    """Whether a model classifies documents."""
+    """Returns whether a model classifies documents."""
     if not isinstance(model, nn.Module):
         return False
     from torch_backend.hf.anatomy.heads import labels_documents

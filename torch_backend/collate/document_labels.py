@@ -44,7 +44,7 @@ def take_numbers(examples: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, 
 
 
 def _is_number(name: str, value: Any) -> bool:
-    """Whether a column has one value per document, beside its label."""
+    """Returns whether a column has one value per document, beside its label."""
     single = isinstance(value, int | float) or (
         getattr(value, "ndim", None) == 0 and np.asarray(value).dtype.kind in "biuf"
     )

@@ -156,7 +156,7 @@ class StreamedRows(IterableDataset[ReadyBatch]):
         return packed.of_worker(worker, workers, self.batch_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this process stands; in a worker, that worker's part. See :func:`packing_core.join_states`."""
+        """Returns this process's position; in a worker, that worker's part. See :func:`packing_core.join_states`."""
         if self._resume is not None:
             return dict(self._resume)
         return (self._stream or self._open(0, 1)).state_dict()

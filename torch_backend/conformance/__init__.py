@@ -53,7 +53,7 @@ _ATOMIC = {"flash4", "flash3", "flash2", "varlen", "xformers", "sdpa"}
 
 
 def backends() -> Mapping[str, BackendFactory]:
-    """What the entry point ``torch`` offers, one backend per attention implementation."""
+    """Returns the backends of the entry point ``torch``, one per attention implementation."""
     return {name: partial(_make, name) for name in IMPLEMENTATIONS}
 
 
@@ -69,7 +69,7 @@ def _make(name: str) -> Backend:
 
 
 def capabilities(name: str, device: torch.device) -> Capabilities:
-    """What one implementation declares, as far as it says so without being run: whether it keeps to it is the test."""
+    """Returns the declared capabilities of one implementation, without running it; the tests check that they hold."""
     served = load(name)
     refuses = served.refuses if isinstance(served, Probed) else served.supports
 

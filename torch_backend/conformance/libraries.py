@@ -22,17 +22,17 @@ from torch_backend.conformance.tensors import TensorMethods
 
 
 def fla() -> Mapping[str, BackendFactory]:
-    """What the entry point ``fla`` offers."""
+    """Returns the backends of the entry point ``fla``."""
     return {"fla": partial(_make, Fla)}
 
 
 def flash_qla() -> Mapping[str, BackendFactory]:
-    """What the entry point ``flash_qla`` offers."""
+    """Returns the backends of the entry point ``flash_qla``."""
     return {"flash_qla": partial(_make, FlashQla)}
 
 
 def mamba_ssm() -> Mapping[str, BackendFactory]:
-    """What the entry point ``mamba_ssm`` offers."""
+    """Returns the backends of the entry point ``mamba_ssm``."""
     return {"mamba_ssm": partial(_make, MambaSsm)}
 
 

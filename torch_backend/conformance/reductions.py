@@ -90,7 +90,7 @@ class DocumentMethods(TensorMethods):
 
 
 def _described(documents: Sequence[Sequence[Place]], shape: tuple[int, ...]) -> dict[str, Any]:
-    """What a packed collator would say of these documents in rows of this shape."""
+    """Returns the batch that a packed collator would make of these documents in rows of this shape."""
     pieces = sorted((row * shape[1] + start, stop - start) for places in documents for row, start, stop in places)
     lengths, number, filled = [], {}, 0
     for first, length in [*pieces, (shape[0] * shape[1], 0)]:

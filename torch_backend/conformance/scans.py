@@ -83,7 +83,7 @@ class ScanMethods(TensorMethods):
         return self._out_and_gradients(layer, operands, dout)
 
     def _stand_in(self, name: str, segment_ids: Array) -> Callable[..., Any]:
-        """What a patched layer calls under this name, for these segments."""
+        """Returns the function that a patched layer calls under this name, for these segments."""
         file = f"transformers.models.{_FILES[name]}.modeling_{_FILES[name]}"
         try:
             function = getattr(import_module(file), name)

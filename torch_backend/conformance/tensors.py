@@ -1,4 +1,4 @@
-"""What the parts of the conformance adapter share: numpy float32 in, tensors of the named dtype, numpy float32 out."""
+"""Conversions shared by the conformance adapter: numpy float32 in, tensors of the named dtype, numpy float32 out."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def packed_attention(
 
 
 def uses_interface(layer_class: type[nn.Module]) -> bool:
-    """Whether layers of the class call transformers' attention interface."""
+    """Returns whether layers of the class call transformers' attention interface."""
     code = getattr(inspect.unwrap(layer_class.forward), "__code__", None)
     return code is not None and INTERFACE in code.co_names
 

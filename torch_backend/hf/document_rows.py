@@ -76,7 +76,7 @@ class DocumentRows:
         self.index, self.real = self.index.gather(1, last), torch.ones_like(last, dtype=torch.bool)
 
     def arguments(self, batch: Mapping[str, Any], pad_id: int | None) -> dict[str, Any]:
-        """What a head reads of a batch: ids [n, W] or embeddings [n, W, D], and a mask [n, W], 0 at padding."""
+        """Returns a head's inputs from a batch: ids [n, W] or embeddings [n, W, D], and a mask [n, W], 0 at padding."""
         found: dict[str, Any] = {"attention_mask": self.real.long()}
         if isinstance(ids := batch.get("input_ids"), Tensor):
             found["input_ids"] = ids.flatten()[self.index].masked_fill(~self.real, pad_id or 0)

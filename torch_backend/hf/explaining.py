@@ -57,7 +57,7 @@ class Explanation:
 
 
 def explain(model: Any) -> Explanation:
-    """Which implementation runs each attention and mixer layer of a patched model, and why.
+    """Explains which implementation runs each attention and mixer layer of a patched model, and why.
 
     Args:
         model: a patched model; or a trainer after ``enable_packing``, or what ``make_train_step`` returned, whose notes
@@ -81,7 +81,7 @@ def explain(model: Any) -> Explanation:
 
 
 def _notes(state: Patched) -> list[str]:
-    """What a user should know about the whole model."""
+    """Returns the notes on the whole model for users."""
     notes = [f"route {state.anatomy.route}: {state.anatomy.why}"]
     if state.anatomy.rotaries:
         notes.append("rotary frequencies depend on the longest position and are chosen per document")

@@ -49,7 +49,7 @@ class RowChoice:
 
     @property
     def fixed(self) -> bool:
-        """Whether it reads nothing back, in shapes that do not depend on documents."""
+        """Returns whether it reads nothing back, in shapes that do not depend on documents."""
         return self.triton is not False and (self.scan is None or self.scan.fixed)
 
     def __str__(self) -> str:

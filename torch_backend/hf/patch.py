@@ -75,7 +75,7 @@ def unpatch(model: Model) -> Model:
 
 
 def state_of(root: nn.Module) -> Patched | None:
-    """What :func:`install` left on a model, None if it is not patched."""
+    """Returns the state that :func:`install` left on a model, None if it is not patched."""
     return root.__dict__.get(_STATE)
 
 
@@ -116,7 +116,7 @@ class Patched:
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """Returns the device of the model's computation."""
         return execution_device(self.root)
 
     def install(self) -> None:
@@ -181,12 +181,12 @@ class Patched:
 
     @property
     def in_force(self) -> bool:
-        """Whether nobody has set another attention implementation or another forward since."""
+        """Returns whether the patch is active: no other attention implementation or forward was set since."""
         names = self.suspended or all(name.in_force for name in self._attention_names())
         return names and is_reached(self.root) and is_reached(self.decoder)
 
     def still_fits(self) -> bool:
-        """Whether the edits are still those that this model needs."""
+        """Returns whether the edits are still those that this model needs."""
         if not self.seen.unchanged():
             fresh = Patched(anatomy_of(self.root), self.implementation).seen
             if not fresh.agrees(self.seen):
@@ -199,7 +199,7 @@ class Patched:
 
     @property
     def needs_lengths(self) -> bool:
-        """Whether something in the model needs the segments' lengths on the host, whatever the batch."""
+        """Returns whether something in the model needs the segments' lengths on the host, whatever the batch."""
         return self.rows.needs_lengths or self.layers_need_lengths
 
     @property
@@ -370,7 +370,7 @@ class Patched:
 
     @property
     def adds_softcap(self) -> str | None:
-        """How unpacked calls differ from those before the patch; None if they do not."""
+        """Describes how unpacked calls differ from those before the patch; None if they do not."""
         changed = [name for name in self._attention_names() if name.over != name.before]
         if not changed:
             return None

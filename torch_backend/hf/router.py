@@ -20,7 +20,7 @@ SWITCH = "output_router_logits"
 
 
 def asks_for_router_loss(root: Any, batch: Mapping[str, Any]) -> bool:
-    """Whether a forward on ``batch`` computes the auxiliary loss: by its own argument, else by the model's config."""
+    """Returns whether a forward on ``batch`` computes the auxiliary loss, by its argument or the model's config."""
     if batch.get(SWITCH) is not None:
         return bool(batch[SWITCH])
     return any(getattr(config, SWITCH, False) for config in (root.config, root.config.get_text_config()))

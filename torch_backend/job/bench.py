@@ -1,4 +1,4 @@
-"""What ``crosspack bench`` measures with torch: a model on its data, padded, packed by stock transformers, and patched.
+"""Times a model for ``crosspack bench`` with torch: padded, packed by stock transformers, and patched.
 
 A TrainJob -> the model, once per way -> logits of a few rows with several documents against each document alone ->
 optimizer steps, which the ways take in turn so that other load on the machine slows all of them alike -> one Measured

@@ -40,7 +40,7 @@ def activation_bytes(model: Any, job: TrainJob) -> int:
 
 
 def memory_line(model: Any, job: TrainJob, ranks: Ranks, device: torch.device) -> str:
-    """What a process of the job will need, beside what the device has."""
+    """Compares the memory that a process of the job needs with the memory of the device."""
     shards = ranks.world if job.strategy == "fsdp" else 1
     states, activations = states_bytes(model, job) / shards / _GIB, activation_bytes(model, job) / _GIB
     there = ""

@@ -26,7 +26,7 @@ _TIMEOUT = timedelta(minutes=30)  # while one rank writes a checkpoint, the othe
 
 
 class Ranks(NamedTuple):
-    """Which process this is.
+    """Identifies this process among the ranks.
 
     Attributes:
         rank: its number, from 0; rank 0 writes.

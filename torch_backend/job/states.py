@@ -1,4 +1,4 @@
-"""What a training job optimises, and how that is saved: AdamW, float32 copies of bfloat16 weights, checkpoints.
+"""Training state of a job: AdamW, float32 copies of bfloat16 weights, checkpoints.
 
 Weights, optimizer states and random states leave and enter as safetensors only.
 """
@@ -77,7 +77,7 @@ def make_optimizer(model: nn.Module, options: Options) -> torch.optim.Optimizer:
 
 
 def gathered(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> tuple[Tensors, Tensors]:
-    """What a checkpoint holds: what changes of the model, and the states of optimizer and random generators.
+    """Gathers the contents of a checkpoint: the trained weights, and the states of optimizer and random generators.
 
     Every rank must call it; sharded tensors are gathered.
     """

@@ -68,7 +68,7 @@ def train(job: TrainJob) -> TrainResult:
 
 @dataclass(frozen=True)
 class _Finished:
-    """What one run leaves: its records and, of the packed one, how it was judged and served."""
+    """Results of one run: its records and, of the packed one, its audit and the implementations that ran."""
 
     records: list[StepRecord]
     audit: Audit | None = None
@@ -202,7 +202,7 @@ def evaluation_batches(job: TrainJob, model: nn.Module, ranks: Ranks) -> Iterato
 
 
 def _cost(model: nn.Module | None) -> Cost | None:
-    """What a row costs the model, as far as its config says."""
+    """Returns the cost of a row in the model, as far as its config gives it."""
     try:
         return None if model is None else Cost.from_config(causal_lm(model).config.get_text_config())
     except PackingError:

@@ -41,7 +41,7 @@ _locks_made = threading.Lock()
 
 
 class _Thread(threading.local):
-    """Whether this thread calls a model through a shortcut; other threads' calls of the model do not go through it."""
+    """Marks that this thread calls a model through a shortcut; calls by other threads do not take it."""
 
     def __init__(self) -> None:
         self.inside = False
@@ -188,7 +188,7 @@ class Shortcut(nn.Module):
     def loss_function(
         self, logits: Tensor, labels: Tensor, *args: Any, shift_labels: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        """What the model takes for its loss; replaces transformers' ``ForCausalLMLoss``."""
+        """Computes the model's loss; replaces transformers' ``ForCausalLMLoss``."""
         if not _thread.inside:
             stock: Tensor = self.stock_loss(logits, labels, *args, shift_labels=shift_labels, **kwargs)
             return stock
@@ -210,7 +210,7 @@ class Shortcut(nn.Module):
         return values[None, None]
 
     def _tail_of(self, logits: Tensor) -> Tail:
-        """What turned the stand-in into ``logits``."""
+        """Returns the operations that turned the stand-in into ``logits``."""
         tolerance = 8 * torch.finfo(torch.float32).eps * float(logits.abs().max())
         for tail in self.candidates:
             wanted = tail(self._probe())

@@ -33,14 +33,14 @@ CAPPED_AT = ("final_logit_softcapping", "logits_soft_cap")
 
 @dataclass(frozen=True)
 class Tail:
-    """What a model does to the values of its output layer: ``scale``, then ``softcap * tanh(logits / softcap)``."""
+    """Operations after the output layer: ``scale``, then ``softcap * tanh(logits / softcap)``."""
 
     scale: float = 1.0
     softcap: float | None = None
 
     @classmethod
     def candidates(cls, config: Any) -> list[Tail]:
-        """What a model of this config may do. The names do not decide it: some families scale hidden states instead."""
+        """Lists a config's possible tails. Names do not decide: some families scale hidden states instead."""
 
         def values(names: tuple[str, ...]) -> list[float]:
             found = (getattr(part, name, None) for part in (config, config.get_text_config()) for name in names)
@@ -141,7 +141,7 @@ def most_likely(head: nn.Module, hidden: Tensor, k: int, *, tail: Tail, entries:
 
 
 def _is_linear(head: nn.Module) -> bool:
-    """Whether the module computes ``x @ weight.T + bias`` and nothing besides."""
+    """Returns whether the module computes ``x @ weight.T + bias`` and nothing besides."""
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or "forward" in head.__dict__:
         return False
     hooks = [*head._forward_pre_hooks.values(), *head._forward_hooks.values()]
@@ -158,7 +158,7 @@ def _is_of_fsdp(hook: Any) -> bool:
 
 
 def _is_wrapped_tensor(weight: Tensor) -> bool:
-    """Whether the weight is a tensor subclass (quantised, distributed)."""
+    """Returns whether the weight is a tensor subclass (quantised, distributed)."""
     return type(weight) not in (Tensor, nn.Parameter) and not isinstance(weight, torch._subclasses.FakeTensor)
 
 

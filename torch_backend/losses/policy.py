@@ -37,7 +37,7 @@ EPSILON = 1e-4  # added to a group's standard deviation, as TRL adds it
 
 
 def group_advantages(rewards: Tensor, groups: Tensor, *, kind: AdvantageKind = "grpo") -> Tensor:
-    """How much better each document is than those that were sampled from the same prompt.
+    """Compares the reward of each document with those of the other samples of its prompt.
 
     - ``"grpo"``: ``(r - mean) / (std + 1e-4)`` of the group, with the unbiased standard deviation (Shao et al. 2024,
       arXiv:2402.03300, section 4.1.2);

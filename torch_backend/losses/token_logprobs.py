@@ -22,7 +22,7 @@ from torch_backend.losses.output_layer import Tail, most_likely, output_layer_lo
 
 
 class TokenLogprobs(NamedTuple):
-    """What a model says about the labels of a batch. All but ``auxiliary`` stand at the label's own token.
+    """Predictions of a model for the labels of a batch. All but ``auxiliary`` stand at the label's own token.
 
     Attributes:
         logprobs: float32 [B, S]: ``log p(label at t | the tokens of its document before t)``; 0 where nothing is

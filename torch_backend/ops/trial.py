@@ -31,7 +31,7 @@ def in_own_thread(trial: Callable[P, R]) -> Callable[P, R]:
 
 
 def refusal(error: Callable[[], float], tolerance: float) -> str | None:
-    """Why an implementation cannot be used: its ``error()`` raises, or exceeds ``tolerance``; None if it can."""
+    """Explains why an implementation is refused: ``error()`` raises, or exceeds ``tolerance``; None if it is usable."""
     try:
         found = error()
     except ImportError as failure:

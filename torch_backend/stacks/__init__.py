@@ -1,1 +1,1 @@
-"""What stock transformers and TRL do with packed documents, beside the patch: the tables of ``crosspack audit``."""
+"""Tables of ``crosspack audit``: packed documents in stock transformers and TRL, beside the patch."""

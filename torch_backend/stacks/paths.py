@@ -1,4 +1,4 @@
-"""What each way of running packed documents does to a model: stock transformers as people call it, and the patch.
+"""Compares the ways of running packed documents: stock transformers as people call it, and the patch.
 
 A model (a folder's config, or a family's) -> a tiny random clone of every layer kind -> the same documents packed on
 every path and alone -> one :class:`PathResult` a path, which ``crosspack audit`` prints. Nothing has to be patched.

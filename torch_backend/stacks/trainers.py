@@ -42,7 +42,7 @@ TRAINERS: dict[str, tuple[Callable[..., Any], str]] = {"trl": (_sft_trainer, "SF
 
 
 def trainer_paths(name: str) -> tuple[str, str]:
-    """What the table calls a trainer as it is and after ``enable_packing``.
+    """Returns the names of a trainer in the table, as it is and after ``enable_packing``.
 
     Raises:
         PackingError: there is no trainer of that name.
@@ -68,7 +68,7 @@ def audits(name: str, config: Any, documents: list[list[int]]) -> Iterator[tuple
 
 
 def _tokenizer() -> Any:
-    """What a trainer needs to be built; the documents are tokens already."""
+    """Makes the tokenizer that a trainer needs to be built; the documents are tokens already."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 

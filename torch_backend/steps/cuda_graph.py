@@ -236,11 +236,11 @@ class CapturedBackward:
 
     @property
     def recording(self) -> bool:
-        """Whether a graph is being recorded, or its recording failed."""
+        """Returns whether a graph is being recorded, or its recording failed."""
         return self.write.recording or self.add.recording
 
 
 def form_of(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """What must not change: shapes and dtypes of tensors, and everything else as it is."""
+    """Returns the constant parts of a batch: shapes and dtypes of tensors, and everything else as it is."""
     given = {name: value for name, value in batch.items() if name not in _HOST_ONLY}
     return {name: (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for name, x in given.items()}

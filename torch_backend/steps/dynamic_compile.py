@@ -72,7 +72,7 @@ class CompiledCalls:
 
 
 class _Call:
-    """What a module with a compiled call runs: that one in packed calls, and its plain one in all others."""
+    """Forward of a module with a compiled call, which it runs in packed calls; all others run the plain one."""
 
     def __init__(self, owner: CompiledCalls, module: nn.Module, compiled: Callable[..., Any]) -> None:
         self.owner, self.plain, self.compiled = owner, module._call_impl, compiled
@@ -95,7 +95,7 @@ class _Call:
 
 
 def _why_not_any_length(model: nn.Module) -> str | None:
-    """Why one graph of a layer cannot serve rows of all lengths; None if it can."""
+    """Explains why one graph of a layer cannot run rows of all lengths; None if it can."""
     state = state_of(causal_lm(model))
     if state is not None and state.anatomy.mixers:
         return "its recurrent layers are compiled for rows of one length alone"

@@ -249,7 +249,7 @@ class Gradients:
 
 
 def fast_loss_refused(model: nn.Module, batch: Batch) -> str | None:
-    """Why the loss of a model cannot do without logits; None if it can."""
+    """Explains why the loss of a model needs logits; None if it does not."""
     try:
         causal_lm_loss(model, batch)
     except UnsupportedModelError as refusal:
@@ -269,7 +269,7 @@ def run_layers(model: nn.Module, batch: Batch) -> None:
 
 
 def why_not_compiled(model: nn.Module, batch: Batch | None = None) -> str | None:
-    """Why the layers of a model cannot be compiled, None if they can; without a batch, what the model says of it."""
+    """Explains why the layers of a model cannot be compiled, None if they can; without a batch, by the model alone."""
     if any(isinstance(module, OptimizedModule) or module._compiled_call_impl for module in model.modules()):
         return "it is compiled already"
     state = state_of(causal_lm(model))
@@ -303,7 +303,7 @@ def _is_ligers(value: Any) -> bool:
 
 
 def why_not_captured(model: nn.Module, batch: Batch) -> str | None:
-    """Why forward and backward of a model cannot be recorded as a CUDA graph, None if they can."""
+    """Explains why forward and backward of a model cannot be recorded as a CUDA graph, None if they can."""
     if (reason := why_not_recorded(model)) is not None:
         return reason
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
@@ -314,7 +314,7 @@ def why_not_captured(model: nn.Module, batch: Batch) -> str | None:
 
 
 def _why_not_fixed(model: nn.Module, batch: Batch | None) -> str | None:
-    """Why batches cannot have shapes that do not depend on their documents."""
+    """Explains why batches cannot have shapes that do not depend on their documents."""
     root = causal_lm(model)
     state: Patched | None = state_of(root)
     if state is None:
@@ -335,7 +335,7 @@ def _why_not_fixed(model: nn.Module, batch: Batch | None) -> str | None:
 
 
 def _why_not_mixers(model: nn.Module) -> str | None:
-    """Why the recurrent layers that ran cannot run in fixed shapes: what ran reads lengths back."""
+    """Explains why the recurrent layers that ran cannot run in fixed shapes: they read lengths back."""
     state = state_of(causal_lm(model))
     choices = () if state is None else state.choices.values()
     other = next((choice for choice in choices if isinstance(choice, RowChoice) and not choice.fixed), None)
@@ -343,7 +343,7 @@ def _why_not_mixers(model: nn.Module) -> str | None:
 
 
 def _refused(name: str, choice: Choice, reason: str | None) -> str | None:
-    """Why a part is not fast, None if it is.
+    """Explains why a part is not fast, None if it is.
 
     Raises:
         UnsupportedError: the caller insists on what is not possible.

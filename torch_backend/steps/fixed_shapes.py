@@ -84,7 +84,7 @@ class FixedShapes:
 
     @staticmethod
     def takes(batch: Mapping[str, Any]) -> bool:
-        """Whether a batch carries the lengths of its segments on the host, and their boundaries."""
+        """Returns whether a batch carries the lengths of its segments on the host, and their boundaries."""
         ids, lengths, boundaries = (batch.get(name) for name in ("input_ids", "packed_lengths", "cu_seq_lens_q"))
         whole = isinstance(ids, Tensor) and ids.ndim == 2 and lengths is not None and sum(lengths) == ids.numel()
         return whole and isinstance(boundaries, Tensor)

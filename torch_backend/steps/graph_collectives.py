@@ -1,4 +1,4 @@
-"""What several ranks exchange around a step whose forward and backward are CUDA graphs.
+"""Communication between ranks around a step whose forward and backward are CUDA graphs.
 
 DDP: the graphs hold no communication, and the gradients are averaged after the last microbatch of a step. So a rank may
 replay a graph while another one runs as usual. FSDP2: its gathering and its reductions are recorded with the rest. Each
@@ -28,7 +28,7 @@ _AT_ONCE_BYTES = 2**28
 
 
 class Exchange:
-    """Of a single rank: nothing.
+    """No-op for one rank.
 
     Attributes:
         repeats: after a recording that failed, the batch can run as usual.
@@ -46,7 +46,7 @@ class Exchange:
         return sizes
 
     def same(self, form: Any) -> bool:
-        """Whether all ranks that record together have batches of this form."""
+        """Returns whether all ranks that record together have batches of this form."""
         number = crc32(repr(form).encode())
         return self.largest(number, -number) == (number, -number)
 
@@ -149,7 +149,7 @@ class Recorded(Exchange):
 
 
 def exchange_of(model: nn.Module, reason: str | None) -> tuple[Exchange, str | None]:
-    """What the ranks of a model exchange around graphs, and a reason why there shall be none.
+    """Returns the exchange between the ranks of a model around graphs, and the reason against graphs, if any.
 
     That is this rank's ``reason``, or that another rank has one, or what is found out here. Every rank must call this.
     """
@@ -177,7 +177,7 @@ def exchange_of(model: nn.Module, reason: str | None) -> tuple[Exchange, str | N
 
 
 def why_not_recorded(model: nn.Module) -> str | None:
-    """Why steps of the ranks that train a model cannot be recorded as CUDA graphs, None if they can."""
+    """Explains why steps of the ranks that train a model cannot be recorded as CUDA graphs, None if they can."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None
     if isinstance(model, FSDPModule):
@@ -209,7 +209,7 @@ def _reshard(model: Any) -> None:
 
 
 def place_of(x: Tensor) -> int:
-    """Where a tensor lies, or this rank's part of it."""
+    """Returns the address of a tensor, or of this rank's part of it."""
     return (x.to_local() if isinstance(x, DTensor) else x).data_ptr()
 
 

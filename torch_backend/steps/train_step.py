@@ -43,7 +43,7 @@ _DATA_PARALLEL = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
 
 
 class Metrics(TypedDict):
-    """What a step did. Tensors are scalars on the model's device; reading them waits for it.
+    """Results of a step. Tensors are scalars on the model's device; reading them waits for it.
 
     Attributes:
         loss: mean over all targets of the step, in all microbatches and on all ranks, before the update.
@@ -59,7 +59,7 @@ class Metrics(TypedDict):
 
 
 class Evaluation(TypedDict):
-    """What an evaluation found, as scalars on the model's device.
+    """Results of an evaluation, as scalars on the model's device.
 
     Attributes:
         loss: mean over all targets, float64.
@@ -193,7 +193,7 @@ class TrainStep:
         return to_device((weights[..., self._first_token :] * counted).sum(), self.device)
 
     def _targets(self, batch: Batch) -> Tensor:
-        """Where something is predicted."""
+        """Marks the tokens that are targets."""
         shifted = batch.get("shift_labels")
         labels: Tensor = batch["labels"][..., self._first_token :] if shifted is None else shifted
         return targets_among(labels, causal_lm(self.model).config, of_documents=self._labels_documents)
@@ -236,7 +236,7 @@ class TrainStep:
         return bool(getattr(causal_lm(self.model).config, "output_router_logits", False))
 
     def _accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Where nothing is recorded, wrappers that can wait reduce gradients for the last microbatch alone."""
+        """Delays gradient reduction to the last microbatch, where nothing is recorded and the wrapper can wait."""
         for module in self.wrappers:
             if isinstance(module, FSDPModule):
                 module.set_requires_gradient_sync(last, recurse=False)
@@ -332,7 +332,7 @@ def make_train_step(
 
 
 def _takes_count(root: Any) -> bool:
-    """Whether the model hands ``num_items_in_batch`` on to its loss, judged as transformers' Trainer judges it."""
+    """Returns whether the model passes ``num_items_in_batch`` to its loss, by the rule of transformers' Trainer."""
     if hasattr(root, "accepts_loss_kwargs"):
         return bool(root.accepts_loss_kwargs)
     return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(root.forward).parameters.values())

@@ -1,4 +1,4 @@
-"""What makes transformers' loop wait for the GPU in every step, done without waiting.
+"""Removes the waits for the GPU from every step of transformers' training loop.
 
 Where the loop waits, the GPU runs dry while the host makes the next batch and queues the next step. It waits twice:
 for the copy of each batch to the device, which is not asked to go on beside it, and for each loss, which
@@ -36,7 +36,7 @@ class LossFilter(TrainerCallback):
         self.set_aside = False
 
     def __call__(self, loss: Tensor) -> Tensor:
-        """What the loop shall add for a step of this loss."""
+        """Returns the value that the loop adds for a step of this loss."""
         trainer = self.trainer
         total = getattr(trainer, "_tr_loss", None)  # a variable of the loop in earlier releases of transformers
         if not trainer.args.logging_nan_inf_filter or total is None or total.device != loss.device:

@@ -1,4 +1,4 @@
-"""Which packed rows a ``Trainer`` trains on, and its dataloader of them.
+"""Chooses the packed rows that a ``Trainer`` trains on, and makes its dataloader of them.
 
 A built trainer -> :func:`pack_training_data`, which reads and checks the lengths of all documents -> rows
 (:mod:`.epoch_rows`), of which :func:`use_rows` lets the trainer make its training dataloader. The trainer counts rows
@@ -77,7 +77,7 @@ def use_rows(trainer: Any, rows: EpochRows | RowStream | None) -> None:
 
 
 def rows_of(trainer: Any) -> EpochRows | RowStream | None:
-    """What :func:`use_rows` gave to a trainer."""
+    """Returns the rows that :func:`use_rows` gave to a trainer."""
     method = vars(trainer).get("get_train_dataloader")
     return method.args[1] if _makes_rows(method) else None
 
@@ -143,7 +143,7 @@ def _checked_dataloader(trainer: Any, method: Any) -> Any:
 
 
 def _dataloader(trainer: Any, rows: EpochRows | RowStream) -> DataLoader[PackedBatch]:
-    """What ``Trainer.get_train_dataloader`` returns, with the rows of a batch chosen by :class:`RowBatches`."""
+    """Makes the loader of ``Trainer.get_train_dataloader``, with the rows of a batch chosen by :class:`RowBatches`."""
     if trainer.train_dataset is not rows.source:
         raise PackingError("train_dataset was exchanged after enable_packing(trainer): call it again")
     args, size = trainer.args, trainer._train_batch_size
@@ -214,7 +214,7 @@ def _with_capacity(collator: PackedCollator, capacity: int | None, overflow: Ove
 
 
 def _why_batches_only(trainer: Any) -> str | None:
-    """Why the documents of a trainer can be packed only inside each of its batches, None if all of them can."""
+    """Explains why documents of a trainer can be packed only inside each of its batches; None if all of them can."""
     stock, data = require("transformers", extra="hf").Trainer, trainer.train_dataset
     for method in ("get_train_dataloader", "_get_train_sampler"):
         own = vars(trainer).get(method)
@@ -249,7 +249,7 @@ def _longest(trainer: Any) -> tuple[int, str]:
 
 
 def _cost(model: Any) -> Cost:
-    """What a row costs in a model; that of a Llama if its config does not say how large it is."""
+    """Returns the cost of a row in a model; that of a Llama if its config does not give its size."""
     config = model.config
     try:
         return Cost.from_config(config.get_text_config() if hasattr(config, "get_text_config") else config)

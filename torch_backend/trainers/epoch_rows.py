@@ -82,7 +82,7 @@ class EpochRows(Dataset[PackedBatch]):
 
     @cached_property
     def per_document(self) -> dict[str, Any]:
-        """What every document has one of: its label, and other numbers."""
+        """Returns the values that each document has one of: its label, and other numbers."""
         if not self.names_per_document:
             return {}
         if hasattr(self.source, "select_columns"):
@@ -128,7 +128,7 @@ class EpochRows(Dataset[PackedBatch]):
         return self.dealt(0).plan.n_rows
 
     def set_epoch(self, epoch: int) -> None:
-        """What accelerate calls before each epoch."""
+        """Sets the epoch; accelerate calls it before each one."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[PackedBatch]:  # or iter() would go on through all epochs
@@ -234,11 +234,11 @@ class RowStream(IterableDataset[PackedBatch]):
 
     @property
     def identity(self) -> str:
-        """What decides the rows, beside the documents themselves."""
+        """Identifies the settings that decide the rows, beside the documents themselves."""
         return repr((self.capacity, self.seed, sorted(self.options.items())))
 
     def set_epoch(self, epoch: int) -> None:
-        """What accelerate calls before each epoch."""
+        """Sets the epoch; accelerate calls it before each one."""
         self.epoch = epoch
         if hasattr(self.source, "set_epoch"):
             self.source.set_epoch(epoch)

@@ -166,7 +166,7 @@ class PackedStep:
 
 
 def _without_logits(model: nn.Module) -> Any:
-    """What the trainer calls in place of the model: it returns the loss alone."""
+    """Returns a replacement for the model in the trainer, which returns the loss alone."""
 
     def call(num_items_in_batch: Any = None, **inputs: Any) -> dict[str, Tensor]:
         if LOSS_WEIGHTS in inputs:
@@ -189,12 +189,12 @@ def _loss_is_of_trl(trainer: Any) -> bool:
 
 
 def has_own_loss(trainer: Any) -> bool:
-    """Whether a trainer's ``compute_loss`` is neither that of transformers nor TRL's ``SFTTrainer``'s."""
+    """Returns whether a trainer's ``compute_loss`` is neither that of transformers nor TRL's ``SFTTrainer``'s."""
     return not (_is_stock(trainer, "compute_loss") or _loss_is_of_trl(trainer))
 
 
 def _why_logits(trainer: Any) -> str | None:
-    """Why the loss of a trainer cannot do without logits, as far as the trainer decides it."""
+    """Explains why the loss of a trainer needs logits, as far as the trainer decides it."""
     of_trl = _loss_is_of_trl(trainer)
     if has_own_loss(trainer):
         return f"{type(trainer).__name__} computes its loss itself (compute_loss)"
@@ -208,7 +208,7 @@ def _why_logits(trainer: Any) -> str | None:
 
 
 def _why_not_layers(trainer: Any) -> str | None:
-    """Why the layers of a trainer's model are left alone."""
+    """Explains why the layers of a trainer's model are not compiled."""
     args, collator = trainer.args, trainer.data_collator
     if trainer.is_deepspeed_enabled:
         return "DeepSpeed partitions the model"
@@ -222,7 +222,7 @@ def _why_not_layers(trainer: Any) -> str | None:
 
 
 def _why_not_graph(trainer: Any) -> str | None:
-    """Why the training step of a trainer cannot be recorded as a CUDA graph."""
+    """Explains why the training step of a trainer cannot be recorded as a CUDA graph."""
     args = trainer.args
     if type(trainer).training_step is not Trainer.training_step and not sft.defines(trainer, "training_step"):
         return f"{type(trainer).__name__} has a training_step of its own"

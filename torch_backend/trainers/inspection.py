@@ -51,7 +51,7 @@ _NOT_SPLIT = ("bloom", "falcon", "mamba2", "mpt")
 
 @dataclass(frozen=True)
 class PackingPlan:
-    """How a trainer will train packed documents.
+    """Plan for training a trainer on packed documents.
 
     Attributes:
         collator: makes its batches.
@@ -222,14 +222,14 @@ def _sample(trainer: Any) -> list[tuple[str, Any]]:
 
 
 def _seen(trainer: Any, example: Any, more: Sequence[str] = ()) -> Any:
-    """What the trainer's collator is given of an example: the model's arguments and the columns ``more``."""
+    """Returns the collator's view of an example: the model's arguments and the columns ``more``."""
     if not (isinstance(example, Mapping) and trainer.args.remove_unused_columns):
         return example
     return {name: value for name, value in example.items() if name in (*trainer._signature_columns, *more)}
 
 
 def _packs(trainer: Any, where: str, first: Any) -> bool:
-    """Whether the collator puts documents into one row, judged by what it makes of one example given twice."""
+    """Returns whether the collator packs documents into one row, judged by a batch of one example given twice."""
     if isinstance(first, PackedBatch):
         return False
     example, collator = _seen(trainer, first, READ), trainer.data_collator

@@ -33,7 +33,7 @@ def warn_of_means(trainer: Any, own_loss: bool) -> None:
 
 
 def reads_count(loss: Callable[..., Any]) -> bool:
-    """Whether a function uses its argument ``num_items_in_batch``, or hands on the keywords that hold it."""
+    """Returns whether a function uses its argument ``num_items_in_batch``, or passes on the keywords that hold it."""
     function = inspect.unwrap(getattr(loss, "__func__", loss))
     code = getattr(function, "__code__", None)
     if code is None:  # a partial or an object, whose code is elsewhere

@@ -90,7 +90,7 @@ def _refuse(trainer: Any) -> None:
 
 
 class PreferenceStep:
-    """What of a step is fast, for ``explain(trainer)``; :class:`.CompiledCalls` make it so.
+    """Fast parts of a step, for ``explain(trainer)``; :class:`.CompiledCalls` make them so.
 
     Attributes:
         model: the one that is trained.
@@ -109,7 +109,7 @@ class PreferenceStep:
 
 
 def _why_not_layers(trainer: Any) -> str | None:
-    """Why the layers of a trainer's models are left alone."""
+    """Explains why the layers of a trainer's models are not compiled."""
     args = trainer.args
     if args.torch_compile:
         return "torch_compile=True compiles the model as a whole"

@@ -91,7 +91,7 @@ class Replaced:
         self._together = self._same_together([example for _, example in examples[:8]], theirs[:8])
 
     def reads(self, name: str) -> bool:
-        """Whether packing reads a column of the data set."""
+        """Returns whether packing reads a column of the data set."""
         if name in self.added:
             return False
         known = self.given is None or name in self.given or name in self.read
@@ -125,7 +125,7 @@ class Replaced:
         return self._carry(batch, dict(zip(numbers, found, strict=True)), where, whole=whole)
 
     def additions(self, example: Mapping[str, Any], where: str) -> dict[str, Array]:
-        """What the collator adds to one example, [tokens] each, once its tokens and labels are compared."""
+        """Returns the collator's additions to one example, [tokens] each, once its tokens and labels are compared."""
         batch = self.carry(self.packs.pack([self.example(example)]), [example], lambda _: where)
         return {name: batch.columns[name][0] for name in self.added}
 
@@ -221,7 +221,7 @@ class Replaced:
             )
 
     def _hands_on(self, name: str, example: Mapping[str, Any], found: Batch) -> bool:
-        """Whether the collator's value of an example is that of the column, as packing reads it."""
+        """Returns whether the collator's value of an example is that of the column, as packing reads it."""
         if name not in found or example.get(name) is None or found[name].ndim != np.ndim(example[name]):
             return False
         if found[name].ndim == 0:
@@ -240,7 +240,7 @@ class Replaced:
         return self._split(self.collator([self._seen(example)]), [where])[0]
 
     def _in_one_batch(self, examples: Sequence[Any]) -> list[Batch] | None:
-        """What the collator makes of examples in one batch; None if it takes examples of one length alone."""
+        """Collates examples in one batch; None if the collator takes examples of one length alone."""
         try:
             batch = self.collator([self._seen(x) for x in examples])
         except Exception:  # each is then collated alone, where an error is the collator's own and is raised
@@ -248,7 +248,7 @@ class Replaced:
         return self._split(batch, ["a batch"] * len(examples)) if "attention_mask" in batch else None
 
     def _same_together(self, examples: Sequence[Any], alone: Sequence[Batch]) -> bool:
-        """Whether the collator makes of examples in one batch what it makes of each alone."""
+        """Returns whether the collator gives the same values for examples in one batch as for each alone."""
         found = self._in_one_batch(examples)
         return found is not None and all(
             one.keys() == two.keys() and all(np.array_equal(one[key], two[key]) for key in one)

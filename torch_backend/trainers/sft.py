@@ -1,4 +1,4 @@
-"""What is TRL's own in the training step of an ``SFTTrainer``: which of its losses is fast, and what it logs.
+"""TRL's part of the training step of an ``SFTTrainer``: the fast ones of its losses, and its logs.
 
 The rows that TRL packed -> their lengths, which fix the shapes of all batches, and a warning where they have much room.
 Batches of a training step -> :class:`Metrics` counts their tokens -> ``num_tokens`` of the trainer's log. TRL counts in
@@ -28,13 +28,13 @@ LEFT_OUT = (
 
 
 def defines(trainer: Any, method: str) -> bool:
-    """Whether a method of a trainer's class is the one that TRL's ``SFTTrainer`` defines."""
+    """Returns whether a method of a trainer's class is the one that TRL's ``SFTTrainer`` defines."""
     owner = next(kind for kind in type(trainer).__mro__ if method in vars(kind))
     return owner.__module__.split(".")[0] == "trl" and owner.__name__ == "SFTTrainer"
 
 
 def why_logits(trainer: Any) -> str | None:
-    """Why the loss of an ``SFTTrainer`` is not the one of transformers; None if it is."""
+    """Explains why the loss of an ``SFTTrainer`` is not the one of transformers; None if it is."""
     kind = getattr(trainer.args, "loss_type", "nll")
     if kind not in ("nll", "chunked_nll"):
         return f"loss_type={kind!r} is a loss of TRL's own"

@@ -1,4 +1,4 @@
-"""What packing knows of encoders, whose tokens see each other in both directions.
+"""Facts about encoders, whose tokens see each other in both directions.
 
 Their attention gets the segments as a decoder's does, and is not causal inside them. Those that have attention of their
 own run on batches of documents of one length. Some number their tokens from the padding token on.
@@ -26,7 +26,7 @@ Numbering = Callable[[Tensor | None, PackedMetadata], Tensor]
 
 
 def is_encoder(config: Any, head: Head) -> bool:
-    """Whether a model without a language-model head is of a family that has no causal decoder of its own."""
+    """Returns whether a model without a language-model head is of a family that has no causal decoder of its own."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     known = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -34,19 +34,19 @@ def is_encoder(config: Any, head: Head) -> bool:
 
 
 def takes_positions(model: nn.Module) -> bool:
-    """Whether positions can be given to a model, so that they restart at every document."""
+    """Returns whether a model takes positions, so that they can restart at every document."""
     return "position_ids" in forward_names(model) or not _is_encoder_class(model)
 
 
 def sees_both_sides(head: Head, layers: Iterable[nn.Module]) -> str | None:
-    """Why attention layers do not fit a head; None if they do."""
+    """Explains why attention layers do not fit a head; None if they do."""
     if head == "next token" and any(getattr(layer, "is_causal", True) is False for layer in layers):
         return "its attention is not causal, and its head predicts the next token"
     return None
 
 
 def numbering(model: nn.Module) -> Numbering | None:
-    """How a model numbers the tokens of documents if it does so by RoBERTa's rule; None if from 0 on."""
+    """Returns the rule by which a model numbers tokens, if it is RoBERTa's; None if it counts from 0."""
     for module in (model, *model.children()):
         padding = getattr(module, "padding_idx", None)
         if isinstance(padding, int) and (

@@ -1,4 +1,4 @@
-"""What is known about transformers by name: families, layer classes, functions, and what the package touches.
+"""Table of exceptions by transformers' names: families, layer classes, functions, and the symbols used.
 
 A family that needs an exception is one line here. ``attention`` is the rule: the segments reach every attention layer,
 and layers that carry state along the row are handled by :mod:`torch_backend.hf.edits.mixers`. ``documents`` is the
@@ -72,7 +72,7 @@ PURE_DECODERS = ("gpt_neox", "gpt_neox_japanese")
 
 
 def refusal(family: str, config: Any, *, next_token: bool = True) -> str | None:
-    """Why a family cannot be trained packed, None if it can; ``config`` is not looked at where the name says enough.
+    """Explains why a family cannot be trained packed, None if it can; reads ``config`` only if the name is not enough.
 
     Args:
         next_token: whether the model predicts the next token, which no encoder does.
@@ -87,7 +87,7 @@ def refusal(family: str, config: Any, *, next_token: bool = True) -> str | None:
 
 
 def _has_switch(family: str, config: Any) -> bool:
-    """Whether a config can make its model the decoder half of something; in all but a few families it is an encoder."""
+    """Returns whether a config can make its model another's decoder; in all but a few families it is an encoder."""
     return family not in PURE_DECODERS and "is_decoder" in config.to_dict()
 
 

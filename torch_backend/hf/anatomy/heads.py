@@ -44,7 +44,7 @@ WAY_OUT = "patch its decoder alone (AutoModel), and apply a head of your own to 
 
 
 def head_of(root: Any) -> Head:
-    """What a transformers model predicts.
+    """Returns the kind of a transformers model's predictions.
 
     Raises:
         UnsupportedModelError: its head has no meaning for several documents in a row.
@@ -66,7 +66,7 @@ def head_of(root: Any) -> Head:
 
 
 def trains_first_token(model: Any) -> bool:
-    """Whether the first token of a document has a label: it does if each token is classified, by itself.
+    """Returns whether the first token of a document has a label: it does if each token is classified, by itself.
 
     A language model has no prediction for a document's first token, so a collator masks its label. ``model`` may be a
     wrapper of a transformers model, or anything else, for which the answer is False.
@@ -75,17 +75,17 @@ def trains_first_token(model: Any) -> bool:
 
 
 def predicts_masked(model: Any) -> bool:
-    """Whether it predicts tokens that its input hides; ``model`` as in :func:`trains_first_token`."""
+    """Returns whether it predicts tokens that its input hides; ``model`` as in :func:`trains_first_token`."""
     return _head_inside(model) == "masked token"
 
 
 def labels_documents(model: Any) -> bool:
-    """Whether labels belong to documents and not to tokens; ``model`` as in :func:`trains_first_token`."""
+    """Returns whether labels belong to documents and not to tokens; ``model`` as in :func:`trains_first_token`."""
     return _head_inside(model) == "document"
 
 
 def targets_among(labels: Tensor, config: Any, *, of_documents: bool) -> Tensor:
-    """Where labels are targets: -100 marks a class that is missing, and is a number like others in a regression.
+    """Marks the targets among labels: -100 marks a class that is missing, and is a number like others in a regression.
 
     Args:
         labels: of documents, or of tokens.
@@ -100,13 +100,13 @@ def targets_among(labels: Tensor, config: Any, *, of_documents: bool) -> Tensor:
 
 
 def reads_last_token(root: Any) -> bool:
-    """Whether a head for sequences reads the last token that is no padding, which it finds by ``pad_token_id``."""
+    """Returns whether a sequence head reads the last token that is not padding, found by ``pad_token_id``."""
     code = getattr(inspect.unwrap(type(root).forward), "__code__", None)
     return code is not None and {"pad_token_id", "argmax"} <= set(code.co_names)
 
 
 def takes_next_token_loss(root: Any) -> bool:
-    """Whether a model's ``loss_function`` is transformers' next-token loss, and not one that a user has set."""
+    """Returns whether a model's ``loss_function`` is transformers' next-token loss, and not one that a user has set."""
     return root.loss_function is ForCausalLMLoss
 
 
@@ -122,5 +122,5 @@ def _head_inside(model: Any) -> Head | None:
 
 
 def _is_a(model: nn.Module, ending: str) -> bool:
-    """Whether a class of the model ends so; FSDP2 and users derive from transformers' classes under other names."""
+    """Returns whether a class name of the model, or of its bases, ends so; FSDP2 and users derive renamed classes."""
     return any(parent.__name__.endswith(ending) for parent in type(model).__mro__)

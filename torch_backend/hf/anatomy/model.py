@@ -69,12 +69,12 @@ class Anatomy:
 
     @property
     def numbers_tokens(self) -> bool:
-        """Whether every document runs at positions of the model's own counting, whatever a batch says."""
+        """Returns whether the model numbers the tokens of every document itself, ignoring positions in the batch."""
         return self.route == "documents" or self.numbering is not None
 
     @property
     def takes_axes(self) -> bool:
-        """Whether positions may have several axes, [3, B, S]."""
+        """Returns whether positions may have several axes, [3, B, S]."""
         return self.route != "documents" and not self.rotaries and has_position_axes(self.decoder.config)
 
 

@@ -1,4 +1,4 @@
-"""Where a model computes, also if its weights lie elsewhere between calls."""
+"""Finds the device of a model's computation, even if its weights are elsewhere between calls."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Seen:
         self.children = [(m, len(m._modules), _children(m, root)) for m in root.modules() if _holds(m, watched)]
 
     def unchanged(self) -> bool:
-        """Whether every setting and every module is still the same object."""
+        """Returns whether every setting and every module is still the same object."""
         settings = ((vars(of), before) for of, before in self.settings)
         children = ((module._modules, before) for module, _, before in self.children)
         return all(len(module._modules) == count for module, count, _ in self.children) and all(
@@ -49,7 +49,7 @@ class Seen:
         )
 
     def agrees(self, other: Seen) -> bool:
-        """Whether both models take the same edits."""
+        """Returns whether both models take the same edits."""
         return self.facts == other.facts and _same(self.parts, other.parts) and _same(self.configs, other.configs)
 
 
@@ -64,7 +64,7 @@ def _children(module: nn.Module, root: Any) -> dict[str, nn.Module | None]:
 
 
 def _holds(module: nn.Module, watched: dict[int, nn.Module]) -> bool:
-    """Whether something that is watched is inside a module."""
+    """Returns whether a watched module is inside a module."""
     return any(id(inner) in watched for inner in module.modules() if inner is not module)
 
 

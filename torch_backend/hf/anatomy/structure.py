@@ -1,5 +1,6 @@
-"""What is where inside a model: the transformers model in its wrappers, that model's decoder, its own modules, and what
-shards or compiles them. Nothing here knows of packing.
+"""Locates the parts of a model: the transformers model in its wrappers, its decoder, and its own modules.
+
+Also finds what shards or compiles them. Nothing here knows of packing.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def own_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mo
 
 
 def sharding_inside(layer: nn.Module) -> str | None:
-    """What shards the parameters of a module call by call, if anything does."""
+    """Returns the name of what shards the parameters of a module call by call, None if nothing does."""
     for module in layer.modules():
         if isinstance(module, FSDPModule | FullyShardedDataParallel):
             return "FSDP"
@@ -91,5 +92,5 @@ def refuse_sharding_inside(root: nn.Module, per_document: Mapping[str, nn.Module
 
 
 def has_compiled_layers(decoder: nn.Module) -> bool:
-    """Whether modules inside were compiled on their own, ``layer.compile()``."""
+    """Returns whether modules inside were compiled on their own, ``layer.compile()``."""
     return any(module._compiled_call_impl is not None for module in decoder.modules())

@@ -1,4 +1,4 @@
-"""What a patch does around the head of a model that is no language model.
+"""Rearranges rows around the head of a model that is not a language model.
 
     the model's arguments -> begin -> a head for documents gets one document in each row; the rest waits
     its inner model       -> restore -> runs on the packed rows -> by_document -> hidden states, a document in each row
@@ -66,7 +66,7 @@ class HeadRows:
 
     @property
     def needs_lengths(self) -> bool:
-        """Whether the lengths of documents are needed on the host."""
+        """Returns whether the lengths of documents are needed on the host."""
         return self.head == "document" or self.pooler is not None
 
     def edits(self, current: Any) -> Iterator[Edit]:

@@ -50,7 +50,7 @@ class AttentionName:
 
     @property
     def in_force(self) -> bool:
-        """Whether the config still names the packed function."""
+        """Returns whether the config still names the packed function."""
         return bool(self.config._attn_implementation == PREFIX + self.over)
 
 

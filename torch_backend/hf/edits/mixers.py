@@ -87,7 +87,7 @@ def override_mask(layer: nn.Module) -> None:
 
 
 def why_not_on_the_row(layer: nn.Module) -> str | None:
-    """Why a layer runs per document, None if it runs on the row."""
+    """Explains why a layer runs per document, None if it runs on the row."""
     if has_own_forward(layer):
         return "somebody set a forward on this instance, which may do anything"
     found = row_forward(original_class(layer))
@@ -139,7 +139,7 @@ def _is_method(layer_class: type[nn.Module], name: str) -> bool:
 
 
 def _row_attributes(original: type[nn.Module]) -> dict[str, Any]:
-    """What a packed call reads of the layer's class: here, because a compiler would trace how it is found out."""
+    """Returns the class attributes that a packed call reads; found here because a compiler would trace the search."""
     found = row_forward(original)
     parameters = inspect.signature(original.forward).parameters.values()
     return {
@@ -169,7 +169,7 @@ def _mixer_forward(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwa
 
 
 def _why_not_now(layer: nn.Module, kwargs: dict[str, Any], dtype: torch.dtype) -> str | None:
-    """Why this call does not run on the row, None if it does."""
+    """Explains why this call does not run on the row, None if it does."""
     of_class = layer.__dict__
     if of_class[_ROW_FORWARD] is None or has_own_forward(layer):
         return "its forward may mix tokens" if torch.compiler.is_compiling() else why_not_on_the_row(layer)

@@ -76,7 +76,7 @@ def original_class(layer: nn.Module) -> type[nn.Module]:
 
 
 def has_own_forward(layer: nn.Module) -> bool:
-    """Whether somebody set a forward on the instance that hides its class's; accelerate's hooks do not count."""
+    """Returns whether the instance has a forward that hides its class's; accelerate's hooks do not count."""
     if _ACTIVE in layer.__dict__:
         return _OUTER in layer.__dict__
     own = layer.__dict__.get("_old_forward", layer.__dict__.get("forward"))
@@ -84,7 +84,7 @@ def has_own_forward(layer: nn.Module) -> bool:
 
 
 def is_reached(layer: nn.Module) -> bool:
-    """Whether calls of an overridden layer come to its override: nobody has set another forward on it since.
+    """Returns whether calls of an overridden layer reach its override, and no other forward was set since.
 
     Wrappers that say what they wrap (``functools.wraps``, accelerate's) leave the override in force.
     """
@@ -137,5 +137,5 @@ def _new(original: type[nn.Module], forward: Forward, prepare: Prepare) -> nn.Mo
 
 
 def _is_method_of(value: Any, owner: type) -> bool:
-    """Whether ``value`` is the class's own ``forward``, bound to an instance."""
+    """Returns whether ``value`` is the class's own ``forward``, bound to an instance."""
     return isinstance(value, MethodType) and value.__func__ is getattr(owner, "forward", None)

@@ -86,7 +86,7 @@ def _rotate(
 
 @cache
 def interleaving(original: Rotation) -> bool | None:
-    """Whether a modeling file's rotation pairs neighbouring channels (True) or halves (False); None: it does neither.
+    """Returns whether a modeling file's rotation pairs neighbours (True) or halves (False); None for neither.
 
     It is called with angles as the standard rotary modules make them, the R/2 angles of a token twice in a row, and
     heads wider than R.
@@ -136,7 +136,7 @@ def rounded_frequencies(model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def has_position_axes(config: Any) -> bool:
-    """Whether a decoder rotates by positions on several axes (M-RoPE), as its config says."""
+    """Returns whether a decoder rotates by positions on several axes (M-RoPE), as its config says."""
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     return "mrope_section" in rope
 

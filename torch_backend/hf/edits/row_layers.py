@@ -1,4 +1,4 @@
-"""What recurrent layers run on whole rows in place of code of their own.
+"""Forwards of recurrent layers on whole rows, in place of their own.
 
 First, layers that run there by our Triton scans alone, and on batches of documents without them. Their modeling files
 have no function that could mean another one: Mamba's passes its scan no segments, RG-LRU and lightning attention walk
@@ -88,7 +88,7 @@ def with_fast_norms(layer: nn.Module) -> Any:
 
 
 def _is_fast(norm: nn.Module) -> bool:
-    """Whether a module is a gated norm that the kernel serves, and nobody looks at or replaced its calls."""
+    """Returns whether a module is a gated norm that the kernel supports, without hooks or a replaced forward."""
     if original_class(norm).__name__ not in GATED_NORMS or has_own_forward(norm):
         return False
     hooked = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
@@ -118,7 +118,7 @@ FORWARDS: dict[str, Callable[..., Any]] = {
 
 
 def without_triton(layer: nn.Module, dtype: torch.dtype | None = None) -> str | None:
-    """Why the scan of a layer does not run on our kernels, None if it does or none of these is needed.
+    """Explains why our kernels do not run the scan of a layer, None if they do or the layer needs none.
 
     Args:
         layer: of any class.

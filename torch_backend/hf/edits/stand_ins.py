@@ -1,4 +1,4 @@
-"""What a mixer calls in a packed forward in place of the convolution and the scan of its modeling file.
+"""Replacements for the convolution and the scan of a mixer's modeling file in a packed forward.
 
 x and the segments, as the layer passes them on -> :func:`convolve`, :func:`scan` -> ``ops.conv``, ``ops.scan``.
 """

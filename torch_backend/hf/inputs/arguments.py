@@ -51,7 +51,7 @@ def as_keywords(
 
 
 def tokens_of(kwargs: Mapping[str, Any]) -> Tensor:
-    """What says how many rows and tokens a batch has: ``input_ids`` [B, S], or ``inputs_embeds`` [B, S, D].
+    """Returns the tensor that gives a batch's rows and tokens: ``input_ids`` [B, S] or ``inputs_embeds`` [B, S, D].
 
     Raises:
         LayoutError: there is neither, or it has another shape.
@@ -349,14 +349,14 @@ def refuse_without_carrier(module: Any, kwargs: Mapping[str, Any]) -> None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value cannot hold tensors."""
+    """Returns whether a value cannot hold tensors."""
     if isinstance(value, (list, tuple)):
         return all(_is_plain(item) for item in value)
     return value is None or isinstance(value, (bool, int, float, str))
 
 
 def _says_nothing_of_segments(mask: Any, positions: Tensor) -> bool:
-    """Whether who sees whom is left to positions: no mask, or one of padding."""
+    """Returns whether positions alone divide the row: there is no mask, or one of padding."""
     return mask is None or (isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] == positions.shape[-1])
 
 
@@ -386,5 +386,5 @@ def _counts_anew(positions: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _place(i: int, width: int, ahead: int = 0) -> str:
-    """Where the i-th element of a batch stands."""
+    """Describes the position of the i-th element of a batch."""
     return f"row {i // width}, token {i % width + ahead}"

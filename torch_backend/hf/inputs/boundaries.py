@@ -40,7 +40,7 @@ SPLIT_ROWS = "cannot be combined with packing, which needs whole documents: use 
 
 
 def is_packed(batch: Mapping[str, Any]) -> bool:
-    """Whether the batch carries its segments. The boundaries of continuous batching belong to its paged cache."""
+    """Returns whether a batch carries segments. The boundaries of continuous batching belong to its paged cache."""
     carries = any(batch.get(key) is not None for key in ("packed_lengths", "cu_seq_lens_q"))
     return carries and batch.get(PAGED_CACHE) is None
 
@@ -248,7 +248,7 @@ def _check_numbers(seq_idx: Tensor, ends: Sequence[int], *, row_length: int) -> 
 
 
 def _difference(one: Sequence[int], other: Sequence[int]) -> str:
-    """Where two lists of boundaries part."""
+    """Describes the first difference of two lists of boundaries."""
     pairs = enumerate(zip(one, other, strict=False))
     i = next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
     values = (f"{marks[i]:,}" if i < len(marks) else "nothing" for marks in (one, other))

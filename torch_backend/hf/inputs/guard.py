@@ -23,7 +23,7 @@ class Readback(Protocol):
     """A bool on its way from the device to the host."""
 
     def ready(self) -> bool:
-        """Whether the value has arrived; never waits."""
+        """Returns whether the value has arrived; never waits."""
         ...
 
     def value(self) -> bool:
@@ -55,17 +55,17 @@ class Pending:
 
 
 def on_host(x: Tensor) -> bool:
-    """Whether the values of ``x`` can be read without waiting for a device."""
+    """Returns whether the values of ``x`` can be read without waiting for a device."""
     return x.device.type == "cpu" and has_values(x)
 
 
 def has_values(x: Tensor) -> bool:
-    """Whether ``x`` holds values that can be read at all; a fake tensor has none."""
+    """Returns whether ``x`` holds values that can be read at all; a fake tensor has none."""
     return not (recording() or isinstance(x, FakeTensor) or x.device.type == "meta")
 
 
 def recording() -> bool:
-    """Whether operations are recorded for later, by ``torch.compile`` or a CUDA graph capture, instead of run."""
+    """Returns whether operations are being traced by ``torch.compile`` or captured in a CUDA graph, not run."""
     return torch.compiler.is_compiling() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 

@@ -1,4 +1,4 @@
-"""What stands for a cache in the output of a call that made none."""
+"""Placeholder for the cache in the output of a call that made none."""
 
 from __future__ import annotations
 

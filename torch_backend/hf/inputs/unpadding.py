@@ -116,7 +116,7 @@ def lengths_of(mask: Tensor) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Padded:
-    """Where the tokens of a padded batch [B, S] stand.
+    """Positions of the tokens of a padded batch [B, S].
 
     Attributes:
         shape: (B, S).
@@ -141,7 +141,7 @@ class Padded:
         return cls((mask.shape[0], mask.shape[1]), lengths, places)
 
     def per_token(self, x: Any) -> bool:
-        """Whether an argument has a value per token: [B, S, ...] or [1, S, ...], or positions on axes, [3, B, S]."""
+        """Returns whether an argument has a value per token: [B, S, ...], [1, S, ...] or 3-axis positions [3, B, S]."""
         if not isinstance(x, Tensor) or x.ndim < 2:
             return False
         forms = [x.shape[:2], x.shape[1:]] if x.ndim == 3 else [x.shape[:2]]
@@ -188,7 +188,7 @@ class Padded:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the caller of a padded call that runs packed expects of its output.
+    """Form of the output that the caller of a padded call expects from the packed one.
 
     Attributes:
         padded: where its tokens stand.
@@ -204,7 +204,7 @@ class Expected:
 
 
 class Unpadding:
-    """What the entry of one patched model does around its padded calls.
+    """Unpads the calls of one patched model at its entry.
 
     Attributes:
         always: every padded call runs packed, not only those that ask for it.
@@ -263,13 +263,13 @@ class Unpadding:
 
 
 def _option(root: Any, kwargs: Mapping[str, Any], name: str, default: bool) -> bool:
-    """What a call asks for: by its own argument, else by the model's config."""
+    """Returns an option of a call: its own argument, else the model's config."""
     given = kwargs.get(name)
     return bool(getattr(root.config, name, default) if given is None else given)
 
 
 def _needs_padding(state: Patched, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call asks for what a packed row does not have, so that it runs padded as before."""
+    """Returns whether a call asks for outputs that a packed row does not have, so that it runs padded as before."""
     if any(kwargs.get(name) is not None for name in CACHES) or kwargs.get("use_cache"):
         return True
     if _option(state.root, kwargs, "output_attentions", False) or isinstance(kwargs.get("logits_to_keep"), Tensor):
@@ -284,7 +284,7 @@ def _needs_padding(state: Patched, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _caches(root: Any, state: Patched, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a padded call would have made a cache without being asked for one."""
+    """Returns whether a padded call would have made a cache without being asked for one."""
     wanted = kwargs.get("use_cache") is None and getattr(root.config.get_text_config(), "use_cache", False)
     return bool(wanted) and not is_encoder(root.config, state.anatomy.head)
 

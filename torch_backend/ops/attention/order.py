@@ -60,7 +60,7 @@ def order(request: AttentionRequest, load: Callable[[str], Implementation]) -> t
 
 
 def last_resort(implementation: Implementation, request: AttentionRequest) -> str | None:
-    """Why ``implementation`` is tried after all others that serve ``request``, as a clause; None if it is not."""
+    """Explains why ``implementation`` is tried after all others that support ``request``, as a clause; else None."""
     reason = getattr(implementation, "last_resort", None)
     return None if reason is None else reason(request)
 

@@ -50,7 +50,7 @@ class Probed:
         return made
 
     def refuses(self, request: AttentionRequest) -> str | None:
-        """Why the request cannot be served, as far as its numbers tell; None if they do not speak against it."""
+        """Explains why the request cannot run, judged by its numbers alone; None if they allow it."""
         raise NotImplementedError
 
     def supports(self, request: AttentionRequest) -> str | None:

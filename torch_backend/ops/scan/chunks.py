@@ -68,7 +68,7 @@ _GROUP = 16  # heads of v that share a head of k and whose gradients of it one p
 
 
 def unsupported(v: Tensor, width: int, value_width: int) -> str | None:
-    """Why the kernels do not serve values like v, with heads of ``width`` of k and ``value_width`` of v, or None."""
+    """Explains why the kernels do not support values like v, with heads of ``width`` and ``value_width``; or None."""
     if not runs_triton(v):
         return f"runs on a GPU in bfloat16, float16 and float32, not on {v.device.type} in {v.dtype}"
     for each in (width, value_width):

@@ -32,7 +32,7 @@ DELTA, KIMI, LINEAR, SELECTIVE = "gated delta rule", "Kimi delta rule", "linear 
 
 
 def refused(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Why the kernels do not serve a call of the function ``name``, None if they do."""
+    """Explains why the kernels do not run a call of the function ``name``, None if they do."""
     found = operands(name, args, kwargs)
     if found is None:
         return "it has no kernel"
@@ -47,7 +47,7 @@ def operands(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
 
 
 def refused_kind(kind: str, like: Tensor, width: int, value_width: int) -> str | None:
-    """Why the kernels do not run a kind of scan, None if they do.
+    """Explains why the kernels do not run a kind of scan, None if they do.
 
     Args:
         kind: one of the four.

@@ -82,7 +82,7 @@ def parameters(function: Scan) -> tuple[str, ...]:
 
 @cache
 def refused(request: ScanRequest, way: Way, limits: str | None = None) -> str | None:
-    """Why the request's library does not serve it in this way, None if it does. The first answer is kept.
+    """Explains why the request's library does not run it in this way, None if it does. The first answer is kept.
 
     Args:
         request: of the call.

@@ -26,7 +26,7 @@ _LISTED = "_flash_qla_prepared_varlen"  # where on the boundaries its prepare_va
 
 
 def unsupported(packed: PackedMetadata, q: Tensor, v: Tensor) -> str | None:
-    """Why it does not serve such heads on such a row, None if it may: its kernels take minutes to compile."""
+    """Explains why such heads are not supported on such a row, else None: its kernels take minutes to compile."""
     if q.shape[-1] != WIDTH or v.shape[-1] != WIDTH:
         return f"it takes heads of {WIDTH} channels, not of {q.shape[-1]} and {v.shape[-1]}"
     if v.dtype not in DTYPES:

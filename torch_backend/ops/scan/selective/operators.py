@@ -42,7 +42,7 @@ WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)  # of states, that tiles take
 
 
 def unsupported(u: Tensor, n: int) -> str | None:
-    """Why the kernels do not serve u [T, E] with states of n numbers, None if they do."""
+    """Explains why the kernels do not run u [T, E] with states of n numbers, None if they do."""
     if not runs_triton(u):
         return f"runs on a GPU in bfloat16, float16 and float32, not on {u.device.type} in {u.dtype}"
     return None if n in WIDTHS else f"takes states of {', '.join(map(str, WIDTHS))} numbers, not {n}"
