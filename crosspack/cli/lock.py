@@ -12,6 +12,7 @@ import os
 import socket
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -118,12 +119,12 @@ def _take_over(path: Path, temporary: str) -> None:
         return
     holder = _holder(text)
     if holder is None:
-        who, gone = "another process is about to write there", silent > SILENT
+        who, dead, beats = "another process is about to write there", False, True
     else:
         who = f"process {holder['pid']} on {holder['host']} has been writing there since {holder['since']}"
         here = holder["host"] == socket.gethostname() and holder.get("processes", _namespace()) == _namespace()
-        gone = (here and not _runs(int(holder["pid"]))) or ("token" in holder and silent > SILENT)
-    if not gone:
+        dead, beats = here and not _runs(int(holder["pid"])), "token" in holder
+    if not dead and not (beats and _is_over(silent) and _is_still(path)):
         raise PackingError(
             f"--output {path.parent}: {who}: wait for it, or pass another folder; if it no longer runs, remove {path}"
         )
@@ -153,6 +154,20 @@ def _silence(path: Path, temporary: str) -> float:
         return probe.stat().st_mtime - path.stat().st_mtime
     finally:
         probe.unlink()
+
+
+def _is_over(silent: float) -> bool:
+    """Returns whether a lock is silent for too long, or its last sign of life lies ahead: the clock may have been set."""
+    return silent > SILENT or silent < -BEAT
+
+
+def _is_still(path: Path) -> bool:
+    """Returns whether a lock shows no sign of life while it is watched, or is gone."""
+    with suppress(FileNotFoundError):
+        before = path.stat().st_mtime_ns
+        time.sleep(2 * BEAT)
+        return path.stat().st_mtime_ns == before
+    return True
 
 
 def _namespace() -> str:

@@ -209,6 +209,10 @@ def writing(
         if isinstance(named, str) and not Path(named).absolute().is_relative_to(folder.absolute()):
             raise PackingError(f"{named}: {error.strerror}") from error
         raise PackingError(f"--output {folder}: {_reason(error)}") from error
+    except Exception as error:
+        if type(error).__name__ != "SafetensorError" or "I/O error" not in str(error):
+            raise
+        raise PackingError(f"--output {folder}: {first_line(error)}: pass a folder that can be written") from error
 
 
 def _written(

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from crosspack.cli.console import OUT
+from crosspack.cli.console import OUT, warn
 from crosspack.cli.listing import digest
 from crosspack.cli.options import Engine, Source, check_data
 from crosspack.cli.outputs import PART, Output, writing
@@ -121,6 +121,9 @@ def open_job(given: PackOptions, part: Part) -> Job:
     source.encoder.carried = given.keep
     source.encoder.limit(given.max_record)
     OUT.print(source.describe(), highlight=False)
+    if isinstance(records, Mixed):
+        for name, share in records.left_over().items():
+            warn(f"about {share:.0%} of {name} is not read: by the weights another data set ends first")
     size = records.size()
     rules = Rules(
         given.capacity,

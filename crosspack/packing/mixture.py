@@ -78,6 +78,12 @@ class Mixed(Records):
         """Bytes of all files."""
         return sum(records.size() for records, _ in self.sources)
 
+    def left_over(self) -> dict[str, float]:
+        """Data set -> about which share of it is not read, because another one ends before it."""
+        end = min(records.size() / weight for records, weight in self.sources)
+        shares = {records.name: 1 - end * weight / records.size() for records, weight in self.sources}
+        return {name: share for name, share in shares.items() if share >= 0.01}
+
     def state(self) -> list[Any]:
         """Returns a value that changes when the files or the weights do."""
         return [[records.state(), weight] for records, weight in self.sources]

@@ -13,6 +13,7 @@ from packing_core.errors import PackingError
 from packing_core.extras import require
 
 _ROWS = 64  # that become Python objects at once
+_BUFFER = 1 << 20  # bytes that are read ahead of each column; without it a row group of any size would be read at once
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,8 @@ def _opened(group: Group, stack: ExitStack) -> Iterator[Any]:
 
 def _parquet(origin: File) -> Any:
     parquet = require("pyarrow.parquet", extra="hf")
-    return parquet.ParquetFile(origin.open() if origin.compression or is_url(origin.path) else origin.path)
+    source = origin.open() if origin.compression or is_url(origin.path) else origin.path
+    return parquet.ParquetFile(source, buffer_size=_BUFFER, pre_buffer=False)
 
 
 def _arrow_source(origin: File) -> Any:

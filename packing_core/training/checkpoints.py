@@ -36,15 +36,20 @@ def save_checkpoint(job: TrainJob, records: list[StepRecord], write: Callable[[P
     _remove_unfinished(home)
     partial = home / f"{PARTIAL}{uuid4().hex}"
     partial.mkdir()
-    write(partial)
-    written = [path for path in partial.rglob("*") if path.is_file()]
-    files = {
-        path.relative_to(partial).as_posix(): {"size": path.stat().st_size, "sha256": sha256(path)} for path in written
-    }
-    recorded = [asdict(record) for record in records]
-    state = {"identity": job.identity(len(records)), "records": recorded, "files": files}
-    (partial / STATE).write_text(json.dumps(state))
-    sync_tree(partial)
+    try:
+        write(partial)
+        written = [path for path in partial.rglob("*") if path.is_file()]
+        files = {
+            path.relative_to(partial).as_posix(): {"size": path.stat().st_size, "sha256": sha256(path)}
+            for path in written
+        }
+        recorded = [asdict(record) for record in records]
+        state = {"identity": job.identity(len(records)), "records": recorded, "files": files}
+        (partial / STATE).write_text(json.dumps(state))
+        sync_tree(partial)
+    except BaseException:
+        shutil.rmtree(partial)  # the disk may be full of it
+        raise
     older = _finished(home)
     target = home / f"step-{len(records):08d}"
     if target in older:  # of a run that this one overwrites

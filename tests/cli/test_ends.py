@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from crosspack.cli import app
+from crosspack.cli.outputs import writing
 from crosspack.encoding.text import Encoder, Policy
 from crosspack.encoding.tokenizer import load_tokenizer
 from crosspack.packing.workers import Failed, Processes
@@ -172,3 +174,24 @@ def test_half_written_weights_are_one_line_that_names_them(command, share, small
     weights.write_bytes(whole[: int(share * len(whole))])
     said = crosspack(command, "--model", tmp_path / "model", "--data", small[4], code=2)
     assert str(tmp_path / "model") in said.replace("\n", ""), said
+
+
+@pytest.mark.parametrize(("more", "room"), [((), 60), (("--save-every", 1), 200)], ids=["model", "checkpoint"])
+def test_a_disk_that_fills_up_is_one_line_and_the_run_can_be_repeated(small, tmp_path, more, room):
+    """No file may grow beyond the limit: of the model, or of the optimizer's state in a checkpoint."""
+    train = [*small, "--steps", 2, "--output", tmp_path / "out", *more]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room << 10, limits[1]))
+    try:
+        said = crosspack(*train, code=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert f"--output {tmp_path / 'out'}: " in said and "File too large" in said
+    assert not list((tmp_path / "out").rglob("*.safetensors"))
+    crosspack(*train)
+
+
+def test_a_second_training_in_one_folder_is_refused(small, tmp_path):
+    with writing(tmp_path / "out", "crosspack.json"):
+        said = crosspack(*small, "--steps", 1, "--output", tmp_path / "out", code=2)
+    assert f"process {os.getpid()} on " in said and "has been writing there" in said

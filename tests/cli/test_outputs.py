@@ -8,6 +8,7 @@ import resource
 import socket
 import sys
 import tempfile
+import threading
 import time
 from hashlib import sha256
 from uuid import uuid4
@@ -220,12 +221,14 @@ OTHERS = {"token": "t", "pid": 1, "host": "elsewhere", "processes": "", "since":
 
 
 @pytest.mark.parametrize("holder", ["", json.dumps(OTHERS), json.dumps({**OTHERS, "host": socket.gethostname()})])
-def test_a_lock_without_a_sign_of_life_is_taken_over(tmp_path, holder):
+@pytest.mark.parametrize("seconds", [61, -3600], ids=["silent", "clock set back"])
+def test_a_lock_without_a_sign_of_life_is_taken_over(tmp_path, holder, seconds, monkeypatch):
     """Covers a full disk, another machine, and another container of this host name, whose process 1 is not ours."""
     (tmp_path / LOCK).write_text(holder)
     with pytest.raises(PackingError, match="if it no longer runs"):
         run(tmp_path, {})
-    silent(tmp_path / LOCK, 61)
+    silent(tmp_path / LOCK, seconds)
+    monkeypatch.setattr(lock, "BEAT", 0.02)
     run(tmp_path, {"train-0": "a"})
     assert held(tmp_path) == {"manifest.json": "{}", "train-0": "a"}
 
@@ -247,6 +250,18 @@ def test_a_writer_shows_signs_of_life_and_notices_that_it_was_taken_over(tmp_pat
         with pytest.raises(PackingError, match="another process took the folder over"):
             output.publish()
     assert (tmp_path / LOCK).read_text() == "another's"
+
+
+@pytest.mark.parametrize("seconds", [61, -3600], ids=["set ahead", "set back"])
+def test_a_clock_that_is_set_takes_no_lock_from_a_process_that_lives(tmp_path, monkeypatch, seconds):
+    (tmp_path / LOCK).write_text(json.dumps(OTHERS))
+    silent(tmp_path / LOCK, seconds)
+    monkeypatch.setattr(lock, "BEAT", 0.2)
+    beat = threading.Timer(0.1, os.utime, [tmp_path / LOCK])
+    beat.start()
+    with pytest.raises(PackingError, match="has been writing there"):
+        run(tmp_path, {})
+    beat.join()
 
 
 def test_a_lock_that_is_a_link_is_refused(tmp_path):

@@ -391,10 +391,13 @@ def test_data_sets_are_mixed_by_weight_in_every_unit(corpus, tmp_path):
         path.write_text("".join(json.dumps({"text": f"fox {i % 9} dog", "from": path.stem}) + "\n" for i in range(n)))
     data = ("--data", f"{paths[0]}:3", "--data", f"{paths[1]}:1", "--tokenizer", corpus[1], "--keep", "from")
     more = ("--capacity", 64, "--block-size", 4000)
-    pack(*data, *more, "--output", tmp_path / "out", "--workers", 1)
+    assert "is not read" not in pack(*data, *more, "--output", tmp_path / "out", "--workers", 1)
     with processes.limited():
         pack(*data, *more, "--output", tmp_path / "two", "--workers", 2)
     assert result(tmp_path / "two") == result(tmp_path / "out")
+    halves = ("--data", f"{paths[0]}:1", "--data", f"{paths[1]}:1", *data[4:])
+    said = CliRunner(env={"NO_COLOR": "1"}).invoke(app, list(map(str, ["pack", *halves, "--output", tmp_path / "1"])))
+    assert f"about 67% of {paths[0]} is not read" in " ".join(said.stderr.split()), said.stderr
     origins = [origin for row in rows_of(tmp_path / "out") for origin in row["from"]]
     assert len(origins) > 1100 and abs(origins.count("a") / len(origins) - 0.75) < 0.01
     first = [origin for row in rows_of(tmp_path / "out")[:8] for origin in row["from"]]

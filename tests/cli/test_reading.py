@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import crosspack
 from crosspack.reading import records
-from crosspack.reading.files import File
+from crosspack.reading.files import File, Unchanged
 from crosspack.reading.records import read_pieces
 from packing_core.errors import PackingError
 
@@ -212,3 +213,24 @@ def test_a_compressed_file_that_ends_early_is_one_line(tmp_path, name):
     (tmp_path / name).write_bytes(FILES[name](RECORDS)[:-9])
     with pytest.raises(PackingError, match=rf"^{tmp_path}/{name}: [^\n]+$"):
         list(crosspack.read(tmp_path / name))
+
+
+def test_a_file_behind_a_url_that_changes_is_refused_by_its_name(memory):
+    memory.pipe("/bucket/data.jsonl", jsonl(RECORDS))
+    files = Unchanged([File("memory://bucket/data.jsonl")])
+    files.check()
+    memory.pipe("/bucket/data.jsonl", jsonl(RECORDS[::-1]))  # of the same size
+    with pytest.raises(PackingError, match=r"memory://bucket/data\.jsonl changed while it was read"):
+        files.check()
+    memory.rm("/bucket/data.jsonl")
+    with pytest.raises(PackingError, match=r"memory://bucket/data\.jsonl"):
+        files.check()
+
+
+def test_a_large_row_group_is_read_a_piece_at_a_time(tmp_path):
+    noise = np.random.default_rng(0).integers(97, 123, 24 << 20, dtype=np.uint8).tobytes().decode()
+    texts = [noise[begin : begin + 4096] for begin in range(0, len(noise), 4096)]
+    pq.write_table(pa.table({"text": texts}), tmp_path / "data.parquet", row_group_size=len(texts))
+    before = pa.total_allocated_bytes()
+    most = max(pa.total_allocated_bytes() - before for _ in crosspack.read(tmp_path / "data.parquet"))
+    assert most < 12 << 20
