@@ -27,7 +27,7 @@ from benchmarks.jax_rows import GATE, GROUPS, SETS, TOY, Row, make_row, request_
 from jax_backend import find_segments
 from jax_backend.attention.pallas_backward import grad_keys, grad_queries
 from jax_backend.attention.pallas_forward import forward
-from jax_backend.attention.pallas_tiles import Tiles, heaviest_first, tiles_for
+from jax_backend.attention.pallas_tiles import Tile, heaviest_first, tiles_for
 from jax_backend.segments import seeing_queries, visible_keys
 
 CANDIDATES = {
@@ -50,7 +50,7 @@ def operands(row: Row) -> dict[str, tuple[Any, ...]]:
     return {"forward": (row.q, row.k, row.v, keys), "dq": (*both, keys), "dkv": (*both, queries)}
 
 
-def compiled(kernel: str, row: Row, tiles: Tiles, arguments: tuple[Any, ...]) -> Callable[[], Any] | str:
+def compiled(kernel: str, row: Row, tiles: Tile, arguments: tuple[Any, ...]) -> Callable[[], Any] | str:
     """The kernel as a call without arguments, or why this tile does not compile."""
     kernels: dict[str, Callable[..., Any]] = {"forward": forward, "dq": grad_queries, "dkv": grad_keys}
     request = request_of(row)
@@ -81,12 +81,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sets = TOY if options.toy else {name: SETS[name] for name in options.sets or GROUPS["attention"]}
     shape = {"heads": options.heads[0], "kv_heads": options.heads[1], "width": options.width}
     rows = {name: make_row(x if options.toy else replace(x, **shape)) for name, x in sets.items()}
-    jobs: list[tuple[str, str, Tiles, tuple[Any, ...]]] = []
+    jobs: list[tuple[str, str, Tile, tuple[Any, ...]]] = []
     for name, row in rows.items():
         chosen = tiles_for(request_of(row))
         for kernel, given in operands(row).items():
             own = getattr(chosen, kernel)
-            others = [Tiles(*map(int, text.split(","))) for text in getattr(options, kernel)]
+            others = [Tile(*map(int, text.split(","))) for text in getattr(options, kernel)]
             jobs += [(name, kernel, tiles, given) for tiles in dict.fromkeys([own, *others])]
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         calls = list(pool.map(lambda job: compiled(job[1], rows[job[0]], *job[2:]), jobs))

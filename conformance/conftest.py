@@ -78,7 +78,7 @@ def pytest_configure(config: pytest.Config) -> None:
     compiled = config.cache.mkdir("compiled") if config.pluginmanager.hasplugin("cacheprovider") else None
     for name, value in sharing.environment(compiled).items():  # for the backends, and for workers
         os.environ.setdefault(name, value)
-    config.pluginmanager.register(Run(config), "conformance-run")
+    config.pluginmanager.register(RunRecorder(config), "conformance-run")
     unknown = sorted(set(config.getoption("requirement")) - set(requirements()))
     if unknown:
         raise pytest.UsageError(f"SPEC.md has no requirement {', '.join(unknown)}")
@@ -200,7 +200,7 @@ def _explained(item: Any, error: BaseException | None, trace: Any) -> str:
 # -- the whole run ---------------------------------------------------------------------------------------------------
 
 
-class Run:
+class RunRecorder:
     """Gathers the records of a run, in the process that controls it, and says at the end what they amount to."""
 
     def __init__(self, config: pytest.Config) -> None:

@@ -1,7 +1,7 @@
 """``audit(model)``: measures whether documents that are packed together see each other, with the model's own attention.
 
 Random documents -> packed rows, and the same documents one a row -> logits and gradients of both -> the probe: packed
-rows in which every second document is replaced, under a loss of the others alone -> a :class:`Verdict`.
+rows in which every second document is replaced, under a loss of the others alone -> a :class:`AuditReport`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ROW = sum(_CHUNKS)
 
 
 @dataclass(frozen=True)
-class Verdict:
+class AuditReport:
     """Differences are max error / max |reference|.
 
     Attributes:
@@ -82,7 +82,7 @@ def audit(
     window: int | None = None,
     dtype: Any = None,
     seed: int = 0,
-) -> Verdict:
+) -> AuditReport:
     """Measure contamination of ``model`` on random documents that straddle its windows and chunks of 64 to 256 tokens.
 
     >>> audit(decoder)  # doctest: +SKIP
@@ -127,7 +127,7 @@ def audit(
     moved = {source for source, logits in after_logits.items() if not np.array_equal(logits, before_logits[source])}
     gradients, allowed_gradients = _worst(packed_grads, alone_grads, rounded_grads)
     largest = _largest(before_grads)
-    return Verdict(
+    return AuditReport(
         logits=max(_relative(packed_logits[s], alone_logits[s]) for s in alone_logits),
         gradients=gradients,
         allowed_logits=_ROUNDINGS * noise_logits + _FLOOR,

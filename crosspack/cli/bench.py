@@ -18,7 +18,7 @@ from rich.table import Table
 from crosspack.cli import options
 from crosspack.cli.console import OUT, figures
 from crosspack.cli.models import SMALL_LLAMA, check_name, model_source, special_tokens
-from crosspack.cli.options import Source, check_data
+from crosspack.cli.options import EncodedRecords, check_data
 from crosspack.cli.progress import counted
 from crosspack.cli.tables import lengths_table
 from crosspack.cli.train import warn_if_busy
@@ -59,7 +59,7 @@ def bench(
     check_name("--tokenizer", tokenizer)
     check_data(data, split, tokenizer or folder)
     race: Race = loaded(entry, extra=backend)
-    source = Source.open(
+    source = EncodedRecords.open(
         data, split, tokenizer or folder, Policy(loss, None, None), trust_remote_code=trust_remote_code
     )
     if model is None:

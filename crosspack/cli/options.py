@@ -68,7 +68,7 @@ VOCABULARY = 2048  # entries of the byte-level BPE that is trained when no token
 
 
 @dataclass(frozen=True)
-class Source:
+class EncodedRecords:
     """Records and the encoder that turns them into documents; ``tokenizer`` is what tables and manifests call it."""
 
     records: Records
@@ -91,12 +91,14 @@ class Source:
         policy: Policy,
         *,
         trust_remote_code: bool = False,
-    ) -> Source:
+    ) -> EncodedRecords:
         """Open the data and load the tokenizer, or train one on the data when none is named.
 
         The names and the first record are checked before a library is imported.
         """
-        return Source.of(check_data(data, split, tokenizer), tokenizer, policy, trust_remote_code=trust_remote_code)
+        return EncodedRecords.of(
+            check_data(data, split, tokenizer), tokenizer, policy, trust_remote_code=trust_remote_code
+        )
 
     @staticmethod
     def of(
@@ -106,15 +108,17 @@ class Source:
         *,
         trust_remote_code: bool = False,
         lenient: bool = False,
-    ) -> Source:
+    ) -> EncodedRecords:
         """The same of records that are open; ``lenient`` trains a tokenizer on the records that can be used."""
         if tokenizer is not None:
             loaded = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
-            return Source(records, Encoder(loaded, policy), Path(tokenizer).name)
+            return EncodedRecords(records, Encoder(loaded, policy), Path(tokenizer).name)
         read = counted(OUT, "records read for the tokenizer", usable(records, policy) if lenient else records)
         texts = plain_texts(read, policy.fields)
         trained = train_tokenizer(texts, VOCABULARY)
-        return Source(records, Encoder(trained, policy), f"byte-level BPE of the data, {len(trained):,} entries")
+        return EncodedRecords(
+            records, Encoder(trained, policy), f"byte-level BPE of the data, {len(trained):,} entries"
+        )
 
     def documents(self, capacity: int, overflow: str) -> Iterator[Document]:
         """The documents; one longer than the capacity is an error that names its place if ``overflow`` is ``error``.

@@ -14,7 +14,7 @@ from typing import Any
 
 from crosspack.cli.console import OUT, warn
 from crosspack.cli.listing import digest
-from crosspack.cli.options import Engine, Source, check_data
+from crosspack.cli.options import EncodedRecords, Engine, check_data
 from crosspack.cli.outputs import PART, Output, writing
 from crosspack.cli.packprogress import PackProgress
 from crosspack.encoding.text import Encoder, Policy
@@ -111,7 +111,7 @@ def open_job(given: PackOptions, part: Part) -> Job:
         lenient=given.on_error != "stop",
     )
     inputs = Unchanged(records.all_files())
-    source = Source.of(
+    source = EncodedRecords.of(
         records,
         given.tokenizer,
         given.policy,

@@ -20,7 +20,7 @@ from crosspack.cli.console import OUT, figures
 from crosspack.cli.figures import report_figure
 from crosspack.cli.findings import SHAPES, UTILISATION, by_policy, by_rank, by_strategy, histogram, hours
 from crosspack.cli.models import check_name
-from crosspack.cli.options import Source, check_data
+from crosspack.cli.options import EncodedRecords, check_data
 from crosspack.cli.page import page
 from crosspack.cli.progress import counted
 from crosspack.cli.tables import composition_table, computed_tokens, lengths_table, savings_table
@@ -188,7 +188,7 @@ class _Tokenised:
 class _Encoded:
     """Data that is tokenised."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: EncodedRecords) -> None:
         self.name, self.tokenizer = source.records.name, source.tokenizer
         self.describe, self.documents = source.describe, source.documents
 
@@ -200,7 +200,7 @@ def _open(
     first = next(iter(records))
     if tokenizer is None and kind_of(canonical(first, first.where, ()), first.where) == "input_ids":
         return _Tokenised(records)
-    return _Encoded(Source.open(data, split, tokenizer, policy, **options))
+    return _Encoded(EncodedRecords.open(data, split, tokenizer, policy, **options))
 
 
 def _histogram(values: NDArray[Any]) -> dict[str, Any]:

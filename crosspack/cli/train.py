@@ -24,7 +24,7 @@ from crosspack.cli.console import OUT, figures, warn
 from crosspack.cli.figures import compare_figure
 from crosspack.cli.listing import digest
 from crosspack.cli.models import SMALL_LLAMA, check_name, model_source, special_tokens
-from crosspack.cli.options import Source, check_data
+from crosspack.cli.options import EncodedRecords, check_data
 from crosspack.cli.outputs import writing
 from crosspack.cli.progress import TrainProgress, counted
 from crosspack.cli.reporting import Service, check_service, reporting, scalars
@@ -170,7 +170,7 @@ def train(
     leads = launch.rank() == 0
     OUT.quiet = OUT.quiet or not leads
 
-    source = Source.open(
+    source = EncodedRecords.open(
         data, split, tokenizer or model_folder, Policy(loss, bos, eos), trust_remote_code=trust_remote_code
     )
     encoder = source.encoder
@@ -274,7 +274,7 @@ def _state(model: str | dict[str, Any] | None) -> Any:
     return [File(str(path)).state() for path in sorted(Path(model).iterdir()) if path.is_file()]
 
 
-def _evaluation(source: Source, capacity: int, overflow: Overflow, pad_id: int) -> Schedule:
+def _evaluation(source: EncodedRecords, capacity: int, overflow: Overflow, pad_id: int) -> Schedule:
     """The documents to evaluate on, packed; with as many rows at once as there are processes."""
     corpus = Corpus.collect(source.documents(capacity, overflow), option="--eval-data")
     rows = make_plan(corpus.documents.lengths, capacity, overflow=overflow)

@@ -25,7 +25,7 @@ _PIECES, _SMALLEST, _LARGEST = 64, 1 << 8, 1 << 20
 
 
 @dataclass(frozen=True)
-class Mixture:
+class MixedStretch:
     """A stretch of records of several data sets, with their weights, which add up to 1."""
 
     sources: tuple[tuple[Records, float], ...]
@@ -58,11 +58,11 @@ class Mixed(Records):
 
     def stretches(self, size: int | None) -> Iterator[Stretch]:
         """Yields one, of all data sets."""
-        yield Mixture(self.sources)
+        yield MixedStretch(self.sources)
 
     def items(self) -> Iterator[Item]:
         """Yields the records, as :meth:`Records.items` does."""
-        for piece in read_pieces(Mixture(self.sources), self.grain):
+        for piece in read_pieces(MixedStretch(self.sources), self.grain):
             yield from piece.items
 
     @property

@@ -34,9 +34,9 @@ from crosspack.packing.unit import (
 from crosspack.packing.workers import Failed, Finished, Pool
 from crosspack.packing.writers import Format, Written, write_file
 from crosspack.reading.files import Unchanged, is_url
-from crosspack.reading.lines import Document, Range
+from crosspack.reading.lines import Range, SingleRecordFile
 from crosspack.reading.places import Stretch
-from crosspack.reading.records import Listed, dealt, read_pieces
+from crosspack.reading.records import FilelessRecords, dealt, read_pieces
 from crosspack.reading.tables import Group
 from packing_core.errors import PackingError
 from packing_core.training.files import sync
@@ -44,7 +44,7 @@ from packing_core.training.files import sync
 PACKED_TOGETHER = 1 << 22  # tokens of leftovers, or 64 rows
 
 
-class Pieces(NamedTuple):
+class PieceJob(NamedTuple):
     """A job: pieces ``start``, ``start + step``, ... of a stretch, without those that are done."""
 
     number: int
@@ -77,7 +77,7 @@ class Worker:
     units: Path
     result: Path
 
-    def __call__(self, job: Pieces | FileJob) -> Iterator[Outcome | Written]:
+    def __call__(self, job: PieceJob | FileJob) -> Iterator[Outcome | Written]:
         if isinstance(job, FileJob):
             written = write_file(self.result, job.number, self.form, self._rows(job))
             for name in (written.name, *written.beside):
@@ -177,20 +177,22 @@ class Run:
         self.outcomes[outcome.key] = outcome
         self.totals.add(outcome)
 
-    def jobs(self, workers: int) -> Iterator[Pieces]:
+    def jobs(self, workers: int) -> Iterator[PieceJob]:
         """The units that are not made yet, in order. How they are dealt to jobs does not change what they are."""
         done: dict[int, set[int]] = {}
         for key in self.outcomes:
             done.setdefault(key.stretch, set()).add(key.piece)
         for number, stretch, start, stride in dealt(self.stretches, *self.part):
             finished = frozenset(done.get(number, ()))
-            single = isinstance(stretch, Range | Document)
+            single = isinstance(stretch, Range | SingleRecordFile)
             if single and finished:
                 continue
-            several = not (single or isinstance(stretch, Listed)) and not _small(stretch, self.worker.rules.size)
+            several = not (single or isinstance(stretch, FilelessRecords)) and not _small(
+                stretch, self.worker.rules.size
+            )
             share = workers if several and len(self.stretches) < 4 * workers else 1
             for each in range(share):
-                yield Pieces(number, stretch, start + stride * each, stride * share, finished)
+                yield PieceJob(number, stretch, start + stride * each, stride * share, finished)
 
     def make_units(self, pool: Pool, workers: int) -> None:
         """Make all units of this part.

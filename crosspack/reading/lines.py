@@ -184,7 +184,7 @@ def _why_not_json(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Document:
+class SingleRecordFile:
     """A text file that is one record."""
 
     origin: File
@@ -214,10 +214,10 @@ class Document:
         yield Piece(0, iter([item]), len(data))
 
 
-def line_stretches(file: File, size: int | None, sample_by: SampleBy) -> Iterator[Range | Whole | Document]:
+def line_stretches(file: File, size: int | None, sample_by: SampleBy) -> Iterator[Range | Whole | SingleRecordFile]:
     """The stretches of a file of lines; of a plain one those of ``size`` bytes, or one if ``size`` is None."""
     if file.suffix == ".txt" and sample_by == "document":
-        yield Document(file)
+        yield SingleRecordFile(file)
     elif file.compression:
         yield Whole(file)
     elif size is None:

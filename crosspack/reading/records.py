@@ -18,7 +18,7 @@ from crosspack.reading.corpus import standard_library_records
 from crosspack.reading.csvfiles import DELIMITERS, Csv
 from crosspack.reading.files import MAX_RECORD, File, is_url, remote
 from crosspack.reading.folders import FORMATS, files_of_split
-from crosspack.reading.lines import Document, Range, SampleBy, line_stretches
+from crosspack.reading.lines import Range, SampleBy, SingleRecordFile, line_stretches
 from crosspack.reading.objects import Json, grouped
 from crosspack.reading.places import Item, Piece, Place, Row, Stretch, row_or_bad, strictly
 from crosspack.reading.tables import table_stretches
@@ -97,7 +97,7 @@ class Records:
             PackingError: a file cannot be read.
         """
         if self.listed is not None:
-            yield Listed(self.name, self.listed)
+            yield FilelessRecords(self.name, self.listed)
         for file in self.files:
             with _in_one_line(file.path):
                 yield from _stretches_of(file, size, self.columns, self.sample_by)
@@ -116,7 +116,7 @@ class Records:
 
 
 @dataclass(frozen=True)
-class Listed:
+class FilelessRecords:
     """Records that come from no file: of a hub data set, or the built-in ones."""
 
     file: str
@@ -183,7 +183,7 @@ def dealt(stretches: Sequence[Stretch], index: int, count: int) -> Iterator[tupl
     few = len(stretches) < 4 * count
     for number, stretch in enumerate(stretches):
         start = (index - number) % count
-        if few and not isinstance(stretch, Range | Document):  # which are one piece
+        if few and not isinstance(stretch, Range | SingleRecordFile):  # which are one piece
             yield number, stretch, start, count
         elif not start:
             yield number, stretch, 0, 1

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jax_backend.attention.pallas_tiles import (
-    Tiles,
+    Tile,
     base2_logits,
     dot,
     exp2,
@@ -48,7 +48,7 @@ def grad_queries(
     delta: jax.Array,
     keys: Interval,
     request: Request,
-    tiles: Tiles,
+    tiles: Tile,
     *,
     interpret: bool,
 ) -> jax.Array:
@@ -94,7 +94,7 @@ def grad_keys(
     queries: Interval,
     order: jax.Array,
     request: Request,
-    tiles: Tiles,
+    tiles: Tile,
     *,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
@@ -159,7 +159,7 @@ def _dq_kernel(
     dq_ref: Any,
     *,
     request: Request,
-    tiles: Tiles,
+    tiles: Tile,
 ) -> None:
     group, tokens = request.group, tiles.tokens(request.group)
     rows = tiles.packed_rows(group)
@@ -206,7 +206,7 @@ def _dkv_kernel(
     dv_ref: Any,
     *,
     request: Request,
-    tiles: Tiles,
+    tiles: Tile,
 ) -> None:
     group, tokens = request.group, tiles.tokens(request.group)
     rows = tiles.packed_rows(group)

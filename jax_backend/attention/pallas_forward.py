@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jax_backend.attention.pallas_tiles import (
     LOG2E,
-    Tiles,
+    Tile,
     base2_logits,
     dot,
     exp2,
@@ -33,7 +33,7 @@ from jax_backend.segments import Interval
 
 
 def forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, keys: Interval, request: Request, tiles: Tiles, *, interpret: bool
+    q: jax.Array, k: jax.Array, v: jax.Array, keys: Interval, request: Request, tiles: Tile, *, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Attention [B, S, N, E] in q's dtype and lse, float32 [B, S, N].
 
@@ -79,7 +79,7 @@ def _kernel(
     lse_ref: Any,
     *,
     request: Request,
-    tiles: Tiles,
+    tiles: Tile,
 ) -> None:
     group, tokens = request.group, tiles.tokens(request.group)
     rows = tiles.packed_rows(group)

@@ -29,7 +29,7 @@ _MOST_PARTS = 4  # each writes float32 gradients of its own, which are added up
 
 
 @dataclass(frozen=True)
-class Tiles:
+class Tile:
     """One kernel's tile: packed query rows x keys, how the compiler runs it, and over how many programs a walk is
     divided (dkv alone)."""
 
@@ -52,9 +52,9 @@ class Tiles:
 class KernelTiles:
     """The tiles of the three kernels."""
 
-    forward: Tiles
-    dq: Tiles
-    dkv: Tiles
+    forward: Tile
+    dq: Tile
+    dkv: Tile
 
 
 def tiles_for(request: Request) -> KernelTiles:
@@ -71,18 +71,18 @@ def tiles_for(request: Request) -> KernelTiles:
 
 def _undivided(request: Request) -> KernelTiles:
     if request.platform == "cpu":  # interpreted: small, so that small tests cross the borders of tiles
-        small = Tiles(32, 32, 4, 2)
+        small = Tile(32, 32, 4, 2)
         return KernelTiles(small, small, small)
     width = padded(max(request.head_dim, request.value_dim))
     if request.dtype == jnp.float32:
         if width > 128:
-            return KernelTiles(Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1))
-        return KernelTiles(Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 1))
+            return KernelTiles(Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1))
+        return KernelTiles(Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 1))
     if width > 128:
-        return KernelTiles(Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2), Tiles(32, 32, 4, 2))
+        return KernelTiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(32, 32, 4, 2))
     if width <= 64:
-        return KernelTiles(Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 3))
-    return KernelTiles(Tiles(128, 32, 8, 3), Tiles(64, 32, 4, 2), Tiles(32, 64, 4, 4))
+        return KernelTiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3))
+    return KernelTiles(Tile(128, 32, 8, 3), Tile(64, 32, 4, 2), Tile(32, 64, 4, 4))
 
 
 def padded(width: int) -> int:

@@ -32,7 +32,7 @@ _FAR = 1e30  # a base that every power vanishes beside
 
 
 @dataclass(frozen=True)
-class _Options:
+class _LossOptions:
     softcap: float | None
     logit_scale: float
     chunk: int
@@ -111,7 +111,7 @@ def linear_cross_entropy(
         long, short = (asked or chunk_of(tokens, entries // classes) for entries in (_POWERS, _ENTRIES))
         found = answers(hidden.reshape(tokens, -1), classes, platform=platform, softcap=softcap, chunk=long)
         powers = whole and found["powers"] is None
-        options = _Options(softcap, logit_scale, long if powers else min(short, tokens), transposed, powers)
+        options = _LossOptions(softcap, logit_scale, long if powers else min(short, tokens), transposed, powers)
         return _loss_sum(options, hidden.reshape(tokens, -1), weight, labels.ravel(), factors.ravel())[None]
 
     if mesh is None:
@@ -165,7 +165,7 @@ def _against_powers(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _loss_sum(
-    options: _Options, hidden: jax.Array, weight: jax.Array, labels: jax.Array, factors: jax.Array
+    options: _LossOptions, hidden: jax.Array, weight: jax.Array, labels: jax.Array, factors: jax.Array
 ) -> jax.Array:
     """Computes the loss of hidden [T, M]; labels [T] are -1 where there is no target, V if it is wrong; factors [T]."""
     narrow = weight.astype(hidden.dtype)
@@ -179,7 +179,7 @@ def _loss_sum(
 
 
 def _forward(
-    options: _Options, hidden: jax.Array, weight: jax.Array, labels: jax.Array, factors: jax.Array
+    options: _LossOptions, hidden: jax.Array, weight: jax.Array, labels: jax.Array, factors: jax.Array
 ) -> tuple[jax.Array, Any]:
     narrow = weight.astype(hidden.dtype)
     data = hidden, narrow, labels, factors
@@ -197,7 +197,7 @@ def _forward(
 
 
 def _by_logits(
-    options: _Options, hidden: jax.Array, weight: jax.Array, labels: jax.Array, factors: jax.Array
+    options: _LossOptions, hidden: jax.Array, weight: jax.Array, labels: jax.Array, factors: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The loss sum and its gradients by hidden [T, M] and the weight."""
 
@@ -219,7 +219,7 @@ def _by_logits(
 
 
 def _by_powers(
-    options: _Options, hidden: jax.Array, weight: jax.Array, labels: jax.Array, factors: jax.Array
+    options: _LossOptions, hidden: jax.Array, weight: jax.Array, labels: jax.Array, factors: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array]:
     """The same, and whether a token's powers overflowed, so that none of it can be used.
 
@@ -265,7 +265,7 @@ def _chunks(chunk: int, hidden: jax.Array, labels: jax.Array, factors: jax.Array
     return tuple(x.reshape(-1, chunk, *x.shape[1:]) for x in (hidden, labels, jnp.pad(factors, pad)))
 
 
-def _backward(options: _Options, saved: Any, dloss: jax.Array) -> tuple[Any, ...]:
+def _backward(options: _LossOptions, saved: Any, dloss: jax.Array) -> tuple[Any, ...]:
     dhidden, dweight, like = saved
     return (dhidden * dloss).astype(dhidden.dtype), (dweight * dloss).astype(like.dtype), None, None
 
@@ -273,7 +273,7 @@ def _backward(options: _Options, saved: Any, dloss: jax.Array) -> tuple[Any, ...
 _loss_sum.defvjp(_forward, _backward)
 
 
-def _logits(options: _Options, hidden: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array | float]:
+def _logits(options: _LossOptions, hidden: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array | float]:
     """Logits [C, V] in float32, and their derivative by the plain product."""
     logits = _product(f"cm,{options.matrix}->cv", hidden, weight) * options.logit_scale
     if options.softcap is None:

@@ -93,7 +93,7 @@ class Balance(NamedTuple):
         return len(self.chosen) * jnp.sum(self.chosen / tokens * self.probability / tokens)
 
 
-class Blocks(NamedTuple):
+class ExpertBlocks(NamedTuple):
     """A row's choices sorted by expert, in blocks of one expert each.
 
     Attributes:
@@ -114,7 +114,7 @@ def block_size(choices: int, experts: int) -> int:
     return int(2 ** (half.bit_length() - 1))
 
 
-def sort_by_expert(choices: jax.Array, experts: int) -> Blocks:
+def sort_by_expert(choices: jax.Array, experts: int) -> ExpertBlocks:
     """Lay out the choices [S * k] of one row.
 
     >>> sort_by_expert(jnp.array([2, 0, 2]), 3).expert[:2]
@@ -134,22 +134,22 @@ def sort_by_expert(choices: jax.Array, experts: int) -> Blocks:
     choice = jnp.full(count * size, total, jnp.int32).at[position].set(order)
     place = jnp.zeros(total, jnp.int32).at[order].set(position.astype(jnp.int32))
     expert = jnp.searchsorted(block_end, jnp.arange(count), side="right")
-    return Blocks(choice.reshape(count, size), jnp.minimum(expert, experts - 1).astype(jnp.int32), place)
+    return ExpertBlocks(choice.reshape(count, size), jnp.minimum(expert, experts - 1).astype(jnp.int32), place)
 
 
 @jax.custom_vjp
-def dispatch(x_SM: jax.Array, blocks: Blocks) -> jax.Array:
+def dispatch(x_SM: jax.Array, blocks: ExpertBlocks) -> jax.Array:
     """Each place's token [n, c, M], zeros where there is none. The gradient gathers too: places are known both ways."""
     each = len(blocks.place) // len(x_SM)
     padded = jnp.pad(x_SM, ((0, 1), (0, 0)))  # choice S * k is token S
     return padded[blocks.choice // each]
 
 
-def _dispatch_forward(x_SM: jax.Array, blocks: Blocks) -> tuple[jax.Array, tuple[Blocks, jax.Array]]:
+def _dispatch_forward(x_SM: jax.Array, blocks: ExpertBlocks) -> tuple[jax.Array, tuple[ExpertBlocks, jax.Array]]:
     return dispatch(x_SM, blocks), (blocks, jnp.zeros((len(x_SM), 0)))
 
 
-def _dispatch_backward(kept: tuple[Blocks, jax.Array], gradient: jax.Array) -> tuple[jax.Array, None]:
+def _dispatch_backward(kept: tuple[ExpertBlocks, jax.Array], gradient: jax.Array) -> tuple[jax.Array, None]:
     blocks, like = kept
     picked_SkM = gradient.reshape(-1, gradient.shape[-1])[blocks.place].reshape(len(like), -1, gradient.shape[-1])
     return picked_SkM.sum(axis=1, dtype=jnp.float32).astype(gradient.dtype), None
@@ -159,16 +159,16 @@ dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def collect(y_ncM: jax.Array, blocks: Blocks, tokens: int) -> jax.Array:
+def collect(y_ncM: jax.Array, blocks: ExpertBlocks, tokens: int) -> jax.Array:
     """The output of each of a token's choices [S, k, M]."""
     return y_ncM.reshape(-1, y_ncM.shape[-1])[blocks.place].reshape(tokens, -1, y_ncM.shape[-1])
 
 
-def _collect_forward(y_ncM: jax.Array, blocks: Blocks, tokens: int) -> tuple[jax.Array, Blocks]:
+def _collect_forward(y_ncM: jax.Array, blocks: ExpertBlocks, tokens: int) -> tuple[jax.Array, ExpertBlocks]:
     return collect(y_ncM, blocks, tokens), blocks
 
 
-def _collect_backward(tokens: int, blocks: Blocks, gradient: jax.Array) -> tuple[jax.Array, None]:
+def _collect_backward(tokens: int, blocks: ExpertBlocks, gradient: jax.Array) -> tuple[jax.Array, None]:
     return jnp.pad(gradient.reshape(-1, gradient.shape[-1]), ((0, 1), (0, 0)))[blocks.choice], None
 
 

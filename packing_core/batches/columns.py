@@ -18,7 +18,7 @@ from packing_core.batches.marks import (
     LENGTHS,
     PER_TOKEN,
     Bool,
-    Segments,
+    FlatSegments,
     first_true,
     is_numbered,
     read_segments,
@@ -166,7 +166,7 @@ def _check_sizes(columns: Mapping[str, Ragged]) -> None:
             )
 
 
-def _segments(marks: Mapping[str, Any], offsets: Int64) -> Segments:
+def _segments(marks: Mapping[str, Any], offsets: Int64) -> FlatSegments:
     """The documents and the padding of examples; an example without boundaries is one document."""
     unmarked = marks.keys() == {"attention_mask"} and not is_numbered(marks["attention_mask"])
     one_each = {"position_ids": ranges(np.diff(offsets))} if unmarked else {}

@@ -1,7 +1,7 @@
 """Finds document starts and padding: the one rule for batches of collators and columns of datasets.
 
 Marks of the documents in some rows (lengths, boundaries, a number per token, an attention mask, positions) ->
-:func:`read_segments` -> :class:`Segments`. All marks are read and must agree. Everything is numpy on the host, over
+:func:`read_segments` -> :class:`FlatSegments`. All marks are read and must agree. Everything is numpy on the host, over
 flat tokens: row r is ``row_offsets[r]:row_offsets[r + 1]``, a row of a batch or one example of a dataset.
 """
 
@@ -38,7 +38,7 @@ OTHER_NAMES = {
 
 
 @dataclass(frozen=True)
-class Segments:
+class FlatSegments:
     """The division of T flat tokens into segments.
 
     Attributes:
@@ -62,7 +62,7 @@ class Segments:
 
 def read_segments(
     marks: Mapping[str, Any], row_offsets: Int64, *, needed: Bool | None = None, row_name: str = "row"
-) -> Segments:
+) -> FlatSegments:
     """The segments that ``marks`` describe.
 
     The first explicit mark decides (in the order of ``MARKS``; a mask that only says what is padding is not explicit),
@@ -110,7 +110,7 @@ def read_segments(
         starts = positions.starts()
     else:
         raise LayoutError(f"nothing marks documents: pass one of {', '.join(MARKS)}")
-    return _with_short_padding(Segments(starts, padding))
+    return _with_short_padding(FlatSegments(starts, padding))
 
 
 def is_numbered(mask: Any) -> bool:
@@ -123,7 +123,7 @@ def first_true(values: Bool) -> int | None:
     return int(np.argmax(values)) if values.any() else None
 
 
-def counts_through(positions: Array, segments: Segments, row_offsets: Int64) -> bool:
+def counts_through(positions: Array, segments: FlatSegments, row_offsets: Int64) -> bool:
     """Returns whether positions [T] count through the documents of a row, as if the row were one document."""
     before, here = _Rows(row_offsets, "row").pairs(segments.padding)
     return bool((segments.starts[here] & (positions[here] - positions[before] == here - before)).any())
@@ -308,8 +308,8 @@ def _checked(mask: Array) -> Array:
     return mask
 
 
-def _with_short_padding(segments: Segments) -> Segments:
+def _with_short_padding(segments: FlatSegments) -> FlatSegments:
     """Padding cut into pieces no longer than the longest document, so that it does not set ``max_length_q``."""
     lengths = segments.lengths
     longest = int(segments.documents.max(initial=0)) or segments.starts.size
-    return Segments(segments.starts | (segments.padding & (ranges(lengths) % longest == 0)), segments.padding)
+    return FlatSegments(segments.starts | (segments.padding & (ranges(lengths) % longest == 0)), segments.padding)

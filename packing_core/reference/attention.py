@@ -30,7 +30,7 @@ from packing_core.reference.layout import Boundaries, check_shape, segment_slice
 
 
 @dataclass(frozen=True)
-class _Options:
+class _AttentionOptions:
     causal: bool
     window: int | None
     softcap: float | None
@@ -197,7 +197,7 @@ def attention_vjp(
     return gradients
 
 
-def _softmax(q: Array, k: Array, options: _Options) -> _Softmax:
+def _softmax(q: Array, k: Array, options: _AttentionOptions) -> _Softmax:
     """The softmax of one document: q ``[K, G, L, D]``, k ``[K, 1, L, D]``."""
     z = (q @ k.swapaxes(-1, -2)) * options.scale
     tanh = None
@@ -253,7 +253,7 @@ def _checked(
     alibi_slopes: npt.ArrayLike | None = None,
     scale: float | None = None,
     dtype: WorkingDtype = "float64",
-) -> tuple[Array, Array, Array, _Options]:
+) -> tuple[Array, Array, Array, _AttentionOptions]:
     q, k, v = operands(dtype, q, k, v)
     check_shape("q", q, (None, None, None), "[T, H, D]")
     tokens, heads, width = q.shape
@@ -274,7 +274,7 @@ def _checked(
         check_shape(name, x, (heads,), "[H]")
         return x.reshape(groups, heads // groups, 1, 1)
 
-    options = _Options(
+    options = _AttentionOptions(
         causal=causal,
         window=window,
         softcap=softcap,

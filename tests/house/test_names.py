@@ -1,6 +1,7 @@
 """A public name and a sub-package never share a name: ``import package.name as x`` would bind the one or the other.
 
-And messages say the names that users import, those of ``crosspack``, and docstrings begin with the action.
+And messages say the names that users import, those of ``crosspack``, docstrings begin with the action,
+and a class name stands for one concept.
 """
 
 from __future__ import annotations
@@ -124,3 +125,35 @@ def test_a_docstring_that_begins_with_a_question_word_is_found() -> None:
     assert questions(code) == ["the module", "A", "b"]
     assert questions('"""Returns what is here. Whether it is used is another matter."""') == []
     assert questions('"""Whole rows, at one-of-a-kind offsets."""') == []
+
+
+ONE_CONCEPT = {  # classes of one name for one concept, with the package of each
+    "AttentionStack": ["jax_backend", "torch_backend"],
+    "AuditReport": ["jax_backend", "torch_backend"],
+    "Decoder": ["jax_backend", "packing_core"],
+    "DecoderConfig": ["jax_backend", "packing_core"],
+    "Document": ["packing_core", "packing_core"],
+    "DocumentMethods": ["conformance", "jax_backend", "torch_backend"],
+    "Explanation": ["jax_backend", "torch_backend"],
+    "KernelTiles": ["jax_backend", "torch_backend"],
+    "ScanMethods": ["conformance", "jax_backend", "torch_backend"],
+    "Stack": ["jax_backend", "torch_backend"],
+    "Tile": ["jax_backend", "torch_backend"],
+    "TokenLogprobs": ["jax_backend", "torch_backend"],
+    "TrainStep": ["jax_backend", "torch_backend"],
+    "_Launch": ["torch_backend", "torch_backend", "torch_backend"],
+}
+
+
+def classes(code: str) -> list[str]:
+    return [node.name for node in ast.parse(code).body if isinstance(node, ast.ClassDef)]
+
+
+def test_a_class_name_stands_for_one_concept() -> None:
+    places: dict[str, list[str]] = {}
+    for package in sorted({name.partition(".")[0] for name in PACKAGES}):
+        for path in (ROOT / package).rglob("*.py"):
+            for name in classes(path.read_text()):
+                places.setdefault(name, []).append(package)
+    assert {name: found for name, found in places.items() if len(found) > 1} == ONE_CONCEPT
+    assert classes("class A:\n    class B: ...\n\ndef C(): ...") == ["A"]

@@ -19,7 +19,7 @@ from tests.torch_backend.kernels import ONE_DTYPE
 from tests.torch_backend.test_attention_implementations import OURS, called
 from torch_backend.hf.inputs.boundaries import take_metadata
 from torch_backend.ops.attention import attention, triton
-from torch_backend.ops.attention.triton import TRITON, Tile, Tiles
+from torch_backend.ops.attention.triton import TRITON, KernelTiles, Tile
 from torch_backend.ops.conv import short_convolution
 from torch_backend.ops.scan.libraries.fla import chunks as chunks_of
 from torch_backend.segments import PackedMetadata, most_pieces
@@ -163,7 +163,7 @@ def assert_same(found: list[Tensor], right: list[Tensor]) -> None:
 @pytest.mark.parametrize("boundaries", BOUNDARIES.values(), ids=BOUNDARIES)
 def test_triton_attention_writes_every_row(where, boundaries, monkeypatch):
     small = Tile(16, 16, 4, 1)
-    monkeypatch.setattr(triton, "choose_tiles", lambda request: Tiles(small, small, small))
+    monkeypatch.setattr(triton, "choose_tiles", lambda request: KernelTiles(small, small, small))
     monkeypatch.setattr(TRITON, "_fails", lambda *configuration: None, raising=False)
     *inputs, dout = drawn(where)
 

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from packing_core.errors import LayoutError
 from tests.torch_backend.guards import DeviceGuard, SlowCopy
 from torch_backend.hf.inputs import guard as guard_module
-from torch_backend.hf.inputs.guard import Guard, Pending
+from torch_backend.hf.inputs.guard import Guard, PendingCheck
 
 
 def wrong(*values: int) -> Callable[[], Tensor]:
@@ -102,7 +102,7 @@ def test_compiled_code_takes_the_check_without_a_graph_break() -> None:
 def test_a_copy_starts_afresh(copied: Callable[[Any], Any]) -> None:
     guard = Guard(read_back=SlowCopy)
     guard.seen.add("kind")
-    guard.pending.append(Pending(SlowCopy(torch.tensor(True)), torch.tensor([True]), error))
+    guard.pending.append(PendingCheck(SlowCopy(torch.tensor(True)), torch.tensor([True]), error))
     fresh = copied(guard)
     assert fresh.read_back is SlowCopy and fresh.seen == set() and fresh.pending == []
     fresh.poll(wait=True)

@@ -12,7 +12,7 @@ from packing_core import reference
 from packing_core.errors import UnsupportedError
 from tests.torch_backend.kernels import ONE_DTYPE, Where, assert_within_budget, numpy
 from torch_backend.ops.attention import IMPLEMENTATIONS, AttentionRequest, attention
-from torch_backend.ops.attention.triton import TRITON, Tile, Tiles, choose_tiles
+from torch_backend.ops.attention.triton import TRITON, KernelTiles, Tile, choose_tiles
 from torch_backend.ops.attention.triton_work import key_tiles, query_tiles
 from torch_backend.segments import PackedMetadata
 
@@ -33,7 +33,7 @@ OPTIONS = {
     "all at once": {"window": 6, "softcap": 1.5, "sinks": True, "alibi_slopes": True},
 }
 # tiles that documents of this size cross: with 16 rows and 2 heads in a group a tile is 8 tokens
-SMALL = Tiles(Tile(16, 16, 4, 1), Tile(32, 16, 4, 1), Tile(16, 16, 4, 1))
+SMALL = KernelTiles(Tile(16, 16, 4, 1), Tile(32, 16, 4, 1), Tile(16, 16, 4, 1))
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Computations shared by all audits: random documents, a model's results on them, and differences of results.
 
-Documents run alone -> :class:`Run` (outputs, loss, gradients) <- the same documents run packed. All differences are
-max |got - want| / max |want|.
+Documents run alone -> :class:`Computation` (outputs, loss, gradients) <- the same documents run packed. All
+differences are max |got - want| / max |want|.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOVED = 0.01  # at least what a probe must do to its own document, and twice wha
 
 
 @dataclass(frozen=True)
-class Run:
+class Computation:
     """One computation.
 
     Attributes:
@@ -86,13 +86,13 @@ def next_token_loss(logits: Sequence[Tensor], documents: Sequence[Tensor]) -> Te
     return loss / weight
 
 
-def run(model: nn.Module, outputs: Sequence[Tensor], loss: Tensor) -> Run:
+def run(model: nn.Module, outputs: Sequence[Tensor], loss: Tensor) -> Computation:
     """The backward of ``loss``; the model's gradients are taken and left empty."""
     if loss.requires_grad:
         loss.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    return Run([x.detach().float() for x in outputs], loss.detach(), gradients)
+    return Computation([x.detach().float() for x in outputs], loss.detach(), gradients)
 
 
 def relative_error(got: Tensor | None, want: Tensor, scale: float = 0.0) -> float:
@@ -107,7 +107,7 @@ def relative_error(got: Tensor | None, want: Tensor, scale: float = 0.0) -> floa
     return float((got.double() - want.double()).abs().max()) / max(largest, torch.finfo(torch.float32).tiny)
 
 
-def outputs_error(got: Run, want: Run) -> float:
+def outputs_error(got: Computation, want: Computation) -> float:
     """The worst document's."""
     return max(relative_error(g, w) for g, w in zip(got.outputs, want.outputs, strict=True))
 

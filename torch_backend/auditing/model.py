@@ -21,7 +21,7 @@ from torch import nn
 
 from packing_core.errors import ContaminationError, PackingError, UnsupportedModelError, first_line
 from torch_backend.auditing.compare import MOVED
-from torch_backend.auditing.proof import LONG, SHORT, Rows, measure
+from torch_backend.auditing.proof import LONG, SHORT, RowLayout, measure
 from torch_backend.auditing.tiny import tiny_config, tiny_model
 from torch_backend.hf.anatomy.heads import head_of
 from torch_backend.hf.anatomy.model import anatomy_of
@@ -169,7 +169,11 @@ def audit(
 
 
 def _audit(
-    root: Any, patched: bool | None, implementation: str | Sequence[str] | None, tolerance: float | None, rows: Rows
+    root: Any,
+    patched: bool | None,
+    implementation: str | Sequence[str] | None,
+    tolerance: float | None,
+    rows: RowLayout,
 ) -> AuditReport:
     state = state_of(root)
     if patched is None:

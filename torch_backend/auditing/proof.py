@@ -22,7 +22,7 @@ from packing_core.batches.stored import IGNORE_INDEX
 from torch_backend.auditing.compare import (
     ROUNDINGS,
     SMALL,
-    Run,
+    Computation,
     floor_of,
     gradients_and_allowed,
     labels_of,
@@ -41,7 +41,7 @@ from torch_backend.losses.cross_entropy import packed_cross_entropy
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowLayout:
     """Documents of these lengths, next fit in rows of ``capacity`` tokens; the last row ends in padding."""
 
     lengths: tuple[int, ...]
@@ -49,14 +49,14 @@ class Rows:
 
 
 # | 5 | 19 | 33 | 7 |  | 40 | 1 | 2 | 18 | 3 of padding |: some are beyond every limit of a tiny config.
-SHORT = Rows((5, 19, 33, 7, 40, 1, 2, 18), 64)
+SHORT = RowLayout((5, 19, 33, 7, 40, 1, 2, 18), 64)
 # In the first row documents begin at tokens 64, 128 and 256, where kernels and scans begin a chunk, and one is longer
 # than 256. In the second row no document begins at a chunk.
-LONG = Rows((5, 19, 33, 7, 64, 128, 320, 1, 2, 13, 40, 50, 150, 2, 70), 592)
+LONG = RowLayout((5, 19, 33, 7, 64, 128, 320, 1, 2, 13, 40, 50, 150, 2, 70), 592)
 
 
 def measure(
-    clone: Any, dtype: torch.dtype, rows: Rows, tolerance: float | None, patch: Callable[[Any], Any] | None
+    clone: Any, dtype: torch.dtype, rows: RowLayout, tolerance: float | None, patch: Callable[[Any], Any] | None
 ) -> dict[str, Any]:
     """The figures of a report, from a clone in float32.
 
@@ -87,7 +87,7 @@ def measure(
     return {**figures, "router_loss": proof.router_error() if router else None}
 
 
-def _against_alone(packed: Run, exact: Run, rounded: Run, dtype: torch.dtype) -> dict[str, Any]:
+def _against_alone(packed: Computation, exact: Computation, rounded: Computation, dtype: torch.dtype) -> dict[str, Any]:
     floor = floor_of(dtype)
     gradients, allowed, worst = gradients_and_allowed(packed.gradients, exact.gradients, rounded.gradients, floor)
     return {
@@ -101,7 +101,7 @@ def _against_alone(packed: Run, exact: Run, rounded: Run, dtype: torch.dtype) ->
     }
 
 
-def _probe(proof: _Proof, packed: Run, dtype: torch.dtype) -> dict[str, float]:
+def _probe(proof: _Proof, packed: Computation, dtype: torch.dtype) -> dict[str, float]:
     """Measures how far documents move when those beside them are replaced.
 
     Nothing moves in most models, to the bit. Where rounding depends on the other tokens (products of experts are as
@@ -126,7 +126,7 @@ def _probe(proof: _Proof, packed: Run, dtype: torch.dtype) -> dict[str, float]:
     }
 
 
-def _moved(after: Run, before: Run) -> tuple[float, float]:
+def _moved(after: Computation, before: Computation) -> tuple[float, float]:
     """Outputs of every second document, and the gradients of their loss by the largest of all."""
     outputs = max(map(relative_error, after.outputs[1::2], before.outputs[1::2]))
     scale = max(float(gradient.abs().max()) for gradient in before.gradients.values())
@@ -153,7 +153,7 @@ def _neighbours(model: nn.Module) -> Iterator[None]:
 class _Proof:
     """The same documents through one model: each alone, or packed. What is compared depends on the model's head."""
 
-    def __init__(self, model: Any, rows: Rows, *, marked: bool) -> None:
+    def __init__(self, model: Any, rows: RowLayout, *, marked: bool) -> None:
         self.model = model
         self.marked = marked
         self.capacity = rows.capacity
@@ -162,7 +162,7 @@ class _Proof:
         self.labels = labels_of(model, self.head, self.documents)
         self.on_cpu = self.documents[0].device.type == "cpu"
 
-    def alone(self) -> Run:
+    def alone(self) -> Computation:
         if self.head == "document":
             pairs = zip(self.documents, self.labels, strict=True)
             found = [self.model(input_ids=document[None], labels=label[None]) for document, label in pairs]
@@ -170,18 +170,18 @@ class _Proof:
         outputs = [self._outputs(self.model(input_ids=document[None]))[0] for document in self.documents]
         return run(self.model, outputs, self._loss(outputs))
 
-    def packed(self) -> Run:
+    def packed(self) -> Computation:
         """In rows, of which the last ends in padding."""
         outputs, loss = self._rows(self.documents)
         return run(self.model, outputs, self._loss(outputs) if self.head == "hidden states" else loss)
 
-    def unchanged(self, *, replace: bool = False) -> Run:
+    def unchanged(self, *, replace: bool = False) -> Computation:
         """As :meth:`packed`, under a loss of every second document; ``replace`` exchanges every token of the others."""
         documents = [replaced(self.model, d) if replace and not i % 2 else d for i, d in enumerate(self.documents)]
         outputs, _ = self._rows(documents)
         return run(self.model, outputs, _projected(outputs[1::2]))
 
-    def rows_apart(self, *, replace: bool = False) -> Run:
+    def rows_apart(self, *, replace: bool = False) -> Computation:
         """As :meth:`unchanged`, of documents of one length, each in a row of an unpacked batch."""
         ids = torch.stack(random_documents(self.model, [self.capacity // 4] * 8))  # about as many tokens
         if replace:

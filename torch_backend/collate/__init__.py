@@ -21,7 +21,7 @@ from packing_core import PackedBatch, pack, plan
 from packing_core.batches.columns import TRAINED, read_examples, trained_tokens
 from packing_core.batches.documents import segments_by_document
 from packing_core.batches.joining import concatenate
-from packing_core.batches.marks import MARKS, PER_TOKEN, Segments, counts_through, is_numbered, read_segments
+from packing_core.batches.marks import MARKS, PER_TOKEN, FlatSegments, counts_through, is_numbered, read_segments
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.batches.views import KernelView
 from packing_core.errors import LayoutError, PackingError, UnsupportedError
@@ -349,7 +349,7 @@ def _metadata(lengths: NDArray[np.int64], shape: torch.Size) -> Batch:
     }
 
 
-def _segments(batch: Batch, ids: Tensor, rows: NDArray[np.int64]) -> Segments:
+def _segments(batch: Batch, ids: Tensor, rows: NDArray[np.int64]) -> FlatSegments:
     """The segments of a batch with rows of tokens."""
     marks = {name: batch[name] for name in MARKS if batch.get(name) is not None}
     marks |= {name: _flat(name, marks[name], ids.shape) for name in PER_TOKEN if name in marks}
@@ -399,7 +399,7 @@ def _mask_labels(batch: Batch, starts: Tensor, padding: Tensor) -> None:
         batch[name] = labels.masked_fill(where, IGNORE_INDEX)
 
 
-def _counts_through(positions: Tensor, segments: Segments, rows: NDArray[np.int64]) -> bool:
+def _counts_through(positions: Tensor, segments: FlatSegments, rows: NDArray[np.int64]) -> bool:
     return positions.ndim == 2 and counts_through(np.asarray(positions).reshape(-1), segments, rows)
 
 

@@ -56,7 +56,7 @@ class Running:
     outer: Running | None
 
 
-class _Thread(threading.local):
+class _CurrentCall(threading.local):
     """The innermost call that runs on this thread.
 
     Set in ``__init__``: where a class has a default, torch.compile (2.11) reads the default and not the thread's value.
@@ -66,7 +66,7 @@ class _Thread(threading.local):
         self.call: Running | None = None
 
 
-_thread = _Thread()
+_thread = _CurrentCall()
 
 
 def running(patched: Entered) -> Running | None:

@@ -40,14 +40,14 @@ _locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 _locks_made = threading.Lock()
 
 
-class _Thread(threading.local):
+class _ShortcutCalls(threading.local):
     """Marks that this thread calls a model through a shortcut; calls by other threads do not take it."""
 
     def __init__(self) -> None:
         self.inside = False
 
 
-_thread = _Thread()
+_thread = _ShortcutCalls()
 
 
 def _lock_of(root: nn.Module) -> threading.RLock:

@@ -18,7 +18,14 @@ from torch import Tensor, nn
 
 from packing_core.errors import PackingError, UnsupportedModelError, first_line
 from packing_core.extras import require
-from torch_backend.auditing.compare import Run, gradients_error, next_token_loss, outputs_error, random_documents, run
+from torch_backend.auditing.compare import (
+    Computation,
+    gradients_error,
+    next_token_loss,
+    outputs_error,
+    random_documents,
+    run,
+)
 from torch_backend.auditing.tiny import all_families, family_config, tiny_config, tiny_model
 from torch_backend.auditing.trainer import TrainerReport
 from torch_backend.collate import PackedCollator
@@ -149,7 +156,7 @@ def config_of(model: str) -> Any:
         ) from None
 
 
-def _measure(path: str, model: nn.Module, inputs: Batch, documents: list[Tensor], wanted: Run) -> PathResult:
+def _measure(path: str, model: nn.Module, inputs: Batch, documents: list[Tensor], wanted: Computation) -> PathResult:
     try:
         found = _run(model, documents, list(model(**inputs).logits[0].split(LENGTHS)))
     except Exception as error:  # a stock path may raise anything; what it said is the result
@@ -158,7 +165,7 @@ def _measure(path: str, model: nn.Module, inputs: Batch, documents: list[Tensor]
     return PathResult(path, outputs_error(found, wanted), gradients_error(found.gradients, wanted.gradients)[0])
 
 
-def _run(model: nn.Module, documents: list[Tensor], logits: list[Tensor]) -> Run:
+def _run(model: nn.Module, documents: list[Tensor], logits: list[Tensor]) -> Computation:
     """A path is judged by its logits and their gradients, under a loss that is right on every path."""
     return run(model, logits, next_token_loss(logits, documents))
 

@@ -65,7 +65,7 @@ class PackedStep:
         self.in_place_of_compile = False  # of the whole model, torch_compile=True
         self.gradients: Gradients | None = None
         self.size = 0  # of the batches that it was made for
-        self.metrics = sft.Metrics(trainer) if _loss_is_of_trl(trainer) else None
+        self.metrics = sft.TokenCounter(trainer) if _loss_is_of_trl(trainer) else None
         self.losses = without_waiting(trainer)
         trainer.training_step = self.training_step
         if self.refused is None:

@@ -1,8 +1,8 @@
 """TRL's part of the training step of an ``SFTTrainer``: the fast ones of its losses, and its logs.
 
 The rows that TRL packed -> their lengths, which fix the shapes of all batches, and a warning where they have much room.
-Batches of a training step -> :class:`Metrics` counts their tokens -> ``num_tokens`` of the trainer's log. TRL counts in
-``compute_loss``, which a CUDA graph does not call, and there it waits for the GPU in every step.
+Batches of a training step -> :class:`TokenCounter` counts their tokens -> ``num_tokens`` of the trainer's log. TRL
+counts in ``compute_loss``, which a CUDA graph does not call, and there it waits for the GPU in every step.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def warn_of_room(trainer: Any) -> None:
         )
 
 
-class Metrics:
+class TokenCounter:
     """``num_tokens`` of an ``SFTTrainer``: tokens trained on so far, on all ranks, padding not counted."""
 
     def __init__(self, trainer: Any) -> None:

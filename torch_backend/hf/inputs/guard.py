@@ -48,7 +48,7 @@ class PinnedReadback:
 
 
 @dataclass
-class Pending:
+class PendingCheck:
     flag: Readback
     wrong: Tensor
     error: Callable[[int], PackingError]
@@ -89,7 +89,7 @@ class Guard:
         self.immediate = immediate
         self.read_back = read_back
         self.seen: set[str] = set()
-        self.pending: list[Pending] = []
+        self.pending: list[PendingCheck] = []
         self._polling = threading.Lock()  # several threads may call the model
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -118,7 +118,7 @@ class Guard:
             if bool(wrong.any()):
                 raise error(_first(wrong))
         else:
-            self.pending.append(Pending(self.read_back(wrong.any()), wrong, error))
+            self.pending.append(PendingCheck(self.read_back(wrong.any()), wrong, error))
 
     def poll(self, *, wait: bool = False) -> None:
         """Raise for the first earlier batch whose result has arrived and is a violation.

@@ -82,14 +82,14 @@ def padded_calls(model: nn.Module) -> Iterator[None]:
         _thread.padded = before
 
 
-class _Thread(threading.local):
+class _PaddedModels(threading.local):
     """The models whose calls stay padded on this thread."""
 
     def __init__(self) -> None:
         self.padded: tuple[nn.Module, ...] = ()
 
 
-_thread = _Thread()
+_thread = _PaddedModels()
 
 
 class LengthsCollator:
@@ -187,7 +187,7 @@ class Padded:
 
 
 @dataclass(frozen=True)
-class Expected:
+class PaddedOutput:
     """Form of the output that the caller of a padded call expects from the packed one.
 
     Attributes:
@@ -214,7 +214,7 @@ class Unpadding:
         self.root = root
         self.always = False
 
-    def take_out(self, kwargs: dict[str, Any]) -> tuple[Expected | None, dict[str, Any]]:
+    def take_out(self, kwargs: dict[str, Any]) -> tuple[PaddedOutput | None, dict[str, Any]]:
         """The arguments of the packed call, and what its caller expects; None and the call's own if it stays padded."""
         root, kwargs = self.root, dict(kwargs)
         NoCache.refuse(kwargs)
@@ -243,10 +243,10 @@ class Unpadding:
         kept, as_tuple = kwargs.pop("logits_to_keep", None), not _option(root, kwargs, "return_dict", True)
         if as_tuple:
             kwargs["return_dict"] = True  # by whose names the outputs are put back
-        expected = Expected(padded, kept, as_tuple, caches=_caches(root, state, kwargs) and not by_trainer)
+        expected = PaddedOutput(padded, kept, as_tuple, caches=_caches(root, state, kwargs) and not by_trainer)
         return expected, {**kwargs, **row, "packed_lengths": padded.lengths}
 
-    def put_back(self, expected: Expected, output: Any) -> Any:
+    def put_back(self, expected: PaddedOutput, output: Any) -> Any:
         """The output of a packed call as the caller of the padded one expects it."""
         state = state_of(self.root)
         as_they_are = {*_OF_DOCUMENTS, *_OF_IMAGES, *_OF_CACHES}

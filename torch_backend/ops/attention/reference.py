@@ -57,7 +57,7 @@ def scores_attention(
     return torch.einsum("...kgls,...ske->...lkge", weights.to(v.dtype), v).flatten(-3, -2)
 
 
-class Reference:
+class ReferenceAttention:
     host_lengths = True
     fixed_shapes = False
 
@@ -82,4 +82,4 @@ class Reference:
         )
 
 
-REFERENCE = Reference()
+REFERENCE = ReferenceAttention()

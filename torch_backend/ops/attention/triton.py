@@ -40,7 +40,7 @@ class Tile(NamedTuple):
     registers: int = 0
 
 
-class Tiles(NamedTuple):
+class KernelTiles(NamedTuple):
     forward: Tile
     queries: Tile
     keys: Tile
@@ -91,7 +91,7 @@ def packed_attention(
     v: Tensor,
     packed: PackedMetadata,
     request: AttentionRequest,
-    tiles: Tiles,
+    tiles: KernelTiles,
     *,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -104,7 +104,7 @@ def packed_attention(
 
 
 def _work_lists(
-    packed: PackedMetadata, request: AttentionRequest, tiles: Tiles, *, fixed_shape: bool = False
+    packed: PackedMetadata, request: AttentionRequest, tiles: KernelTiles, *, fixed_shape: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Makes the work lists of forward, gradient of q (None: the forward's) and of k and v (None: no backward)."""
     group = request.heads // request.kv_heads
@@ -129,7 +129,7 @@ class _Attention(torch.autograd.Function):
         work: Tensor,
         work_q: Tensor | None,
         work_k: Tensor | None,
-        tiles: Tiles,
+        tiles: KernelTiles,
         options: tuple[bool, int, float, float],
     ) -> Tensor:
         out, lse = _forward(q, k, v, sinks, slopes, work, list(tiles.forward), *options)
@@ -154,25 +154,25 @@ class _Attention(torch.autograd.Function):
 
 # Measured on an H200 (benchmarks/RESULTS.md); those of small shared memory fit the 99 KB of consumer cards. Tiles for
 # short and for long documents apart would gain 8% at most, and the bits of a document would depend on its batch.
-def choose_tiles(request: AttentionRequest) -> Tiles:
+def choose_tiles(request: AttentionRequest) -> KernelTiles:
     """Tile shapes for a head, a dtype and a device; they do not depend on the segments, so neither do the results."""
     width = max(16, _power_of_two(max(request.head_dim, request.value_dim)))
     group = _power_of_two(request.heads // request.kv_heads)
     if request.dtype == torch.float32:
         tile = Tile(max(32, group), 32, 4, 1) if width <= 128 else Tile(max(16, group), 16, 4, 1)
-        return Tiles(tile, tile, tile)
+        return KernelTiles(tile, tile, tile)
     tiles = _LARGE if _shared_memory(request.device) >= 200 * 1024 else _SMALL
-    return Tiles(*(tile._replace(rows=max(tile.rows, group)) for tile in tiles[width]))
+    return KernelTiles(*(tile._replace(rows=max(tile.rows, group)) for tile in tiles[width]))
 
 
 _LARGE = {
-    **dict.fromkeys((16, 32, 64), Tiles(Tile(64, 64, 4, 3), Tile(64, 32, 4, 3), Tile(64, 64, 4, 3))),
-    128: Tiles(Tile(128, 64, 8, 2, 128), Tile(128, 32, 8, 3, 128), Tile(32, 64, 4, 3)),
-    256: Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 3), Tile(64, 32, 4, 2)),
+    **dict.fromkeys((16, 32, 64), KernelTiles(Tile(64, 64, 4, 3), Tile(64, 32, 4, 3), Tile(64, 64, 4, 3))),
+    128: KernelTiles(Tile(128, 64, 8, 2, 128), Tile(128, 32, 8, 3, 128), Tile(32, 64, 4, 3)),
+    256: KernelTiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 3), Tile(64, 32, 4, 2)),
 }
 _SMALL = {
-    **dict.fromkeys((16, 32, 64, 128), Tiles(Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2))),
-    256: Tiles(Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    **dict.fromkeys((16, 32, 64, 128), KernelTiles(Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2))),
+    256: KernelTiles(Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
 }
 
 

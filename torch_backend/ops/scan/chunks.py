@@ -197,7 +197,7 @@ def like(x: Tensor | None, v: Tensor) -> Tensor:
     return v.new_empty(0) if x is None else torch.empty_like(x)
 
 
-class Row:
+class ChunkLaunch:
     """One call: its sizes, and how each kernel is launched."""
 
     def __init__(

@@ -14,7 +14,7 @@ from torch_backend.ops.operators import operator
 from torch_backend.ops.scan.chunks import (
     CHUNK,
     KIMI_TILES,
-    Row,
+    ChunkLaunch,
     differentiable,
     like,
     scan,
@@ -90,7 +90,7 @@ def _launch_forward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     from torch_backend.ops.scan.kimi_delta import kernels
 
-    row = Row(q, v, beta, initial, boundaries, KIMI_TILES, CHUNK)
+    row = ChunkLaunch(q, v, beta, initial, boundaries, KIMI_TILES, CHUNK)
     out, inverses, scores, final = _made(v, initial)
     strength, c, entering, asking, leaving = decayed = _decayed(q)
     row.launch(kernels.decay, q, k, g, beta, segments, *decayed, row.tokens)
@@ -127,7 +127,7 @@ def _launch_backward(
     from torch_backend.ops.scan.kimi_delta import backward_kernels as backward
     from torch_backend.ops.scan.kimi_delta import kernels as forward
 
-    row = Row(q, v, beta, initial, boundaries, KIMI_TILES, CHUNK)
+    row = ChunkLaunch(q, v, beta, initial, boundaries, KIMI_TILES, CHUNK)
     strength, c, entering, _, leaving = decayed = _decayed(q)
     row.launch(forward.decay, q, k, g, beta, segments, *decayed, row.tokens)
     states, dstates, dnew = row.states(v), row.states(v), torch.empty_like(v)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from torch_backend.ops.operators import operator
-from torch_backend.ops.scan.chunks import CHUNK, LINEAR_TILES, TILES, Row, chunk_length, differentiable, like
+from torch_backend.ops.scan.chunks import CHUNK, LINEAR_TILES, TILES, ChunkLaunch, chunk_length, differentiable, like
 
 
-def _row(q: Tensor, v: Tensor, beta: Tensor | None, initial: Tensor | None, boundaries: Tensor) -> Row:
+def _row(q: Tensor, v: Tensor, beta: Tensor | None, initial: Tensor | None, boundaries: Tensor) -> ChunkLaunch:
     chunk = chunk_length(q.shape[2], v)
-    return Row(q, v, beta, initial, boundaries, TILES if chunk == CHUNK else LINEAR_TILES, chunk)
+    return ChunkLaunch(q, v, beta, initial, boundaries, TILES if chunk == CHUNK else LINEAR_TILES, chunk)
 
 
 def _launch_forward(
