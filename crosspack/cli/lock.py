@@ -157,7 +157,7 @@ def _silence(path: Path, temporary: str) -> float:
 
 
 def _is_over(silent: float) -> bool:
-    """Returns whether a lock is silent for too long, or its last sign of life lies ahead: the clock may have been set."""
+    """Returns whether a lock is silent for too long, or signalled in the future: the clock may have been set."""
     return silent > SILENT or silent < -BEAT
 
 
