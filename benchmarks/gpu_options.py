@@ -29,7 +29,7 @@ Documents = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Layer:
-    """An attention layer: heads of queries and of keys, widths of keys and of values, and what it has."""
+    """An attention layer: heads of queries and of keys, widths of keys and of values, and its options."""
 
     heads: int
     kv_heads: int

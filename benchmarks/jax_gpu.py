@@ -28,7 +28,7 @@ CHECKPOINT = "{checkpoint}"
 
 @dataclass(frozen=True)
 class Section:
-    """A benchmark's module, what it is given, and how many GPUs it is about."""
+    """A benchmark's module, its arguments, and the number of GPUs it needs."""
 
     module: str
     arguments: tuple[str, ...] = ()

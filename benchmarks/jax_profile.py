@@ -49,7 +49,7 @@ class Event(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """One operation of the program: microseconds, how often it ran, its kind, one of its origins, what it makes."""
+    """One operation of the program: microseconds, how often it ran, its kind, one of its origins, and its output."""
 
     microseconds: float
     times: int

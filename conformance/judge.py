@@ -78,7 +78,7 @@ class Judge:
         head_dim: int | None = None,
         **keywords: Any,
     ) -> Any:
-        """Call a method of the backend, within what it declares.
+        """Call a method of the backend, within its declared capabilities.
 
         Args:
             options: the declarable options that the call takes.
@@ -275,7 +275,7 @@ class Judge:
 
 
 def _result(answer: Any) -> Result:
-    """A backend's answer in float64, whatever kind of array it came as."""
+    """Converts a backend's answer, any kind of array, to float64."""
     out, gradients = answer
     return np.asarray(out, np.float64), {name: np.asarray(x, np.float64) for name, x in gradients.items()}
 

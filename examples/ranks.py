@@ -1,4 +1,4 @@
-"""Packing for several ranks with numpy alone: a planned data set dealt out by cost, and a stream that goes on anywhere.
+"""Packing for several ranks with numpy alone: a planned data set divided by cost, and a stream that resumes anywhere.
 
 Run it: python examples/ranks.py
 """

@@ -139,7 +139,7 @@ def audit(
 
 
 def _worst(got: list[np.ndarray], want: list[np.ndarray], rounded: list[np.ndarray]) -> tuple[float, float]:
-    """The error of the gradient that is worst by what its own error may be, and what it may be."""
+    """Returns the gradient error that is largest relative to its bound, and that bound."""
     scale, found = _largest(want), []
     for one, right, other in zip(got, want, rounded, strict=True):
         reference = max(float(np.abs(right).max()), _SMALL * scale, float(np.finfo(np.float32).tiny))

@@ -127,7 +127,7 @@ class SoftcapIgnoredUndeclared(Mutant, rejected_by="MASK-04"):
 
 
 class Bfloat16Answers(Mutant, rejected_by="DTYPE-01"):
-    """Answers are rounded to bfloat16, whatever dtype is asked for."""
+    """Answers are rounded to bfloat16 for every requested dtype."""
 
     def attention(self, *args: Any, **kwargs: Any) -> tuple[Array, Gradients]:
         out, gradients = super().attention(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Backends that serve each option, dtype or mask of its own right, and go wrong where two meet or few look.
+"""Backends that are right for each option, dtype or mask alone, and wrong for combinations or rarely tested cases.
 
 Pairs of attention's options, dtypes other than the first, unusual segment ids and padding, labels of conversations,
 steps and batches without a target, and trainers of own models.

@@ -129,7 +129,7 @@ class OneTokenDocumentsJoined(Mutant, rejected_by="SHAPE-10"):
 
 
 class ModelInBfloat16(Mutant, rejected_by="DTYPE-08"):
-    """Weights are cast to bfloat16, whatever dtype is asked for."""
+    """Weights are cast to bfloat16 for every requested dtype."""
 
     def forward(self, decoder: Decoder, batch: Batch, *, dtype: str) -> Array:
         cast = {name: round_to("bfloat16", w) for name, w in decoder.weights.items()}
@@ -137,7 +137,7 @@ class ModelInBfloat16(Mutant, rejected_by="DTYPE-08"):
 
 
 class GradientsInBfloat16(Mutant, rejected_by="DTYPE-09"):
-    """Gradients are cast to bfloat16, whatever dtype is asked for."""
+    """Gradients are cast to bfloat16 for every requested dtype."""
 
     def gradients(self, decoder: Decoder, batch: Batch, *, dtype: str) -> tuple[float, Gradients]:
         return super().gradients(decoder, batch, dtype="bfloat16")

@@ -71,7 +71,7 @@ class AnglesInWorkingDtype(Mutant, rejected_by="DTYPE-05"):
 
 
 class StateCarriedOver(Mutant, rejected_by="ISO-06"):
-    """The state goes on into the next segment."""
+    """The state continues into the next segment."""
 
     def carries(self, segment_ids: Array) -> Array:
         carried = np.ones(segment_ids.shape, bool)
@@ -123,7 +123,7 @@ class ScanGradientAtPadding(ScanGradient, rejected_by="PAD-05"):
 
 
 class ScanInBfloat16(Mutant, rejected_by="DTYPE-06"):
-    """The scan computes in bfloat16 whatever it is asked for."""
+    """The scan computes in bfloat16 for every requested dtype."""
 
     def scan(self, *args: Any, dtype: str, **kwargs: Any) -> tuple[Array, Gradients]:
         return super().scan(*args, dtype="bfloat16", **kwargs)

@@ -11,7 +11,7 @@ from packing_core.protocol import Array, Gradients
 
 
 class CarriedAtChunks(Mutant):
-    """Mixin: the state goes on into a segment that starts at a multiple of 32."""
+    """Mixin: the state continues into a segment that starts at a multiple of 32."""
 
     def goes_on(self, segment_ids: Array) -> Array:
         goes_on = super().goes_on(segment_ids)
@@ -60,7 +60,7 @@ class MemoryOfRowsMixed(Mutant, rejected_by="SCAN-01"):
 
 
 class MemoryCarriedAtChunks(CarriedAtChunks, rejected_by="SCAN-02"):
-    """The memory goes on into a segment that starts at a multiple of 32."""
+    """The memory continues into a segment that starts at a multiple of 32."""
 
 
 class GateGradientLost(Gradient, rejected_by="SCAN-03"):
@@ -121,7 +121,7 @@ class NormalisedAcrossHeads(Mutant, rejected_by="SCAN-09"):
 
 
 class DeltaRuleInBfloat16(Mutant, rejected_by="SCAN-10"):
-    """The delta rule computes in bfloat16 whatever it is asked for."""
+    """The delta rule computes in bfloat16 for every requested dtype."""
 
     def delta_rule(self, *args: Any, dtype: str, **kwargs: Any) -> tuple[Array, Gradients]:
         return super().delta_rule(*args, dtype="bfloat16", **kwargs)
@@ -138,7 +138,7 @@ class GroupsInTurns(Mutant, rejected_by="SCAN-11"):
 
 
 class StateCarriedAtChunks(CarriedAtChunks, rejected_by="SCAN-12"):
-    """The state goes on into a segment that starts at a multiple of 32."""
+    """The state continues into a segment that starts at a multiple of 32."""
 
 
 class StepGradientWithoutDecay(Gradient, rejected_by="SCAN-13"):
@@ -165,7 +165,7 @@ class SsdGradientAtPadding(Gradient, rejected_by="SCAN-15"):
 
 
 class SsdInBfloat16(Mutant, rejected_by="SCAN-16"):
-    """The scan computes in bfloat16 whatever it is asked for."""
+    """The scan computes in bfloat16 for every requested dtype."""
 
     def ssd(self, *args: Any, dtype: str, **kwargs: Any) -> tuple[Array, Gradients]:
         return super().ssd(*args, dtype="bfloat16", **kwargs)

@@ -39,7 +39,7 @@ class MeanOfRankMeans(Mutant, rejected_by="LOSS-09"):
 
 
 class Training(Mutant):
-    """Changes what the right trainer is given, or what it gives back."""
+    """Changes the inputs or the results of the correct trainer."""
 
     training = False
 

@@ -33,7 +33,7 @@ class Lock:
         self._text = text
 
     def check(self) -> None:
-        """Check that nobody has taken the lock over, as they may while this process is stopped for a minute.
+        """Check that no other process took the lock over, as one may if this process is stopped for a minute.
 
         Raises:
             PackingError: another process writes in the folder by now.

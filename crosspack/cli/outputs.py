@@ -1,4 +1,4 @@
-"""Output folders of ``pack`` and ``train``: results appear complete, one writer at a time, and nobody's file is lost.
+"""Output folders of ``pack`` and ``train``: results appear complete, one writer at a time, and no other file is lost.
 
 A command writes into a temporary folder of its own inside the output, so the output may be a link or a mount point.
 When the result is complete, :meth:`Output.publish` moves its files into place and lists them, with sizes and SHA-256,
@@ -138,7 +138,7 @@ class _Moves:
         return moves
 
     def check(self, folder: Path, partial: Path, journal: Path, *, overwrite: bool) -> None:
-        """Check that the publication is one of ours that was interrupted, before anything of it is made.
+        """Check that an interrupted publication is one of ours, before any part of it is completed.
 
         Raises:
             PackingError: it would touch a file that crosspack did not write, or its own files are not all there, or it

@@ -29,7 +29,7 @@ from packing_core.errors import PackingError
 
 
 def merge_parts(output: str, given: PackOptions) -> dict[str, Any]:
-    """Join the parts in an output folder: pack what they handed on, write the files, and delete the parts.
+    """Join the parts in an output folder: pack their left-over documents, write the files, and delete the parts.
 
     Where an earlier call was killed while it deleted them, only the rest of that is done.
 

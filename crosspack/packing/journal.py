@@ -1,4 +1,4 @@
-"""The journal of a run: what is finished, a line of JSON each, on the device before the run goes on.
+"""The journal of a run: a line of JSON for each finished unit, on the device before the run continues.
 
 A run that was killed leaves a journal and the files that it names. Started again, it reads the journal and does the
 rest. The first line says what the run is; a journal of another run is put aside.

@@ -1,4 +1,4 @@
-"""A packing run: units by the workers, then files of their rows, by a journal that a run started again goes on from.
+"""A packing run: units by the workers, then files of their rows; resumes from a journal.
 
     stretches of the input -> units (workers) -> rows and leftovers on disk
     leftovers of all units, in order          -> the last rows (this process)
@@ -222,7 +222,7 @@ class Run:
             raise failed[min(failed)]
 
     def pack_leftovers(self, folder_of: Callable[[Key], Path]) -> list[tuple[Path, int]]:
-        """Pack what the units handed on; the last units, of which nothing is handed on.
+        """Pack the documents that units left over, into last units that leave none.
 
         Returns:
             The files of rows of all units, in order, and how many rows each has.

@@ -50,7 +50,7 @@ def write_file(folder: Path, number: int, form: Format, parts: Iterable[Rows]) -
 
 
 def _grouped(parts: Iterable[Rows]) -> Iterator[Rows]:
-    """The rows in parts of about ``GROUP_TOKENS`` tokens, whatever parts they came in."""
+    """Regroups the rows into parts of about ``GROUP_TOKENS`` tokens."""
     held: list[Rows] = []
     tokens = 0
     for part in parts:

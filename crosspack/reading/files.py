@@ -237,7 +237,7 @@ class _Decompressed(io.RawIOBase):
 
 
 class remote:
-    """The file system of a URL and the path in it; whatever it raises becomes one line with the URL."""
+    """The file system of a URL and the path in it; its errors become one line with the URL."""
 
     def __init__(self, url: str) -> None:
         self._url = url

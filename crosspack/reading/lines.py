@@ -24,7 +24,7 @@ _SHOWN = 1 << 16  # bytes of it that are kept
 
 @dataclass(frozen=True)
 class Range:
-    """Bytes ``begin`` to ``end`` of a plain file of one record a line: one piece, whatever its size."""
+    """Bytes ``begin`` to ``end`` of a plain file of one record a line: one piece of any size."""
 
     origin: File
     begin: int

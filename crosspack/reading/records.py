@@ -88,7 +88,7 @@ class Records:
                 yield from piece.items
 
     def stretches(self, size: int | None) -> Iterator[Stretch]:
-        """All of the records in order, whatever ``share`` is, in parts that can be read by themselves.
+        """All records in order, for any ``share``, in parts that can be read independently.
 
         Args:
             size: bytes of a part of a plain file of lines; None for whole files.

@@ -208,7 +208,7 @@ def request_for(
 
 
 def choose(request: Request, implementation: str | None = None) -> ModuleType:
-    """The implementation that serves a request: the named one, or the first of the platform's ``ORDER`` that can.
+    """Selects the implementation of a request: the named one, or the first in the platform's ``ORDER`` that can run.
 
     Raises:
         PackingError: no implementation has that name.
@@ -222,7 +222,7 @@ def choose(request: Request, implementation: str | None = None) -> ModuleType:
 
 
 def answers(request: Request, implementation: str | None = None) -> dict[str, str | None]:
-    """Collects what each implementation that is tried says to a request: None, or the reason why it cannot serve.
+    """Collects the answer of each implementation to a request: None, or the reason why it cannot run it.
 
     Raises:
         PackingError: no implementation has that name.

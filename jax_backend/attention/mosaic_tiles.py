@@ -36,7 +36,7 @@ _FAR = 2**30  # past every index
 
 
 def lowers(request: Request) -> bool:
-    """Returns whether these kernels can serve: a Hopper GPU, half precision and shapes that whole copies cover."""
+    """Returns whether these kernels can run: a Hopper GPU, half precision and shapes that whole copies cover."""
     return (
         request.platform == "gpu"
         and request.dtype != jnp.float32

@@ -54,7 +54,7 @@ def backends() -> Mapping[str, BackendFactory]:
 
 
 def capabilities(implementation: str, platform: str) -> Capabilities:
-    """Declares what one implementation serves on "cpu", "gpu" or "tpu"."""
+    """Declares the capabilities of one implementation on "cpu", "gpu" or "tpu"."""
     interpreted = platform == "cpu"
     atomic = platform == "gpu"  # XLA's scatter-add, which the embedding's gradient is
     match implementation:
@@ -296,7 +296,7 @@ def _side_by_side(batches: Sequence[Mapping[str, Array]], ranks: int) -> dict[st
 
 @lru_cache(maxsize=8)
 def _train_step(config: DecoderConfig, dtype: str, optimizer: str, learning_rate: float, ranks: int) -> TrainStep:
-    """One step serves every run of a shape, so that it is compiled once; the weights come with each run."""
+    """Makes one step for all runs of a shape, so that it is compiled once; the weights are arguments."""
     rules: dict[str, Callable[[float], optax.GradientTransformation]] = {
         "sgd": optax.sgd,
         "adamw": partial(optax.adamw, eps=protocol.ADAMW_EPSILON, weight_decay=0.0),

@@ -33,7 +33,7 @@ def out_and_gradients(
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _compiled(function: Callable[..., jax.Array], options: Any, operands: Any, dout: Any, *data: Any) -> Any:
-    """One compilation serves every call of the same shapes and options, whatever its segments."""
+    """Compiles once for all calls of the same shapes and options; segments may differ."""
     call = partial(function, **dict(options))
     if dout is None:
         return call(operands, *data), {}

@@ -25,7 +25,7 @@ IN_PLACE = "in_place_of_products"
 
 
 class Embedding(nnx.Embed):
-    """Rows of a table; the gradients of a token that comes often add up in float32, whatever ``dtype`` is."""
+    """Rows of a table; the gradients of a repeated token add up in float32 for every ``dtype``."""
 
     def __call__(self, ids: jax.Array) -> jax.Array:  # type: ignore[override]  # without flax's out_sharding
         table = self.embedding[...]

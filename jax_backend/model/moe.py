@@ -40,7 +40,7 @@ class Routing(NamedTuple):
 
 
 class Router(nnx.Module):
-    """Logits, probabilities and choices in float32, whatever the dtype of the layers."""
+    """Logits, probabilities and choices in float32, for every dtype of the layers."""
 
     def __init__(self, size: int, mixture: MixtureConfig, make: Any) -> None:
         self.kernel = make.weight(size, mixture.experts)

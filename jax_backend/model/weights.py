@@ -116,7 +116,7 @@ def assign(state: nnx.State, tensors: Mapping[str, Any]) -> None:
 
 
 def _fill(state: nnx.State, tensors: Mapping[str, Any], mesh: Mesh | None) -> None:
-    """Fill abstract ``state`` from open safetensors slices, each device with what it keeps."""
+    """Fill abstract ``state`` from open safetensors slices; each device reads its own shard."""
     for parameter in _checked(state, {name: tuple(part.get_shape()) for name, part in tensors.items()}):
         leaf, read = parameter.leaf, partial(parameter.read, tensors)
         if mesh is None:

@@ -1,1 +1,1 @@
-"""The optimizer step over packed rows: what it differentiates, how it accumulates, its checkpoints."""
+"""The optimizer step over packed rows: its loss, gradient accumulation and checkpoints."""

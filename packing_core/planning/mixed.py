@@ -56,7 +56,7 @@ def mixed(sizes: Int64, capacity: int, max_segments: int, shuffle: Shuffle, *, o
 
 
 def most_rows(sizes: Int64, capacity: int, max_segments: int) -> int:
-    """Returns the most rows that ``mixed`` makes of these pieces, whatever it draws and in any order."""
+    """Returns an upper bound on the rows that ``mixed`` makes of these pieces, for every draw and order."""
     enough = _fewest(sizes, capacity, max_segments) / FULL
     values, counts = np.unique(sizes, return_counts=True)
     fewest = _bins.best_fit(values[::-1], counts[::-1], capacity, max_segments).n_rows

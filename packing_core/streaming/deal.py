@@ -69,7 +69,7 @@ class Deal:
         return {"rows": self.base, "part": {**part, "taken": self.taken + taken}}
 
     def resumed(self, state: Mapping[str, Any]) -> Deal:
-        """The deal that goes on from a state.
+        """Restores a deal from a state.
 
         Raises:
             PackingError: it is of one of several workers, and this is not that one.

@@ -1,4 +1,4 @@
-"""Files that survive a crash, and nobody's files but ours.
+"""Writes files that survive a crash, and checks that paths and folders are ours.
 
 Written to the device before they are renamed, and the rename too. Journals, listings and states of checkpoints are
 input: somebody else may have written them. :func:`inside` decides which files they may name.
@@ -39,7 +39,7 @@ def replace(source: Path, target: Path) -> None:
 
 
 def is_plain(name: object) -> bool:
-    """Returns whether a name is a relative path with ``/`` that stays below its folder, whatever links there are."""
+    """Returns whether a name is a relative path with ``/`` that stays below its folder, even through links."""
     if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
         return False
     path = PurePosixPath(name)

@@ -128,7 +128,7 @@ def floor_of(dtype: torch.dtype) -> float:
 def gradients_and_allowed(
     got: Mapping[str, Tensor], want: Mapping[str, Tensor], rounded: Mapping[str, Tensor], floor: float
 ) -> tuple[float, float, str]:
-    """The error of the parameter that is worst by what its own error may be, what it may be, and its name.
+    """Returns the error largest relative to its parameter's bound, that bound, and the parameter's name.
 
     A parameter may be off by twice what rounding does to itself, and by ``floor`` of the largest gradient of all: one
     whose gradient is zero in exact arithmetic, and all rounding in any other, decides on nothing but itself.

@@ -237,7 +237,7 @@ def verify(model: nn.Module, implementation: str | Sequence[str]) -> AuditReport
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """Inside, float32 products on a GPU are not rounded to TensorFloat-32, whatever the process has allowed."""
+    """Inside, float32 products on a GPU are not rounded to TensorFloat-32, even if the process allows it."""
     backends: Any = torch.backends
     products = (backends.cuda.matmul, backends.cudnn.conv)
     before = [product.fp32_precision for product in products]

@@ -61,7 +61,7 @@ def all_families() -> list[str]:
 
 
 def family_config(family: str) -> Any:
-    """The default config of a transformers model type, with what it leaves open filled in."""
+    """Returns the default config of a transformers model type, with its missing fields filled in."""
     from transformers import CONFIG_MAPPING
 
     config_class = CONFIG_MAPPING[family]

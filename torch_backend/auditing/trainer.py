@@ -354,7 +354,7 @@ def _as_before(trainer: Any) -> Iterator[None]:
 
 
 def _pieces(feature: Any) -> list[NDArray[np.int64]]:
-    """The documents of a feature: what it says of its own boundaries, else the whole of it."""
+    """Splits a feature into documents at its own boundaries; without any, it is one document."""
     if isinstance(feature, PackedBatch):
         flat, starts = feature.input_ids.reshape(-1), feature.flat_starts
         return [np.asarray(flat[a : a + n], np.int64) for a, n in zip(starts, feature.lengths, strict=True)]

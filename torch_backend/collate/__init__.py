@@ -256,7 +256,7 @@ class BoundaryCollator:
 
 
 def with_boundaries(collator: Callable[[Any], Mapping[str, Any]], model: Any = None) -> Callable[[Any], Batch]:
-    """``collator`` with the segments of its batches added, read from whatever it marks them with.
+    """Wraps ``collator`` to add the segments of its batches, read from any of the marks it makes.
 
     A collator whose batches carry segments already, one of this package, is returned as it is.
 

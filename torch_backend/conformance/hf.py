@@ -1,4 +1,4 @@
-"""Anybody's transformers model, collator and Trainer as a conformance backend, whatever packs and patches them.
+"""Adapts any transformers model, collator and Trainer to a conformance backend, however packed and patched.
 
 The model is its own oracle: packed, in the named dtype, against itself in float64 with one document per batch. Data
 flows documents -> the collator -> the model, exactly as in training; only the boundaries are read off the collator's

@@ -29,7 +29,7 @@ TRITON_SCAN = ScanChoice(TRITON, "scan by Triton")
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """An attention layer: the implementation that ran, and the request that it served."""
+    """An attention layer: the implementation that ran, and its request."""
 
     implementation: str
     request: AttentionRequest

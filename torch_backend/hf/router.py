@@ -1,4 +1,4 @@
-"""The auxiliary loss of a router in packed batches: over the real tokens, whatever the padding, or refused.
+"""The auxiliary loss of a router in packed batches: over the real tokens without padding, or refused.
 
 transformers averages a router's statistics over the tokens that a 2-D ``attention_mask`` marks, or over all tokens if
 there is none. It does so in the causal language model, outside of its decoder. So a packed batch with padding carries

@@ -1,4 +1,4 @@
-"""Device memory of a training job: what it will take, before the first step, and what each of its runs takes."""
+"""Device memory of a training job: an estimate before the first step, and the measured use of each run."""
 
 from __future__ import annotations
 

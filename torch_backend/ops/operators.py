@@ -56,6 +56,6 @@ def on_its_device(launch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def runs_triton(x: torch.Tensor) -> bool:
-    """Returns whether Triton kernels serve this tensor: it lies on a GPU, or the kernels are interpreted on the CPU."""
+    """Returns whether Triton kernels support this tensor: it is on a GPU, or the kernels are interpreted on the CPU."""
     served = x.dtype in (torch.bfloat16, torch.float16, torch.float32)
     return TRITON and served and (x.is_cuda or INTERPRETED)

@@ -54,7 +54,7 @@ def trainer_paths(name: str) -> tuple[str, str]:
 
 
 def audits(name: str, config: Any, documents: list[list[int]]) -> Iterator[tuple[str, Callable[[], TrainerReport]]]:
-    """Each path of a trainer with the call that audits it, which may raise whatever the trainer raises."""
+    """Lists each path of a trainer with the call that audits it; the trainer's errors pass through."""
     build = TRAINERS[name][0]
 
     def audit(packed: bool) -> TrainerReport:

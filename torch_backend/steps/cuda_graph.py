@@ -119,7 +119,7 @@ class CapturedStep:
         return tuple(x.clone() for x in self.result)
 
     def uncaptured(self, batch: Mapping[str, Any]) -> Any:
-        """One step on ``batch`` as usual, whatever was recorded; it counts for the warm-up."""
+        """One step on ``batch`` without a graph, even if one was recorded; it counts for the warm-up."""
         self.calls += 1
         self._take(batch)
         return self._aside()

@@ -1,4 +1,4 @@
-"""Fixed shapes for packed batches: a compiled layer and a CUDA graph serve one shape each.
+"""Fixed shapes for packed batches: a compiled layer and a CUDA graph run one shape each.
 
 A packed batch -> more padding and more entries of ``cu_seq_lens``, as segments of their own -> a batch whose shapes do
 not depend on its documents. No token of a document changes, and nothing is read from the device.

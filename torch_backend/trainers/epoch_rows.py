@@ -148,7 +148,7 @@ class EpochRows(Dataset[PackedBatch]):
         return batch
 
     def _as_before(self, batch: PackedBatch, *, first: bool) -> PackedBatch:
-        """Rows with what the replaced collator adds, which in the first epoch are compared with what it makes."""
+        """Rows with the replaced collator's additions; the first epoch compares them with the collator's batches."""
         if self.replaced is None or not (first or self.replaced.added):
             return batch
         whole = self.options["overflow"] in ("error", "drop")
@@ -273,7 +273,7 @@ class RowStream(IterableDataset[PackedBatch]):
         return islice(stream_documents(examples, READ_AT_ONCE), start, None)
 
     def _as_before(self, replaced: Replaced) -> Iterator[dict[str, Any]]:
-        """Documents with what the replaced collator adds to them, each compared with what it makes of it."""
+        """Documents with the replaced collator's additions, each compared with the collator's own result."""
         for number, example in enumerate(self.source):
             added = replaced.additions(example, f"training example {number}")
             for document in documents_of(replaced.example(example)):

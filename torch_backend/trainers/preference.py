@@ -71,7 +71,7 @@ def enable_unpadding(
 
 
 def _refuse(trainer: Any) -> None:
-    """Raise for what packed calls cannot serve."""
+    """Raise for settings that packed calls do not support."""
     name = type(trainer).__name__
     utilities = import_module("trl.trainer.utils")
     if kind_of(trainer) != "RewardTrainer" and not hasattr(utilities, "add_fused_lm_head"):

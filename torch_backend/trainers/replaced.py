@@ -1,4 +1,4 @@
-"""The collator that packing replaces in a trainer: compared with packing, and what it adds to a batch carried on.
+"""The collator that packing replaces in a trainer: compared with packing, and its additions to a batch kept.
 
 Examples -> the replaced collator, called as the trainer would call it -> its tokens, labels and other values for each
 document -> :meth:`Replaced.carry`, which raises where packing would train anything else, and adds to packed rows what
@@ -103,7 +103,7 @@ class Replaced:
         return {name: value for name, value in example.items() if self.reads(name)}
 
     def carry(self, batch: PackedBatch, source: Any, where: Where, *, whole: bool = True) -> PackedBatch:
-        """Compare packed documents with what the collator makes of them, and add what it adds.
+        """Compare packed documents with the collator's result for them, and add its additions.
 
         Args:
             batch: rows of documents.

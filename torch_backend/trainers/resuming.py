@@ -48,7 +48,7 @@ class SameRows(TrainerCallback):
         state.stateful_callbacks[_NOTE] = {"args": {}, "attributes": here}
 
     def _note(self, args: Any, loader: Any) -> dict[str, Any]:
-        """Returns what decides the rows of each step; an epoch of a stream has 0 ``steps``, as nobody knows them."""
+        """Returns the settings that decide the rows of each step; an epoch of a stream has 0 ``steps``, for unknown."""
         epochs = isinstance(self.rows, EpochRows)
         accumulated, ranks = args.gradient_accumulation_steps, getattr(self.rows, "ranks", args.world_size)
         return {

@@ -1,4 +1,4 @@
-"""The part of a model on top of its decoder: what it predicts, and whether that is defined for several documents a row.
+"""Classifies the head of a model: its predictions, and whether they are defined for several documents in a row.
 
 The outermost transformers model -> :func:`head_of` -> what it predicts, or a refusal that names its class.
 """

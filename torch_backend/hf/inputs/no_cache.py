@@ -14,7 +14,7 @@ class NoCacheError(UnsupportedError, AttributeError):
 
 
 class NoCache:
-    """The cache that a padded call would have returned; whatever reads it raises.
+    """Stands for the cache that a padded call would have returned; every read raises.
 
     Most models make a cache unless they are told not to. None in its place would let a loop that generates go on
     without the tokens before.

@@ -42,7 +42,7 @@ IMPLEMENTATIONS = {
 def choose(
     request: AttentionRequest, packed: PackedMetadata, implementation: str | Sequence[str] = "auto"
 ) -> tuple[str, AttentionRequest]:
-    """The implementation that serves a request, and the request as it is served.
+    """Selects an implementation for a request, and returns both as they will run.
 
     Where no implementation works without the segments' lengths on the host, they are read from the device, once per
     batch, and the request says so.
@@ -76,7 +76,7 @@ def run(
 
 
 def select(request: AttentionRequest, implementation: str | Sequence[str] = "auto") -> str:
-    """The name of the first implementation that serves ``request``; for a named one nothing stands in."""
+    """Returns the name of the first implementation that supports ``request``; a named one has no substitute."""
     reasons: dict[str, str] = {}
     for name in _names(request, implementation):
         reason = load(name).supports(request)

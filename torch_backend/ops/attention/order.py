@@ -87,7 +87,7 @@ def _kind(tokens: float) -> int:
 
 
 def _rank(trial: AttentionRequest, load: Callable[[str], Implementation]) -> tuple[str, ...]:
-    """The names that serve the trial by their time, the others after them; last resorts are not timed."""
+    """Sorts the names that pass the trial by their time, the others after them; last resorts are not timed."""
     contenders = {name: load(name) for name in CUDA if last_resort(load(name), trial) is None}
     serving = {name: each for name, each in contenders.items() if each.supports(trial) is None}
     times = {name: milliseconds(implementation, trial) for name, implementation in serving.items()}

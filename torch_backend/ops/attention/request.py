@@ -17,7 +17,7 @@ from torch_backend.segments import PackedMetadata
 
 @dataclass(frozen=True)
 class AttentionRequest:
-    """Everything about one attention call that decides who can serve it; holds no tensor and no value of one.
+    """Properties of an attention call that decide which implementations support it; holds no tensors or their values.
 
     Attributes:
         tokens, heads, kv_heads, head_dim, value_dim: T, H, K, D, Dv.
@@ -67,7 +67,7 @@ class Implementation(Protocol):
     fixed_shapes: bool
 
     def supports(self, request: AttentionRequest) -> str | None:
-        """None, or in one clause why the request cannot be served (library absent, wrong device, no such option)."""
+        """Returns None, or a clause why it is not supported (library absent, wrong device, no such option)."""
         ...
 
     def __call__(

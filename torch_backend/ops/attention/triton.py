@@ -1,4 +1,4 @@
-"""Packed attention by the project's own Triton kernels: needs torch alone and serves every option but dropout.
+"""Packed attention by the project's own Triton kernels: needs torch alone and supports every option except dropout.
 
 q, k, v and the batch's metadata -> tile sizes for the head and the device -> work lists, made once per batch ->
 ``torch.ops.crosspack.attention_forward`` and ``attention_backward``, which ``torch.compile`` calls without looking in.

@@ -284,7 +284,7 @@ def _softmax_loss(
 
 
 def accumulate(total: Tensor, a: Tensor, b: Tensor, *, anew: bool) -> None:
-    """Add ``a @ b`` to a total that is wider than the factors, or with ``anew`` write it over whatever is there."""
+    """Add ``a @ b`` to a total that is wider than the factors, or with ``anew`` overwrite the total."""
     beta = 0 if anew else 1
     if total.is_cuda and total.dtype != a.dtype:
         torch.addmm(total, a, b, beta=beta, out_dtype=total.dtype, out=total)

@@ -169,7 +169,7 @@ def _rows(tensors: tuple[Tensor, ...], split: bool) -> Iterable[tuple[Tensor, ..
 
 
 def _empty(x: Tensor, heads_first: bool) -> Tensor:
-    """A new tensor like x, in memory [.., T, H, D] whatever the order of x."""
+    """A new tensor like x, in memory [.., T, H, D] for every memory order of x."""
     if not heads_first:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
     *_, h, t, d = x.shape

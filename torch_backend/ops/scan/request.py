@@ -1,4 +1,4 @@
-"""The request of a scan call, and a trial run on two documents that tells whether a library serves it here.
+"""The request of a scan call, and a trial on two documents of whether a library computes it correctly here.
 
 A function that scans [B, S, ...] (transformers' own: the kernel of a library where that is installed, plain torch
 elsewhere) and the arguments of a call -> :func:`request_of` -> :func:`refused`, once for each way of running it.
