@@ -1,4 +1,4 @@
-"""``crosspack doctor``: what is installed, what each backend would run on this machine and why, and what is missing.
+"""``crosspack doctor``: installed and missing packages, and the implementations each backend would run and why.
 
 Versions come from the packages' metadata, so nothing is imported for them. Each backend that is installed examines
 itself (the entry point group ``crosspack.doctors``); one that cannot be imported is a line that says what to install.

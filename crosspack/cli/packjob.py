@@ -233,7 +233,7 @@ def _pack_here(folder: Path, given: PackOptions, *, staged: bool = False) -> dic
 
 
 def pack_part(output: str, given: PackOptions, part: Part) -> dict[str, Any]:
-    """Do one part of the work, in a folder of its own inside the output; returns what is known of it."""
+    """Do one part of the work, in a folder of its own inside the output; returns its result."""
     if is_url(output):
         raise PackingError("--part: pass an --output that all parts share, on a network file system")
     job = open_job(given, part)

@@ -72,7 +72,7 @@ def _path(file: File) -> str:
 
 
 def _splits_of(path: PurePosixPath, wanted: str) -> set[str]:
-    """The splits that the file's name says, or else that of the nearest folder that says one."""
+    """Returns the splits in the file's name, or else the split in the name of the nearest folder."""
     words = {wanted: (wanted.lower(),), **_SPLITS}
     while path.suffix in (*FORMATS, *COMPRESSIONS):
         path = path.with_suffix("")

@@ -105,7 +105,7 @@ def plan_keys(keys: Interval, heads: int, step: int = KEYS) -> Plan:
 
 
 class QueryPlan(NamedTuple):
-    """Lists what the backward's blocks of keys visit, in steps of so many queries.
+    """Lists the queries that the backward's blocks of keys visit, in steps of a fixed number of queries.
 
     Attributes:
         begin, end: int32 [B, blocks * block], the queries that see each key.

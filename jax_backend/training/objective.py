@@ -43,7 +43,7 @@ def refuse_linen(model: Any) -> None:
 
 
 def check_variables(params: nnx.State, rest: nnx.State) -> None:
-    """Look at what is trained, and at what is not.
+    """Check the trained variables, and those that are not trained.
 
     Raises:
         PackingError: nothing is trained.

@@ -1,4 +1,4 @@
-"""PackPlan: which piece of which document stands in which row, as a few flat arrays, and what follows from them.
+"""PackPlan: assigns pieces of documents to rows, as a few flat arrays, with statistics derived from them.
 
 ``plan`` makes one, ``pack`` and ``PackedDataset`` materialise its rows, ``balance`` deals them to ranks.
 """

@@ -104,7 +104,7 @@ class Reader:
             self.pending, self.cursor = self.pending.and_then(read.pending()), read.end
 
     def cut(self, number: int, document: Any) -> list[Piece]:
-        """The pieces of a document under ``overflow``; notes what is lost of it."""
+        """Cuts a document into pieces under ``overflow``; notes the tokens lost."""
         length = length_of(document, number)
         pieces = cut(number, document, length, self.capacity, self.overflow)
         if not pieces:

@@ -84,7 +84,7 @@ def _enough(amount: Int64, order: Int64, most: int) -> int:
 
 
 def make_rows(pending: Pending, rows: PackPlan, numbers: Int64, options: dict[str, Any]) -> PackedBatch:
-    """Rows ``numbers`` of a plan of what is pending; ``options`` are those of ``pack``.
+    """Makes rows ``numbers`` of a plan of the pending pieces; ``options`` are those of ``pack``.
 
     Raises:
         LayoutError: a document is not what ``pack`` takes; the error says which one of the stream it is.

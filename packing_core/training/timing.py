@@ -1,4 +1,4 @@
-"""Fair timing of contenders on a machine that may be busy: they take steps in turn, and a clock says what they got."""
+"""Fair timing of contenders on a machine that may be busy: they take steps in turn, each timed by a clock."""
 
 from __future__ import annotations
 

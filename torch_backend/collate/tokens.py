@@ -1,4 +1,4 @@
-"""Labels of tokens that no shift moves: those of token classifiers, and those of masked language models."""
+"""Unshifted labels of tokens, for token classifiers and masked language models."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def distillation_loss(
 
 
 def _with_rest(logprobs: Tensor) -> tuple[Tensor, Tensor]:
-    """The log-probabilities, and the log of what they leave; at least that of a rounding error of 1."""
+    """Returns the log-probabilities, and the log of the remaining probability, at least one rounding error of 1."""
     tiny = torch.finfo(logprobs.dtype).eps
     rest = 1 - logprobs.exp().sum(-1)
     return logprobs, torch.log(rest.clamp(min=tiny))

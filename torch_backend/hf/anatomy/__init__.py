@@ -1,1 +1,1 @@
-"""Locates the parts of a transformers model and says what is known of its family."""
+"""Locates the parts of a transformers model, and lists the exceptions of its family."""
