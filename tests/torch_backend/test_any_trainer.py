@@ -173,16 +173,21 @@ def alone(
 
 @pytest.mark.parametrize("case", cases(), ids=named)
 def test_a_step_and_its_predictions_are_those_of_the_documents_alone(case: dict[str, Any], tmp_path: Any) -> None:
+    check(case, cases().index(case), tmp_path)
+
+
+def check(case: dict[str, Any], seed: int, folder: Any) -> None:
+    """Trains one step, and compares it and predictions with the documents alone."""
     head, overflow, (rows, micro_batches) = case["head"], case["overflow"], case["rows"]
     data_kind = "dataset" if head == "document" and case["data"] == "stream" else case["data"]  # refused, see there
     weighted = case["collator"] == "adds" and head in ("next token", "document")
     kind, function = trainer_of(head, "trainer" if weighted else case["loss"])  # which reads the weights
-    examples = documents(head, cases().index(case))
+    examples = documents(head, seed)
     unused = case["columns"] == "all" and case["collator"] != "stock"  # stock collators cannot make tensors of texts
     data, collator = stored(examples, data_kind, unused), collator_of(head, case["collator"])
     args = arguments(
         transformers.TrainingArguments,
-        tmp_path,
+        folder,
         max_steps=1,
         per_device_train_batch_size=rows,
         per_device_eval_batch_size=5,
