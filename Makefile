@@ -21,8 +21,8 @@ LAST = $(if $(SHARD),$(filter $(lastword $(subst /, ,$(SHARD))),$(firstword $(su
 # Each backend is judged by a seventh of the requirements, neighbours by different ones: every requirement on some backend.
 test: .venv/.dev
 	$(SUITE) --tier quick
-	$(PYTEST) conformance --all --part 1/7
-	$(call interpreted,--part 1/7)
+	$(PYTEST) conformance --all --part 1/7 --numprocesses 2 --dist loadgroup
+	$(call interpreted,--part 1/7 --numprocesses 2 --dist loadgroup)
 
 # What `make test` leaves out.
 test-rest: .venv/.dev

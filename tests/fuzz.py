@@ -23,6 +23,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -291,14 +292,15 @@ def main() -> int:
     datasets.disable_progress_bars()
     transformers.logging.set_verbosity_error()
     seed, end = given.seed, time.monotonic() + 60 * given.minutes
-    while time.monotonic() < end and (given.cases is None or seed < given.seed + given.cases):
-        before = len(tally.findings)
-        run_case(seed, tuple(given.only), families, tally)
-        for finding in tally.findings[before:]:
-            print(f"seed {seed}: {finding['kind']}: {finding['error'].splitlines()[0]}", flush=True)
-            with open(given.output, "a") as file:
-                file.write(json.dumps(finding, default=str) + "\n")
-        seed += 1
+    with suppress(KeyboardInterrupt):  # what was found until then counts
+        while time.monotonic() < end and (given.cases is None or seed < given.seed + given.cases):
+            before = len(tally.findings)
+            run_case(seed, tuple(given.only), families, tally)
+            for finding in tally.findings[before:]:
+                print(f"seed {seed}: {finding['kind']}: {finding['error'].splitlines()[0]}", flush=True)
+                with open(given.output, "a") as file:
+                    file.write(json.dumps(finding, default=str) + "\n")
+            seed += 1
     print(f"seeds {given.seed} to {seed - 1}:", ", ".join(f"{n:,} {kind}" for kind, n in tally.cases.items()))
     print(f"not built: {sum(tally.not_built.values()):,}; refused: {sum(tally.refused.values()):,}")
     for message, count in tally.refused.most_common(20):

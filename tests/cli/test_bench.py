@@ -56,6 +56,7 @@ def test_every_way_has_a_rate_and_a_verdict(tmp_path, records, family, verdicts)
     assert stock["stock packed, use_cache=False"] == audited["position_ids, use_cache=False"]
 
 
+@pytest.mark.slow
 def test_rows_of_one_document_judge_nothing(tmp_path, write):
     """The first row alone was judged: of one document, in which nobody can see another."""
     config = tiny_config(CONFIG_MAPPING["gpt_oss"](), head_dim=16, changes={"vocab_size": 512})
@@ -74,6 +75,7 @@ def test_rows_of_one_document_judge_nothing(tmp_path, write):
         assert verdicts == ["exact", "contaminated", "contaminated", "exact"], (seed, result.output)
 
 
+@pytest.mark.slow
 def test_what_one_step_waits_for_does_not_count(monkeypatch, records):
     """The rate is the median step's: here of 10 s, 1 s, 1 s, 600 s, 1 s the first warms up and the fourth compiles."""
     clock, durations = [0.0], iter([10.0] * 4 + [1.0] * 8 + [600.0] * 4 + [1.0] * 4)  # they take steps in turn

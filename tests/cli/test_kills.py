@@ -33,6 +33,7 @@ def test_a_killed_command_that_is_run_again_leaves_the_same_bytes(prepared, name
     assert found.wrong == [] and found.kills >= 2 and found.bytes
 
 
+@pytest.mark.slow
 def test_what_a_kill_changes_is_noticed(prepared, monkeypatch):
     commands, out = prepared["part"]
     monkeypatch.setattr("crosspack.cli.packjob.UNFINISHED", "none")

@@ -141,6 +141,7 @@ def test_a_text_that_cannot_be_cut_is_refused_by_its_place_or_left_out(tokenizer
     assert len(list(encoder(records))) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and macOS has no limit of the address space")
 def test_a_record_takes_at_most_twelve_times_its_bytes(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path / "tokenizer")

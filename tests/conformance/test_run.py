@@ -118,6 +118,7 @@ def test_what_is_declared_and_refused_fails(tmp_path):
     assert outcome.code == 1 and "attention is declared and refused: no sinks after all" in outcome.output
 
 
+@pytest.mark.slow
 def test_an_adapter_of_torch_or_jax_that_joins_runs_of_an_id_fails(tmp_path):
     outcome = run(tmp_path, f"--backend={HERE}:joining", *only("ISO-13", "ISO-14"))
     assert outcome.code == 1

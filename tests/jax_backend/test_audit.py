@@ -49,6 +49,7 @@ def params_of(module):
     return module.init(jax.random.key(0), ids, ids, ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_linen_model_is_judged_as_a_function(dtype) -> None:
     good, leaking = Linen(dtype=dtype), Linen(leaks=True, dtype=dtype)

@@ -40,6 +40,7 @@ def weight_bytes() -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(nnx.eval_shape(decoder))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["function", "folder"])
 def test_no_device_holds_more_than_its_shard_of_weights_and_optimizer(source, tmp_path) -> None:
     mesh = jax.make_mesh((4,), ("fsdp",))

@@ -58,6 +58,7 @@ def test_they_are_those_of_the_logits(model, batch, temperature, tokens):
         np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4 * float(jnp.abs(y).max()))
 
 
+@pytest.mark.slow
 def test_each_document_gets_what_it_gets_alone(model, batch):
     found = reduce(token_logprobs(model, batch).logprobs, batch, "sum", documents=9)
     for document, ids in enumerate(documents(9)):

@@ -72,6 +72,7 @@ def test_adapters_alone_are_trained_and_peft_reads_them(job, tmp_path) -> None:
     assert evaluated == pytest.approx(loss_of_documents(model, job.schedule), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"data": 2}, {"data": 1, "fsdp": 2}, {"fsdp": 3}], ids=str)
 def test_devices_share_the_rows_of_a_step_and_its_evaluation(job, mesh, tmp_path) -> None:
     job = with_evaluation(job)

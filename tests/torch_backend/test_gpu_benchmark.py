@@ -83,6 +83,7 @@ def test_a_wrong_attention_with_options_has_no_figure(monkeypatch):
     assert figures == {} and note.startswith("WRONG: error")
 
 
+@pytest.mark.slow
 def test_preference_trainers_are_compared_on_the_same_pairs_at_equal_memory():
     trained = "^(enable_packing|stock, sdpa, random), micro-batches of 2$"
     results = gpu_preference.main(["--shape", "0.5B", "--match", trained])

@@ -42,6 +42,7 @@ def test_forward_and_backward_are_the_recurrence(where):
     assert_within_budget(found, oracle(inputs, dout, "float64"), oracle(inputs, dout, working(where)), where.dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
 def test_no_document_moves_another_by_a_bit(where):
     inputs = drawn(where)

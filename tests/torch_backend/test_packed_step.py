@@ -286,6 +286,7 @@ def test_shapes_are_chosen_from_the_data_so_that_all_steps_have_one_form(
     assert (graphs.recorded, graphs.replayed) == (1, 10)
 
 
+@pytest.mark.slow
 def test_torch_compile_gives_way_to_compiled_layers(graphs: SimpleNamespace, tmp_path: Path) -> None:
     options = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 4}
     fast, plain = (built(tmp_path / str(kind), kind, **options) for kind in (True, False))
@@ -297,6 +298,7 @@ def test_torch_compile_gives_way_to_compiled_layers(graphs: SimpleNamespace, tmp
     assert f"layers of the step: {layers}" in explain(fast).notes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("faked", [True, False], ids=["fixed shapes", "as on this machine"])
 def test_auto_find_batch_size_goes_on_with_smaller_batches(
     faked: bool, request: pytest.FixtureRequest, tmp_path: Path

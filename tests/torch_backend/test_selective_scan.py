@@ -57,6 +57,7 @@ def test_forward_and_backward_are_the_recurrence(where, n):
     assert_within_budget(found, oracle(inputs, dy, "float64"), oracle(inputs, dy, working(where)), where.dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
 def test_channels_may_need_many_programs_that_share_gradients(where, monkeypatch):
     monkeypatch.setattr("torch_backend.ops.scan.selective.operators._WARP", 4)
