@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Any
 
 from crosspack.reading import Records
-from crosspack.reading.files import File
+from crosspack.reading.files import File, Unchanged
 from crosspack.reading.lines import Range
 from crosspack.reading.places import Item, Piece, Stretch
 from crosspack.reading.records import read_pieces
@@ -62,8 +62,10 @@ class Mixed(Records):
 
     def items(self) -> Iterator[Item]:
         """Yields the records, as :meth:`Records.items` does."""
+        seen = Unchanged(self.local_files())
         for piece in read_pieces(MixedStretch(self.sources), self.grain):
             yield from piece.items
+            seen.check()
 
     @property
     def grain(self) -> int:

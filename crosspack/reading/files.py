@@ -134,7 +134,12 @@ class Unchanged:
     """Remembers the state of files, and refuses those that change while they are read."""
 
     def __init__(self, files: Iterable[File]) -> None:
-        self._seen = {file: file.identity() for file in files}
+        self._seen: dict[File, list[Any]] = {}
+        for file in files:
+            try:
+                self._seen[file] = file.identity()
+            except FileNotFoundError as error:
+                raise PackingError(f"{file.path}: no such file") from error
 
     def check(self, path: str | None = None) -> None:
         """Compares the file of a path, or all files if the path is none of theirs, with what was there at first.

@@ -16,7 +16,7 @@ from typing import Any
 
 from crosspack.reading.corpus import standard_library_records
 from crosspack.reading.csvfiles import DELIMITERS, Csv
-from crosspack.reading.files import MAX_RECORD, File, is_url, remote
+from crosspack.reading.files import MAX_RECORD, File, Unchanged, is_url, remote
 from crosspack.reading.folders import FORMATS, files_of_split
 from crosspack.reading.lines import Range, SampleBy, SingleRecordFile, line_stretches
 from crosspack.reading.objects import Json, grouped
@@ -74,18 +74,21 @@ class Records:
         """The records, and a :class:`BadRecord` in place of each that cannot be read.
 
         Raises:
-            PackingError: a file cannot be read from some place on.
+            PackingError: a file cannot be read from some place on, or changed meanwhile.
         """
+        seen = Unchanged(self.local_files())
         if self.share == (0, 1):
             for stretch in self.stretches(None):
                 for piece in read_pieces(stretch, _PIECE):
                     yield from piece.items
+                    seen.check(stretch.file)
             return
         index, count = self.share
         size = min(max(self.size() // (16 * count), _SMALLEST), _LARGEST)
         for _, stretch, start, step in dealt(list(self.stretches(size)), index, count):
             for piece in read_pieces(stretch, min(size, _PIECE), start, step):
                 yield from piece.items
+                seen.check(stretch.file)
 
     def stretches(self, size: int | None) -> Iterator[Stretch]:
         """All records in order, for any ``share``, in parts that can be read independently.
@@ -105,6 +108,10 @@ class Records:
     def all_files(self) -> list[File]:
         """Returns the files of all data sets in it."""
         return list(self.files)
+
+    def local_files(self) -> list[File]:
+        """Returns those that are looked at again while they are read; a look at a URL takes a request."""
+        return [file for file in self.all_files() if not is_url(file.path)]
 
     def size(self) -> int:
         """Bytes of all files; 0 where there are none."""

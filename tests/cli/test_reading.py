@@ -234,3 +234,22 @@ def test_a_large_row_group_is_read_a_piece_at_a_time(tmp_path):
     before = pa.total_allocated_bytes()
     most = max(pa.total_allocated_bytes() - before for _ in crosspack.read(tmp_path / "data.parquet"))
     assert most < 12 << 20
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("change", ["grows", "another", "gone"])
+def test_a_stream_ends_by_name_when_its_file_changes(tmp_path, count, change):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(jsonl(RECORDS * 300))
+    stream = iter(crosspack.read(path).part(0, count))
+    next(stream)
+    if change == "grows":
+        with open(path, "ab") as file:
+            file.write(jsonl(RECORDS[:1]))
+    elif change == "another":
+        (tmp_path / "new").write_bytes(jsonl(RECORDS[::-1] * 300))
+        (tmp_path / "new").replace(path)
+    else:
+        path.unlink()
+    with pytest.raises(PackingError, match=r"data\.jsonl(: no such file$| changed while it was read)"):
+        list(stream)
