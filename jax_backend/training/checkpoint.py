@@ -11,7 +11,7 @@ from pathlib import Path
 import orbax.checkpoint as ocp
 
 from jax_backend.training.train_step import TrainState, TrainStep
-from packing_core.errors import PackingError
+from packing_core.errors import PackingError, first_line
 
 
 def save_state(folder: str | Path, state: TrainState) -> None:
@@ -31,11 +31,17 @@ def restore_state(folder: str | Path, train_step: TrainStep) -> TrainState:
     """The state that ``folder`` holds, laid out over devices as ``train_step`` lays it out.
 
     Raises:
-        PackingError: the folder holds no checkpoint.
+        PackingError: the folder holds no checkpoint, or one of another model or optimizer.
     """
     folder = Path(folder).absolute()
     if not folder.is_dir():
         raise PackingError(f"{folder} holds no checkpoint: save_state writes one")
     with ocp.StandardCheckpointer() as checkpointer:
-        restored: TrainState = checkpointer.restore(folder, train_step.shapes)
+        try:
+            restored: TrainState = checkpointer.restore(folder, train_step.shapes)
+        except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
+            raise PackingError(
+                f"{folder} is no checkpoint of this model and optimizer ({first_line(error)}): make the step with "
+                "those that it was saved with"
+            ) from error
     return restored

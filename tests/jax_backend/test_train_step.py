@@ -246,6 +246,20 @@ def test_checkpoint_folders_that_do_not_fit_say_so(tmp_path) -> None:
         save_state(tmp_path, train_step.init())
 
 
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused(tmp_path) -> None:
+    state = make_train_step(decoder(), optax.sgd(0.1)).init()
+    save_state(tmp_path / "saved", state)
+    given = CONFIGS["llama"]().to_dict()
+    changed = [DecoderConfig.from_hf(given | {name: 2 * given[name]}) for name in ("hidden_size", "num_hidden_layers")]
+    others = [make_train_step(Decoder(config, rngs=nnx.Rngs(0)), optax.sgd(0.1)) for config in changed]
+    for other in [*others, make_train_step(decoder(), optax.adamw(0.1))]:
+        with pytest.raises(PackingError, match=r"saved is no checkpoint of this model and optimizer \("):
+            restore_state(tmp_path / "saved", other)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(PackingError, match=r"empty is no checkpoint of this model and optimizer \("):
+        restore_state(tmp_path / "empty", others[0])
+
+
 def test_microbatches_of_different_shapes_add_up_to_one_step() -> None:
     batch = BATCHES[0]
     used = max(int(np.flatnonzero(batch["segment_ids"][0]).max()) + 1, 1)
