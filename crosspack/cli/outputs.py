@@ -22,7 +22,16 @@ from crosspack.cli.listing import LISTING, LOCK, TEMPORARY, Listed, is_one_of, i
 from crosspack.cli.lock import Lock, locked
 from packing_core.errors import PackingError, first_line
 from packing_core.training.checkpoints import FOLDER as CHECKPOINTS
-from packing_core.training.files import check_own_folder, inside, replace, sync, sync_tree
+from packing_core.training.files import (
+    check_own_folder,
+    inside,
+    move_inside,
+    remove_folder_inside,
+    remove_inside,
+    replace,
+    sync,
+    sync_tree,
+)
 
 PART = ".crosspack-part-"  # folders of the parts of a result that are merged later
 _WORK, _MOVES = f"{TEMPORARY}run", "publish.json"
@@ -96,18 +105,16 @@ class _Moves:
         names = {file.name for file in self.new}
         write_listing(folder, [*self.old, *self.new])  # from here on an interrupted run owns both
         if (partial / self.summary).exists():  # else it has been moved
-            (folder / self.summary).unlink(missing_ok=True)
+            remove_inside(folder, self.summary)
         for file in self.old:
             if file.name not in names:
-                (folder / file.name).unlink(missing_ok=True)
+                remove_inside(folder, file.name)
         for file in self.new:
             if (partial / file.name).exists():
-                (folder / file.name).parent.mkdir(parents=True, exist_ok=True)
-                replace(partial / file.name, folder / file.name)
+                move_inside(partial, folder, file.name)
         parents = {parent for file in self.old for parent in PurePosixPath(file.name).parents[:-1]}
         for parent in sorted(parents, reverse=True):  # the inner ones first
-            with suppress(OSError):  # it holds files still
-                (folder / parent).rmdir()
+            remove_folder_inside(folder, str(parent))
         write_listing(folder, self.new, self.run)
 
     def write(self, path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from uuid import uuid4
 
 from packing_core.errors import PackingError
-from packing_core.training.files import check_own_folder, inside, replace, sha256, sync_tree
+from packing_core.training.files import check_own_folder, inside, remove_inside, replace, sha256, sync_tree
 from packing_core.training.job import Options, StepRecord, TrainJob
 
 FOLDER, STATE, PARTIAL = "checkpoints", "state.json", ".crosspack-partial-"
@@ -176,8 +176,11 @@ def _check_files(folder: Path, files: dict[str, Any]) -> None:
 
 def _remove(folder: Path) -> None:
     """Remove the files of a checkpoint, and its folders unless somebody put others there."""
-    for path in [inside(folder, name, folder / STATE) for name in _state(folder)["files"]]:
-        path.unlink(missing_ok=True)
+    names = list(_state(folder)["files"])
+    for name in names:
+        inside(folder, name, folder / STATE)
+    for name in names:
+        remove_inside(folder, name)
     (folder / STATE).unlink()
     for inner in sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True):
         if not any(inner.iterdir()):

@@ -6,12 +6,17 @@ input: somebody else may have written them. :func:`inside` decides which files t
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from packing_core.errors import PackingError
+
+_FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
 
 
 def sync(path: Path) -> None:
@@ -67,6 +72,60 @@ def inside(folder: Path, name: object, named_by: Path) -> Path:
         if path.is_symlink():
             raise PackingError(f"{named_by} names {name}, and {path} is a link: nothing was changed; remove the link")
     return path
+
+
+def remove_inside(folder: Path, name: str) -> None:
+    """Remove the file of a plain name below a folder, if it is there; nothing is followed that is a link by now."""
+    with suppress(FileNotFoundError), _holding(folder, name) as (parent, last):
+        os.unlink(last, dir_fd=parent)
+
+
+def remove_folder_inside(folder: Path, name: str) -> None:
+    """Remove the empty folder of a plain name below a folder; leave one that holds something."""
+    with suppress(OSError), _holding(folder, name) as (parent, last):
+        os.rmdir(last, dir_fd=parent)
+
+
+def move_inside(source: Path, target: Path, name: str) -> None:
+    """Rename a file below ``source`` to the same plain name below ``target``, for good, through no link.
+
+    Folders on the way are made.
+    """
+    with _holding(source, name) as (old, last), _holding(target, name, make=True) as (new, _):
+        os.replace(last, last, src_dir_fd=old, dst_dir_fd=new)
+        for parent in (old, new):
+            os.fsync(parent)
+
+
+@contextmanager
+def _holding(folder: Path, name: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
+    """Opens the folder that holds a file below ``folder``, and yields its descriptor and the file's name in it.
+
+    :func:`inside` has looked at the way before. A link that is put there afterwards is not followed: each folder is
+    opened from the one before, and not by its path.
+
+    Raises:
+        PackingError: there is a link on the way by now.
+    """
+    *parents, last = PurePosixPath(name).parts
+    descriptor, path = os.open(folder, _FOLDER), folder
+    try:
+        for part in parents:
+            path = path / part
+            if make:
+                with suppress(FileExistsError):
+                    os.mkdir(part, dir_fd=descriptor)
+            try:
+                inner = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=descriptor)
+            except OSError as error:
+                if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+                    raise
+                raise PackingError(f"{path} is a link or a file by now, and was not followed: remove it") from error
+            os.close(descriptor)
+            descriptor = inner
+        yield descriptor, last
+    finally:
+        os.close(descriptor)
 
 
 def check_own_folder(folder: Path, *, private: bool = False) -> None:

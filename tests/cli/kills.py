@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,7 +43,7 @@ def killed_at(operation: int, arguments: Sequence[object], folder: Path) -> int:
 
     def count(event: str, details: tuple[Any, ...]) -> None:
         nonlocal left
-        if event in EVENTS and str(folder) in str(details[0]):
+        if event in EVENTS and str(folder) in _path(details):
             left -= 1
             if not left:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -52,6 +53,16 @@ def killed_at(operation: int, arguments: Sequence[object], folder: Path) -> int:
         return CliRunner().invoke(app, list(map(str, arguments))).exit_code
 
     return processes.forked(work)
+
+
+def _path(details: tuple[Any, ...]) -> str:
+    """The path that an audit event names: relative ones are below the folder of a descriptor."""
+    descriptor = next((x for x in details[1:] if isinstance(x, int) and x > 2), None)
+    if os.path.isabs(str(details[0])) or descriptor is None:
+        return str(details[0])
+    with suppress(OSError):
+        return os.path.join(os.readlink(f"/proc/self/fd/{descriptor}"), str(details[0]))
+    return str(details[0])
 
 
 def content(folder: Path, ignored: Callable[[str], bool] = lambda name: False) -> dict[str, bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import socket
 import sys
 import tempfile
@@ -165,14 +166,14 @@ def test_an_interrupted_publication_owns_what_it_left(tmp_path, monkeypatch):
     run(tmp_path, {"train-0": "a", "train-1": "b"})
     moved = []
 
-    def broken(source, target):
-        if target.name == "train-1":
+    def broken(source, target, name):
+        if name == "train-1":
             raise KeyboardInterrupt
-        moved.append(target.name)
-        os.replace(source, target)
+        moved.append(name)
+        os.replace(source / name, target / name)
 
     with monkeypatch.context() as patched:
-        patched.setattr(outputs, "replace", broken)
+        patched.setattr(outputs, "move_inside", broken)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, {"train-0": "c", "train-1": "d"}, overwrite=True)
     assert "train-0" in moved and "manifest.json" not in held(tmp_path)  # it does not look finished
@@ -327,7 +328,7 @@ def test_the_result_reaches_the_device_before_its_names_do(tmp_path, monkeypatch
     fsync, replace = os.fsync, os.replace
     name = "/proc/self/fd/{}".format
     monkeypatch.setattr(os, "fsync", lambda fd: (seen.append(("sync", os.readlink(name(fd)))), fsync(fd)))
-    monkeypatch.setattr(os, "replace", lambda a, b: (seen.append(("rename", str(b))), replace(a, b)))
+    monkeypatch.setattr(os, "replace", lambda a, b, **fds: (seen.append(("rename", str(b))), replace(a, b, **fds)))
     run(tmp_path, {"train-0": "a"})
     kinds = [(what, os.path.basename(path)) for what, path in seen]
     assert kinds.index(("sync", "train-0")) < kinds.index(("rename", "train-0"))
@@ -463,3 +464,27 @@ def test_the_folder_for_uploads_is_ours_alone(tmp_path, monkeypatch, made):
         folder.chmod(0o777)
     with pytest.raises(PackingError, match="is a link or a file|is open to other users"):
         remote._own_folder()
+
+
+@pytest.mark.parametrize("where", ["gone", "coming"])
+def test_a_link_that_is_put_on_the_way_after_the_check_leads_nowhere(tmp_path, monkeypatch, where):
+    """Somebody who may write in the folder is faster than the publication that was checked."""
+    victim, out = tmp_path / "victim", tmp_path / "out"
+    run(out, {"inner/train-0": "a"})
+    victim.mkdir()
+    (victim / "train-0").write_text("mine")
+    check = outputs._check_free
+
+    def swap(folder, names):
+        check(folder, names)
+        shutil.rmtree(out / "inner")
+        (out / "inner").symlink_to(victim)
+
+    with writing(out, "manifest.json", overwrite=True) as output:
+        (output.partial / "inner").mkdir()
+        (output.partial / "inner" / ("train-0" if where == "coming" else "train-1")).write_text("b")
+        (output.partial / "manifest.json").write_text("{}")
+        monkeypatch.setattr(outputs, "_check_free", swap)
+        with pytest.raises(PackingError, match="inner is a link or a file by now"):
+            output.publish()
+    assert held(victim) == {"train-0": "mine"}
