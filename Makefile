@@ -5,7 +5,7 @@ BIN := .venv/bin
 INTERPRETED := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-rest test-all test-gpu test-two-gpus test-bounds lint types docs clean
+.PHONY: demo test gate-part gate-part-interpreted test-rest test-all test-gpu test-two-gpus test-bounds lint types docs clean
 
 demo: .venv/.demo
 	$(BIN)/crosspack train --compare --steps 24 --output runs/demo --overwrite
@@ -21,8 +21,13 @@ LAST = $(if $(SHARD),$(filter $(lastword $(subst /, ,$(SHARD))),$(firstword $(su
 # Each backend is judged by a seventh of the requirements, neighbours by different ones: every requirement on some backend.
 test: .venv/.dev
 	$(SUITE) --tier quick
-	$(PYTEST) conformance --all --part 1/7 --numprocesses 2 --dist loadgroup
-	$(call interpreted,--part 1/7 --numprocesses 2 --dist loadgroup)
+	$(MAKE) --jobs 2 gate-part gate-part-interpreted
+
+gate-part: .venv/.dev
+	$(PYTEST) conformance --all --part 1/7
+
+gate-part-interpreted: .venv/.dev
+	$(call interpreted,--part 1/7)
 
 # What `make test` leaves out.
 test-rest: .venv/.dev

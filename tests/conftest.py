@@ -21,7 +21,7 @@ import pytest
 from hypothesis import settings
 
 from conformance import sharing
-from tests import tiers
+from tests import gpu, tiers
 
 settings.register_profile("untimed", settings(), deadline=None)  # on a busy machine any example may be slow
 settings.load_profile("untimed")
@@ -58,6 +58,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    marked = {item.path for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("two_gpus")}
+    if unseen := marked - set(gpu.files()):
+        raise pytest.UsageError(f"python -m tests.gpu does not see the tests of {min(unseen)}: see files() there")
     chosen = any(not Path(argument.partition("::")[0]).is_dir() for argument in config.args)
     tier = "all" if chosen or config.getoption("keyword") else config.getoption("tier")
     kept = {item.nodeid for item in items}
