@@ -14,6 +14,7 @@ and the exit status is 1.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import logging
 import re
@@ -22,9 +23,10 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -40,8 +42,9 @@ import torch_backend
 from packing_core.errors import PackingError
 from tests import processes
 from tests.torch_backend.models import tiny
-from torch_backend.auditing.tiny import all_families
+from torch_backend.auditing.tiny import all_families, family_config
 from torch_backend.collate import PackedCollator
+from torch_backend.hf.anatomy.families import refusal
 
 KINDS = ("models", "trainers", "packing")
 SHARES = (0.85, 0.14, 0.01)  # of the cases
@@ -53,6 +56,7 @@ PROPERTIES = (
     "test_mixing.py",
     "test_ragged.py",
     "test_runs.py",
+    "test_stream.py",
 )
 # Fields of configs and values for them. A family that cannot be built or run with one is left out of the comparison.
 FIELDS: dict[str, tuple[Any, ...]] = {
@@ -82,6 +86,17 @@ FIELDS: dict[str, tuple[Any, ...]] = {
 }
 
 
+@cache
+def _families() -> list[str]:
+    """Returns the families that are not refused as such."""
+    found = []
+    for name in all_families():
+        with suppress(Exception):  # transformers' own check of the defaults of some config
+            if not refusal(name, family_config(name)):
+                found.append(name)
+    return found
+
+
 class NotBuilt(Exception):
     """The model cannot be built, or cannot run a document alone."""
 
@@ -91,13 +106,15 @@ class Tally:
     """Counts of a run."""
 
     cases: Counter[str] = field(default_factory=Counter)
+    loss_of_its_own: int = 0  # models whose gradients were those of a plain loss over their logits
     refused: Counter[str] = field(default_factory=Counter)
     not_built: Counter[str] = field(default_factory=Counter)
     findings: list[dict[str, Any]] = field(default_factory=list)
 
 
-def model_case(rng: np.random.Generator, families: list[str]) -> dict[str, Any]:
+def model_case(rng: np.random.Generator) -> dict[str, Any]:
     """A family, fields of its config, and a batch for it."""
+    families = _families()
     names = rng.choice(list(FIELDS), rng.integers(0, 5), replace=False).tolist()
     changes = {name: FIELDS[name][rng.integers(len(FIELDS[name]))] for name in names}
     count = int(rng.integers(1, 10))
@@ -117,7 +134,7 @@ def model_case(rng: np.random.Generator, families: list[str]) -> dict[str, Any]:
     }
 
 
-def run_model(case: dict[str, Any]) -> None:
+def run_model(case: dict[str, Any], tally: Tally) -> None:
     """Compares logits, loss and gradients of a packed batch with those of its documents alone.
 
     Raises:
@@ -142,16 +159,25 @@ def run_model(case: dict[str, Any]) -> None:
     model.zero_grad()
     output = model(**batch)
     pieces = torch.split(output.logits.flatten(0, 1), list(batch["packed_lengths"]))
-    output.loss.backward()
+    logits = [pieces[places[number]] for number in range(len(documents))]
+    loss = output.loss if truth[3] else _mean_loss(logits, labels)
+    tally.loss_of_its_own += not truth[3]
+    loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     for number, right in enumerate(truth[0]):
-        _same(pieces[places[number]].detach(), right, f"logits of document {number}")
-    if truth[3]:  # the model's own loss is the mean over the targets
-        _same(output.loss.detach(), truth[1], "loss")
-        largest = max(float(x.abs().max()) for x in truth[2].values())
-        for name, right in truth[2].items():
-            assert name in gradients, f"no gradient of {name}"
-            _same(gradients[name], right, f"gradient of {name}", floor=largest / 100)
+        _same(logits[number].detach(), right, f"logits of document {number}")
+    _same(loss.detach(), truth[1], "loss")
+    largest = max(float(x.abs().max()) for x in truth[2].values())
+    for name, right in truth[2].items():
+        assert name in gradients, f"no gradient of {name}"
+        _same(gradients[name], right, f"gradient of {name}", floor=largest / 100)
+
+
+def _mean_loss(logits: list[Tensor], labels: list[Tensor]) -> Tensor:
+    """Returns the mean of the cross-entropy over the targets of all documents."""
+    pairs = [(x[:-1], y[1:]) for x, y in zip(logits, labels, strict=True)]
+    targets = sum(int((wanted != -100).sum()) for _, wanted in pairs)
+    return torch.stack([F.cross_entropy(x, y, reduction="sum") for x, y in pairs]).sum() / targets
 
 
 def _places(batch: dict[str, Any], documents: list[Tensor]) -> dict[int, int]:
@@ -185,11 +211,9 @@ def _alone(
     model: Any, documents: list[Tensor], labels: list[Tensor]
 ) -> tuple[list[Tensor], Tensor, dict[str, Tensor], bool]:
     """Logits, loss and gradients, and whether the model's own loss is the mean over the targets."""
-    targets = sum(int((wanted[1:] != -100).sum()) for wanted in labels)
     try:
         logits = [model(input_ids=ids[None], use_cache=False).logits[0] for ids in documents]
-        pairs = zip(logits, labels, strict=True)
-        loss = sum(F.cross_entropy(x[:-1], y[1:], reduction="sum") for x, y in pairs if len(y) > 1) / targets
+        loss = _mean_loss(logits, labels)
         loss.backward()
         longest = max(range(len(documents)), key=lambda n: int((labels[n][1:] != -100).sum()))
         with torch.no_grad():
@@ -210,7 +234,7 @@ def _same(found: Tensor, right: Tensor, what: str, floor: float = 1e-6) -> None:
     assert error <= TOLERANCE, f"{what} is off by {error:.1e}"
 
 
-def trainer_case(rng: np.random.Generator, families: list[str]) -> dict[str, Any]:
+def trainer_case(rng: np.random.Generator) -> dict[str, Any]:
     """A case of the trainers' test."""
     from tests.torch_backend.test_any_trainer import FACTORS
 
@@ -218,20 +242,20 @@ def trainer_case(rng: np.random.Generator, families: list[str]) -> dict[str, Any
     return {**case, "seed": int(rng.integers(1 << 31))}
 
 
-def run_trainer(case: dict[str, Any]) -> None:
+def run_trainer(case: dict[str, Any], tally: Tally) -> None:
     """Runs the trainers' test on a case."""
     from tests.torch_backend import test_any_trainer
 
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
         test_any_trainer.check(case, case["seed"], folder)
 
 
-def packing_case(rng: np.random.Generator, families: list[str]) -> dict[str, Any]:
+def packing_case(rng: np.random.Generator) -> dict[str, Any]:
     """A file of properties and a seed for its examples."""
     return {"file": PROPERTIES[rng.integers(len(PROPERTIES))], "seed": int(rng.integers(1 << 31))}
 
 
-def run_packing(case: dict[str, Any]) -> None:
+def run_packing(case: dict[str, Any], tally: Tally) -> None:
     """Runs the properties of a file on examples that follow from a seed."""
     path = Path(__file__).parent / "packing_core" / case["file"]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(path)]
@@ -239,25 +263,31 @@ def run_packing(case: dict[str, Any]) -> None:
     assert ended.returncode == 0, ended.stdout[-3000:]
 
 
-CASES: dict[str, tuple[Callable[..., dict[str, Any]], Callable[[dict[str, Any]], None]]] = {
+CASES: dict[str, tuple[Callable[..., dict[str, Any]], Callable[[dict[str, Any], Tally], None]]] = {
     "models": (model_case, run_model),
     "trainers": (trainer_case, run_trainer),
     "packing": (packing_case, run_packing),
 }
 
 
-def run_case(seed: int, kinds: tuple[str, ...], families: list[str], tally: Tally) -> None:
-    """Runs the case of a number, and counts how it ends."""
+def case_of(seed: int) -> tuple[str, dict[str, Any]]:
+    """Returns the kind and the case of a number."""
     rng = np.random.default_rng(seed)
-    shares = np.array([SHARES[KINDS.index(kind)] for kind in kinds])
-    kind = kinds[rng.choice(len(kinds), p=shares / shares.sum())]
-    make, run = CASES[kind]
-    case = make(rng, families)
+    kind = KINDS[rng.choice(len(KINDS), p=SHARES)]
+    return kind, CASES[kind][0](rng)
+
+
+def run_case(seed: int, tally: Tally, kinds: Sequence[str] = KINDS, families: Sequence[str] | None = None) -> None:
+    """Runs the case of a number, if it is of these kinds and families, and counts how it ends."""
+    kind, case = case_of(seed)
+    if kind not in kinds or (families is not None and case.get("family", families[0]) not in families):
+        return
+    run = CASES[kind][1]
     torch.manual_seed(seed)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            run(case)
+            run(case, tally)
     except NotBuilt as error:
         tally.not_built[str(error)] += 1
         return
@@ -286,7 +316,7 @@ def main() -> int:
     options.add_argument("--family", nargs="+", help="of the models")
     options.add_argument("--output", type=Path, default=Path("fuzz-findings.jsonl"))
     given = options.parse_args()
-    families, tally = given.family or all_families(), Tally()
+    tally = Tally()
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     datasets.disable_progress_bars()
@@ -295,16 +325,18 @@ def main() -> int:
     with suppress(KeyboardInterrupt):  # what was found until then counts
         while time.monotonic() < end and (given.cases is None or seed < given.seed + given.cases):
             before = len(tally.findings)
-            run_case(seed, tuple(given.only), families, tally)
+            run_case(seed, tally, given.only, given.family)
             for finding in tally.findings[before:]:
                 print(f"seed {seed}: {finding['kind']}: {finding['error'].splitlines()[0]}", flush=True)
                 with open(given.output, "a") as file:
                     file.write(json.dumps(finding, default=str) + "\n")
             seed += 1
     print(f"seeds {given.seed} to {seed - 1}:", ", ".join(f"{n:,} {kind}" for kind, n in tally.cases.items()))
-    print(f"not built: {sum(tally.not_built.values()):,}; refused: {sum(tally.refused.values()):,}")
-    for message, count in tally.refused.most_common(20):
-        print(f"  {count:5,}  {message}")
+    print(f"with a loss of their own, judged by a plain one: {tally.loss_of_its_own:,}")
+    for what, counts in (("not built", tally.not_built), ("refused", tally.refused)):
+        print(f"{what}: {sum(counts.values()):,}")
+        for message, count in counts.most_common(25):
+            print(f"  {count:5,}  {message}")
     print(f"findings: {len(tally.findings)}")
     return int(bool(tally.findings))
 

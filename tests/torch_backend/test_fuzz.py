@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
-
 import torch_backend
+from packing_core.errors import UnsupportedModelError
 from tests import fuzz
 
-FAMILIES = ["llama", "qwen3", "gemma2", "mamba2", "gpt2"]
+FAMILIES = ["llama", "qwen3", "gemma2", "mamba2", "gpt2", "mistral", "cohere2", "gpt_oss"]
 
 
-def run(seed: int, kind: str) -> fuzz.Tally:
+def numbers(kind: str, count: int) -> list[int]:
+    """The first numbers of cases of a kind, of models those of the families above."""
+    found: list[int] = []
+    seed = 0
+    while len(found) < count:
+        own, case = fuzz.case_of(seed)
+        if own == kind and case.get("family", FAMILIES[0]) in FAMILIES:
+            found.append(seed)
+        seed += 1
+    return found
+
+
+def run(*seeds: int) -> fuzz.Tally:
     tally = fuzz.Tally()
-    fuzz.run_case(seed, (kind,), FAMILIES, tally)
+    for seed in seeds:
+        fuzz.run_case(seed, tally)
     return tally
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_random_models_are_exact(seed):
-    assert run(seed, "models").findings == []
+def test_random_models_and_a_random_trainer_are_exact():
+    tally = run(*numbers("models", 6), *numbers("trainers", 1))
+    assert tally.findings == [] and tally.cases["trainers"] == 1 and tally.cases["models"] >= 4
 
 
-def test_a_random_trainer_is_exact():
-    tally = run(1, "trainers")
-    assert tally.findings == [] and tally.cases["trainers"] == 1
-
-
-def test_a_case_follows_from_its_number():
-    first, second = (fuzz.model_case(np.random.default_rng(5), FAMILIES) for _ in range(2))
-    assert first == second != fuzz.model_case(np.random.default_rng(6), FAMILIES)
+def test_a_case_follows_from_its_number_alone():
+    (number,) = numbers("models", 1)
+    first, second = fuzz.case_of(number), fuzz.case_of(number)
+    assert first == second != fuzz.case_of(number + 1)
+    tally = fuzz.Tally()
+    fuzz.run_case(number, tally, kinds=["trainers"])
+    fuzz.run_case(number, tally, families=["another"])
+    assert tally == fuzz.Tally()
 
 
 def test_a_patch_that_leaks_is_found(monkeypatch):
@@ -42,15 +53,19 @@ def test_a_patch_that_leaks_is_found(monkeypatch):
         return model
 
     monkeypatch.setattr(torch_backend, "patch", leaking)
-    findings = [finding for seed in range(8) for finding in run(seed, "models").findings]
+    findings = run(*numbers("models", 8)).findings
     assert len(findings) >= 4
     assert all("is off by" in finding["error"] for finding in findings)
 
 
 def test_another_error_is_a_finding_and_a_refusal_is_none(monkeypatch):
+    (number,) = numbers("models", 1)
     monkeypatch.setattr(torch_backend, "patch", lambda model, **options: 1 / 0)
-    assert "ZeroDivisionError" in run(0, "models").findings[0]["error"]
-    monkeypatch.undo()
-    tally = fuzz.Tally()
-    fuzz.run_case(0, ("models",), ["bert"], tally)
-    assert not tally.findings and sum(tally.refused.values()) + sum(tally.not_built.values()) == 1
+    assert "ZeroDivisionError" in run(number).findings[0]["error"]
+
+    def refuse(model, **options):
+        raise UnsupportedModelError("no such model")
+
+    monkeypatch.setattr(torch_backend, "patch", refuse)
+    tally = run(number)
+    assert not tally.findings and tally.refused == {"no such model": 1}
