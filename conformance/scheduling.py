@@ -1,7 +1,8 @@
 """Distributes tests over the workers of pytest-xdist under ``--dist loadgroup``: all tests of a method one worker.
 
-What a backend compiles for one test, others of the method need too, and all backends share the oracle's answers. Where
-there are many workers, each gets the tests of one backend and method.
+What a backend compiles for one test, others of the method need too, and all backends share the oracle's answers. Many
+workers get the tests of one backend and requirement at a time: attention has most tests, and groups of whole methods
+would leave most of the workers idle.
 
 xdist's own ``loadgroup`` has its workers append a group to each test's id. pytest 9.2 does not let them, and the tests
 would be spread one by one; so the groups are made here, in the process that hands the tests out.
@@ -45,8 +46,7 @@ class ByMethod(LoadScopeScheduling):
             (requirement,) = (mark.args[0] for mark in found.pytestmark if mark.name == "requirement")
         except (ImportError, AttributeError, ValueError):
             return nodeid
-        method = requirements()[requirement].method
         if self._few:
-            return method
+            return requirements()[requirement].method
         judged = next((name for name in self._backends if f"{case[:-1]}-".startswith(f"{name}-")), "")
-        return f"{judged} {method}"
+        return f"{judged} {requirement}"

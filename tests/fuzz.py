@@ -64,6 +64,8 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "head_dim": (8, 16, 32),
     "num_key_value_heads": (1, 2, 4),
     "sliding_window": (1, 3, 8, 12, 33, None),
+    "use_sliding_window": (True,),
+    "max_window_layers": (0, 1),
     "attention_chunk_size": (4, 16, 40),
     "tie_word_embeddings": (False, True),
     "attention_bias": (False, True),
@@ -84,6 +86,8 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "new_decoder_architecture": (False, True),
     "multi_query": (False, True),
 }
+# Phi-3.5-MoE draws its experts at random in training.
+NO_NOISE = {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0}
 
 
 @cache
@@ -107,6 +111,7 @@ class Tally:
 
     cases: Counter[str] = field(default_factory=Counter)
     loss_of_its_own: int = 0  # models whose gradients were those of a plain loss over their logits
+    ties: int = 0  # models with experts that differ in float32 alone
     refused: Counter[str] = field(default_factory=Counter)
     not_built: Counter[str] = field(default_factory=Counter)
     findings: list[dict[str, Any]] = field(default_factory=list)
@@ -142,12 +147,28 @@ def run_model(case: dict[str, Any], tally: Tally) -> None:
         PackingError: it is refused.
         AssertionError: they differ.
     """
+    try:
+        _compare(case, tally, torch.float32)
+    except AssertionError:
+        if not _has_experts(_built(case)):
+            raise
+        _compare(case, tally, torch.float64)  # two experts within a rounding of each other; a leak stays
+        tally.ties += 1
+
+
+def _has_experts(model: Any) -> bool:
+    return any("expert" in name or "router" in name for name, _ in model.named_modules())
+
+
+def _compare(case: dict[str, Any], tally: Tally, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(case["position"])
     documents = [torch.randint(4, 90, (length,), generator=generator) for length in case["lengths"]]
     labels = [torch.where(torch.rand(len(x), generator=generator) < case["masked"], -100, x) for x in documents]
     if all(bool((x[1:] == -100).all()) for x in labels):
         labels = documents
-    model = _built(case)
+    model = _built(case).to(dtype)
+    if dtype is torch.float64 and _has_experts(model):
+        model.set_experts_implementation("eager")  # grouped_mm has no float64
     truth = _alone(model, documents, labels)
     torch_backend.patch(model, implementation=case["implementation"], verify=False)
     options = {"capacity": case["capacity"], "strategy": case["strategy"]}
@@ -195,7 +216,7 @@ def _places(batch: dict[str, Any], documents: list[Tensor]) -> dict[int, int]:
 def _built(case: dict[str, Any]) -> Any:
     try:
         known = vars(tiny(case["family"]).config)
-        changes = {name: value for name, value in case["changes"].items() if name in known}
+        changes = {name: value for name, value in (case["changes"] | NO_NOISE).items() if name in known}
         model = tiny(case["family"], **changes).train()
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):
@@ -333,6 +354,7 @@ def main() -> int:
             seed += 1
     print(f"seeds {given.seed} to {seed - 1}:", ", ".join(f"{n:,} {kind}" for kind, n in tally.cases.items()))
     print(f"with a loss of their own, judged by a plain one: {tally.loss_of_its_own:,}")
+    print(f"with experts, equal in float64 alone: {tally.ties:,}")
     for what, counts in (("not built", tally.not_built), ("refused", tally.refused)):
         print(f"{what}: {sum(counts.values()):,}")
         for message, count in counts.most_common(25):

@@ -62,8 +62,8 @@ def documents(head: str, seed: int) -> list[dict[str, Any]]:
     """Documents of 2 to 16 tokens and two of 40, whose first third is a prompt or has no label."""
     rng = np.random.default_rng(seed)
     found = []
-    for length in [*rng.integers(2, 17, COUNT - 2), 40, 40]:
-        ids = rng.integers(5, 60, length).tolist()
+    for number, length in enumerate([*rng.integers(2, 17, COUNT - 2), 40, 40]):
+        ids = [5 + number, *rng.integers(5, 60, length - 1).tolist()]  # no two are equal
         classes = [token % 2 for token in ids] if head == "token" else ids
         skipped = len(ids) // 3
         labels: Any = [-100] * skipped + classes[skipped:]
@@ -224,8 +224,8 @@ def check(case: dict[str, Any], seed: int, folder: Any) -> None:
         tokens = batch["input_ids"].flatten().split(batch["packed_lengths"])
         for (segment,) in batch["packed_documents"]:
             ids = tokens[segment].tolist()
-            (number,) = [n for n, x in enumerate(examples) if x["input_ids"][: len(ids)] == ids]
-            assert len(ids) == len(examples[number]["input_ids"]) or (overflow == "truncate" and len(ids) == capacity)
+            cut = overflow == "truncate" and len(ids) == capacity
+            (number,) = [n for n, x in enumerate(examples) if x["input_ids"][: capacity if cut else None] == ids]
             _, loss, count = alone(truth.train(), collator, kept[number], head, len(ids))
             total, targets, trained = total + loss, targets + count, trained + 1
     assert trained > rows * micro_batches, "rows hold several documents"

@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING
 
 import torch_backend
 from packing_core.errors import UnsupportedModelError
-from tests.torch_backend.models import tiny
+from tests.torch_backend.models import collate, documents, tiny
 from torch_backend.auditing.families import audit_family
 from torch_backend.auditing.tiny import all_families, family_config, tiny_config, tiny_model
 from torch_backend.hf.anatomy.families import REFUSED, refusal
@@ -33,6 +33,27 @@ def test_no_family_is_silently_wrong(family: str) -> None:
         assert found.verdict == "not built" and found.not_built
     else:
         assert found.verdict == "refused", found
+
+
+def with_a_window(family: str) -> bool:
+    return "sliding_window" in vars(family_config(family).get_text_config())
+
+
+NO_SLIDING_LAYERS = ("cohere_compass_text", "minimax", "nemotron_h")  # their code knows no such kind
+
+
+@pytest.mark.parametrize("family", [name for name in EXACT if with_a_window(name) and name not in NO_SLIDING_LAYERS])
+def test_a_window_that_the_default_config_leaves_off_is_kept(family: str) -> None:
+    config = tiny(family).config.get_text_config()
+    changes: dict[str, object] = {"use_sliding_window": True, "sliding_window": 7}
+    if kinds := getattr(config, "layer_types", None):
+        changes["layer_types"] = ["sliding_attention" if kind == "full_attention" else kind for kind in kinds]
+    model = tiny(family, **changes).eval()
+    docs = documents((40, 20))
+    with torch.no_grad():
+        alone = model(input_ids=docs[0][None], use_cache=False).logits[0]
+        found = torch_backend.patch(model, verify=False)(**collate(docs)).logits[0, :40]
+    assert (found - alone).abs().max() <= 1e-4 * alone.abs().max()
 
 
 def test_at_least_95_of_100_decoders_are_exact() -> None:

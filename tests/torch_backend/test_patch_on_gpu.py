@@ -55,7 +55,7 @@ def tensorfloat32() -> Iterator[None]:
 @pytest.mark.usefixtures("tensorfloat32")
 def test_the_verdict_does_not_depend_on_tensorfloat32() -> None:
     report = torch_backend.audit(tiny("qwen3").to(DEVICE), patched=True)
-    assert report.verdict == "exact" and report.tolerance == 1e-4, str(report)
+    assert report.verdict == "exact" and report.logits <= 1e-5, str(report)
     assert torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 

@@ -99,6 +99,8 @@ def packed_attention(
     if not isinstance(attention_mask, PackedForward):
         refuse_without_carrier(module, kwargs)
         return _function_before(before, module)(module, query, key, value, attention_mask, *args, **kwargs)
+    if "sliding_window" not in kwargs and "flash" not in before:
+        kwargs["sliding_window"] = _window_of_mask(module)
     return _packed(module, query, key, value, attention_mask, *args, **kwargs)
 
 
@@ -190,6 +192,17 @@ def _chunk(module: nn.Module) -> int | None:
     if kinds and layer is not None and kinds[layer] == "chunked_attention":
         return int(config.attention_chunk_size)
     return None
+
+
+def _window_of_mask(module: nn.Module) -> int | None:
+    """The window of a layer that only its mask limits (Qwen2-MoE, Phi-3.5-MoE); flash attention reads no mask."""
+    config: Any = module.config
+    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    if not hasattr(sys.modules[type(module).__module__], "create_sliding_window_causal_mask"):
+        return None
+    if kinds and layer is not None and kinds[layer] != "sliding_attention":
+        return None
+    return getattr(config, "sliding_window", None)
 
 
 def _same_dtype(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
