@@ -20,6 +20,8 @@ from torch_backend.hf.inputs import guard
 from torch_backend.hf.patch import state_of
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.ops import operators
+from torch_backend.ops import scan as scans
+from torch_backend.ops.scan import order
 from torch_backend.steps import cuda_graph as captured
 from torch_backend.steps.cuda_graph import CapturedStep, compile_layers
 
@@ -179,29 +181,47 @@ def test_compiling_needs_a_packed_batch_before():
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_5_text"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_captured_steps_are_the_steps_to_the_bit(compiled, family):
-    def trained(capture: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        model = patch(tiny(family).cuda().bfloat16(), implementation="triton", verify=False)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=True)
-        with torch.no_grad():
-            mean_loss(model, {n: x.cuda() if hasattr(x, "cuda") else x for n, x in fixed(ROWS[0]).items()})
-        if compiled:
-            compile_layers(model)
-
-        def one(batch) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = mean_loss(model, batch)
-            loss.backward()
-            optimizer.step()
-            return loss.detach()
-
-        step = CapturedStep(one, warm_up=2, enabled=capture)
-        batches = ({n: x.cuda() if hasattr(x, "cuda") else x for n, x in fixed(lengths).items()} for lengths in ROWS)
-        losses = [step(batch) for batch in batches]
-        assert (step.graph is not None) == capture
-        return losses, [p.detach() for p in model.parameters()]
-
-    for found, right in zip(trained(True), trained(False), strict=True):
+    for found, right in zip(trained(family, compiled, True), trained(family, compiled, False), strict=True):
         assert all(torch.equal(x, y) for x, y in zip(found, right, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_captured_steps_on_flash_qla_are_those_on_triton(compiled, monkeypatch):
+    pytest.importorskip("flash_qla")
+    wide = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    losses = {}
+    for first in ("triton", "flash_qla"):
+        times = {"triton": 2.0, "flash_qla": 2.0, first: 1.0}
+        monkeypatch.setattr(order, "_recorded", lambda name, packed, times=times: (1_024, times))
+        monkeypatch.setattr(scans, "_chosen", {})
+        losses[first], _ = trained("qwen3_5_text", compiled, True, **wide)
+        assert set(scans._chosen.values()) == {first}
+    assert [float(x) for x in losses["flash_qla"]] == pytest.approx([float(x) for x in losses["triton"]], rel=2e-3)
+
+
+def trained(family: str, compiled: bool, capture: bool, **changes: int) -> tuple[list[Tensor], list[Tensor]]:
+    """The losses and the weights of six steps on a GPU, recorded or not."""
+    model = patch(tiny(family, **changes).cuda().bfloat16(), implementation="triton", verify=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=True)
+    with torch.no_grad():
+        mean_loss(model, {n: x.cuda() if hasattr(x, "cuda") else x for n, x in fixed(ROWS[0]).items()})
+    if compiled:
+        compile_layers(model)
+
+    def one(batch) -> Tensor:
+        optimizer.zero_grad()
+        loss = mean_loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step = CapturedStep(one, warm_up=2, enabled=capture)
+    batches = ({n: x.cuda() if hasattr(x, "cuda") else x for n, x in fixed(lengths).items()} for lengths in ROWS)
+    losses = [step(batch) for batch in batches]
+    assert (step.graph is not None) == capture
+    return losses, [p.detach() for p in model.parameters()]
 
 
 @pytest.mark.gpu
