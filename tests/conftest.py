@@ -9,7 +9,6 @@ Triton. The variable does not stay set: the code under test sees it in the tests
 (``tests.torch_backend.kernels``).
 """
 
-import json
 import logging
 import os
 import signal
@@ -21,7 +20,7 @@ import pytest
 from hypothesis import settings
 
 from conformance import sharing
-from tests import gpu, tiers
+from tests import gpu, recording, tiers
 
 settings.register_profile("untimed", settings(), deadline=None)  # on a busy machine any example may be slow
 settings.load_profile("untimed")
@@ -52,8 +51,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("crosspack")
     group.addoption("--tier", choices=tiers.TIERS, default="all", help="which tests of the suite; see tests/tiers.py")
     group.addoption("--shard", metavar="K/N", help="the files of the K-th of N shards of about equal time")
-    group.addoption("--record", type=Path, metavar="FILE", help="write each result as it comes, a line of JSON each")
     group.addoption("--limit", type=int, metavar="SECONDS", help="fail a test that takes longer")
+    recording.pytest_addoption(parser)
 
 
 @pytest.hookimpl(trylast=True)
@@ -97,26 +96,4 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("record") and not hasattr(config, "workerinput"):  # workers report to the process that records
-        config.pluginmanager.register(Record(config.getoption("record")))
-
-
-class Record:
-    """Appends every result to a file as it comes, so that a run that is stopped has named what failed."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("")
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        outcome = report.outcome
-        if report.when != "call" and outcome == "passed":
-            outcome = "fixture"
-        line = {"id": report.nodeid, "outcome": outcome, "seconds": round(report.duration, 3)}
-        if report.failed:
-            line["error"] = report.longreprtext[-4000:]
-        elif report.skipped:
-            line["reason"] = str(report.longrepr[-1] if isinstance(report.longrepr, tuple) else report.longrepr)
-        with self.file.open("a") as lines:
-            lines.write(json.dumps(line) + "\n")
+    recording.pytest_configure(config)

@@ -112,6 +112,7 @@ class Tally:
     cases: Counter[str] = field(default_factory=Counter)
     loss_of_its_own: int = 0  # models whose gradients were those of a plain loss over their logits
     ties: int = 0  # models with experts that differ in float32 alone
+    noisy: int = 0  # models that differ by at most eight times what float32 differs from float64 in the documents alone
     refused: Counter[str] = field(default_factory=Counter)
     not_built: Counter[str] = field(default_factory=Counter)
     findings: list[dict[str, Any]] = field(default_factory=list)
@@ -150,22 +151,35 @@ def run_model(case: dict[str, Any], tally: Tally) -> None:
     try:
         _compare(case, tally, torch.float32)
     except AssertionError:
-        if not _has_experts(_built(case)):
-            raise
-        _compare(case, tally, torch.float64)  # two experts within a rounding of each other; a leak stays
-        tally.ties += 1
+        if _has_experts(_built(case)):
+            _compare(case, tally, torch.float64)  # two experts within a rounding of each other; a leak stays
+            tally.ties += 1
+        else:
+            _compare(case, tally, torch.float32, min(8 * _rounding(case), 1e-2))
+            tally.noisy += 1
+
+
+def _rounding(case: dict[str, Any]) -> float:
+    """Returns how far the documents alone are in float32 from float64, of each gradient's largest value."""
+    single, double = (_alone(_built(case).to(dtype), *_batch(case))[2] for dtype in (torch.float32, torch.float64))
+    largest = max(float(x.abs().max()) for x in double.values())
+    return max(_error(single[name].double(), right, floor=largest / 100) for name, right in double.items())
 
 
 def _has_experts(model: Any) -> bool:
     return any("expert" in name or "router" in name for name, _ in model.named_modules())
 
 
-def _compare(case: dict[str, Any], tally: Tally, dtype: torch.dtype) -> None:
+def _batch(case: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the documents of a case and their labels."""
     generator = torch.Generator().manual_seed(case["position"])
     documents = [torch.randint(4, 90, (length,), generator=generator) for length in case["lengths"]]
     labels = [torch.where(torch.rand(len(x), generator=generator) < case["masked"], -100, x) for x in documents]
-    if all(bool((x[1:] == -100).all()) for x in labels):
-        labels = documents
+    return documents, documents if all(bool((x[1:] == -100).all()) for x in labels) else labels
+
+
+def _compare(case: dict[str, Any], tally: Tally, dtype: torch.dtype, tolerance: float = TOLERANCE) -> None:
+    documents, labels = _batch(case)
     model = _built(case).to(dtype)
     if dtype is torch.float64 and _has_experts(model):
         model.set_experts_implementation("eager")  # grouped_mm has no float64
@@ -186,12 +200,12 @@ def _compare(case: dict[str, Any], tally: Tally, dtype: torch.dtype) -> None:
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     for number, right in enumerate(truth[0]):
-        _same(logits[number].detach(), right, f"logits of document {number}")
-    _same(loss.detach(), truth[1], "loss")
+        _same(logits[number].detach(), right, f"logits of document {number}", tolerance)
+    _same(loss.detach(), truth[1], "loss", tolerance)
     largest = max(float(x.abs().max()) for x in truth[2].values())
     for name, right in truth[2].items():
         assert name in gradients, f"no gradient of {name}"
-        _same(gradients[name], right, f"gradient of {name}", floor=largest / 100)
+        _same(gradients[name], right, f"gradient of {name}", tolerance, floor=largest / 100)
 
 
 def _mean_loss(logits: list[Tensor], labels: list[Tensor]) -> Tensor:
@@ -250,9 +264,13 @@ def _alone(
     return [x.detach() for x in logits], loss.detach(), gradients, is_mean
 
 
-def _same(found: Tensor, right: Tensor, what: str, floor: float = 1e-6) -> None:
-    error = float((found - right).abs().max() / right.abs().max().clamp_min(floor))
-    assert error <= TOLERANCE, f"{what} is off by {error:.1e}"
+def _same(found: Tensor, right: Tensor, what: str, tolerance: float, floor: float = 1e-6) -> None:
+    error = _error(found, right, floor)
+    assert error <= tolerance, f"{what} is off by {error:.1e}"
+
+
+def _error(found: Tensor, right: Tensor, floor: float) -> float:
+    return float((found - right).abs().max() / right.abs().max().clamp_min(floor))
 
 
 def trainer_case(rng: np.random.Generator) -> dict[str, Any]:
@@ -355,6 +373,7 @@ def main() -> int:
     print(f"seeds {given.seed} to {seed - 1}:", ", ".join(f"{n:,} {kind}" for kind, n in tally.cases.items()))
     print(f"with a loss of their own, judged by a plain one: {tally.loss_of_its_own:,}")
     print(f"with experts, equal in float64 alone: {tally.ties:,}")
+    print(f"equal but for the rounding of float32: {tally.noisy:,}")
     for what, counts in (("not built", tally.not_built), ("refused", tally.refused)):
         print(f"{what}: {sum(counts.values()):,}")
         for message, count in counts.most_common(25):

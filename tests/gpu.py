@@ -1,6 +1,6 @@
 """Everything that needs a GPU, in one command: the tests marked ``gpu``, then the gate of every backend.
 
-    python -m tests.gpu [--two] [--shard K/N] [--minutes 9] [--output gpu-report]
+    python -m tests.gpu [--two] [--only tests|gate] [--shard K/N] [--minutes 9] [--output gpu-report]
 
 Results are written as they come (``tests.jsonl`` and ``gate-*.log`` in the output folder), each test has a time limit,
 and the whole run ends after so many minutes, so a run that is stopped has named what failed. ``report.md`` has the
@@ -38,6 +38,7 @@ _MARKS = re.compile(r"mark\.gpu|mark\.two_gpus|indirect=")  # the cases of a fix
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--two", action="store_true", help="the tests that need two GPUs, without the gate")
+    options.add_argument("--only", choices=("tests", "gate"))
     options.add_argument("--shard", metavar="K/N")
     options.add_argument("--minutes", type=float, default=9.0)
     options.add_argument("--processes", type=int, default=max(2, min(16, os.cpu_count() or 2)))
@@ -50,10 +51,15 @@ def main() -> int:
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join([str(_entry_points(Path(folder))), str(ROOT), *_paths()]),
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            # Compiling takes most of the time: no process starts compilers of its own, and XLA tries no variants.
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip(),
         }
-        tests_end = end if given.two else end - 60 * given.minutes * GATE_SHARE
-        ended = _run([_tests(given)], given.output, environment, tests_end)
-        if not given.two:
+        ended = []
+        if given.only != "gate":
+            tests_end = end if given.two or given.only else end - 60 * given.minutes * GATE_SHARE
+            ended += _run([_tests(given)], given.output, environment, tests_end)
+        if given.only != "tests" and not given.two:
             ended += _run([_gate(family, given) for family in _mine(given.shard)], given.output, environment, end)
     (given.output / "report.md").write_text(report(given.output, ended))
     print((given.output / "report.md").read_text())
@@ -80,6 +86,7 @@ def _tests(given: argparse.Namespace) -> tuple[str, list[str]]:
 def _gate(family: str, given: argparse.Namespace) -> tuple[str, list[str]]:
     chosen = [part for name in BACKENDS[family] for part in ("--backend", f"{family}:{name}")]
     command = ["conformance", "-v", *chosen, "--report", str(given.output / f"gate-{family}.json")]
+    command += ["-p", "tests.recording", "--record", str(given.output / f"gate-{family}.jsonl")]
     return f"gate-{family}", [*command, "--numprocesses", str(given.processes // 2), "--dist", "loadgroup"]
 
 
@@ -113,32 +120,38 @@ def report(output: Path, ended: list[tuple[str, int]]) -> str:
         f"- {name}: {'stopped by the time limit' if status == STOPPED else f'status {status}'}"
         for name, status in ended
     ]
-    record = output / "tests.jsonl"
-    results = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
-    counts = Counter(result["outcome"] for result in results if result["outcome"] != "fixture")
+    counts = Counter(result["outcome"] for result in _results(output / "tests.jsonl"))
     lines += ["", "Tests: " + (", ".join(f"{n} {name}" for name, n in counts.items()) or "none")]
+    results = [result for record in sorted(output.glob("*.jsonl")) for result in _results(record)]
     for result in results:
         if result["outcome"] == "failed":
             lines += ["", f"FAILED {result['id']}", "```text", result["error"][-1500:], "```"]
     slowest = sorted(results, key=lambda result: -result["seconds"])[:15]
     lines += ["", "| slowest | s |", "|---|---:|", *(f"| `{r['id']}` | {r['seconds']:.1f} |" for r in slowest)]
     lines += ["", "| skipped, reason | tests |", "|---|---:|"]
-    reasons = Counter(result.get("reason", "") for result in results if result["outcome"] == "skipped")
+    reasons = Counter(r["reason"] for r in results if r["outcome"] == "skipped" and "/" in r["id"].partition("::")[0])
     lines += [f"| {reason} | {n} |" for reason, n in reasons.most_common()]
     return "\n".join([*lines, "", *_gate_table(output)]) + "\n"
 
 
+def _results(record: Path) -> list[dict[str, Any]]:
+    lines = record.read_text().splitlines() if record.exists() else []
+    return [result for result in map(json.loads, lines) if result["outcome"] != "fixture"]
+
+
 def _gate_table(output: Path) -> list[str]:
-    rows = ["| backend | passed | failed | others |", "|---|---:|---:|---:|"]
-    failures = []
-    for log in sorted(output.glob("gate-*.log")):
-        results = re.findall(r"(PASSED|FAILED|SKIPPED|XFAIL) (\S+\[(\S+?)(?:-\S*)?\])", log.read_text())
-        for name in sorted({backend for _, _, backend in results}):
-            counts = Counter(outcome for outcome, _, backend in results if backend == name)
-            others = sum(counts.values()) - counts["PASSED"] - counts["FAILED"]
-            rows.append(f"| {name} | {counts['PASSED']} | {counts['FAILED']} | {others} |")
-        failures += [f"- FAILED {test}" for outcome, test, _ in results if outcome == "FAILED"]
-    return [*rows, "", *failures]
+    rows = ["| backend | passed | failed | others | seconds |", "|---|---:|---:|---:|---:|"]
+    by_backend: dict[str, list[dict[str, Any]]] = {}
+    for record in sorted(output.glob("gate-*.jsonl")):
+        for result in _results(record):
+            found = re.search(r"\[([^-\]]+)", result["id"])
+            by_backend.setdefault(found[1] if found else "none", []).append(result)
+    for name, results in sorted(by_backend.items()):
+        counts = Counter(result["outcome"] for result in results)
+        others = counts.total() - counts["passed"] - counts["failed"]
+        seconds = sum(result["seconds"] for result in results)
+        rows.append(f"| {name} | {counts['passed']} | {counts['failed']} | {others} | {seconds:,.0f} |")
+    return rows
 
 
 def _mine(shard: str | None) -> list[str]:

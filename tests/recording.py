@@ -1,0 +1,40 @@
+"""A plugin of pytest, ``-p tests.recording --record FILE``: every result as it comes, so that a run that is stopped has
+named what failed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("crosspack")
+    group.addoption("--record", type=Path, metavar="FILE", help="write each result as it comes, a line of JSON each")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("record") and not hasattr(config, "workerinput"):  # workers report to the process that records
+        config.pluginmanager.register(Record(config.getoption("record")))
+
+
+class Record:
+    """Appends the results to a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        outcome = report.outcome
+        if report.when != "call" and outcome == "passed":
+            outcome = "fixture"
+        line = {"id": report.nodeid, "outcome": outcome, "seconds": round(report.duration, 3)}
+        if report.failed:
+            line["error"] = report.longreprtext[-4000:]
+        elif report.skipped:
+            line["reason"] = str(report.longrepr[-1] if isinstance(report.longrepr, tuple) else report.longrepr)
+        with self.file.open("a") as lines:
+            lines.write(json.dumps(line) + "\n")
