@@ -22,6 +22,7 @@ from jax_backend.losses.output_layer import linear_cross_entropy
 from jax_backend.model.decoder_config import DecoderConfig as DecoderConfig
 from jax_backend.model.decoder_config import LayerKind
 from jax_backend.model.layers import IN_PLACE, Layer, Maker, no_balance
+from jax_backend.model.linear import PLAIN
 from jax_backend.model.moe import Balance
 from jax_backend.model.rope import apply_rope
 from jax_backend.segments import find_segments
@@ -191,7 +192,7 @@ class Decoder(nnx.Module):
         tied = self.lm_head is None
         if self.lm_head is None:
             kernel = self.model.embed_tokens.embedding[...]
-        elif type(self.lm_head) is nnx.Linear:
+        elif type(self.lm_head) in PLAIN:
             kernel = self.lm_head.kernel[...]
         else:
             return packed_cross_entropy(self.logits(hidden), targets, weights=weights)

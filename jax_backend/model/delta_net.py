@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_backend.model.decoder_config import DecoderConfig
+from jax_backend.model.linear import scale_by
 from jax_backend.scan.convolution import causal_conv
 from jax_backend.scan.delta_rule import gated_delta_rule
 
@@ -93,5 +94,5 @@ class GatedNorm(nnx.Module):
     def __call__(self, x: jax.Array, z: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        normed = self.weight[...].astype(x.dtype) * wide.astype(x.dtype)
+        normed = scale_by(wide.astype(x.dtype), self.weight[...])
         return (normed * jax.nn.silu(z.astype(jnp.float32))).astype(x.dtype)

@@ -6,7 +6,6 @@ letters as in ``decoder.py``.
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_backend.model.decoder_config import DecoderConfig, LayerKind
 from jax_backend.model.delta_net import GatedDeltaNet
+from jax_backend.model.linear import Linear, multiply, project, scale_by
 from jax_backend.model.moe import Balance, BiasedExperts, Experts, Router, run_experts
 from jax_backend.segments import is_real
 
@@ -25,12 +25,16 @@ IN_PLACE = "in_place_of_products"
 
 
 class Embedding(nnx.Embed):
-    """Rows of a table; the gradients of a repeated token add up in float32 for every ``dtype``."""
+    """Rows of a table, and products with it; gradients add up in float32 for every ``dtype``."""
 
     def __call__(self, ids: jax.Array) -> jax.Array:  # type: ignore[override]  # without flax's out_sharding
         table = self.embedding[...]
         rows = jnp.take(table.astype(jnp.promote_types(table.dtype, jnp.float32)), ids, axis=0)
         return rows.astype(table.dtype if self.dtype is None else self.dtype)
+
+    def attend(self, query: jax.Array) -> jax.Array:  # type: ignore[override]  # without flax's out_sharding
+        table = self.embedding[...]
+        return multiply(query.astype(table.dtype if self.dtype is None else self.dtype), table.T)
 
 
 class RMSNorm(nnx.Module):
@@ -51,7 +55,7 @@ class RMSNorm(nnx.Module):
         wide = wide * jax.lax.rsqrt(square + self.eps)
         if self.offset:
             return (wide * (self.offset + self.weight[...].astype(jnp.float32))).astype(self.dtype)
-        return self.weight[...].astype(self.dtype) * wide.astype(self.dtype)
+        return scale_by(wide.astype(self.dtype), self.weight[...])
 
 
 class Attention(nnx.Module):
@@ -95,25 +99,6 @@ class Attention(nnx.Module):
         if config.output_gate:
             out_BSND = out_BSND * jax.nn.sigmoid(gate)
         return self.o_proj(out_BSND.reshape(*x_BSM.shape[:2], -1))
-
-
-def project(linears: list[Any], x: jax.Array) -> list[jax.Array]:
-    """Applies several modules to ``x`` [..., M]: plain ones in one product, whose gradient is one too."""
-    if not all(_is_plain(linear) for linear in linears):
-        return [linear(x) for linear in linears]
-    dtype = linears[0].dtype
-    kernels = [linear.kernel[...].astype(dtype) for linear in linears]
-    # The barrier is for the gradient, which XLA would put together once for each of the two products that read it.
-    whole = jax.lax.optimization_barrier(x.astype(dtype) @ jnp.concatenate(kernels, axis=1))
-    parts = jnp.split(whole, list(accumulate(kernel.shape[1] for kernel in kernels[:-1])), axis=-1)
-    biases = [None if linear.bias is None else linear.bias[...].astype(dtype) for linear in linears]
-    return [part if bias is None else part + bias for part, bias in zip(parts, biases, strict=True)]
-
-
-def _is_plain(linear: Any) -> bool:
-    """Returns whether it multiplies by its kernel and no more: adapters, quantised products and the like do."""
-    plain = type(linear) is nnx.Linear and linear.dot_general is jax.lax.dot_general
-    return plain and linear.precision is None and linear.dtype is not None
 
 
 class MLP(nnx.Module):
@@ -222,8 +207,8 @@ class Maker:
         self.kinds = {"dtype": dtype, "param_dtype": param_dtype}
         self.init = nnx.initializers.normal(config.initializer_range)
 
-    def linear(self, inputs: int, outputs: int, *, use_bias: bool) -> nnx.Linear:
-        return nnx.Linear(inputs, outputs, use_bias=use_bias, kernel_init=self.init, rngs=self.rngs, **self.kinds)
+    def linear(self, inputs: int, outputs: int, *, use_bias: bool) -> Linear:
+        return Linear(inputs, outputs, use_bias=use_bias, kernel_init=self.init, rngs=self.rngs, **self.kinds)
 
     def norm(self, size: int) -> RMSNorm:
         return RMSNorm(size, self.config.rms_norm_eps, **self.kinds, offset=self.config.norm_offset)

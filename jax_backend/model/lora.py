@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 
 from jax_backend.model.decoder import Decoder
+from jax_backend.model.linear import PLAIN
 from jax_backend.model.weights import export
 from packing_core.extras import require
 
@@ -87,5 +88,5 @@ def _linear_layers(root: nnx.Module) -> Iterator[tuple[Any, str, nnx.Linear]]:
     """Each linear layer below ``root``, with the module that holds it and its name there."""
     for _, parent in nnx.iter_modules(root):
         for name, child in vars(parent).items():
-            if type(child) is nnx.Linear:
+            if type(child) in PLAIN:
                 yield parent, name, child

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_backend.model.decoder_config import MixtureConfig
+from jax_backend.model.linear import add_products
 
 _SMALLEST_BLOCK = 8
 
@@ -175,22 +176,23 @@ def _collect_backward(tokens: int, blocks: ExpertBlocks, gradient: jax.Array) ->
 collect.defvjp(_collect_forward, _collect_backward)
 
 
-@jax.custom_vjp
-def weights_of(tensor: jax.Array, expert: jax.Array) -> jax.Array:
-    """[E, ...] -> [n, ...], each block's weights. The gradient is a product with zeros and ones: a scatter of matrices
-    would add them up in any order."""
-    return tensor[expert]
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def weights_of(tensor: jax.Array, expert: jax.Array, dtype: Any) -> jax.Array:
+    """[E, ...] -> [n, ...], each block's weights in ``dtype``. The gradient is a product with zeros and ones, added in
+    float32: a scatter of matrices would add them up in any order."""
+    return tensor.astype(dtype)[expert]
 
 
-def _weights_of_forward(tensor: jax.Array, expert: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return tensor[expert], (expert, jnp.zeros((tensor.shape[0], 0)))
+def _weights_of_forward(
+    tensor: jax.Array, expert: jax.Array, dtype: Any
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return weights_of(tensor, expert, dtype), (expert, jnp.zeros((tensor.shape[0], 0), tensor.dtype))
 
 
-def _weights_of_backward(kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, None]:
+def _weights_of_backward(dtype: Any, kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, None]:
     expert, like = kept
     whose = jax.nn.one_hot(expert, like.shape[0], dtype=gradient.dtype)
-    total = jnp.einsum("ne,n...->e...", whose, gradient, preferred_element_type=jnp.float32)
-    return total.astype(gradient.dtype), None
+    return add_products(whose, gradient, axes=1).astype(like.dtype), None
 
 
 weights_of.defvjp(_weights_of_forward, _weights_of_backward)
@@ -253,12 +255,12 @@ class BiasedExperts(nnx.Module):
 
 def run_experts(experts: Experts | BiasedExperts, x_BSM: jax.Array, routing: Routing) -> jax.Array:
     """The weighted sums [B, S, M] of the outputs of each token's experts, in the dtype of x; no token is dropped."""
-    tensors = tuple(tensor.astype(x_BSM.dtype) for tensor in experts.tensors())
+    tensors = experts.tensors()
     count = len(tensors[0])
 
     def row(x_SM: jax.Array, chosen_Sk: jax.Array, weights_Sk: jax.Array) -> jax.Array:
         blocks = sort_by_expert(chosen_Sk.reshape(-1), count)
-        own = tuple(weights_of(tensor, blocks.expert) for tensor in tensors)
+        own = tuple(weights_of(tensor, blocks.expert, x_SM.dtype) for tensor in tensors)
         outputs_SkM = collect(experts.apply(dispatch(x_SM, blocks), own), blocks, len(x_SM))
         return jnp.einsum("skm,sk->sm", outputs_SkM, weights_Sk, preferred_element_type=jnp.float32)
 

@@ -357,8 +357,10 @@ def make_train_step(
     """Build the training step of ``model`` under the optimizer ``tx``.
 
     The loss is the weighted mean over every trained token of the step, however many microbatches it is cut into and
-    however many devices share it: sums are accumulated in float32 and divided once. Devices add their shares of a
-    weight's gradient in the dtype that its layer computes in, where XLA places that sum.
+    however many devices share it: sums are accumulated in float32 and divided once. A `Decoder`'s gradients are added
+    over tokens and devices in float32 for every dtype of its layers. In other models devices add their shares of a
+    weight's gradient in the dtype that its layer computes in, where XLA places that sum;
+    `jax_backend.model.linear.Linear` in the place of ``nnx.Linear`` adds them in float32.
 
     Every call of the step donates the state: its buffers become the next state's, and the old state cannot be used
     again. The model given here, what `trainable` leaves out, and the batch are not donated.
