@@ -151,11 +151,11 @@ def run_model(case: dict[str, Any], tally: Tally) -> None:
     try:
         _compare(case, tally, torch.float32)
     except AssertionError:
+        _compare(case, tally, torch.float64)  # two experts, or two sides of a kink, within a rounding; a leak stays
         if _has_experts(_built(case)):
-            _compare(case, tally, torch.float64)  # two experts within a rounding of each other; a leak stays
             tally.ties += 1
         else:
-            _compare(case, tally, torch.float32, min(8 * _rounding(case), 1e-2))
+            _compare(case, tally, torch.float32, 8 * _rounding(case))
             tally.noisy += 1
 
 

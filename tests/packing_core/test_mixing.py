@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packing_core import PackingError, mix, stream
+from packing_core.streaming.mixing import BLOCK
 
 
 def named(name: str, count: int) -> list[str]:
@@ -80,6 +81,13 @@ def test_from_any_document_on_comes_what_comes_after_it(stop, form, sizes, weigh
     again = mix([FORMS[form](source) for source in sources], **options)
     start = min(start, len(whole))  # a stream asks for no document after the end
     assert list(islice(again(start), 4000 - start)) == whole[start:]
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_from_the_first_document_of_a_block_on(seed) -> None:
+    a, b = named("a", BLOCK), named("b", BLOCK)
+    mixed = mix([a, b], [1, 1], seed=seed, stop="once")
+    assert list(mixed(BLOCK)) == list(mixed)[BLOCK:]
 
 
 def test_first_ends_when_a_document_is_due_that_is_not_there() -> None:

@@ -106,7 +106,7 @@ CONTRADICTIONS = {
     "offsets from 1": ({"row_offsets": [1, 2, 3]}, "got 3 entries from 1 to 3"),
     "no row": ({"row_offsets": [0], "source": [], "start": [], "length": []}, "over at least one row"),
     "an empty row": ({"row_offsets": [0, 2, 2, 3]}, "row 1 has no piece"),
-    "an empty piece": ({"length": [5, 0, 4]}, "piece 1 has length 0: leave empty pieces out"),
+    "an empty piece": ({"length": [1, 0, 4]}, "piece 1 has length 0: leave empty pieces out"),
     "too many tokens": ({"length": [5, 4, 4]}, "row 0 takes 9 tokens (alignment 1) and capacity is 8"),
     "too many when aligned": ({"alignment": 4}, "row 0 takes 12 tokens (alignment 4) and capacity is 8"),
     "alignment": ({"alignment": 3}, "capacity 8 is not a multiple of alignment 3: pass capacity 6 or 9"),

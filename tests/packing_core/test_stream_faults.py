@@ -140,6 +140,18 @@ def _other_content():
     return source
 
 
+@pytest.mark.parametrize(("before", "after"), [(0.25, 0.5), (1 << 60, (1 << 60) + 1)])
+def test_a_column_of_other_values_is_another_document(before, after) -> None:
+    def source(value):
+        return [{"input_ids": [1, 2, 3], "scores": [value] * 3} for _ in range(20)]
+
+    stopped = stream(source(before), 6, buffer=4)
+    for _ in range(5):
+        next(stopped)
+    with pytest.raises(PackingError, match="gives other documents"):
+        stream(source(after), 6, buffer=4).load_state_dict(stopped.state_dict())
+
+
 REFUSED = {
     "other content": (_state, _other_content, {}, "fingerprint of the state does not match: .* gives other documents"),
     "other pad_id": (
