@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from packing_core.errors import CapacityError, LayoutError
+from packing_core.errors import CapacityError, LayoutError, UnsupportedError
 
 
 @partial(
@@ -252,6 +252,23 @@ def checked_ids(name: str, ids: jax.Array | np.ndarray, shape: tuple[int, ...] |
                 f"{name} holds {most}, which JAX would wrap to {kept}: number the segments of a row 1, 2, 3 and so on"
             )
     return jnp.asarray(ids)
+
+
+def refuse_varying(what: str, *arrays: jax.Array) -> None:
+    """Refuses the values of a ``shard_map`` that checks which axes they vary over: loops and kernels do not say it.
+
+    Raises:
+        UnsupportedError: an array is one of them.
+    """
+    for array in arrays:
+        type_ = jax.typeof(array)
+        kind = getattr(type_, "manual_axis_type", None)  # vma in earlier versions of JAX
+        axes = getattr(type_, "vma", frozenset()) if kind is None else kind.varying
+        if axes:
+            raise UnsupportedError(
+                f"{what} runs inside a shard_map over {', '.join(sorted(axes))} that checks its outputs' axes, which "
+                "loops and kernels do not name: pass jax.shard_map(..., check_vma=False)"
+            )
 
 
 def is_concrete(x: Any) -> bool:

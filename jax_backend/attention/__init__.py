@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax_backend.attention.request import Request, check_arrays, check_options
 from jax_backend.attention.sharding import left_to_compiler, platform_of, sharding_of, spread
 from jax_backend.lacking import lacking
-from jax_backend.segments import Segments, cap_segments, find_segments
+from jax_backend.segments import Segments, cap_segments, find_segments, refuse_varying
 from packing_core.errors import LayoutError, PackingError, UnsupportedError
 
 IMPLEMENTATIONS = {
@@ -134,6 +134,9 @@ def segment_attention(
                 f"them: pass mesh=, give the mesh explicit axes, call segment_attention inside shard_map, or pass "
                 f"implementation={PARTITIONED[0]!r}"
             )
+        if module.__name__ != IMPLEMENTATIONS["xla"]:
+            name = module.__name__.rpartition(".")[2]
+            refuse_varying(f"segment_attention(implementation={name!r})", q, k, v)
         attend: Callable[..., Any] = partial(module.attend, request=request)
     else:
         attend = spread(sharding, request, run=lambda local: choose(local, implementation).attend)

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jax_backend.attention.sharding import is_whole, platform_of
 from jax_backend.lacking import missing
 from jax_backend.losses.cross_entropy import IGNORED
+from jax_backend.segments import refuse_varying
 from packing_core.errors import LayoutError, PackingError
 
 # Logits of a chunk, in float32 (1 GiB, and half as much for their gradient) or as powers (0.6 GiB). Each chunk reads
@@ -115,6 +116,7 @@ def linear_cross_entropy(
         return _loss_sum(options, hidden.reshape(tokens, -1), weight, labels.ravel(), factors.ravel())[None]
 
     if mesh is None:
+        refuse_varying("linear_cross_entropy", hidden, weight)
         return run(hidden, weight, labels, factors).sum(), factors.sum()
     rows = P(mesh.axis_names)
     spread = jax.shard_map(run, mesh=mesh, in_specs=(rows, P(), rows, rows), out_specs=rows, check_vma=False)

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_backend import explain, find_segments, segment_attention
+from jax_backend import explain, find_segments, gated_delta_rule, linear_cross_entropy, segment_attention
 from packing_core.errors import LayoutError, PackingError, UnsupportedError
 from tests.jax_backend.oracle import assert_same
 
@@ -107,6 +107,29 @@ def test_inside_shard_map_no_mesh_is_needed() -> None:
     arguments = operands(rows=4)
     local = jax.shard_map(segment_attention, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
     assert_same(jax.jit(local)(*arguments), jax.jit(partial(segment_attention, implementation="xla"))(*arguments))
+
+
+CHECKED_AXES = {
+    "attention": lambda q, k, v, ids: segment_attention(q, k, v, ids, implementation="chunked"),
+    "loss": lambda q, k, v, ids: linear_cross_entropy(q[:, :, 0], v[0, :, 0].T, ids)[0][None],
+    "scan": lambda q, k, v, ids: gated_delta_rule(k, k, v, -(v[..., 0] ** 2), v[..., 1], ids),
+}
+
+
+@pytest.mark.parametrize("call", CHECKED_AXES)
+def test_inside_a_shard_map_that_checks_axes_the_way_out_is_named(call) -> None:
+    options = {"mesh": mesh_of({"data": 4}), "in_specs": P("data"), "out_specs": P("data")}
+    arguments = operands(rows=4)
+    with pytest.raises(UnsupportedError, match="over data .* check_vma=False"):
+        jax.jit(jax.shard_map(CHECKED_AXES[call], **options))(*arguments)
+    jax.jit(jax.shard_map(CHECKED_AXES[call], **options, check_vma=False))(*arguments)
+
+
+def test_inside_a_shard_map_that_checks_axes_xla_attends() -> None:
+    attend = partial(segment_attention, implementation="xla")
+    local = jax.shard_map(attend, mesh=mesh_of({"data": 4}), in_specs=P("data"), out_specs=P("data"))
+    arguments = operands(rows=4)
+    assert_same(jax.jit(local)(*arguments), jax.jit(attend)(*arguments))
 
 
 @pytest.mark.parametrize(("jitted", "in_context"), [(True, True), (True, False), (False, False)])
