@@ -1,4 +1,4 @@
-"""Packed causal attention in JAX on NVIDIA GPUs, ours beside what else a JAX user can call; a part of `jax_gpu`.
+"""Packed causal attention in JAX, ours beside what else a JAX user can call; a part of `jax_gpu` and `jax_tpu`.
 
     python -m benchmarks.jax_attention                          # four sets, every contender
     python -m benchmarks.jax_attention --sets "8k lognormal" --match pallas
@@ -118,6 +118,7 @@ CONTENDERS: dict[str, Callable[[Row], Call]] = {
     "pallas.ops.gpu mha, segment ids": pallas_ops_mha,
     "jax.nn cudnn, bool mask": cudnn_mask,
     "ours, chunked": partial(ours, implementation="chunked"),
+    "ours, tpu": partial(ours, implementation="tpu"),
 }
 
 
