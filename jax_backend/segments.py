@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
 from packing_core.errors import CapacityError, LayoutError, UnsupportedError
 
@@ -269,6 +270,23 @@ def refuse_varying(what: str, *arrays: jax.Array) -> None:
                 f"{what} runs inside a shard_map over {', '.join(sorted(axes))} that checks its outputs' axes, which "
                 "loops and kernels do not name: pass jax.shard_map(..., check_vma=False)"
             )
+
+
+def refuse_explicit(what: str, array: jax.Array) -> None:
+    """Refuses an array that is spread over explicit axes, which ``jax.make_mesh`` makes by default.
+
+    Raises:
+        UnsupportedError: it is.
+    """
+    sharding = jax.typeof(array).sharding
+    kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
+    used = [name for part in sharding.spec for name in (part if isinstance(part, tuple) else (part,)) if name]
+    if axes := [name for name in used if kinds[name] is AxisType.Explicit]:
+        raise UnsupportedError(
+            f"{what} got rows over the explicit axes {', '.join(axes)}: make the mesh with "
+            f"jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,) * {len(kinds)}), call it inside "
+            "jax.shard_map(..., check_vma=False), or train by make_train_step(model, tx, mesh), which takes any mesh"
+        )
 
 
 def is_concrete(x: Any) -> bool:

@@ -25,7 +25,7 @@ from jax_backend.model.layers import IN_PLACE, Layer, Maker, no_balance
 from jax_backend.model.linear import PLAIN
 from jax_backend.model.moe import Balance
 from jax_backend.model.rope import apply_rope
-from jax_backend.segments import find_segments
+from jax_backend.segments import find_segments, refuse_explicit
 from packing_core.errors import PackingError
 
 # what a recomputed layer keeps for its backward; "attention" is what the attention's own backward reads of its forward
@@ -120,6 +120,7 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, Balance]:
         """Last hidden states [B, S, M], and how the routers of all sparse layers spread the real tokens."""
         config = self.config
+        refuse_explicit("the Decoder", jnp.asarray(input_ids))
 
         def rotate(q_BSND: jax.Array, k_BSKD: jax.Array, *, local: bool) -> tuple[jax.Array, ...]:
             frequencies, scale = turns[local and config.local_rope is not None]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jax_backend.scan import chunked_scan
 from jax_backend.scan.chunked_scan import Carry, Inputs, Rule
-from jax_backend.segments import checked_ids, find_segments, is_real, refuse_varying, run_numbers
+from jax_backend.segments import checked_ids, find_segments, is_real, refuse_explicit, refuse_varying, run_numbers
 from packing_core.errors import LayoutError, UnsupportedError
 
 
@@ -203,6 +203,8 @@ def _scan(
     initial_state: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Outputs [B, S, N, E] and last states [B, N, D, E], float32; all shapes fit each other."""
+    if rule.corrects:
+        refuse_explicit("gated_delta_rule", q)
     refuse_varying("gated_delta_rule" if rule.corrects else "ssd", q, k, v)
     (rows, _, heads, width), group = q.shape, v.shape[2] // q.shape[2]
     runs = run_numbers(find_segments(segment_ids))
