@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 from jax_backend.model.decoder import Decoder
-from jax_backend.model.linear import PLAIN
+from jax_backend.model.linear import PLAIN, multiply
 from jax_backend.model.weights import export
 from packing_core.extras import require
 
@@ -36,8 +36,7 @@ class Adapted(nnx.Module):
         self.lora_B = LoRAKernel(jnp.zeros((*stacked, rank, outputs), jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        a, b = (kernel.kernel[...].astype(x.dtype) for kernel in (self.lora_A, self.lora_B))
-        return self.linear(x) + SCALE * ((x @ a) @ b)
+        return self.linear(x) + SCALE * multiply(multiply(x, self.lora_A.kernel[...]), self.lora_B.kernel[...])
 
 
 class LoRAKernel(nnx.Module):
