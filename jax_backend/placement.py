@@ -92,3 +92,37 @@ def to_host(array: jax.Array) -> np.ndarray:
     from jax.experimental import multihost_utils
 
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+def refuse_varying(what: str, *arrays: jax.Array) -> None:
+    """Refuses the values of a ``shard_map`` that checks which axes they vary over: loops and kernels do not say it.
+
+    Raises:
+        UnsupportedError: an array is one of them.
+    """
+    for array in arrays:
+        type_ = jax.typeof(array)
+        kind = getattr(type_, "manual_axis_type", None)  # vma in earlier versions of JAX
+        axes = getattr(type_, "vma", frozenset()) if kind is None else kind.varying
+        if axes:
+            raise UnsupportedError(
+                f"{what} runs inside a shard_map over {', '.join(sorted(axes))} that checks its outputs' axes, which "
+                "loops and kernels do not name: pass jax.shard_map(..., check_vma=False)"
+            )
+
+
+def refuse_explicit(what: str, array: jax.Array) -> None:
+    """Refuses an array that is spread over explicit axes, which ``jax.make_mesh`` makes by default.
+
+    Raises:
+        UnsupportedError: it is.
+    """
+    sharding = jax.typeof(array).sharding
+    kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
+    used = [name for part in sharding.spec for name in (part if isinstance(part, tuple) else (part,)) if name]
+    if axes := [name for name in used if kinds[name] is AxisType.Explicit]:
+        raise UnsupportedError(
+            f"{what} got rows over the explicit axes {', '.join(axes)}: make the mesh with "
+            f"jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,) * {len(kinds)}), call it inside "
+            "jax.shard_map(..., check_vma=False), or train by make_train_step(model, tx, mesh), which takes any mesh"
+        )

@@ -21,7 +21,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax_backend.attention.request import Request, check_arrays, check_options
 from jax_backend.attention.sharding import left_to_compiler, platform_of, sharding_of, spread
 from jax_backend.lacking import lacking
-from jax_backend.segments import Segments, cap_segments, find_segments, refuse_varying
+from jax_backend.placement import refuse_varying
+from jax_backend.segments import Segments, cap_segments, find_segments
 from packing_core.errors import LayoutError, PackingError, UnsupportedError
 
 IMPLEMENTATIONS = {

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jax_backend.attention.sharding import is_whole, platform_of
 from jax_backend.lacking import missing
 from jax_backend.losses.cross_entropy import IGNORED
-from jax_backend.segments import refuse_varying
+from jax_backend.placement import refuse_varying
 from packing_core.errors import LayoutError, PackingError
 
 # Logits of a chunk, in float32 (1 GiB, and half as much for their gradient) or as powers (0.6 GiB). Each chunk reads

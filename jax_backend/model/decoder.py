@@ -25,7 +25,8 @@ from jax_backend.model.layers import IN_PLACE, Layer, Maker, no_balance
 from jax_backend.model.linear import PLAIN
 from jax_backend.model.moe import Balance
 from jax_backend.model.rope import apply_rope
-from jax_backend.segments import find_segments, refuse_explicit
+from jax_backend.placement import refuse_explicit
+from jax_backend.segments import find_segments
 from packing_core.errors import PackingError
 
 # what a recomputed layer keeps for its backward; "attention" is what the attention's own backward reads of its forward

@@ -13,9 +13,10 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 
+from jax_backend.placement import refuse_explicit, refuse_varying
 from jax_backend.scan import chunked_scan
 from jax_backend.scan.chunked_scan import Carry, Inputs, Rule
-from jax_backend.segments import checked_ids, find_segments, is_real, refuse_explicit, refuse_varying, run_numbers
+from jax_backend.segments import checked_ids, find_segments, is_real, run_numbers
 from packing_core.errors import LayoutError, UnsupportedError
 
 
