@@ -81,21 +81,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
             wanted = command(name, options.checkpoint or Path(folder), options.output, options.toy)
             print(f"== {name}: {' '.join(wanted)}", flush=True)
             if not options.list:
-                begin = time.perf_counter()
-                outcome = _run(wanted, SECTIONS[name], options.toy)
-                print(f"== {name}: {outcome}, {time.perf_counter() - begin:.0f} s", flush=True)
+                run(name, wanted, LIMIT, _environment(SECTIONS[name], options.toy))
 
 
-def _run(wanted: list[str], section: Section, toy: bool) -> str:
+def run(name: str, wanted: Sequence[str], limit: float, environment: dict[str, str]) -> bool:
+    """Runs a section's command for at most ``limit`` seconds, prints how it ended, and returns whether it succeeded."""
+    begin, succeeded = time.perf_counter(), False
+    try:
+        status = subprocess.run(wanted, env=environment, timeout=limit, check=False).returncode
+        succeeded, outcome = status == 0, "ended" if status == 0 else f"failed with status {status}"
+    except subprocess.TimeoutExpired:
+        outcome = f"stopped after {limit:.0f} s"
+    print(f"== {name}: {outcome}, {time.perf_counter() - begin:.0f} s", flush=True)
+    return succeeded
+
+
+def _environment(section: Section, toy: bool) -> dict[str, str]:
     environment = os.environ | section.environment
     if toy:
         flags = os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={section.devices}"
         environment |= {"XLA_FLAGS": flags}
-    try:
-        done = subprocess.run(wanted, env=environment, timeout=LIMIT, check=False)
-    except subprocess.TimeoutExpired:
-        return f"stopped after {LIMIT:.0f} s"
-    return "ended" if done.returncode == 0 else f"failed with status {done.returncode}"
+    return environment
 
 
 if __name__ == "__main__":
