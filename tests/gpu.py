@@ -2,7 +2,7 @@
 
     python -m tests.gpu [--two] [--only tests|gate] [--shard K/N] [--minutes 9] [--output gpu-report]
 
-Results are written as they come (``tests.jsonl`` and ``gate-*.log`` in the output folder), each test has a time limit,
+Results are written as they come (``tests.jsonl`` and ``gate-*.jsonl`` in the output folder), each test has a limit,
 and the whole run ends after so many minutes, so a run that is stopped has named what failed. ``report.md`` has the
 versions, the failures, the slowest tests, and the table of backends for docs/conformance.md. ``--two`` runs the tests
 that need two GPUs instead (NCCL). The package need not be installed: its entry points are read from pyproject.toml.
@@ -38,7 +38,7 @@ _MARKS = re.compile(r"mark\.gpu|mark\.two_gpus|indirect=")  # the cases of a fix
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--two", action="store_true", help="the tests that need two GPUs, without the gate")
-    options.add_argument("--only", choices=("tests", "gate"))
+    options.add_argument("--only", choices=("tests", "gate"), help="without the other part")
     options.add_argument("--shard", metavar="K/N")
     options.add_argument("--minutes", type=float, default=9.0)
     options.add_argument("--processes", type=int, default=max(2, min(16, os.cpu_count() or 2)))
@@ -129,6 +129,7 @@ def report(output: Path, ended: list[tuple[str, int]]) -> str:
     slowest = sorted(results, key=lambda result: -result["seconds"])[:15]
     lines += ["", "| slowest | s |", "|---|---:|", *(f"| `{r['id']}` | {r['seconds']:.1f} |" for r in slowest)]
     lines += ["", "| skipped, reason | tests |", "|---|---:|"]
+    # Not those of the gate, whose ids have no folder: its table counts them.
     reasons = Counter(r["reason"] for r in results if r["outcome"] == "skipped" and "/" in r["id"].partition("::")[0])
     lines += [f"| {reason} | {n} |" for reason, n in reasons.most_common()]
     return "\n".join([*lines, "", *_gate_table(output)]) + "\n"
