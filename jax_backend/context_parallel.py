@@ -8,7 +8,7 @@ P chunks of a row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -114,7 +114,8 @@ def context_attention(
         options: ``causal``, ``window``, ``softcap``, ``scale``, ``implementation`` of `segment_attention`.
 
     Returns:
-        [B, S, N, E], split as q.
+        [B, S, N, E], split as q. Gradients of keys and values are added over devices and chunks in float32 and rounded
+        once to the dtype of k and v; those of queries likewise.
 
     Raises:
         LayoutError: the tokens do not divide over the axis, or the chunks do not, or (concrete values) the chunks are
@@ -181,18 +182,47 @@ def _whole(x: jax.Array, starts: jax.Array, axis: str) -> jax.Array:
     return jnp.take(parts, jnp.argsort(starts), axis=1).reshape(gathered.shape)
 
 
+def _widened(x: jax.Array) -> jax.Array:
+    """x in float32: narrowed again where it is used, so that the gradients of all uses are added in float32."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _moved(move: Callable[..., jax.Array], x: jax.Array, dtype: Any, *others: jax.Array) -> jax.Array:
+    """``move(x, *others)``, linear in x, between devices: values travel in ``dtype``, gradients in the dtype of x."""
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    def forward(x: jax.Array, *others: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        return move(x.astype(dtype), *others).astype(like.dtype), others
+
+    def backward(others: tuple[jax.Array, ...], gradient: jax.Array) -> tuple[jax.Array | None, ...]:
+        (moved,) = jax.linear_transpose(lambda x: move(x, *others), like)(gradient)
+        return moved, *(None for _ in others)
+
+    run = jax.custom_vjp(lambda *operands: forward(*operands)[0])
+    run.defvjp(forward, backward)
+    return run(x, *others)
+
+
 def _gathered(
     q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array, starts: jax.Array, *, axis: str, shards: int, options: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Each device's queries, chunk by chunk, against all keys in their natural order."""
     chunks = len(starts) // shards
-    keys, values, numbers = _whole(k, starts, axis), _whole(v, starts, axis), _numbered(ids, starts, axis)
+    numbers = _numbered(ids, starts, axis)
+    keys, values = (_moved(partial(_whole, axis=axis), _widened(each), each.dtype, starts) for each in (k, v))
     mine = lax.dynamic_slice_in_dim(starts, lax.axis_index(axis) * chunks, chunks)
     parts = []
     for chunk, start in zip(_cut(q, chunks), mine, strict=True):
         own = _chunk_of(numbers, start, chunk)
         attended = segment_attention(
-            chunk, keys, values, own, kv_segment_ids=numbers, q_offset=start, return_lse=True, **options
+            chunk,
+            keys.astype(k.dtype),
+            values.astype(v.dtype),
+            own,
+            kv_segment_ids=numbers,
+            q_offset=start,
+            return_lse=True,
+            **options,
         )
         parts.append(attended)
     out, lse = (jnp.concatenate(each, axis=1) for each in zip(*parts, strict=True))
@@ -206,28 +236,30 @@ def _ring(
     chunks = len(starts) // shards
     mine = lax.dynamic_slice_in_dim(starts, lax.axis_index(axis) * chunks, chunks)
     numbers = _numbered(ids, starts, axis)
-    queries = list(zip(_cut(q, chunks), mine, strict=True))
-    to_next = [(i, (i + 1) % shards) for i in range(shards)]
+    queries = list(zip(_cut(_widened(q), chunks), mine, strict=True))
+    to_next = partial(lax.ppermute, axis_name=axis, perm=[(i, (i + 1) % shards) for i in range(shards)])
+    attend = partial(_attend, numbers=numbers, dtypes=(q.dtype, k.dtype, v.dtype), options=options)
 
     def meet(visitors: Any) -> Any:
         keys, values, key_starts = visitors
         others = list(zip(_cut(keys, chunks), _cut(values, chunks), key_starts, strict=True))
-        return [_merged(_attend(query, other, numbers, options) for other in others) for query in queries]
+        return [_merged(attend(query, other) for other in others) for query in queries]
 
     def hop(carry: Any, _: None) -> tuple[Any, None]:
-        found, visitors = carry
-        visitors = jax.tree.map(lambda x: lax.ppermute(x, axis, to_next), visitors)
+        found, (keys, values, key_starts) = carry
+        visitors = (_moved(to_next, keys, k.dtype), _moved(to_next, values, v.dtype), to_next(key_starts))
         met = meet(visitors)
         return ([_merged(pair) for pair in zip(found, met, strict=True)], visitors), None
 
-    own = (k, v, mine)
+    own = (_widened(k), _widened(v), mine)
     (found, _), _ = lax.scan(hop, (meet(own), own), length=shards - 1)
     out, lse = (jnp.concatenate(each, axis=1) for each in zip(*found, strict=True))
     return out, lse
 
 
-def _attend(query: Any, key: Any, numbers: jax.Array, options: Any) -> tuple[jax.Array, jax.Array]:
+def _attend(query: Any, key: Any, *, numbers: jax.Array, dtypes: Any, options: Any) -> tuple[jax.Array, jax.Array]:
     (q, query_start), (k, v, key_start) = query, key
+    q, k, v = (x.astype(dtype) for x, dtype in zip((q, k, v), dtypes, strict=True))
     ids, key_ids = _chunk_of(numbers, query_start, q), _chunk_of(numbers, key_start, k)
     out, lse = segment_attention(
         q, k, v, ids, kv_segment_ids=key_ids, q_offset=query_start - key_start, return_lse=True, **options
