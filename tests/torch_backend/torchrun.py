@@ -1,4 +1,4 @@
-"""Starts a script on several ranks of one machine, and ends every process of it after 90 seconds."""
+"""Starts a script on several ranks of one machine, and ends every process of it after a limit of seconds."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tests.processes import run
+from tests.processes import LIMIT, run
 
 ROOT = Path(__file__).parents[2]
 
 
-def torchrun(script: str, *arguments: str, ranks: int = 2) -> None:
+def torchrun(script: str, *arguments: str, ranks: int = 2, limit: float = LIMIT) -> None:
     """Run ``script`` of this folder with ``torchrun``, as :func:`on_ranks` does."""
-    on_ranks(str(Path(__file__).with_name(script)), *arguments, ranks=ranks)
+    on_ranks(str(Path(__file__).with_name(script)), *arguments, ranks=ranks, limit=limit)
 
 
-def on_ranks(*command: str, ranks: int = 2) -> str:
+def on_ranks(*command: str, ranks: int = 2, limit: float = LIMIT) -> str:
     """Run what follows the options of ``torchrun``, with one thread for each rank, and return what it printed.
 
     Raises:
-        AssertionError: it failed, with the end of what it wrote, or ran for more than 90 seconds.
+        AssertionError: it failed, with the end of what it wrote, or ran for more than ``limit`` seconds.
     """
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    result = run([*launch, *command], env=environment)
+    result = run([*launch, *command], env=environment, limit=limit)
     text = result.stdout + result.stderr
     assert result.returncode == 0, f"{Path(command[0]).name} ended with {result.returncode}: {text[-3000:]}"
     return text
