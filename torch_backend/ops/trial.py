@@ -3,6 +3,9 @@
 A forward may start a trial under autocast, in inference mode, with fake tensors, inside a checkpointed layer whose
 hooks count every saved tensor, or where waiting for the device is forbidden. All but the last are states of the
 thread, so a trial runs in a thread of its own. :func:`current_device` lifts the last.
+
+A layer that is recomputed under a reentrant checkpoint may start one too, in autograd's thread of the device. That
+thread waits for the trial then, so the trial's own backward must not be queued to it: it runs in the trial's thread.
 """
 
 from __future__ import annotations
@@ -20,12 +23,16 @@ R = TypeVar("R")
 
 
 def in_own_thread(trial: Callable[P, R]) -> Callable[P, R]:
-    """``trial`` in a new thread: no mode or hook of the caller applies, and gradients are enabled."""
+    """``trial`` in a new thread, its backward too: no mode or hook of the caller applies, and gradients are enabled."""
+
+    def alone(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.autograd.set_multithreading_enabled(False):
+            return trial(*args, **kwargs)
 
     @wraps(trial)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         with ThreadPoolExecutor(max_workers=1) as thread:
-            return thread.submit(trial, *args, **kwargs).result()
+            return thread.submit(alone, *args, **kwargs).result()
 
     return run
 
