@@ -51,6 +51,34 @@ def best(repeat: int, run: Callable[[], object], clock: Callable[[], float] = ti
     return min(times)
 
 
+def fastest(run: Callable[[], Any], rounds: int, wait: Callable[[Any], object], seconds: float = 0.05) -> float:
+    """Milliseconds of a call that a device runs, the best of several rounds of back-to-back calls.
+
+    Args:
+        run: the call; its first one compiles and is not timed.
+        rounds: each of about ``seconds``. Of a call that takes longer than that there are two rounds of one call.
+        wait: blocks until the device has ended what a call returned.
+    """
+    wait(run())
+    begin = time.perf_counter()
+    wait(run())
+    best = first = time.perf_counter() - begin
+    calls = max(1, min(200, int(seconds / first)))
+    for _ in range(rounds if first < seconds else 2):
+        begin = time.perf_counter()
+        for _ in range(calls):
+            last = run()
+        wait(last)
+        best = min(best, (time.perf_counter() - begin) / calls)
+    return best * 1e3
+
+
+def not_run(error: Exception) -> str:
+    """Says in one line why a contender has no figures."""
+    reason = str(error).strip().splitlines()[:1]
+    return f"NOT RUN: {type(error).__name__}: {''.join(reason)[:120]}"
+
+
 def write_json(path: Path | None, found: dict[str, Any], begin: float) -> None:
     """Write what a benchmark found so far, and the seconds since ``begin``; None writes nothing."""
     if path is not None:

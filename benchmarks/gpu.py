@@ -18,7 +18,7 @@ import argparse
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
@@ -46,32 +46,58 @@ BY_NAME_ONLY = {"options"}  # takes minutes by itself
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = parser(__doc__)
     options.add_argument("--only", nargs="+", choices=SECTIONS, default=[x for x in SECTIONS if x not in BY_NAME_ONLY])
-    options.add_argument("--output", type=Path, help="folder for gpu.json and the charts")
-    options.add_argument("--budget", type=float, metavar="SECONDS", help="begin nothing new after that")
-    options.add_argument("--match", default="", metavar="PATTERN", help="only contenders whose name it matches")
-    chosen = options.parse_args(arguments)
-    set_match(chosen.match)
-    begin = time.perf_counter()
-    if chosen.budget:
-        set_budget(chosen.budget)
-    about = header()
-    print(about, flush=True)
-    results: list[Result] = []
-    for name in chosen.only:
-        module, _, function = SECTIONS[name].partition(":")
-        found = survived(name, getattr(import_module(module), function)())
-        for (case, contender), group in groupby(found, lambda r: (f"{r.section}, {r.case}", r.contender)):
-            ended = list(group)
-            results += ended
-            print(f"[{time.perf_counter() - begin:3.0f} s] {case}, {contender}: {in_one_line(ended)}", flush=True)
-            if chosen.output:
-                write(chosen.output, about, results)
-    for title in dict.fromkeys(r.section for r in results):
-        print(f"\n{title}\n\n{as_table([r for r in results if r.section == title])}", flush=True)
+    chosen = parsed(options, arguments)
+    results = collected(by_contender(found for name in chosen.only for found in _section(name)), chosen.output)
     if chosen.output:
         draw(chosen.output, results)
+    return results
+
+
+def _section(name: str) -> Iterator[Result]:
+    module, _, function = SECTIONS[name].partition(":")
+    return survived(name, getattr(import_module(module), function)())
+
+
+# -- of every GPU benchmark --------------------------------------------------------------------------------------------
+
+
+def parser(about: str | None) -> argparse.ArgumentParser:
+    """Returns the options that all GPU benchmarks have."""
+    options = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--match", default="", metavar="PATTERN", help="only contenders whose name it matches")
+    options.add_argument("--budget", type=float, metavar="SECONDS", help="begin nothing new after that")
+    options.add_argument("--output", type=Path, help="folder for the figures as JSON, and for charts")
+    return options
+
+
+def parsed(options: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The chosen options; the pattern and the budget hold from now on."""
+    chosen = options.parse_args(arguments)
+    set_match(chosen.match)
+    if chosen.budget:
+        set_budget(chosen.budget)
+    return chosen
+
+
+def by_contender(results: Iterable[Result]) -> Iterator[list[Result]]:
+    """The results of each contender on each case."""
+    return (list(group) for _, group in groupby(results, lambda r: (r.section, r.case, r.contender)))
+
+
+def collected(found: Iterable[list[Result]], output: Path | None, name: str = "gpu") -> list[Result]:
+    """Prints the figures of each contender as it ends, writes all so far to ``NAME.json``, and prints the tables."""
+    begin, about, results = time.perf_counter(), header(), list[Result]()
+    print(about, flush=True)
+    for ended in filter(None, found):
+        results += ended
+        which = f"{ended[0].section}, {ended[0].case}, {ended[0].contender}"
+        print(f"[{time.perf_counter() - begin:3.0f} s] {which}: {in_one_line(ended)}", flush=True)
+        if output:
+            write(output, about, results, name)
+    for title in dict.fromkeys(r.section for r in results):
+        print(f"\n{title}\n\n{as_table([r for r in results if r.section == title])}", flush=True)
     return results
 
 
@@ -128,7 +154,7 @@ def as_table(results: list[Result]) -> str:
     return "\n".join([content, *(["", *notes] if notes else [])])
 
 
-def write(folder: Path, about: str, results: list[Result], name: str = "gpu") -> None:
+def write(folder: Path, about: str, results: list[Result], name: str) -> None:
     """``NAME.json``, whole at every moment."""
     folder.mkdir(parents=True, exist_ok=True)
     content = {"header": about.splitlines(), "results": [r.as_dict() for r in results]}

@@ -7,6 +7,7 @@ After the deadline nothing is measured any more, and every figure that is missin
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import statistics
@@ -93,6 +94,13 @@ def relative_error(found: Tensor, right: Tensor) -> float:
     if not found.isfinite().all():
         return float("inf")
     return float((found.detach().double() - right.double()).norm() / right.double().norm())
+
+
+def free() -> None:
+    """Gives memory of contenders that are gone back to the GPU."""
+    gc.collect()
+    if not TOY:
+        torch.cuda.empty_cache()
 
 
 def synchronize() -> None:

@@ -15,13 +15,11 @@ contender that fails, as one whose package is not installed does, is a line in t
 
 from __future__ import annotations
 
-import argparse
-import gc
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from itertools import product
 from typing import Any
 
 if "--tiny" in sys.argv:
@@ -32,8 +30,8 @@ import torch
 from torch import Tensor
 
 import torch_backend
-from benchmarks.gpu import as_table, header, in_one_line, survived, write
-from benchmarks.gpu_clock import DEVICE, TOY, Result, seconds_left, set_budget, set_match, synchronize, wanted
+from benchmarks.gpu import collected, parsed, parser, survived
+from benchmarks.gpu_clock import DEVICE, TOY, Result, free, seconds_left, synchronize, wanted
 from benchmarks.gpu_workload import DTYPE
 
 SECTION = "encoders" if not TOY else "encoders, toy"
@@ -185,33 +183,18 @@ def measure(name: str, task: str) -> Iterator[Result]:
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--match", default="", metavar="PATTERN", help="only contenders whose name it matches")
+    options = parser(__doc__)
     options.add_argument("--task", choices=TASKS, nargs="+", default=list(TASKS))
-    options.add_argument("--budget", type=float, metavar="SECONDS", help="begin no contender after that")
-    options.add_argument("--output", type=Path, help="folder for gpu.json")
     options.add_argument("--tiny", action="store_true", help="on the CPU, to see that everything runs")
-    chosen = options.parse_args(arguments)
-    set_match(chosen.match)
-    if chosen.budget:
-        set_budget(chosen.budget)
-    about = header()
-    print(about, flush=True)
-    results: list[Result] = []
-    for task in (TASKS[name] for name in chosen.task):
-        for name in (*PACKED, *STOCK):
-            if not wanted(name) or seconds_left() < 0:
-                continue
-            found = list(survived(name, measure(name, task)))
-            results += found
-            print(f"{task}, {name}: {in_one_line(found)}", flush=True)
-            if chosen.output:
-                write(chosen.output, about, results)
-            gc.collect()
-            if not TOY:
-                torch.cuda.empty_cache()
-    print(f"\n{as_table(results)}")
-    return results
+    chosen = parsed(options, arguments)
+    return collected(_run([TASKS[name] for name in chosen.task]), chosen.output)
+
+
+def _run(tasks: Sequence[str]) -> Iterator[list[Result]]:
+    for task, name in product(tasks, filter(wanted, (*PACKED, *STOCK))):
+        if seconds_left() > 0:
+            yield list(survived(name, measure(name, task)))
+            free()
 
 
 if __name__ == "__main__":

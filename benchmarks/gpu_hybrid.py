@@ -1,8 +1,7 @@
 """The whole training step of a hybrid: the Qwen3.5 shape, 8 layers of which 6 scan, rows of 16,384 tokens, mean 243.
 
     python -m benchmarks.gpu --only hybrid              # ours, and what the installed peers do as they are found
-    python -m benchmarks.gpu_hybrid --budget 120        # the same, one JSON line per contender
-    python -m benchmarks.gpu_hybrid --profile           # the kernels of one captured step, by time, as one JSON line
+    python -m benchmarks.gpu_hybrid --profile           # the kernels of one captured step, by time
 
 Peers are transformers with what is installed: ``fla`` scans if it is there, plain torch otherwise. A contender that
 raises, or whose gradients are those of contaminated documents, has no figure and says so.
@@ -10,15 +9,12 @@ raises, or whose gradients are those of contaminated documents, has no figure an
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
-import torch
-
-from benchmarks.gpu_clock import TOY, Result, set_budget, set_match
+from benchmarks.gpu import by_contender, collected, parsed, parser
+from benchmarks.gpu_clock import TOY, Result
+from benchmarks.gpu_profile import Profile
 from benchmarks.gpu_step import Contender, ours_alone, ours_compiled, prepared, race, stock, without_fla
 from benchmarks.gpu_workload import Shape, qwen35
 
@@ -32,7 +28,6 @@ CONTENDERS = [
     Contender("padded, SDPA, scan as installed", stock, "padded"),
     Contender("padded, SDPA, scan in plain torch", without_fla(stock), "padded"),
 ]
-_SHOWN = 60  # kernels of a profile
 
 
 def run() -> Iterator[Result]:
@@ -42,44 +37,26 @@ def run() -> Iterator[Result]:
         yield from race(replace(SHAPE, steps=2) if slow else SHAPE, [contender])
 
 
-def profile(contender: Contender = COMPILED) -> dict[str, object]:
-    """The kernels of one step: name -> calls and milliseconds, the longest first."""
+def profile(contender: Contender = COMPILED) -> str:
+    """The kernels of one step, the longest first."""
     step, timed, _ = prepared(SHAPE, contender, SHAPE.capacities[0])
     for i in range(6):
         step(timed[i % len(timed)])
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as seen:
-        step(timed[0])
-        if not TOY:
-            torch.cuda.synchronize()
-    kernels: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
-    for event in seen.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            entry = kernels[event.name[:90]]
-            entry[0] += 1
-            entry[1] += event.time_range.elapsed_us() / 1e3
-    longest = sorted(kernels.items(), key=lambda item: -item[1][1])
-    return {
-        "contender": contender.name,
-        "milliseconds of kernels": round(sum(ms for _, (_, ms) in longest), 2),
-        "kernels": [[name, calls, round(ms, 3)] for name, (calls, ms) in longest[:_SHOWN]],
-    }
+    seen = Profile()
+    seen.start()
+    step(timed[0])
+    seen.stop()
+    return f"{contender.name}\n\n{seen.report(steps=1)}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--match", default="", help="only contenders whose name this pattern matches")
-    parser.add_argument("--budget", type=float, help="seconds after which nothing new is begun")
-    parser.add_argument("--profile", action="store_true", help="the kernels of one step in place of its speed")
-    options = parser.parse_args()
-    set_match(options.match)
-    if options.budget:
-        set_budget(options.budget)
-    if options.profile:
-        print(json.dumps(profile()), flush=True)
-        return
-    for result in run():
-        print(json.dumps(result.as_dict()), flush=True)
+    options = parser(__doc__)
+    options.add_argument("--profile", action="store_true", help="the kernels of one step in place of its speed")
+    chosen = parsed(options, None)
+    if chosen.profile:
+        print(profile(), flush=True)
+    else:
+        collected(by_contender(run()), chosen.output)
 
 
 if __name__ == "__main__":

@@ -19,14 +19,12 @@ TRL is needed (``pip install trl``); where it cannot be installed, unpack its wh
 
 from __future__ import annotations
 
-import argparse
-import gc
 import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import product
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -36,8 +34,8 @@ if "--tiny" in sys.argv:
 import numpy as np
 import torch
 
-from benchmarks.gpu import as_table, header, in_one_line, survived, write
-from benchmarks.gpu_clock import DEVICE, TOY, Result, seconds_left, set_budget, set_match, synchronize, wanted
+from benchmarks.gpu import collected, parsed, parser, survived
+from benchmarks.gpu_clock import DEVICE, TOY, Result, free, seconds_left, synchronize, wanted
 from benchmarks.gpu_workload import DTYPE, qwen2
 from torch_backend import enable_packing
 
@@ -226,35 +224,22 @@ def _peak() -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = parser(__doc__)
     options.add_argument("--shape", choices=SHAPES, nargs="+", default=list(SHAPES))
     options.add_argument("--updates", type=int, default=1 if TOY else 4, help="timed, after the warm-up")
-    options.add_argument("--match", default="", metavar="PATTERN", help="only contenders whose name it matches")
-    options.add_argument("--budget", type=float, metavar="SECONDS", help="begin no contender after that")
-    options.add_argument("--output", type=Path, help="folder for gpu.json")
     options.add_argument("--tiny", action="store_true", help="on the CPU, to see that everything runs")
-    chosen = options.parse_args(arguments)
-    set_match(chosen.match)
-    if chosen.budget:
-        set_budget(chosen.budget)
-    about = header()
-    print(about, flush=True)
-    results: list[Result] = []
+    chosen = parsed(options, arguments)
+    results = collected(_run(chosen.shape, chosen.updates), chosen.output)
     for shape in chosen.shape:
-        for contender in contenders():
-            if not wanted(contender.name) or seconds_left() < 0:
-                continue
-            found = list(survived(contender.name, measure(contender, shape, chosen.updates)))
-            results += found
-            print(f"{shape}, {contender.name}: {in_one_line(found)}", flush=True)
-            if chosen.output:
-                write(chosen.output, about, results)
-            gc.collect()
-            if not TOY:
-                torch.cuda.empty_cache()
         print(verdict(shape, results), flush=True)
-    print(f"\n{as_table(results)}")
     return results
+
+
+def _run(shapes: Sequence[str], updates: int) -> Iterator[list[Result]]:
+    for shape, contender in product(shapes, contenders()):
+        if wanted(contender.name) and seconds_left() > 0:
+            yield list(survived(contender.name, measure(contender, shape, updates)))
+            free()
 
 
 if __name__ == "__main__":

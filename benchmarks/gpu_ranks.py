@@ -23,7 +23,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -37,8 +37,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from benchmarks.gpu import as_table, header, in_one_line, write
-from benchmarks.gpu_clock import DEVICE, TOY, Result, seconds_left, set_budget, set_match, wanted
+from benchmarks.gpu import collected, parsed, parser
+from benchmarks.gpu_clock import DEVICE, TOY, Result, seconds_left, wanted
 from benchmarks.gpu_profile import Profile
 from benchmarks.gpu_workload import DTYPE, qwen2
 from packing_core import Cost, PackedDataset, PackPlan, balance, plan
@@ -212,20 +212,17 @@ def contenders(ranks: int) -> list[Contender]:
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = parser(__doc__)
     options.add_argument("--ranks", type=int, default=2, help="processes, each with a GPU")
     options.add_argument("--capacity", type=int, default=256 if TOY else 16_384, help="tokens of a row")
     options.add_argument("--epochs", type=int, default=1 if TOY else 3, help="timed, after the first")
     options.add_argument("--documents", type=int, default=60 if TOY else 2_400)
     options.add_argument("--limit", type=float, default=240, help="seconds for a contender")
-    options.add_argument("--budget", type=float, metavar="SECONDS", help="begin nothing new after that")
     options.add_argument("--profile", action="store_true", help="the kernels of three steps of rank 0; no speed then")
-    options.add_argument("--match", default="", metavar="PATTERN", help="only contenders whose name it matches")
-    options.add_argument("--output", type=Path, help="folder for ranks.json")
     options.add_argument("--tiny", action="store_true", help="on the CPU, to see that everything runs")
     options.add_argument("--contender", type=json.loads, help=argparse.SUPPRESS)
     options.add_argument("--found", type=Path, help=argparse.SUPPRESS)
-    chosen = options.parse_args(arguments)
+    chosen = parsed(options, arguments)
     if chosen.contender is not None:
         if not TOY:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -233,27 +230,20 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
         if os.environ["RANK"] == "0":
             chosen.found.write_text(json.dumps(asdict(measured)))
         return []
-    set_match(chosen.match)
-    if chosen.budget:
-        set_budget(chosen.budget)
-    about = header()
-    print(about, flush=True)
-    results: list[Result] = []
-    began = time.perf_counter()
+    return collected(_run(chosen), chosen.output, "ranks")
+
+
+def _run(chosen: argparse.Namespace) -> Iterator[list[Result]]:
+    """The results of each contender, and its speed beside one GPU's where that was measured."""
+    one = None
     for contender in contenders(chosen.ranks):
         if wanted(contender.name) and seconds_left() > 0:
-            results += (found := launched(contender, chosen))
-            print(f"[{time.perf_counter() - began:3.0f} s] {contender.name}: {in_one_line(found)}", flush=True)
-            if chosen.output:
-                write(chosen.output, about, results, "ranks")
-    rates = {result.contender: result.value for result in results if result.unit == "real tokens/s" and result.value}
-    for name, rate in rates.items():
-        if "one" in rates:
-            results.append(Result(SECTION, results[0].case, name, rate / rates["one"], "times one"))
-    if chosen.output:
-        write(chosen.output, about, results, "ranks")
-    print(f"{DEVICE.type}\n{as_table(results)}")
-    return results
+            found = launched(contender, chosen)
+            for result in [r for r in found if r.unit == "real tokens/s" and r.value]:
+                one = result.value if contender.name == "one" else one
+                if one:
+                    found.append(Result(SECTION, result.case, contender.name, result.value / one, "times one"))
+            yield found
 
 
 if __name__ == "__main__":

@@ -11,11 +11,9 @@ in the place of their figure. Without a GPU everything runs tiny, and times mean
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,9 +23,9 @@ from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from benchmarks import gpu_scan_peers as peers
-from benchmarks.gpu import as_table, header, write
+from benchmarks.gpu import by_contender, collected, parsed, parser
 from benchmarks.gpu_attention import lengths
-from benchmarks.gpu_clock import DEVICE, TOY, Result, device_ms, gated, relative_error, set_budget, set_match, wanted
+from benchmarks.gpu_clock import DEVICE, TOY, Result, device_ms, gated, relative_error, wanted
 from torch_backend.ops.scan.gated_delta.delta_rule import gated_delta_rule
 from torch_backend.ops.scan.kimi_delta.operators import kimi_delta_rule
 from torch_backend.ops.scan.selective.operators import selective_scan
@@ -219,27 +217,10 @@ STEPPED: dict[str, Call] = {"triton": our_stepped, "mamba_ssm": peers.stepped_by
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--match", default="", help="only contenders whose name this pattern matches")
-    parser.add_argument("--sections", default="", help="only sections whose name this pattern matches")
-    parser.add_argument("--budget", type=float, help="seconds after which nothing new is begun")
-    parser.add_argument("--output", type=Path, help="folder for gpu.json")
-    options = parser.parse_args()
-    set_match(options.match)
-    if options.budget:
-        set_budget(options.budget)
-    print(header(), flush=True)
-    results = []
-    for result in run(options.sections):
-        results.append(result)
-        print(
-            f"{result.section} | {result.case} | {result.contender} | {result.value} {result.unit} {result.note}",
-            flush=True,
-        )
-    for section in dict.fromkeys(r.section for r in results):
-        print(f"\n{section}\n{as_table([r for r in results if r.section == section])}")
-    if options.output is not None:
-        write(options.output, header(), results)
+    options = parser(__doc__)
+    options.add_argument("--sections", default="", help="only sections whose name this pattern matches")
+    chosen = parsed(options, None)
+    collected(by_contender(run(chosen.sections)), chosen.output)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ alone in bfloat16.
 
 from __future__ import annotations
 
-import gc
 import inspect
 import time
 import warnings
@@ -25,7 +24,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_clock import DEVICE, QUICK, TOY, Result, gated, matrix_rate, relative_error, synchronize, wanted
+from benchmarks.gpu_clock import (
+    DEVICE,
+    QUICK,
+    TOY,
+    Result,
+    free,
+    gated,
+    matrix_rate,
+    relative_error,
+    synchronize,
+    wanted,
+)
 from benchmarks.gpu_workload import (
     DTYPE,
     LONGEST,
@@ -101,7 +111,8 @@ def race(shape: Shape, contenders: Sequence[Contender]) -> Iterator[Result]:
                     lambda: allowed(shape),
                     lambda contender=contender, capacity=capacity: _train(shape, contender, capacity),
                 )
-            _clear()
+            torch._dynamo.reset()
+            free()
             if not figures:
                 yield Result(f"step, {shape.name}", case, contender.name, None, "real tokens/s", note)
             for unit, value in figures.items():
@@ -265,7 +276,7 @@ def prepared(
     shape: Shape, contender: Contender, capacity: int
 ) -> tuple[CapturedStep, list[Batch], Callable[[], dict[str, float]]]:
     """A contender's step, the batches to time it on, and what gives its figures besides speed, memory from here on."""
-    _free()
+    free()
     held = 0
     if not TOY:
         torch.cuda.reset_peak_memory_stats()
@@ -376,14 +387,3 @@ def _left_as_it_was(shape: Shape) -> Iterator[None]:
             for name, value in vars(cls).copy().items():
                 if name in before and before[name] is not value:
                     setattr(cls, name, before[name])
-
-
-def _clear() -> None:
-    torch._dynamo.reset()
-    _free()
-
-
-def _free() -> None:
-    gc.collect()
-    if not TOY:
-        torch.cuda.empty_cache()

@@ -29,7 +29,6 @@ contenders can be compared; that they are exact is tested elsewhere (``benchmark
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import re
@@ -47,8 +46,8 @@ if "--tiny" in sys.argv:
 import torch
 
 from benchmarks import pack_dataset
-from benchmarks.gpu import as_table, header, in_one_line, survived, write
-from benchmarks.gpu_clock import TOY, Result, set_match, wanted
+from benchmarks.gpu import by_contender, collected, parsed, parser, survived
+from benchmarks.gpu_clock import TOY, Result, free, wanted
 from benchmarks.gpu_step import BEST_STOCK, Contender, race, stock, stock_liger
 from benchmarks.gpu_trainer_runs import CONTENDERS, measure
 from benchmarks.gpu_workload import Shape, llama3, qwen2
@@ -87,9 +86,7 @@ def _measured(
 ) -> Iterator[Result]:
     yield from measure(shape, name, capacity, epochs, repeat, profile)
     torch._dynamo.reset()
-    gc.collect()
-    if not TOY:
-        torch.cuda.empty_cache()
+    free()
 
 
 def _beside(shape: Shape) -> Iterator[Result]:
@@ -183,40 +180,20 @@ def _run(command: Sequence[str], environment: dict[str, str] | None = None) -> s
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = parser(__doc__)
     options.add_argument("--only", nargs="+", choices=SECTIONS, default=["trainers"], help="sections, trainers if none")
     options.add_argument("--capacity", type=int, default=256 if TOY else 16_384, help="tokens of a row of trainers")
     options.add_argument("--epochs", type=int, default=1 if TOY else 4, help="of trainers timed, after the warm-up")
     options.add_argument("--repeat", type=int, default=1, help="of the documents of trainers, for epochs of more steps")
     options.add_argument("--data", type=Path, help="prompts and completions of slots and train, a .jsonl file")
-    options.add_argument("--match", default="", metavar="PATTERN", help="only contenders whose name it matches")
-    options.add_argument("--output", type=Path, help="folder for SECTION.json")
     options.add_argument("--profile", action="store_true", help="the kernels of three steps of trainers; no speed then")
     options.add_argument("--tiny", action="store_true", help="on the CPU, to see that everything runs")
-    chosen = options.parse_args(arguments)
-    set_match(chosen.match)
-    about = header()
-    print(about, flush=True)
+    chosen = parsed(options, arguments)
     results: list[Result] = []
     for section in chosen.only:
-        found: list[Result] = []
-        for result in survived(section, SECTIONS[section](chosen)):
-            if found and (found[-1].case, found[-1].contender) != (result.case, result.contender):
-                _report(found)
-            found.append(result)
-            if chosen.output:
-                write(chosen.output, about, found, section)
-        _report(found)
-        for title in dict.fromkeys(result.section for result in found):
-            print(f"\n{title}\n\n{as_table([each for each in found if each.section == title])}\n", flush=True)
-        results += found
+        found = by_contender(survived(section, SECTIONS[section](chosen)))
+        results += collected(found, chosen.output, section)
     return results
-
-
-def _report(found: Sequence[Result]) -> None:
-    """Print the figures of the contender that ended last."""
-    last = [each for each in found if (each.case, each.contender) == (found[-1].case, found[-1].contender)]
-    print(f"{last[0].case}, {last[0].contender}: {in_one_line(last)}", flush=True)
 
 
 if __name__ == "__main__":

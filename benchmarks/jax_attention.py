@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks._report import machine, table, versions, write_json
+from benchmarks._report import fastest, machine, not_run, table, versions, write_json
 from benchmarks.jax_rows import GATE, GROUPS, SETS, TOY, Documents, Row, gate, make_row, visited_area, wanted
 from jax_backend import find_segments, segment_attention
 from jax_backend.attention import mosaic_tiles
@@ -192,33 +192,16 @@ def measure(result: Result, row: Row, compiled: Callable[[float], Compiled], rou
             result.status = f"WRONG: relative error {result.error:.2g}"
             return
         result.memory_mib = found.both.memory_analysis().temp_size_in_bytes / 2**20
-        result.forward_ms = fastest(partial(found.forward, row.q, row.k, row.v, *found.extras), rounds)
-        result.both_ms = fastest(partial(found.both, *row.operands, *found.extras), rounds)
+        result.forward_ms = fastest(
+            partial(found.forward, row.q, row.k, row.v, *found.extras), rounds, jax.block_until_ready
+        )
+        result.both_ms = fastest(partial(found.both, *row.operands, *found.extras), rounds, jax.block_until_ready)
         result.forward_tflops = row.flops / result.forward_ms / 1e9
         result.both_tflops = 3.5 * row.flops / result.both_ms / 1e9
     except TimeoutError:
         result.status = f"NOT RUN: not compiled after {seconds:.0f} s more"
     except Exception as error:  # a peer may fail in any way; the table says how
-        reason = str(error).strip().splitlines()[:1]
-        result.status = f"NOT RUN: {type(error).__name__}: {''.join(reason)[:120]}"
-
-
-def fastest(run: Callable[[], Any], rounds: int, seconds: float = 0.05) -> float:
-    """Milliseconds of a call, the best of ``rounds`` rounds of about ``seconds`` of back-to-back calls; one that takes
-    longer than that is called once a round, two rounds."""
-    jax.block_until_ready(run())
-    begin = time.perf_counter()
-    jax.block_until_ready(run())
-    first = time.perf_counter() - begin
-    calls = max(1, min(200, int(seconds / first)))
-    best = first
-    for _ in range(rounds if first < seconds else 2):
-        begin = time.perf_counter()
-        for _ in range(calls):
-            last = run()
-        jax.block_until_ready(last)
-        best = min(best, (time.perf_counter() - begin) / calls)
-    return best * 1e3
+        result.status = not_run(error)
 
 
 # -- the report -------------------------------------------------------------------------------------------------------
@@ -260,7 +243,7 @@ def attention(sets: dict[str, Documents], match: str, rounds: int, deadline: flo
         print(" | ".join(line(r)), "" if r.status == "ok" else r.status, flush=True)
         yield {"attention": [asdict(x) for x in results[: results.index(r) + 1]]}
     find = jax.jit(find_segments)
-    finding = {name: fastest(partial(find, row.ids), rounds) for name, row in rows.items()}
+    finding = {name: fastest(partial(find, row.ids), rounds, jax.block_until_ready) for name, row in rows.items()}
     visited = proportion(results, rows)
     print(report(results))
     print("find_segments, once per batch, ms:", ", ".join(f"{name} {value:.3f}" for name, value in finding.items()))

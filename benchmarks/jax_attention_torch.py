@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
+from benchmarks._report import fastest, not_run
 from benchmarks.jax_attention import Result
 from benchmarks.jax_rows import GATE, SETS, TOY, Documents, Row, gate
 from torch_backend import PackedMetadata, attention
@@ -50,35 +50,16 @@ def measure(name: str, documents: Documents, implementation: str, rounds: int) -
         if not result.error <= GATE:
             result.status = f"WRONG: relative error {result.error:.2g}"
             return result
-        result.forward_ms, result.both_ms = fastest(forward, rounds), fastest(both, rounds)
+        result.forward_ms, result.both_ms = (fastest(x, rounds, _wait) for x in (forward, both))
     except Exception as error:  # a line in the table
-        result.status = f"NOT RUN: {type(error).__name__}: {str(error).strip()[:120]}"
+        result.status = not_run(error)
         return result
     result.forward_tflops = row.flops / result.forward_ms / 1e9
     result.both_tflops = 3.5 * row.flops / result.both_ms / 1e9
     return result
 
 
-def fastest(run: Callable[[], Any], rounds: int, seconds: float = 0.05) -> float:
-    """Milliseconds of a call, by the rule of `jax_attention.fastest`."""
-    for _ in range(3):
-        run()
-    begin = time.perf_counter()
-    run()
-    _wait()
-    calls = max(1, min(200, int(seconds / (time.perf_counter() - begin))))
-    best = float("inf")
-    for _ in range(rounds):
-        _wait()
-        begin = time.perf_counter()
-        for _ in range(calls):
-            run()
-        _wait()
-        best = min(best, (time.perf_counter() - begin) / calls)
-    return best * 1e3
-
-
-def _wait() -> None:
+def _wait(_: Any) -> None:
     if DEVICE == "cuda":
         torch.cuda.synchronize()
 

@@ -14,7 +14,6 @@ back-to-back calls; memory is what the compiled function allocates beyond argume
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks._report import machine, table, versions
+from benchmarks._report import fastest, machine, not_run, table, versions, write_json
 from jax_backend import gated_delta_rule
 from jax_backend.scan import chunked_scan
 from packing_core import reference
@@ -171,11 +170,10 @@ def measure(result: Result, row: Row, rounds: int) -> None:
         if not result.error <= GATE:
             result.status = f"WRONG: relative error {result.error:.2g}"
             return
-        result.forward_ms = fastest(partial(forward, *given), rounds)
-        result.both_ms = fastest(partial(training, row.dout, *given), rounds)
+        result.forward_ms = fastest(partial(forward, *given), rounds, jax.block_until_ready)
+        result.both_ms = fastest(partial(training, row.dout, *given), rounds, jax.block_until_ready)
     except Exception as failure:  # a peer may fail in any way; the table says how
-        reason = str(failure).strip().splitlines()[:1]
-        result.status = f"NOT RUN: {type(failure).__name__}: {''.join(reason)[:120]}"
+        result.status = not_run(failure)
 
 
 def error(row: Row, found: tuple[jax.Array, ...]) -> float:
@@ -213,22 +211,6 @@ def _error(row: Row, found: tuple[jax.Array, ...], here: slice, compared: slice,
         difference = of_heads(x, heads)[compared] - exact[compared]
         worst = max(worst, float(np.abs(difference).max() / np.abs(exact).max()))
     return worst
-
-
-def fastest(run: Callable[[], Any], rounds: int, seconds: float = 0.05) -> float:
-    """Milliseconds of a call, the best of ``rounds`` rounds of about ``seconds``; a slower call is made twice."""
-    jax.block_until_ready(run())
-    begin = time.perf_counter()
-    jax.block_until_ready(run())
-    best = time.perf_counter() - begin
-    calls = max(1, min(200, int(seconds / best)))
-    for _ in range(rounds if best < seconds else 1):
-        begin = time.perf_counter()
-        for _ in range(calls):
-            last = run()
-        jax.block_until_ready(last)
-        best = min(best, (time.perf_counter() - begin) / calls)
-    return best * 1e3
 
 
 def line(r: Result) -> list[str]:
@@ -269,10 +251,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             else:
                 measure(result, row, options.rounds)
             print(" | ".join(line(result)), "" if result.status == "ok" else result.status, flush=True)
-            if options.output:
-                options.output.parent.mkdir(parents=True, exist_ok=True)
-                found = {"header": header, "group": options.group, "results": [asdict(r) for r in results]}
-                options.output.write_text(json.dumps(found | {"seconds": time.perf_counter() - begin}, indent=1))
+            found = {"header": header, "group": options.group, "results": [asdict(r) for r in results]}
+            write_json(options.output, found, begin)
     columns = ["set", "contender", "forward ms", "fwd + bwd ms", "memory MiB", "compile s", "error"]
     print(table(columns, [line(r) for r in results]))
     print(f"{time.perf_counter() - begin:.0f} s in all", flush=True)

@@ -9,18 +9,20 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Generator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from conformance import mutants, registry, sharing
+from conformance import registry, sharing
 from conformance import report as reporting
 from conformance.judge import Judge, NotDeclared, Rejected
 from conformance.spec import requirements
 
 ROSTER = pytest.StashKey[registry.Roster]()
 REDUCED = pytest.StashKey[dict[str, tuple[int, int]]]()
+MUTANTS = pytest.StashKey[dict[str, Any]]()  # name -> a backend's class with `rejected_by` and `breaks()`; mostly empty
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,7 +41,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--part", type=_part, default=(1, 1), metavar="K/N",
         help="every N-th test of each backend, from the K-th on, and from the next one for the next backend",
     )  # fmt: skip
-    group.addoption("--mutants", action="store_true", help="judge deliberately wrong backends: each must be rejected")
+    group.addoption(
+        "--mutants", metavar="MODULE",
+        help="judge its MUTANTS, deliberately wrong backends: each must fail the requirement that it names",
+    )  # fmt: skip
 
 
 def _part(text: str) -> tuple[int, int]:
@@ -82,8 +87,10 @@ def pytest_configure(config: pytest.Config) -> None:
     unknown = sorted(set(config.getoption("requirement")) - set(requirements()))
     if unknown:
         raise pytest.UsageError(f"SPEC.md has no requirement {', '.join(unknown)}")
-    if config.getoption("mutants"):
-        config.stash[ROSTER] = registry.Roster({name: mutant() for name, mutant in mutants.MUTANTS.items()})
+    module = config.getoption("mutants")
+    config.stash[MUTANTS] = import_module(module).MUTANTS if module else {}
+    if module:
+        config.stash[ROSTER] = registry.Roster({name: mutant() for name, mutant in config.stash[MUTANTS].items()})
         return
     try:
         config.stash[ROSTER] = registry.load(config.getoption("backend"), interpreted=config.getoption("all"))
@@ -98,8 +105,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "judge" not in metafunc.fixturenames:
         return
     names = list(metafunc.config.stash[ROSTER].backends)
-    if metafunc.config.getoption("mutants"):
-        names = [name for name in names if mutants.MUTANTS[name].rejected_by == _id(metafunc.definition)]
+    mutants = metafunc.config.stash[MUTANTS]
+    if mutants:
+        names = [name for name in names if mutants[name].rejected_by == _id(metafunc.definition)]
     metafunc.parametrize("judge", names or [None], indirect=True)
 
 
@@ -252,11 +260,9 @@ class RunRecorder:
 
     def _survivors(self) -> list[str]:
         """Mutants that no test of the requirement that names them has rejected."""
-        if not self._config.getoption("mutants"):
-            return []
         asked = self._config.getoption("requirement")
         rejected = {record.backend for record in self._records if record.outcome == reporting.FAIL}
-        expected = [name for name, m in mutants.MUTANTS.items() if not asked or m.rejected_by in asked]
+        expected = [name for name, m in self._config.stash[MUTANTS].items() if not asked or m.rejected_by in asked]
         return [name for name in expected if name not in rejected]
 
     def _mutant_lines(self) -> list[str]:
@@ -264,6 +270,6 @@ class RunRecorder:
         judged = {record.backend for record in self._records}
         return [
             f"{'SURVIVED' if name in survivors else 'rejected'}  {mutant.rejected_by:<9} {name}: {mutant.breaks()}"
-            for name, mutant in mutants.MUTANTS.items()
+            for name, mutant in self._config.stash[MUTANTS].items()
             if name in judged or name in survivors
         ]

@@ -30,7 +30,9 @@ from packing_core.protocol import (
     DecoderConfig,
     Document,
     Gradients,
+    ScanCall,
     segments,
+    takes_call,
 )
 
 
@@ -199,28 +201,19 @@ class Reference(DocumentMethods, ScanMethods):
 
     # -- scan ----------------------------------------------------------------------------------------------------
 
-    def scan(
-        self,
-        x: Array,
-        dt: Array,
-        A: Array,
-        B: Array,
-        C: Array,
-        segment_ids: Array,
-        *,
-        dtype: str,
-        dout: Array | None = None,
-    ) -> tuple[Array, Gradients]:
-        x, dt, A, B, C = (w.astype(np.float64) for w in (x, dt, A, B, C))
-        decay = np.exp(dt[..., None] * A) * self.carries(segment_ids)[..., None, None]  # 0 where a segment starts
-        real = (segment_ids > 0)[..., None, None]
+    @takes_call("x", "dt", "A", "B", "C")
+    def scan(self, call: ScanCall) -> tuple[Array, Gradients]:
+        ids, dout = call.segment_ids, call.dout
+        x, dt, A, B, C = (w.astype(np.float64) for w in call.operands.values())
+        decay = np.exp(dt[..., None] * A) * self.carries(ids)[..., None, None]  # 0 where a segment starts
+        real = (ids > 0)[..., None, None]
         inflow = real * dt[..., None] * B[:, :, None] * x[..., None]
         states = np.zeros_like(inflow)  # [B, S, M, N]
         for t in range(x.shape[1]):
             states[:, t] = inflow[:, t] + (decay[:, t] * states[:, t - 1] if t else 0.0)
         out = (states * C[:, :, None]).sum(axis=-1) * real[..., 0]
         if dout is None:
-            return round_to(dtype, out), {}
+            return round_to(call.dtype, out), {}
 
         dy = dout.astype(np.float64)[..., None] * real
         dstates = dy * C[:, :, None]
@@ -237,7 +230,7 @@ class Reference(DocumentMethods, ScanMethods):
             "B": (dstates * (dt * x)[..., None]).sum(axis=2),
             "C": (states * dy).sum(axis=2),
         }
-        return round_to(dtype, out), {name: round_to(dtype, g) for name, g in gradients.items()}
+        return round_to(call.dtype, out), {name: round_to(call.dtype, g) for name, g in gradients.items()}
 
     def carries(self, segment_ids: Array) -> Array:
         """bool ``[B, S]``: whether the state comes over from the token before."""

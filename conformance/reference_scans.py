@@ -12,7 +12,7 @@ import numpy as np
 
 from conformance.draws import round_to
 from conformance.scans import normalised_vjp
-from packing_core.protocol import Array, Backend, Gradients
+from packing_core.protocol import Array, Backend, Gradients, ScanCall, takes_call
 
 Backward = Callable[[Array], tuple[Array, ...]]
 
@@ -20,31 +20,20 @@ Backward = Callable[[Array], tuple[Array, ...]]
 class ScanMethods(Backend):
     """`delta_rule` and `ssd`."""
 
-    def delta_rule(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        g: Array,
-        beta: Array,
-        segment_ids: Array,
-        *,
-        dtype: str,
-        normalise: bool = False,
-        dout: Array | None = None,
-    ) -> tuple[Array, Gradients]:
-        real, heads = (segment_ids > 0)[..., None], v.shape[2]
-        q, k, v, g, beta = (x.astype(np.float64) for x in (q, k, v, g, beta))
-        given = q, k
+    @takes_call("q", "k", "v", "g", "beta")
+    def delta_rule(self, call: ScanCall) -> tuple[Array, Gradients]:
+        ids, dout, normalise = call.segment_ids, call.dout, call.options.get("normalise", False)
+        q, k, v, g, beta = (x.astype(np.float64) for x in call.operands.values())
+        given, real, heads = (q, k), (ids > 0)[..., None], v.shape[2]
         if normalise:
             q, k = self.unit(q), self.unit(k)
         serving = self.key_head(heads, k.shape[2])
-        decay = self.decays(g if g.ndim == 4 else g[..., None], segment_ids)
+        decay = self.decays(g if g.ndim == 4 else g[..., None], ids)
         scale = q.shape[3] ** -0.5
         out, backward = _recurrence(q[:, :, serving] * scale, k[:, :, serving] * real[..., None], v, decay, beta * real)
         out = out * real[..., None]
         if dout is None:
-            return round_to(dtype, out), {}
+            return round_to(call.dtype, out), {}
         dq, dk, dv, ddecay, dbeta = backward(dout.astype(np.float64) * real[..., None])
         dg = ddecay * decay
         gradients = {
@@ -57,31 +46,21 @@ class ScanMethods(Backend):
         if normalise:
             gradients |= {name: normalised_vjp(x, gradients[name]) for name, x in zip("qk", given, strict=True)}
         gradients = {name: x * real.reshape(real.shape + (1,) * (x.ndim - 3)) for name, x in gradients.items()}
-        return round_to(dtype, out), {name: round_to(dtype, x) for name, x in gradients.items()}
+        return round_to(call.dtype, out), {name: round_to(call.dtype, x) for name, x in gradients.items()}
 
-    def ssd(
-        self,
-        x: Array,
-        dt: Array,
-        A: Array,
-        B: Array,
-        C: Array,
-        D: Array,
-        segment_ids: Array,
-        *,
-        dtype: str,
-        dout: Array | None = None,
-    ) -> tuple[Array, Gradients]:
-        real = (segment_ids > 0)[..., None]
-        x, dt, A, B, C, D = (w.astype(np.float64) for w in (x, dt, A, B, C, D))
+    @takes_call("x", "dt", "A", "B", "C", "D")
+    def ssd(self, call: ScanCall) -> tuple[Array, Gradients]:
+        ids, dout = call.segment_ids, call.dout
+        real = (ids > 0)[..., None]
+        x, dt, A, B, C, D = (w.astype(np.float64) for w in call.operands.values())
         x, dt = x * real[..., None], dt * real
         serving = self.group(x.shape[2], B.shape[2])
-        decay = self.decays((dt * A)[..., None], segment_ids)
+        decay = self.decays((dt * A)[..., None], ids)
         B_, C_ = B[:, :, serving] * real[..., None], C[:, :, serving]
         out, backward = _recurrence(C_, B_, dt[..., None] * x, decay, None)
         out = (out + D[:, None] * x) * real[..., None]
         if dout is None:
-            return round_to(dtype, out), {}
+            return round_to(call.dtype, out), {}
         dout_ = dout.astype(np.float64) * real[..., None]
         dC, dB, ddrive, ddecay, _ = backward(dout_)
         dexponent = (ddecay * decay).sum(axis=-1)
@@ -93,7 +72,7 @@ class ScanMethods(Backend):
             "C": _summed(dC, serving, C.shape[2]) * real[..., None],
             "D": (dout_ * x).sum(axis=(0, 1, 3)),
         }
-        return round_to(dtype, out), {name: round_to(dtype, w) for name, w in gradients.items()}
+        return round_to(call.dtype, out), {name: round_to(call.dtype, w) for name, w in gradients.items()}
 
     def decays(self, exponent: Array, segment_ids: Array) -> Array:
         """By what the state of the token before is multiplied, of ``[B, S, H, ..]``: 0 where a segment starts."""

@@ -34,9 +34,6 @@ def conform(
     ] = None,
     report: Annotated[Path | None, typer.Option(help="Write the outcome per requirement and backend as JSON.")] = None,
     thorough: Annotated[bool, typer.Option("--thorough", help="The large shapes too.")] = False,
-    mutants: Annotated[
-        bool, typer.Option("--mutants", help="Judge the suite instead: every deliberately wrong backend must fail.")
-    ] = False,
     workers: Annotated[
         str | None, typer.Option("--workers", "-n", help="Processes, or auto; one without it. Needs pytest-xdist.")
     ] = None,
@@ -53,7 +50,7 @@ def conform(
     require("pytest", extra="test")
     if workers is not None:
         require("xdist", extra="test", distribution="pytest-xdist")
-    command = command_line(backend or [], requirement or [], report, thorough, mutants, workers, every)
+    command = command_line(backend or [], requirement or [], report, thorough, workers, every)
     with TemporaryDirectory() as compiled:
         raise typer.Exit(subprocess.run(command, env=environment(Path(compiled)), check=False).returncode)
 
@@ -63,7 +60,6 @@ def command_line(
     requirements: list[str],
     report: Path | None,
     thorough: bool,
-    mutants: bool,
     workers: str | None,
     every: bool,
 ) -> list[str]:
@@ -75,7 +71,6 @@ def command_line(
     options = [f"--backend={name}" for name in backends] + [f"--requirement={name}" for name in requirements]
     options += [f"--report={report}"] if report is not None else []
     options += ["--thorough"] if thorough else []
-    options += ["--mutants"] if mutants else []
     options += ["--all"] if every else []
     options += ["-p", "xdist.plugin", "-n", workers, "--dist", "loadgroup"] if workers is not None else []
     own = ["-c", str(folder / "pytest.ini"), "--rootdir", str(folder), "--confcutdir", str(folder)]

@@ -12,7 +12,7 @@ from typing import Any
 
 from crosspack.encoding.text import Encoded
 from crosspack.encoding.tokens import check_length
-from packing_core.planning.pieces import Overflow
+from packing_core.planning.pieces import Overflow, parts_of
 from packing_core.training.schedule import Document
 
 
@@ -49,9 +49,8 @@ class Fit:
                 check_length(str(found.where), document, self.capacity)
             elif self.overflow != "split":
                 self.note("dropped" if self.overflow == "drop" else "truncated", found.where, length)
-                length = 0 if self.overflow == "drop" else self.capacity
-            for begin in range(0, length, self.capacity):
-                cut = slice(begin, begin + self.capacity)
+            for begin, end in parts_of(length, self.capacity, self.overflow):
+                cut = slice(begin, end)
                 piece = Document(document.ids[cut].copy(), document.trained[cut].copy())
                 if piece.has_target:
                     self.documents = whole + 1

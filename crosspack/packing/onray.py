@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from crosspack.packing.workers import Job, Work, results_of
+from crosspack.packing.workers import Job, Pool, Work, results_of
 from packing_core.errors import PackingError, first_line
 from packing_core.extras import require
 
 
-class RayPool:
-    """Runs jobs as a Ray data set; see :class:`crosspack.packing.workers.Pool`.
+class RayPool(Pool):
+    """Runs jobs as a Ray data set. Those that Ray has already cannot be dropped.
 
     Args:
         work: runs a job.
@@ -29,6 +28,7 @@ class RayPool:
     """
 
     def __init__(self, work: Work, count: int | None) -> None:
+        super().__init__()
         ray = require("ray", extra="ray")
         self._data = require("ray.data", extra="ray")
         try:
@@ -42,18 +42,8 @@ class RayPool:
         self._data.DataContext.get_current().enable_progress_bars = False
         self.count = count or max(1, int(ray.cluster_resources().get("CPU", 1)))
         self._pickled = pickle.dumps(work)
-        self._jobs: deque[Job] = deque()
-
-    def submit(self, job: Job, *, first: bool = False) -> None:
-        """Add a job."""
-        self._jobs.appendleft(job) if first else self._jobs.append(job)
-
-    def forget(self, unwanted: Callable[[Job], bool]) -> None:
-        """Drop jobs that wait; those that Ray has already are done."""
-        self._jobs = deque(job for job in self._jobs if not unwanted(job))
 
     def results(self) -> Iterator[tuple[Job, Any]]:
-        """Jobs with each result."""
         while self._jobs:
             jobs = [{"job": pickle.dumps(job)} for job in self._jobs]
             self._jobs.clear()

@@ -25,6 +25,7 @@ from crosspack.reading.places import BadRecord, Piece, Row
 from packing_core.errors import PackingError
 from packing_core.planning.pieces import Overflow
 from packing_core.planning.plan import plan
+from packing_core.streaming.rounds import full_rows
 from packing_core.training.files import replace, sync
 
 Strategy = Literal["mixed", "best_fit"]
@@ -32,7 +33,6 @@ OnError = Literal["stop", "skip", "quarantine"]
 
 # What a unit hands on at most: an eighth of its tokens, or so many rows, if they are few tokens.
 HANDED_ON, FEW_ROWS, FEW_TOKENS = 8, 64, 1 << 20
-WASTE = 5e-4  # of the slots of a unit's rows
 SHOWN = 1 << 16  # characters of a bad record that are kept
 UNFINISHED = "*.*.*"  # names of files that :func:`write` has not finished
 
@@ -184,14 +184,12 @@ def pack_documents(documents: Rows, rules: Rules, key: Key, *, all_rows: bool = 
     if all_rows:
         return documents.take(made.source, counts), documents[:0]
     tokens = made.row_tokens
-    fullest = np.argsort(-tokens, kind="stable")
-    free = np.cumsum(rules.capacity - tokens[fullest])
-    within = np.flatnonzero(free <= WASTE * rules.capacity * np.arange(1, len(free) + 1))
+    fullest, full = full_rows(made)
     gone = np.cumsum(tokens[fullest])
     most = max(2 * rules.capacity, min(FEW_ROWS * rules.capacity, FEW_TOKENS), int(gone[-1]) // HANDED_ON)
     enough = int(np.searchsorted(gone, gone[-1] - most)) + 1 if gone[-1] > most else 0
     leave = np.zeros(made.n_rows, np.bool_)
-    leave[fullest[: max(enough, int(within[-1]) + 1 if len(within) else 0)]] = True
+    leave[fullest[: max(enough, full)]] = True
     goes = np.repeat(leave, counts)
     left = np.sort(made.source[~goes])
     return documents.take(made.source[goes], counts[leave]), documents.take(left, np.ones(len(left), np.int64))

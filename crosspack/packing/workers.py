@@ -10,12 +10,13 @@ import multiprocessing
 import os
 import pickle
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, Protocol
+from typing import Any
 
 from packing_core.errors import PackingError, first_line
 
@@ -38,34 +39,31 @@ class Finished:
     """A job has no more results."""
 
 
-class Pool(Protocol):
+class Pool(ABC):
     """Runs jobs, the earlier ones first."""
 
-    def submit(self, job: Job, *, first: bool = False) -> None:
-        """Add a job; ``first`` puts it before those that wait."""
-        ...
+    def __init__(self) -> None:
+        self._jobs: deque[Job] = deque()  # those that wait
 
-    def results(self) -> Iterator[tuple[Job, Any]]:
-        """Jobs with each result, at last Finished or Failed, until no job is left. Jobs may be added meanwhile."""
-        ...
+    def submit(self, job: Job) -> None:
+        """Add a job."""
+        self._jobs.append(job)
 
     def forget(self, unwanted: Callable[[Job], bool]) -> None:
         """Drop jobs that wait."""
-        ...
+        self._jobs = deque(job for job in self._jobs if not unwanted(job))
+
+    @abstractmethod
+    def results(self) -> Iterator[tuple[Job, Any]]:
+        """Jobs with each result, at last Finished or Failed, until no job is left. Jobs may be added meanwhile."""
 
 
-class Inline:
+class Inline(Pool):
     """Runs jobs in this process."""
 
     def __init__(self, work: Work) -> None:
+        super().__init__()
         self._work = work
-        self._jobs: deque[Job] = deque()
-
-    def submit(self, job: Job, *, first: bool = False) -> None:
-        self._jobs.appendleft(job) if first else self._jobs.append(job)
-
-    def forget(self, unwanted: Callable[[Job], bool]) -> None:
-        self._jobs = deque(job for job in self._jobs if not unwanted(job))
 
     def results(self) -> Iterator[tuple[Job, Any]]:
         while self._jobs:
@@ -73,7 +71,7 @@ class Inline:
             yield from ((job, result) for result in results_of(self._work, job))
 
 
-class Processes:
+class Processes(Pool):
     """Runs jobs in processes of their own; a context manager that ends them.
 
     Args:
@@ -82,9 +80,9 @@ class Processes:
     """
 
     def __init__(self, work: Work, count: int) -> None:
+        super().__init__()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["crosspack.packing.warm"])
-        self._jobs: deque[Job] = deque()
         self._busy: dict[Connection, Job] = {}
         self._idle: list[Connection] = []
         self._processes: list[BaseProcess] = []
@@ -112,12 +110,6 @@ class Processes:
         for process in self._processes:
             process.terminate()
             process.join()
-
-    def submit(self, job: Job, *, first: bool = False) -> None:
-        self._jobs.appendleft(job) if first else self._jobs.append(job)
-
-    def forget(self, unwanted: Callable[[Job], bool]) -> None:
-        self._jobs = deque(job for job in self._jobs if not unwanted(job))
 
     def results(self) -> Iterator[tuple[Job, Any]]:
         while self._jobs or self._busy:

@@ -9,25 +9,14 @@ from typing import IO
 
 from crosspack.reading.files import File
 from crosspack.reading.objects import grouped
-from crosspack.reading.places import BadRecord, Item, Piece, Place, Row
+from crosspack.reading.places import BadRecord, FileStretch, Item, Piece, Place, Row
 from packing_core.errors import PackingError, first_line
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 
 
-@dataclass(frozen=True)
-class Csv:
+class Csv(FileStretch):
     """A file of comma- or tab-separated values."""
-
-    origin: File
-
-    @property
-    def file(self) -> str:
-        return self.origin.path
-
-    @property
-    def size(self) -> int:
-        return self.origin.size()
 
     def pieces(self, size: int, start: int = 0, step: int = 1) -> Iterator[Piece]:
         place = Place(self.file, "line", 0)

@@ -14,7 +14,7 @@ from functools import partial
 from typing import IO, Literal
 
 from crosspack.reading.files import File
-from crosspack.reading.places import BadRecord, Item, Piece, Place, Row, row_or_bad, unique
+from crosspack.reading.places import BadRecord, FileStretch, Item, Piece, Place, Row, row_or_bad, unique
 from packing_core.errors import first_line
 
 SampleBy = Literal["line", "document"]
@@ -23,16 +23,11 @@ _SHOWN = 1 << 16  # bytes of it that are kept
 
 
 @dataclass(frozen=True)
-class Range:
+class Range(FileStretch):
     """Bytes ``begin`` to ``end`` of a plain file of one record a line: one piece of any size."""
 
-    origin: File
     begin: int
     end: int | None  # None: to the end of the file
-
-    @property
-    def file(self) -> str:
-        return self.origin.path
 
     @property
     def size(self) -> int:
@@ -64,19 +59,8 @@ class Range:
         return self.origin.lines_before(self.begin) + (not starts_here)
 
 
-@dataclass(frozen=True)
-class Whole:
+class Whole(FileStretch):
     """A compressed file of lines, which is read from its begin."""
-
-    origin: File
-
-    @property
-    def file(self) -> str:
-        return self.origin.path
-
-    @property
-    def size(self) -> int:
-        return self.origin.size()
 
     def pieces(self, size: int, start: int = 0, step: int = 1) -> Iterator[Piece]:
         with self.origin.open() as file:
@@ -183,19 +167,8 @@ def _why_not_json(text: str) -> str:
     raise AssertionError("it is JSON")
 
 
-@dataclass(frozen=True)
-class SingleRecordFile:
+class SingleRecordFile(FileStretch):
     """A text file that is one record."""
-
-    origin: File
-
-    @property
-    def file(self) -> str:
-        return self.origin.path
-
-    @property
-    def size(self) -> int:
-        return self.origin.size()
 
     def pieces(self, size: int, start: int = 0, step: int = 1) -> Iterator[Piece]:
         if start:

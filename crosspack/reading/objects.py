@@ -6,31 +6,19 @@ import io
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import groupby
 from typing import TextIO
 
 from crosspack.reading.files import File
-from crosspack.reading.places import BadRecord, Item, Piece, Place, row_or_bad, unique
+from crosspack.reading.places import BadRecord, FileStretch, Item, Piece, Place, row_or_bad, unique
 from packing_core.errors import PackingError, first_line
 
 _BLOCK = 1 << 16  # characters that are read at once
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
-@dataclass(frozen=True)
-class Json:
+class Json(FileStretch):
     """A file of JSON objects. After something that is not JSON nothing can be found again, so that is an error."""
-
-    origin: File
-
-    @property
-    def file(self) -> str:
-        return self.origin.path
-
-    @property
-    def size(self) -> int:
-        return self.origin.size()
 
     def pieces(self, size: int, start: int = 0, step: int = 1) -> Iterator[Piece]:
         with io.TextIOWrapper(self.origin.open(), encoding="utf-8-sig", newline="") as file:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
+from crosspack.reading.files import File
 from packing_core.errors import PackingError
 
 
@@ -119,6 +120,21 @@ class Stretch(Protocol):
         Where a piece begins and ends depends on ``size`` alone.
         """
         ...
+
+
+@dataclass(frozen=True)
+class FileStretch:
+    """A :class:`Stretch` that begins where its file does, or a part of one."""
+
+    origin: File
+
+    @property
+    def file(self) -> str:
+        return self.origin.path
+
+    @property
+    def size(self) -> int:
+        return self.origin.size()
 
 
 def row_or_bad(record: Any, place: Place, number: int, text: str = "") -> Item:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,59 +12,30 @@ from jax_backend.conformance.operations import out_and_gradients
 from jax_backend.scan.delta_rule import gated_delta_rule, ssd
 from jax_backend.scan.selective_scan import selective_scan
 from packing_core import protocol
-from packing_core.protocol import Array, Backend, Gradients
+from packing_core.protocol import Array, Backend, Gradients, ScanCall, takes_call
 
 
 class ScanMethods(Backend):
     """`scan`, `delta_rule` and `ssd`."""
 
-    def scan(
-        self,
-        x: Array,
-        dt: Array,
-        A: Array,
-        B: Array,
-        C: Array,
-        segment_ids: Array,
-        *,
-        dtype: str,
-        dout: Array | None = None,
-    ) -> tuple[Array, Gradients]:
-        operands = {"x": x, "dt": dt, "A": A, "B": B, "C": C}
-        return out_and_gradients(_scan, operands, dout, np.asarray(segment_ids, np.int32), dtype=dtype)
+    @takes_call("x", "dt", "A", "B", "C")
+    def scan(self, call: ScanCall) -> tuple[Array, Gradients]:
+        return _run(_scan, call)
 
-    def delta_rule(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        g: Array,
-        beta: Array,
-        segment_ids: Array,
-        *,
-        dtype: str,
-        normalise: bool = False,
-        dout: Array | None = None,
-    ) -> tuple[Array, Gradients]:
-        protocol.require_declared(self, options=protocol.delta_rule_options(q, v, g, normalise=normalise))
-        operands, ids = {"q": q, "k": k, "v": v, "g": g, "beta": beta}, np.asarray(segment_ids, np.int32)
-        return out_and_gradients(_delta_rule, operands, dout, ids, dtype=dtype, normalise=normalise)
+    @takes_call("q", "k", "v", "g", "beta")
+    def delta_rule(self, call: ScanCall) -> tuple[Array, Gradients]:
+        q, _, v, g, _ = call.operands.values()
+        protocol.require_declared(self, options=protocol.delta_rule_options(q, v, g, **call.options))
+        return _run(_delta_rule, call)
 
-    def ssd(
-        self,
-        x: Array,
-        dt: Array,
-        A: Array,
-        B: Array,
-        C: Array,
-        D: Array,
-        segment_ids: Array,
-        *,
-        dtype: str,
-        dout: Array | None = None,
-    ) -> tuple[Array, Gradients]:
-        operands = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D}
-        return out_and_gradients(_ssd, operands, dout, np.asarray(segment_ids, np.int32), dtype=dtype)
+    @takes_call("x", "dt", "A", "B", "C", "D")
+    def ssd(self, call: ScanCall) -> tuple[Array, Gradients]:
+        return _run(_ssd, call)
+
+
+def _run(function: Callable[..., jax.Array], call: ScanCall) -> tuple[Array, Gradients]:
+    ids = np.asarray(call.segment_ids, np.int32)
+    return out_and_gradients(function, call.operands, call.dout, ids, dtype=call.dtype, **call.options)
 
 
 def _scan(operands: dict[str, Any], segment_ids: jax.Array) -> jax.Array:

@@ -130,8 +130,27 @@ def check_lengths(lengths: Any) -> Int64:
     return array.astype(np.int64, copy=False)
 
 
+def too_long(document: object, length: int, capacity: int, others: int = 0) -> CapacityError:
+    """Returns the error for a document longer than ``capacity`` under ``overflow="error"``."""
+    more = f" ({others:,} more are too long)" if others else ""
+    return CapacityError(
+        f"document {document} has {length:,} tokens and capacity is {capacity:,}{more}: "
+        'pass overflow="split", "truncate" or "drop", or raise capacity'
+    )
+
+
+def parts_of(length: int, capacity: int, overflow: Overflow) -> list[tuple[int, int]]:
+    """The parts of a document that reach the rows, each as its first token and the one after its last.
+
+    >>> parts_of(20, 8, "split"), parts_of(20, 8, "truncate"), parts_of(20, 8, "drop"), parts_of(5, 8, "drop")
+    ([(0, 8), (8, 16), (16, 20)], [(0, 8)], [], [(0, 5)])
+    """
+    kept = length if length <= capacity else {"truncate": capacity, "drop": 0}.get(overflow, length)
+    return [(begin, min(begin + capacity, kept)) for begin in range(0, kept, capacity)]
+
+
 def cut(lengths: Int64, capacity: int, overflow: Overflow) -> Pieces:
-    """Apply ``overflow`` to every document longer than ``capacity``.
+    """Apply ``overflow`` to every document longer than ``capacity``, as :func:`parts_of` does to one.
 
     Raises:
         CapacityError: there is one under ``error``, or ``drop`` leaves nothing.
@@ -142,11 +161,7 @@ def cut(lengths: Int64, capacity: int, overflow: Overflow) -> Pieces:
         return Pieces(lengths, none, none)
     long = np.flatnonzero(lengths > capacity)
     if overflow == "error":
-        more = f" ({len(long) - 1:,} more are too long)" if len(long) > 1 else ""
-        raise CapacityError(
-            f"document {long[0]} has {lengths[long[0]]:,} tokens and capacity is {capacity:,}{more}: "
-            'pass overflow="split", "truncate" or "drop", or raise capacity'
-        )
+        raise too_long(long[0], lengths[long[0]], capacity, len(long) - 1)
     if overflow == "truncate":
         return Pieces(np.minimum(lengths, capacity), none, long)
     if overflow == "drop":

@@ -24,6 +24,7 @@ factory of what cannot run here raises `UnsupportedError` or `MissingExtraError`
 """
 
 from packing_core.protocol.backend import Backend, BackendFactory, require_declared
+from packing_core.protocol.calls import ScanCall, takes_call
 from packing_core.protocol.capabilities import (
     ADAMW_EPSILON,
     ALL_OPTIONS,
@@ -53,10 +54,12 @@ __all__ = [
     "Document",
     "Gradients",
     "Place",
+    "ScanCall",
     "attention_options",
     "cu_seqlens",
     "delta_rule_options",
     "position_ids",
     "require_declared",
     "segments",
+    "takes_call",
 ]

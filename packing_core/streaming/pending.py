@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, pairwise, repeat
+from itertools import count, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from packing_core.errors import CapacityError, LayoutError, PackingError
-from packing_core.planning.pieces import Overflow, integer
+from packing_core.errors import LayoutError, PackingError
+from packing_core.planning.pieces import Overflow, integer, parts_of, too_long
 
 Int64 = NDArray[np.int64]
 Piece = tuple[int, int, int, Any]  # document number, first token, length, content
@@ -143,16 +143,8 @@ def cut(number: int, document: Any, length: int, capacity: int, overflow: Overfl
     if length == 0:
         raise PackingError(f"document {number} is empty: leave empty documents out of the source")
     if overflow == "error":
-        raise CapacityError(
-            f"document {number} has {length:,} tokens and capacity is {capacity:,}: "
-            'pass overflow="split", "truncate" or "drop", or raise capacity'
-        )
-    if overflow == "drop":
-        return []
-    if overflow == "truncate":
-        return [(number, 0, capacity, part(document, 0, capacity, number))]
-    bounds = [*range(0, length, capacity), length]
-    return [(number, a, b - a, part(document, a, b, number)) for a, b in pairwise(bounds)]
+        raise too_long(number, length, capacity)
+    return [(number, a, b - a, part(document, a, b, number)) for a, b in parts_of(length, capacity, overflow)]
 
 
 def part(document: Any, start: int, stop: int, number: int) -> Any:

@@ -57,6 +57,15 @@ def plan_round(
     )
 
 
+def full_rows(rows: PackPlan) -> tuple[Int64, int]:
+    """The rows of a plan by falling number of tokens, and how many of the first ones are full, but for ``WASTE``."""
+    tokens = rows.row_tokens
+    fullest = np.argsort(-tokens, kind="stable")
+    free = np.cumsum((rows.capacity - tokens[fullest]).astype(np.float64))
+    within = np.flatnonzero(free <= WASTE * rows.capacity * np.arange(1, rows.n_rows + 1))
+    return fullest, int(within[-1]) + 1 if len(within) else 0
+
+
 def leaving(rows: PackPlan, most_pieces: int, most_tokens: int, old: NDArray[np.bool_]) -> Int64:
     """The rows that leave now: all that are full, enough of them, and all with a piece that is too old.
 
@@ -65,11 +74,7 @@ def leaving(rows: PackPlan, most_pieces: int, most_tokens: int, old: NDArray[np.
         most_pieces, most_tokens: what may stay pending.
         old: [P] which pieces of the plan must leave.
     """
-    tokens = rows.row_tokens
-    fullest = np.argsort(-tokens, kind="stable")
-    free = np.cumsum((rows.capacity - tokens[fullest]).astype(np.float64))
-    within = np.flatnonzero(free <= WASTE * rows.capacity * np.arange(1, rows.n_rows + 1))
-    full = int(within[-1]) + 1 if len(within) else 0
+    tokens, (fullest, full) = rows.row_tokens, full_rows(rows)
     leaves = np.zeros(rows.n_rows, np.bool_)
     leaves[fullest[: max(full, _enough(np.diff(rows.row_offsets), fullest, most_pieces))]] = True
     leaves[fullest[: _enough(tokens, fullest, most_tokens)]] = True

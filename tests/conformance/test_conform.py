@@ -44,7 +44,11 @@ def test_the_callers_pytest_settings_do_not_touch_it(hostile):
 
 
 def test_a_backend_of_the_callers_folder_is_found(tmp_path):
-    (tmp_path / "mystack.py").write_text("from conformance.mutants import StateCarriedOver as stack\n")
+    (tmp_path / "mystack.py").write_text(
+        "import numpy as np\nfrom conformance.reference import Reference\n"
+        "class stack(Reference):\n"
+        "    def carries(self, ids):\n        return np.broadcast_to(np.arange(ids.shape[1]) > 0, ids.shape)\n"
+    )
     code, output = conform(tmp_path, "--backend", "mystack:stack", "--requirement", "ISO-06")
     assert code == 1
     assert "segment 0 changed, and output of other segments moved" in output

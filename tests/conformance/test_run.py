@@ -30,13 +30,13 @@ def test_a_right_backend_passes_and_the_report_says_how_closely(tmp_path):
 
 
 def test_a_mutant_fails_with_a_message_that_says_what_and_where(tmp_path):
-    outcome = run(tmp_path, "--backend=conformance.mutants:MaskLeaksOneToken", *only("ISO-01", "GRAD-03"))
+    outcome = run(tmp_path, "--backend=tests.conformance.mutants:MaskLeaksOneToken", *only("ISO-01", "GRAD-03"))
     assert outcome.code == 1
     assert (
-        f"ISO-01: {requirements()['ISO-01'].text}\nconformance.mutants:MaskLeaksOneToken: segment 0 changed, and"
+        f"ISO-01: {requirements()['ISO-01'].text}\ntests.conformance.mutants:MaskLeaksOneToken: segment 0 changed, and"
         in (outcome.output)
     )
-    assert status(outcome, "conformance.mutants:MaskLeaksOneToken", "ISO-01") == "fail"
+    assert status(outcome, "tests.conformance.mutants:MaskLeaksOneToken", "ISO-01") == "fail"
     assert "times its error budget away from the oracle" in outcome.output
 
 
@@ -128,7 +128,7 @@ def test_an_adapter_of_torch_or_jax_that_joins_runs_of_an_id_fails(tmp_path):
 
 
 def test_what_is_not_declared_and_served_fails(tmp_path):
-    outcome = run(tmp_path, "--backend=conformance.mutants:SoftcapIgnoredUndeclared", *only("MASK-04"))
+    outcome = run(tmp_path, "--backend=tests.conformance.mutants:SoftcapIgnoredUndeclared", *only("MASK-04"))
     assert outcome.code == 1
     assert "an answer that it does not declare (softcap not declared): it must raise" in outcome.output
 
@@ -189,9 +189,9 @@ def test_a_worker_gets_all_tests_of_a_method(tmp_path):
 
 
 def test_one_failing_test_among_workers_fails_the_run(tmp_path):
-    outcome = run(tmp_path, "--backend=conformance.mutants:WindowOffByOne", *only("MASK-02", "LAY-01"), "-n", "2")
+    outcome = run(tmp_path, "--backend=tests.conformance.mutants:WindowOffByOne", *only("MASK-02", "LAY-01"), "-n", "2")
     assert outcome.code == 1
-    assert status(outcome, "conformance.mutants:WindowOffByOne", "MASK-02") == "fail"
+    assert status(outcome, "tests.conformance.mutants:WindowOffByOne", "MASK-02") == "fail"
 
 
 MODEL_LEVEL = only("ISO-08", "REP-03", "REP-05", "GRAD-09", "LOSS-07", "TRAIN-01", "DTYPE-08")

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 import conformance
-from conformance.mutants import MUTANTS
 from conformance.reference import Reference
 from conformance.spec import SPEC, requirements
 from packing_core.protocol import LEVELS, OPTIONS
+from tests.conformance.mutants import MUTANTS
 
 FOLDER = Path(conformance.__file__).parent
 

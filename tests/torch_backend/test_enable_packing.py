@@ -17,7 +17,7 @@ from tests.torch_backend.models import tiny
 from tests.torch_backend.test_trainer import CAPACITY, arguments, datasets, documents, llama, sft, tiny_tokenizer, trl
 from torch_backend import PackedCollator, audit, pack_dataset, with_boundaries
 from torch_backend.collate import BoundaryCollator
-from torch_backend.hf.inputs.unpadding import kind_of
+from torch_backend.hf.inputs.trl_trainers import kind_of
 from torch_backend.trainers.enable_packing import enable_packing
 
 PROMPTS = {"input_ids": [[5, 6, 7, 8], [9, 10, 11]], "labels": [[-100, -100, 7, 8], [-100, 10, 11]]}

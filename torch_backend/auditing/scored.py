@@ -22,7 +22,8 @@ from torch_backend.auditing.compare import cosine, gradients_error
 from torch_backend.collate import Batch
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.inputs.boundaries import METADATA_KEYS
-from torch_backend.hf.inputs.unpadding import GENERATING, LENGTHS, Padded, kind_of, lengths_of, padded_calls
+from torch_backend.hf.inputs.trl_trainers import generates
+from torch_backend.hf.inputs.unpadding import LENGTHS, Padded, lengths_of, padded_calls
 
 SMALLEST_LOSS = 1.0  # a smaller loss is compared with this much: advantages, whose mean is 0, cancel in it
 _MARKS = ("position_ids", *METADATA_KEYS)
@@ -157,7 +158,7 @@ def scored_batches(trainer: Any, count: int) -> Iterator[Batch]:
         batches = [batch for _, batch in zip(range(count), iter(trainer.get_train_dataloader()), strict=False)]
     trainer.state, trainer._logs = copy.deepcopy(trainer.state), copy.deepcopy(getattr(trainer, "_logs", None))
     for batch in batches:
-        if kind_of(trainer) in GENERATING:
+        if generates(trainer):
             trainer._buffered_inputs, trainer.current_gradient_accumulation_steps = None, 1
         yield dict(trainer._prepare_inputs(batch))
 

@@ -28,7 +28,7 @@ from torch_backend.auditing.scored import ScoredStep, scored_batches, without_wo
 from torch_backend.collate import Batch
 from torch_backend.hf.anatomy.heads import labels_documents, trains_first_token
 from torch_backend.hf.anatomy.structure import causal_lm
-from torch_backend.hf.inputs.unpadding import kind_of
+from torch_backend.hf.inputs.trl_trainers import kind_of
 from torch_backend.hf.router import no_router_loss
 
 FLOAT32, HALF = 1e-4, 2e-2  # what figures may be in float32, and where anything is computed in fewer bits

@@ -24,7 +24,17 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Pretr
 
 from packing_core import plan, protocol
 from packing_core.errors import UnsupportedError
-from packing_core.protocol import Array, Backend, BackendFactory, Batch, Capabilities, Document, Gradients
+from packing_core.protocol import (
+    Array,
+    Backend,
+    BackendFactory,
+    Batch,
+    Capabilities,
+    Document,
+    Gradients,
+    ScanCall,
+    takes_call,
+)
 from torch_backend.collate import PackedCollator, with_boundaries
 from torch_backend.conformance.reductions import DocumentMethods
 from torch_backend.conformance.scans import ScanMethods
@@ -255,26 +265,14 @@ class Stack(AttentionStack, DocumentMethods, ScanMethods):
 
         return self._out_and_gradients(turn, self._operands({"x": x}, dtype), dout)
 
-    def scan(
-        self,
-        x: Array,
-        dt: Array,
-        A: Array,
-        B: Array,
-        C: Array,
-        segment_ids: Array,
-        *,
-        dtype: str,
-        dout: Array | None = None,
-    ) -> tuple[Array, Gradients]:
-        operands = self._operands({"x": x, "dt": dt, "A": A, "B": B, "C": C}, dtype)
-
+    @takes_call("x", "dt", "A", "B", "C")
+    def scan(self, call: ScanCall) -> tuple[Array, Gradients]:
         def run(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
             layer = partial(_scan, A)
-            out: Tensor = per_document(self._packed(segment_ids), layer, (x, dt, B, C), {})
+            out: Tensor = per_document(self._packed(call.segment_ids), layer, (x, dt, B, C), {})
             return out
 
-        return self._out_and_gradients(run, operands, dout)
+        return self._run(run, call)
 
     def loss(
         self,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from packing_core import protocol
 from packing_core.errors import UnsupportedError
-from packing_core.protocol import Array, BackendFactory, Capabilities, Gradients
+from packing_core.protocol import Array, BackendFactory, Capabilities, Gradients, ScanCall, takes_call
 from torch_backend.conformance.tensors import TensorMethods
 
 
@@ -75,29 +75,19 @@ def _make(kind: type[Library]) -> Library:
 class _DeltaRules(Library):
     """Libraries of delta rules over one flattened row with boundaries."""
 
-    def delta_rule(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        g: Array,
-        beta: Array,
-        segment_ids: Array,
-        *,
-        dtype: str,
-        normalise: bool = False,
-        dout: Array | None = None,
-    ) -> tuple[Array, Gradients]:
-        protocol.require_declared(self, options=protocol.delta_rule_options(q, v, g, normalise=normalise))
-        function, boundaries = self._function(by_channel=g.ndim == 4), self._boundaries(segment_ids)
+    @takes_call("q", "k", "v", "g", "beta")
+    def delta_rule(self, call: ScanCall) -> tuple[Array, Gradients]:
+        q, _, v, g, _ = call.operands.values()
+        protocol.require_declared(self, options=protocol.delta_rule_options(q, v, g, **call.options))
+        function = self._function(by_channel=g.ndim == 4)
+        boundaries, normalise = self._boundaries(call.segment_ids), call.options.get("normalise", False)
 
         def run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
             q, k, v, g, beta = (x.flatten(0, 1)[None] for x in (q, k, v, g.float(), beta))  # g as models make it
             out: Tensor = function(q, k, v, g=g, beta=beta, cu_seqlens=boundaries, use_qk_l2norm_in_kernel=normalise)[0]
-            return out[0].unflatten(0, segment_ids.shape)
+            return out[0].unflatten(0, call.segment_ids.shape)
 
-        operands = self._operands({"q": q, "k": k, "v": v, "g": g, "beta": beta}, dtype)
-        return self._out_and_gradients(run, operands, dout)
+        return self._run(run, call)
 
     def _function(self, *, by_channel: bool) -> Callable[..., Any]:
         raise NotImplementedError
@@ -134,20 +124,9 @@ class MambaSsm(Library):
     module = "mamba_ssm.ops.triton.ssd_combined"
     capabilities = Capabilities(options=frozenset())
 
-    def ssd(
-        self,
-        x: Array,
-        dt: Array,
-        A: Array,
-        B: Array,
-        C: Array,
-        D: Array,
-        segment_ids: Array,
-        *,
-        dtype: str,
-        dout: Array | None = None,
-    ) -> tuple[Array, Gradients]:
-        starts = protocol.position_ids(segment_ids) == 0
+    @takes_call("x", "dt", "A", "B", "C", "D")
+    def ssd(self, call: ScanCall) -> tuple[Array, Gradients]:
+        starts = protocol.position_ids(call.segment_ids) == 0
         numbers = torch.tensor(starts.cumsum(axis=1) - 1, dtype=torch.int32, device=self.device)
 
         def run(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
@@ -156,6 +135,4 @@ class MambaSsm(Library):
             )
             return out
 
-        return self._out_and_gradients(
-            run, self._operands({"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D}, dtype), dout
-        )
+        return self._run(run, call)

@@ -16,7 +16,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from packing_core.errors import UnsupportedError
-from packing_core.protocol import Array, Gradients
+from packing_core.protocol import Array, Gradients, ScanCall, takes_call
 from torch_backend.conformance.tensors import TensorMethods
 from torch_backend.hf.anatomy.families import SCANS
 from torch_backend.hf.edits.stand_ins import LayerSegments, scan
@@ -35,21 +35,11 @@ _HEADS_REPEATED_BY_LAYERS = Version(transformers.__version__) < Version("5.23")
 class ScanMethods(TensorMethods):
     """`delta_rule` and `ssd`."""
 
-    def delta_rule(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        g: Array,
-        beta: Array,
-        segment_ids: Array,
-        *,
-        dtype: str,
-        normalise: bool = False,
-        dout: Array | None = None,
-    ) -> tuple[Array, Gradients]:
-        name = "chunk_kimi_delta_attention" if g.ndim == 4 else "torch_chunk_gated_delta_rule"
-        run = self._stand_in(name, segment_ids)
+    @takes_call("q", "k", "v", "g", "beta")
+    def delta_rule(self, call: ScanCall) -> tuple[Array, Gradients]:
+        by_channel = call.operands["g"].ndim == 4
+        name = "chunk_kimi_delta_attention" if by_channel else "torch_chunk_gated_delta_rule"
+        run, normalise = self._stand_in(name, call.segment_ids), call.options.get("normalise", False)
 
         def layer(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
             if _HEADS_REPEATED_BY_LAYERS:
@@ -57,30 +47,17 @@ class ScanMethods(TensorMethods):
             out: Tensor = run(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=normalise)[0]
             return out
 
-        operands = self._operands({"q": q, "k": k, "v": v, "g": g, "beta": beta}, dtype)
-        return self._out_and_gradients(layer, operands, dout)
+        return self._run(layer, call)
 
-    def ssd(
-        self,
-        x: Array,
-        dt: Array,
-        A: Array,
-        B: Array,
-        C: Array,
-        D: Array,
-        segment_ids: Array,
-        *,
-        dtype: str,
-        dout: Array | None = None,
-    ) -> tuple[Array, Gradients]:
-        run = self._stand_in("mamba2_chunk_scan", segment_ids)
+    @takes_call("x", "dt", "A", "B", "C", "D")
+    def ssd(self, call: ScanCall) -> tuple[Array, Gradients]:
+        run = self._stand_in("mamba2_chunk_scan", call.segment_ids)
 
         def layer(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
             out: Tensor = run(x, dt, A, B, C, chunk_size=_CHUNK, D=D)
             return out.to(x.dtype)
 
-        operands = self._operands({"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D}, dtype)
-        return self._out_and_gradients(layer, operands, dout)
+        return self._run(layer, call)
 
     def _stand_in(self, name: str, segment_ids: Array) -> Callable[..., Any]:
         """Returns the function that a patched layer calls under this name, for these segments."""

@@ -23,6 +23,9 @@ class TensorMethods(Backend):
         working = getattr(torch, dtype)
         return {name: torch.tensor(x, device=self.device).to(working).requires_grad_() for name, x in arrays.items()}
 
+    def _run(self, function: Callable[..., Tensor], call: protocol.ScanCall) -> tuple[Array, Gradients]:
+        return self._out_and_gradients(function, self._operands(call.operands, call.dtype), call.dout)
+
     def _packed(self, segment_ids: Array) -> PackedMetadata:
         return PackedMetadata.from_lengths(np.diff(protocol.cu_seqlens(segment_ids)).tolist(), device=self.device)
 

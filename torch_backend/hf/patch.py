@@ -27,11 +27,7 @@ from torch_backend.hf.edits.head_rows import HeadRows
 from torch_backend.hf.edits.kinds import AttentionName, ContinuousBatching, Edit, Hook, LayerOverride, Rotation
 from torch_backend.hf.edits.mixers import overrides, run_per_document
 from torch_backend.hf.edits.override import is_reached
-from torch_backend.hf.edits.rotary import (
-    has_position_axes,
-    override_frequencies,
-    restore_frequencies,
-)
+from torch_backend.hf.edits.rotary import override_frequencies, restore_frequencies
 from torch_backend.hf.entry import Call, override_entries, require_entry, restore_entry, run_inside, running
 from torch_backend.hf.forward import CARRIED, AttentionChoice, Choice, PackedForward
 from torch_backend.hf.inputs import arguments as inputs
@@ -350,9 +346,7 @@ class Patched:
             self.guard,
             labels="document" if self.rows.head == "document" else "next" if self.shifted else "token",
             renumbered=self.anatomy.numbers_tokens,
-            axes=self.anatomy.route != "documents"
-            and not self.anatomy.rotaries
-            and has_position_axes(self.decoder.config),
+            axes=self.anatomy.takes_axes,
             wait=wait,
         )
         rows, row_length = tokens.shape[:2]

@@ -20,6 +20,7 @@ from packing_core.planning.plan import Overflow
 from torch_backend.collate import PackedCollator
 from torch_backend.hf.anatomy.heads import labels_documents, targets_among, trains_first_token
 from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.inputs.trl_trainers import kind_of
 from torch_backend.patching import patch
 from torch_backend.trainers import preference, sft
 from torch_backend.trainers.dataloader import use_rows
@@ -86,7 +87,7 @@ def enable_packing(
             trains other tokens than packing would.
     """
     any_trainer: Any = trainer
-    if preference.kind_of(trainer) is not None:
+    if kind_of(trainer) is not None:
         preference.enable_unpadding(
             any_trainer,
             capacity=capacity,

@@ -25,25 +25,13 @@ from torch_backend.collate.document_labels import LABELS, NAMES
 from torch_backend.hf.anatomy.heads import head_of, predicts_masked
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.inputs.boundaries import refuse_split_rows
+from torch_backend.hf.inputs.trl_trainers import why_per_example
 from torch_backend.trainers.dataloader import pack_training_data
 from torch_backend.trainers.epoch_rows import EpochRows, RowStream
 from torch_backend.trainers.fast_step import has_own_loss
 from torch_backend.trainers.replaced import Replaced, ReplacingCollator, name_of
 
 COMPARED = 64  # examples of each dataset that the present collator and packing are compared on before training
-# Why a trainer of TRL cannot be given rows of several documents, by the name of its class or a base of it.
-_PAIRS = "compares answers with each other"
-_SCORES = "gives each example one score"
-_GENERATES = "generates completions and scores each of them"
-_TEACHER = "compares each example with a teacher"
-_PER_EXAMPLE = {
-    **dict.fromkeys(("DPOTrainer", "KTOTrainer", "CPOTrainer", "ORPOTrainer", "BCOTrainer", "TPOTrainer"), _PAIRS),
-    **dict.fromkeys(("RewardTrainer", "PRMTrainer"), _SCORES),
-    **dict.fromkeys(("GRPOTrainer", "RLOOTrainer", "PPOTrainer", "AsyncGRPOTrainer", "A2POTrainer"), _GENERATES),
-    **dict.fromkeys(("OnlineDPOTrainer", "NashMDTrainer", "XPOTrainer", "SDFTTrainer", "SDPOTrainer"), _GENERATES),
-    **dict.fromkeys(("DistillationTrainer", "AsyncDistillationTrainer", "IWOPDTrainer"), _TEACHER),
-    **dict.fromkeys(("ServerDistillationTrainer", "GKDTrainer", "GOLDTrainer", "MiniLLMTrainer"), _TEACHER),
-}
 # Families that DeepSpeed 0.19.8 splits over ranks and whose modeling files then raise, packed or not: they reshape by
 # the numbers of heads of the whole model.
 _NOT_SPLIT = ("bloom", "falcon", "mamba2", "mpt")
@@ -96,17 +84,11 @@ def inspect(trainer: Any, *, capacity: int | None, overflow: Overflow) -> Packin
 def _refuse_trainer(trainer: Any) -> None:
     """Raise if the class or the arguments of a trainer rule packing out."""
     name = type(trainer).__name__
-    for base in type(trainer).__mro__:
-        of_trl = base.__module__.split(".")[0] == "trl" and base.__name__.endswith("Trainer")
-        known = base.__name__ in ("SFTTrainer", "_BaseTrainer")
-        reason = _PER_EXAMPLE.get(base.__name__)
-        if reason is None and of_trl and not known:
-            reason = "is a trainer of TRL that computes its loss per example"
-        if reason is not None:
-            raise UnsupportedError(
-                f"{name} {reason}, and would take all documents of a row for one example: leave it unpacked; "
-                "enable_packing serves transformers.Trainer and TRL's SFT, DPO, KTO, reward, GRPO and RLOO trainers"
-            )
+    if reason := why_per_example(trainer):
+        raise UnsupportedError(
+            f"{name} {reason}, and would take all documents of a row for one example: leave it unpacked; "
+            "enable_packing serves transformers.Trainer and TRL's SFT, DPO, KTO, reward, GRPO and RLOO trainers"
+        )
     needed = ("model", "data_collator", "accelerator", "_set_signature_columns_if_needed")
     if any(getattr(trainer, field, None) is None for field in needed):
         raise PackingError(f"{name} is not a transformers.Trainer: pass one that is built, with its model")

@@ -19,7 +19,8 @@ from packing_core.errors import PackingError, UnsupportedError
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.edits.rotary import find_batch_dependent
 from torch_backend.hf.inputs.boundaries import refuse_split_rows
-from torch_backend.hf.inputs.unpadding import GENERATING, LENGTHS, PAIRS, LengthsCollator, kind_of, unpad_calls
+from torch_backend.hf.inputs.trl_trainers import generates, kind_of, rows_of_example
+from torch_backend.hf.inputs.unpadding import LENGTHS, LengthsCollator, unpad_calls
 from torch_backend.hf.patch import state_of
 from torch_backend.patching import patch, unpatch
 from torch_backend.steps.dynamic_compile import CompiledCalls
@@ -58,7 +59,7 @@ def enable_unpadding(
         unpad_calls(model)
     if not hasattr(trainer, "packed_step"):
         trainer.packed_step = PreferenceStep(models, _why_not_layers(trainer) if fast else "fast=False")
-    if kind_of(trainer) in GENERATING:
+    if generates(trainer):
         return
     # accelerate would let the first rank read for all and concatenate batches, which plain ints cannot be.
     trainer.accelerator.dataloader_config.dispatch_batches = False
@@ -130,7 +131,7 @@ class _MeanOverStep:
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self.rows_of_example = 2 if kind_of(trainer) in PAIRS else 1
+        self.rows_of_example = rows_of_example(trainer)
         self.stock_samples, self.stock_loss = trainer.get_batch_samples, trainer.compute_loss
         self.mean: float | None = None
         trainer.get_batch_samples, trainer.compute_loss = self.get_batch_samples, self.compute_loss

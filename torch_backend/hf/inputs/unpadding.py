@@ -36,26 +36,11 @@ from torch_backend.segments import to_device
 
 LENGTHS = "document_lengths"  # key of a batch: real tokens of each row, a tuple of ints on the host
 SCORED = "fused_lm_head"  # argument by which TRL's trainers ask a model for log-probabilities
-# Trainers of TRL that compute their loss from padded calls: of answers in pairs, of single ones, of completions.
-PAIRS, SINGLE, GENERATING = ("DPOTrainer", "RewardTrainer"), ("KTOTrainer",), ("GRPOTrainer", "RLOOTrainer")
-_OTHER_FORMULA = ("GMPOTrainer",)  # subclasses of them in TRL that change the formula of the loss alone
 _OF_DOCUMENTS = ("pooler_output",)  # outputs that are one for each document already
 _OF_IMAGES = ("image_hidden_states", "video_hidden_states")  # outputs that are one for each image
 _OF_CACHES = ("rope_deltas",)  # outputs for calls with a cache alone
 _FLAT = ("router_logits",)  # outputs [T, ...] of all tokens, without an axis of rows
 _NOT_OF_THE_MODEL = ("margin",)  # what RewardTrainer hands on to the model with the rest of its batch
-
-
-def kind_of(trainer: Any) -> str | None:
-    """The name of the trainer of TRL in ``PAIRS``, ``SINGLE`` or ``GENERATING`` that this one is or derives from.
-
-    TRL's own subclasses (``trl.experimental``) call models in ways of their own and are not among them, except those
-    that carry the name of the class itself or change its formula alone.
-    """
-    for base in type(trainer).__mro__:
-        if base.__module__.split(".")[0] == "trl" and base.__name__ not in _OTHER_FORMULA:
-            return base.__name__ if base.__name__ in (*PAIRS, *SINGLE, *GENERATING) else None
-    return None
 
 
 def unpad_calls(model: nn.Module, *, always: bool = False) -> None:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import numpy as np
 
-from conformance.mutants.base import Mutant
-from conformance.mutants.model import one_segment
-from packing_core.protocol import Array, Batch, Decoder, Gradients, Place
+from tests.conformance.mutants.base import Mutant
+from tests.conformance.mutants.model import one_segment
 
 
 class MeanOverRows(Mutant, rejected_by="DOC-01"):
     """A mean divides by the tokens of the row, not by those of the document."""
 
-    def shares(self, counted: Array, order: Array, how: str) -> Array:
+    def shares(self, counted, order, how):
         share = super().shares(counted, order, how)
         if how != "mean":
             return share
@@ -26,7 +22,7 @@ class MeanOverRows(Mutant, rejected_by="DOC-01"):
 class LastTokenFromPadding(Mutant, rejected_by="DOC-02"):
     """The last token of a document is that of its row, padding or not."""
 
-    def reading_order(self, pieces: Sequence[Place], shape: tuple[int, ...]) -> Array:
+    def reading_order(self, pieces, shape):
         order = super().reading_order(pieces, shape)
         row, _, stop = pieces[-1]
         order[row, stop:] = np.where(
@@ -38,21 +34,21 @@ class LastTokenFromPadding(Mutant, rejected_by="DOC-02"):
 class OnlyTheFirstPiece(Mutant, rejected_by="DOC-03"):
     """Forgets what a document has in other rows."""
 
-    def reading_order(self, pieces: Sequence[Place], shape: tuple[int, ...]) -> Array:
+    def reading_order(self, pieces, shape):
         return super().reading_order(pieces[:1], shape)
 
 
 class PiecesInOrderOfRows(Mutant, rejected_by="DOC-03"):
     """The pieces of a document are read in the order of their rows."""
 
-    def reading_order(self, pieces: Sequence[Place], shape: tuple[int, ...]) -> Array:
+    def reading_order(self, pieces, shape):
         return super().reading_order(sorted(pieces), shape)
 
 
 class MeanCountsWhatIsLeftOut(Mutant, rejected_by="DOC-04"):
     """A mean divides by all tokens of the document, those left out included."""
 
-    def shares(self, counted: Array, order: Array, how: str) -> Array:
+    def shares(self, counted, order, how):
         share = super().shares(counted, order, how)
         if how != "mean":
             return share
@@ -62,7 +58,7 @@ class MeanCountsWhatIsLeftOut(Mutant, rejected_by="DOC-04"):
 class SiblingCounted(Mutant, rejected_by="DOC-05"):
     """The first token of the next document in the row counts as well."""
 
-    def reading_order(self, pieces: Sequence[Place], shape: tuple[int, ...]) -> Array:
+    def reading_order(self, pieces, shape):
         row, start, stop = pieces[-1]
         return super().reading_order([*pieces[:-1], (row, start, min(stop + 1, shape[1]))], shape)
 
@@ -70,7 +66,7 @@ class SiblingCounted(Mutant, rejected_by="DOC-05"):
 class GradientOfTheSum(Mutant, rejected_by="DOC-06"):
     """The gradient of a mean is that of the sum."""
 
-    def reduce(self, values: Array, documents: Sequence[Sequence[Place]], **keywords: Any) -> tuple[Array, Gradients]:
+    def reduce(self, values, documents, **keywords):
         out, found = super().reduce(values, documents, **keywords)
         summed = super().reduce(values, documents, **{**keywords, "how": "sum"})[1]
         return out, summed if keywords["how"] == "mean" else found
@@ -79,7 +75,7 @@ class GradientOfTheSum(Mutant, rejected_by="DOC-06"):
 class LogprobsWhereTheyArePredicted(Mutant, rejected_by="DOC-07"):
     """Log-probabilities stand at the token that predicts the label."""
 
-    def logprobs(self, *args: Any, **kwargs: Any) -> tuple[Array, Gradients]:
+    def logprobs(self, *args, **kwargs):
         found, gradients = super().logprobs(*args, **kwargs)
         return np.roll(found, -1, axis=1), gradients
 
@@ -87,7 +83,7 @@ class LogprobsWhereTheyArePredicted(Mutant, rejected_by="DOC-07"):
 class GradientOfTheLoss(Mutant, rejected_by="DOC-08"):
     """The gradient has the sign of a loss."""
 
-    def logprobs(self, *args: Any, **kwargs: Any) -> tuple[Array, Gradients]:
+    def logprobs(self, *args, **kwargs):
         found, gradients = super().logprobs(*args, **kwargs)
         return found, {name: -x for name, x in gradients.items()}
 
@@ -95,21 +91,19 @@ class GradientOfTheLoss(Mutant, rejected_by="DOC-08"):
 class TemperatureTwice(Mutant, rejected_by="DOC-09"):
     """The temperature divides the logits in the model and again in the loss."""
 
-    def token_logprobs(
-        self, decoder: Decoder, batch: Batch, temperature: float = 1.0
-    ) -> tuple[Array, Callable[[Array], Gradients]]:
+    def token_logprobs(self, decoder, batch, temperature=1.0):
         return super().token_logprobs(decoder, batch, temperature**2)
 
 
 class LogprobsOfOneDocument(Mutant, rejected_by="DOC-10"):
     """A row is read as one document, of which the boundaries are no targets."""
 
-    def logprobs(self, decoder: Decoder, batch: Batch, **keywords: Any) -> tuple[Array, Gradients]:
+    def logprobs(self, decoder, batch, **keywords):
         return super().logprobs(decoder, one_segment(batch), **keywords)
 
 
 class PairsWeighedByMicrobatch(Mutant, rejected_by="DOC-11"):
     """A step is the mean of its microbatches' means, so a pair of a small one weighs more."""
 
-    def share_of_pair(self, counts: Sequence[int], number: int) -> float:
+    def share_of_pair(self, counts, number):
         return 1 / (len(counts) * counts[number])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from conformance.reference import Reference
-from packing_core.protocol import Array
 
 MUTANTS: dict[str, type[Mutant]] = {}
 
@@ -17,26 +16,26 @@ class Mutant(Reference):
 
     rejected_by: ClassVar[str]
 
-    def __init_subclass__(cls, *, rejected_by: str | None = None, **kwargs: Any) -> None:
+    def __init_subclass__(cls, *, rejected_by=None, **kwargs):
         super().__init_subclass__(**kwargs)
         if rejected_by is not None:  # else a base of several mutants
             cls.rejected_by = rejected_by
             MUTANTS[cls.__name__] = cls
 
     @classmethod
-    def breaks(cls) -> str:
+    def breaks(cls):
         """Says in one line what is broken."""
         return (cls.__doc__ or "").strip().splitlines()[0]
 
 
-def starts(segment_ids: Array) -> Array:
+def starts(segment_ids):
     """bool ``[B, S]``: the first token of every run of equal ids."""
     found = np.ones(segment_ids.shape, bool)
     found[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
     return found
 
 
-def padding_joined(segment_ids: Array) -> Array:
+def padding_joined(segment_ids):
     """Segment ids in which padding belongs to the segment after it, or at the end to the one before."""
     joined = segment_ids.copy()
     for row in joined:
@@ -47,6 +46,6 @@ def padding_joined(segment_ids: Array) -> Array:
     return joined
 
 
-def rows_alike(segment_ids: Array) -> Array:
+def rows_alike(segment_ids):
     """Segment ids in which every row has those of the first."""
     return np.broadcast_to(segment_ids[:1], segment_ids.shape).copy()

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
-from conformance import decoder as numpy_decoder
 from conformance.draws import round_to
-from conformance.mutants.base import Mutant
-from conformance.mutants.model import one_segment
-from conformance.reference import Sums
-from packing_core.protocol import Array, Batch, Decoder, Document, Gradients
+from packing_core.protocol import Document
+from tests.conformance.mutants.base import Mutant
+from tests.conformance.mutants.model import one_segment
 
-Trained = tuple[list[float], dict[str, Array]]
+Trained = tuple[list[float], dict[str]]
 
 
-def _mean(results: Sequence[tuple[float, Gradients]]) -> tuple[float, Gradients]:
+def _mean(results):
     names = results[0][1]
     mean = {name: np.mean([found[name] for _, found in results], axis=0) for name in names}
     return float(np.mean([loss for loss, _ in results])), mean
@@ -27,14 +23,14 @@ def _mean(results: Sequence[tuple[float, Gradients]]) -> tuple[float, Gradients]
 class MeanOfMicrobatchMeans(Mutant, rejected_by="LOSS-08"):
     """Every microbatch is averaged, and then the averages."""
 
-    def combine(self, by_rank: Sequence[Sequence[Sums]]) -> tuple[float, Gradients]:
+    def combine(self, by_rank):
         return _mean([super(MeanOfMicrobatchMeans, self).combine([[sums]]) for rank in by_rank for sums in rank])
 
 
 class MeanOfRankMeans(Mutant, rejected_by="LOSS-09"):
     """Every rank is averaged, and then the averages."""
 
-    def combine(self, by_rank: Sequence[Sequence[Sums]]) -> tuple[float, Gradients]:
+    def combine(self, by_rank):
         return _mean([super(MeanOfRankMeans, self).combine([rank]) for rank in by_rank if rank])
 
 
@@ -43,7 +39,7 @@ class Training(Mutant):
 
     training = False
 
-    def train(self, decoder: Decoder, steps: Any, **kwargs: Any) -> Trained:
+    def train(self, decoder, steps, **kwargs):
         self.training = True
         try:
             return super().train(decoder, steps, **kwargs)
@@ -54,14 +50,14 @@ class Training(Mutant):
 class TrainerLeaks(Training, rejected_by="ISO-10"):
     """In the trainer, and only there, the model runs without boundaries."""
 
-    def _decode(self, decoder: Decoder, batch: Batch) -> tuple[Array, numpy_decoder.Backward]:
+    def _decode(self, decoder, batch):
         return super()._decode(decoder, one_segment(batch) if self.training else batch)
 
 
 class LastDocumentOfAMicrobatchDropped(Training, rejected_by="REP-07"):
     """The trainer's dataloader drops what does not fill its last row."""
 
-    def train(self, decoder: Decoder, steps: Any, **kwargs: Any) -> Trained:
+    def train(self, decoder, steps, **kwargs):
         cut = [[microbatch[: max(1, len(microbatch) - 1)] for microbatch in step] for step in steps]
         return super().train(decoder, cut, **kwargs)
 
@@ -69,7 +65,7 @@ class LastDocumentOfAMicrobatchDropped(Training, rejected_by="REP-07"):
 class LearningRateScaledByRows(Training, rejected_by="TRAIN-01"):
     """The learning rate is multiplied by the number of microbatches."""
 
-    def train(self, decoder: Decoder, steps: Any, **kwargs: Any) -> Trained:
+    def train(self, decoder, steps, **kwargs):
         kwargs["learning_rate"] *= len(steps[0])
         return super().train(decoder, steps, **kwargs)
 
@@ -77,8 +73,8 @@ class LearningRateScaledByRows(Training, rejected_by="TRAIN-01"):
 class MasterWeightsInBfloat16(Training, rejected_by="TRAIN-01"):
     """Weights are kept in bfloat16, so that small updates are lost."""
 
-    def train(self, decoder: Decoder, steps: Any, **kwargs: Any) -> Trained:
-        losses: list[float] = []
+    def train(self, decoder, steps, **kwargs):
+        losses = []
         for step in steps:
             loss, weights = super().train(decoder, [step], **kwargs)
             losses += loss
@@ -89,7 +85,7 @@ class MasterWeightsInBfloat16(Training, rejected_by="TRAIN-01"):
 class LossAfterTheUpdate(Training, rejected_by="TRAIN-01"):
     """The loss that is reported for a step is that of the next."""
 
-    def train(self, decoder: Decoder, steps: Any, **kwargs: Any) -> Trained:
+    def train(self, decoder, steps, **kwargs):
         losses, weights = super().train(decoder, steps, **kwargs)
         return losses[1:] + losses[-1:], weights
 
@@ -97,8 +93,8 @@ class LossAfterTheUpdate(Training, rejected_by="TRAIN-01"):
 class MomentsForgotten(Training, rejected_by="TRAIN-02"):
     """AdamW starts anew at every step."""
 
-    def train(self, decoder: Decoder, steps: Any, **kwargs: Any) -> Trained:
-        losses: list[float] = []
+    def train(self, decoder, steps, **kwargs):
+        losses = []
         for step in steps:
             loss, weights = super().train(decoder, [step], **kwargs)
             losses += loss
@@ -109,7 +105,7 @@ class MomentsForgotten(Training, rejected_by="TRAIN-02"):
 class TrainerUnmasksPrompts(Training, rejected_by="TRAIN-03"):
     """The trainer makes its own labels from the tokens."""
 
-    def collate(self, documents: Sequence[Document], capacity: int) -> Batch:
+    def collate(self, documents, capacity):
         if self.training:
             documents = [Document(d.input_ids, d.input_ids) for d in documents]
         return super().collate(documents, capacity)
@@ -120,7 +116,7 @@ class StepsDifferFromRunToRun(Training, rejected_by="DET-04"):
 
     runs = 0
 
-    def train(self, decoder: Decoder, steps: Any, **kwargs: Any) -> Trained:
+    def train(self, decoder, steps, **kwargs):
         self.runs += 1
         kwargs["learning_rate"] *= 1 + 1e-6 * self.runs
         return super().train(decoder, steps, **kwargs)
