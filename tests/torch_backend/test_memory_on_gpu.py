@@ -38,7 +38,7 @@ def test_captured_steps_lose_what_they_lose_without_it_and_hold_less(level: Any)
         for number in range(8):
             lengths = (1000, 900 - number, 700, 800, 500 + number)
             batch = collate([{"input_ids": document.tolist()} for document in documents(lengths, seed=number)])
-            if number == 6:
+            if number == 1:  # of the steps that warm up and record: replays allocate nothing
                 torch.cuda.reset_peak_memory_stats()
             found.append(float(step(batch)["loss"]))
         assert step.parts["graph"] == "CUDA graph", step.parts
