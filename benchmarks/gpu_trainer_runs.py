@@ -24,6 +24,7 @@ from packing_core import PackedDataset
 from torch_backend import PackedCollator, enable_packing, explain, make_train_step, patch
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.steps.cuda_graph import CapturedStep, compile_layers
+from torch_backend.steps.memory import LEVELS
 
 LEARNING_RATE = 1e-5
 WARM_UP = 14  # steps at least, in two or more whole epochs
@@ -124,7 +125,14 @@ def recipe(run: Run, model: Any) -> None:
 
 
 def sft(
-    run: Run, model: Any, *, packed: bool = True, fast: bool = True, checkpointing: bool = False, packing: bool = True
+    run: Run,
+    model: Any,
+    *,
+    packed: bool = True,
+    fast: bool = True,
+    checkpointing: bool = False,
+    packing: bool = True,
+    memory: Any = None,
 ) -> None:
     """TRL packs the documents in rows of the same length, or leaves it to Crosspack; checkpointing is its default."""
     import datasets
@@ -141,7 +149,7 @@ def sft(
             model, arguments, train_dataset=documents, processing_class=_tokenizer(), callbacks=[_clock(run)]
         )
         if packed:
-            enable_packing(trainer, verify=False, fast=fast)
+            enable_packing(trainer, verify=False, fast=fast, memory=memory)
         run.row_count = len(trainer.get_train_dataloader())
         arguments.max_steps, arguments.logging_steps = run.steps, run.row_count
         _train(run, trainer, packed)
@@ -154,7 +162,9 @@ CONTENDERS: dict[str, Callable[[Run, Any], None]] = {
     "SFTTrainer(packing=True), enable_packing": partial(sft, fast=True),
     "SFTTrainer(packing=False), enable_packing": partial(sft, packing=False),
     "SFTTrainer(packing=True), enable_packing, checkpointing": partial(sft, fast=True, checkpointing=True),
+    **{f'SFTTrainer(packing=True), enable_packing(memory="{level}")': partial(sft, memory=level) for level in LEVELS},
     "SFTTrainer(packing=True), enable_packing(fast=False)": partial(sft, fast=False),
+    "SFTTrainer(packing=True), enable_packing(fast=False), checkpointing": partial(sft, fast=False, checkpointing=True),
     "SFTTrainer(packing=True), stock SDPA": partial(sft, packed=False),
     "Trainer, stock SDPA": stock_trainer,
 }

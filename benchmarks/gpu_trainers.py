@@ -14,6 +14,8 @@ Sections, each of one to four minutes:
     trainers    every contender on the Qwen2-0.5B shape, random weights, bfloat16, fused AdamW
     sft         SFTTrainer after enable_packing at rows of 16,384 and 65,536, packed by TRL and by Crosspack, beside the
                 best stock step
+    memory      SFTTrainer after enable_packing at every level of memory, and with gradient checkpointing without the
+                fast step, rows of 16,384
     lora        Trainer with LoRA adapters on the Llama-3-8B shape, rows of 8,192, beside the best stock step
     start       from train() to the end of the first step, with no compile cache and with the one of the run before
     train       crosspack train on the Qwen2-0.5B shape, float32 weights under autocast and bfloat16 weights
@@ -73,6 +75,11 @@ def sft(chosen: argparse.Namespace) -> Iterator[Result]:
     for capacity, name in product(SMALL.capacities, filter(wanted, (SFT, SFT_FULL))):
         yield from _measured(SMALL, name, capacity, 1, 1 if TOY else 10)
     yield from _beside(SMALL)
+
+
+def memory(chosen: argparse.Namespace) -> Iterator[Result]:
+    for name in filter(wanted, (name for name in CONTENDERS if "memory=" in name or "fast=False), check" in name)):
+        yield from _measured(SMALL, name, SMALL.capacities[0], 1, 1 if TOY else 10)
 
 
 def lora(chosen: argparse.Namespace) -> Iterator[Result]:
@@ -158,6 +165,7 @@ def slots(chosen: argparse.Namespace) -> Iterator[Result]:
 SECTIONS: dict[str, Callable[[argparse.Namespace], Iterator[Result]]] = {
     "trainers": trainers,
     "sft": sft,
+    "memory": memory,
     "lora": lora,
     "start": start,
     "train": train,

@@ -267,7 +267,6 @@ def test_as_cuda_graphs_it_trains_the_same(graphs: SimpleNamespace, accumulation
         ({"label_smoothing_factor": 0.1}, "the loss is the trainer's own"),
         ({"torch_empty_cache_steps": 1}, "torch_empty_cache_steps empties the cache during the step"),
         ({"neftune_noise_alpha": 5.0}, "the noise of NEFTune depends on the documents of a batch"),
-        ({"activation_checkpointing": True}, "gradient checkpointing reads the random state"),
     ],
 )
 def test_what_forbids_a_graph(graphs: SimpleNamespace, options: Any, reason: str, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from packing_core.errors import LayoutError
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.attention import DecoderLayer
 from torch_backend.hf.patch import state_of
+from torch_backend.steps.memory import Level, marked
 
 # Host values that follow a batch around; inside a graph they would stay those of the batch that was recorded.
 _HOST_ONLY = ("packed_lengths", "packed_documents")
@@ -37,6 +38,7 @@ def compile_layers(
     recompute: bool = True,
     backend: str | Callable[..., Any] = "inductor",
     dynamic: bool | None = False,
+    memory: Level = "none",
 ) -> None:
     """Compile each decoder layer and the last norm of a patched model, in place.
 
@@ -50,6 +52,7 @@ def compile_layers(
         backend: of ``torch.compile``.
         dynamic: of ``torch.compile``. False compiles a graph for each number of tokens; None one for all of them, at
             the second or third number that it sees.
+        memory: what those layers keep that :func:`torch_backend.steps.memory.set_level` lets recompute.
 
     Raises:
         LayoutError: the model is not patched, or has not seen a packed batch.
@@ -62,18 +65,25 @@ def compile_layers(
     decoder = state.decoder
     layers = [module for module in decoder.modules() if isinstance(module, DecoderLayer)]
     chosen = _recompute_cheap if recompute and backend == "inductor" else backend
+    by_level = marked(_inductor if chosen == "inductor" else chosen, memory)
     for module in (*layers, getattr(decoder, "norm", None)):
         if module is not None:
-            module.compile(backend=chosen, dynamic=dynamic)
+            recomputed = getattr(module, "gradient_checkpointing", False) and memory != "none"
+            module.compile(backend=by_level if recomputed else chosen, dynamic=dynamic)
+
+
+def _inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(graph, inputs)
 
 
 def _recompute_cheap(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
     """Inductor, allowed to recompute in the backward what a matrix product reads there."""
     from torch._functorch import config
-    from torch._inductor.compile_fx import compile_fx
 
     with config.patch(ban_recompute_materialized_backward=False):
-        return compile_fx(graph, inputs)
+        return _inductor(graph, inputs)
 
 
 class CapturedStep:

@@ -32,6 +32,14 @@ from torch_backend.steps import cuda_graph as captured
 from torch_backend.steps.cuda_graph import CapturedBackward, compile_layers, form_of
 from torch_backend.steps.fixed_shapes import FixedShapes
 from torch_backend.steps.graph_collectives import Exchange, exchange_of, place_of, why_not_recorded
+from torch_backend.steps.memory import (
+    Host,
+    Level,
+    draws_random_numbers,
+    level_layers,
+    level_of,
+    recomputing_inside,
+)
 
 Choice = bool | Literal["auto"]
 Batch = Mapping[str, Any]
@@ -119,6 +127,8 @@ class Gradients:
         self.fixed: FixedShapes | None = None
         self.path: LossPath | None = None
         self.layers: dict[nn.Module, Any] = {}  # compiled ones, each with its compiled call
+        self.recomputed: list[Any] = []  # of them, those that do not keep all that their backward reads
+        self.host = Host()
         self.requests: Any = set()
         self.form: Any = None  # of the batches that graphs serve
         self.last: Any = None
@@ -149,9 +159,9 @@ class Gradients:
         if self.form is None or form["input_ids"] != self.form["input_ids"]:
             return path.backward(inputs)
         graph = together and self.capture and form == self.form
-        return self._through_layers(inputs, partial(self._captured, path) if graph else path.backward)
+        return self._through_layers(path, inputs, partial(self._captured, path) if graph else path.backward)
 
-    def _through_layers(self, inputs: StepInputs, run: Callable[[StepInputs], Tensor]) -> Tensor:
+    def _through_layers(self, path: LossPath, inputs: StepInputs, run: Callable[[StepInputs], Tensor]) -> Tensor:
         """``run`` with compiled layers, or with plain ones if these turn out not to compile."""
         started = any(parameter.grad is not None for parameter in self.model.parameters())
         try:
@@ -165,7 +175,10 @@ class Gradients:
             self.parts[LAYERS] = f"not compiled: it failed, {error}".splitlines()[0]
             log.warning("the training step runs with layers that are not compiled: %s", error)
             self.compile, self.layers, self.graphs = False, {}, None
-            return run(inputs)
+            if (reason := _why_not_recomputed(self.model, compiled=False)) is None:
+                return run(inputs)
+            self.capture, self.parts[GRAPH] = False, f"no CUDA graph: {reason}"
+            return path.backward(inputs)
 
     @contextmanager
     def _compiled(self) -> Iterator[None]:
@@ -176,14 +189,20 @@ class Gradients:
         state = state_of(causal_lm(self.model))
         assert state is not None
         if not self.layers:
-            compile_layers(self.model)
+            level = _level_inside(self.model)
+            self.recomputed = [] if level == "none" else level_layers(self.model)
+            compile_layers(self.model, memory=level)
             self.layers = {m: m._compiled_call_impl for m in self.model.modules() if m._compiled_call_impl is not None}
+            if level == "offload":
+                self.layers |= {m: self.host.around(self.layers[m]) for m in self.recomputed if m in self.layers}
             self.requests = state.compiled
         for module, call in self.layers.items():
             module._compiled_call_impl = call
         state.compiled = self.requests
+        self.host.begin()
         try:
-            yield
+            with recomputing_inside(self.recomputed):
+                yield
         finally:
             for module in self.layers:
                 module._compiled_call_impl = None
@@ -225,7 +244,8 @@ class Gradients:
     def _prepare(self, batch: Batch) -> LossPath:
         """Choose what is fast, and try the loss on the first batch."""
         layers = _refused("compile", self.compile, self.no_layers or why_not_compiled(self.model, batch))
-        graph = _refused("capture", self.capture, self.no_graph or why_not_captured(self.model, batch))
+        graph = self.no_graph or why_not_captured(self.model, batch)
+        graph = _refused("capture", self.capture, graph or _why_not_recomputed(self.model, compiled=layers is None))
         if layers is None or graph is None:
             self.fixed = self.shapes
         with torch.random.fork_rng(_cuda_devices()), torch.no_grad():
@@ -240,7 +260,7 @@ class Gradients:
             self.shapes.largest = self.exchange.largest
         self.parts = {
             LOSS: "without logits" if path.why_logits is None else f"with logits: {path.why_logits}",
-            LAYERS: "compiled" if layers is None else f"not compiled: {layers}",
+            LAYERS: f"compiled{_memory_of(self.model)}" if layers is None else f"not compiled: {layers}",
             GRAPH: "CUDA graph" if graph is None else f"no CUDA graph: {graph}",
         }
         self.compile, self.capture = layers is None and self.compile, graph is None and self.capture
@@ -306,11 +326,28 @@ def why_not_captured(model: nn.Module, batch: Batch) -> str | None:
     """Explains why forward and backward of a model cannot be recorded as a CUDA graph, None if they can."""
     if (reason := why_not_recorded(model)) is not None:
         return reason
-    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        return "gradient checkpointing reads the random state"
     if (state := state_of(causal_lm(model))) is not None and state.rows.needs_lengths:
         return "its head reads documents, of which each batch has another number"
     return _why_not_fixed(model, batch)
+
+
+def _level_inside(model: nn.Module) -> Level:
+    """Returns the level at which compiled layers recompute by themselves."""
+    return "none" if draws_random_numbers(model) else level_of(model)
+
+
+def _memory_of(model: nn.Module) -> str:
+    return "" if (level := level_of(model)) == "none" else f', memory="{level}"'
+
+
+def _why_not_recomputed(model: nn.Module, *, compiled: bool) -> str | None:
+    """Explains why a graph cannot record how layers recompute, None if it can or they keep everything."""
+    if not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        return None
+    if compiled and _level_inside(model) != "none":
+        return None
+    what = "dropout in layers that recompute" if compiled else "gradient checkpointing of layers that are not compiled"
+    return f"{what} reads the random state"
 
 
 def _why_not_fixed(model: nn.Module, batch: Batch | None) -> str | None:

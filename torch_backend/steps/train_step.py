@@ -38,6 +38,7 @@ from torch_backend.steps.fast_backward import (
     run_layers,
 )
 from torch_backend.steps.fixed_shapes import FixedShapes
+from torch_backend.steps.memory import Level, set_level
 
 _DATA_PARALLEL = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
 
@@ -277,6 +278,7 @@ def make_train_step(
     compile: Choice = "auto",
     capture: Choice = "auto",
     group: dist.ProcessGroup | None = None,
+    memory: Level | None = None,
 ) -> TrainStep:
     """Build the training step of a model: batch in, metrics out.
 
@@ -299,8 +301,13 @@ def make_train_step(
             after the first steps: hooks, dropout rates and whatever else is no parameter and not in the batch.
         group: the ranks that hold different documents; the default group if None. Every rank passes at least one
             microbatch; under FSDP as many as the others.
+        memory: what each layer keeps between forward and backward: everything (``"none"``); the results of attention,
+            scans and narrow products (``"selective"``); its input (``"full"``, as gradient checkpointing does); its
+            input, on the host (``"offload"``). The rest is recomputed. None leaves the model as it is set, for example
+            by ``gradient_checkpointing_enable``.
 
     Raises:
+        PackingError: ``memory`` is no level.
         UnsupportedModelError: ``model`` holds no transformers model or one that is not patched, or DataParallel stands
             around it.
         UnsupportedError: there are several ranks, and nothing reduces the model's gradients over them; ``model`` is a
@@ -328,6 +335,8 @@ def make_train_step(
             "crosspack.patch(model) before make_train_step"
         )
     check_optimizer(model, optimizer, scheduler)
+    if memory is not None:
+        set_level(model, memory)
     return step
 
 

@@ -22,6 +22,7 @@ from torch_backend.hf.anatomy.heads import labels_documents, targets_among, trai
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.inputs.trl_trainers import kind_of
 from torch_backend.patching import patch
+from torch_backend.steps.memory import Level, check_level, set_level
 from torch_backend.trainers import preference, sft
 from torch_backend.trainers.dataloader import use_rows
 from torch_backend.trainers.fast_step import has_own_loss, speed_up
@@ -43,6 +44,7 @@ def enable_packing(
     implementation: str | Sequence[str] = "auto",
     verify: bool = True,
     fast: bool = True,
+    memory: Level | None = None,
 ) -> Trainer:
     """Make a trainer train packed documents without contamination; call it once, between building and ``train()``.
 
@@ -73,6 +75,8 @@ def enable_packing(
             (:mod:`.fast_step`); of TRL's preference, reward and policy trainers the layers alone
             (:mod:`torch_backend.steps.dynamic_compile`). ``explain(trainer)`` says what is fast and why the rest is
             not. False leaves the training step as it is.
+        memory: what each layer keeps between forward and backward, as in :func:`torch_backend.make_train_step`, in
+            place of the trainer's ``gradient_checkpointing``. None leaves that in force: True is ``"full"``.
 
     Returns:
         ``trainer`` itself.
@@ -87,6 +91,8 @@ def enable_packing(
             trains other tokens than packing would.
     """
     any_trainer: Any = trainer
+    if memory is not None:
+        check_level(any_trainer.model, memory)
     if kind_of(trainer) is not None:
         preference.enable_unpadding(
             any_trainer,
@@ -96,14 +102,16 @@ def enable_packing(
             verify=verify,
             fast=fast,
         )
-        return trainer
-    plan = inspect(any_trainer, capacity=capacity, overflow=overflow)
-    patch(any_trainer.model, implementation=implementation, verify=verify)
-    if any_trainer.model_init is not None:  # train() makes another model
-        any_trainer.call_model_init = partial(
-            _patched_model_init, any_trainer.call_model_init, implementation=implementation, verify=verify
-        )
-    _apply(any_trainer, plan, fast=fast)
+    else:
+        plan = inspect(any_trainer, capacity=capacity, overflow=overflow)
+        patch(any_trainer.model, implementation=implementation, verify=verify)
+        if any_trainer.model_init is not None:  # train() makes another model
+            any_trainer.call_model_init = partial(
+                _patched_model_init, any_trainer.call_model_init, implementation=implementation, verify=verify
+            )
+        _apply(any_trainer, plan, fast=fast)
+    if memory is not None:
+        _use_memory(any_trainer, memory)
     return trainer
 
 
@@ -135,6 +143,23 @@ def _count_targets(trainer: Any, count: Callable[..., Any], batches: list[Any], 
     config = causal_lm(trainer.model).config
     labels = [targets_among(each["labels"], config, of_documents=True) for each in batches if "labels" in each]
     return count([{"labels": torch.where(found, 0, IGNORE_INDEX)} for found in labels], device)
+
+
+def _use_memory(trainer: Any, level: Level) -> None:
+    """Set the level of a trainer's model, and of every model that ``model_init`` makes later."""
+    set_level(trainer.model, level)
+    for name in ("activation_checkpointing", "gradient_checkpointing"):  # train() would set its own over it
+        if hasattr(trainer.args, name):
+            setattr(trainer.args, name, False)
+    if trainer.model_init is not None:
+        trainer.call_model_init = partial(_model_init_with, trainer.call_model_init, level)
+
+
+def _model_init_with(call_model_init: Any, level: Level, trial: Any = None) -> Any:
+    """As ``Trainer.call_model_init``; the layers of the model that it makes keep what ``level`` says."""
+    model = call_model_init(trial)
+    set_level(model, level)
+    return model
 
 
 def _patched_model_init(call_model_init: Any, trial: Any = None, **options: Any) -> Any:

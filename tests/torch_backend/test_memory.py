@@ -1,0 +1,214 @@
+"""Levels of memory: what layers keep changes, and what they compute does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils.flop_counter import FlopCounterMode
+
+from packing_core.errors import PackingError, UnsupportedError
+from tests.torch_backend import graphs as stand_ins
+from tests.torch_backend.guards import DeviceGuard
+from tests.torch_backend.models import collate, documents, tiny
+from tests.torch_backend.test_packed_step import FAST, assert_same, built
+from torch_backend import enable_packing, make_train_step, patch
+from torch_backend.hf.patch import state_of
+from torch_backend.losses.causal_lm import causal_lm_loss
+from torch_backend.ops import operators
+from torch_backend.steps.cuda_graph import compile_layers
+from torch_backend.steps.memory import LEVELS, keeps, level_layers, level_of, recomputing_inside, set_level
+
+RECOMPUTING = [level for level in LEVELS if level != "none"]
+FAMILIES = ["qwen2", "qwen3_5_text", "gpt_oss"]
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    return stand_ins.stand_in(monkeypatch.setattr)
+
+
+def batch(**options: int) -> dict[str, Any]:
+    return collate(documents((5, 19, 33, 71)), capacity=128, **options)
+
+
+def gradients(model: Any, given: dict[str, Any]) -> list[torch.Tensor]:
+    total, weight = causal_lm_loss(model, given)
+    return list(torch.autograd.grad(total / weight, [p for p in model.parameters() if p.requires_grad]))
+
+
+def kept(model: Any, given: dict[str, Any]) -> int:
+    """Bytes that the forward keeps for the backward."""
+    found = 0
+
+    def count(x: torch.Tensor) -> torch.Tensor:
+        nonlocal found
+        found += x.nbytes
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+        causal_lm_loss(model, given)
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_layers_give_the_same_gradients_and_recompute_more(family: str) -> None:
+    model = patch(tiny(family, intermediate_size=160), verify=False).train()  # more than twice the width of 64
+    exact = gradients(model, batch())
+    sizes, work = {}, {}
+    for level in (*RECOMPUTING, "none"):
+        set_level(model, level)
+        sizes[level] = kept(model, batch())
+        with FlopCounterMode(display=False) as counted:
+            torch.testing.assert_close(gradients(model, batch()), exact, rtol=1e-4, atol=1e-6)
+        work[level] = counted.get_total_flops()
+    assert sizes["none"] > sizes["full"]
+    assert work["none"] < work["selective"] < work["full"]
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Any:
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("the kernels are compiled in this process")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(operators, "INTERPRETED", True)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_5_text"])
+def test_compiled_layers_give_the_same_gradients_and_keep_less(interpreted: None, family: str) -> None:
+    model = patch(tiny(family), implementation="triton", verify=False).train()
+    state_of(model).guard = DeviceGuard()  # boundaries on the CPU would be read
+    given = {name: value for name, value in batch(max_seqlen=128, bucket=16).items() if name != "packed_lengths"}
+    exact, sizes = gradients(model, given), {}
+    for level in ("none", "selective", "full"):
+        torch._dynamo.reset()
+        set_level(model, level)
+        names: list[list[str]] = []
+        compile_layers(model, backend=recording(names), memory=level)
+        with recomputing_inside(level_layers(model)):
+            torch.testing.assert_close(gradients(model, given), exact, rtol=1e-4, atol=1e-6)
+        assert all(layer.gradient_checkpointing for layer in level_layers(model))
+        layers = sorted(names, key=len)[1:]  # the last norm keeps least
+        sizes[level] = sum(map(len, layers))
+        if level == "full":  # its output, which is the next layer's input; an empty tensor of the hybrid's scan
+            assert all(len(each) <= 2 for each in layers)
+    assert sizes["none"] > sizes["selective"] > sizes["full"]
+
+
+def recording(names: list[list[str]]) -> Any:
+    """A backend that runs as it is, and notes what each forward returns and keeps beside its inputs."""
+
+    def forward(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        results = list(graph.graph.nodes)[-1].args[0]
+        names.append([x.name for x in results if isinstance(x, torch.fx.Node) and x.op != "placeholder"])
+        return make_boxed_func(graph.forward)
+
+    return aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=lambda graph, inputs: make_boxed_func(graph.forward),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+
+
+@pytest.mark.parametrize(
+    ("operation", "shapes", "kept"),
+    [
+        (torch.nn.functional.linear, [(4, 64), (64, 64), (4, 64)], True),
+        (torch.nn.functional.linear, [(4, 64), (129, 64), (4, 129)], False),  # the wide half of an MLP
+        (torch.ops.aten.mm.default, [(4, 64), (64, 128), (4, 128)], True),
+        (torch.ops.aten.addmm.default, [(300,), (4, 64), (64, 300), (4, 300)], False),
+        (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, [(1, 2, 4, 8)] * 3, True),
+        (torch.ops.aten.silu.default, [(4, 64)] * 2, False),
+        (torch.nn.functional.silu, [(4, 64)] * 2, False),
+    ],
+)
+def test_the_selective_level_keeps_attention_and_narrow_products(
+    operation: Any, shapes: list[tuple[int, ...]], kept: bool
+) -> None:
+    assert keeps(operation, [torch.Size(shape) for shape in shapes]) is kept
+
+
+@pytest.mark.parametrize("name", ["attention_forward", "rope"])
+def test_the_selective_level_keeps_our_operators_but_cheap_ones(name: str) -> None:
+    operator = SimpleNamespace(__name__=f"{name}.default", namespace="crosspack")
+    assert keeps(operator, [torch.Size((4, 2, 8))]) is (name == "attention_forward")
+
+
+def test_a_level_is_read_from_the_model_however_it_was_set() -> None:
+    model = patch(tiny("llama"), verify=False)
+    assert level_of(model) == "none"
+    for level in LEVELS:
+        set_level(model, level)
+        assert level_of(model) == level
+    for reentrant in (False, True):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        assert level_of(model) == "full"
+
+
+@pytest.mark.parametrize("level", RECOMPUTING)
+def test_a_step_that_recomputes_is_recorded(graphs: SimpleNamespace, level: Any) -> None:
+    graphs.model, right = patch(tiny("qwen2"), verify=False).train(), patch(tiny("qwen2"), verify=False).train()
+    for model, options in ((graphs.model, {"memory": level}), (right, {"capture": False, "compile": False})):
+        step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+        for _ in range(5):
+            step(batch())
+        if model is graphs.model:
+            assert step.parts["layers"] == f'compiled, memory="{level}"' and step.parts["graph"] == "CUDA graph"
+    assert graphs.replayed
+    assert level_of(graphs.model) == level  # evaluation and generation run as they are set
+    for found, wanted in zip(graphs.model.parameters(), right.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_trainer_that_checkpoints_takes_the_fast_step(graphs: SimpleNamespace, tmp_path: Path) -> None:
+    options = {"activation_checkpointing": True, "max_steps": 5}
+    fast, plain = (built(tmp_path / str(kind), kind, **options) for kind in (True, False))
+    graphs.model = fast.model
+    assert_same(fast, plain)
+    assert fast.packed_step.parts == {"loss": FAST, "layers": 'compiled, memory="full"', "graph": "CUDA graph"}
+    assert graphs.replayed
+
+
+@pytest.mark.parametrize(
+    ("dropout", "compile", "reason"),
+    [
+        (0.1, "auto", "dropout in layers that recompute reads the random state"),
+        (0.0, False, "gradient checkpointing of layers that are not compiled reads the random state"),
+    ],
+)
+def test_what_of_recomputing_forbids_a_graph(
+    graphs: SimpleNamespace, dropout: float, compile: Any, reason: str
+) -> None:
+    model = graphs.model = patch(tiny("llama", attention_dropout=dropout), verify=False).train()
+    step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), memory="full", compile=compile)
+    step(batch())
+    assert step.parts["graph"] == f"no CUDA graph: {reason}"
+
+
+def test_a_trainer_gets_a_level_in_place_of_its_checkpointing(tmp_path: Path) -> None:
+    trainer = built(tmp_path, False, activation_checkpointing=True)
+    enable_packing(trainer, verify=False, memory="selective")
+    trainer.train()
+    assert level_of(trainer.model) == "selective"
+    enable_packing(trainer, verify=False, memory="none")
+    assert level_of(trainer.model) == "none" and not trainer.args.activation_checkpointing
+
+
+def test_levels_that_a_model_cannot_have_are_refused_by_name() -> None:
+    model = patch(tiny("llama"), verify=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(PackingError, match="memory='most' is no level: pass one of 'none', 'selective', 'full'"):
+        make_train_step(model, optimizer, memory="most")  # type: ignore[arg-type]
+    model.supports_gradient_checkpointing = False
+    with pytest.raises(UnsupportedError, match='LlamaForCausalLM cannot recompute .* memory="full" is not possible'):
+        make_train_step(model, optimizer, memory="full")

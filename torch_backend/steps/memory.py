@@ -1,0 +1,277 @@
+"""What a layer keeps between its forward and its backward: levels of memory, the same for compiled and plain layers.
+
+    level -> what a layer keeps -> marks on the graph of a compiled layer, which its partitioner obeys
+                                -> torch's checkpoint around a plain one
+
+A level is set on the model, as ``gradient_checkpointing_enable`` sets it, and read from there. Compiled layers
+recompute inside their own backward graph. A checkpoint around them would do the same, but it reads the random state,
+which no CUDA graph may, and it hides the single operations, among which ``"selective"`` chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from operator import getitem
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts, noop_context_fn
+
+from packing_core.errors import PackingError, UnsupportedError
+from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.attention import DecoderLayer
+
+Level = Literal["none", "selective", "full", "offload"]
+LEVELS: tuple[Level, ...] = get_args(Level)
+
+# Operators that pass over memory once; recomputing them costs less than what they would keep.
+_CHEAP = ("rope", "norm")
+_PRODUCTS = ("linear", "matmul", "mm", "addmm", "bmm")
+_WIDE = 2.0  # times as many columns out of a product as into it
+
+
+def set_level(model: nn.Module, level: Level) -> None:
+    """Let every decoder layer of a model keep what ``level`` says.
+
+    Args:
+        model: a transformers model, or a wrapper of one.
+        level: ``"none"`` keeps all that the backward reads. ``"selective"`` keeps the results of attention, of scans
+            and of products that are at most twice as wide as what they multiply, and recomputes the rest: norms,
+            rotations, activations and the wide half of an MLP. ``"full"`` keeps the input of each layer.
+            ``"offload"`` moves that to the host and back.
+
+    Raises:
+        PackingError, UnsupportedError: as :func:`check_level`.
+    """
+    root = causal_lm(model)
+    check_level(root, level)
+    if level == "none" and not level_layers(root):
+        return
+    # transformers 5.23 renamed them, and warns under the old names
+    name = "disable" if level == "none" else "enable"
+    change = getattr(root, f"activation_checkpointing_{name}", None) or getattr(root, f"gradient_checkpointing_{name}")
+    if level == "none":
+        change()
+    else:
+        change({"use_reentrant": False, "context_fn": _CONTEXTS[level]})
+
+
+def check_level(model: nn.Module, level: str) -> None:
+    """Check that a model can have a level of memory.
+
+    Raises:
+        PackingError: there is no such level.
+        UnsupportedError: the layers of the family cannot recompute.
+    """
+    if level not in LEVELS:
+        raise PackingError(f"memory={level!r} is no level: pass one of {', '.join(map(repr, LEVELS))}")
+    root = causal_lm(model)
+    if level != "none" and not getattr(root, "supports_gradient_checkpointing", False):
+        raise UnsupportedError(
+            f"layers of {type(root).__name__} cannot recompute what they do not keep (gradient checkpointing), so "
+            f'memory="{level}" is not possible: leave memory out'
+        )
+
+
+def level_layers(model: nn.Module) -> list[DecoderLayer]:
+    """Returns the layers of a model whose activations are recomputed."""
+    return [m for m in model.modules() if isinstance(m, DecoderLayer) and getattr(m, "gradient_checkpointing", False)]
+
+
+def level_of(model: nn.Module) -> Level:
+    """Returns the level of a model, however it was set."""
+    layers = level_layers(model)
+    if not layers:
+        return "none"
+    options = getattr(getattr(layers[0], "_gradient_checkpointing_func", None), "keywords", {})
+    return next((level for level, made in _CONTEXTS.items() if made is options.get("context_fn")), "full")
+
+
+def draws_random_numbers(model: nn.Module) -> bool:
+    """Returns whether dropout is in force somewhere, whose random numbers a layer that recomputes must draw again."""
+    if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules()):
+        return True
+    settings = causal_lm(model).config.get_text_config().to_dict()
+    return any(isinstance(x, float) and x > 0 for n, x in settings.items() if "dropout" in n or n.endswith("pdrop"))
+
+
+@contextmanager
+def recomputing_inside(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, compiled layers recompute by themselves, and transformers' checkpointing of them is off."""
+    for layer in layers:
+        layer.gradient_checkpointing = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.gradient_checkpointing = True  # type: ignore[assignment]
+
+
+@cache
+def marked(backend: Callable[..., Any], level: Level) -> Callable[..., Any]:
+    """Returns a backend of ``torch.compile`` whose graphs keep what ``level`` says; the same for the same arguments."""
+
+    def compile(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        mark(graph, level)
+        return backend(graph, inputs)
+
+    return backend if level == "none" else compile
+
+
+def mark(graph: torch.fx.GraphModule, level: Level) -> None:
+    """Mark the operations of a graph that Dynamo made, before it is differentiated.
+
+    The marks are those of ``torch.utils.checkpoint`` inside of a compiled function; they pass through tracing, and the
+    partitioner of forward and backward obeys them.
+    """
+    for part in _forward_parts(graph):
+        for node in part.nodes:
+            if node.op in ("call_function", "call_method", "call_module"):
+                kept = level == "selective" and _is_kept(node)
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
+                node.meta["ac_graph_id"] = 1
+
+
+def _forward_parts(graph: torch.fx.GraphModule) -> Iterator[torch.fx.Graph]:
+    """The graph and the forwards of the autograd functions in it."""
+    yield graph.graph
+    for node in graph.graph.nodes:
+        if getattr(node.target, "__name__", "") == "autograd_function_apply":
+            yield getattr(graph, node.args[0].target).graph
+
+
+def _is_kept(node: torch.fx.Node) -> bool:
+    if node.target is getitem:  # one of several results
+        return _is_kept(node.args[0])  # type: ignore[arg-type]
+    shapes = [x.meta.get("example_value") for x in (*node.all_input_nodes, node)]
+    return keeps(node.target, [x.shape for x in shapes if isinstance(x, Tensor)])
+
+
+def keeps(operation: Any, shapes: Sequence[torch.Size]) -> bool:
+    """Returns whether the selective level keeps what an operation returns.
+
+    Args:
+        operation: an operator, or a function of torch.
+        shapes: of its tensors, first and last those that it multiplies and returns.
+    """
+    name = getattr(operation, "__name__", str(operation)).partition(".")[0].rpartition("::")[2]
+    namespace = getattr(operation, "namespace", "")
+    if name in _PRODUCTS:
+        factor = shapes[1 if name == "addmm" else 0]
+        return shapes[-1][-1] <= _WIDE * factor[-1]
+    if namespace in ("", "aten", "prims"):
+        return "attention" in name
+    return not any(word in name for word in _CHEAP)
+
+
+def _selective() -> Any:
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def _offload() -> Any:
+    """No contexts: outside compiled layers, inputs stay on the device."""
+    return noop_context_fn()
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """The selective level for plain layers, as ``torch.utils.checkpoint`` asks for it."""
+    shapes = [x.shape for x in args if isinstance(x, Tensor)]
+    if getattr(operation, "__name__", "").partition(".")[0] in _PRODUCTS:
+        *_, first, second = shapes
+        shapes = [*shapes, torch.Size((*first[:-1], second[-1]))]
+    kept = bool(shapes) and keeps(operation, shapes)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# By which torch's checkpoint is told the level, and by which it is read back.
+_CONTEXTS: dict[Level, Any] = {"selective": _selective, "full": noop_context_fn, "offload": _offload}
+
+
+class Host:
+    """The inputs of compiled layers in page-locked memory of the host, from their forward to their backward.
+
+    Copies run on a stream of their own, beside the layers. All that they read and write keeps its address from step to
+    step, so a CUDA graph records them with the rest. The input of a layer is freed when the next layer but one begins,
+    and comes back while the layer above it computes its gradients.
+    """
+
+    def __init__(self) -> None:
+        self.buffers: list[Tensor] = []
+        self.stream: torch.cuda.Stream | None = None
+        self.leaving: list[tuple[Tensor, torch.cuda.Event]] = []  # copies to the host that nobody waited for
+        self.back: dict[int, tuple[Tensor, torch.cuda.Event]] = {}
+        self.count = 0
+
+    def begin(self) -> None:
+        """Begin with the first layer of a forward."""
+        self.count = 0
+        self.leaving.clear()
+        self.back.clear()
+
+    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns ``call`` of a layer, whose first tensor is kept on the host for its backward."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            hidden = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+            if not (hidden.is_cuda and torch.is_grad_enabled()):
+                return call(*args, **kwargs)
+            with saved_tensors_hooks(partial(self._leave, hidden.data_ptr(), hidden.shape), self._return):
+                return call(*args, **kwargs)
+
+        return run
+
+    def _leave(self, address: int, shape: torch.Size, x: Tensor) -> Any:
+        if x.data_ptr() != address or x.numel() != shape.numel():
+            return x
+        number, self.count = self.count, self.count + 1
+        if number == len(self.buffers):
+            self.buffers.append(_page_locked(x))
+        while len(self.leaving) > 1:
+            self._settle()
+        self.leaving.append((x, self._copy(self.buffers[number], x)))
+        return number
+
+    def _return(self, kept: Any) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        while self.leaving:
+            self._settle()
+        here, copied = self.back.pop(kept, None) or self._fetch(kept)
+        torch.cuda.current_stream().wait_event(copied)
+        if kept > 0:
+            self.back[kept - 1] = self._fetch(kept - 1)
+        return here
+
+    def _settle(self) -> None:
+        """Let the layers wait for the oldest copy to the host, before what it read is freed."""
+        _, copied = self.leaving.pop(0)
+        torch.cuda.current_stream().wait_event(copied)
+
+    def _fetch(self, number: int) -> tuple[Tensor, torch.cuda.Event]:
+        there = self.buffers[number]
+        here = torch.empty_like(there, device=torch.cuda.current_device())
+        return here, self._copy(here, there)
+
+    def _copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event:
+        self.stream = self.stream or torch.cuda.Stream()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            target.copy_(source.view_as(target), non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+        return copied
+
+
+def _page_locked(x: Tensor) -> Tensor:
+    try:
+        return torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    except RuntimeError as error:
+        size = x.numel() * x.element_size() / 2**30
+        raise UnsupportedError(
+            f'memory="offload" needs {size:.2f} GiB of page-locked memory for each layer, and the host has no more: '
+            'pass memory="full", or shorter rows'
+        ) from error
