@@ -5,7 +5,7 @@ BIN := .venv/bin
 INTERPRETED := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test gate-part gate-part-interpreted test-rest test-all test-gpu test-two-gpus test-bounds lint types docs clean
+.PHONY: demo test test-quick gate-part gate-part-interpreted test-rest test-all test-gpu test-two-gpus test-bounds lint types docs clean
 
 demo: .venv/.demo
 	$(BIN)/crosspack train --compare --steps 24 --output runs/demo --overwrite
@@ -13,15 +13,18 @@ demo: .venv/.demo
 # The tiers of the suite: CONTRIBUTING.md, tests/tiers.py. Two workers on two cores: with a thread for every core each,
 # torch's threads would wait for one another.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-SUITE = $(PYTEST) tests --numprocesses 2 --dist loadscope
+SUITE = $(PYTEST) tests --numprocesses 2 --dist loadscope --no-loadscope-reorder
 # `make test-all SHARD=2/6` runs one of six shards; the conformance suite belongs to the last one.
 SHARDED = $(if $(SHARD),--shard $(SHARD))
 LAST = $(if $(SHARD),$(filter $(lastword $(subst /, ,$(SHARD))),$(firstword $(subst /, ,$(SHARD)))),yes)
 
 # Each backend is judged by a seventh of the requirements, neighbours by different ones: every requirement on some backend.
+# All at once: the gate's two parts fill the time in which one of the two workers has nothing left to do.
 test: .venv/.dev
+	$(MAKE) --jobs 3 test-quick gate-part gate-part-interpreted
+
+test-quick: .venv/.dev
 	$(SUITE) --tier quick
-	$(MAKE) --jobs 2 gate-part gate-part-interpreted
 
 gate-part: .venv/.dev
 	$(PYTEST) conformance --all --part 1/7

@@ -74,6 +74,7 @@ def test_gradients_of_a_packed_batch(judge: Judge) -> None:
 
 
 @requirement("GRAD-10")
+@pytest.mark.heavy
 @pytest.mark.parametrize("lengths", [LONG_DOCUMENTS, MANY_DOCUMENTS], ids=["long", "many"])
 def test_gradients_of_long_rows(judge: Judge, lengths: tuple[int, ...]) -> None:
     drawn = models.drawn(judge, *lengths)

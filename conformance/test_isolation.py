@@ -137,6 +137,7 @@ def test_segments_that_start_beside_tiles(judge: Judge, row: int, where: tuple[i
 
 
 @requirement("ISO-12")
+@heavy
 @pytest.mark.parametrize("lengths", [LONG_DOCUMENTS, MANY_DOCUMENTS], ids=["long", "many"])
 def test_documents_of_long_rows_are_isolated(judge: Judge, lengths: tuple[int, ...]) -> None:
     case, drawn = models.long_case(judge), models.drawn(judge, *lengths)

@@ -12,9 +12,13 @@ Triton. The variable does not stay set: the code under test sees it in the tests
 import logging
 import os
 import signal
-from collections.abc import Generator, Iterator
-from importlib.util import find_spec
+import sys
+from collections.abc import Generator, Iterator, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import PathFinder
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -30,14 +34,32 @@ settings.load_profile("untimed")
 for name, value in sharing.environment(Path(__file__).parents[1] / ".pytest_cache" / "jax").items():
     os.environ.setdefault(name, value)
 
-if find_spec("torch") and find_spec("triton") and "TRITON_INTERPRET" not in os.environ:
-    import torch
 
-    if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"
-        import triton  # noqa: F401
+class Interpretable(MetaPathFinder):
+    """Finds Triton such that its import sets ``TRITON_INTERPRET`` for as long as it takes, where there is no GPU.
 
-        del os.environ["TRITON_INTERPRET"]
+    An import hook, because tests of NumPy's packages then need neither torch nor Triton.
+    """
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
+        spec = PathFinder.find_spec(name, path) if name == "triton" else None
+        if spec is None or spec.loader is None or "TRITON_INTERPRET" in os.environ:
+            return None
+        load = spec.loader.exec_module
+
+        def interpretable(module: ModuleType) -> None:
+            import torch
+
+            with pytest.MonkeyPatch.context() as patch:
+                if not torch.cuda.is_available():
+                    patch.setenv("TRITON_INTERPRET", "1")
+                load(module)
+
+        spec.loader.exec_module = interpretable  # type: ignore[method-assign]
+        return spec
+
+
+sys.meta_path.insert(0, Interpretable())
 
 
 @pytest.fixture(autouse=True)
@@ -57,15 +79,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    marked = {item.path for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("two_gpus")}
-    if unseen := marked - set(gpu.files()):
+    on_gpus = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("two_gpus")]
+    if unseen := {item.path for item in on_gpus} - set(gpu.files()):
         raise pytest.UsageError(f"python -m tests.gpu does not see the tests of {min(unseen)}: see files() there")
     chosen = any(not Path(argument.partition("::")[0]).is_dir() for argument in config.args)
     tier = "all" if chosen or config.getoption("keyword") else config.getoption("tier")
     kept = {item.nodeid for item in items}
     if tier != "all":
-        slow = {item.nodeid for item in items if item.get_closest_marker("slow")}
-        quick = tiers.quick([item.nodeid for item in items], slow, tiers.reached(tiers.changed_files()))
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        left_out = [item.nodeid for item in slow + on_gpus]
+        quick = tiers.quick([item.nodeid for item in items], left_out, tiers.reached(tiers.changed_files()))
         kept = quick if tier == "quick" else kept - quick
     if config.getoption("shard"):
         number, _, of = config.getoption("shard").partition("/")
@@ -74,6 +97,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = {name for name in kept if name.partition("::")[0] in mine}
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
     items[:] = [item for item in items if item.nodeid in kept]
+    if hasattr(config, "workerinput"):  # one of several workers: the long files first, so that they end together
+        durations = tiers.recorded()
+        items.sort(key=lambda item: -durations.get(item.nodeid.partition("::")[0], tiers.UNKNOWN))
 
 
 @pytest.hookimpl(wrapper=True)

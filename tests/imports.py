@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -21,21 +21,23 @@ def files_of(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
-def imports_of(file: Path, *, everywhere: bool) -> Iterator[str]:
-    """Yields the modules that a file imports; without ``everywhere`` only those that are imported when it is loaded."""
+@cache
+def imports_of(file: Path, *, everywhere: bool) -> tuple[str, ...]:
+    """Returns the modules that a file imports; without ``everywhere`` only those imported when it is loaded."""
+    found: list[str] = []
     nodes: list[ast.AST] = [ast.parse(file.read_text())]
     while nodes:
         node = nodes.pop()
         for child in ast.iter_child_nodes(node):
             inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
             typing = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
-            if everywhere or not (inside or typing):
+            if (everywhere or not (inside or typing)) and not isinstance(child, ast.expr):  # no import is in one
                 nodes.append(child)
         if isinstance(node, ast.Import):
-            yield from (name.name for name in node.names)
+            found += [name.name for name in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            for name in node.names:
-                yield home(node.module, name.name)
+            found += [home(node.module, name.name) for name in node.names]
+    return tuple(found)
 
 
 def home(module: str, name: str) -> str:

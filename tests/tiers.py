@@ -1,7 +1,8 @@
 """Tiers of the suite: what ``make test`` runs, and what ``make test-all`` adds. The same for the same commit.
 
 ``--tier quick`` (``make test``) runs the tests of `WHOLE` with all of their cases, and of every other test one case,
-but no test that is marked ``slow``. Test files that import a module that differs from the main branch run whole.
+but no test that is marked ``slow`` or needs a GPU. Test files that import a module that differs from the main branch
+run whole.
 ``--tier rest`` runs what ``quick`` leaves out. ``--tier all`` runs everything, which is also the default: whoever names
 a file, a test, ``-k`` or ``-m`` gets all that were named. ``--shard K/N`` takes the files of one of N shards, of about
 equal time by the durations in ``tests/durations.json``.
@@ -25,15 +26,15 @@ DURATIONS = ROOT / "tests" / "durations.json"
 UNKNOWN = 10.0  # seconds of a file that has no recorded duration
 
 
-def quick(ids: Sequence[str], slow: Iterable[str], whole: Iterable[str] = ()) -> set[str]:
+def quick(ids: Sequence[str], left_out: Iterable[str], whole: Iterable[str] = ()) -> set[str]:
     """Returns the tests of ``make test`` among these, by their ids ``file::test[case]``.
 
     Args:
         ids: all ids that were collected, the cases of a test in order.
-        slow: those that are marked ``slow``.
+        left_out: those that are marked ``slow`` or need a GPU. A case that is skipped would stand for the others.
         whole: files that run whole.
     """
-    slow, whole = set(slow), set(whole)
+    left_out, whole = set(left_out), set(whole)
     cases: dict[str, list[str]] = defaultdict(list)
     for name in ids:
         cases[name.partition("[")[0]].append(name)
@@ -43,7 +44,7 @@ def quick(ids: Sequence[str], slow: Iterable[str], whole: Iterable[str] = ()) ->
         if file in whole:
             taken.update(named)
             continue
-        left = [name for name in named if name not in slow]
+        left = [name for name in named if name not in left_out]
         if file.startswith(WHOLE):
             taken.update(left)
         elif left:  # another place for every test, so that together they meet every backend and every option

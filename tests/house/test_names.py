@@ -50,9 +50,9 @@ def test_a_name_that_hides_a_sub_package_is_found(tmp_path: Path) -> None:
 
 def messages(code: str) -> list[str]:
     """Texts in a module that are no docstrings: what it raises, warns of and prints."""
-    tree = ast.parse(code)
-    statements = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in statements]
+    nodes = list(ast.walk(ast.parse(code)))
+    statements = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    texts = [node for node in nodes if isinstance(node, ast.Constant) and id(node) not in statements]
     return [text.value for text in texts if isinstance(text.value, str) and " " in text.value.strip()]
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests import tiers
+from tests import conftest, tiers
 from tests.durations import seconds_by_file
 from tests.imports import ROOT
 from tests.processes import run
@@ -34,7 +35,7 @@ def test_tests_take_different_cases_so_that_together_they_meet_all() -> None:
     assert len(taken) > 3
 
 
-def test_a_test_whose_chosen_case_is_slow_takes_another() -> None:
+def test_a_test_whose_chosen_case_is_slow_or_needs_a_gpu_takes_another() -> None:
     (chosen,) = tiers.quick(MANY, ())
     (other,) = tiers.quick(MANY, [chosen])
     assert other != chosen
@@ -56,6 +57,31 @@ def test_a_file_that_a_change_reaches_runs_whole_with_its_slow_tests() -> None:
 )
 def test_a_change_reaches_the_tests_that_import_it(changed: str, reached: str) -> None:
     assert reached in tiers.reached([changed])
+
+
+def collected(marks: dict[str, str]) -> list[SimpleNamespace]:
+    """Stands for the cases of eight tests, each with its mark."""
+    path = ROOT / "tests" / "torch_backend" / "test_conv.py"
+    name = path.relative_to(ROOT).as_posix()
+    return [
+        SimpleNamespace(nodeid=f"{name}::test_{test}[{case}]", path=path, get_closest_marker=mark.__eq__)
+        for test in "abcdefgh"
+        for case, mark in marks.items()
+    ]
+
+
+def test_no_case_that_needs_a_gpu_or_is_slow_stands_for_the_others() -> None:
+    items = collected({"a": "gpu", "b": "slow", "c": "", "d": "two_gpus"})
+    options = {"tier": "quick", "keyword": "", "shard": None}
+    hook = SimpleNamespace(pytest_deselected=lambda items: None)
+    conftest.pytest_collection_modifyitems(SimpleNamespace(args=["tests"], getoption=options.get, hook=hook), items)
+    assert [item.nodeid.partition("[")[2] for item in items] == ["c]"] * 8
+
+
+def test_the_set_up_of_the_suite_imports_no_framework() -> None:
+    """Tests of NumPy's packages start at once, as does the process that hands tests to workers."""
+    code = "import sys, tests.conftest; print({'torch', 'jax', 'triton', 'transformers'} & set(sys.modules))"
+    assert run([sys.executable, "-c", code], cwd=ROOT).stdout.strip() == "set()"
 
 
 def test_a_page_of_the_docs_reaches_no_test() -> None:

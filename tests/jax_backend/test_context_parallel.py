@@ -187,7 +187,7 @@ def test_two_gpus_give_what_one_gives(method: str, width: int) -> None:
         assert np.linalg.norm(one[:, back] - other) < 0.01 * np.linalg.norm(other)
 
 
-@pytest.mark.parametrize("method", ["all_gather_kv", "ring"])
+@pytest.mark.parametrize("method", ["all_gather_kv", pytest.param("ring", marks=pytest.mark.slow)])
 def test_gradients_of_bfloat16_keys_are_added_over_devices_in_float32(method: str) -> None:
     """Errors against float32 gradients of the same values do not grow with the devices that share a row."""
     ids = jnp.ones((1, S), jnp.int32)
@@ -210,7 +210,7 @@ def test_gradients_of_bfloat16_keys_are_added_over_devices_in_float32(method: st
     wanted = grad(*operands)
     grad, operands = gradients(alone, arrays)
     once = errors(grad(*operands))  # rounded, and not added
-    for devices in (1, 2, 4, 8):
+    for devices in (2, 8):
         starts = np.arange(0, S, S // 8)  # eight chunks in their natural order
         mesh = mesh_of(context=devices)
         attend = partial(context_attention, mesh=mesh, method=method, chunk_starts=starts, implementation="xla")

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from conformance.pairwise import pairwise
 from packing_core import reference as oracle
 from packing_core.errors import LayoutError, UnsupportedError
 from torch_backend.ops.attention import attention, sdpa
@@ -50,7 +51,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=["sdpa", "sdpa in small blocks", "reference"])
+IMPLEMENTATIONS = ["sdpa", "sdpa in small blocks", "reference"]
+SHAPES = [(4, 4, 16, 16), (4, 2, 16, 16), (4, 1, 8, 12), (4, 2, 24, 16)]
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """sdpa as it is takes documents of these lengths in one block of scores; in small ones it cuts nearly all."""
     if request.param == "sdpa in small blocks":
@@ -59,8 +64,11 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     return str(request.param).partition(" ")[0]
 
 
-@pytest.mark.parametrize("shape", [(4, 4, 16, 16), (4, 2, 16, 16), (4, 1, 8, 12), (4, 2, 24, 16)])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    ("name", "implementation", "shape"),
+    [tuple(x.values()) for x in pairwise({"name": [*OPTIONS], "implementation": IMPLEMENTATIONS, "shape": SHAPES})],
+    indirect=["implementation"],
+)
 def test_values_and_gradients_are_the_oracles(name: str, implementation: str, shape: tuple[int, ...]) -> None:
     options = OPTIONS[name]
     q, k, v = (x.requires_grad_() for x in inputs(*shape))
