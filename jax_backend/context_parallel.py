@@ -123,6 +123,11 @@ def context_attention(
             not those of `balance_tokens`.
         PackingError: an unknown method, or an axis that the mesh lacks.
     """
+    if not isinstance(mesh, Mesh):
+        raise PackingError(
+            f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}: make one with "
+            f"jax.make_mesh((jax.device_count(),), ({axis!r},))"
+        )
     if method not in METHODS:
         raise PackingError(f"method is {method!r}: pass {' or '.join(METHODS)}")
     if axis not in mesh.shape:

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_backend.attention.sharding import is_whole, platform_of
+from jax_backend.differentiation import reverse_mode
 from jax_backend.lacking import missing
 from jax_backend.losses.cross_entropy import IGNORED
 from jax_backend.placement import refuse_varying, takes_explicit_axes
@@ -29,6 +30,10 @@ from packing_core.errors import LayoutError, PackingError
 _ENTRIES, _POWERS = 2**28, 5 * 2**26
 _MULTIPLE = 128
 _LARGEST = 2.0**80  # sum of powers (a loss of 55) above which they may have lost what they stand for
+_FORWARD_MODE = (
+    "linear_cross_entropy has a gradient in reverse mode alone (jax.grad, jax.vjp): for forward mode (jax.jvp, "
+    "jax.jacfwd, jax.hessian) pass the logits to packed_cross_entropy"
+)
 _FAR = 1e30  # a base that every power vanishes beside
 
 
@@ -117,6 +122,7 @@ def linear_cross_entropy(
         options = _LossOptions(softcap, logit_scale, long if powers else min(short, tokens), transposed, powers)
         return _loss_sum(options, hidden.reshape(tokens, -1), weight, labels.ravel(), factors.ravel())[None]
 
+    hidden, weight = reverse_mode(_FORWARD_MODE, hidden, weight)
     if mesh is None:
         refuse_varying("linear_cross_entropy", hidden, weight)
         return run(hidden, weight, labels, factors).sum(), factors.sum()

@@ -28,7 +28,7 @@ from jax_backend.model.linear import PLAIN
 from jax_backend.model.moe import Balance
 from jax_backend.model.rope import apply_rope
 from jax_backend.placement import auto_axes, explicit_mesh, spec_of, takes_explicit_axes
-from jax_backend.segments import find_segments
+from jax_backend.segments import check_positions, find_segments
 from packing_core.errors import PackingError, UnsupportedError
 
 # what a recomputed layer keeps for its backward; "attention" is what the attention's own backward reads of its forward
@@ -150,6 +150,8 @@ class Decoder(nnx.Module):
         self.implementation = implementation
         self.max_segments = max_segments
         self.mesh = mesh
+        if not (mesh is None or isinstance(mesh, Mesh | NamedSharding)):
+            raise PackingError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
         if not isinstance(remat, bool) and remat not in REMAT:
             raise PackingError(f"remat is {remat!r}: pass True, False or one of {', '.join(REMAT)}")
 
@@ -163,6 +165,7 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, Balance]:
         """Last hidden states [B, S, M], and how the routers of all sparse layers spread the real tokens."""
         config = self.config
+        check_positions(segment_ids, position_ids)
 
         def rotate(q_BSND: jax.Array, k_BSKD: jax.Array, *, local: bool) -> tuple[jax.Array, ...]:
             frequencies, scale = turns[local and config.local_rope is not None]

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jax_backend.differentiation import reverse_mode
 from jax_backend.placement import refuse_varying, spec_of, takes_explicit_axes
 from jax_backend.scan import chunked_scan
 from jax_backend.scan.chunked_scan import Carry, Inputs, Rule
@@ -213,7 +214,13 @@ def _scan(
     initial_state: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Outputs [B, S, N, E] and last states [B, N, D, E], float32; all shapes fit each other."""
-    refuse_varying("gated_delta_rule" if rule.corrects else "ssd", q, k, v)
+    name = "gated_delta_rule" if rule.corrects else "ssd"
+    refuse_varying(name, q, k, v)
+    k, v, g, strength, initial_state = reverse_mode(
+        f"{name} has a gradient in reverse mode alone: take jax.grad or jax.vjp, and not jax.jvp, jax.jacfwd or "
+        "jax.hessian",
+        *(k, v, g, strength, initial_state),
+    )
     (rows, _, heads, width), group = q.shape, v.shape[2] // q.shape[2]
     runs = run_numbers(find_segments(segment_ids))
 
