@@ -19,7 +19,7 @@ import packing_core
 from jax_backend.batches import to_batch
 from jax_backend.losses.cross_entropy import packed_cross_entropy
 from jax_backend.model.decoder import Decoder
-from packing_core.errors import LayoutError
+from packing_core.errors import LayoutError, PackingError
 
 _INPUTS = ("input_ids", "segment_ids", "position_ids")
 Call = Callable[[Any, dict[str, jax.Array]], jax.Array]
@@ -98,6 +98,10 @@ def audit(
         window: the widest sliding window of the model; None for a `Decoder`'s own, or none.
         dtype: the coarsest one that the model computes in; None for the coarser of its weights' and its logits'. The
             tolerance is twice the change that rounding every weight to another neighbour in that dtype makes.
+
+    Raises:
+        PackingError: the model is no ``nnx`` module, and there is no ``call``.
+        LayoutError: it gives no logits [B, S, V].
     """
     if isinstance(model, Decoder):
         window = max((w for w in model.config.windows if w), default=None)
@@ -162,6 +166,11 @@ class _Model:
     """A model as a function of its floating-point weights and a batch."""
 
     def __init__(self, model: Any, call: Call | None) -> None:
+        if call is None and not isinstance(model, nnx.Module):
+            raise PackingError(
+                f"audit takes an nnx module, got {type(model).__name__}: for other models pass their weights, and call="
+                " from (weights, batch) to logits, such as lambda weights, batch: module.apply(weights, **batch)"
+            )
         call = call or (lambda model, batch: model(*batch.values()))
         if isinstance(model, nnx.Module):
             still = nnx.clone(model)

@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_backend.attention import merge_attention, segment_attention
+from jax_backend.placement import over_devices
 from jax_backend.segments import checked_ids, find_segments, is_concrete, run_numbers
 from packing_core.errors import LayoutError, PackingError
 
@@ -122,6 +123,11 @@ def context_attention(
             not those of `balance_tokens`.
         PackingError: an unknown method, or an axis that the mesh lacks.
     """
+    if not isinstance(mesh, Mesh):
+        raise PackingError(
+            f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}: make one with "
+            f"jax.make_mesh((jax.device_count(),), ({axis!r},))"
+        )
     if method not in METHODS:
         raise PackingError(f"method is {method!r}: pass {' or '.join(METHODS)}")
     if axis not in mesh.shape:
@@ -137,12 +143,11 @@ def context_attention(
     segment_ids = checked_ids("segment_ids", segment_ids, q.shape[:2])
     local = partial(_gathered if method == "all_gather_kv" else _ring, axis=axis, shards=shards, options=options)
     by_head, by_token = P(rows, axis, heads), P(rows, axis)
-    run = jax.shard_map(
+    run = over_devices(
         partial(_with_sinks, local, axis),
-        mesh=mesh,
+        mesh,
         in_specs=(by_head, by_head, by_head, by_token, P(), P(heads)),
         out_specs=by_head,
-        check_vma=False,  # a kernel's outputs carry no varying axes
     )
     return run(q, k, v, segment_ids, jnp.asarray(starts, jnp.int32), sinks)
 

@@ -6,14 +6,18 @@ every process of a job gives the rows of its own devices.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import wraps
+from inspect import signature
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from packing_core.errors import LayoutError, PackingError, UnsupportedError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def auto_axes(mesh: Mesh) -> Mesh:
@@ -85,6 +89,77 @@ def place_rows(arrays: Mapping[str, Any], mesh: Mesh) -> dict[str, jax.Array]:
     return placed
 
 
+def over_devices(
+    call: Callable[..., Any], mesh: Mesh | AbstractMesh, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """``call`` on every device's own part of the operands, for kernels, whose outputs carry no varying axes."""
+    mapped = jax.shard_map(call, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    if AxisType.Explicit not in mesh.axis_types:
+        return mapped
+
+    def resharded(*operands: Any) -> Any:
+        """Explicit axes must match exactly, and the ids may be whole where q is spread."""
+        given = []
+        for operand, spec in zip(operands, in_specs, strict=True):
+            to = NamedSharding(mesh, spec)
+            given.append(jax.tree.map(lambda x, to=to: jax.sharding.reshard(x, to), operand))
+        return mapped(*given)
+
+    return resharded
+
+
+def spec_of(array: jax.Array) -> PartitionSpec:
+    """How an array is spread, by its type: only explicit axes are part of it."""
+    return jax.typeof(array).sharding.spec
+
+
+def explicit_mesh(tree: Any) -> Mesh | AbstractMesh | None:
+    """The mesh over whose explicit axes an array of the tree is spread, with its devices if they are known, or None."""
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.Array):
+            typed = jax.typeof(leaf).sharding
+            if AxisType.Explicit in typed.mesh.axis_types and any(part is not None for part in typed.spec):
+                return typed.mesh if isinstance(leaf, jax.core.Tracer) else leaf.sharding.mesh  # type: ignore[attr-defined]
+    return None
+
+
+def takes_explicit_axes(results: Callable[[Mapping[str, Any]], Any]) -> Callable[[Function], Function]:
+    """Decorates a function of arrays so that it takes arrays over explicit axes, which ``jax.make_mesh`` makes.
+
+    On explicit axes JAX wants to know how the result of every single operation is spread. Inside the function the axes
+    are Auto and the compiler decides, as it does where all axes are Auto.
+
+    Args:
+        results: gives the PartitionSpecs of what the function returns, a tree or a prefix of one, from the call's
+            arguments by name.
+    """
+
+    def decorate(function: Function) -> Function:
+        @wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            leaves, tree = jax.tree.flatten((args, kwargs))
+            mesh = explicit_mesh(leaves)
+            if mesh is None:
+                return function(*args, **kwargs)
+            is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
+
+            def call(arrays: list[Any]) -> Any:
+                given = iter(arrays)
+                whole = [next(given) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
+                args, kwargs = jax.tree.unflatten(tree, whole)
+                return function(*args, **kwargs)
+
+            specs = results(signature(function).bind(*args, **kwargs).arguments)
+            spread = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
+                return jax.sharding.auto_axes(call, out_sharding=spread)(arrays)
+
+        return run  # type: ignore[return-value]  # wraps keeps the signature
+
+    return decorate
+
+
 def to_host(array: jax.Array) -> np.ndarray:
     """The whole array in this process's memory, from wherever its shards are; all processes must call it."""
     if array.is_fully_addressable or array.is_fully_replicated:
@@ -109,20 +184,3 @@ def refuse_varying(what: str, *arrays: jax.Array) -> None:
                 f"{what} runs inside a shard_map over {', '.join(sorted(axes))} that checks its outputs' axes, which "
                 "loops and kernels do not name: pass jax.shard_map(..., check_vma=False)"
             )
-
-
-def refuse_explicit(what: str, array: jax.Array) -> None:
-    """Refuses an array that is spread over explicit axes, which ``jax.make_mesh`` makes by default.
-
-    Raises:
-        UnsupportedError: it is.
-    """
-    sharding = jax.typeof(array).sharding
-    kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
-    used = [name for part in sharding.spec for name in (part if isinstance(part, tuple) else (part,)) if name]
-    if axes := [name for name in used if kinds[name] is AxisType.Explicit]:
-        raise UnsupportedError(
-            f"{what} got rows over the explicit axes {', '.join(axes)}: make the mesh with "
-            f"jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,) * {len(kinds)}), call it inside "
-            "jax.shard_map(..., check_vma=False), or train by make_train_step(model, tx, mesh), which takes any mesh"
-        )

@@ -169,6 +169,27 @@ def segment_positions(segment_ids: jax.Array) -> jax.Array:
     return jnp.where(segments.key_end > 0, at - segments.key_begin, 0)
 
 
+def check_positions(segment_ids: Any, position_ids: Any) -> None:
+    """Looks for positions that begin again inside a segment, which a 0/1 attention mask given as ids has.
+
+    Args:
+        segment_ids, position_ids: [..., S]; nothing is read of traced arrays.
+
+    Raises:
+        LayoutError: there are some.
+    """
+    if not (is_concrete(segment_ids) and is_concrete(position_ids)):
+        return
+    ids, positions = np.asarray(segment_ids), np.asarray(position_ids)
+    again = (positions[..., 1:] == 0) & (ids[..., 1:] == ids[..., :-1]) & (ids[..., 1:] != 0)
+    if again.any():
+        *row, before = (int(i) for i in np.argwhere(again)[0])
+        raise LayoutError(
+            f"position_ids begin again at token {before + 1} of row {row[-1]}, inside a segment: segment_ids number "
+            "the documents of a row 1, 2, 3 and so on, and a 0/1 attention mask makes one document of all of them"
+        )
+
+
 def segment_starts(segment_ids: jax.Array) -> jax.Array:
     """True at the first token of each run, padding runs included, bool [B, S]."""
     first = jnp.ones_like(segment_ids[:, :1], bool)

@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from jax_backend.attention.request import Request, check_arrays, check_options
+from jax_backend.attention.request import FORWARD_MODE, Request, check_arrays, check_options, checked_sinks
 from jax_backend.attention.sharding import left_to_compiler, platform_of, sharding_of, spread
+from jax_backend.differentiation import reverse_mode
 from jax_backend.lacking import lacking
 from jax_backend.placement import refuse_varying
 from jax_backend.segments import Segments, cap_segments, find_segments
@@ -107,8 +108,14 @@ def segment_attention(
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     if not (mesh is None or isinstance(mesh, Mesh | NamedSharding)):
         raise PackingError(f"mesh must be a jax.sharding.Mesh or the NamedSharding of q, got {type(mesh).__name__}")
-    sinks = None if sinks is None else jnp.asarray(sinks)
-    check_options(heads=q.shape[2], scale=scale, window=window, softcap=softcap, sinks=sinks, max_segments=max_segments)
+    sinks = checked_sinks(sinks, q.shape[2])
+    check_options(
+        causal=causal,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        max_segments=max_segments,
+    )
     segments = _segments(q, k, segment_ids, kv_segment_ids, q_offset, max_segments)
     request = request_for(
         q,
@@ -141,6 +148,8 @@ def segment_attention(
         attend: Callable[..., Any] = partial(module.attend, request=request)
     else:
         attend = spread(sharding, request, run=lambda local: choose(local, implementation).attend)
+    if implementation != "xla":
+        q, k, v = reverse_mode(FORWARD_MODE, q, k, v)
     out, lse = attend(q, k, v, segments, offset)
     if sinks is not None:
         # exp(lse) / (exp(lse) + exp(sink)) is what the sink leaves of every weight.

@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_backend.attention.request import Request, saved
+from jax_backend.attention.request import SECOND_ORDER, Request, saved
 from jax_backend.attention.xla import einsum
+from jax_backend.differentiation import first_order, once
 from jax_backend.segments import Interval, Segments, seeing_queries, visible_keys
 
 BLOCK = 128  # tokens of a block of queries and of a block of keys; measured on a CPU
@@ -76,6 +77,7 @@ def _attend(
 def _attend_fwd(
     request: Request, q: jax.Array, k: jax.Array, v: jax.Array, keys: Interval, queries: Interval
 ) -> tuple[Any, Any]:
+    q, k, v = first_order(SECOND_ORDER, q, k, v)
     out, lse = saved(_attend(request, q, k, v, keys, queries))
     return (out, lse), (q, k, v, keys, queries, out, lse)
 
@@ -120,7 +122,7 @@ def _attend_bwd(request: Request, kept: Any, cotangents: tuple[jax.Array, jax.Ar
     return _over_blocks(dq_block, q.shape[1]), dk, dv, None, None
 
 
-_attend.defvjp(_attend_fwd, _attend_bwd)
+_attend.defvjp(_attend_fwd, once(_attend_bwd, SECOND_ORDER))
 
 
 def _raw_logits(q: jax.Array, k: jax.Array, request: Request) -> tuple[jax.Array, jax.Array | float]:

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_backend.attention import mosaic_backward, mosaic_forward, mosaic_tiles
-from jax_backend.attention.request import Request, saved
+from jax_backend.attention.request import SECOND_ORDER, Request, saved
+from jax_backend.differentiation import first_order, once
 from jax_backend.lacking import lacking, missing
 from jax_backend.segments import Interval, Segments, seeing_queries, visible_keys
 
@@ -65,6 +66,7 @@ def _on_hopper(request: Request, wins: bool) -> bool:
 def _attend_fwd(
     request: Request, q: jax.Array, k: jax.Array, v: jax.Array, keys: Interval, queries: Interval
 ) -> tuple[Any, Any]:
+    q, k, v = first_order(SECOND_ORDER, q, k, v)
     out, lse = saved(_attend(request, q, k, v, keys, queries))
     # Planned here, where the compiler sees that layers plan alike: remat would plan for each layer anew.
     return (out, lse), (q, k, v, keys, saved(_plan(request, queries)), out, lse)
@@ -97,4 +99,4 @@ def _attend_bwd(request: Request, kept: Any, cotangents: tuple[jax.Array, jax.Ar
 
 
 # Under a jit of their own the layers of a model, which ask for the same, share one compiled kernel.
-_attend.defvjp(jax.jit(_attend_fwd, static_argnums=0), jax.jit(_attend_bwd, static_argnums=0))
+_attend.defvjp(jax.jit(_attend_fwd, static_argnums=0), jax.jit(once(_attend_bwd, SECOND_ORDER), static_argnums=0))

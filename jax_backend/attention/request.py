@@ -13,10 +13,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from packing_core.errors import LayoutError, PackingError
 
+FORWARD_MODE = (
+    "segment_attention has a gradient in reverse mode alone (jax.grad, jax.vjp): for forward mode (jax.jvp, "
+    "jax.jacfwd, jax.hessian) pass implementation='xla'"
+)
+SECOND_ORDER = (
+    "the gradient of segment_attention is not differentiated again: for second derivatives pass implementation='xla'"
+)
 LOG2E = math.log2(math.e)  # kernels take powers of two
 FLOATING = ("bfloat16", "float16", "float32")
 SAVED = "segment_attention"  # the name under which policies of jax.checkpoint find what a backward reads of its forward
@@ -81,20 +89,36 @@ def check_arrays(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
         raise LayoutError(f"q {q.shape} and v {v.shape} must not be empty")
 
 
+def checked_sinks(sinks: Any, heads: int) -> jax.Array | None:
+    """Returns the sinks, one number for each of ``heads``, as an array; None for none.
+
+    Raises:
+        LayoutError: they are something else.
+    """
+    if sinks is None:
+        return None
+    wanted = f"sinks must have one logit per query head, shape ({heads},), got"
+    try:
+        array = jnp.asarray(sinks)
+    except (TypeError, ValueError) as error:
+        raise LayoutError(f"{wanted} {sinks!r}") from error
+    if array.shape != (heads,):
+        raise LayoutError(f"{wanted} {array.shape}")
+    return array
+
+
 def check_options(
     *,
-    heads: int,
+    causal: bool,
     scale: float | None,
     window: int | None,
     softcap: float | None,
-    sinks: jax.Array | None,
     max_segments: int | None,
 ) -> None:
     """Check the ranges of one call's options.
 
     Raises:
         PackingError: an option is out of its range.
-        LayoutError: ``sinks`` is not [N].
     """
     for name, value in (("window", window), ("max_segments", max_segments), ("softcap", softcap), ("scale", scale)):
         if isinstance(value, jax.core.Tracer):
@@ -108,6 +132,10 @@ def check_options(
     for name, value in (("softcap", softcap), ("scale", scale)):
         if value is not None and not hasattr(value, "__float__"):
             raise PackingError(f"{name} must be a number or None, got {value!r}")
+        if getattr(value, "ndim", 0):
+            raise PackingError(f"{name} must be one number, got an array of shape {value.shape}: multiply q instead")
+    if not isinstance(causal, bool | np.bool_):
+        raise PackingError(f"causal must be True or False, got {causal!r}")
     if window is not None and window < 1:
         raise PackingError(f"window is {window}: it counts visible keys, the query's own included, so it is at least 1")
     if max_segments is not None and max_segments < 1:
@@ -115,5 +143,3 @@ def check_options(
     for name, value in (("softcap", softcap), ("scale", scale)):
         if value is not None and not (0 < value < math.inf):
             raise PackingError(f"{name} is {value}: it must be positive and finite; pass None for none")
-    if sinks is not None and jnp.shape(sinks) != (heads,):
-        raise LayoutError(f"sinks must have one logit per query head, shape ({heads},), got {jnp.shape(sinks)}")

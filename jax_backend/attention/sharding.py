@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_backend.attention.request import Request
+from jax_backend.placement import over_devices
 from packing_core.errors import LayoutError, UnsupportedError
 
 
@@ -59,27 +60,7 @@ def spread(
     )
     per_head = P(by_row, None, by_head)
     in_specs = (per_head, per_head, per_head, P(by_row), P())
-    mapped = jax.shard_map(
-        partial(run(local), request=local),
-        mesh=sharding.mesh,
-        in_specs=in_specs,
-        out_specs=(per_head, per_head),
-        check_vma=False,  # a kernel's outputs carry no varying axes
-    )
-    if AxisType.Explicit not in sharding.mesh.axis_types:
-        return mapped
-
-    def resharded(*operands: Any) -> Any:
-        """Explicit axes must match exactly, and the ids may be whole where q is spread."""
-        specs = (NamedSharding(sharding.mesh, spec) for spec in in_specs)
-        return mapped(
-            *(
-                jax.tree.map(lambda x, to=to: jax.sharding.reshard(x, to), x)
-                for x, to in zip(operands, specs, strict=True)
-            )
-        )
-
-    return resharded
+    return over_devices(partial(run(local), request=local), sharding.mesh, in_specs, (per_head, per_head))
 
 
 def sharding_of(q: jax.Array, k: jax.Array, v: jax.Array) -> NamedSharding | None:
@@ -142,9 +123,9 @@ def _rows_and_heads(sharding: NamedSharding | None) -> tuple[Any, Any]:
 
 def platform_of(q: jax.Array, mesh: Mesh | NamedSharding | None) -> str:
     """ "cpu", "gpu" or "tpu": of the mesh's devices, the array's, those that a trace is for, or the default ones."""
-    if mesh is not None:
-        devices = (mesh.mesh if isinstance(mesh, NamedSharding) else mesh).devices
-        return _kind(devices.flat[0].platform)
+    over = mesh.mesh if isinstance(mesh, NamedSharding) else mesh
+    if isinstance(over, Mesh):
+        return _kind(over.devices.flat[0].platform)
     if not isinstance(q, jax.core.Tracer):
         return _kind(next(iter(q.devices())).platform)
     for traced_mesh in (jax.typeof(q).sharding.mesh, jax.sharding.get_abstract_mesh()):

@@ -14,13 +14,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_backend.attention.sharding import is_whole, platform_of
+from jax_backend.differentiation import reverse_mode
 from jax_backend.lacking import missing
 from jax_backend.losses.cross_entropy import IGNORED
-from jax_backend.placement import refuse_varying
+from jax_backend.placement import refuse_varying, takes_explicit_axes
 from packing_core.errors import LayoutError, PackingError
 
 # Logits of a chunk, in float32 (1 GiB, and half as much for their gradient) or as powers (0.6 GiB). Each chunk reads
@@ -29,6 +30,10 @@ from packing_core.errors import LayoutError, PackingError
 _ENTRIES, _POWERS = 2**28, 5 * 2**26
 _MULTIPLE = 128
 _LARGEST = 2.0**80  # sum of powers (a loss of 55) above which they may have lost what they stand for
+_FORWARD_MODE = (
+    "linear_cross_entropy has a gradient in reverse mode alone (jax.grad, jax.vjp): for forward mode (jax.jvp, "
+    "jax.jacfwd, jax.hessian) pass the logits to packed_cross_entropy"
+)
 _FAR = 1e30  # a base that every power vanishes beside
 
 
@@ -52,6 +57,7 @@ def chunk_of(tokens: int, most: int) -> int:
     return -(-tokens // chunks // _MULTIPLE) * _MULTIPLE
 
 
+@takes_explicit_axes(lambda given: P())
 def linear_cross_entropy(
     hidden: jax.Array,
     weight: jax.Array,
@@ -63,7 +69,7 @@ def linear_cross_entropy(
     ignore_index: int = IGNORED,
     chunk: int | None = None,
     transposed: bool = False,
-    mesh: Mesh | None = None,
+    mesh: Mesh | NamedSharding | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes `packed_cross_entropy` of the logits ``logit_scale * hidden @ weight``, without keeping the logits.
 
@@ -79,8 +85,9 @@ def linear_cross_entropy(
         logit_scale: factor on the logits.
         chunk: tokens whose logits exist at a time, on each device; None for about 2**28 logits.
         transposed: whether ``weight`` is [V, M].
-        mesh: the mesh over whose axes the first axis of ``hidden`` is spread. Each device then computes its own rows,
-            and the gradient of ``weight`` is added up over the devices once. ``weight`` may be sharded in any way.
+        mesh: the mesh over whose axes the first axis of ``hidden`` is spread, or the sharding of ``hidden``. Each
+            device then computes its own rows, and the gradient of ``weight`` is added up over the devices once.
+            ``weight`` may be sharded in any way.
 
     Returns:
         (loss_sum, weight_sum), float32 scalars. A target that is no class makes the loss NaN.
@@ -115,11 +122,12 @@ def linear_cross_entropy(
         options = _LossOptions(softcap, logit_scale, long if powers else min(short, tokens), transposed, powers)
         return _loss_sum(options, hidden.reshape(tokens, -1), weight, labels.ravel(), factors.ravel())[None]
 
+    hidden, weight = reverse_mode(_FORWARD_MODE, hidden, weight)
     if mesh is None:
         refuse_varying("linear_cross_entropy", hidden, weight)
         return run(hidden, weight, labels, factors).sum(), factors.sum()
-    rows = P(mesh.axis_names)
-    spread = jax.shard_map(run, mesh=mesh, in_specs=(rows, P(), rows, rows), out_specs=rows, check_vma=False)
+    over, rows = (mesh.mesh, P(mesh.spec[0])) if isinstance(mesh, NamedSharding) else (mesh, P(mesh.axis_names))
+    spread = jax.shard_map(run, mesh=over, in_specs=(rows, P(), rows, rows), out_specs=rows, check_vma=False)
     return spread(hidden, weight, labels, factors).sum(), factors.sum()
 
 

@@ -15,11 +15,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
+from jax_backend.placement import spec_of, takes_explicit_axes
 from packing_core.batches.documents import REDUCTIONS, Reduction
 from packing_core.errors import LayoutError, PackingError
 
 
+@takes_explicit_axes(lambda given: PartitionSpec())
 def reduce(
     values: jax.Array,
     batch: Mapping[str, Any],
@@ -68,6 +71,7 @@ def reduce(
     return jnp.where(ids_T.max() < documents, found, jnp.nan)
 
 
+@takes_explicit_axes(lambda given: spec_of(given["batch"]["document_ids"]))
 def spread(values: jax.Array, batch: Mapping[str, Any]) -> jax.Array:
     """[B, S, ...]: each document's value at each of its tokens, 0 in padding; values [N, ...] in source order.
 

@@ -58,8 +58,14 @@ def token_logprobs(
 
     Raises:
         LayoutError: the batch lacks something, or shapes contradict each other.
-        PackingError: the temperature is not above 0, or both ``top_k`` and ``candidates`` are given.
+        PackingError: the model is none of these, the temperature is not above 0, or both ``top_k`` and ``candidates``
+            are given.
     """
+    if not all(hasattr(type(model), name) for name in ("hidden", "logits")):
+        raise PackingError(
+            f"token_logprobs takes a Decoder, or another model with hidden(...) and logits(...), got "
+            f"{type(model).__name__}"
+        )
     if not temperature > 0:
         raise PackingError(f"temperature must be above 0, got {temperature}: for the most likely ids pass top_k")
     if top_k is not None and candidates is not None:

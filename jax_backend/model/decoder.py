@@ -7,13 +7,15 @@ row, M hidden size, N query heads, K key/value heads, D head dimension, V vocabu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_policies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_backend.attention import segment_attention
 from jax_backend.attention.request import SAVED
@@ -25,9 +27,9 @@ from jax_backend.model.layers import IN_PLACE, Layer, Maker, no_balance
 from jax_backend.model.linear import PLAIN
 from jax_backend.model.moe import Balance
 from jax_backend.model.rope import apply_rope
-from jax_backend.placement import refuse_explicit
-from jax_backend.segments import find_segments
-from packing_core.errors import PackingError
+from jax_backend.placement import auto_axes, explicit_mesh, spec_of, takes_explicit_axes
+from jax_backend.segments import check_positions, find_segments
+from packing_core.errors import PackingError, UnsupportedError
 
 # what a recomputed layer keeps for its backward; "attention" is what the attention's own backward reads of its forward
 _DOTS = checkpoint_policies.dots_with_no_batch_dims_saveable
@@ -67,6 +69,45 @@ def _repetition(kinds: tuple[LayerKind, ...]) -> tuple[int, int]:
     raise AssertionError("a sequence repeats itself after its length")
 
 
+def _takes_explicit_axes(results: Callable[[PartitionSpec], Any]) -> Callable[[Any], Any]:
+    """`takes_explicit_axes` for methods: the weights are operands too, and kernels are told how the rows are spread.
+
+    Args:
+        results: from how the rows are spread, P(rows), to how what the method returns is.
+    """
+
+    def decorate(method: Any) -> Any:
+        @wraps(method)
+        def run(self: Decoder, *operands: Any) -> Any:
+            graph, weights, rest = nnx.split(self, nnx.Param, ...)
+            mesh = explicit_mesh((weights, operands))
+            if mesh is None:
+                return method(self, *operands)
+            if jax.tree.leaves(rest):
+                raise UnsupportedError(
+                    "the Decoder holds random streams or other state, which a call over explicit axes would not keep: "
+                    "train by make_train_step(model, tx, mesh), which takes any mesh"
+                )
+            rows = PartitionSpec(spec_of(jax.tree.leaves(operands)[0])[0])
+
+            @takes_explicit_axes(lambda given: results(rows))
+            def call(weights: nnx.State, operands: tuple[Any, ...]) -> Any:
+                model = nnx.merge(graph, weights, rest)
+                if isinstance(self.mesh, Mesh):
+                    model.mesh = auto_axes(self.mesh)
+                else:
+                    model.mesh = NamedSharding(
+                        auto_axes(mesh) if isinstance(mesh, Mesh) else jax.sharding.get_abstract_mesh(), rows
+                    )
+                return method(model, *operands)
+
+            return call(weights, operands)
+
+        return run
+
+    return decorate
+
+
 class Decoder(nnx.Module):
     """A causal language model over packed rows.
 
@@ -83,7 +124,7 @@ class Decoder(nnx.Module):
             their number. `load` and `save` read and write the same folders.
         implementation: of :func:`~jax_backend.attention.segment_attention`; None follows its measured order.
         max_segments: most segments that a row may hold, which ``implementation="cudnn"`` needs.
-        mesh: the mesh that inputs are sharded over, handed to the attention.
+        mesh: the mesh that inputs are sharded over, or their sharding, handed to the attention and the loss.
     """
 
     def __init__(
@@ -97,7 +138,7 @@ class Decoder(nnx.Module):
         scan_layers: bool = False,
         implementation: str | None = None,
         max_segments: int | None = None,
-        mesh: jax.sharding.Mesh | None = None,
+        mesh: Mesh | NamedSharding | None = None,
     ) -> None:
         make = Maker(config, rngs, dtype, param_dtype)
         self.model = Model(config, make, scan_layers)
@@ -109,6 +150,8 @@ class Decoder(nnx.Module):
         self.implementation = implementation
         self.max_segments = max_segments
         self.mesh = mesh
+        if not (mesh is None or isinstance(mesh, Mesh | NamedSharding)):
+            raise PackingError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
         if not isinstance(remat, bool) and remat not in REMAT:
             raise PackingError(f"remat is {remat!r}: pass True, False or one of {', '.join(REMAT)}")
 
@@ -116,12 +159,13 @@ class Decoder(nnx.Module):
         """Last hidden states [B, S, M] of integer ``input_ids``, ``segment_ids`` and ``position_ids`` [B, S]."""
         return self.hidden_and_balance(input_ids, segment_ids, position_ids)[0]
 
+    @_takes_explicit_axes(lambda rows: (rows, PartitionSpec()))
     def hidden_and_balance(
         self, input_ids: jax.Array, segment_ids: jax.Array, position_ids: jax.Array
     ) -> tuple[jax.Array, Balance]:
         """Last hidden states [B, S, M], and how the routers of all sparse layers spread the real tokens."""
         config = self.config
-        refuse_explicit("the Decoder", jnp.asarray(input_ids))
+        check_positions(segment_ids, position_ids)
 
         def rotate(q_BSND: jax.Array, k_BSKD: jax.Array, *, local: bool) -> tuple[jax.Array, ...]:
             frequencies, scale = turns[local and config.local_rope is not None]
@@ -170,12 +214,14 @@ class Decoder(nnx.Module):
             x_BSM, balance = step(layer, x_BSM, balance)
         return self.model.norm(x_BSM), balance
 
+    @_takes_explicit_axes(lambda rows: rows)
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Logits [..., V] of hidden states [..., M], through the output head or the tied embedding."""
         logits = self.model.embed_tokens.attend(hidden) if self.lm_head is None else self.lm_head(hidden)
         softcap = self.config.final_softcap
         return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
+    @_takes_explicit_axes(lambda rows: PartitionSpec())
     def loss(self, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """Loss sum and weight sum of a batch as ``to_batch`` makes it, arrays [B, S], without keeping the logits.
 

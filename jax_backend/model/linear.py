@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_backend.differentiation import reverse_mode
+
 
 class Linear(nnx.Linear):
     """``nnx.Linear`` with gradients of the kernel and the bias that are summed in float32."""
@@ -47,9 +49,14 @@ def project(linears: list[Any], x: jax.Array) -> list[jax.Array]:
     ]
 
 
-@jax.custom_vjp
 def multiply(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """``x`` [..., M] times the kernel [M, F] in the dtype of ``x``; the kernel's gradient is summed in float32."""
+    only = "the layers of a Decoder have gradients in reverse mode alone: take jax.grad or jax.vjp, and not jax.jvp"
+    return _multiply(*reverse_mode(only, x, kernel))
+
+
+@jax.custom_vjp
+def _multiply(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return x @ kernel.astype(x.dtype)
 
 
@@ -63,7 +70,7 @@ def _multiply_backward(kept: tuple[jax.Array, ...], gradient: jax.Array) -> tupl
     return gradient @ kernel.T, add_products(x, gradient, axes=x.ndim - 1).astype(like.dtype)
 
 
-multiply.defvjp(_multiply_forward, _multiply_backward)
+_multiply.defvjp(_multiply_forward, _multiply_backward)
 
 
 def add_products(x: jax.Array, y: jax.Array, *, axes: int) -> jax.Array:

@@ -57,8 +57,11 @@ def save(model: Decoder, folder: str | Path) -> None:
     ``nnx.LoRA`` around a linear layer, and an ``nnx.LoRALinear``, are written as one kernel, the adapter added to it.
 
     Raises:
+        PackingError: it is no decoder.
         LayoutError: the model has weights that its config does not describe, which transformers would not read.
     """
+    if not isinstance(model, Decoder):
+        raise PackingError(f"save writes a Decoder, got {type(model).__name__}: write other models with orbax")
     writer = require("safetensors.numpy", extra="jax")
     folder = Path(folder)
     tensors = export(nnx.state(_merged(model), nnx.Param))

@@ -11,10 +11,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jax_backend.placement import spec_of, takes_explicit_axes
 from jax_backend.segments import checked_ids, is_real, segment_positions
 from packing_core.errors import LayoutError, PackingError
 
 
+@takes_explicit_axes(lambda given: spec_of(given["x"]))
 def causal_conv(
     x: jax.Array,
     w: jax.Array,

@@ -12,12 +12,20 @@ from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from jax_backend.placement import refuse_explicit, refuse_varying
+from jax_backend.differentiation import reverse_mode
+from jax_backend.placement import refuse_varying, spec_of, takes_explicit_axes
 from jax_backend.scan import chunked_scan
 from jax_backend.scan.chunked_scan import Carry, Inputs, Rule
 from jax_backend.segments import checked_ids, find_segments, is_real, run_numbers
 from packing_core.errors import LayoutError, UnsupportedError
+
+
+def _spread_as(values: jax.Array, return_state: bool) -> Any:
+    """How outputs [B, S, N, E], and states [B, N, ...], are spread: as v or x are."""
+    spec = spec_of(values)
+    return (spec, PartitionSpec(spec[0], spec[2])) if return_state else spec
 
 
 @overload
@@ -48,6 +56,7 @@ def gated_delta_rule(
     initial_state: jax.Array | None = ...,
     return_state: Literal[True],
 ) -> tuple[jax.Array, jax.Array]: ...
+@takes_explicit_axes(lambda given: _spread_as(given["v"], given.get("return_state", False)))
 def gated_delta_rule(
     q: jax.Array,
     k: jax.Array,
@@ -135,6 +144,7 @@ def ssd(
     initial_state: jax.Array | None = ...,
     return_state: Literal[True],
 ) -> tuple[jax.Array, jax.Array]: ...
+@takes_explicit_axes(lambda given: _spread_as(given["x"], given.get("return_state", False)))
 def ssd(
     x: jax.Array,
     dt: jax.Array,
@@ -204,9 +214,13 @@ def _scan(
     initial_state: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Outputs [B, S, N, E] and last states [B, N, D, E], float32; all shapes fit each other."""
-    if rule.corrects:
-        refuse_explicit("gated_delta_rule", q)
-    refuse_varying("gated_delta_rule" if rule.corrects else "ssd", q, k, v)
+    name = "gated_delta_rule" if rule.corrects else "ssd"
+    refuse_varying(name, q, k, v)
+    k, v, g, strength, initial_state = reverse_mode(
+        f"{name} has a gradient in reverse mode alone: take jax.grad or jax.vjp, and not jax.jvp, jax.jacfwd or "
+        "jax.hessian",
+        *(k, v, g, strength, initial_state),
+    )
     (rows, _, heads, width), group = q.shape, v.shape[2] // q.shape[2]
     runs = run_numbers(find_segments(segment_ids))
 

@@ -12,7 +12,7 @@ from flax import linen, nnx
 
 from jax_backend.losses.cross_entropy import packed_cross_entropy
 from jax_backend.model.decoder import Decoder
-from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
+from packing_core.errors import LayoutError, PackingError, UnsupportedModelError, first_line
 
 # (model, microbatch) -> (loss sum, weight sum) or (loss sum, weight sum, extra values by name)
 LossFunction = Callable[[Any, dict[str, jax.Array]], tuple[Any, ...]]
@@ -30,14 +30,15 @@ def causal_lm_loss(model: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Arra
 
 
 def refuse_linen(model: Any) -> None:
-    """Raise for a ``linen`` module.
+    """Raise for a ``linen`` module or class.
 
     Raises:
         UnsupportedModelError: it is one.
     """
-    if isinstance(model, linen.Module):
+    kind = model if isinstance(model, type) else type(model)
+    if issubclass(kind, linen.Module):
         raise UnsupportedModelError(
-            f"{type(model).__name__} is a flax.linen module, which keeps no weights: wrap it in "
+            f"{kind.__name__} is a flax.linen module, which keeps no weights: wrap it in "
             "nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0)), call nnx.bridge.lazy_init on that, and pass a loss_fn"
         )
 
@@ -106,13 +107,20 @@ def checked_sums(result: Any) -> tuple[jax.Array, jax.Array, Any]:
             f"{wanted}, and it returned {type(result).__name__}: the step divides the sums of all microbatches once, "
             "so return a sum and the number that divides it"
         )
-    loss, weight = (jnp.asarray(x) for x in result[:2])
+    try:
+        loss, weight = (jnp.asarray(x) for x in result[:2])
+    except (TypeError, ValueError) as error:
+        kinds = " and ".join(type(x).__name__ for x in result[:2])
+        raise PackingError(f"{wanted}, both numbers, and they are {kinds}") from error
     if loss.shape or weight.shape:
         raise PackingError(f"{wanted}, both scalars, and they have shapes {loss.shape} and {weight.shape}: sum them")
     extra = result[2] if len(result) == 3 else {}
     if not isinstance(extra, Mapping):
         raise PackingError(f"{wanted}, where extra maps names to values, and it is {type(extra).__name__}")
-    return loss, weight, dict(extra)
+    try:
+        return loss, weight, jax.tree.map(jnp.asarray, dict(extra))
+    except (TypeError, ValueError) as error:
+        raise PackingError(f"{wanted}, where extra maps names to numbers: {first_line(error)}") from error
 
 
 def refuse_donated(tree: Any) -> None:

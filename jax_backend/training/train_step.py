@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_backend.model.decoder import Decoder
 from jax_backend.placement import place_rows, rows_mesh, weight_shardings
+from jax_backend.segments import check_positions
 from jax_backend.training.objective import (
     LossFunction,
     cast_weights,
@@ -225,6 +226,8 @@ class TrainStep:
             raise LayoutError(f"the batch's arrays must share one shape [A, B, S] or [B, S], got {shapes}")
         if self._vocabulary is not None:
             check_vocabulary(batch, self._vocabulary)
+        if not self._own_loss and not isinstance(batch["segment_ids"], jax.Array):
+            check_positions(batch["segment_ids"], batch["position_ids"])
         single = not self._has_microbatches(shapes)
         arrays = {key: batch[key][None] if single else batch[key] for key in keys}
         leading = {key: np.shape(array)[:2] for key, array in arrays.items()}
@@ -270,7 +273,7 @@ class TrainStep:
         if self.compute_dtype is not None:
             params, rest = cast_weights((params, rest), self.compute_dtype)
         loss, weight, extra = checked_sums(self._loss_fn(nnx.merge(self._graph, params, rest), micro))
-        return loss, (weight, jax.tree.map(jnp.asarray, extra))
+        return loss, (weight, extra)
 
     def _evaluation(
         self, state: TrainState, rest: nnx.State, batch: dict[str, jax.Array]

@@ -132,15 +132,6 @@ def test_inside_a_shard_map_that_checks_axes_xla_attends() -> None:
     assert_same(jax.jit(local)(*arguments), jax.jit(attend)(*arguments))
 
 
-@pytest.mark.parametrize("jitted", [False, True])
-def test_a_scan_over_explicit_axes_names_the_way_out(jitted: bool) -> None:
-    rows = NamedSharding(mesh_of({"data": 4}, AxisType.Explicit), P("data"))
-    arguments = [jax.device_put(x, rows) for x in operands(rows=4)]
-    call = jax.jit(CHECKED_AXES["scan"]) if jitted else CHECKED_AXES["scan"]
-    with pytest.raises(UnsupportedError, match="explicit axes data: make the mesh with .*Auto"):
-        call(*arguments)
-
-
 @pytest.mark.parametrize(("jitted", "in_context"), [(True, True), (True, False), (False, False)])
 @pytest.mark.parametrize("spec", [P("data"), P("data", None, "tensor")], ids=str)
 def test_explicit_axes_tell_without_a_mesh_how_inputs_are_sharded(spec: P, jitted: bool, in_context: bool) -> None:

@@ -12,7 +12,6 @@ import optax
 import pytest
 import torch
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import packing_core
 from jax_backend.batches import to_batch
@@ -22,7 +21,7 @@ from jax_backend.model.lora import add_adapters
 from jax_backend.training.checkpoint import restore_state, save_state
 from jax_backend.training.objective import causal_lm_loss
 from jax_backend.training.train_step import make_train_step
-from packing_core.errors import LayoutError, PackingError, UnsupportedError
+from packing_core.errors import LayoutError, PackingError
 from tests.jax_backend.models import CONFIGS, documents, saved
 
 
@@ -155,13 +154,6 @@ def test_an_id_outside_the_vocabulary_is_refused_and_changes_nothing() -> None:
     untrained = {key: array.copy() for key, array in BATCHES[0].items()}
     untrained["targets"][untrained["loss_weights"] == 0] = -100
     train_step(state, untrained)  # which the refusals did not donate
-
-
-def test_a_decoder_over_explicit_axes_names_the_way_out() -> None:
-    spread = NamedSharding(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,)), PartitionSpec("data"))
-    batch = {name: jax.device_put(array, spread) for name, array in rows().items()}
-    with pytest.raises(UnsupportedError, match="the Decoder got rows over the explicit axes data"):
-        decoder().loss(batch)
 
 
 def test_a_donated_state_is_named() -> None:
