@@ -18,6 +18,22 @@ LENGTHS = (5, 19, 33, 7, 40, 1, 2, 18)
 CAPACITY = 64
 
 
+# Arguments of a trainer: three steps of plain SGD on the CPU, everything logged.
+PLAIN_SGD: dict[str, Any] = {
+    "max_steps": 3,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "logging_steps": 1,
+    "learning_rate": 0.1,
+    "lr_scheduler_type": "constant",
+    "optim": "sgd",
+    "max_grad_norm": 0.0,
+    "report_to": [],
+    "save_strategy": "no",
+    "use_cpu": True,
+    "disable_tqdm": True,
+}
+
 _config = cache(family_config)
 
 

@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from tests.torch_backend.models import tiny
+from tests.torch_backend.models import PLAIN_SGD, tiny
 from tests.torch_backend.test_conditions import CHANGES
 from torch_backend.auditing.compare import gradients_error, relative_error
 from torch_backend.hf.anatomy.structure import causal_lm
@@ -56,24 +56,13 @@ def pairs(count: int = 8, seed: int = 0) -> Any:
 def arguments(kind: Any, path: Any, **options: Any) -> Any:
     """Steps of plain SGD, everything logged."""
     defaults = {
-        "output_dir": str(path),
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "logging_steps": 1,
         "max_steps": 1,
         "learning_rate": 0.02,
-        "lr_scheduler_type": "constant",
-        "optim": "sgd",
-        "max_grad_norm": 0.0,
-        "report_to": [],
-        "save_strategy": "no",
-        "use_cpu": True,
         "bf16": False,
-        "disable_tqdm": True,
         "gradient_checkpointing": False,
         "dataloader_pin_memory": False,
     }
-    return kind(**{**defaults, **options})
+    return kind(output_dir=str(path), **{**PLAIN_SGD, **defaults, **options})
 
 
 def one_document_per_call(model: nn.Module) -> None:

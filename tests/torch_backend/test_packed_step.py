@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from transformers.models.llama import modeling_llama
 
 from packing_core.errors import UnsupportedError
+from tests.torch_backend.models import PLAIN_SGD
 from tests.torch_backend.test_train_step import graphs as graphs
 from tests.torch_backend.test_trainer import CAPACITY, differences, documents, gpt_oss, llama, peft
 from torch_backend import audit, explain, patch
@@ -26,20 +27,6 @@ from torch_backend.trainers.enable_packing import enable_packing
 
 FAST = "without logits"
 OF_THE_TRAINER = ("compute_loss_func", "compute_metrics", "callbacks")
-SETTINGS = {
-    "max_steps": 3,
-    "per_device_train_batch_size": 2,
-    "gradient_accumulation_steps": 2,
-    "logging_steps": 1,
-    "learning_rate": 0.1,
-    "lr_scheduler_type": "constant",
-    "optim": "sgd",
-    "max_grad_norm": 0.0,
-    "report_to": [],
-    "save_strategy": "no",
-    "use_cpu": True,
-    "disable_tqdm": True,
-}
 
 
 LIGER = {
@@ -75,7 +62,7 @@ def test_layers_with_ligers_rotation_are_not_compiled(monkeypatch: pytest.Monkey
 def built(folder: Path, fast: bool, make: Callable[[], Any] = llama, kind: Any = None, **options: Any) -> Any:
     """A trainer after enable_packing."""
     own = {name: options.pop(name) for name in OF_THE_TRAINER if name in options}
-    given = transformers.TrainingArguments(str(folder), **SETTINGS | options)
+    given = transformers.TrainingArguments(str(folder), **PLAIN_SGD | options)
     given._n_gpu = min(given.n_gpu, 1)  # several in one process would be DataParallel
     kind = kind or transformers.Trainer
     trainer = kind(make(), given, train_dataset=documents(), eval_dataset=documents(6), **own)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.torch_backend.test_packed_step import FAST, SETTINGS, assert_same, trained
+from tests.torch_backend.models import PLAIN_SGD
+from tests.torch_backend.test_packed_step import FAST, assert_same, trained
 from tests.torch_backend.test_train_step import graphs as graphs
 from tests.torch_backend.test_trainer import (
     CAPACITY,
@@ -68,7 +69,7 @@ def built(folder: Path, fast: bool, **options: Any) -> Any:
     data = options.pop("data", documents)()
     own = {name: options.pop(name) for name in ("peft_config", "callbacks") if name in options}
     make = options.pop("make", llama)
-    given = trl.SFTConfig(str(folder), **SETTINGS | DEFAULTS | options)
+    given = trl.SFTConfig(str(folder), **PLAIN_SGD | DEFAULTS | options)
     given._n_gpu = min(given.n_gpu, 1)  # several in one process would be DataParallel
     data = data.remove_columns([name for name in data.column_names if name == "comment"])
     torch.manual_seed(2)  # of adapters
@@ -172,7 +173,7 @@ def test_a_trainer_that_overrides_its_loss_keeps_it(tmp_path: Path) -> None:
             return super().compute_loss(*args, **options) * 2
 
     data = documents().remove_columns("comment")
-    given = trl.SFTConfig(str(tmp_path), **SETTINGS, bf16=False)
+    given = trl.SFTConfig(str(tmp_path), **PLAIN_SGD, bf16=False)
     trainer = Doubled(llama(), given, train_dataset=data, processing_class=tokenizer())
     enable_packing(trainer, capacity=CAPACITY, verify=False)
     assert trainer.packed_step.parts["loss"] == "with logits: Doubled computes its loss itself (compute_loss)"

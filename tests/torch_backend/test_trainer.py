@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import torch_backend
 from packing_core import PackedDataset
 from packing_core.errors import CapacityError, LayoutError, PackingError
+from tests.torch_backend.models import PLAIN_SGD
 from torch_backend.trainers.enable_packing import enable_packing
 from torch_backend.trainers.hf_dataset import pack_dataset
 
@@ -72,21 +73,7 @@ class Recorder:
 
 
 def arguments(kind, tmp_path, **options):
-    defaults = {
-        "max_steps": 3,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "logging_steps": 1,
-        "learning_rate": 0.1,
-        "lr_scheduler_type": "constant",
-        "optim": "sgd",
-        "max_grad_norm": 0.0,
-        "report_to": [],
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
-    }
-    return kind(output_dir=str(tmp_path), **{**defaults, **options})
+    return kind(output_dir=str(tmp_path), **{**PLAIN_SGD, **options})
 
 
 def train_recorded(trainer) -> tuple[list[float], list[dict]]:

@@ -295,4 +295,4 @@ def test_the_small_tiles_fit_the_shared_memory_of_consumer_cards(monkeypatch, no
 
 
 def test_is_in_the_table():
-    assert IMPLEMENTATIONS["triton"] == "torch_backend.ops.attention.triton:TRITON" and TRITON.fixed_shapes
+    assert IMPLEMENTATIONS["triton"] == "torch_backend.ops.attention.triton:TRITON"

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterable
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -42,6 +46,20 @@ def whole(found: dict[str, Tensor]) -> dict[str, Tensor]:
         ).clone()
         for name, x in found.items()
     }
+
+
+def run_cases(target: Path, cases: Iterable[str], run: Callable[[str], Any]) -> None:
+    """Run every case on all ranks, and save the first rank's results, or the texts of errors, by case."""
+    dist.init_process_group("gloo", timeout=timedelta(minutes=1))
+    results: dict[str, Any] = {}
+    for name in cases:
+        try:
+            results[name] = run(name)
+        except Exception as error:
+            results[name] = f"{type(error).__name__}: {error}"
+    if dist.get_rank() == 0:
+        torch.save(results, target)
+    leave()
 
 
 def leave() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.torch_backend.models import collate, documents, tiny
-from tests.torch_backend.torchrun import leave
+from tests.torch_backend.torchrun import run_cases
 from tests.torch_backend.torchrun_loss import CASES as WRAPPERS
 from tests.torch_backend.torchrun_loss import Model, gradients
 from torch_backend import normalise, reduce, token_logprobs
@@ -56,22 +55,13 @@ def step(model: Model, microbatches: list[list[tuple[int, int]]], *, entropy: fl
     return gradients(model)
 
 
-def main(target: Path) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(minutes=1))
-    results: dict[str, Any] = {}
-    for name in CASES:
-        _, wrap, everything = WRAPPERS[name]
-        mine = PAIRS[dist.get_rank()]
-        if everything:
-            mine = [[pair for rank in PAIRS for microbatch in rank for pair in microbatch]]
-        try:
-            results[name] = step(wrap(tiny("qwen2")), mine)
-        except Exception as error:
-            results[name] = f"{type(error).__name__}: {error}"
-    if dist.get_rank() == 0:
-        torch.save(results, target)
-    leave()
+def on_rank(name: str) -> Any:
+    _, wrap, everything = WRAPPERS[name]
+    mine = PAIRS[dist.get_rank()]
+    if everything:
+        mine = [[pair for rank in PAIRS for microbatch in rank for pair in microbatch]]
+    return step(wrap(tiny("qwen2")), mine)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_cases(Path(sys.argv[1]), CASES, on_rank)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.torch_backend.models import collate, documents, tiny
-from tests.torch_backend.torchrun import leave, whole
+from tests.torch_backend.torchrun import run_cases, whole
 from torch_backend import normalise, patch
 from torch_backend.losses.causal_lm import causal_lm_loss
 
@@ -149,19 +148,11 @@ def gradients(model: Model) -> dict[str, Tensor]:
         return whole(found)
 
 
-def main(target: Path) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(minutes=1))
-    results: dict[str, Any] = {}
-    for name, (_, wrap, everything) in CASES.items():
-        shares, share = (1, 0) if everything else (dist.get_world_size(), dist.get_rank())
-        try:
-            results[name] = list(train(wrap(tiny("qwen2")), shares, share))
-        except Exception as error:
-            results[name] = f"{type(error).__name__}: {error}"
-    if dist.get_rank() == 0:
-        torch.save(results, target)
-    leave()
+def on_rank(name: str) -> Any:
+    _, wrap, everything = CASES[name]
+    shares, share = (1, 0) if everything else (dist.get_world_size(), dist.get_rank())
+    return list(train(wrap(tiny("qwen2")), shares, share))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_cases(Path(sys.argv[1]), CASES, on_rank)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.torch_backend.graphs import stand_in
 from tests.torch_backend.models import collate, documents, tiny
-from tests.torch_backend.torchrun import leave, whole
+from tests.torch_backend.torchrun import run_cases, whole
 from tests.torch_backend.torchrun_loss import plain, sharded, sharded_by_fsdp_1, with_idle_parameter
 from torch_backend import make_train_step
 
@@ -111,18 +110,10 @@ def weights(model: Model) -> dict[str, torch.Tensor]:
         return whole(found)
 
 
-def main(target: Path) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(minutes=1))
-    results: dict[str, Any] = {}
-    for name, case in CASES.items():
-        try:
-            results[name] = train(case, case.wrap(tiny(case.family)), dist.get_world_size(), dist.get_rank())
-        except Exception as error:
-            results[name] = f"{type(error).__name__}: {error}"
-    if dist.get_rank() == 0:
-        torch.save(results, target)
-    leave()
+def on_rank(name: str) -> Any:
+    case = CASES[name]
+    return train(case, case.wrap(tiny(case.family)), dist.get_world_size(), dist.get_rank())
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_cases(Path(sys.argv[1]), CASES, on_rank)

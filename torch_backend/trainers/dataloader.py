@@ -26,6 +26,7 @@ from torch_backend.collate import FULL, BoundaryCollator, PackedCollator
 from torch_backend.collate.document_labels import NAMES
 from torch_backend.trainers.epoch_rows import EpochRows, RowBatches, RowStream
 from torch_backend.trainers.replaced import ReplacingCollator, name_of
+from torch_backend.trainers.resuming import refuse_other_rows
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,11 @@ def pack_training_data(
 
 
 def use_rows(trainer: Any, rows: EpochRows | RowStream | None) -> None:
-    """Let a trainer make its training dataloader of rows, or make its own again (None), of packed batches alone."""
+    """Let a trainer make its training dataloader of rows, or make its own again (None), of packed batches alone.
+
+    A run that resumes inside an epoch then checks that its rows are those of before (:mod:`.resuming`).
+    """
+    refuse_other_rows(trainer, rows)
     if rows is not None:
         trainer.get_train_dataloader = partial(_dataloader, trainer, rows)
         return

@@ -25,12 +25,11 @@ from torch_backend.patching import patch
 from torch_backend.steps.memory import Level, check_level, set_level
 from torch_backend.trainers import preference, sft
 from torch_backend.trainers.dataloader import use_rows
-from torch_backend.trainers.fast_step import has_own_loss, speed_up
+from torch_backend.trainers.fast_step import speed_up
 from torch_backend.trainers.inspection import PackingPlan, inspect
 from torch_backend.trainers.neftune import add_noise_by_document
 from torch_backend.trainers.own_loss import warn_of_means
 from torch_backend.trainers.predictions import predict_documents
-from torch_backend.trainers.resuming import refuse_other_rows
 
 Trainer = TypeVar("Trainer")
 
@@ -125,11 +124,10 @@ def _apply(trainer: Any, plan: PackingPlan, *, fast: bool) -> None:
     if labels_documents(trainer.model):
         trainer._get_num_items_in_batch = partial(_count_targets, trainer, trainer._get_num_items_in_batch)
     use_rows(trainer, plan.rows)
-    refuse_other_rows(trainer, plan.rows)
     # accelerate would let the first rank read for all and concatenate batches, which plain ints cannot be.
     trainer.accelerator.dataloader_config.dispatch_batches = False
     sft.warn_of_room(trainer)
-    warn_of_means(trainer, has_own_loss(trainer))
+    warn_of_means(trainer)
     add_noise_by_document(trainer)
     if fast:
         speed_up(trainer)

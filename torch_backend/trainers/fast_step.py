@@ -45,6 +45,7 @@ require("transformers", extra="hf")
 from transformers import Trainer  # noqa: E402
 
 from torch_backend.trainers.async_logging import without_waiting  # noqa: E402
+from torch_backend.trainers.own_loss import has_own_loss, is_stock, loss_is_of_trl  # noqa: E402
 
 
 class PackedStep:
@@ -65,12 +66,12 @@ class PackedStep:
         self.in_place_of_compile = False  # of the whole model, torch_compile=True
         self.gradients: Gradients | None = None
         self.size = 0  # of the batches that it was made for
-        self.metrics = sft.TokenCounter(trainer) if _loss_is_of_trl(trainer) else None
+        self.metrics = sft.TokenCounter(trainer) if loss_is_of_trl(trainer) else None
         self.losses = without_waiting(trainer)
         trainer.training_step = self.training_step
         if self.refused is None:
             trainer.compute_loss = self.compute_loss
-            if _is_stock(trainer, "prediction_step"):
+            if is_stock(trainer, "prediction_step"):
                 trainer.prediction_step = self.prediction_step
         if trainer.args.torch_compile:
             trainer.accelerator.prepare_model = partial(self._prepare_model, trainer.accelerator.prepare_model)
@@ -180,22 +181,9 @@ def _without_logits(model: nn.Module) -> Any:
     return call
 
 
-def _is_stock(trainer: Any, method: str) -> bool:
-    return getattr(type(trainer), method) is getattr(Trainer, method) and method not in trainer.__dict__
-
-
-def _loss_is_of_trl(trainer: Any) -> bool:
-    return sft.defines(trainer, "compute_loss") and "compute_loss" not in trainer.__dict__
-
-
-def has_own_loss(trainer: Any) -> bool:
-    """Returns whether a trainer's ``compute_loss`` is neither that of transformers nor TRL's ``SFTTrainer``'s."""
-    return not (_is_stock(trainer, "compute_loss") or _loss_is_of_trl(trainer))
-
-
 def _why_logits(trainer: Any) -> str | None:
     """Explains why the loss of a trainer needs logits, as far as the trainer decides it."""
-    of_trl = _loss_is_of_trl(trainer)
+    of_trl = loss_is_of_trl(trainer)
     if has_own_loss(trainer):
         return f"{type(trainer).__name__} computes its loss itself (compute_loss)"
     if trainer.compute_loss_func is not None:

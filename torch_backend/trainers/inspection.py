@@ -28,7 +28,7 @@ from torch_backend.hf.inputs.boundaries import refuse_split_rows
 from torch_backend.hf.inputs.trl_trainers import why_per_example
 from torch_backend.trainers.dataloader import pack_training_data
 from torch_backend.trainers.epoch_rows import EpochRows, RowStream
-from torch_backend.trainers.fast_step import has_own_loss
+from torch_backend.trainers.own_loss import has_own_loss
 from torch_backend.trainers.replaced import Replaced, ReplacingCollator, name_of
 
 COMPARED = 64  # examples of each dataset that the present collator and packing are compared on before training

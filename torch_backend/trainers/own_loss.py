@@ -1,4 +1,4 @@
-"""A loss of a trainer's own: whether it divides by the targets of the whole step, as the mean over documents does."""
+"""Tells whose loss a trainer computes, and whether one of its own divides by the targets of the whole step."""
 
 from __future__ import annotations
 
@@ -8,18 +8,36 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from packing_core.extras import require
+from torch_backend.trainers import sft
+
+require("transformers", extra="hf")
+
+from transformers import Trainer  # noqa: E402
+
 logger = logging.getLogger(__name__)
 
 COUNT = "num_items_in_batch"  # the argument by which transformers hands the step's targets to a loss
 
 
-def warn_of_means(trainer: Any, own_loss: bool) -> None:
-    """Log where a step adds up means of micro-batches, whose documents then weigh more in a row that holds few targets.
+def is_stock(trainer: Any, method: str) -> bool:
+    """Returns whether a trainer's method is that of transformers."""
+    return getattr(type(trainer), method) is getattr(Trainer, method) and method not in trainer.__dict__
 
-    Args:
-        trainer: the trainer.
-        own_loss: whether its ``compute_loss`` is one of its own.
-    """
+
+def loss_is_of_trl(trainer: Any) -> bool:
+    """Returns whether a trainer's ``compute_loss`` is that of TRL's ``SFTTrainer``."""
+    return sft.defines(trainer, "compute_loss") and "compute_loss" not in trainer.__dict__
+
+
+def has_own_loss(trainer: Any) -> bool:
+    """Returns whether a trainer's ``compute_loss`` is neither that of transformers nor TRL's ``SFTTrainer``'s."""
+    return not (is_stock(trainer, "compute_loss") or loss_is_of_trl(trainer))
+
+
+def warn_of_means(trainer: Any) -> None:
+    """Log where a step adds up means of micro-batches, whose documents then weigh more in a row of few targets."""
+    own_loss = has_own_loss(trainer)
     name = f"{type(trainer).__name__}.compute_loss" if own_loss else "compute_loss_func"
     loss = trainer.compute_loss if own_loss else trainer.compute_loss_func
     micro_batches = trainer.args.gradient_accumulation_steps * trainer.args.world_size

@@ -40,7 +40,6 @@ class Probed:
     """
 
     host_lengths = False
-    fixed_shapes = True
     key: str  # names the instance
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:

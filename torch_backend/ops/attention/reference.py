@@ -59,7 +59,6 @@ def scores_attention(
 
 class ReferenceAttention:
     host_lengths = True
-    fixed_shapes = False
 
     def supports(self, request: AttentionRequest) -> str | None:
         return None if request.host_lengths else "needs the segment lengths on the host"

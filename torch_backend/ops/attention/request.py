@@ -56,7 +56,6 @@ class Implementation(Protocol):
 
     Attributes:
         host_lengths: it needs ``packed.lengths``; the collator then carries them.
-        fixed_shapes: one compiled graph serves every segmentation that has the same T, N and ``max_seqlen``.
 
     One that derives something from the segments may have ``prepare(packed, request)``, which does so ahead of layers
     that are compiled. One that serves some requests only by building score matrices may have ``last_resort(request)``,
@@ -64,7 +63,6 @@ class Implementation(Protocol):
     """
 
     host_lengths: bool
-    fixed_shapes: bool
 
     def supports(self, request: AttentionRequest) -> str | None:
         """Returns None, or a clause why it is not supported (library absent, wrong device, no such option)."""

@@ -41,7 +41,6 @@ _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 
 class Sdpa:
     host_lengths = True
-    fixed_shapes = False
 
     def supports(self, request: AttentionRequest) -> str | None:
         return None if request.host_lengths else "needs the segment lengths on the host"

@@ -23,7 +23,6 @@ from torch_backend.segments import PackedMetadata
 
 class Xformers(Probed):
     host_lengths = True
-    fixed_shapes = False
 
     def refuses(self, request: AttentionRequest) -> str | None:
         if not request.host_lengths:
