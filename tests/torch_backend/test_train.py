@@ -19,7 +19,7 @@ from tests.training_jobs import LLAMA, losses, small_job
 from torch_backend.job import train as training_job
 from torch_backend.job.models import build_model
 from torch_backend.job.train import train
-from torch_backend.steps.train_step import TrainStep
+from torch_backend.job.trainer import job_trainer
 
 NOISY = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.3}
 
@@ -79,17 +79,16 @@ def test_a_resumed_run_repeats_to_the_bit(job, config, tmp_path):
 def test_shapes_fit_all_rows_from_the_first_step_on(job, graphs, monkeypatch):
     """Rows whose longest document is longer than before would otherwise be compiled and recorded again."""
 
-    class Step(TrainStep):
-        def __init__(self, model, *args, **options):
-            graphs.model = model
-            super().__init__(model, *args, **options)
+    def recorded(job, run, model, *args, **options):
+        graphs.model = model
+        return job_trainer(job, run, model, *args, **options)
 
     lengths = [3] * 20 + [30, 20, 9, 30]
     documents = [Document(np.arange(n, dtype=np.int32), np.ones(n, np.bool_)) for n in lengths]
     rows = plan(lengths, 32, strategy="sequential", seed=None)
     job = dataclasses.replace(job, schedule=Schedule(Corpus.collect(iter(documents)), (rows,), rows_per_step=1))
     plain = losses(train(dataclasses.replace(job, runs=("padded", "packed"))))
-    monkeypatch.setattr(training_job, "TrainStep", Step)
+    monkeypatch.setattr(training_job, "job_trainer", recorded)
     np.testing.assert_allclose(losses(train(job)), plain, rtol=1e-5)
     assert graphs.recorded == 1
 
