@@ -21,7 +21,7 @@ from packing_core.training.timing import Clock
 from tests.torch_backend.models import CAPACITY, documents, tiny
 from tests.torch_backend.torchrun import leave, whole
 from torch_backend import PackedCollator, make_train_step, patch
-from torch_backend.job.ranks import Process, Ranks, sharded
+from torch_backend.job.ranks import Process, Ranks, shard
 
 Model = Any
 # What each of two ranks holds at each step, as lengths: unequal shares, a rank without a target, one without documents.
@@ -63,7 +63,7 @@ def main(target: Path) -> None:
     for name, (strategy, family) in CASES.items():
         model = patch(tiny(family).to(device), verify=False)
         if strategy == "fsdp":
-            sharded(model, Process(device, ranks, Clock(1)))
+            shard(model, Process(device, ranks, Clock(1)))
         else:
             model = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
         try:

@@ -79,13 +79,12 @@ class Process(NamedTuple):
     clock: Clock
 
 
-def sharded(model: nn.Module, process: Process) -> nn.Module:
-    """The model sharded over all ranks by FSDP2, in place: every decoder layer, and what is left."""
+def shard(model: nn.Module, process: Process) -> None:
+    """Shard a model over all ranks by FSDP2: every decoder layer, and what is left."""
     mesh = init_device_mesh(process.device.type, (process.ranks.world,))
     layers = [module for module in causal_lm(model).get_decoder().modules() if isinstance(module, DecoderLayer)]
     for module in (*layers, model):
         fully_shard(module, mesh=mesh)
-    return model
 
 
 def whole(x: Tensor) -> Tensor:

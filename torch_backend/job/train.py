@@ -9,7 +9,9 @@ compared.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -25,7 +27,7 @@ from torch_backend.hf.explaining import explain
 from torch_backend.job import states
 from torch_backend.job.memory import Memory, memory_line, release
 from torch_backend.job.models import build_model, with_adapters
-from torch_backend.job.ranks import Process, Ranks, sharded, whole_weights
+from torch_backend.job.ranks import Process, Ranks, shard, whole_weights
 from torch_backend.job.recording import Recording
 from torch_backend.job.trainer import job_trainer
 from torch_backend.patching import patch, unpatch
@@ -49,6 +51,8 @@ def train(job: TrainJob) -> TrainResult:
         PackingError: the model cannot be loaded, cannot be packed without contamination, or does not fit the data.
     """
     ranks = Ranks.from_environment()
+    if ranks.world == 1:
+        job = replace(job, strategy="ddp")  # nothing to shard
     device = device_of(job.device, ranks.local)
     process = Process(device, ranks, Clock(torch.get_num_threads()))
     if job.deterministic:
@@ -80,13 +84,12 @@ def _train(job: TrainJob, run: Run, process: Process) -> _Finished:
         if checkpoint is not None:
             states.load_weights(checkpoint, model)
         if job.strategy == "fsdp":
-            model = sharded(model, process)
-        use_cache = getattr(model.config, "use_cache", None)
-        trainer = job_trainer(job, run, model, process, first=len(records), folder=folder)
-        recording = Recording(trainer, records, checkpoint)
-        if trainer.first < len(job.schedule):
-            trainer.train()
-        model.config.use_cache = use_cache  # which Trainer sets
+            shard(model, process)
+        with _keeping(model.config, "use_cache"):
+            trainer = job_trainer(job, run, model, process, first=len(records), folder=folder)
+            recording = Recording(trainer, records, checkpoint)
+            if trainer.first < len(job.schedule):
+                trainer.train()
     attention = ""
     if run == "packed":
         served = sorted({layer.serves for layer in explain(model).layers if layer.serves})
@@ -94,6 +97,17 @@ def _train(job: TrainJob, run: Run, process: Process) -> _Finished:
         if job.output is not None:
             _write(job, model, process.ranks)
     return _Finished(recording.records, memory.peak, None if report is None else _audit(report), attention)
+
+
+@contextmanager
+def _keeping(config: Any, name: str) -> Iterator[None]:
+    """Puts back a value of the config, which Trainer sets and which would be written with the model."""
+    there, before = hasattr(config, name), getattr(config, name, None)
+    yield
+    if there:
+        setattr(config, name, before)
+    elif hasattr(config, name):
+        delattr(config, name)
 
 
 def _prepared(job: TrainJob, run: Run, process: Process) -> tuple[Any, AuditReport | None]:
@@ -121,16 +135,10 @@ def _prepared(job: TrainJob, run: Run, process: Process) -> tuple[Any, AuditRepo
 def _write(job: TrainJob, model: Any, ranks: Ranks) -> None:
     """Write the trained model by rank 0; of a sharded one, all ranks gather the weights."""
     assert job.output is not None
-    if job.strategy in ("fsdp", "zero3"):
-        weights = whole_weights(states.changing(model))
-        if ranks.rank:
-            return
-        model = build_model(job)
-        if job.options.lora:
-            model = with_adapters(model, job.options.lora, job.options.seed)
-        model.load_state_dict(weights, strict=False)
+    sharded = job.strategy in ("fsdp", "zero3")
+    weights = whole_weights(states.changing(model)) if sharded else None
     if ranks.rank == 0:
-        unpatch(model).save_pretrained(job.output)
+        unpatch(model).save_pretrained(job.output, state_dict=weights)
 
 
 def _audit(report: AuditReport) -> Audit:
