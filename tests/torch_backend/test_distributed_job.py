@@ -74,6 +74,7 @@ def test_two_ranks_train_as_one_process_does(folder: Path, name: str, tmp_path: 
     for two in ranks(folder, name):
         assert len(two["evaluations"]) == 2
         assert two["losses"] == pytest.approx(wanted["losses"], rel=tolerance)
+        assert two["norms"] == pytest.approx(wanted["norms"], rel=max(tolerance, 1e-5))
         assert two["evaluations"] == pytest.approx(wanted["evaluations"], rel=tolerance)
     model = "adapter_model.safetensors" if "LoRA" in name else "model.safetensors"
     assert_same_tensors(folder / "two" / name / model, tmp_path / model, tolerance)
@@ -84,12 +85,18 @@ def test_two_ranks_train_as_one_process_does(folder: Path, name: str, tmp_path: 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="unsupported here: DeepSpeed is no dependency of any extra")
 @pytest.mark.parametrize("name", ZERO)
 def test_two_ranks_of_deepspeed_train_as_one_process_does(zero: Path, name: str, tmp_path: Path) -> None:
-    wanted, tolerance = found(train(job(name, zero / "start", tmp_path))), BFLOAT16 if "master" in name else 1e-6
+    """AdamW divides gradients by their size, so what ZeRO-3 rounds otherwise in small ones shows in weights.
+
+    Those of bfloat16 are rounded before two ranks add them, so single weights move elsewhere and only losses compare.
+    """
+    wanted, tolerance = found(train(job(name, zero / "start", tmp_path))), BFLOAT16 if "master" in name else 1e-5
     for two in ranks(zero, name):
-        assert two["losses"] == pytest.approx(wanted["losses"], rel=tolerance)
-        assert two["evaluations"] == pytest.approx(wanted["evaluations"], rel=tolerance)
-    model = "adapter_model.safetensors" if "LoRA" in name else "model.safetensors"
-    assert_same_tensors(zero / "two" / name / model, tmp_path / model, tolerance)
+        assert len(two["evaluations"]) == 2
+        for figures in ("losses", "evaluations", "norms"):
+            assert two[figures] == pytest.approx(wanted[figures], rel=tolerance)
+    if "master" not in name:
+        model = "adapter_model.safetensors" if "LoRA" in name else "model.safetensors"
+        assert_same_tensors(zero / "two" / name / model, tmp_path / model, tolerance)
 
 
 def test_one_process_begins_and_two_ranks_go_on(folder: Path, tmp_path: Path) -> None:

@@ -56,7 +56,8 @@ def job(name: str, start: Path, output: Path | None) -> TrainJob:
 
 def found(result: Any) -> dict[str, Any]:
     evaluated = [record.eval_loss for record in result.records["packed"] if record.eval_loss is not None]
-    return {"losses": losses(result), "evaluations": evaluated}
+    norms = [record.grad_norm for record in result.records["packed"]]
+    return {"losses": losses(result), "evaluations": evaluated, "norms": norms}
 
 
 def main(folder: Path, cases: str) -> None:

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from packing_core.errors import PackingError, first_line, plural
+from packing_core.extras import require
 from packing_core.training.checkpoints import newest_checkpoint
-from packing_core.training.job import Audit, StepRecord, TrainJob, TrainResult, honours
+from packing_core.training.job import ZERO, Audit, StepRecord, TrainJob, TrainResult, honours
 from packing_core.training.schedule import Run
 from packing_core.training.timing import Clock
 from torch_backend.auditing.model import AuditReport, verify
@@ -31,6 +32,10 @@ from torch_backend.job.ranks import Process, Ranks, shard, whole_weights
 from torch_backend.job.recording import Recording
 from torch_backend.job.trainer import job_trainer
 from torch_backend.patching import patch, unpatch
+
+require("transformers", extra="hf")
+
+from transformers.integrations import unset_hf_deepspeed_config  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,8 @@ def _train(job: TrainJob, run: Run, process: Process) -> _Finished:
             recording = Recording(trainer, records, checkpoint)
             if trainer.first < len(job.schedule):
                 trainer.train()
+        if job.strategy in ZERO:  # or the next model of this process would be partitioned while it is made
+            unset_hf_deepspeed_config()
     attention = ""
     if run == "packed":
         served = sorted({layer.serves for layer in explain(model).layers if layer.serves})

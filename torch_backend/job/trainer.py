@@ -190,8 +190,9 @@ def _arguments(job: TrainJob, *, steps: int, device: torch.device, folder: str) 
     return JobArguments(
         output_dir=folder,
         place=str(device),
-        use_cpu=device.type == "cpu" and not zero,  # accelerate would leave DeepSpeed out
+        use_cpu=device.type == "cpu",
         deepspeed=_zero(job) if zero else None,
+        bf16=zero and job.options.dtype == "bfloat16",
         max_steps=steps,
         per_device_train_batch_size=1,
         max_grad_norm=job.options.clip,
@@ -212,7 +213,7 @@ def _zero(job: TrainJob) -> dict[str, Any]:
     return {
         "zero_optimization": {"stage": int(job.strategy.removeprefix("zero"))},
         "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": job.options.dtype == "bfloat16"},
+        "bf16": {"enabled": "auto"},
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
