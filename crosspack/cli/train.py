@@ -132,15 +132,15 @@ def train(
     if nproc > 1 and launch.world_size() == 1:
         raise typer.Exit(_start_processes(request))
     OUT.quiet = OUT.quiet or launch.rank() > 0
-    steps = Steps.read(request)
-    _print_plan(request, steps)
+    prepared = Steps.read(request)
+    _print_plan(request, prepared)
     with ExitStack() as stack:
         kept = _output(request, stack)
         if kept is not None and kept.finished:
             _report_finished(kept)
             return
-        result = _run(request, steps, trainer, kept, stack)
-        _report(request, steps, result, kept)
+        result = _run(request, prepared, trainer, kept, stack)
+        _report(request, prepared, result, kept)
     OUT.print(f"audit: [green]exact[/]: {result.audit.line}", highlight=False)
 
 
@@ -204,7 +204,7 @@ def _run(request: Request, steps: Steps, trainer: Trainer, kept: Output | None, 
         ContaminationError: documents that are packed together see each other.
     """
     given, options = request.given, request.options
-    service = given["report_to"] if launch.rank() == 0 else "none"
+    service: Service = given["report_to"] if launch.rank() == 0 else "none"
     log = stack.enter_context(reporting(service, request.output, request.settled))
     progress = stack.enter_context(TrainProgress(OUT, len(steps.schedule)))
 

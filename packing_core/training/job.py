@@ -143,7 +143,7 @@ class TrainJob:
             ``zero3`` are DeepSpeed's ZeRO, which shards optimizer states and gradients, and in stage 3 weights.
         mesh: axis -> number of devices, of one process over several: rows are spread over all axes, weights are cut
             over ``fsdp``. Empty for one device.
-        runs: which runs, each from the same initial weights, step by step in turn; only ``packed`` is kept.
+        runs: which runs, each from the same initial weights; only ``packed`` is kept.
         device: ``auto`` or what the framework calls it.
         attention: the name of an attention implementation, or ``auto``.
         gradient_checkpointing: recompute activations in the backward pass.

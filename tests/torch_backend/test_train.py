@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from packing_core.errors import PackingError
+from packing_core.errors import PackingError, UnsupportedModelError
 from packing_core.planning.plan import plan
 from packing_core.training.job import TrainJob
 from packing_core.training.schedule import Corpus, Document, Schedule
@@ -37,6 +37,17 @@ def test_padded_and_packed_runs_have_the_same_losses(job):
         np.testing.assert_allclose(losses(result, run), packed, rtol=1e-4)
     assert result.audit.exact, result.audit.line
     assert result.attention == "sdpa"
+
+
+def test_nothing_is_trained_before_the_audit(job, monkeypatch):
+    def leaks(model, implementation):
+        raise UnsupportedModelError("documents see each other")
+
+    seen = []
+    monkeypatch.setattr(training_job, "verify", leaks)
+    with pytest.raises(UnsupportedModelError, match="documents see each other"):
+        train(dataclasses.replace(job, runs=("padded", "packed"), on_step=seen.append))
+    assert seen == []
 
 
 def test_the_first_loss_is_that_of_each_document_alone(job):
@@ -132,6 +143,7 @@ def test_the_output_is_a_hugging_face_folder_and_a_model_to_start_from(job, tmp_
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert model.config._attn_implementation == "sdpa"
     assert "crosspack" not in (tmp_path / "config.json").read_text()
+    assert model.config.use_cache  # which Trainer turns off
     again = losses(train(dataclasses.replace(job, model=str(tmp_path))))
     assert again[0] < losses(train(job))[0] - 0.05
 

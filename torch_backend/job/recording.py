@@ -66,7 +66,10 @@ class Recording(TrainerCallback):
         if not control.should_evaluate:
             self._record(None)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> None:
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: dict[str, float] | None = None, **_: Any
+    ) -> None:
+        assert metrics is not None
         self._record(metrics["eval_loss"])
 
     def _record(self, eval_loss: float | None) -> None:

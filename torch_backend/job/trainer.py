@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
+from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import PackingError
 from packing_core.extras import require
 from packing_core.planning.balance import Cost
@@ -78,6 +79,10 @@ class JobTrainer(Trainer):
         folder: for whatever Trainer writes, which is nothing that is kept.
     """
 
+    model: Any  # never None here, other than Trainer's types say
+    optimizer: Any
+    train_dataset: Any
+
     def __init__(self, job: TrainJob, run: Run, model: Any, process: Process, *, first: int, folder: str) -> None:
         self.job = job
         self.run_name: Run = run
@@ -107,7 +112,8 @@ class JobTrainer(Trainer):
         if self.optimizer is None:
             copies = self.job.options.master_weights and self.job.strategy not in ZERO  # which makes them itself
             self.optimizer = make_optimizer(self.model, self.job.options, master_weights=copies)
-        return self.optimizer
+        made: torch.optim.Optimizer = self.optimizer
+        return made
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
         if self.lr_scheduler is None:
@@ -148,8 +154,8 @@ class JobTrainer(Trainer):
             for row in job.evaluation.packed(step, rank=ranks.rank, ranks=ranks.world):
                 batch = self._prepare_inputs(collate(row))
                 with self.compute_loss_context_manager():
-                    loss = self.compute_loss(model, dict(batch), num_items_in_batch=one) / ranks.world
-                sums += torch.stack([loss.double(), (batch["labels"] != -100).sum().double()])
+                    loss: Any = self.compute_loss(model, dict(batch), num_items_in_batch=one)
+                sums += torch.stack([loss.double() / ranks.world, (batch["labels"] != IGNORE_INDEX).sum().double()])
         model.train()
         loss, targets = self.accelerator.reduce(sums, "sum").tolist()
         metrics = {"eval_loss": loss / max(targets, 1)}
@@ -196,6 +202,7 @@ def _arguments(job: TrainJob, *, steps: int, device: torch.device, folder: str) 
         max_steps=steps,
         per_device_train_batch_size=1,
         max_grad_norm=job.options.clip,
+        average_tokens_across_devices=True,
         seed=job.options.seed % 2**32,  # numpy's generator takes no other
         logging_steps=1,
         logging_nan_inf_filter=False,
