@@ -1,8 +1,8 @@
 """``crosspack train``: fine-tune a causal language model on packed documents, and compare that with padding.
 
-The options -> a :class:`~crosspack.cli.trainrequest.Request`, checked before any framework is imported -> the documents
-and the steps, printed as a plan -> a TrainJob, which the backend's trainer runs -> its TrainResult as tables, a picture
-and files. The model is written by the backend; the tokenizer and everything else of the output folder are written here.
+The options -> a TrainRequest (:mod:`.trainrequest`), checked before any framework is imported -> the documents and the
+steps, printed as a plan -> a TrainJob, which the backend's trainer runs -> its TrainResult as tables, a picture and
+files. The model is written by the backend; the tokenizer and everything else of the output folder are written here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from crosspack.cli.progress import TrainProgress
 from crosspack.cli.reporting import Service, reporting, scalars
 from crosspack.cli.runfile import RUN_FILE, take_file
 from crosspack.cli.tables import comparison_table, lengths_table, padding, rate, saving_line, steps_table
-from crosspack.cli.trainrequest import Request, Steps
+from crosspack.cli.trainrequest import Steps, TrainRequest
 from packing_core.errors import ContaminationError, plural
 from packing_core.extras import loaded, require
 from packing_core.training.checkpoints import FOLDER, remove_checkpoints, remove_older
@@ -127,7 +127,7 @@ def train(
     trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Fine-tune a causal language model on packed documents; --compare measures it against padding."""
-    request = Request.of(context)
+    request = TrainRequest.of(context)
     trainer = _trainer(request)
     if nproc > 1 and launch.world_size() == 1:
         raise typer.Exit(_start_processes(request))
@@ -144,7 +144,7 @@ def train(
     OUT.print(f"audit: [green]exact[/]: {result.audit.line}", highlight=False)
 
 
-def _trainer(request: Request) -> Trainer:
+def _trainer(request: TrainRequest) -> Trainer:
     """Imports the backend's trainer and what the run draws with.
 
     Raises:
@@ -159,7 +159,7 @@ def _trainer(request: Request) -> Trainer:
     return trainer
 
 
-def _start_processes(request: Request) -> int:
+def _start_processes(request: TrainRequest) -> int:
     """Runs the same options as ``--nproc`` processes; returns the exit status."""
     given, flags = request.given, ("resume", "overwrite", "verbose", "quiet")
     with TemporaryDirectory() as folder:
@@ -169,7 +169,7 @@ def _start_processes(request: Request) -> int:
         return launch.start(given["nproc"], ["train", "--config", str(path), *chosen])
 
 
-def _print_plan(request: Request, steps: Steps) -> None:
+def _print_plan(request: TrainRequest, steps: Steps) -> None:
     """Prints what will be trained on, and in which steps."""
     lengths = steps.schedule.corpus.documents.lengths
     OUT.print(f"[bold]{escape(request.name)}[/] on {steps.source.describe()}", highlight=False)
@@ -185,7 +185,7 @@ def _print_plan(request: Request, steps: Steps) -> None:
         )
 
 
-def _output(request: Request, stack: ExitStack) -> Output | None:
+def _output(request: TrainRequest, stack: ExitStack) -> Output | None:
     """Takes the output folder until the stack is closed; None without one, and on every rank but the first."""
     folder = request.output
     if folder is None or launch.rank() > 0:
@@ -197,7 +197,7 @@ def _output(request: Request, stack: ExitStack) -> Output | None:
     return kept
 
 
-def _run(request: Request, steps: Steps, trainer: Trainer, kept: Output | None, stack: ExitStack) -> TrainResult:
+def _run(request: TrainRequest, steps: Steps, trainer: Trainer, kept: Output | None, stack: ExitStack) -> TrainResult:
     """Trains, with progress on the console and figures to ``--report-to``.
 
     Raises:
@@ -241,7 +241,7 @@ def _run(request: Request, steps: Steps, trainer: Trainer, kept: Output | None, 
     return result
 
 
-def _report(request: Request, steps: Steps, result: TrainResult, kept: Output | None) -> None:
+def _report(request: TrainRequest, steps: Steps, result: TrainResult, kept: Output | None) -> None:
     """Prints a result and publishes the files of the output folder."""
     OUT.print(f"attention: {result.attention} on {result.device}", highlight=False)
     warn_if_busy(result.cpu)
@@ -261,7 +261,7 @@ def _report(request: Request, steps: Steps, result: TrainResult, kept: Output | 
         figures(about)
 
 
-def _publish(request: Request, steps: Steps, about: Mapping[str, Any], kept: Output) -> None:
+def _publish(request: TrainRequest, steps: Steps, about: Mapping[str, Any], kept: Output) -> None:
     """Writes what stands beside the model, and puts the result in place of an earlier one."""
     (kept.partial / "README.md").unlink(missing_ok=True)  # of peft, an empty form
     steps.source.encoder.tokenizer.save_pretrained(kept.partial)

@@ -1,6 +1,6 @@
-"""What ``crosspack train`` was asked for, and the steps that follow from it.
+"""Checks the options of ``crosspack train``, and reads its data into the steps of a run.
 
-The options of the command -> a :class:`Request`, checked, of whose data only the first records were read ->
+The options of the command -> a :class:`TrainRequest`, checked, of whose data only the first records were read ->
 :class:`Steps`: all documents, encoded, and a Schedule of them.
 """
 
@@ -34,7 +34,7 @@ from packing_core.training.schedule import Corpus, Schedule
 
 
 @dataclass(frozen=True)
-class Request:
+class TrainRequest:
     """A run that was asked for.
 
     Attributes:
@@ -75,7 +75,7 @@ class Request:
         return self.given["model"] or "a small Llama, random weights"
 
     @classmethod
-    def of(cls, context: typer.Context) -> Request:
+    def of(cls, context: typer.Context) -> TrainRequest:
         """Checks the options of the command; imports no framework, which take long.
 
         Raises:
@@ -132,7 +132,7 @@ class Steps:
     evaluation: Schedule | None
 
     @staticmethod
-    def read(request: Request) -> Steps:
+    def read(request: TrainRequest) -> Steps:
         """Reads and encodes all documents, and packs them into the rows of every step."""
         given = request.given
         capacity, overflow, seed = given["capacity"], given["overflow"], given["seed"]

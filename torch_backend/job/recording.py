@@ -1,4 +1,4 @@
-"""What happens around the steps of a ``JobTrainer``: records, evaluations, checkpoints.
+"""Records the steps of a ``JobTrainer``, evaluates, and saves checkpoints.
 
 The trainer's events -> a StepRecord of each step, reported by the job -> evaluations and checkpoints when they are due.
 The first step of a resumed run begins with the states of its checkpoint.
