@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from crosspack.cli import launch
 from crosspack.cli.outputs import check
-from packing_core.errors import PackingError
+from packing_core.errors import MissingExtraError, PackingError
+from packing_core.training.job import ZERO
 
 
 def check_output(
@@ -31,8 +33,12 @@ def check_contradictions(given: Mapping[str, Any]) -> None:
     ranks = launch.world_size() if launch.world_size() > 1 else given["nproc"]
     if given["compare"] and ranks > 1:
         raise PackingError("--compare measures one process: pass it without --nproc and torchrun")
-    if given["strategy"] == "fsdp" and ranks == 1:
-        raise PackingError("--strategy fsdp shards weights over processes: pass --nproc, or start it with torchrun")
+    if given["strategy"] != "ddp" and ranks == 1:
+        raise PackingError(
+            f"--strategy {given['strategy']} shards weights over processes: pass --nproc, or start it with torchrun"
+        )
+    if given["strategy"] in ZERO:
+        _check_zero(given)
     if given["rows_per_step"] < ranks:
         raise PackingError(
             f"--rows-per-step {given['rows_per_step']} leaves some of {ranks} processes without a row in every step: "
@@ -51,6 +57,28 @@ def check_contradictions(given: Mapping[str, Any]) -> None:
         raise PackingError(f"{other} runs no compiled layers: leave --compile out")
     if not given["eval_data"] and (given["eval_every"] or given["eval_split"]):
         raise PackingError("--eval-every and --eval-split need --eval-data, the documents to evaluate on")
+
+
+def _check_zero(given: Mapping[str, Any]) -> None:
+    """Refuse what DeepSpeed's ZeRO does in no way that one process does."""
+    strategy = f"--strategy {given['strategy']}"
+    if find_spec("deepspeed") is None:
+        raise MissingExtraError(
+            f"{strategy}: DeepSpeed is not installed: pip install deepspeed, or pass --strategy fsdp"
+        )
+    if given["save_every"] or given["resume"]:
+        raise PackingError(
+            f"{strategy} writes no checkpoints, because DeepSpeed's hold pickles and serve one number of processes: "
+            "leave --save-every and --resume out, or pass --strategy fsdp"
+        )
+    precision = given["precision"] or given["dtype"]
+    if given["dtype"] == "bfloat16" and not given["master_weights"]:
+        raise PackingError(f"{strategy} keeps float32 copies of bfloat16 weights: pass --master-weights too")
+    if given["dtype"] == "float32" and precision == "bfloat16":
+        raise PackingError(
+            f"{strategy} computes in the dtype of the weights: pass --dtype bfloat16 --master-weights, or leave "
+            "--precision out"
+        )
 
 
 def read_mesh(text: str | None) -> dict[str, int]:

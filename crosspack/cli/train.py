@@ -1,15 +1,16 @@
 """``crosspack train``: fine-tune a causal language model on packed documents, and compare that with padding.
 
-Options become a TrainJob (``job``), the backend's trainer runs it, and its TrainResult becomes tables, a picture and
+The options -> a TrainRequest (:mod:`.trainrequest`), checked before any framework is imported -> the documents and the
+steps, printed as a plan -> a TrainJob, which the backend's trainer runs -> its TrainResult as tables, a picture and
 files. The model is written by the backend; the tokenizer and everything else of the output folder are written here.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,33 +20,19 @@ import typer
 from rich.markup import escape
 
 from crosspack.cli import launch, options
-from crosspack.cli.checks import check_contradictions, check_output, read_mesh, used_options
+from crosspack.cli.checks import read_mesh, used_options
 from crosspack.cli.console import OUT, figures, warn
 from crosspack.cli.figures import compare_figure
-from crosspack.cli.listing import digest
-from crosspack.cli.models import SMALL_LLAMA, check_name, model_source, special_tokens
-from crosspack.cli.options import EncodedRecords, check_data
-from crosspack.cli.outputs import writing
-from crosspack.cli.progress import TrainProgress, counted
-from crosspack.cli.reporting import Service, check_service, reporting, scalars
-from crosspack.cli.runfile import RUN_FILE, as_yaml, effective, take_file
+from crosspack.cli.outputs import Output, writing
+from crosspack.cli.progress import TrainProgress
+from crosspack.cli.reporting import Service, reporting, scalars
+from crosspack.cli.runfile import RUN_FILE, take_file
 from crosspack.cli.tables import comparison_table, lengths_table, padding, rate, saving_line, steps_table
-from crosspack.encoding.text import Policy
-from crosspack.reading.files import File
-from packing_core.errors import ContaminationError, PackingError, plural
-from packing_core.extras import loaded, registered, require
-from packing_core.planning.pieces import Overflow
-from packing_core.planning.plan import plan as make_plan
-from packing_core.training.checkpoints import FOLDER, check_resume, has_checkpoint, remove_checkpoints, remove_older
-from packing_core.training.job import (
-    GROUP,
-    Options,
-    StepRecord,
-    TrainJob,
-    TrainResult,
-    check_honoured,
-)
-from packing_core.training.schedule import Corpus, Schedule
+from crosspack.cli.trainrequest import Steps, TrainRequest
+from packing_core.errors import ContaminationError, plural
+from packing_core.extras import loaded, require
+from packing_core.training.checkpoints import FOLDER, remove_checkpoints, remove_older
+from packing_core.training.job import StepRecord, Strategy, TrainJob, TrainResult, check_honoured
 
 SUMMARY, PICTURE = "crosspack.json", "compare.png"
 RESULTS = (
@@ -57,6 +44,7 @@ RESULTS = (
     "*.jinja",
 )  # what the files of a result are called
 BUSY = 0.7  # of the processor time that an idle machine gives
+Trainer = Callable[[TrainJob], TrainResult]
 
 
 def train(
@@ -124,7 +112,8 @@ def train(
     ] = None,
     nproc: Annotated[int, typer.Option(min=1, help="Processes on this machine that train together.")] = 1,
     strategy: Annotated[
-        Literal["ddp", "fsdp"], typer.Option(help="Of several processes: all weights on each, or sharded weights.")
+        Strategy,
+        typer.Option(help="Of several processes: all weights on each, sharded by FSDP2, or by DeepSpeed's ZeRO."),
     ] = "ddp",
     mesh: Annotated[
         str | None, typer.Option(help="Devices of one process: data=2,fsdp=4 (weights are cut over fsdp).")
@@ -138,152 +127,157 @@ def train(
     trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Fine-tune a causal language model on packed documents; --compare measures it against padding."""
-    entry = registered(GROUP, backend)
-    resume = resume or (launch.restarted() and output is not None and has_checkpoint(output))
-    check_contradictions(context.params)
-    built_from, model_folder = model_source(model)
-    if lora and not isinstance(built_from, str):
-        raise PackingError("--lora adapts the weights of a --model, and random weights are not kept: leave --lora out")
-    check_name("--tokenizer", tokenizer)
-    records = check_data(data, split, tokenizer or model_folder)  # before the frameworks, which take long to import
-    if eval_data:
-        check_data(eval_data, eval_split, option="--eval-data")
-    check_service(report_to)
-    if lr is None:
-        lr = 2e-5 if isinstance(built_from, str) else 3e-3
-    precision = precision or dtype
-    as_file = as_yaml(settled := effective(context, lr=lr, precision=precision))
-    # Several processes would have to agree on whether there is anything left to do.
-    alone = nproc == launch.world_size() == 1
-    made = digest([settled, records.state(), _state(built_from)]) if alone else None
-    check_output(output, compare=compare, overwrite=overwrite, resume=resume, save_every=save_every, run=made)
-    training = Options(lr, decay, warmup, weight_decay, clip, precision, seed, dtype, master_weights, lora)
-    if resume and output is not None:
-        check_resume(output, training, built_from if isinstance(built_from, str) else None)
-    run = loaded(entry, extra=backend)
-    check_honoured(run, backend, used_options(context.params))
-    require("transformers", extra="hf")
-    if compare:
-        require("matplotlib.figure", extra="plot")
+    request = TrainRequest.of(context)
+    trainer = _trainer(request)
     if nproc > 1 and launch.world_size() == 1:
-        raise typer.Exit(_launched(nproc, as_file, context.params))
-    leads = launch.rank() == 0
-    OUT.quiet = OUT.quiet or not leads
-
-    source = EncodedRecords.open(
-        data, split, tokenizer or model_folder, Policy(loss, bos, eos), trust_remote_code=trust_remote_code
-    )
-    encoder = source.encoder
-    if model is None:
-        built_from = SMALL_LLAMA | special_tokens(encoder.tokenizer)
-    corpus = Corpus.collect(counted(OUT, "documents read", source.documents(capacity, overflow)))
-    lengths = corpus.documents.lengths
-    plans = tuple(
-        make_plan(lengths, capacity, overflow=overflow, strategy=packing, seed=seed + epoch) for epoch in range(epochs)
-    )
-    pad = encoder.tokenizer.pad_token_id
-    pad_id = 0 if pad is None else pad
-    schedule = Schedule(corpus, plans, rows_per_step, padded_batch, seed=seed, limit=steps, pad_id=pad_id)
-    name = model or "a small Llama, random weights"
-    OUT.print(f"[bold]{escape(name)}[/] on {source.describe()}", highlight=False)
-    OUT.print(lengths_table(lengths, trained=corpus.n_trained))
-    OUT.print(steps_table(schedule))
-    OUT.print(saving_line(schedule), highlight=False)
-    evaluation = None
-    if eval_data:
-        held_out = replace(source, records=check_data(eval_data, eval_split, option="--eval-data"))
-        evaluation = _evaluation(held_out, capacity, overflow, pad_id)
-
+        raise typer.Exit(_start_processes(request))
+    OUT.quiet = OUT.quiet or launch.rank() > 0
+    prepared = Steps.read(request)
+    _print_plan(request, prepared)
     with ExitStack() as stack:
-        kept = checkpoints = None
-        if output is not None:
-            if leads:
-                kept = stack.enter_context(
-                    writing(output, SUMMARY, names=RESULTS, overwrite=overwrite or resume, run=made)
-                )
-                if kept.finished:
-                    figures(json.loads((output / SUMMARY).read_text()))
-                    OUT.print(f"model: {output}, complete already: pass --overwrite to train again", highlight=False)
-                    return
-                kept.clear()
-            checkpoints = output / FOLDER
-        log = stack.enter_context(reporting(report_to if leads else "none", output, settled))
-        progress = stack.enter_context(TrainProgress(OUT, len(schedule)))
-
-        def on_step(record: StepRecord) -> None:
-            progress.step(record)
-            log(scalars(record, training.learning_rate(record.step, len(schedule))), record.step + 1)
-
-        result = run(
-            TrainJob(
-                model=built_from,
-                schedule=schedule,
-                options=training,
-                evaluation=evaluation,
-                eval_every=eval_every,
-                compile=compile,
-                strategy=strategy,
-                mesh=read_mesh(mesh),
-                runs=("padded", "grouped", "packed") if compare else ("packed",),
-                device=device,
-                attention=attention,
-                gradient_checkpointing=gradient_checkpointing,
-                deterministic=deterministic,
-                trust_remote_code=trust_remote_code,
-                output=output if kept is None else kept.partial,
-                checkpoints=checkpoints,
-                save_every=save_every,
-                resume=resume,
-                on_step=on_step,
-                on_phase=progress.phase,
-            )
-        )
-        progress.stop()
-        if not result.audit.exact:  # nothing is published
-            raise ContaminationError(f"audit: documents that are packed together see each other: {result.audit.line}")
-        OUT.print(f"attention: {result.attention} on {result.device}", highlight=False)
-        warn_if_busy(result.cpu)
-        if compare:
-            OUT.print(comparison_table(result))
-            folder = kept.partial if kept else Path("runs")
-            compare_figure(result, schedule, folder / PICTURE, title=f"{name}, {result.device}")
-            OUT.print(f"picture: {(output or folder) / PICTURE}", highlight=False)
-        else:
-            OUT.print(_outcome(result.records["packed"]), highlight=False)
-        about = _about(result, backend)
-        if kept is not None:
-            (kept.partial / "README.md").unlink(missing_ok=True)  # of peft, an empty form
-            encoder.tokenizer.save_pretrained(kept.partial)
-            _write_run(about, kept.partial)
-            (kept.partial / RUN_FILE).write_text(as_file)
-            kept.publish()
-            if checkpoints is not None:  # those of a run that was overwritten, or what a killed one left
-                (remove_older if resume or save_every else remove_checkpoints)(checkpoints)
-            OUT.print(f"model: {output}", highlight=False)
-        elif output is None and not compare:
-            OUT.print("nothing is kept: pass --output to keep the model")
-    if leads:
-        figures(about)
+        kept = _output(request, stack)
+        if kept is not None and kept.finished:
+            _report_finished(kept)
+            return
+        result = _run(request, prepared, trainer, kept, stack)
+        _report(request, prepared, result, kept)
     OUT.print(f"audit: [green]exact[/]: {result.audit.line}", highlight=False)
 
 
-def _state(model: str | dict[str, Any] | None) -> Any:
-    """Returns the state of a model's files, which changes when they do; the model itself if it is no folder."""
-    if not isinstance(model, str) or not Path(model).is_dir():
-        return model
-    return [File(str(path)).state() for path in sorted(Path(model).iterdir()) if path.is_file()]
+def _trainer(request: TrainRequest) -> Trainer:
+    """Imports the backend's trainer and what the run draws with.
+
+    Raises:
+        UnsupportedError: the trainer would ignore an option that is in use.
+        MissingExtraError: a library is not installed.
+    """
+    trainer: Trainer = loaded(request.entry, extra=request.given["backend"])
+    check_honoured(trainer, request.given["backend"], used_options(request.given))
+    require("transformers", extra="hf")
+    if request.given["compare"]:
+        require("matplotlib.figure", extra="plot")
+    return trainer
 
 
-def _evaluation(source: EncodedRecords, capacity: int, overflow: Overflow, pad_id: int) -> Schedule:
-    """The documents to evaluate on, packed; with as many rows at once as there are processes."""
-    corpus = Corpus.collect(source.documents(capacity, overflow), option="--eval-data")
-    rows = make_plan(corpus.documents.lengths, capacity, overflow=overflow)
-    OUT.print(
-        f"evaluation on {escape(source.records.name)}: {plural(len(corpus.documents), 'document')} in "
-        f"{plural(rows.n_rows, 'row')}, {corpus.n_trained:,} trained tokens",
-        highlight=False,
+def _start_processes(request: TrainRequest) -> int:
+    """Runs the same options as ``--nproc`` processes; returns the exit status."""
+    given, flags = request.given, ("resume", "overwrite", "verbose", "quiet")
+    with TemporaryDirectory() as folder:
+        path = Path(folder, RUN_FILE)
+        path.write_text(request.run_file)
+        chosen = [f"--{flag}" for flag in flags if given[flag]] + ["--json"] * given["as_json"]
+        return launch.start(given["nproc"], ["train", "--config", str(path), *chosen])
+
+
+def _print_plan(request: TrainRequest, steps: Steps) -> None:
+    """Prints what will be trained on, and in which steps."""
+    lengths = steps.schedule.corpus.documents.lengths
+    OUT.print(f"[bold]{escape(request.name)}[/] on {steps.source.describe()}", highlight=False)
+    OUT.print(lengths_table(lengths, trained=steps.schedule.corpus.n_trained))
+    OUT.print(steps_table(steps.schedule))
+    OUT.print(saving_line(steps.schedule), highlight=False)
+    if steps.evaluation is not None and request.held_out is not None:
+        corpus, (rows,) = steps.evaluation.corpus, steps.evaluation.plans
+        OUT.print(
+            f"evaluation on {escape(request.held_out.name)}: {plural(len(corpus.documents), 'document')} in "
+            f"{plural(rows.n_rows, 'row')}, {corpus.n_trained:,} trained tokens",
+            highlight=False,
+        )
+
+
+def _output(request: TrainRequest, stack: ExitStack) -> Output | None:
+    """Takes the output folder until the stack is closed; None without one, and on every rank but the first."""
+    folder = request.output
+    if folder is None or launch.rank() > 0:
+        return None
+    overwrite = request.given["overwrite"] or request.resume
+    kept = stack.enter_context(writing(folder, SUMMARY, names=RESULTS, overwrite=overwrite, run=request.digest))
+    if not kept.finished:
+        kept.clear()
+    return kept
+
+
+def _run(request: TrainRequest, steps: Steps, trainer: Trainer, kept: Output | None, stack: ExitStack) -> TrainResult:
+    """Trains, with progress on the console and figures to ``--report-to``.
+
+    Raises:
+        ContaminationError: documents that are packed together see each other.
+    """
+    given, options = request.given, request.options
+    service: Service = given["report_to"] if launch.rank() == 0 else "none"
+    log = stack.enter_context(reporting(service, request.output, request.settled))
+    progress = stack.enter_context(TrainProgress(OUT, len(steps.schedule)))
+
+    def on_step(record: StepRecord) -> None:
+        progress.step(record)
+        log(scalars(record, options.learning_rate(record.step, len(steps.schedule))), record.step + 1)
+
+    job = TrainJob(
+        model=steps.model,
+        schedule=steps.schedule,
+        options=options,
+        evaluation=steps.evaluation,
+        eval_every=given["eval_every"],
+        compile=given["compile"],
+        strategy=given["strategy"],
+        mesh=read_mesh(given["mesh"]),
+        runs=("padded", "grouped", "packed") if given["compare"] else ("packed",),
+        device=given["device"],
+        attention=given["attention"],
+        gradient_checkpointing=given["gradient_checkpointing"],
+        deterministic=given["deterministic"],
+        trust_remote_code=given["trust_remote_code"],
+        output=request.output if kept is None else kept.partial,
+        checkpoints=None if request.output is None else request.output / FOLDER,
+        save_every=given["save_every"],
+        resume=request.resume,
+        on_step=on_step,
+        on_phase=progress.phase,
     )
-    return Schedule(corpus, (rows,), launch.world_size(), pad_id=pad_id)
+    result = trainer(job)
+    progress.stop()
+    if not result.audit.exact:  # nothing is published
+        raise ContaminationError(f"audit: documents that are packed together see each other: {result.audit.line}")
+    return result
+
+
+def _report(request: TrainRequest, steps: Steps, result: TrainResult, kept: Output | None) -> None:
+    """Prints a result and publishes the files of the output folder."""
+    OUT.print(f"attention: {result.attention} on {result.device}", highlight=False)
+    warn_if_busy(result.cpu)
+    if request.given["compare"]:
+        OUT.print(comparison_table(result))
+        folder = kept.partial if kept else Path("runs")
+        compare_figure(result, steps.schedule, folder / PICTURE, title=f"{request.name}, {result.device}")
+        OUT.print(f"picture: {(request.output or folder) / PICTURE}", highlight=False)
+    else:
+        OUT.print(_outcome(result.records["packed"]), highlight=False)
+    about = _about(result, request.given["backend"])
+    if kept is not None:
+        _publish(request, steps, about, kept)
+    elif request.output is None and not request.given["compare"]:
+        OUT.print("nothing is kept: pass --output to keep the model")
+    if launch.rank() == 0:
+        figures(about)
+
+
+def _publish(request: TrainRequest, steps: Steps, about: Mapping[str, Any], kept: Output) -> None:
+    """Writes what stands beside the model, and puts the result in place of an earlier one."""
+    (kept.partial / "README.md").unlink(missing_ok=True)  # of peft, an empty form
+    steps.source.encoder.tokenizer.save_pretrained(kept.partial)
+    (kept.partial / SUMMARY).write_text(json.dumps({"crosspack": version("crosspack"), **about}, indent=1))
+    (kept.partial / RUN_FILE).write_text(request.run_file)
+    kept.publish()
+    # those of a run that was overwritten, or what a killed one left
+    remove = remove_older if request.resume or request.given["save_every"] else remove_checkpoints
+    remove(kept.folder / FOLDER)
+    OUT.print(f"model: {kept.folder}", highlight=False)
+
+
+def _report_finished(kept: Output) -> None:
+    """Reports the result of an earlier run of the same options, data and model."""
+    figures(json.loads((kept.folder / SUMMARY).read_text()))
+    OUT.print(f"model: {kept.folder}, complete already: pass --overwrite to train again", highlight=False)
 
 
 def _outcome(records: list[StepRecord]) -> str:
@@ -316,17 +310,3 @@ def _about(result: TrainResult, backend: str) -> dict[str, Any]:
         "audit": asdict(result.audit),
         "runs": {run: [asdict(record) for record in records] for run, records in result.records.items()},
     }
-
-
-def _launched(processes: int, run_file: str, given: Mapping[str, Any]) -> int:
-    """Start the same run as several processes; its exit status."""
-    flags = ("resume", "overwrite", "verbose", "quiet")
-    with TemporaryDirectory() as folder:
-        path = Path(folder, RUN_FILE)
-        path.write_text(run_file)
-        chosen = [f"--{flag}" for flag in flags if given[flag]] + ["--json"] * given["as_json"]
-        return launch.start(processes, ["train", "--config", str(path), *chosen])
-
-
-def _write_run(content: dict[str, Any], output: Path) -> None:
-    (output / SUMMARY).write_text(json.dumps({"crosspack": version("crosspack"), **content}, indent=1))

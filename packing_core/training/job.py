@@ -25,6 +25,8 @@ _HONOURS = "honours"  # the attribute of a trainer that names the options it hon
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
+Strategy = Literal["ddp", "fsdp", "zero2", "zero3"]
+ZERO = ("zero2", "zero3")  # the strategies that DeepSpeed serves
 Trainer = TypeVar("Trainer", bound=Callable[..., Any])
 
 
@@ -137,10 +139,11 @@ class TrainJob:
         evaluation: the documents that are evaluated, packed; None evaluates nothing.
         eval_every: steps between evaluations of the packed run; there is one after its last step in any case.
         compile: whether layers are compiled; None leaves it to the backend.
-        strategy: how several ranks train: ``ddp`` keeps all weights on each, ``fsdp`` shards them.
+        strategy: how several ranks train: ``ddp`` keeps all weights on each, ``fsdp`` shards them; ``zero2`` and
+            ``zero3`` are DeepSpeed's ZeRO, which shards optimizer states and gradients, and in stage 3 weights.
         mesh: axis -> number of devices, of one process over several: rows are spread over all axes, weights are cut
             over ``fsdp``. Empty for one device.
-        runs: which runs, each from the same initial weights, step by step in turn; only ``packed`` is kept.
+        runs: which runs, each from the same initial weights; only ``packed`` is kept.
         device: ``auto`` or what the framework calls it.
         attention: the name of an attention implementation, or ``auto``.
         gradient_checkpointing: recompute activations in the backward pass.
@@ -161,7 +164,7 @@ class TrainJob:
     evaluation: Schedule | None = None
     eval_every: int = 0
     compile: bool | None = None
-    strategy: Literal["ddp", "fsdp"] = "ddp"
+    strategy: Strategy = "ddp"
     mesh: Mapping[str, int] = field(default_factory=dict)
     runs: tuple[Run, ...] = ("packed",)
     device: str = "auto"

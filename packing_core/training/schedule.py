@@ -157,8 +157,8 @@ class Schedule:
             return plan.n_rows * plan.capacity
         return sum(len(pieces) * int(plan.length[pieces].max()) for pieces in self.batches(step, run))
 
-    def packed(self, step: int, *, rank: int = 0, ranks: int = 1, cost: Cost | None = None) -> Iterator[PackedBatch]:
-        """The step's rows, one at a time; of several ranks, those of one.
+    def rows(self, step: int, *, rank: int = 0, ranks: int = 1, cost: Cost | None = None) -> PackedBatch:
+        """Returns the step's rows; of several ranks, those of one.
 
         The rows of a step are dealt to ranks at equal cost (:func:`packing_core.balance`), so a step holds the same
         documents however many ranks there are. Every rank has equally many rows: where they do not divide, some are
@@ -173,12 +173,18 @@ class Schedule:
         plan = self.steps[step]
         dataset = PackedDataset(self.corpus.documents, plan, loss_mask=self.corpus.trained, pad_id=self.pad_id)
         if ranks == 1:
-            return (dataset[row] for row in range(plan.n_rows))
+            return dataset[:]
         own, each = [rank] if rank < plan.n_rows else [], -(-plan.n_rows // ranks)
         if plan.n_rows > ranks:
             own = balance(plan, ranks, cost=cost, rows_per_step=each, seed=None).rank(rank)[0].tolist()
-        padding = with_empty_row(dataset[0])[1:]
-        return (dataset[own[number]] if number < len(own) else padding for number in range(each))
+        rows = dataset[own] if own else with_empty_row(dataset[0])[1:]
+        while len(rows) < each:
+            rows = with_empty_row(rows)
+        return rows
+
+    def packed(self, step: int, *, rank: int = 0, ranks: int = 1, cost: Cost | None = None) -> Iterator[PackedBatch]:
+        """Yields the step's :meth:`rows`, one at a time."""
+        return self.rows(step, rank=rank, ranks=ranks, cost=cost).single_rows()
 
     def padded(self, step: int, run: Run) -> Iterator[PaddedBatch]:
         """The same documents in padded batches, ``padded`` or ``grouped``."""

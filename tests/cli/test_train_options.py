@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from crosspack.cli import checks
 from tests.cli.test_commands import losses, one_line, run, words
 
 
@@ -58,6 +59,10 @@ def test_a_file_that_says_nothing_to_the_command_is_refused(content, says, tmp_p
         (["--eval-data", "absent.jsonl"], "--eval-data absent.jsonl: no such file or folder"),
         (["--compile", "--compare"], "--compare runs no compiled layers: leave --compile out"),
         (["--strategy", "fsdp"], "--strategy fsdp shards weights over processes: pass --nproc, or start it with torch"),
+        (
+            ["--strategy", "zero2"],
+            "--strategy zero2 shards weights over processes: pass --nproc, or start it with torch",
+        ),
         (["--nproc", "8"], "--rows-per-step 4 leaves some of 8 processes without a row in every step: pass 8 or more"),
         (["--nproc", "2", "--compare"], "--compare measures one process: pass it without --nproc and torchrun"),
         (["--compile"], "--compile is not possible, because the model computes on cpu: leave --compile out"),
@@ -66,6 +71,26 @@ def test_a_file_that_says_nothing_to_the_command_is_refused(content, says, tmp_p
 )
 def test_what_cannot_be_is_refused_in_one_line(small, arguments, says):
     assert says in one_line(run(*small, *arguments))
+
+
+def test_zero_without_deepspeed_is_refused_by_name(small, monkeypatch):
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    says = "--strategy zero3: DeepSpeed is not installed: pip install deepspeed, or pass --strategy fsdp"
+    assert says in one_line(run(*small, "--nproc", 2, "--strategy", "zero3"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--save-every", 2, "--output", "out"], "--strategy zero2 writes no checkpoints, because DeepSpeed's hold"),
+        (["--resume", "--output", "out"], "--strategy zero2 writes no checkpoints"),
+        (["--dtype", "bfloat16"], "--strategy zero2 keeps float32 copies of bfloat16 weights: pass --master-weights"),
+        (["--precision", "bfloat16"], "--strategy zero2 computes in the dtype of the weights: pass --dtype bfloat16"),
+    ],
+)
+def test_what_zero_does_otherwise_than_one_process_is_refused(small, arguments, says, monkeypatch):
+    monkeypatch.setattr(checks, "find_spec", lambda name: "there")
+    assert says in one_line(run(*small, "--nproc", 2, "--strategy", "zero2", *arguments))
 
 
 @pytest.mark.parametrize(

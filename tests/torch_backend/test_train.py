@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from packing_core.errors import PackingError
+from packing_core.errors import PackingError, UnsupportedModelError
 from packing_core.planning.plan import plan
 from packing_core.training.job import TrainJob
 from packing_core.training.schedule import Corpus, Document, Schedule
@@ -19,7 +19,7 @@ from tests.training_jobs import LLAMA, losses, small_job
 from torch_backend.job import train as training_job
 from torch_backend.job.models import build_model
 from torch_backend.job.train import train
-from torch_backend.steps.train_step import TrainStep
+from torch_backend.job.trainer import job_trainer
 
 NOISY = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.3}
 
@@ -37,6 +37,17 @@ def test_padded_and_packed_runs_have_the_same_losses(job):
         np.testing.assert_allclose(losses(result, run), packed, rtol=1e-4)
     assert result.audit.exact, result.audit.line
     assert result.attention == "sdpa"
+
+
+def test_nothing_is_trained_before_the_audit(job, monkeypatch):
+    def leaks(model, implementation):
+        raise UnsupportedModelError("documents see each other")
+
+    seen = []
+    monkeypatch.setattr(training_job, "verify", leaks)
+    with pytest.raises(UnsupportedModelError, match="documents see each other"):
+        train(dataclasses.replace(job, runs=("padded", "packed"), on_step=seen.append))
+    assert seen == []
 
 
 def test_the_first_loss_is_that_of_each_document_alone(job):
@@ -79,17 +90,16 @@ def test_a_resumed_run_repeats_to_the_bit(job, config, tmp_path):
 def test_shapes_fit_all_rows_from_the_first_step_on(job, graphs, monkeypatch):
     """Rows whose longest document is longer than before would otherwise be compiled and recorded again."""
 
-    class Step(TrainStep):
-        def __init__(self, model, *args, **options):
-            graphs.model = model
-            super().__init__(model, *args, **options)
+    def recorded(job, run, model, *args, **options):
+        graphs.model = model
+        return job_trainer(job, run, model, *args, **options)
 
     lengths = [3] * 20 + [30, 20, 9, 30]
     documents = [Document(np.arange(n, dtype=np.int32), np.ones(n, np.bool_)) for n in lengths]
     rows = plan(lengths, 32, strategy="sequential", seed=None)
     job = dataclasses.replace(job, schedule=Schedule(Corpus.collect(iter(documents)), (rows,), rows_per_step=1))
     plain = losses(train(dataclasses.replace(job, runs=("padded", "packed"))))
-    monkeypatch.setattr(training_job, "TrainStep", Step)
+    monkeypatch.setattr(training_job, "job_trainer", recorded)
     np.testing.assert_allclose(losses(train(job)), plain, rtol=1e-5)
     assert graphs.recorded == 1
 
@@ -133,6 +143,7 @@ def test_the_output_is_a_hugging_face_folder_and_a_model_to_start_from(job, tmp_
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert model.config._attn_implementation == "sdpa"
     assert "crosspack" not in (tmp_path / "config.json").read_text()
+    assert model.config.use_cache  # which Trainer turns off
     again = losses(train(dataclasses.replace(job, model=str(tmp_path))))
     assert again[0] < losses(train(job))[0] - 0.05
 

@@ -28,14 +28,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp, LoRA": ("ddp", {"lora": 2}),
     "fsdp, master weights": ("fsdp", HALF),
 }
+# what DeepSpeed serves, where it is installed; it writes no checkpoints
+ZERO: dict[str, tuple[str, dict[str, Any]]] = {
+    "zero2": ("zero2", {}),
+    "zero3": ("zero3", {}),
+    "zero2, LoRA": ("zero2", {"lora": 2}),
+    "zero3, master weights": ("zero3", HALF),
+}
 RESUMED = "fsdp"  # begun by one process, finished by two
 STEPS = 5
 
 
 def job(name: str, start: Path, output: Path | None) -> TrainJob:
     """Five steps of three rows, which two ranks cannot share evenly, and two evaluations."""
-    strategy, options = CASES[name]
-    made = small_job(str(start), output=output, save_every=2, strategy=strategy)
+    strategy, options = (CASES | ZERO)[name]
+    made = small_job(str(start), output=output, save_every=0 if name in ZERO else 2, strategy=strategy)
     corpus = made.schedule.corpus
     rows = plan(corpus.documents.lengths, 40, seed=9)
     return dataclasses.replace(
@@ -49,19 +56,25 @@ def job(name: str, start: Path, output: Path | None) -> TrainJob:
 
 def found(result: Any) -> dict[str, Any]:
     evaluated = [record.eval_loss for record in result.records["packed"] if record.eval_loss is not None]
-    return {"losses": losses(result), "evaluations": evaluated}
+    norms = [record.grad_norm for record in result.records["packed"]]
+    return {"losses": losses(result), "evaluations": evaluated, "norms": norms}
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, cases: str) -> None:
     dist.init_process_group("gloo")
     results = {}
-    for name in CASES:
+    if cases == "zero":
+        from deepspeed.ops import __compatible_ops__
+
+        __compatible_ops__["deepspeed_shm_comm"] = False  # which it would compile first; gloo does the same
+    for name in ZERO if cases == "zero" else CASES:
         results[name] = found(train(job(name, folder / "start", folder / "two" / name)))
-    begun = job(RESUMED, folder / "start", folder / "begun by one")
-    results["resumed"] = found(train(dataclasses.replace(begun, resume=True)))
+    if cases != "zero":
+        begun = job(RESUMED, folder / "start", folder / "begun by one")
+        results["resumed"] = found(train(dataclasses.replace(begun, resume=True)))
     (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])
     leave()

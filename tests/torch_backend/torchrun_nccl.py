@@ -13,13 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from packing_core import pack
 from packing_core.batches.dataset import with_empty_row
+from packing_core.training.timing import Clock
 from tests.torch_backend.models import CAPACITY, documents, tiny
 from tests.torch_backend.torchrun import leave, whole
 from torch_backend import PackedCollator, make_train_step, patch
-from torch_backend.job.ranks import Ranks, unwrapped
+from torch_backend.job.ranks import Process, Ranks, shard
 
 Model = Any
 # What each of two ranks holds at each step, as lengths: unequal shares, a rank without a target, one without documents.
@@ -41,7 +43,7 @@ def train(model: Model, shares: list[list[list[Tensor]]]) -> dict[str, Any]:
     """Steps of gradient descent; ``shares`` has the microbatches of each step, as documents."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     step = make_train_step(model, optimizer, max_grad_norm=0.5)
-    metrics = [step([batch(docs, unwrapped(model)) for docs in microbatches]) for microbatches in shares]
+    metrics = [step([batch(docs, getattr(model, "module", model)) for docs in microbatches]) for microbatches in shares]
     found = whole({name: p.detach() for name, p in model.named_parameters()})
     return {
         "metrics": [{name: float(x) for name, x in each.items()} for each in metrics],
@@ -59,7 +61,11 @@ def main(target: Path) -> None:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     found: dict[str, Any] = {}
     for name, (strategy, family) in CASES.items():
-        model = ranks.wrapped(patch(tiny(family).to(device), verify=False), strategy, device)
+        model = patch(tiny(family).to(device), verify=False)
+        if strategy == "fsdp":
+            shard(model, Process(device, ranks, Clock(1)))
+        else:
+            model = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
         try:
             found[name] = train(model, [[held(step, ranks.rank)] for step in range(len(STEPS))])
         except Exception as error:

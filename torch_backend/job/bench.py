@@ -8,7 +8,6 @@ float32 as the documents alone are in the precision that is timed, rounding coun
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from itertools import cycle
@@ -21,10 +20,11 @@ from torch import Tensor, nn
 from packing_core.errors import PackingError, UnsupportedModelError
 from packing_core.training.job import Measured, TrainJob
 from packing_core.training.timing import Clock, in_turn
-from torch_backend.collate import Batch
-from torch_backend.job.memory import Memory
+from torch_backend.collate import Batch, PackedCollator
+from torch_backend.job.memory import Memory, release
 from torch_backend.job.models import build_model
-from torch_backend.job.train import batches, device_of
+from torch_backend.job.steps import padded_batches
+from torch_backend.job.train import device_of
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.losses.cross_entropy import next_token_targets, normalise, packed_cross_entropy
 from torch_backend.patching import patch
@@ -74,7 +74,7 @@ def _measure(
         with memory.counted():
             model = model.to(device).train()
             judged, difference, allowed = _exactness(model, job, way, device, computing)
-            _release(device)
+            release(device)
         memory.peak = 0  # of training alone
         loss = _patched_loss(model) if way == OURS else _stock_loss(model, WAYS[way])
         optimizer = torch.optim.AdamW(model.parameters(), lr=job.options.lr, fused=True)
@@ -133,13 +133,6 @@ def _exactness(
     return len(found), difference, allowed
 
 
-def _release(device: torch.device) -> None:
-    """Give back what is no longer used: patched models hold themselves in cycles."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 def _precision(job: TrainJob, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
     enabled = job.options.precision == "bfloat16"
     return lambda: torch.autocast(device.type, torch.bfloat16, enabled=enabled)
@@ -147,7 +140,8 @@ def _precision(job: TrainJob, device: torch.device) -> Callable[[], AbstractCont
 
 def _inputs(job: TrainJob, way: str, step: int, device: torch.device) -> Iterator[Batch]:
     """The batches of a step; stock packing gets what its users give it: restarting positions, no mask, no segments."""
-    for batch in batches(job, step, "padded" if way == "padded" else "packed"):
+    packed = map(PackedCollator(), job.schedule.packed(step))
+    for batch in padded_batches(job.schedule, step, "padded") if way == "padded" else packed:
         if way.startswith("stock"):
             batch = {name: batch[name] for name in ("input_ids", "position_ids", "labels")}
         yield {name: to_device(x, device) if isinstance(x, Tensor) else x for name, x in batch.items()}

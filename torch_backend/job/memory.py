@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,9 +16,14 @@ from torch_backend.job.ranks import Ranks
 _GIB = 2**30
 
 
+def weights_bytes(model: torch.nn.Module) -> int:
+    """Bytes of the weights."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
 def states_bytes(model: torch.nn.Module, job: TrainJob) -> int:
     """Bytes of weights, gradients and AdamW's two moments, and of float32 copies of the weights."""
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    weights = weights_bytes(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     gradients = sum(p.numel() * p.element_size() for p in trained)
     if job.options.master_weights:
@@ -41,8 +47,12 @@ def activation_bytes(model: Any, job: TrainJob) -> int:
 
 def memory_line(model: Any, job: TrainJob, ranks: Ranks, device: torch.device) -> str:
     """Compares the memory that a process of the job needs with the memory of the device."""
-    shards = ranks.world if job.strategy == "fsdp" else 1
-    states, activations = states_bytes(model, job) / shards / _GIB, activation_bytes(model, job) / _GIB
+    weights, activations = weights_bytes(model), activation_bytes(model, job) / _GIB
+    others = states_bytes(model, job) - weights
+    if job.strategy in ("fsdp", "zero3"):
+        states = (weights + others) / ranks.world / _GIB
+    else:
+        states = (weights + others / (ranks.world if job.strategy == "zero2" else 1)) / _GIB
     there = ""
     if device.type == "cuda":
         free, total = (size / _GIB for size in torch.cuda.mem_get_info(device))
@@ -51,6 +61,13 @@ def memory_line(model: Any, job: TrainJob, ranks: Ranks, device: torch.device) -
         f"memory: {states:.2f} GiB of weights, gradients and optimizer states, and about {activations:.2f} GiB of "
         f"activations{there}"
     )
+
+
+def release(device: torch.device) -> None:
+    """Give back what is no longer used: patched models hold themselves in cycles."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 class Memory:

@@ -1,4 +1,4 @@
-"""Several processes in one training job: their group, the model around which gradients are reduced, whole tensors.
+"""Several processes in one training job: their group, the model that FSDP2 shards over them, whole tensors.
 
 The environment variables of torchrun say how many there are; a process alone has rank 0 of 1 and no group.
 """
@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 
+from packing_core.training.timing import Clock
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.attention import DecoderLayer
 
@@ -57,18 +57,6 @@ class Ranks(NamedTuple):
         dist.barrier()  # none ends before rank 0 has written
         dist.destroy_process_group()
 
-    def wrapped(self, model: nn.Module, strategy: Literal["ddp", "fsdp"], device: torch.device) -> nn.Module:
-        """The model as its ranks train it: FSDP2 shards every decoder layer and what is left, in place."""
-        if self.world == 1:
-            return model
-        if strategy == "ddp":
-            return DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
-        mesh = init_device_mesh(device.type, (self.world,))
-        layers = [module for module in causal_lm(model).get_decoder().modules() if isinstance(module, DecoderLayer)]
-        for module in (*layers, model):
-            fully_shard(module, mesh=mesh)
-        return model
-
     def everyones(self, value: Any) -> list[Any]:
         """The value of every rank, on every rank."""
         found = [value] * self.world
@@ -77,17 +65,44 @@ class Ranks(NamedTuple):
         return found
 
 
-ALONE = Ranks()
+class Process(NamedTuple):
+    """This process of a training job.
+
+    Attributes:
+        device: what it computes on.
+        ranks: which of the ranks it is.
+        clock: times its steps.
+    """
+
+    device: torch.device
+    ranks: Ranks
+    clock: Clock
 
 
-def unwrapped(model: Any) -> Any:
-    """The model inside of DDP; FSDP2 stands around none."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
+def shard(model: nn.Module, process: Process) -> None:
+    """Shard a model over all ranks by FSDP2: every decoder layer, and what is left."""
+    mesh = init_device_mesh(process.device.type, (process.ranks.world,))
+    layers = [module for module in causal_lm(model).get_decoder().modules() if isinstance(module, DecoderLayer)]
+    for module in (*layers, model):
+        fully_shard(module, mesh=mesh)
 
 
 def whole(x: Tensor) -> Tensor:
     """A tensor that may be sharded, gathered from all ranks, which must all ask for it."""
     return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def whole_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights that FSDP2 or ZeRO-3 may have sharded, gathered to the host by all ranks."""
+    if not any(hasattr(weight, "ds_id") for weight in weights.values()):
+        return {name: whole(weight.detach()).cpu() for name, weight in weights.items()}
+    from deepspeed.runtime.zero import GatheredParameters
+
+    found = {}
+    for name, weight in weights.items():
+        with GatheredParameters([weight]):
+            found[name] = weight.detach().to("cpu", copy=True)
+    return found
 
 
 def like(x: Tensor, sharded: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from packing_core.extras import require
 from packing_core.training.job import Options
-from torch_backend.job.ranks import Ranks, like, whole
+from torch_backend.job.ranks import Ranks, like, whole, whole_weights
 
 WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 _RANDOM = "random."  # prefix of the generators' states among the optimizer's tensors
@@ -65,15 +65,15 @@ class MasterWeights(torch.optim.AdamW):
         super().load_state_dict({**state_dict, "state": {n: values for n, values in states.items() if values}})
 
 
-def make_optimizer(model: nn.Module, options: Options) -> torch.optim.Optimizer:
-    """AdamW over what is trained; weight decay acts on matrices, not on norms and biases."""
+def make_optimizer(model: nn.Module, options: Options, *, master_weights: bool = False) -> torch.optim.Optimizer:
+    """AdamW over what is trained, at the rate 1, which a schedule multiplies; weight decay acts on matrices alone."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": options.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    adamw = MasterWeights if options.master_weights else torch.optim.AdamW
-    return adamw(groups, lr=options.lr, fused=True)
+    adamw = MasterWeights if master_weights else torch.optim.AdamW
+    return adamw(groups, lr=1.0, fused=True)
 
 
 def gathered(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> tuple[Tensors, Tensors]:
@@ -88,7 +88,7 @@ def gathered(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -
     }
     for rank, states in enumerate(ranks.everyones(_random_states())):
         found |= {f"{_RANDOM}{rank}.{kind}": state for kind, state in states.items()}
-    return {name: whole(x) for name, x in changing(model).items()}, found
+    return whole_weights(changing(model)), found
 
 
 def save(folder: Path, weights: Tensors, states: Tensors) -> None:
@@ -102,7 +102,7 @@ def changing(model: nn.Module) -> Tensors:
     """The tensors of a model that training may change, tied ones once: not the weights under adapters."""
     persistent = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
-    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad} | buffers
+    return {name: p for name, p in model.named_parameters() if p.requires_grad} | buffers
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:

@@ -1,41 +1,51 @@
 """The torch trainer behind ``crosspack train``: a TrainJob goes in, a TrainResult comes out.
 
-Every run builds the model anew from the same source and seed; the packed one is patched. One generator trains all
-kinds, and runs that are compared take their steps in turn, so that other load on the machine slows all of them alike.
-All take the step of :func:`torch_backend.make_train_step`, whose loss is the mean over the step's trained tokens, so
-nothing depends on how the step's documents were arranged.
+Every run builds the model anew from the same source and seed, and trains it by a ``transformers.Trainer``
+(:mod:`.trainer`); the packed one is audited and patched. Runs that are compared follow each other, the packed one
+first, so that nothing is trained unless it is exact. A run has the device to itself; the rate of its median step is
+compared.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import torch
-from torch import nn
 
 from packing_core.errors import PackingError, first_line, plural
-from packing_core.planning.balance import Cost
-from packing_core.training.checkpoints import newest_checkpoint, save_checkpoint
-from packing_core.training.job import Audit, StepRecord, TrainJob, TrainResult, honours
+from packing_core.extras import require
+from packing_core.training.checkpoints import newest_checkpoint
+from packing_core.training.job import ZERO, Audit, StepRecord, TrainJob, TrainResult, honours
 from packing_core.training.schedule import Run
-from packing_core.training.timing import Clock, in_turn
+from packing_core.training.timing import Clock
 from torch_backend.auditing.model import AuditReport, verify
-from torch_backend.collate import Batch, PackedCollator
-from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.explaining import explain
 from torch_backend.job import states
-from torch_backend.job.memory import Memory, memory_line
+from torch_backend.job.memory import Memory, memory_line, release
 from torch_backend.job.models import build_model, with_adapters
-from torch_backend.job.ranks import ALONE, Ranks, unwrapped, whole
-from torch_backend.job.states import make_optimizer
+from torch_backend.job.ranks import Process, Ranks, shard, whole_weights
+from torch_backend.job.recording import Recording
+from torch_backend.job.trainer import job_trainer
 from torch_backend.patching import patch, unpatch
-from torch_backend.steps.fast_backward import Choice
-from torch_backend.steps.fixed_shapes import FixedShapes
-from torch_backend.steps.train_step import TrainStep
+
+require("transformers", extra="hf")
+
+from transformers.integrations import unset_hf_deepspeed_config  # noqa: E402
+
+
+@dataclass(frozen=True)
+class _Finished:
+    """Results of one run: its records and memory; of the packed one, its audit and which attention ran."""
+
+    records: list[StepRecord]
+    peak_bytes: int
+    audit: Audit | None = None
+    attention: str = ""
 
 
 @honours("--dtype bfloat16", "--lora", "--eval-data", "--compile", "--nproc or torchrun")
@@ -46,72 +56,71 @@ def train(job: TrainJob) -> TrainResult:
         PackingError: the model cannot be loaded, cannot be packed without contamination, or does not fit the data.
     """
     ranks = Ranks.from_environment()
+    if ranks.world == 1:
+        job = replace(job, strategy="ddp")  # nothing to shard
     device = device_of(job.device, ranks.local)
+    process = Process(device, ranks, Clock(torch.get_num_threads()))
     if job.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    clock = Clock(torch.get_num_threads())
-    memory = {run: Memory(device) for run in job.runs}
     with ranks.joined(device):
-        finished = in_turn({run: _run(job, run, device, ranks, clock, memory[run]) for run in job.runs})
+        packed_first = sorted(job.runs, key=lambda run: run != "packed")
+        finished = {run: _train(job, run, process) for run in packed_first}
     packed = finished["packed"]
     assert packed.audit is not None
+    spread = f", {ranks.world} processes ({job.strategy})" if ranks.world > 1 else ""
     return TrainResult(
-        records={run: done.records for run, done in finished.items()},
+        records={run: finished[run].records for run in job.runs},
         audit=packed.audit,
-        device=_device_name(device) + (f", {ranks.world} processes ({job.strategy})" if ranks.world > 1 else ""),
+        device=_device_name(device) + spread,
         attention=packed.attention,
-        peak_bytes={run: counted.peak for run, counted in memory.items() if counted.peak},
-        cpu=clock.cpu if device.type == "cpu" else None,
+        peak_bytes={run: finished[run].peak_bytes for run in job.runs if finished[run].peak_bytes},
+        cpu=process.clock.cpu if device.type == "cpu" else None,
     )
 
 
-@dataclass(frozen=True)
-class _Finished:
-    """Results of one run: its records and, of the packed one, its audit and the implementations that ran."""
-
-    records: list[StepRecord]
-    audit: Audit | None = None
-    attention: str = ""
-
-
-def _run(
-    job: TrainJob, run: Run, device: torch.device, ranks: Ranks, clock: Clock, memory: Memory
-) -> Generator[None, None, _Finished]:
-    """Train one run, a step per ``next``, from the initial weights or the newest checkpoint; write the packed one."""
-    with memory.counted():
-        model, optimizer, records, report = _begin(job, run, device, ranks)
-        take_step = _train_step(job, model, optimizer)
-    for step in range(len(records), len(job.schedule)):
-        yield
-        with memory.counted(), clock.timed():
-            for group in optimizer.param_groups:
-                group["lr"] = job.learning_rate(step)
-            taken = take_step(list(batches(job, step, run, model, ranks)))
-            loss, norm = taken["loss"].item(), taken["grad_norm"].item()
-        evaluated = None
-        if run == "packed" and job.evaluates_after(step):
-            with memory.counted():
-                evaluated = take_step.evaluate(evaluation_batches(job, model, ranks))["loss"].item()
-        records.append(job.record(run, step, loss, clock.seconds, grad_norm=norm, eval_loss=evaluated))
-        if job.save_every and (step + 1) % job.save_every == 0:
-            state = states.gathered(unwrapped(model), optimizer, ranks)
-            if ranks.rank == 0:
-                save_checkpoint(job, records, lambda folder: states.save(folder, *state))  # noqa: B023
-    if run != "packed":
-        return _Finished(records)
-    served = sorted({layer.serves for layer in explain(model).layers if layer.serves})
-    if job.output is not None:
-        _write(job, unwrapped(model), ranks)
-    return _Finished(records, _audit(report), ", ".join(served) or job.attention)
+def _train(job: TrainJob, run: Run, process: Process) -> _Finished:
+    """Train one run from the initial weights or the newest checkpoint; write the packed one."""
+    release(process.device)
+    memory = Memory(process.device)
+    with memory.counted(), TemporaryDirectory() as folder:
+        model, report = _prepared(job, run, process)
+        checkpoint, records = newest_checkpoint(job) if job.resume else (None, [])
+        if checkpoint is not None:
+            states.load_weights(checkpoint, model)
+        if job.strategy == "fsdp":
+            shard(model, process)
+        with _keeping(model.config, "use_cache"):
+            trainer = job_trainer(job, run, model, process, first=len(records), folder=folder)
+            recording = Recording(trainer, records, checkpoint)
+            if trainer.first < len(job.schedule):
+                trainer.train()
+        if job.strategy in ZERO:  # or the next model of this process would be partitioned while it is made
+            unset_hf_deepspeed_config()
+    attention = ""
+    if run == "packed":
+        served = sorted({layer.serves for layer in explain(model).layers if layer.serves})
+        attention = ", ".join(served) or job.attention
+        if job.output is not None:
+            _write(job, model, process.ranks)
+    return _Finished(recording.records, memory.peak, None if report is None else _audit(report), attention)
 
 
-def _begin(
-    job: TrainJob, run: Run, device: torch.device, ranks: Ranks
-) -> tuple[Any, torch.optim.Optimizer, list[StepRecord], AuditReport | None]:
-    """The model, its optimizer, the records of the steps that a checkpoint holds, and the packed run's audit."""
+@contextmanager
+def _keeping(config: Any, name: str) -> Iterator[None]:
+    """Puts back a value of the config, which Trainer sets and which would be written with the model."""
+    there, before = hasattr(config, name), getattr(config, name, None)
+    yield
+    if there:
+        setattr(config, name, before)
+    elif hasattr(config, name):
+        delattr(config, name)
+
+
+def _prepared(job: TrainJob, run: Run, process: Process) -> tuple[Any, AuditReport | None]:
+    """The model of a run on its device, and the audit of the packed one, which is patched."""
     job.on_phase(f"building the model ({run})")
-    model = build_model(job).to(device)
+    model = build_model(job).to(process.device)
     job.check_vocabulary(model.get_input_embeddings().num_embeddings)
     job.check_positions(getattr(model.config.get_text_config(), "max_position_embeddings", None))
     report = None
@@ -126,36 +135,20 @@ def _begin(
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
     if run == "packed":
-        job.on_phase(memory_line(model, job, ranks, device))
-    folder, records = newest_checkpoint(job) if job.resume else (None, [])
-    if folder is not None:
-        states.load_weights(folder, model)
-    model = ranks.wrapped(model, job.strategy, device)
-    optimizer = make_optimizer(model, job.options)
-    if ranks.rank:
-        torch.manual_seed(hash((job.options.seed, ranks.rank, len(records))))  # dropout of its own
-    if folder is not None:
-        states.load_states(folder, optimizer, ranks)
-    return model.train(), optimizer, records, report
+        job.on_phase(memory_line(model, job, process.ranks, process.device))
+    return model, report
 
 
 def _write(job: TrainJob, model: Any, ranks: Ranks) -> None:
     """Write the trained model by rank 0; of a sharded one, all ranks gather the weights."""
     assert job.output is not None
-    if job.strategy == "fsdp":
-        weights = {name: whole(x).cpu() for name, x in states.changing(model).items()}
-        if ranks.rank:
-            return
-        model = build_model(job)
-        if job.options.lora:
-            model = with_adapters(model, job.options.lora, job.options.seed)
-        model.load_state_dict(weights, strict=False)
+    sharded = job.strategy in ("fsdp", "zero3")
+    weights = whole_weights(states.changing(model)) if sharded else None
     if ranks.rank == 0:
-        unpatch(model).save_pretrained(job.output)
+        unpatch(model).save_pretrained(job.output, state_dict=weights)
 
 
-def _audit(report: AuditReport | None) -> Audit:
-    assert report is not None
+def _audit(report: AuditReport) -> Audit:
     return Audit(
         exact=report.verdict == "exact",
         line=f"max relative error against each document alone: logits {report.logits:.0e} (allowed "
@@ -163,50 +156,6 @@ def _audit(report: AuditReport | None) -> Audit:
         f"{report.gradients:.0e} ({report.allowed_gradients:.0e}); perturbing one document changes the others by "
         f"{f'{report.leak:.0e}' if report.leak else '0 (no leak)'}",
     )
-
-
-def _train_step(job: TrainJob, model: Any, optimizer: torch.optim.Optimizer) -> TrainStep:
-    """The step of a run. Runs that are compared differ in their rows alone: none is compiled or captured."""
-    plain = len(job.runs) > 1 or job.deterministic
-    fast: Choice = False if plain else "auto"
-    compile = fast if job.compile is None else job.compile
-    mixed = job.options.dtype == "float32" and job.options.precision == "bfloat16"
-    autocast = torch.bfloat16 if mixed else None
-    clip, plans = job.options.clip or None, job.schedule.plans
-    longest, counts = max(plan.length.max() for plan in plans), np.hstack([np.diff(plan.row_offsets) for plan in plans])
-    fixed = FixedShapes.of_rows(longest, counts)
-    return TrainStep(
-        model, optimizer, max_grad_norm=clip, autocast=autocast, compile=compile, capture=fast, fixed=fixed
-    )
-
-
-def batches(
-    job: TrainJob, step: int, run: Run, model: nn.Module | None = None, ranks: Ranks = ALONE
-) -> Iterator[Batch]:
-    """The model's arguments and ``labels`` int64 [B, S], unshifted, -100 where nothing is trained; on the host."""
-    if run == "packed":
-        rows = job.schedule.packed(step, rank=ranks.rank, ranks=ranks.world, cost=_cost(model))
-        yield from map(PackedCollator(unwrapped(model)), rows)
-        return
-    for padded in job.schedule.padded(step, run):
-        arrays = {"input_ids": padded.input_ids, "attention_mask": padded.attention_mask, "labels": padded.targets}
-        yield {name: torch.from_numpy(array).long() for name, array in arrays.items()}
-
-
-def evaluation_batches(job: TrainJob, model: nn.Module, ranks: Ranks) -> Iterator[Batch]:
-    """The rows of the evaluation, one at a time."""
-    assert job.evaluation is not None
-    collate = PackedCollator(unwrapped(model))
-    for step in range(len(job.evaluation)):
-        yield from map(collate, job.evaluation.packed(step, rank=ranks.rank, ranks=ranks.world))
-
-
-def _cost(model: nn.Module | None) -> Cost | None:
-    """Returns the cost of a row in the model, as far as its config gives it."""
-    try:
-        return None if model is None else Cost.from_config(causal_lm(model).config.get_text_config())
-    except PackingError:
-        return None
 
 
 def device_of(name: str, local: int = 0) -> torch.device:

@@ -1,4 +1,4 @@
-"""What a layer keeps between its forward and its backward: levels of memory, the same for compiled and plain layers.
+"""Levels of memory: what a layer keeps between its forward and its backward, the same for compiled and plain layers.
 
     level -> what a layer keeps -> marks on the graph of a compiled layer, which its partitioner obeys
                                 -> torch's checkpoint around a plain one

@@ -107,7 +107,7 @@ class TrainStep:
         self.group = group
         self.device = execution_device(causal_lm(model))
         self.world = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
-        self.wrappers = [module for module in model.modules() if isinstance(module, _DATA_PARALLEL)]
+        self.wrappers = wrappers_of(model)
         if self.world > 1 and not self.wrappers:
             raise UnsupportedError(
                 f"{self.world} ranks would train {type(model).__name__} apart, because nothing reduces its gradients: "
@@ -148,7 +148,7 @@ class TrainStep:
         for number, each in enumerate(microbatches):
             given = self._on_device(each)
             last = number == len(microbatches) - 1
-            with self._accumulating(last=last):
+            with accumulating(self.wrappers, last=last):
                 loss += self._gradients(StepInputs(given, weight), last=last)
         norm = self._clip()
         rate = self.optimizer.param_groups[0]["lr"]
@@ -236,17 +236,6 @@ class TrainStep:
     def _adds_router_loss(self) -> bool:
         return bool(getattr(causal_lm(self.model).config, "output_router_logits", False))
 
-    def _accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Delays gradient reduction to the last microbatch, where nothing is recorded and the wrapper can wait."""
-        for module in self.wrappers:
-            if isinstance(module, FSDPModule):
-                module.set_requires_gradient_sync(last, recurse=False)
-        outer = self.wrappers[0] if self.wrappers else None
-        if last or outer is None or isinstance(outer, FSDPModule) or getattr(outer, "static_graph", False):
-            return nullcontext()
-        waiting: AbstractContextManager[Any] = outer.no_sync()
-        return waiting
-
     def _clip(self) -> Tensor:
         """The norm of the gradients of all ranks, which are clipped to ``max_grad_norm``."""
         limit = self.max_grad_norm
@@ -266,6 +255,23 @@ class TrainStep:
         if self.world > 1:
             dist.all_reduce(x, group=self.group)
         return x
+
+
+def wrappers_of(model: nn.Module) -> list[nn.Module]:
+    """Returns the modules of a model that reduce gradients over ranks, the outermost first."""
+    return [module for module in model.modules() if isinstance(module, _DATA_PARALLEL)]
+
+
+def accumulating(wrappers: Sequence[nn.Module], *, last: bool) -> AbstractContextManager[Any]:
+    """Delays gradient reduction to the last microbatch, where nothing is recorded and the wrapper can wait."""
+    for module in wrappers:
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(last, recurse=False)
+    outer: Any = wrappers[0] if wrappers else None
+    if last or outer is None or isinstance(outer, FSDPModule) or getattr(outer, "static_graph", False):
+        return nullcontext()
+    waiting: AbstractContextManager[Any] = outer.no_sync()
+    return waiting
 
 
 def make_train_step(

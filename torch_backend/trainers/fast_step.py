@@ -28,6 +28,7 @@ from torch_backend.steps.fast_backward import (
     LAYERS,
     LOSS,
     Batch,
+    Choice,
     Gradients,
     LossPath,
     StepInputs,
@@ -54,6 +55,8 @@ class PackedStep:
     Attributes:
         parts: "loss", "layers" and "graph": what of the step is fast, and why the rest is not. For an ``SFTTrainer``
             also "metrics", if it does not log all that it logs without the fast step.
+        compile, capture, fixed: as of :class:`Gradients`; set them before the first step. Without ``fixed``, shapes are
+            those of the trainer's rows.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -63,6 +66,9 @@ class PackedStep:
         self.stock_prediction = trainer.prediction_step
         self.refused = _why_logits(trainer)
         self.loss_only = False
+        self.compile: Choice = "auto"
+        self.capture: Choice = "auto"
+        self.fixed: FixedShapes | None = None
         self.in_place_of_compile = False  # of the whole model, torch_compile=True
         self.gradients: Gradients | None = None
         self.size = 0  # of the batches that it was made for
@@ -139,8 +145,15 @@ class PackedStep:
         whole = trainer.args.torch_compile and not self.in_place_of_compile
         layers = "torch_compile=True compiles the model as a whole" if whole else _why_not_layers(trainer)
         graph = layers or _why_not_graph(trainer) or (self.refused and "the loss is the trainer's own")
-        choose = partial(self._choose, model)
-        return Gradients(model, choose, no_layers=layers, no_graph=graph, fixed=_fixed_shapes(trainer))
+        return Gradients(
+            model,
+            partial(self._choose, model),
+            compile=self.compile,
+            capture=self.capture,
+            no_layers=layers,
+            no_graph=graph,
+            fixed=self.fixed or _fixed_shapes(trainer),
+        )
 
     def _prepare_model(self, prepare: Any, model: nn.Module, *args: Any, **options: Any) -> Any:
         """As ``Accelerator.prepare_model``, which would compile the model as a whole, also if its layers can be."""

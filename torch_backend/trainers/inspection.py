@@ -109,8 +109,9 @@ def _refuse_split_model(trainer: Any) -> None:
 
 def _packing_collator(trainer: Any, capacity: int | None, overflow: Overflow) -> PackedCollator | BoundaryCollator:
     """The trainer's collator if it packs, with boundaries, else one that packs and trains the same tokens."""
-    collator, examples = trainer.data_collator, _sample(trainer)
+    collator = trainer.data_collator
     ours = isinstance(collator, PackedCollator | BoundaryCollator)
+    examples = [] if ours else _sample(trainer)
     if not (ours or examples):
         raise PackingError(
             f"{type(trainer).__name__} has neither a train_dataset nor an eval_dataset with examples: pass one, "

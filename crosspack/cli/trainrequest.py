@@ -1,0 +1,190 @@
+"""Checks the options of ``crosspack train``, and reads its data into the steps of a run.
+
+The options of the command -> a :class:`TrainRequest`, checked, of whose data only the first records were read ->
+:class:`Steps`: all documents, encoded, and a Schedule of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from crosspack.cli import launch
+from crosspack.cli.checks import check_contradictions, check_output
+from crosspack.cli.console import OUT
+from crosspack.cli.listing import digest
+from crosspack.cli.models import SMALL_LLAMA, check_name, model_source, special_tokens
+from crosspack.cli.options import EncodedRecords, check_data
+from crosspack.cli.progress import counted
+from crosspack.cli.reporting import check_service
+from crosspack.cli.runfile import as_yaml, effective
+from crosspack.encoding.text import Policy
+from crosspack.reading.files import File
+from crosspack.reading.records import Records
+from packing_core.errors import PackingError
+from packing_core.extras import registered
+from packing_core.planning.plan import plan as make_plan
+from packing_core.training.checkpoints import check_resume, has_checkpoint
+from packing_core.training.job import GROUP, Options
+from packing_core.training.schedule import Corpus, Schedule
+
+
+@dataclass(frozen=True)
+class TrainRequest:
+    """A run that was asked for.
+
+    Attributes:
+        given: the parameters of the command.
+        entry: where the backend's trainer is.
+        model: a folder or hub name, or the contents of a config.
+        tokenizer: a folder or hub name; None trains one on the data.
+        options: what decides the losses.
+        records: the data, of which the first records have been looked at.
+        held_out: those to evaluate on.
+        resume: whether the run goes on from a checkpoint.
+        settled: every option with its value, by name, as ``run_file`` holds them.
+        run_file: the contents of the run's ``run.yaml``.
+        digest: of the options and the files that the run reads; None where several processes would have to agree on
+            whether there is anything left to do.
+    """
+
+    given: Mapping[str, Any]
+    entry: Any
+    model: str | dict[str, Any]
+    tokenizer: str | None
+    options: Options
+    records: Records
+    held_out: Records | None
+    resume: bool
+    settled: Mapping[str, Any]
+    run_file: str
+    digest: str | None
+
+    @property
+    def output(self) -> Path | None:
+        found: Path | None = self.given["output"]
+        return found
+
+    @property
+    def name(self) -> str:
+        """Names the model for people."""
+        return self.given["model"] or "a small Llama, random weights"
+
+    @classmethod
+    def of(cls, context: typer.Context) -> TrainRequest:
+        """Checks the options of the command; imports no framework, which take long.
+
+        Raises:
+            PackingError: options contradict each other, name what is not there, or a folder is in use.
+        """
+        given = context.params
+        entry = registered(GROUP, given["backend"])
+        output = given["output"]
+        resume = given["resume"] or (launch.restarted() and output is not None and has_checkpoint(output))
+        check_contradictions(given)
+        model, folder = model_source(given["model"])
+        if given["lora"] and not isinstance(model, str):
+            raise PackingError(
+                "--lora adapts the weights of a --model, and random weights are not kept: leave --lora out"
+            )
+        check_name("--tokenizer", given["tokenizer"])
+        tokenizer = given["tokenizer"] or folder
+        records = check_data(given["data"], given["split"], tokenizer)
+        held_out = None
+        if given["eval_data"]:
+            held_out = check_data(given["eval_data"], given["eval_split"], option="--eval-data")
+        check_service(given["report_to"])
+        options = _options(given, model)
+        settled = effective(context, lr=options.lr, precision=options.precision)
+        alone = given["nproc"] == launch.world_size() == 1
+        made = digest([settled, records.state(), _state(model)]) if alone else None
+        check_output(
+            output,
+            compare=given["compare"],
+            overwrite=given["overwrite"],
+            resume=resume,
+            save_every=given["save_every"],
+            run=made,
+        )
+        if resume:
+            check_resume(output, options, model if isinstance(model, str) else None)
+        return cls(given, entry, model, tokenizer, options, records, held_out, resume, settled, as_yaml(settled), made)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The data of a run.
+
+    Attributes:
+        source: the encoded records.
+        model: that of the request; a config that knows the tokenizer, if none was named.
+        schedule: the documents of each step.
+        evaluation: those to evaluate on.
+    """
+
+    source: EncodedRecords
+    model: str | Mapping[str, Any]
+    schedule: Schedule
+    evaluation: Schedule | None
+
+    @staticmethod
+    def read(request: TrainRequest) -> Steps:
+        """Reads and encodes all documents, and packs them into the rows of every step."""
+        given = request.given
+        capacity, overflow, seed = given["capacity"], given["overflow"], given["seed"]
+        policy = Policy(given["loss"], given["bos"], given["eos"])
+        source = EncodedRecords.of(
+            request.records, request.tokenizer, policy, trust_remote_code=given["trust_remote_code"]
+        )
+        tokenizer = source.encoder.tokenizer
+        pad_id = 0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        corpus = Corpus.collect(counted(OUT, "documents read", source.documents(capacity, overflow)))
+        plans = tuple(
+            make_plan(
+                corpus.documents.lengths, capacity, overflow=overflow, strategy=given["packing"], seed=seed + epoch
+            )
+            for epoch in range(given["epochs"])
+        )
+        schedule = Schedule(
+            corpus,
+            plans,
+            given["rows_per_step"],
+            given["padded_batch"],
+            seed=seed,
+            limit=given["steps"],
+            pad_id=pad_id,
+        )
+        evaluation = None
+        if request.held_out is not None:
+            held_out = replace(source, records=request.held_out)
+            evaluation = _evaluation(held_out, capacity, overflow, pad_id)
+        known = given["model"] is not None
+        return Steps(source, request.model if known else SMALL_LLAMA | special_tokens(tokenizer), schedule, evaluation)
+
+
+def _options(given: Mapping[str, Any], model: str | dict[str, Any]) -> Options:
+    """Returns what decides the losses; a learning rate and a precision that are not given follow from the model's."""
+    lr = given["lr"]
+    if lr is None:
+        lr = 2e-5 if isinstance(model, str) else 3e-3
+    names = ("decay", "warmup", "weight_decay", "clip", "seed", "dtype", "master_weights", "lora")
+    chosen = {name: given[name] for name in names}
+    return Options(lr=lr, precision=given["precision"] or given["dtype"], **chosen)
+
+
+def _state(model: str | dict[str, Any] | None) -> Any:
+    """Returns the state of a model's files, which changes when they do; the model itself if it is no folder."""
+    if not isinstance(model, str) or not Path(model).is_dir():
+        return model
+    return [File(str(path)).state() for path in sorted(Path(model).iterdir()) if path.is_file()]
+
+
+def _evaluation(source: EncodedRecords, capacity: int, overflow: Any, pad_id: int) -> Schedule:
+    """The documents to evaluate on, packed; with as many rows at once as there are processes."""
+    corpus = Corpus.collect(source.documents(capacity, overflow), option="--eval-data")
+    rows = make_plan(corpus.documents.lengths, capacity, overflow=overflow)
+    return Schedule(corpus, (rows,), launch.world_size(), pad_id=pad_id)

@@ -1,0 +1,268 @@
+"""The ``Trainer`` of a job: transformers' loop over the steps of a Schedule, packed by ``enable_packing``.
+
+A patched or unpatched model and a job -> :func:`job_trainer` -> ``trainer.train()``, whose callback
+(:mod:`.recording`) writes records and checkpoints. A batch of the dataloader is one rank's share of a step, a list of
+microbatches (:mod:`.steps`), and the loss is the mean over the trained tokens of all of them on all ranks. So nothing
+depends on how a step's documents were arranged.
+
+Two parts are not the Trainer's own. Checkpoints are those of ``packing_core.training.checkpoints``: one format for any
+number of ranks, safetensors alone, written whole or not at all. A Trainer's hold pickles, and those of FSDP2 cannot be
+read without it. And FSDP2 shards by ``fully_shard`` before the Trainer is built, because accelerate offers it on
+accelerators alone and cannot follow an optimizer whose parameters are float32 copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+
+from packing_core.batches.stored import IGNORE_INDEX
+from packing_core.errors import PackingError
+from packing_core.extras import require
+from packing_core.planning.balance import Cost
+from packing_core.training.job import ZERO, TrainJob
+from packing_core.training.schedule import Run
+from torch_backend.collate import Batch, PackedCollator
+from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.job.ranks import Process
+from torch_backend.job.states import make_optimizer
+from torch_backend.job.steps import PackedSteps, PaddedSteps, RowByRow, only_item
+from torch_backend.losses.cross_entropy import next_token_targets, packed_cross_entropy
+from torch_backend.steps.fixed_shapes import FixedShapes
+from torch_backend.steps.train_step import accumulating, wrappers_of
+from torch_backend.trainers.enable_packing import enable_packing
+from torch_backend.trainers.fast_step import speed_up
+
+require("transformers", extra="hf")
+
+from transformers import PrinterCallback, Trainer, TrainingArguments  # noqa: E402
+
+
+@dataclass
+class JobArguments(TrainingArguments):
+    """Arguments of a process that trains on one device; TrainingArguments would take all GPUs that it sees.
+
+    Attributes:
+        place: the device.
+    """
+
+    place: str = "cpu"
+
+    @property
+    def device(self) -> torch.device:
+        super().device  # noqa: B018  (it sets accelerate up)
+        return torch.device(self.place)
+
+    @property
+    def n_gpu(self) -> int:
+        return min(super().n_gpu, 1)
+
+
+class JobTrainer(Trainer):
+    """Trains one run of a job; made by :func:`job_trainer`.
+
+    Args:
+        job: the job.
+        run: which run.
+        model: on its device, sharded if it shall be.
+        process: where the model is.
+        first: the step to begin with.
+        folder: for whatever Trainer writes, which is nothing that is kept.
+    """
+
+    model: Any  # never None here, other than Trainer's types say
+    optimizer: Any
+    train_dataset: Any
+
+    def __init__(self, job: TrainJob, run: Run, model: Any, process: Process, *, first: int, folder: str) -> None:
+        self.job = job
+        self.run_name: Run = run
+        self.process = process
+        self.first = first
+        self.step_loss = torch.zeros(())  # of the last step on this rank, times the number of ranks
+        self._timed = ExitStack()
+        args = _arguments(job, steps=len(job.schedule) - first, device=process.device, folder=folder)
+        if run == "packed":
+            data: Any = PackedSteps(job.schedule, first, process.ranks.world, _cost(model))
+            collator: Callable[[Any], Any] = RowByRow(model)
+        else:
+            data, collator = PaddedSteps(job.schedule, run), only_item
+        super().__init__(model, args, collator, data)
+        if not self.model_accepts_loss_kwargs:  # its own loss would be a mean over each microbatch
+            self.compute_loss_func = _mean_over_step
+        self.remove_callback(PrinterCallback)
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        loader: DataLoader[Any] = DataLoader(
+            self.train_dataset, collate_fn=self.data_collator, pin_memory=self.args.dataloader_pin_memory
+        )
+        prepared: DataLoader[Any] = self.accelerator.prepare(loader)
+        return prepared
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            copies = self.job.options.master_weights and self.job.strategy not in ZERO  # which makes them itself
+            self.optimizer = make_optimizer(self.model, self.job.options, master_weights=copies)
+        made: torch.optim.Optimizer = self.optimizer
+        return made
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
+        if self.lr_scheduler is None:
+            self.lr_scheduler = LambdaLR(
+                optimizer or self.optimizer, lambda step: self.job.learning_rate(self.first + step)
+            )
+        return self.lr_scheduler
+
+    def compute_loss_context_manager(self) -> ExitStack:
+        """Adds autocast to the Trainer's own. ``bf16=True`` would convert outputs, and shards under FSDP2, too."""
+        stack = super().compute_loss_context_manager()
+        options = self.job.options
+        if options.dtype == "float32" and options.precision == "bfloat16":
+            stack.enter_context(torch.autocast(self.args.device.type, torch.bfloat16))
+        return stack
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        """Returns the microbatches of the next step as one batch, and the number of their targets on all ranks."""
+        self._timed.enter_context(self.process.clock.timed())
+        microbatches = next(epoch_iterator)
+        return [microbatches], self._get_num_items_in_batch(microbatches, device)
+
+    def end_step(self) -> tuple[float, float]:
+        """Waits for the step to end on the device; returns its loss over all ranks, and the seconds that it took."""
+        loss = float(self.accelerator.reduce(self.step_loss, "mean"))
+        self._timed.close()
+        return loss, self.process.clock.seconds
+
+    @torch.no_grad()
+    def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
+        """Evaluates the job's held-out documents by the mean loss over all of their targets, on all ranks."""
+        job, collate = self.job, PackedCollator(self.model)
+        assert job.evaluation is not None
+        model, ranks, one = self.model_wrapped, self.process.ranks, torch.ones((), device=self.args.device)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        model.eval()
+        for step in range(len(job.evaluation)):
+            for row in job.evaluation.packed(step, rank=ranks.rank, ranks=ranks.world):
+                batch = self._prepare_inputs(collate(row))
+                with self.compute_loss_context_manager():
+                    loss: Any = self.compute_loss(model, dict(batch), num_items_in_batch=one)
+                sums += torch.stack([loss.double() / ranks.world, (batch["labels"] != IGNORE_INDEX).sum().double()])
+        model.train()
+        loss, targets = self.accelerator.reduce(sums, "sum").tolist()
+        metrics = {"eval_loss": loss / max(targets, 1)}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Returns 0: nobody reads the count, for which the ranks would wait for each other."""
+        return 0
+
+    def store_flos(self) -> None:
+        """Does nothing, as there is nothing to store."""
+
+
+def job_trainer(job: TrainJob, run: Run, model: Any, process: Process, *, first: int, folder: str) -> JobTrainer:
+    """Builds the trainer of a run; the packed one is patched. Arguments are those of :class:`JobTrainer`."""
+    trainer = JobTrainer(job, run, model, process, first=first, folder=folder)
+    if process.device.type == "cuda":
+        torch.cuda.set_device(process.device)  # TrainingArguments set the first one
+    if run == "packed":
+        enable_packing(trainer, implementation=job.attention, verify=False)
+    else:
+        speed_up(trainer)
+    # Runs that are compared differ in their rows alone: none is compiled or captured.
+    fast = False if len(job.runs) > 1 or job.deterministic else "auto"
+    step: Any = trainer.packed_step  # type: ignore[attr-defined]
+    step.compile, step.capture = fast if job.compile is None else job.compile, fast
+    step.fixed = _fixed_shapes(job)
+    trainer.training_step = partial(_over_microbatches, trainer, trainer.training_step)  # type: ignore[method-assign]
+    if job.strategy == "fsdp":  # accelerate would wrap it in DDP
+        trainer.accelerator.prepare_model = partial(trainer.accelerator.prepare_model, evaluation_mode=True)
+    return trainer
+
+
+def _arguments(job: TrainJob, *, steps: int, device: torch.device, folder: str) -> JobArguments:
+    zero = job.strategy in ZERO
+    return JobArguments(
+        output_dir=folder,
+        place=str(device),
+        use_cpu=device.type == "cpu",
+        deepspeed=_zero(job) if zero else None,
+        bf16=zero and job.options.dtype == "bfloat16",
+        max_steps=steps,
+        per_device_train_batch_size=1,
+        max_grad_norm=job.options.clip,
+        average_tokens_across_devices=True,
+        seed=job.options.seed % 2**32,  # numpy's generator takes no other
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        dataloader_pin_memory=device.type == "cuda",
+        ddp_find_unused_parameters=False,
+    )
+
+
+def _zero(job: TrainJob) -> dict[str, Any]:
+    """Returns DeepSpeed's configuration."""
+    return {
+        "zero_optimization": {"stage": int(job.strategy.removeprefix("zero"))},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": "auto"},
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+    }
+
+
+def _over_microbatches(
+    trainer: JobTrainer,
+    training_step: Callable[..., Tensor],
+    model: nn.Module,
+    microbatches: list[Batch],
+    num_items_in_batch: Any = None,
+) -> Tensor:
+    """As ``Trainer.training_step``, for a step's microbatches; ranks reduce their gradients after the last one."""
+    wrappers = wrappers_of(model)
+    loss = torch.zeros((), device=trainer.args.device)
+    for number, batch in enumerate(microbatches):
+        last = number == len(microbatches) - 1
+        trainer.accelerator.gradient_state._set_sync_gradients(last)
+        with accumulating(wrappers, last=last):
+            loss += training_step(model, batch, num_items_in_batch)
+    trainer.step_loss = loss
+    return loss
+
+
+def _mean_over_step(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """Computes the loss from logits, for models whose own loss does not take the number of the step's targets."""
+    total, _ = packed_cross_entropy(outputs.logits, next_token_targets(labels))
+    return total / num_items_in_batch
+
+
+def _fixed_shapes(job: TrainJob) -> FixedShapes:
+    """Shapes that fit the rows of all steps."""
+    plans = job.schedule.plans
+    return FixedShapes.of_rows(
+        max(plan.length.max() for plan in plans), np.hstack([np.diff(plan.row_offsets) for plan in plans])
+    )
+
+
+def _cost(model: Any) -> Cost | None:
+    """Returns the cost of a row in the model, as far as its config gives it."""
+    try:
+        return Cost.from_config(causal_lm(model).config.get_text_config())
+    except PackingError:
+        return None
