@@ -88,7 +88,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if unknown:
         raise pytest.UsageError(f"SPEC.md has no requirement {', '.join(unknown)}")
     module = config.getoption("mutants")
-    config.stash[MUTANTS] = import_module(module).MUTANTS if module else {}
+    try:
+        config.stash[MUTANTS] = import_module(module).MUTANTS if module else {}
+    except (ImportError, AttributeError) as error:
+        raise pytest.UsageError(f"--mutants {module}: {error}") from error
     if module:
         config.stash[ROSTER] = registry.Roster({name: mutant() for name, mutant in config.stash[MUTANTS].items()})
         return

@@ -25,6 +25,12 @@ def test_every_mutant_is_rejected_by_the_requirement_that_names_it(tmp_path, lev
     assert set(verdicts.values()) == {"fail"}, [name for name, status in verdicts.items() if status != "fail"]
 
 
+def test_a_module_without_mutants_is_named(tmp_path):
+    for module, said in (("nowhere", "No module named 'nowhere'"), ("json", "no attribute 'MUTANTS'")):
+        outcome = run(tmp_path, f"--mutants={module}")
+        assert outcome.code == 4 and f"--mutants {module}: " in outcome.output and said in outcome.output
+
+
 def test_a_mutant_that_survives_fails_the_run(tmp_path):
     # The boundary target is no business of LOSS-02: a mutant filed under it must be reported.
     (tmp_path / "misfiled.py").write_text(
