@@ -197,3 +197,17 @@ def test_a_strong_gate_does_not_overflow():
 def test_bad_input_is_named(mixer, inputs, change, message):
     with pytest.raises(LayoutError, match=message):
         mixer(**{**inputs, **change}, cu_seqlens=CU_SEQLENS)
+
+
+@pytest.mark.parametrize(
+    ("vjp", "inputs", "gradient"),
+    [
+        (selective_scan_vjp, scan_inputs(), "dy"),
+        (gated_delta_rule_vjp, delta_inputs(), "dout"),
+        (short_convolution_vjp, convolution_inputs(), "dy"),
+    ],
+)
+def test_an_output_gradient_of_another_shape_is_named(vjp, inputs, gradient):
+    """One that broadcasts would give gradients."""
+    with pytest.raises(LayoutError, match=f"{gradient} must have shape"):
+        vjp(**inputs, cu_seqlens=CU_SEQLENS, **{gradient: np.ones((TOKENS, 1))})
