@@ -1,6 +1,6 @@
 """``crosspack train``: fine-tune a causal language model on packed documents, and compare that with padding.
 
-The options -> a TrainRequest (:mod:`.trainrequest`), checked before any framework is imported -> the documents and the
+The options -> a TrainCommand (:mod:`.traincommand`), checked before any framework is imported -> the documents and the
 steps, printed as a plan -> a TrainJob, which the backend's trainer runs -> its TrainResult as tables, a picture and
 files. The model is written by the backend; the tokenizer and everything else of the output folder are written here.
 """
@@ -28,7 +28,7 @@ from crosspack.cli.progress import TrainProgress
 from crosspack.cli.reporting import Service, reporting, scalars
 from crosspack.cli.runfile import RUN_FILE, take_file
 from crosspack.cli.tables import comparison_table, lengths_table, padding, rate, saving_line, steps_table
-from crosspack.cli.trainrequest import Steps, TrainRequest
+from crosspack.cli.traincommand import Steps, TrainCommand
 from packing_core.errors import ContaminationError, plural
 from packing_core.extras import loaded, require
 from packing_core.training.checkpoints import FOLDER, remove_checkpoints, remove_older
@@ -127,85 +127,85 @@ def train(
     trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Fine-tune a causal language model on packed documents; --compare measures it against padding."""
-    request = TrainRequest.of(context)
-    trainer = _trainer(request)
+    command = TrainCommand.of(context)
+    trainer = _trainer(command)
     if nproc > 1 and launch.world_size() == 1:
-        raise typer.Exit(_start_processes(request))
+        raise typer.Exit(_start_processes(command))
     OUT.quiet = OUT.quiet or launch.rank() > 0
-    prepared = Steps.read(request)
-    _print_plan(request, prepared)
+    prepared = Steps.read(command)
+    _print_plan(command, prepared)
     with ExitStack() as stack:
-        kept = _output(request, stack)
+        kept = _output(command, stack)
         if kept is not None and kept.finished:
             _report_finished(kept)
             return
-        result = _run(request, prepared, trainer, kept, stack)
-        _report(request, prepared, result, kept)
+        result = _run(command, prepared, trainer, kept, stack)
+        _report(command, prepared, result, kept)
     OUT.print(f"audit: [green]exact[/]: {result.audit.line}", highlight=False)
 
 
-def _trainer(request: TrainRequest) -> Trainer:
+def _trainer(command: TrainCommand) -> Trainer:
     """Imports the backend's trainer and what the run draws with.
 
     Raises:
         UnsupportedError: the trainer would ignore an option that is in use.
         MissingExtraError: a library is not installed.
     """
-    trainer: Trainer = loaded(request.entry, extra=request.given["backend"])
-    check_honoured(trainer, request.given["backend"], used_options(request.given))
+    trainer: Trainer = loaded(command.entry, extra=command.given["backend"])
+    check_honoured(trainer, command.given["backend"], used_options(command.given))
     require("transformers", extra="hf")
-    if request.given["compare"]:
+    if command.given["compare"]:
         require("matplotlib.figure", extra="plot")
     return trainer
 
 
-def _start_processes(request: TrainRequest) -> int:
+def _start_processes(command: TrainCommand) -> int:
     """Runs the same options as ``--nproc`` processes; returns the exit status."""
-    given, flags = request.given, ("resume", "overwrite", "verbose", "quiet")
+    given, flags = command.given, ("resume", "overwrite", "verbose", "quiet")
     with TemporaryDirectory() as folder:
         path = Path(folder, RUN_FILE)
-        path.write_text(request.run_file)
+        path.write_text(command.run_file)
         chosen = [f"--{flag}" for flag in flags if given[flag]] + ["--json"] * given["as_json"]
         return launch.start(given["nproc"], ["train", "--config", str(path), *chosen])
 
 
-def _print_plan(request: TrainRequest, steps: Steps) -> None:
+def _print_plan(command: TrainCommand, steps: Steps) -> None:
     """Prints what will be trained on, and in which steps."""
     lengths = steps.schedule.corpus.documents.lengths
-    OUT.print(f"[bold]{escape(request.name)}[/] on {steps.source.describe()}", highlight=False)
+    OUT.print(f"[bold]{escape(command.name)}[/] on {steps.source.describe()}", highlight=False)
     OUT.print(lengths_table(lengths, trained=steps.schedule.corpus.n_trained))
     OUT.print(steps_table(steps.schedule))
     OUT.print(saving_line(steps.schedule), highlight=False)
-    if steps.evaluation is not None and request.held_out is not None:
+    if steps.evaluation is not None and command.held_out is not None:
         corpus, (rows,) = steps.evaluation.corpus, steps.evaluation.plans
         OUT.print(
-            f"evaluation on {escape(request.held_out.name)}: {plural(len(corpus.documents), 'document')} in "
+            f"evaluation on {escape(command.held_out.name)}: {plural(len(corpus.documents), 'document')} in "
             f"{plural(rows.n_rows, 'row')}, {corpus.n_trained:,} trained tokens",
             highlight=False,
         )
 
 
-def _output(request: TrainRequest, stack: ExitStack) -> Output | None:
+def _output(command: TrainCommand, stack: ExitStack) -> Output | None:
     """Takes the output folder until the stack is closed; None without one, and on every rank but the first."""
-    folder = request.output
+    folder = command.output
     if folder is None or launch.rank() > 0:
         return None
-    overwrite = request.given["overwrite"] or request.resume
-    kept = stack.enter_context(writing(folder, SUMMARY, names=RESULTS, overwrite=overwrite, run=request.digest))
+    overwrite = command.given["overwrite"] or command.resume
+    kept = stack.enter_context(writing(folder, SUMMARY, names=RESULTS, overwrite=overwrite, run=command.digest))
     if not kept.finished:
         kept.clear()
     return kept
 
 
-def _run(request: TrainRequest, steps: Steps, trainer: Trainer, kept: Output | None, stack: ExitStack) -> TrainResult:
+def _run(command: TrainCommand, steps: Steps, trainer: Trainer, kept: Output | None, stack: ExitStack) -> TrainResult:
     """Trains, with progress on the console and figures to ``--report-to``.
 
     Raises:
         ContaminationError: documents that are packed together see each other.
     """
-    given, options = request.given, request.options
+    given, options = command.given, command.options
     service: Service = given["report_to"] if launch.rank() == 0 else "none"
-    log = stack.enter_context(reporting(service, request.output, request.settled))
+    log = stack.enter_context(reporting(service, command.output, command.settled))
     progress = stack.enter_context(TrainProgress(OUT, len(steps.schedule)))
 
     def on_step(record: StepRecord) -> None:
@@ -227,10 +227,10 @@ def _run(request: TrainRequest, steps: Steps, trainer: Trainer, kept: Output | N
         gradient_checkpointing=given["gradient_checkpointing"],
         deterministic=given["deterministic"],
         trust_remote_code=given["trust_remote_code"],
-        output=request.output if kept is None else kept.partial,
-        checkpoints=None if request.output is None else request.output / FOLDER,
+        output=command.output if kept is None else kept.partial,
+        checkpoints=None if command.output is None else command.output / FOLDER,
         save_every=given["save_every"],
-        resume=request.resume,
+        resume=command.resume,
         on_step=on_step,
         on_phase=progress.phase,
     )
@@ -241,35 +241,35 @@ def _run(request: TrainRequest, steps: Steps, trainer: Trainer, kept: Output | N
     return result
 
 
-def _report(request: TrainRequest, steps: Steps, result: TrainResult, kept: Output | None) -> None:
+def _report(command: TrainCommand, steps: Steps, result: TrainResult, kept: Output | None) -> None:
     """Prints a result and publishes the files of the output folder."""
     OUT.print(f"attention: {result.attention} on {result.device}", highlight=False)
     warn_if_busy(result.cpu)
-    if request.given["compare"]:
+    if command.given["compare"]:
         OUT.print(comparison_table(result))
         folder = kept.partial if kept else Path("runs")
-        compare_figure(result, steps.schedule, folder / PICTURE, title=f"{request.name}, {result.device}")
-        OUT.print(f"picture: {(request.output or folder) / PICTURE}", highlight=False)
+        compare_figure(result, steps.schedule, folder / PICTURE, title=f"{command.name}, {result.device}")
+        OUT.print(f"picture: {(command.output or folder) / PICTURE}", highlight=False)
     else:
         OUT.print(_outcome(result.records["packed"]), highlight=False)
-    about = _about(result, request.given["backend"])
+    about = _about(result, command.given["backend"])
     if kept is not None:
-        _publish(request, steps, about, kept)
-    elif request.output is None and not request.given["compare"]:
+        _publish(command, steps, about, kept)
+    elif command.output is None and not command.given["compare"]:
         OUT.print("nothing is kept: pass --output to keep the model")
     if launch.rank() == 0:
         figures(about)
 
 
-def _publish(request: TrainRequest, steps: Steps, about: Mapping[str, Any], kept: Output) -> None:
+def _publish(command: TrainCommand, steps: Steps, about: Mapping[str, Any], kept: Output) -> None:
     """Writes what stands beside the model, and puts the result in place of an earlier one."""
     (kept.partial / "README.md").unlink(missing_ok=True)  # of peft, an empty form
     steps.source.encoder.tokenizer.save_pretrained(kept.partial)
     (kept.partial / SUMMARY).write_text(json.dumps({"crosspack": version("crosspack"), **about}, indent=1))
-    (kept.partial / RUN_FILE).write_text(request.run_file)
+    (kept.partial / RUN_FILE).write_text(command.run_file)
     kept.publish()
     # those of a run that was overwritten, or what a killed one left
-    remove = remove_older if request.resume or request.given["save_every"] else remove_checkpoints
+    remove = remove_older if command.resume or command.given["save_every"] else remove_checkpoints
     remove(kept.folder / FOLDER)
     OUT.print(f"model: {kept.folder}", highlight=False)
 

@@ -1,6 +1,6 @@
 """Checks the options of ``crosspack train``, and reads its data into the steps of a run.
 
-The options of the command -> a :class:`TrainRequest`, checked, of whose data only the first records were read ->
+The options of the command -> a :class:`TrainCommand`, checked, of whose data only the first records were read ->
 :class:`Steps`: all documents, encoded, and a Schedule of them.
 """
 
@@ -34,8 +34,8 @@ from packing_core.training.schedule import Corpus, Schedule
 
 
 @dataclass(frozen=True)
-class TrainRequest:
-    """A run that was asked for.
+class TrainCommand:
+    """A call of ``crosspack train``, checked.
 
     Attributes:
         given: the parameters of the command.
@@ -75,7 +75,7 @@ class TrainRequest:
         return self.given["model"] or "a small Llama, random weights"
 
     @classmethod
-    def of(cls, context: typer.Context) -> TrainRequest:
+    def of(cls, context: typer.Context) -> TrainCommand:
         """Checks the options of the command; imports no framework, which take long.
 
         Raises:
@@ -121,7 +121,7 @@ class Steps:
 
     Attributes:
         source: the encoded records.
-        model: that of the request; a config that knows the tokenizer, if none was named.
+        model: that of the command; a config that knows the tokenizer, if none was named.
         schedule: the documents of each step.
         evaluation: those to evaluate on.
     """
@@ -132,13 +132,13 @@ class Steps:
     evaluation: Schedule | None
 
     @staticmethod
-    def read(request: TrainRequest) -> Steps:
+    def read(command: TrainCommand) -> Steps:
         """Reads and encodes all documents, and packs them into the rows of every step."""
-        given = request.given
+        given = command.given
         capacity, overflow, seed = given["capacity"], given["overflow"], given["seed"]
         policy = Policy(given["loss"], given["bos"], given["eos"])
         source = EncodedRecords.of(
-            request.records, request.tokenizer, policy, trust_remote_code=given["trust_remote_code"]
+            command.records, command.tokenizer, policy, trust_remote_code=given["trust_remote_code"]
         )
         tokenizer = source.encoder.tokenizer
         pad_id = 0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -159,11 +159,11 @@ class Steps:
             pad_id=pad_id,
         )
         evaluation = None
-        if request.held_out is not None:
-            held_out = replace(source, records=request.held_out)
+        if command.held_out is not None:
+            held_out = replace(source, records=command.held_out)
             evaluation = _evaluation(held_out, capacity, overflow, pad_id)
         known = given["model"] is not None
-        return Steps(source, request.model if known else SMALL_LLAMA | special_tokens(tokenizer), schedule, evaluation)
+        return Steps(source, command.model if known else SMALL_LLAMA | special_tokens(tokenizer), schedule, evaluation)
 
 
 def _options(given: Mapping[str, Any], model: str | dict[str, Any]) -> Options:
