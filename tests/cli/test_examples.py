@@ -37,6 +37,9 @@ def test_every_example_is_run_here():
         "deepspeed_zero3.py",
         "jax_loop.py",
         "jax_own_model.py",
+        "jax_other_models.py",
+        "jax_dpo.py",
+        "jax_grpo.py",
         "grain_rows.py",
         "maxtext_keys.py",
         "stream_resume.py",
@@ -166,6 +169,22 @@ def test_a_jax_loop_learns_on_packed_rows(capsys):
     text = output_here("jax_loop.py", capsys)
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", text)]
     assert len(losses) == 3 and losses[-1] < losses[0] - 0.5
+
+
+@pytest.mark.slow
+def test_flaxs_own_layers_are_exact_and_learn_from_grain_and_orbax(capsys):
+    lines = output_here("jax_other_models.py", capsys).splitlines()
+    assert [line.split(":")[0] for line in lines] == ["nnx", "linen"]
+    for line in lines:
+        first, last = (float(loss) for loss in re.findall(r"\d\.\d+", line))
+        assert "exact True" in line and "resumed True" in line and last < first - 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "last"), [("jax_dpo", "accuracy 1.00"), ("jax_grpo", "reward 0.9")])
+def test_jax_learns_from_preferences_and_rewards_over_a_mesh(name, last):
+    lines = output(f"{name}.py").splitlines()
+    assert len(lines) == 4 and all("on 4 devices: " in line for line in lines) and last in lines[-1]
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
 """A stand-in for MaxText's ``AttentionOp``, which is not installable beside the versions that are tested here.
 
-Names, argument order, shapes and return values are those of ``AttentionOp`` in ``layers/attention_op.py``; the bodies
-are written anew. ``cudnn_jax_flash_attention`` does in training what the original does: it reads no segment ids
+Names, argument order, shapes and return values are those of ``AttentionOp`` in ``layers/attention_op.py`` of MaxText
+0.2.5, as far as training reads them; the bodies are written anew, and scale the logits themselves, where MaxText scales
+its queries. ``cudnn_jax_flash_attention`` does in training what the original does: it reads no segment ids
 (AI-Hypercomputer/maxtext issue 4476).
 """
 
@@ -49,6 +50,7 @@ class AttentionOp:
         key: jax.Array,
         value: jax.Array,
         decoder_segment_ids: jax.Array | None,
+        segment_positions: jax.Array | None,
         lengths: jax.Array | None,
         model_mode: str,
         use_ragged_attention: bool = False,

@@ -190,7 +190,7 @@ def trained(op: AttentionOp) -> list[np.ndarray]:
     q, k, v, dout, segment_ids = operands()
 
     def both(q: Any, k: Any, v: Any) -> Any:
-        attend = lambda q, k, v: op.apply_attention(q, k, v, segment_ids, None, "train")[0]  # noqa: E731
+        attend = lambda q, k, v: op.apply_attention(q, k, v, segment_ids, None, None, "train")[0]  # noqa: E731
         out, pullback = jax.vjp(attend, q, k, v)
         return out * (segment_ids > 0)[..., None, None], *pullback(dout)
 
@@ -233,7 +233,7 @@ def test_without_segment_ids_maxtexts_rows_are_one_document_each() -> None:
     op = AttentionOp(maxtext_mesh(), "cudnn_flash_jax")
     with logical_rules():
         found, lse = module("packed_maxtext.py").packed_attention(op, q, k, v, None, scale=16**-0.5)
-    wanted, _, _ = op.apply_attention(q, k, v, None, None, "train")
+    wanted, _, _ = op.apply_attention(q, k, v, None, None, None, "train")
     np.testing.assert_allclose(found, wanted, atol=2e-6)
     assert lse.shape == (2, 4, 32)
 
