@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from tests.torch_backend.test_torchrun import RANKS
 from tests.torch_backend.torchrun import torchrun
-from tests.torch_backend.torchrun_context import CASES, run
+from tests.torch_backend.torchrun_context import CASES, run, train
 
 pytestmark = pytest.mark.slow  # starts processes that train
 
@@ -32,3 +33,42 @@ def test_ranks_compute_what_one_process_computes(ranks: dict[str, Any], case: st
     largest = max(1.0, *(float(gradient.abs().max()) for gradient in one["gradients"].values()))
     for name, gradient in one["gradients"].items():
         assert float((many["gradients"][name] - gradient).abs().max()) <= 1e-6 * largest, name
+
+
+@pytest.mark.parametrize("case", ["DDP", "FSDP2", "two groups"])
+def test_steps_over_ranks_are_those_of_one_process(ranks: dict[str, Any], case: str) -> None:
+    if case == "two groups" and f"step, {case}" not in ranks:
+        return  # two ranks are one group
+    one, many = train(), ranks[f"step, {case}"]
+    assert not isinstance(many, str), many
+    for found, wanted in zip([*many["metrics"], many["evaluated"]], [*one["metrics"], one["evaluated"]], strict=True):
+        assert found == pytest.approx(wanted, rel=1e-5)
+    for name, weight in one["weights"].items():
+        assert float((many["weights"][name] - weight).abs().max()) <= 1e-6, name
+    assert "not compiled: its documents are cut over ranks, into other pieces in every batch" in many["explained"]
+
+
+REFUSALS = {
+    "dropout": r"UnsupportedModelError: Qwen3Attention \(layer 0\) drops attention weights with probability 0.1",
+    "different batches": r"LayoutError: the ranks of a context-parallel group have different batches",
+    "fewer tokens than ranks": r"PackingError: 1 tokens are fewer than \d ranks, so a rank would have none",
+    "embeddings": r"UnsupportedError: a batch with inputs_embeds cannot be cut over ranks",
+    "router": r"UnsupportedModelError: Qwen3MoeForCausalLM cannot be trained under .* the loss of its router",
+    "router of a call": r"UnsupportedError: output_router_logits=True: the loss of a router is not computed over ranks",
+    "chunks": r"UnsupportedModelError: Llama4ForCausalLM cannot be trained under context parallelism, because its attent",
+    "heads": r'UnsupportedError: context_method="heads" needs heads that divide by the \d ranks',
+    "method": r"PackingError: context_method is 'ring': pass auto, keys or heads",
+    "mesh of two dimensions": r'PackingError: the mesh has 2 dimensions \(dp, cp\): .* as in mesh\["cp"\]',
+    "no mesh": r"PackingError: mesh is a \w+: pass one dimension of a DeviceMesh",
+    "scan": r"UnsupportedModelError: a scan of 1 heads \(1 of one operand\) does not divide by the \d ranks",
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_cannot_be_cut_is_refused(ranks: dict[str, Any], case: str) -> None:
+    assert re.match(REFUSALS[case], ranks[f"refuse, {case}"])
+
+
+def test_explain_says_how_attention_crosses_ranks(ranks: dict[str, Any]) -> None:
+    assert "straddling documents exchange earlier keys and values (numbers sent: " in ranks["qwen3"]["explained"]
+    assert "straddling documents exchange heads (numbers sent: " in ranks["qwen3, heads"]["explained"]

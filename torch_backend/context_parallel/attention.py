@@ -101,7 +101,7 @@ def context_attention(
         return _by_heads(q, k, v, share, attend, sinks)
     layout = share.earlier(window)
     (k, v), fetched, wait = with_earlier_tokens(layout, share.group, k, v)
-    first = 0 if layout.beginning is None else layout.beginning.tokens
+    first = layout.first
     parts = []
     if layout.beginning is not None:  # meanwhile the others arrive
         parts.append(attend(q[:first], k[:first], v[:first], layout.beginning, sinks))

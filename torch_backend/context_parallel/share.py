@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from packing_core.planning.context import ContextPlan
-from torch_backend.segments import PackedMetadata, to_device
+from torch_backend.segments import PackedMetadata, host_lengths, to_device
 
 Int64 = NDArray[np.int64]
 Value = TypeVar("Value")
@@ -47,6 +48,30 @@ class KeyLayout:
     beginning: PackedMetadata | None
     continuing: PackedMetadata | None
 
+    @cached_property
+    def first(self) -> int:
+        """How many tokens the pieces that begin a document have."""
+        return 0 if self.beginning is None else self.beginning.tokens
+
+    @cached_property
+    def extended(self) -> PackedMetadata:
+        """Segments of the pieces that begin a document, and of the others with the earlier tokens that they need."""
+        lengths = () if self.beginning is None else host_lengths(self.beginning)
+        keys = None if self.continuing is None else self.continuing.keys
+        return PackedMetadata.from_lengths(
+            lengths if keys is None else (*lengths, *host_lengths(keys)), device=self.key_index.device
+        )
+
+    @cached_property
+    def own(self) -> Tensor:
+        """int64 [T]: where the rank's own tokens stand in :attr:`extended`."""
+        lengths = () if self.continuing is None else host_lengths(self.continuing)
+        ends = list(accumulate(host_lengths(self.extended)))
+        ends = ends[len(ends) - len(lengths) :]
+        parts = [torch.arange(self.first)]
+        parts += [torch.arange(end - n, end) for end, n in zip(ends, lengths, strict=True)]
+        return to_device(torch.cat(parts), self.key_index.device)
+
 
 @dataclass(frozen=True)
 class WholeLayout:
@@ -69,6 +94,28 @@ class WholeLayout:
     order: Tensor
     documents: PackedMetadata
     own: PackedMetadata | None
+
+
+@dataclass(frozen=True)
+class OwnedLayout:
+    """Whole documents, each straddling one on a single rank.
+
+    Attributes:
+        alone: int64, the rank's tokens of documents that lie on it alone.
+        send_index: int64, its other tokens, by the rank that gets them.
+        send, receive: tokens to and from each rank.
+        order: int64, the received tokens in the order of the documents.
+        segments: the documents alone, then those received; None where the rank has none.
+        inverse: int64 [T], where each of the rank's tokens stands among ``alone`` followed by ``send_index``.
+    """
+
+    alone: Tensor
+    send_index: Tensor
+    send: list[int]
+    receive: list[int]
+    order: Tensor
+    segments: PackedMetadata | None
+    inverse: Tensor
 
 
 class RankShare:
@@ -226,6 +273,51 @@ class RankShare:
             documents=PackedMetadata.from_lengths(plan.lengths[plan.straddling].tolist(), device=self.device),
             own=PackedMetadata.from_lengths(own, device=self.device) if own else None,
         )
+
+    # -- whole documents, each on one rank -----------------------------------------------------------------------------
+
+    @cached_property
+    def owned(self) -> OwnedLayout:
+        """The straddling documents as a whole, each on the rank that has fewest tokens then."""
+        plan, owners = self.plan, _owners(self.plan)
+        straddles = np.repeat(plan.straddling[plan.document[self.pieces]], self.lengths)
+        alone = np.flatnonzero(~straddles)
+        own = [n for n, p in zip(self.lengths, self.pieces, strict=True) if not plan.straddling[plan.document[p]]]
+        sent = [self._straddling_tokens(self.rank, owners, rank)[0] for rank in range(self.ranks)]
+        received = [self._straddling_tokens(rank, owners, self.rank)[1] for rank in range(self.ranks)]
+        lengths = [*own, *plan.lengths[owners == self.rank].tolist()]
+        send_index = np.concatenate(sent)
+        return OwnedLayout(
+            alone=self._index([alone]),
+            send_index=self._index([send_index]),
+            send=[len(each) for each in sent],
+            receive=[len(each) for each in received],
+            order=self._index([np.argsort(np.concatenate(received))]),
+            segments=PackedMetadata.from_lengths(lengths, device=self.device) if lengths else None,
+            inverse=self._index([np.argsort(np.concatenate([alone, send_index]))]),
+        )
+
+    def _straddling_tokens(self, source: int, owners: Int64, owner: int) -> tuple[Int64, Int64]:
+        """The tokens of a rank that belong to an owner's documents: places on the rank, and in the whole batch."""
+        plan = self.plan
+        pieces = _pieces_of(plan, source)
+        pieces = pieces[owners[plan.document[pieces]] == owner]
+        first = (np.cumsum(plan.lengths) - plan.lengths)[plan.document[pieces]] + plan.start[pieces]
+        lengths = plan.length[pieces]
+        within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        return within + np.repeat(self._offsets[pieces], lengths), within + np.repeat(first, lengths)
+
+
+def _owners(plan: ContextPlan) -> Int64:
+    """int64 [N]: the rank that gets each straddling document, -1 for the others."""
+    whole = ~plan.straddling[plan.document]
+    tokens = np.bincount(plan.rank[whole], plan.length[whole], plan.ranks)
+    owners = np.full(len(plan.lengths), -1)
+    straddling = np.flatnonzero(plan.straddling)
+    for document in straddling[np.argsort(-plan.lengths[straddling], kind="stable")]:
+        owners[document] = tokens.argmin()
+        tokens[owners[document]] += plan.lengths[document]
+    return owners
 
 
 def _pieces_of(plan: ContextPlan, rank: int) -> Int64:

@@ -59,7 +59,7 @@ def install(
     Args:
         model: a transformers model, or what wraps one.
         implementation: of attention.
-        mesh: over whose ranks documents are cut, None for one rank.
+        mesh: over whose ranks documents are cut; None for one rank, or for those of the last call.
         context_method: how attention crosses these ranks.
 
     Raises:
@@ -68,7 +68,9 @@ def install(
     root = causal_lm(model)
     state = state_of(root)
     wanted = implementation if isinstance(implementation, str) else tuple(implementation)
-    context = None if mesh is None else _context_of(anatomy_of(root), mesh, context_method)
+    context = None if state is None else state.context  # those who patch again for another reason name no mesh
+    if mesh is not None:
+        context = _context_of(anatomy_of(root), mesh, context_method)
     same = state is not None and state.implementation == wanted and state.context == context
     if state is not None and same and state.in_force and state.still_fits():
         return model
@@ -100,6 +102,12 @@ def unpatch(model: Model) -> Model:
 def state_of(root: nn.Module) -> Patched | None:
     """Returns the state that :func:`install` left on a model, None if it is not patched."""
     return root.__dict__.get(_STATE)
+
+
+def cut_over_ranks(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """This rank's part of a packed batch if the model was patched with a mesh, else the batch as it is."""
+    state = state_of(causal_lm(model))
+    return dict(batch) if state is None else state.cut(batch)
 
 
 # -- the patched model ---------------------------------------------------------------------------------------------

@@ -49,8 +49,6 @@ def _why_not(anatomy: Anatomy) -> str | None:
         return "only the next-token loss of a causal language model is computed over ranks"
     if anatomy.route == "documents":
         return f"its decoder runs as a whole on batches of documents ({anatomy.why})"
-    if anatomy.mixers:
-        return f"its recurrent layers ({next(iter(anatomy.mixers))}) hand on a state, which is not communicated"
     if getattr(config, "attention_chunk_size", None):
         return "its attention sees chunks of a document, which are not communicated"
     if anatomy.numbering is not None:
