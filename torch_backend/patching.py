@@ -42,8 +42,8 @@ def patch(
         verify: prove it on a tiny clone of the model before returning (see :func:`torch_backend.audit`).
         mesh: one dimension of a ``DeviceMesh``, as in ``mesh["cp"]``, over whose ranks the documents of each batch are
             cut (context parallelism). All these ranks pass the same batch; each runs its part of the tokens. The
-            model's ``loss`` is that of the whole batch on every rank. Its gradients are that of one process once they
-            are averaged over ranks, as DDP and FSDP do.
+            model's ``loss`` is that of the whole batch on every rank. Its gradients are those of one process once they
+            are averaged over ranks, as DDP and FSDP do. A model that is patched again without a mesh keeps its mesh.
         context_method: how the attention of documents on several ranks communicates: "keys" sends each piece the
             earlier keys and values of its document, "heads" (Ulysses) turns such documents from parts of the tokens to
             parts of the heads, "auto" takes what sends less in each layer.
