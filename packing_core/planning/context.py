@@ -141,7 +141,7 @@ def context_plan(lengths: Any, ranks: int, *, cost: Cost | None = None, contiguo
     with within_memory(f"the loads of {ranks:,} ranks", "pass fewer ranks"):
         held = _assign(checked, ranks, cost, contiguous)
     _fill_empty(held)
-    held = [sorted(pieces) for pieces in held]
+    held = [_joined(sorted(pieces)) for pieces in held]
     flat = np.array([piece for pieces in held for piece in pieces], np.int64)
     offsets = np.cumsum([0, *map(len, held)])
     parts = (read_only(np.ascontiguousarray(column)) for column in flat.T)
@@ -219,6 +219,17 @@ def _zigzag(cost: Cost, length: int, ranks: Int64, parts: Float64) -> list[Piece
     inner = marks[-1]
     if length > 2 * inner:
         found.append((int(ranks[-1]), inner, length - 2 * inner))
+    return found
+
+
+def _joined(pieces: list[Piece]) -> list[Piece]:
+    """Sorted pieces of a rank, adjacent ones of a document as one."""
+    found: list[Piece] = []
+    for document, start, length in pieces:
+        if found and found[-1][0] == document and sum(found[-1][1:]) == start:
+            length += found[-1][2]
+            start = found.pop()[1]
+        found.append((document, start, length))
     return found
 
 

@@ -47,6 +47,8 @@ def test_every_token_is_on_one_rank_and_every_rank_has_some(lengths, ranks, cost
     assert sorted(np.concatenate([plan.tokens(rank) for rank in range(ranks)]).tolist()) == list(range(sum(lengths)))
     assert all(len(plan.tokens(rank)) for rank in range(ranks))
     assert plan.length.min() >= 1
+    ends = list(zip(plan.rank, plan.document, plan.start + plan.length, strict=True))
+    assert not set(ends) & set(zip(plan.rank, plan.document, plan.start, strict=True))  # adjacent pieces are one
     for document in range(len(lengths)):
         pieces = plan.pieces(document)
         ends = plan.start[pieces] + plan.length[pieces]

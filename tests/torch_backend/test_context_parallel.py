@@ -55,6 +55,8 @@ REFUSALS = {
     "different batches": r"LayoutError: the ranks of a context-parallel group have different batches",
     "fewer tokens than ranks": r"PackingError: 1 tokens are fewer than \d ranks, so a rank would have none",
     "embeddings": r"UnsupportedError: a batch with inputs_embeds cannot be cut over ranks",
+    "trainer": r"UnsupportedModelError: enable_packing\(trainer\) does not compute over ranks that hold parts of docum",
+    "log-probabilities": r"UnsupportedModelError: \w+ does not compute over ranks that hold parts of documents",
     "router": r"UnsupportedModelError: Qwen3MoeForCausalLM cannot be trained under .* the loss of its router",
     "router of a call": r"UnsupportedError: output_router_logits=True: the loss of a router is not computed over ranks",
     "chunks": r"UnsupportedModelError: Llama4ForCausalLM cannot be trained under context parallelism, because its a",

@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainingArguments
 
 from tests.torch_backend.models import collate, documents, tiny
 from tests.torch_backend.torchrun import leave, whole
 from tests.torch_backend.torchrun_loss import sharded
-from torch_backend import explain, make_train_step, patch
+from torch_backend import enable_packing, explain, make_train_step, patch, token_logprobs
 
 # On two ranks the document of 190 has one cut, on four three; of the few tokens each rank has one or two.
 LENGTHS = (5, 190, 33, 1, 7, 2)
@@ -35,12 +36,14 @@ class Case(NamedTuple):
         changes: of its config.
         lengths: of the documents of the row.
         method: how attention crosses ranks.
+        checkpointed: whether layers are run again in the backward.
     """
 
     family: str
     changes: dict[str, Any] = {}  # noqa: RUF012
     lengths: tuple[int, ...] = LENGTHS
     method: str = "keys"
+    checkpointed: bool = False
 
 
 CASES: dict[str, Case] = {
@@ -53,6 +56,7 @@ CASES: dict[str, Case] = {
     "gpt_oss, heads": Case(
         "gpt_oss", {"sliding_window": 20, "num_attention_heads": 8, "num_key_value_heads": 4}, method="heads"
     ),
+    "qwen3, checkpointed": Case("qwen3", checkpointed=True),
     "gemma2": Case("gemma2", {"sliding_window": 20}),
     "phi3, longrope": Case("phi3"),
     "deepseek_v3": Case("deepseek_v3"),
@@ -72,6 +76,8 @@ def run(case: Case, mesh: Any = None) -> dict[str, Any]:
     """The loss of a batch, the gradients, and what explain says."""
     options = {} if mesh is None else {"mesh": mesh, "context_method": case.method}
     model = patch(tiny(case.family, **case.changes), verify=False, **options)
+    if case.checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     output = model(**collate(documents(case.lengths), capacity=None))
     output.loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -128,11 +134,18 @@ def refusals(mesh: Any, world: Any) -> dict[str, Callable[[], Any]]:
     def images() -> None:
         on_mesh(tiny("qwen3"))(**{**batch, "inputs_embeds": torch.zeros(1, 238, 64), "input_ids": None})
 
+    def trainer() -> None:
+        model = on_mesh(tiny("qwen3"))
+        arguments = TrainingArguments(output_dir="unused", report_to=[], use_cpu=True)
+        enable_packing(Trainer(model, arguments, train_dataset=[{"input_ids": [1, 2]}]), capacity=64)
+
     return {
         "dropout": lambda: on_mesh(tiny("qwen3", attention_dropout=0.1))(**batch),
         "different batches": different_batches,
         "fewer tokens than ranks": lambda: on_mesh(tiny("qwen3"))(**collate([torch.tensor([7])], capacity=None)),
         "embeddings": images,
+        "trainer": trainer,
+        "log-probabilities": lambda: token_logprobs(on_mesh(tiny("qwen3")), batch),
         "router": lambda: on_mesh(tiny("qwen3_moe", output_router_logits=True)),
         "router of a call": lambda: on_mesh(tiny("qwen3_moe"))(**batch, output_router_logits=True),
         "chunks": lambda: on_mesh(tiny("llama4_text")),

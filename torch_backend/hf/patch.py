@@ -104,6 +104,20 @@ def state_of(root: nn.Module) -> Patched | None:
     return root.__dict__.get(_STATE)
 
 
+def refuse_context_of(model: nn.Module, what: str) -> None:
+    """Raise if the documents of a model are cut over ranks, which ``what`` does not know.
+
+    Raises:
+        UnsupportedModelError
+    """
+    state = state_of(causal_lm(model))
+    if state is not None and state.context is not None:
+        raise UnsupportedModelError(
+            f"{what} does not compute over ranks that hold parts of documents, and the model was patched with a mesh: "
+            "train by crosspack.make_train_step(model, optimizer), or call crosspack.unpatch(model) and patch(model)"
+        )
+
+
 def cut_over_ranks(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     """This rank's part of a packed batch if the model was patched with a mesh, else the batch as it is."""
     state = state_of(causal_lm(model))
@@ -261,6 +275,7 @@ class Patched:
         self.guard.poll()
         kwargs, expected = unsealed(kwargs), None
         if self.unpadding is not None:
+            refuse_context_of(self.root, "unpad(model)")
             expected, kwargs = self.unpadding.take_out(kwargs)
         whole = self.context is not None and is_packed(kwargs)
         if whole:

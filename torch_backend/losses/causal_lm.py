@@ -28,7 +28,7 @@ from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
 from torch_backend.hf.anatomy.heads import takes_next_token_loss
 from torch_backend.hf.anatomy.structure import causal_lm
-from torch_backend.hf.patch import cut_over_ranks
+from torch_backend.hf.patch import cut_over_ranks, refuse_context_of
 from torch_backend.losses.cross_entropy import next_token_targets
 from torch_backend.losses.output_layer import Tail, output_layer_loss
 
@@ -125,6 +125,8 @@ def call_with_shortcut(
     if batch.get("labels") is None:
         raise LayoutError(f"{caller} takes a batch with labels, got {', '.join(batch)}")
     root = causal_lm(model)
+    if caller != "causal_lm_loss":
+        refuse_context_of(root, caller)
     with _lock_of(root):
         return _called_with_shortcut(model, root, batch, make, caller)
 
