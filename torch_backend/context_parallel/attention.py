@@ -40,6 +40,8 @@ class MethodChoice:
     sent: dict[str, int | None]
 
     def __str__(self) -> str:
+        if not self.sent[KEYS]:
+            return "no document straddles ranks"
         names = {KEYS: "earlier keys and values", HEADS: "heads"}
         sent = (f"{names[name]}: {'not possible' if n is None else format(n, ',')}" for name, n in self.sent.items())
         return f"straddling documents exchange {names[self.method]} (numbers sent: {', '.join(sent)})"

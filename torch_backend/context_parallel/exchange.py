@@ -127,7 +127,7 @@ def to_heads(layout: WholeLayout, group: Any, x: Tensor, ranks: int) -> Tensor:
 def to_tokens(layout: WholeLayout, group: Any, y: Tensor, rank: int) -> Tensor:
     """The inverse of :func:`to_heads`: [N, H / W, ...] -> [n, H, ...]."""
     ranks, own = len(layout.counts), layout.counts[rank]
-    by_rank = y.index_select(0, layout.order.argsort())
+    by_rank = y.index_select(0, layout.back)
     found: Tensor = _AllToAll.apply(by_rank, layout.counts, [own] * ranks, group)
     return found.unflatten(0, (ranks, own)).transpose(0, 1).flatten(1, 2)
 

@@ -141,5 +141,5 @@ def run_whole(share: RankShare, values: list[Any], layer: Callable[[PackedMetada
         segments = PackedMetadata.from_lengths([1], device=share.device)
     out = layer(segments, [gathered(x) for x in values])[0]
     alone, rest = out[: len(layout.alone)], out[len(layout.alone) :][: len(layout.order)]
-    returned = all_to_all(rest.index_select(0, layout.order.argsort()), layout.receive, layout.send, group)
+    returned = all_to_all(rest.index_select(0, layout.back), layout.receive, layout.send, group)
     return torch.cat([alone, returned]).index_select(0, layout.inverse)[None]

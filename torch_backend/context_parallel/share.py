@@ -95,6 +95,11 @@ class WholeLayout:
     documents: PackedMetadata
     own: PackedMetadata | None
 
+    @cached_property
+    def back(self) -> Tensor:
+        """int64 [N]: the inverse of :attr:`order`."""
+        return self.order.argsort()
+
 
 @dataclass(frozen=True)
 class OwnedLayout:
@@ -116,6 +121,11 @@ class OwnedLayout:
     order: Tensor
     segments: PackedMetadata | None
     inverse: Tensor
+
+    @cached_property
+    def back(self) -> Tensor:
+        """int64: the inverse of :attr:`order`."""
+        return self.order.argsort()
 
 
 class RankShare:
