@@ -82,6 +82,9 @@ if TYPE_CHECKING:
         ContaminationError as ContaminationError,
     )
     from packing_core import (
+        ContextPlan as ContextPlan,
+    )
+    from packing_core import (
         Cost as Cost,
     )
     from packing_core import (
@@ -125,6 +128,9 @@ if TYPE_CHECKING:
     )
     from packing_core import (
         concatenate as concatenate,
+    )
+    from packing_core import (
+        context_plan as context_plan,
     )
     from packing_core import (
         join_states as join_states,

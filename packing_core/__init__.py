@@ -13,6 +13,7 @@ from packing_core.errors import (
     UnsupportedModelError,
 )
 from packing_core.planning.balance import Cost, ShardedPlan, balance
+from packing_core.planning.context import ContextPlan, context_plan
 from packing_core.planning.plan import PackPlan, plan
 from packing_core.storage.ragged import Ragged
 from packing_core.streaming.mixing import Mixture, mix
@@ -22,6 +23,7 @@ from packing_core.streaming.stream import PackStream, stream
 __all__ = [
     "CapacityError",
     "ContaminationError",
+    "ContextPlan",
     "Cost",
     "LayoutError",
     "MissingExtraError",
@@ -37,6 +39,7 @@ __all__ = [
     "UnsupportedModelError",
     "balance",
     "concatenate",
+    "context_plan",
     "join_states",
     "mix",
     "pack",

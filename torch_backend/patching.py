@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -25,7 +25,14 @@ __all__ = ["patch", "unpad", "unpatch"]
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def patch(model: Model, *, implementation: str | Sequence[str] = "auto", verify: bool = True) -> Model:
+def patch(
+    model: Model,
+    *,
+    implementation: str | Sequence[str] = "auto",
+    verify: bool = True,
+    mesh: Any = None,
+    context_method: str = "auto",
+) -> Model:
     """Make a model train packed batches exactly; everything else it does stays as it was, to the bit.
 
     Args:
@@ -33,20 +40,29 @@ def patch(model: Model, *, implementation: str | Sequence[str] = "auto", verify:
             (PEFT, DDP, a compiled module).
         implementation: of attention, as in :func:`torch_backend.attention`.
         verify: prove it on a tiny clone of the model before returning (see :func:`torch_backend.audit`).
+        mesh: one dimension of a ``DeviceMesh``, as in ``mesh["cp"]``, over whose ranks the documents of each batch are
+            cut (context parallelism). All these ranks pass the same batch; each runs its part of the tokens. The
+            model's ``loss`` is that of the whole batch on every rank. Its gradients are those of one process once they
+            are averaged over ranks, as DDP and FSDP do. A model that is patched again without a mesh keeps its mesh.
+        context_method: how the attention of documents on several ranks communicates: "keys" sends each piece the
+            earlier keys and values of its document, "heads" (Ulysses) turns such documents from parts of the tokens to
+            parts of the heads, "auto" takes what sends less in each layer.
 
     Returns:
         ``model`` itself, patched in place. Patching again changes the implementation, if it is another one. A warning
         is logged if a cast of the whole model has rounded its rotary frequencies.
 
     Raises:
-        UnsupportedModelError: the model, or an option of it, cannot be made exact; the model is left as it was.
+        UnsupportedModelError: the model, or an option of it, cannot be made exact, or its documents cannot be cut; the
+            model is left as it was.
         ContaminationError: the proof failed; the model is left as it was.
+        PackingError: ``mesh`` has more than one dimension, or ``context_method`` is unknown.
     """
     root = causal_lm(model)
     state = state_of(root)
     if verify and (state is None or state.implementation != implementation):
         verify_kind(root, implementation)
-    patched = install(model, implementation)
+    patched = install(model, implementation, mesh=mesh, context_method=context_method)
     if state is None and (rounded := rounded_frequencies(root)):
         _warn_of_rounding(rounded)
     fresh = state_of(root)

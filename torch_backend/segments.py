@@ -34,18 +34,27 @@ class PackedMetadata:
         max_seqlen: no segment is longer; may be rounded up.
         tokens: T, the number of flat tokens.
         lengths: the segments' lengths on the host, all positive, or None where only the device knows them.
+        keys: the segments of the keys, where attention has more keys than queries: the queries of a segment are the
+            last tokens of the key segment of the same number. None where the keys are the queries' own.
 
     A plain class on purpose: wrappers of modules walk through dataclasses among the arguments and rebuild them, and
     every layer would then hold a copy of its own.
     """
 
     def __init__(
-        self, cu_seqlens: Tensor, max_seqlen: int, tokens: int, lengths: tuple[int, ...] | None = None
+        self,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        tokens: int,
+        lengths: tuple[int, ...] | None = None,
+        *,
+        keys: PackedMetadata | None = None,
     ) -> None:
         self.cu_seqlens = cu_seqlens
         self.max_seqlen = max_seqlen
         self.tokens = tokens
         self.lengths = lengths
+        self.keys = keys
         self._derived: dict[Hashable, Any] = {}
 
     @classmethod
@@ -82,11 +91,35 @@ class PackedMetadata:
             boundaries = torch.cat([boundaries, boundaries.new_full((entries - len(lengths),), tokens)])
         return cls(to_device(boundaries.int(), device), max_seqlen or longest, tokens, lengths)
 
+    @classmethod
+    def of_last_tokens(
+        cls, lengths: Sequence[int], key_lengths: Sequence[int], *, device: torch.device | str = "cpu"
+    ) -> PackedMetadata:
+        """Metadata of queries that are the last tokens of longer key segments.
+
+        Args:
+            lengths, key_lengths: queries and keys of each segment.
+            device: where the boundaries go.
+
+        Raises:
+            LayoutError: the numbers of segments differ, or a segment has fewer keys than queries.
+        """
+        packed, keys = (cls.from_lengths(each, device=device) for each in (lengths, key_lengths))
+        assert packed.lengths is not None and keys.lengths is not None
+        if len(packed.lengths) != len(keys.lengths):
+            raise LayoutError(f"there are {len(packed.lengths)} segments of queries and {len(keys.lengths)} of keys")
+        for i, (queries, seen) in enumerate(zip(packed.lengths, keys.lengths, strict=True)):
+            if seen < queries:
+                raise LayoutError(f"segment {i} has {queries:,} queries, which are its last tokens, and {seen:,} keys")
+        packed.keys = keys
+        return packed
+
     def to(self, device: torch.device | str) -> PackedMetadata:
         """The same segments on another device; itself where they are on it already."""
         if torch.device(device) == self.device:
             return self
-        return PackedMetadata(to_device(self.cu_seqlens, device), self.max_seqlen, self.tokens, self.lengths)
+        keys = None if self.keys is None else self.keys.to(device)
+        return PackedMetadata(to_device(self.cu_seqlens, device), self.max_seqlen, self.tokens, self.lengths, keys=keys)
 
     @property
     def readable(self) -> bool:

@@ -34,6 +34,7 @@ def test_every_example_is_run_here():
         "reward.py",
         "grpo.py",
         "fsdp2.py",
+        "context_parallel.py",
         "deepspeed_zero3.py",
         "jax_loop.py",
         "jax_own_model.py",
@@ -60,6 +61,14 @@ def test_ranks_share_weights_and_steps():
     text = on_ranks(str(EXAMPLES / "fsdp2.py"))
     losses = [float(loss) for loss in re.findall(r"on 2 ranks, loss ([\d.]+)", text)]
     assert len(losses) > 5 and losses[0] == pytest.approx(6.24, abs=0.1) and losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+def test_ranks_share_documents():
+    text = on_ranks(str(EXAMPLES / "context_parallel.py"))
+    losses = [float(loss) for loss in re.findall(r"on 2 ranks, loss ([\d.]+)", text)]
+    assert len(losses) > 5 and losses[0] == pytest.approx(6.24, abs=0.1) and losses[-1] < losses[0]
+    assert "straddling documents exchange" in text
 
 
 def test_the_pages_have_the_lines_of_the_examples_for_several_gpus():

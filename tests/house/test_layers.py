@@ -17,7 +17,20 @@ PACKAGES: dict[str, set[str]] = {
     "crosspack": {"packing_core", "conformance"},
 }
 # the floors of torch_backend, from the ground up; a part imports itself and what stands before it
-FLOORS = ["segments", "seal", "ops", "hf", "collate", "losses", "auditing", "patching", "steps", "trainers", "job"]
+FLOORS = [
+    "segments",
+    "seal",
+    "ops",
+    "context_parallel",
+    "hf",
+    "collate",
+    "losses",
+    "auditing",
+    "patching",
+    "steps",
+    "trainers",
+    "job",
+]
 FLOORS += ["stacks", "doctor", "conformance"]
 # the same of crosspack
 CONSOLE = ["reading", "encoding", "packing", "cli", "__main__"]

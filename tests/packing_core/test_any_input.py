@@ -13,7 +13,19 @@ import pyarrow as pa
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from packing_core import Cost, PackedBatch, PackedDataset, PackingError, PackPlan, Ragged, balance, pack, plan, stream
+from packing_core import (
+    Cost,
+    PackedBatch,
+    PackedDataset,
+    PackingError,
+    PackPlan,
+    Ragged,
+    balance,
+    context_plan,
+    pack,
+    plan,
+    stream,
+)
 
 EXAMPLES = int(os.environ.get("CROSSPACK_EXAMPLES", "40"))
 ANY = settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
@@ -231,6 +243,17 @@ def test_balanced_rows_are_trained_once_or_refused(world_size, rows_per_step, se
         sharded.rank(factor)
     except PackingError:
         return
+
+
+@ANY
+@given(st.one_of(st.lists(NUMBERS, max_size=4), arrays(), ODD), st.one_of(st.integers(1, 4), ODD), st.booleans())
+def test_tokens_are_cut_over_ranks_once_or_refused(lengths, ranks, contiguous) -> None:
+    try:
+        made = context_plan(lengths, ranks, contiguous=contiguous)
+    except PackingError:
+        return
+    assert made.length.min() > 0 and made.length.sum() == made.lengths.sum()
+    assert np.bincount(made.rank, minlength=made.ranks).min() > 0
 
 
 @ANY

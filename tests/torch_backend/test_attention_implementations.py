@@ -347,13 +347,13 @@ def test_flash_attention_4s_operators_keep_their_promises(monkeypatch):
     packed = PackedMetadata.from_lengths([9, 1, 20])
     q, k, v, dout = (x.detach() for x in tensors(packed, value_width=8))
     q = torch.randn(2, *q.shape).transpose(0, 1)[:, 1]  # a view into something larger, as after a split projection
-    options = 20, True, 6, 0, 0.0, 0.25
+    options = 20, 20, True, 6, 0, 0.0, 0.25
     sinks = torch.randn(4)
     for given in (None, sinks):
-        out, lse = torch.ops.crosspack.flash4_forward(q, k, v, given, packed.cu_seqlens, *options)
-        arguments = (q, k, v, given, packed.cu_seqlens, *options)
+        out, lse = torch.ops.crosspack.flash4_forward(q, k, v, given, packed.cu_seqlens, None, *options)
+        arguments = (q, k, v, given, packed.cu_seqlens, None, *options)
         torch.library.opcheck(torch.ops.crosspack.flash4_forward.default, arguments)
-        arguments = (dout, q, k, v, given, packed.cu_seqlens, out, lse, *options)
+        arguments = (dout, q, k, v, given, packed.cu_seqlens, None, out, lse, *options)
         torch.library.opcheck(torch.ops.crosspack.flash4_backward.default, arguments)
 
 

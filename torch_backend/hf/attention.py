@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from packing_core.errors import UnsupportedModelError
 from packing_core.extras import require
+from torch_backend.context_parallel.attention import MethodChoice, choose_method, context_attention
 from torch_backend.hf.anatomy.families import INTERFACE, WITHOUT_EFFECT
 from torch_backend.hf.forward import AttentionChoice, PackedForward
 from torch_backend.hf.inputs.arguments import HARMLESS, refuse_without_carrier
 from torch_backend.ops.attention import choose, request_of, run
-from torch_backend.segments import refined
+from torch_backend.segments import PackedMetadata, refined
 
 require("transformers", extra="hf")
 
@@ -161,22 +162,60 @@ def _packed(
     rows, heads, length, _ = query.shape
     query, key, value = _same_dtype(query, key, value)
     q, k, v = (x.transpose(1, 2).reshape(rows * length, x.shape[1], x.shape[3]) for x in (query, key, value))
-    request = request_of(
-        q,
-        k,
-        v,
-        packed,
-        causal=bool(getattr(module, "is_causal", True) if is_causal is None else is_causal),
-        window=sliding_window,
-        softcap=softcap or None,
-        sinks=s_aux,
-        dropout=dropout,
-        scale=scaling,
-    )
-    name, request = choose(request, packed, mask.implementation)
-    mask.record(module, AttentionChoice(name, request))
-    out = run(name, request, q, k, v, packed, sinks=s_aux)
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        packed: PackedMetadata,
+        sinks: Tensor | None,
+        crossing: MethodChoice | None = None,
+    ) -> Tensor:
+        request = request_of(
+            q,
+            k,
+            v,
+            packed,
+            causal=causal,
+            window=sliding_window,
+            softcap=softcap or None,
+            sinks=sinks,
+            dropout=dropout,
+            scale=scaling,
+        )
+        name, request = choose(request, packed, mask.implementation)
+        mask.record(module, AttentionChoice(name, request, crossing))
+        return run(name, request, q, k, v, packed, sinks=sinks)
+
+    if mask.context is None:
+        out = attend(q, k, v, packed, s_aux)
+    else:
+        _refuse_across_ranks(module, causal=causal, dropout=dropout)
+        crossing = choose_method(mask.context, q, k, v, sliding_window, mask.method)
+        out = context_attention(
+            q,
+            k,
+            v,
+            mask.context,
+            partial(attend, crossing=crossing),
+            window=sliding_window,
+            sinks=s_aux,
+            method=crossing.method,
+        )
     return out.view(rows, length, heads, -1), None
+
+
+def _refuse_across_ranks(module: nn.Module, *, causal: bool, dropout: float) -> None:
+    """Raise, on all ranks alike and before they exchange anything, where attention over ranks would not be exact."""
+    if dropout:
+        raise UnsupportedModelError(
+            f"{_where(module)} drops attention weights with probability {dropout:g}, and ranks would not draw what one "
+            "process draws: set attention_dropout=0 in the config"
+        )
+    if not causal or _chunk(module) is not None:
+        kind = "sees chunks of a document" if causal else "is not causal"
+        raise UnsupportedModelError(f"{_where(module)} {kind}: its documents cannot be cut over ranks")
 
 
 def _where(module: nn.Module) -> str:

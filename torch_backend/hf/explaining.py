@@ -141,4 +141,7 @@ def _explain_attention(name: str, choice: Choice | None, implementation: str | t
         for place, (other, reason) in enumerate(answers.items())
         if reason is not None and (place < tried or reason.startswith(TRIED_LAST))
     }
-    return LayerExplanation(name, "attention", choice.implementation, describe(choice.request), rejected)
+    request = describe(choice.request)
+    if choice.crossing is not None:
+        request = f"{request}; {choice.crossing}"
+    return LayerExplanation(name, "attention", choice.implementation, request, rejected)

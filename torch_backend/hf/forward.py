@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from packing_core.errors import UnsupportedModelError
+from torch_backend.context_parallel.attention import MethodChoice
+from torch_backend.context_parallel.share import RankShare
 from torch_backend.hf.document_rows import DocumentRows
 from torch_backend.ops.attention import AttentionRequest
 from torch_backend.ops.document_batches import FINE, PerBatch, per_document
@@ -29,10 +31,11 @@ TRITON_SCAN = ScanChoice(TRITON, "scan by Triton")
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """An attention layer: the implementation that ran, and its request."""
+    """An attention layer: the implementation that ran, its request, and how it crossed ranks; None if it did not."""
 
     implementation: str
     request: AttentionRequest
+    crossing: MethodChoice | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,9 @@ class PackedForward(BlockMask):
         prepared: whether everything is derived that compiled layers read.
         numbers: of each document's segments, in source order; None if the batch does not say.
         waiting: arguments of the model that wait for its inner model, while the head gets rows of documents.
+        context: what this rank holds of the batch under context parallelism, None otherwise; ``segments`` are then its
+            pieces of documents.
+        method: how attention crosses ranks then, as the user named it.
         encoded: the last hidden states [B, S, D], for a pooler that gets the first token of each row alone.
         share: of the step's targets that are in this batch, None where it was not asked for.
     """
@@ -101,8 +107,12 @@ class PackedForward(BlockMask):
         *,
         sizes: int = FINE,
         numbers: tuple[tuple[int, ...], ...] | None = None,
+        context: RankShare | None = None,
+        method: str = "auto",
     ) -> None:
         self.segments = segments
+        self.context = context
+        self.method = method
         self.numbers = numbers
         self.waiting: dict[str, Any] = {}
         self.share: Tensor | None = None
@@ -135,6 +145,10 @@ class PackedForward(BlockMask):
             copy = PackedForward(
                 self.segments.to(device), (self._shape[0], self._shape[2]), self.implementation, sizes=self.sizes
             )
+            if self.context is not None:
+                raise UnsupportedModelError(
+                    "context parallelism takes a model on one device, and this one is on several"
+                )
             copy.choices, copy.reached, copy._copies = self.choices, self.reached, self._copies
             self._copies[device] = copy
         return self._copies[device]

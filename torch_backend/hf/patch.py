@@ -8,16 +8,20 @@ takes the path it took before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from packing_core.errors import UnsupportedModelError
+from torch_backend.context_parallel.group import AUTO, ContextGroup, context_group
+from torch_backend.context_parallel.share import RankShare
 from torch_backend.hf import router
 from torch_backend.hf.anatomy.encoders import check_lengths
+from torch_backend.hf.anatomy.heads import targets_among
 from torch_backend.hf.anatomy.model import Anatomy, anatomy_of
 from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.hf.anatomy.seen import CHANGED, Seen
@@ -32,6 +36,7 @@ from torch_backend.hf.entry import Call, override_entries, require_entry, restor
 from torch_backend.hf.forward import CARRIED, AttentionChoice, Choice, PackedForward
 from torch_backend.hf.inputs import arguments as inputs
 from torch_backend.hf.inputs.boundaries import is_packed, take_metadata
+from torch_backend.hf.inputs.context import SHARE, MeanOverRanks, cut_batch, refuse_context
 from torch_backend.hf.inputs.guard import Guard
 from torch_backend.ops import scan as scans
 from torch_backend.ops.attention import AttentionRequest, candidates, needs_host_lengths, prepare
@@ -42,8 +47,16 @@ Model = TypeVar("Model", bound=nn.Module)
 _STATE = "_crosspack"
 
 
-def install(model: Model, implementation: str | Sequence[str] = "auto") -> Model:
+def install(
+    model: Model, implementation: str | Sequence[str] = "auto", *, mesh: Any = None, context_method: str = AUTO
+) -> Model:
     """Apply the edits to a model, in place; a model that has them already gets those of another ``implementation``.
+
+    Args:
+        model: a transformers model, or what wraps one.
+        implementation: of attention.
+        mesh: over whose ranks documents are cut; None for one rank, or for those of the last call.
+        context_method: how attention crosses these ranks.
 
     Raises:
         UnsupportedModelError: the model, or an option of it, cannot be made exact; the model is left as it was.
@@ -51,14 +64,26 @@ def install(model: Model, implementation: str | Sequence[str] = "auto") -> Model
     root = causal_lm(model)
     state = state_of(root)
     wanted = implementation if isinstance(implementation, str) else tuple(implementation)
-    if state is not None and state.implementation == wanted and state.in_force and state.still_fits():
+    context = None if state is None else state.context  # those who patch again for another reason name no mesh
+    if mesh is not None:
+        context = _context_of(anatomy_of(root), mesh, context_method)
+    same = state is not None and state.implementation == wanted and state.context == context
+    if state is not None and same and state.in_force and state.still_fits():
         return model
-    fresh = Patched(anatomy_of(root), wanted)
+    fresh = Patched(anatomy_of(root), wanted, context)
     if state is not None:
         fresh.unpadding = state.unpadding
         state.remove()
     fresh.install()
     return model
+
+
+def _context_of(anatomy: Anatomy, mesh: Any, method: str) -> ContextGroup | None:
+    """The group of ranks over which documents of a model are cut, None for one rank."""
+    group = context_group(mesh, anatomy.decoder.config, method=method, contiguous=bool(anatomy.mixers))
+    if group is not None:
+        refuse_context(anatomy)
+    return group
 
 
 def unpatch(model: Model) -> Model:
@@ -75,6 +100,26 @@ def state_of(root: nn.Module) -> Patched | None:
     return root.__dict__.get(_STATE)
 
 
+def refuse_context_of(model: nn.Module, what: str) -> None:
+    """Raise if the documents of a model are cut over ranks, which ``what`` does not know.
+
+    Raises:
+        UnsupportedModelError
+    """
+    state = state_of(causal_lm(model))
+    if state is not None and state.context is not None:
+        raise UnsupportedModelError(
+            f"{what} does not compute over ranks that hold parts of documents, and the model was patched with a mesh: "
+            "train by crosspack.make_train_step(model, optimizer), or call crosspack.unpatch(model) and patch(model)"
+        )
+
+
+def cut_over_ranks(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """This rank's part of a packed batch if the model was patched with a mesh, else the batch as it is."""
+    state = state_of(causal_lm(model))
+    return dict(batch) if state is None else state.cut(batch)
+
+
 # -- the patched model ---------------------------------------------------------------------------------------------
 
 
@@ -84,6 +129,7 @@ class Patched:
     Args:
         anatomy: of the model.
         implementation: of attention, as the user named it.
+        context: the ranks over which documents are cut; None for one rank.
 
     Attributes:
         own_rotation: attention layers that keep their modeling file's rotation, each with the reason.
@@ -92,8 +138,11 @@ class Patched:
         compiled: the attention requests of compiled layers, see ``steps.cuda_graph.compile_layers``.
     """
 
-    def __init__(self, anatomy: Anatomy, implementation: str | Sequence[str]) -> None:
+    def __init__(
+        self, anatomy: Anatomy, implementation: str | Sequence[str], context: ContextGroup | None = None
+    ) -> None:
         self.anatomy = anatomy
+        self.context = context
         self.root, self.decoder = anatomy.root, anatomy.decoder
         self.implementation = implementation if isinstance(implementation, str) else tuple(implementation)
         candidates(self.device, implementation)  # an unknown name raises here
@@ -196,7 +245,7 @@ class Patched:
     @property
     def needs_lengths(self) -> bool:
         """Returns whether something in the model needs the segments' lengths on the host, whatever the batch."""
-        return self.rows.needs_lengths or self.layers_need_lengths
+        return self.context is not None or self.rows.needs_lengths or self.layers_need_lengths
 
     @property
     def layers_need_lengths(self) -> bool:
@@ -222,7 +271,11 @@ class Patched:
         self.guard.poll()
         kwargs, expected = unsealed(kwargs), None
         if self.unpadding is not None:
+            refuse_context_of(self.root, "unpad(model)")
             expected, kwargs = self.unpadding.take_out(kwargs)
+        whole = self.context is not None and is_packed(kwargs)
+        if whole:
+            kwargs = self._with_count(self.cut(kwargs))
         forward, kwargs = self._forward_of(self.root, self.root_names, kwargs)
         if forward is None:
             return run_inside(self, None, call, *args, **kwargs)
@@ -234,6 +287,8 @@ class Patched:
                 "its documents would see each other"
             )
         output = self.rows.end(forward, output)
+        if whole and kwargs.get("labels") is not None:
+            output = _with_loss(output, MeanOverRanks.apply(_loss_of(output), forward.context))
         return output if expected is None else self.unpadding.put_back(expected, output)
 
     def run_decoder(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -332,6 +387,10 @@ class Patched:
         """
         wait = module.training
         inputs.refuse_other_marks(kwargs, names)
+        if self.context is not None and is_packed(kwargs):
+            kwargs = self.cut(kwargs)
+        if kwargs.get(SHARE) is not None:
+            return self._forward_of_share(names, kwargs)
         if not is_packed(kwargs):
             inputs.check_unmarked(kwargs, self.guard, wait=wait)
             return None, kwargs
@@ -362,6 +421,57 @@ class Patched:
         )
         return forward, kwargs
 
+    def cut(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's part of a packed batch, which is checked as a whole; a batch that is cut already as it is."""
+        kwargs = unsealed(dict(batch))
+        if self.context is None or kwargs.get(SHARE) is not None or not is_packed(kwargs):
+            return dict(batch)
+        weights = kwargs.pop("loss_weights", None)
+        tokens, wait = inputs.tokens_of(kwargs), self.root.training
+        inputs.check_arguments(self.root, kwargs, self.guard, wait=wait)
+        metadata = dict(kwargs)
+        segments = take_metadata(metadata, tokens=tokens, host_lengths=True, guard=self.guard, wait=wait)
+        inputs.check_packed(kwargs, segments, self.guard, labels="next", renumbered=False, axes=False, wait=wait)
+        check_lengths(segments, segments.position_ids, self.anatomy.positions, type(self.root).__name__)
+        if weights is not None:
+            kwargs["loss_weights"] = weights
+        return cut_batch(kwargs, segments.to(self.device), self.context)
+
+    def _with_count(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments with the number of targets on all ranks, by which the model divides its sum."""
+        targets = kwargs.get("shift_labels")
+        if targets is None or kwargs.get("num_items_in_batch") is not None:
+            return kwargs
+        share: RankShare = kwargs[SHARE]
+        count = targets_among(targets, self.root.config, of_documents=False).sum()
+        dist.all_reduce(count, group=share.group)
+        return {**kwargs, "num_items_in_batch": count.clamp(min=1)}
+
+    def _forward_of_share(
+        self, names: tuple[str, ...], kwargs: dict[str, Any]
+    ) -> tuple[PackedForward | None, dict[str, Any]]:
+        """:meth:`_forward_of` of a batch that was cut over ranks."""
+        share: RankShare = kwargs.pop(SHARE)
+        if self.context is None or share.group is not self.context.group:
+            raise UnsupportedModelError(
+                "the batch was cut over ranks, and the model that runs it was patched without their mesh: call "
+                'crosspack.patch(model, mesh=mesh["cp"])'
+            )
+        if not self.still_fits():
+            raise UnsupportedModelError(CHANGED)
+        shape = tuple(kwargs["position_ids"].shape)
+        if "use_cache" in names:
+            kwargs["use_cache"] = False
+        forward = PackedForward(
+            share.segments,
+            (shape[0], shape[1]),
+            self.implementation,
+            sizes=self.anatomy.sizes,
+            context=share,
+            method=self.context.method,
+        )
+        return forward, kwargs
+
     @property
     def adds_softcap(self) -> str | None:
         """Describes how unpacked calls differ from those before the patch; None if they do not."""
@@ -378,3 +488,15 @@ class Patched:
         self.__dict__.update(state)
         for name in self._attention_names():
             register(name.over)  # in the process that loads a pickled model
+
+
+def _loss_of(output: Any) -> Tensor:
+    loss: Tensor = output[0] if isinstance(output, tuple) else output.loss
+    return loss
+
+
+def _with_loss(output: Any, loss: Tensor) -> Any:
+    if isinstance(output, tuple):
+        return loss, *output[1:]
+    output.loss = loss
+    return output

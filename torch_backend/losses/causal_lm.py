@@ -28,6 +28,7 @@ from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
 from torch_backend.hf.anatomy.heads import takes_next_token_loss
 from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.patch import cut_over_ranks, refuse_context_of
 from torch_backend.losses.cross_entropy import next_token_targets
 from torch_backend.losses.output_layer import Tail, output_layer_loss
 
@@ -75,7 +76,8 @@ def causal_lm_loss(
         Two float32 scalars, to be divided once per step (:func:`torch_backend.losses.cross_entropy.normalise`). A term
         that the model adds to its loss (a router's auxiliary loss under ``output_router_logits``) is part of the first
         scalar, multiplied by the number of targets. After the division it has the coefficient that the model gives it,
-        averaged over the batches of the step in proportion to their targets.
+        averaged over the batches of the step in proportion to their targets. Where documents are cut over ranks, both
+        are of the targets of this rank.
 
     Raises:
         LayoutError: the batch has no labels, or weights are given twice.
@@ -83,10 +85,12 @@ def causal_lm_loss(
             come from ``loss_function``; or ZeRO-3 partitions the output layer.
     """
     arguments = dict(batch)
-    carried = arguments.pop(LOSS_WEIGHTS, None)
-    if carried is not None and weights is not None:
+    if arguments.get(LOSS_WEIGHTS) is not None and weights is not None:
         raise LayoutError("the batch has loss_weights, and weights were passed: pass one of them")
-    loss: tuple[Tensor, Tensor] = _causal_lm_loss(model, arguments, carried if weights is None else weights)
+    if weights is not None:
+        arguments[LOSS_WEIGHTS] = weights
+    arguments = cut_over_ranks(model, arguments)
+    loss: tuple[Tensor, Tensor] = _causal_lm_loss(model, arguments, arguments.pop(LOSS_WEIGHTS, None))
     return loss
 
 
@@ -121,6 +125,8 @@ def call_with_shortcut(
     if batch.get("labels") is None:
         raise LayoutError(f"{caller} takes a batch with labels, got {', '.join(batch)}")
     root = causal_lm(model)
+    if caller != "causal_lm_loss":
+        refuse_context_of(root, caller)
     with _lock_of(root):
         return _called_with_shortcut(model, root, batch, make, caller)
 

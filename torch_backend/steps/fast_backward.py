@@ -356,6 +356,8 @@ def _why_not_fixed(model: nn.Module, batch: Batch | None) -> str | None:
     state: Patched | None = state_of(root)
     if state is None:
         return "the model is not patched"
+    if state.context is not None:
+        return "its documents are cut over ranks, into other pieces in every batch"
     if state.device.type != captured.DEVICE:
         return f"the model computes on {state.device.type}"
     if state.layers_need_lengths:

@@ -24,7 +24,7 @@ from packing_core.errors import LayoutError, UnsupportedError, UnsupportedModelE
 from torch_backend.hf.anatomy.heads import labels_documents, targets_among, trains_first_token
 from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.hf.anatomy.structure import causal_lm
-from torch_backend.hf.patch import state_of
+from torch_backend.hf.patch import cut_over_ranks, state_of
 from torch_backend.losses.causal_lm import LOSS_WEIGHTS, causal_lm_loss
 from torch_backend.segments import to_device
 from torch_backend.steps.checks import check_optimizer, check_trainable
@@ -136,7 +136,7 @@ class TrainStep:
         Raises:
             LayoutError: there is no microbatch, or one has no labels.
         """
-        microbatches = [batch] if isinstance(batch, Mapping) else list(batch)
+        microbatches = [cut_over_ranks(self.model, each) for each in ([batch] if isinstance(batch, Mapping) else batch)]
         if not microbatches or any(each.get("labels") is None for each in microbatches):
             raise LayoutError("a step takes a batch with labels, or a list of at least one")
         check_trainable(self.model)  # it may have been frozen since
@@ -171,7 +171,7 @@ class TrainStep:
         self.model.eval()
         try:
             for batch in batches:
-                given = self._on_device(batch)
+                given = self._on_device(cut_over_ranks(self.model, batch))
                 path = path or self._choose(given, forward=False)
                 with self._precision():
                     loss = self._loss_sum(given, path.why_logits)
@@ -191,7 +191,8 @@ class TrainStep:
         if weights is None:
             return self._count(batch)
         counted = self._targets(batch).to(weights.device)
-        return to_device((weights[..., self._first_token :] * counted).sum(), self.device)
+        first = self._first_token if batch.get("shift_labels") is None else 0
+        return to_device((weights[..., first:] * counted).sum(), self.device)
 
     def _targets(self, batch: Batch) -> Tensor:
         """Marks the tokens that are targets."""
@@ -305,8 +306,9 @@ def make_train_step(
         compile: layers one by one. True raises ``UnsupportedError`` at the first step where it is not possible.
         capture: forward and backward as a CUDA graph. As with ``compile``. What a graph cannot see must not change
             after the first steps: hooks, dropout rates and whatever else is no parameter and not in the batch.
-        group: the ranks that hold different documents; the default group if None. Every rank passes at least one
-            microbatch; under FSDP as many as the others.
+        group: the ranks that hold different tokens; the default group if None. Every rank passes at least one
+            microbatch; under FSDP as many as the others. The ranks of a context-parallel mesh are among them, and pass
+            the same microbatches.
         memory: what each layer keeps between forward and backward: everything (``"none"``); the results of attention,
             scans and narrow products (``"selective"``); its input (``"full"``, as gradient checkpointing does); its
             input, on the host (``"offload"``). The rest is recomputed. None leaves the model as it is set, for example

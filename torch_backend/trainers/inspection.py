@@ -26,6 +26,7 @@ from torch_backend.hf.anatomy.heads import head_of, predicts_masked
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.inputs.boundaries import refuse_split_rows
 from torch_backend.hf.inputs.trl_trainers import why_per_example
+from torch_backend.hf.patch import refuse_context_of
 from torch_backend.trainers.dataloader import pack_training_data
 from torch_backend.trainers.epoch_rows import EpochRows, RowStream
 from torch_backend.trainers.own_loss import has_own_loss
@@ -67,6 +68,7 @@ def inspect(trainer: Any, *, capacity: int | None, overflow: Overflow) -> Packin
     """
     _refuse_trainer(trainer)
     refuse_split_rows(trainer.accelerator.parallelism_config)
+    refuse_context_of(trainer.model, "enable_packing(trainer)")
     _refuse_split_model(trainer)
     trainer._set_signature_columns_if_needed()
     before = name_of(trainer.data_collator)

@@ -21,7 +21,7 @@ from torch_backend.hf.edits.rotary import find_batch_dependent
 from torch_backend.hf.inputs.boundaries import refuse_split_rows
 from torch_backend.hf.inputs.trl_trainers import generates, kind_of, rows_of_example
 from torch_backend.hf.inputs.unpadding import LENGTHS, LengthsCollator, unpad_calls
-from torch_backend.hf.patch import state_of
+from torch_backend.hf.patch import refuse_context_of, state_of
 from torch_backend.patching import patch, unpatch
 from torch_backend.steps.dynamic_compile import CompiledCalls
 from torch_backend.steps.fast_backward import GRAPH, LAYERS, LOSS
@@ -44,6 +44,7 @@ def enable_unpadding(
     """
     _refuse_row_options(trainer, capacity, overflow)
     refuse_split_rows(trainer.accelerator.parallelism_config)
+    refuse_context_of(trainer.model, "enable_packing(trainer)")
     _refuse(trainer)
     models = [m for m in (trainer.model, getattr(trainer, "ref_model", None)) if m is not None]
     patched: list[Any] = []

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_backend.context_parallel.recurrent import run_whole
 from torch_backend.hf.anatomy.families import (
     CONVOLUTION,
     FUSED_STEPS,
@@ -36,6 +37,7 @@ from torch_backend.hf.edits.row_layers import FORWARDS, with_fast_norms, without
 from torch_backend.hf.edits.stand_ins import LayerSegments, convolve, no_fused_steps, running, scan, selective_scan
 from torch_backend.hf.forward import CARRIED, DocumentsChoice, PackedForward, RowChoice, forward_among
 from torch_backend.ops.operators import runs_triton
+from torch_backend.segments import PackedMetadata
 
 logger = logging.getLogger(__name__)
 
@@ -156,16 +158,39 @@ def _mixer_forward(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwa
         return call(*args, **kwargs)
     hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
     reason = _why_not_now(layer, kwargs, hidden.dtype)
+    of_class = layer.__dict__
+    if forward.context is not None and (reason is not None or of_class[_OURS] or of_class[_SCANS_ALONE]):
+        return _run_whole(layer, forward, call, args, kwargs)
     if reason is not None:
         forward.record(layer, DocumentsChoice(reason))
         mask = partial(causal_mask, layer) if uses_interface(original_class(layer)) else _no_mask
         return forward.per_document(call, args, kwargs, mask=mask)
-    segments = LayerSegments(forward.segments)
+    segments = LayerSegments(forward.segments, forward.context)
     result = _run_on_row(layer, forward, segments, args, kwargs)
     if not torch.compiler.is_compiling():
         convolves = any(isinstance(inner, nn.Conv1d) for inner in layer.children())
         forward.record(layer, RowChoice(runs_triton(hidden) if convolves else None, segments.scan))
     return result
+
+
+def _run_whole(
+    layer: nn.Module, forward: PackedForward, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """A layer whose straddling documents run as a whole, each on one rank of those over which documents are cut."""
+    assert forward.context is not None
+    others: list[Any] = []
+
+    def on_documents(packed: PackedMetadata, values: list[Any]) -> Tensor:
+        inner = PackedForward(packed, (1, packed.tokens), forward.implementation, sizes=forward.sizes)
+        inner.choices = forward.choices
+        values = [inner if isinstance(value, PackedForward) else value for value in values]
+        named = dict(zip(kwargs, values[len(args) :], strict=True))
+        found = _mixer_forward(layer, call, *values[: len(args)], **named)
+        out, *others[:] = found if isinstance(found, tuple) else (found,)
+        return out
+
+    out = run_whole(forward.context, [*args, *kwargs.values()], on_documents)
+    return (out, *others) if others else out
 
 
 def _why_not_now(layer: nn.Module, kwargs: dict[str, Any], dtype: torch.dtype) -> str | None:

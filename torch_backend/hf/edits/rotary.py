@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from packing_core.errors import UnsupportedModelError
+from torch_backend.context_parallel.share import RankShare
 from torch_backend.hf.anatomy.families import ROTATION
 from torch_backend.hf.edits.override import has_own_forward, original_class, override
 from torch_backend.hf.edits.rebinding import called, rebound
@@ -28,6 +29,7 @@ from torch_backend.ops.document_batches import OWN, per_document
 from torch_backend.ops.operators import runs_triton
 from torch_backend.ops.rope import apply_rope
 from torch_backend.ops.rope.reference import rotate
+from torch_backend.segments import to_device
 
 _ROTATED_FORWARD = "_crosspack_rotated_forward"
 _CURRENT = "_crosspack_current"
@@ -189,7 +191,34 @@ def _frequencies(rotary: nn.Module, call: Callable[..., Any], *args: Any, **kwar
     forward: PackedForward | None = rotary.__dict__[_CURRENT]()
     if forward is None:
         return call(*args, **kwargs)
+    if forward.context is not None:
+        return _of_pieces(rotary, call, forward.context, args, kwargs)
     return per_document(forward.segments, partial(_from_scratch, rotary, call), args, kwargs, sizes=OWN)
+
+
+def _of_pieces(
+    rotary: nn.Module, call: Callable[..., Any], share: RankShare, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The angles of a rank's tokens [1, T], with the frequencies of whole documents, by the length of these.
+
+    The frequencies follow from the largest position of a call, so each call has the document's last position too.
+    """
+    lengths = torch.tensor(share.document_lengths).repeat_interleave(torch.tensor(share.lengths))
+    order, angles = [], []
+    for length in sorted(set(share.document_lengths)):
+        tokens = to_device((lengths == length).nonzero()[:, 0], share.device)
+
+        def of_length(x: Any, tokens: Tensor = tokens, length: int = length) -> Any:
+            if not isinstance(x, Tensor) or x.is_floating_point():
+                return x  # read for its dtype and device alone
+            return torch.cat([x.index_select(-1, tokens), x.new_full((*x.shape[:-1], 1), length - 1)], -1)
+
+        named = {name: of_length(x) for name, x in kwargs.items()}
+        found = _from_scratch(rotary, call, *map(of_length, args), **named)
+        order.append(tokens)
+        angles.append([x[..., :-1, :] for x in found])
+    inverse = torch.cat(order).argsort()
+    return tuple(torch.cat(parts, -2).index_select(-2, inverse) for parts in zip(*angles, strict=True))
 
 
 def _from_scratch(rotary: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from packing_core.errors import UnsupportedModelError
+from torch_backend.context_parallel.recurrent import convolve_pieces, scan_by_heads
+from torch_backend.context_parallel.share import RankShare
 from torch_backend.hf.anatomy.families import CONVOLUTION, STATE_ARGUMENTS
 from torch_backend.hf.forward import TRITON_SCAN
 from torch_backend.ops import scan as scans
@@ -30,11 +32,13 @@ class LayerSegments:
 
     Attributes:
         packed: the segments.
+        context: what this rank holds of documents that are cut over ranks; None where none are.
         scan: what the layer's scan ran on; None until it ran.
     """
 
-    def __init__(self, packed: PackedMetadata) -> None:
+    def __init__(self, packed: PackedMetadata, context: RankShare | None = None) -> None:
         self.packed = packed
+        self.context = context
         self.scan: ScanChoice | None = None
 
 
@@ -74,8 +78,16 @@ def convolve(
     Returns:
         [B, C, S], dtype of x.
     """
-    packed = _segments_of(CONVOLUTION, others).packed
+    segments = _segments_of(CONVOLUTION, others)
     tokens = x.transpose(1, 2)
+    if segments.context is not None:
+
+        def convolved(flat: Tensor, packed: PackedMetadata) -> Tensor:
+            rows = flat.T[None]
+            return convolve(function, rows, weight, bias, activation, segments=LayerSegments(packed))[0].T
+
+        return convolve_pieces(tokens[0], segments.context, weight.shape[-1], convolved).T[None]
+    packed = segments.packed
     if runs_triton(x) and activation in (None, "silu", "swish"):
         y = short_convolution(tokens.flatten(0, 1), weight, packed, bias=bias, silu=activation is not None)
         return y.view(tokens.shape).transpose(1, 2)
@@ -91,9 +103,15 @@ def scan(name: str, function: Callable[..., Any], libraries: Sequence[str], *arg
     """The scan that a modeling file calls by a name, with its state restarted at every segment: see ``ops.scan``."""
     segments = _segments_of("a scan", kwargs)
     kwargs = {name: value for name, value in kwargs.items() if not isinstance(value, LayerSegments)}
-    call = name, function, libraries, segments.packed, args, kwargs
-    segments.scan = scans.choose(*call)
-    return scans.run(segments.scan, *call)
+
+    def run(packed: PackedMetadata, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = name, function, libraries, packed, args, kwargs
+        segments.scan = scans.choose(*call)
+        return scans.run(segments.scan, *call)
+
+    if segments.context is None:
+        return run(segments.packed, args, kwargs)
+    return scan_by_heads(segments.context, args, kwargs, run)
 
 
 @contextmanager

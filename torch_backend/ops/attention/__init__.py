@@ -65,7 +65,8 @@ def attention(
         q: [T, H, D] queries.
         k: [T, K, D] keys; H is a multiple of K.
         v: [T, K, Dv] values; Dv may differ from D.
-        packed: the segments; they cover all T tokens.
+        packed: the segments; they cover all T tokens. With ``packed.keys``, k and v hold the tokens of those segments
+            instead, and the queries of a segment are the last of its tokens.
         causal: key j is visible to query i only if j <= i.
         window: visible keys per query, its own included: key j is visible iff i - j < window.
         softcap: logits become ``softcap * tanh(logits / softcap)``.

@@ -79,7 +79,7 @@ def select(request: AttentionRequest, implementation: str | Sequence[str] = "aut
     """Returns the name of the first implementation that supports ``request``; a named one has no substitute."""
     reasons: dict[str, str] = {}
     for name in _names(request, implementation):
-        reason = load(name).supports(request)
+        reason = _refused(name, request)
         if reason is None:
             if implementation == "auto" and not request.compiling:
                 _log_choice(request.device.type, name, tuple(reasons.items()))
@@ -119,7 +119,7 @@ def rejections(request: AttentionRequest, implementation: str | Sequence[str] = 
     """
     reasons: dict[str, str | None] = {}
     for name in _names(request, implementation):
-        reason = load(name).supports(request)
+        reason = _refused(name, request)
         if reason is None and implementation == "auto" and None in reasons.values():
             why = last_resort(load(name), request)
             reason = None if why is None else f"{TRIED_LAST}, because {why}"
@@ -141,6 +141,14 @@ def candidates(device: torch.device, implementation: str | Sequence[str]) -> tup
         if name not in IMPLEMENTATIONS:
             raise UnsupportedError(f"no attention implementation {name!r}; there are {', '.join(IMPLEMENTATIONS)}")
     return names
+
+
+def _refused(name: str, request: AttentionRequest) -> str | None:
+    """Explains why an implementation cannot serve the request, None if it can."""
+    found = load(name)
+    if request.key_tokens is not None and not getattr(found, "more_keys", False):
+        return "takes as many keys as queries"
+    return found.supports(request)
 
 
 def _names(request: AttentionRequest, implementation: str | Sequence[str]) -> tuple[str, ...]:

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from torch_backend.ops.attention.flash_family import (
-    assert_longest,
     backward_overflows,
+    keys_of,
     not_on_cuda,
     odd_heads,
     window_size,
@@ -31,6 +31,8 @@ from torch_backend.segments import PackedMetadata
 
 
 class Flash2(Probed):
+    more_keys = True
+
     def refuses(self, request: AttentionRequest) -> str | None:
         if request.sinks:
             return "no sinks"
@@ -49,15 +51,15 @@ class Flash2(Probed):
     ) -> Tensor:
         from flash_attn.flash_attn_interface import flash_attn_varlen_func
 
-        assert_longest(packed)
+        keys = keys_of(packed)
         out: Tensor = flash_attn_varlen_func(
             q,
             k,
             v,
             packed.cu_seqlens,
-            packed.cu_seqlens,
+            keys.cu_seqlens,
             packed.max_seqlen,
-            packed.max_seqlen,
+            keys.max_seqlen,
             dropout_p=request.dropout,
             softmax_scale=request.scale,
             causal=request.causal,
@@ -70,6 +72,8 @@ class Flash2(Probed):
 
 
 class Flash3(Probed):
+    more_keys = True
+
     def refuses(self, request: AttentionRequest) -> str | None:
         if request.sinks:
             return "no sinks"
@@ -94,15 +98,15 @@ class Flash3(Probed):
     ) -> Tensor:
         from flash_attn_interface import flash_attn_varlen_func
 
-        assert_longest(packed)
+        keys = keys_of(packed)
         out: Tensor = flash_attn_varlen_func(
             q,
             k,
             v,
             packed.cu_seqlens,
-            packed.cu_seqlens,
+            keys.cu_seqlens,
             packed.max_seqlen,
-            packed.max_seqlen,
+            keys.max_seqlen,
             softmax_scale=request.scale,
             causal=request.causal,
             window_size=window_size(request),
@@ -113,6 +117,8 @@ class Flash3(Probed):
 
 
 class Flash4(Probed):
+    more_keys = True
+
     def refuses(self, request: AttentionRequest) -> str | None:
         if request.alibi:
             return "no ALiBi"
@@ -137,44 +143,63 @@ class Flash4(Probed):
         sinks: Tensor | None,
         alibi_slopes: Tensor | None,
     ) -> Tensor:
-        assert_longest(packed)
-        options = packed.max_seqlen, request.causal, *window_size(request), request.softcap or 0.0, request.scale
-        return _Flash4.apply(q, k, v, sinks, packed.cu_seqlens, options)
+        keys = keys_of(packed)
+        longest = packed.max_seqlen, keys.max_seqlen
+        options = *longest, request.causal, *window_size(request), request.softcap or 0.0, request.scale
+        # no tensor twice: torch.compile cannot trace a function that takes one tensor as two arguments (2.13)
+        cu_keys = None if keys is packed else keys.cu_seqlens
+        return _Flash4.apply(q, k, v, sinks, packed.cu_seqlens, cu_keys, options)
 
 
 FLASH2, FLASH3, FLASH4 = Flash2(), Flash3(), Flash4()
 
-# max_seqlen, causal, keys visible to the left and to the right (-1 for all), softcap (0 for none), scale
-_Options = tuple[int, bool, int, int, float, float]
-_OPTIONS = "SymInt max_seqlen, bool causal, SymInt left, SymInt right, float softcap, float scale"
+# longest segment of queries and of keys, causal, keys visible to the left and to the right (-1 for all), softcap (0 for
+# none), scale
+_Options = tuple[int, int, bool, int, int, float, float]
+_OPTIONS = "SymInt max_seqlen, SymInt max_keys, bool causal, SymInt left, SymInt right, float softcap, float scale"
 
 
 class _Flash4(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor, options: _Options
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        cu_seqlens: Tensor,
+        cu_keys: Tensor | None,
+        options: _Options,
     ) -> Tensor:
-        out, lse = _forward(q, k, v, sinks, cu_seqlens, *options)
-        ctx.save_for_backward(q, k, v, sinks, cu_seqlens, out, lse)
+        out, lse = _forward(q, k, v, sinks, cu_seqlens, cu_keys, *options)
+        ctx.save_for_backward(q, k, v, sinks, cu_seqlens, cu_keys, out, lse)
         ctx.options = options
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, cu_seqlens, out, lse = ctx.saved_tensors
-        dq, dk, dv, dsinks = _backward(dout, q, k, v, sinks, cu_seqlens, out, lse, *ctx.options)
-        return dq, dk, dv, None if sinks is None else dsinks, None, None
+        q, k, v, sinks, cu_seqlens, cu_keys, out, lse = ctx.saved_tensors
+        dq, dk, dv, dsinks = _backward(dout, q, k, v, sinks, cu_seqlens, cu_keys, out, lse, *ctx.options)
+        return dq, dk, dv, None if sinks is None else dsinks, None, None, None
 
 
 def _shared_arguments(
-    cu_seqlens: Tensor, max_seqlen: int, causal: bool, left: int, right: int, softcap: float, scale: float
+    cu_seqlens: Tensor,
+    cu_keys: Tensor | None,
+    max_seqlen: int,
+    max_keys: int,
+    causal: bool,
+    left: int,
+    right: int,
+    softcap: float,
+    scale: float,
 ) -> dict[str, Any]:
     return {
         "cu_seqlens_q": cu_seqlens,
-        "cu_seqlens_k": cu_seqlens,
+        "cu_seqlens_k": cu_seqlens if cu_keys is None else cu_keys,
         "max_seqlen_q": max_seqlen,
-        "max_seqlen_k": max_seqlen,
+        "max_seqlen_k": max_keys,
         "softmax_scale": scale,
         "causal": causal,
         "window_size_left": None if left < 0 else left,
@@ -184,17 +209,17 @@ def _shared_arguments(
 
 
 def _launch_forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor, *options: Any
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor, cu_keys: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    arguments = _shared_arguments(cu_seqlens, *options)
+    arguments = _shared_arguments(cu_seqlens, cu_keys, *options)
     out, lse, *_ = _flash_attn_fwd(q, k, v, learnable_sink=sinks, return_lse=True, **arguments)
     return out, lse
 
 
 def _fake_forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor, *options: Any
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor, cu_keys: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor]:
     tokens, heads, _ = q.shape
     return q.new_empty(tokens, heads, v.shape[-1]), q.new_empty(heads, tokens, dtype=torch.float32)
@@ -207,13 +232,14 @@ def _launch_backward(
     v: Tensor,
     sinks: Tensor | None,
     cu_seqlens: Tensor,
+    cu_keys: Tensor | None,
     out: Tensor,
     lse: Tensor,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_bwd
 
-    dq, dk, dv, dsinks = _fake_backward(dout, q, k, v, sinks, cu_seqlens, out, lse, *options)
+    dq, dk, dv, dsinks = _fake_backward(dout, q, k, v, sinks, cu_seqlens, cu_keys, out, lse, *options)
     _, _, _, *rest = _flash_attn_bwd(
         q,
         k,
@@ -226,7 +252,7 @@ def _launch_backward(
         dv=dv,
         learnable_sink=sinks,
         deterministic=torch.are_deterministic_algorithms_enabled(),
-        **_shared_arguments(cu_seqlens, *options),
+        **_shared_arguments(cu_seqlens, cu_keys, *options),
     )
     return dq, dk, dv, rest[0] if rest else dsinks
 
@@ -238,6 +264,7 @@ def _fake_backward(
     v: Tensor,
     sinks: Tensor | None,
     cu_seqlens: Tensor,
+    cu_keys: Tensor | None,
     out: Tensor,
     lse: Tensor,
     *options: Any,
@@ -247,13 +274,14 @@ def _fake_backward(
 
 
 _forward = operator(
-    f"flash4_forward(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor cu_seqlens, {_OPTIONS}) -> (Tensor, Tensor)",
+    "flash4_forward(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor cu_seqlens, Tensor? cu_keys, "
+    f"{_OPTIONS}) -> (Tensor, Tensor)",
     _launch_forward,
     _fake_forward,
 )
 _backward = operator(
-    "flash4_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor cu_seqlens, Tensor out, "
-    f"Tensor lse, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    "flash4_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor cu_seqlens, Tensor? cu_keys, "
+    f"Tensor out, Tensor lse, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
     _launch_backward,
     _fake_backward,
 )

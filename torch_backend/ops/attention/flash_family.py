@@ -50,6 +50,15 @@ def window_size(request: AttentionRequest) -> tuple[int, int]:
     return left, 0 if request.causal else left
 
 
+def keys_of(packed: PackedMetadata) -> PackedMetadata:
+    """The segments of the keys. The family aligns the last query of a segment with its last key."""
+    assert_longest(packed)
+    if packed.keys is None:
+        return packed
+    assert_longest(packed.keys)
+    return packed.keys
+
+
 def assert_longest(packed: PackedMetadata) -> None:
     """Make sure that no segment is longer than ``max_seqlen``: kernels leave the rest of such a segment unwritten.
 

@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from torch_backend.ops.attention.reference import scores_attention
+from torch_backend.ops.attention.reference import scores_attention, segments_of
 from torch_backend.ops.attention.request import AttentionRequest
 from torch_backend.ops.trial import current_device, in_own_thread, refusal
 from torch_backend.segments import PackedMetadata
@@ -26,6 +26,7 @@ _LENGTHS = (5, 64, 1, 70, 12)
 _SEGMENTS = len(_LENGTHS) + 2
 _MAX_SEQLEN = 96
 _WINDOW = 7
+_MORE_KEYS = 75  # before the queries of each segment
 # A mask, an option or a gradient that is wrong shows at order one; half-precision rounding at about one hundredth.
 _TOLERANCE = 0.05
 
@@ -67,6 +68,7 @@ class Probed:
             request.softcap,
             request.sinks,
             request.alibi,
+            request.key_tokens is not None,
             torch.are_deterministic_algorithms_enabled(),
         )
 
@@ -106,6 +108,7 @@ def _outcome(
     softcap: float | None,
     sinks: bool,
     alibi: bool,
+    more_keys: bool,
     deterministic: bool,
 ) -> str | None:
     request = AttentionRequest(
@@ -128,6 +131,7 @@ def _outcome(
         dropout=0.0,
         scale=head_dim**-0.5,
         compiling=False,
+        key_tokens=sum(_LENGTHS) + len(_LENGTHS) * _MORE_KEYS if more_keys else None,
     )
     return refusal(partial(_error, implementation, request), _TOLERANCE)
 
@@ -136,13 +140,17 @@ def _outcome(
 def _error(implementation: Probed, request: AttentionRequest) -> float:
     """The largest error of the output and of each gradient, as a share of its largest value."""
     packed = PackedMetadata.from_lengths(_LENGTHS, device=request.device, entries=_SEGMENTS, max_seqlen=_MAX_SEQLEN)
+    if request.key_tokens is not None:
+        packed = PackedMetadata.of_last_tokens(_LENGTHS, [n + _MORE_KEYS for n in _LENGTHS], device=request.device)
 
     def given(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None) -> Tensor:
         return implementation(q, k, v, packed, request, sinks=sinks, alibi_slopes=slopes)
 
     def plain(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None) -> Tensor:
-        documents = zip(*(torch.split(x.float(), list(_LENGTHS)) for x in (q, k, v)), strict=True)
-        outputs = [scores_attention(*each, request=request, sinks=sinks, alibi_slopes=slopes) for each in documents]
+        outputs = [
+            scores_attention(*each, request=request, sinks=sinks, alibi_slopes=slopes, first_query=first)
+            for each, first in segments_of(q.float(), k.float(), v.float(), packed)
+        ]
         return torch.cat(outputs).to(request.dtype)
 
     with current_device(request.device):
@@ -157,8 +165,9 @@ def _output_and_gradients(function: Callable[..., Tensor], request: AttentionReq
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(request.device, request.dtype)
 
-    q, k = (normal(request.tokens, heads, request.head_dim) for heads in (request.heads, request.kv_heads))
-    v = normal(request.tokens, request.kv_heads, request.value_dim)
+    keys = request.tokens if request.key_tokens is None else request.key_tokens
+    q, k = normal(request.tokens, request.heads, request.head_dim), normal(keys, request.kv_heads, request.head_dim)
+    v = normal(keys, request.kv_heads, request.value_dim)
     dout = normal(request.tokens, request.heads, request.value_dim)
     sinks = normal(request.heads) if request.sinks else None
     slopes = torch.linspace(0.1, 0.5, request.heads, device=request.device) if request.alibi else None

@@ -5,11 +5,13 @@ It serves every option on every device, at the cost of a Python loop over docume
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from torch_backend.ops.attention.request import AttentionRequest
-from torch_backend.segments import PackedMetadata
+from torch_backend.segments import PackedMetadata, host_lengths
 
 
 def scores_attention(
@@ -57,8 +59,19 @@ def scores_attention(
     return torch.einsum("...kgls,...ske->...lkge", weights.to(v.dtype), v).flatten(-3, -2)
 
 
+def segments_of(
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedMetadata
+) -> Iterator[tuple[tuple[Tensor, Tensor, Tensor], int]]:
+    """The queries, keys and values of each segment, and where its first query stands among its keys."""
+    lengths = host_lengths(packed)
+    keys = lengths if packed.keys is None else host_lengths(packed.keys)
+    parts = zip(q.split(lengths), k.split(keys), v.split(keys), strict=True)
+    return ((part, seen - own) for part, seen, own in zip(parts, keys, lengths, strict=True))
+
+
 class ReferenceAttention:
     host_lengths = True
+    more_keys = True
 
     def supports(self, request: AttentionRequest) -> str | None:
         return None if request.host_lengths else "needs the segment lengths on the host"
@@ -74,10 +87,11 @@ class ReferenceAttention:
         sinks: Tensor | None,
         alibi_slopes: Tensor | None,
     ) -> Tensor:
-        lengths = list(packed.lengths or ())
-        documents = zip(*(torch.split(x, lengths) for x in (q, k, v)), strict=True)
         return torch.cat(
-            [scores_attention(*each, request=request, sinks=sinks, alibi_slopes=alibi_slopes) for each in documents]
+            [
+                scores_attention(*each, request=request, sinks=sinks, alibi_slopes=alibi_slopes, first_query=first)
+                for each, first in segments_of(q, k, v, packed)
+            ]
         )
 
 

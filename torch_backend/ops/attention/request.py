@@ -28,6 +28,7 @@ class AttentionRequest:
         causal, window, softcap, dropout, scale: as in :func:`attention`, ``scale`` resolved.
         sinks, alibi: whether those tensors are given.
         compiling: whether torch.compile is tracing the call.
+        key_tokens: S, of the keys and values, where queries are the last tokens of longer key segments; None for T.
     """
 
     tokens: int
@@ -49,6 +50,7 @@ class AttentionRequest:
     dropout: float
     scale: float
     compiling: bool
+    key_tokens: int | None = None
 
 
 class Implementation(Protocol):
@@ -57,6 +59,7 @@ class Implementation(Protocol):
     Attributes:
         host_lengths: it needs ``packed.lengths``; the collator then carries them.
 
+    One that takes queries that are the last tokens of longer key segments (``packed.keys``) has ``more_keys = True``.
     One that derives something from the segments may have ``prepare(packed, request)``, which does so ahead of layers
     that are compiled. One that serves some requests only by building score matrices may have ``last_resort(request)``,
     which says so in one clause, or None: "auto" then tries it after all others.
@@ -109,7 +112,8 @@ def request_of(
         )
     tokens, heads, head_dim = q.shape
     kv_heads, value_dim = v.shape[1:]
-    if k.shape != (tokens, kv_heads, head_dim) or v.shape[0] != tokens or heads % kv_heads:
+    keys = tokens if packed.keys is None else packed.keys.tokens
+    if k.shape != (keys, kv_heads, head_dim) or v.shape[0] != keys or heads % kv_heads:
         raise LayoutError(
             f"attention takes q [T, H, D], k [T, K, D], v [T, K, Dv] with H a multiple of K, got {shapes}"
         )
@@ -151,6 +155,7 @@ def request_of(
         dropout=dropout,
         scale=head_dim**-0.5 if scale is None else float(scale),
         compiling=torch.compiler.is_compiling(),
+        key_tokens=None if packed.keys is None else keys,
     )
 
 
@@ -163,6 +168,7 @@ def describe(request: AttentionRequest) -> str:
         request.sinks and "sinks",
         request.alibi and "ALiBi",
         request.dropout > 0 and f"dropout {request.dropout:g}",
+        request.key_tokens is not None and "queries at the end of longer key segments",
     ]
     return (
         f"{request.heads} heads ({request.kv_heads} of keys) of {request.head_dim} ({request.value_dim} of values), "

@@ -6,6 +6,7 @@ follows the sum of squared lengths. Within a batch there are these ways:
     plain                                     -> torch's function on whole documents
     window that the documents exceed          -> torch's function on blocks of queries over two blocks of keys
     softcap, sinks, ALiBi, no fused kernel    -> score matrices, a block of queries at a time, again in the backward
+    queries after longer key segments         -> the same
     float32 on a GPU, unless TF32 is allowed  -> the same
 
 The first two rely on torch's fused kernels and the others compute a bounded number of scores at a time, so memory grows
@@ -23,7 +24,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from torch_backend.ops.attention.reference import scores_attention
+from torch_backend.ops.attention.reference import scores_attention, segments_of
 from torch_backend.ops.attention.request import AttentionRequest
 from torch_backend.ops.document_batches import FINE, OWN, map_documents
 from torch_backend.segments import PackedMetadata
@@ -41,6 +42,7 @@ _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 
 class Sdpa:
     host_lengths = True
+    more_keys = True
 
     def supports(self, request: AttentionRequest) -> str | None:
         return None if request.host_lengths else "needs the segment lengths on the host"
@@ -48,7 +50,7 @@ class Sdpa:
     def last_resort(self, request: AttentionRequest) -> str | None:
         windowed = request.window is not None and request.window < request.max_seqlen
         scores = _has_no_kernel(request) or (windowed and _window_has_no_blocks(request))
-        return "it builds score matrices" if scores else None
+        return "it builds score matrices" if scores or request.key_tokens is not None else None
 
     def __call__(
         self,
@@ -61,6 +63,11 @@ class Sdpa:
         sinks: Tensor | None,
         alibi_slopes: Tensor | None,
     ) -> Tensor:
+        if packed.keys is not None:
+            scored = partial(_scored, request=request, sinks=sinks, alibi_slopes=alibi_slopes)
+            return torch.cat(
+                [scored(*(x[None] for x in each), first_query=at)[0] for each, at in segments_of(q, k, v, packed)]
+            )
         if _has_no_kernel(request):
             run = partial(_scored, request=request, sinks=sinks, alibi_slopes=alibi_slopes)
         elif request.window is not None:
@@ -169,17 +176,18 @@ def _scored(
     request: AttentionRequest,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    first_query: int = 0,
 ) -> Tensor:
     """:func:`scores_attention` of whole documents, block by block; the backward computes a block's scores again.
 
     Args:
-        q, k, v: [n, L, H, D], [n, L, K, D], [n, L, K, Dv].
-        request, sinks, alibi_slopes: as :func:`scores_attention` takes them.
+        q, k, v: [n, L, H, D], [n, S, K, D], [n, S, K, Dv].
+        request, sinks, alibi_slopes, first_query: as :func:`scores_attention` takes them.
 
     Returns:
         [n, L, H, Dv].
     """
-    length = q.shape[1]
+    length = k.shape[1]
     reach = length if request.window is None else min(length, max(request.window, _SMALLEST_BLOCK))
     # Blocks follow from the length of a document alone, so its bits do not depend on how many documents there are.
     scores_of_a_query = request.heads * min(length, 3 * reach)
@@ -196,12 +204,13 @@ def _scored(
         return scores_attention(q, k, v, request=request, sinks=sinks, alibi_slopes=slopes, first_query=first)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Iterator[Tensor]:
-        for start in range(0, length, queries):
+        for start in range(first_query, length, queries):
             stop = min(start + queries, length)
             low = max(0, start - reach + 1)
             high = stop if request.causal else min(length, stop + reach - 1)
+            asking = q[:, start - first_query : stop - first_query]
             yield checkpoint(
-                block, q[:, start:stop], k[:, low:high], v[:, low:high], sinks, alibi_slopes, start - low,
+                block, asking, k[:, low:high], v[:, low:high], sinks, alibi_slopes, start - low,
                 use_reentrant=False, preserve_rng_state=request.dropout > 0,
             )  # fmt: skip
 

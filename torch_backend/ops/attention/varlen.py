@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from torch_backend.ops.attention.flash_family import (
-    assert_longest,
     backward_overflows,
+    keys_of,
     not_on_cuda,
     odd_heads,
     window_size,
@@ -24,6 +24,8 @@ _ANNOUNCE_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 class Varlen(Probed):
+    more_keys = True
+
     def refuses(self, request: AttentionRequest) -> str | None:
         if request.softcap is not None:
             return "no softcap"
@@ -46,16 +48,16 @@ class Varlen(Probed):
         sinks: Tensor | None,
         alibi_slopes: Tensor | None,
     ) -> Tensor:
-        assert_longest(packed)
+        keys = keys_of(packed)
         grouped: dict[str, Any] = {"enable_gqa": request.heads != request.kv_heads} if _ANNOUNCE_GROUPS else {}
         out = varlen_attn(
             q,
             k,
             v,
             packed.cu_seqlens,
-            packed.cu_seqlens,
+            keys.cu_seqlens,
             packed.max_seqlen,
-            packed.max_seqlen,
+            keys.max_seqlen,
             scale=request.scale,
             window_size=window_size(request),
             **grouped,

@@ -1,0 +1,78 @@
+"""A batch cut over ranks has the loss and the gradients of one process, whichever documents straddle."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from tests.torch_backend.test_torchrun import RANKS
+from tests.torch_backend.torchrun import torchrun
+from tests.torch_backend.torchrun_context import CASES, run, train
+
+pytestmark = pytest.mark.slow  # starts processes that train
+
+
+@pytest.fixture(scope="module", params=RANKS, ids="{} ranks".format)
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Losses and gradients, by case."""
+    target = tmp_path_factory.mktemp("context") / "results.pt"
+    torchrun("torchrun_context.py", str(target), ranks=request.param)
+    return torch.load(target)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_compute_what_one_process_computes(ranks: dict[str, Any], case: str) -> None:
+    one, many = run(CASES[case]), ranks[case]
+    assert not isinstance(many, str), many  # the text of an error
+    assert many["tokens"] < one["tokens"]
+    assert abs(many["loss"] - one["loss"]) <= 1e-6 * abs(one["loss"])
+    assert many["gradients"].keys() == one["gradients"].keys()
+    largest = max(1.0, *(float(gradient.abs().max()) for gradient in one["gradients"].values()))
+    for name, gradient in one["gradients"].items():
+        assert float((many["gradients"][name] - gradient).abs().max()) <= 1e-6 * largest, name
+
+
+@pytest.mark.parametrize("case", ["DDP", "FSDP2", "two groups"])
+def test_steps_over_ranks_are_those_of_one_process(ranks: dict[str, Any], case: str) -> None:
+    if case == "two groups" and f"step, {case}" not in ranks:
+        return  # two ranks are one group
+    one, many = train(), ranks[f"step, {case}"]
+    assert not isinstance(many, str), many
+    for found, wanted in zip(many["metrics"], one["metrics"], strict=True):
+        assert found == pytest.approx(wanted, rel=1e-5)
+    assert many["evaluated"]["loss"] == pytest.approx(one["evaluated"]["loss"], rel=1e-5)
+    assert many["evaluated"]["tokens"] == one["evaluated"]["tokens"] * (2 if case == "two groups" else 1)
+    for name, weight in one["weights"].items():
+        assert float((many["weights"][name] - weight).abs().max()) <= 1e-6, name
+    assert "not compiled: its documents are cut over ranks, into other pieces in every batch" in many["explained"]
+
+
+REFUSALS = {
+    "dropout": r"UnsupportedModelError: Qwen3Attention \(layer 0\) drops attention weights with probability 0.1",
+    "different batches": r"LayoutError: the ranks of a context-parallel group have different batches",
+    "fewer tokens than ranks": r"PackingError: 1 tokens are fewer than \d ranks, so a rank would have none",
+    "embeddings": r"UnsupportedError: a batch with inputs_embeds cannot be cut over ranks",
+    "trainer": r"UnsupportedModelError: enable_packing\(trainer\) does not compute over ranks that hold parts of docum",
+    "log-probabilities": r"UnsupportedModelError: \w+ does not compute over ranks that hold parts of documents",
+    "router": r"UnsupportedModelError: Qwen3MoeForCausalLM cannot be trained under .* the loss of its router",
+    "router of a call": r"UnsupportedError: output_router_logits=True: the loss of a router is not computed over ranks",
+    "chunks": r"UnsupportedModelError: Llama4ForCausalLM cannot be trained under context parallelism, because its a",
+    "heads": r'UnsupportedError: context_method="heads" needs heads that divide by the \d ranks',
+    "method": r"PackingError: context_method is 'ring': pass auto, keys or heads",
+    "mesh of two dimensions": r'PackingError: the mesh has 2 dimensions \(dp, cp\): .* as in mesh\["cp"\]',
+    "no mesh": r"PackingError: mesh is a \w+: pass one dimension of a DeviceMesh",
+    "scan": r"UnsupportedModelError: a scan of 1 heads \(1 of one operand\) does not divide by the \d ranks",
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_cannot_be_cut_is_refused(ranks: dict[str, Any], case: str) -> None:
+    assert re.match(REFUSALS[case], ranks[f"refuse, {case}"])
+
+
+def test_explain_says_how_attention_crosses_ranks(ranks: dict[str, Any]) -> None:
+    assert "straddling documents exchange earlier keys and values (numbers sent: " in ranks["qwen3"]["explained"]
+    assert "straddling documents exchange heads (numbers sent: " in ranks["qwen3, heads"]["explained"]

@@ -1,0 +1,93 @@
+"""What ranks hold and exchange, with all ranks in one process: every piece gets the tokens that it sees, each once."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from packing_core.planning.context import context_plan
+from torch_backend.context_parallel.share import RankShare
+from torch_backend.segments import host_lengths
+
+CPU = torch.device("cpu")
+lengths = st.lists(st.integers(1, 9) | st.integers(20, 90), min_size=1, max_size=8).filter(lambda x: sum(x) >= 8)
+
+
+def shares(lengths: list[int], ranks: int, contiguous: bool) -> list[RankShare]:
+    plan = context_plan(lengths, ranks, contiguous=contiguous)
+    return [RankShare(plan, rank, None, CPU) for rank in range(ranks)]
+
+
+def exchanged(sent: list[list[Tensor]]) -> list[Tensor]:
+    """What each rank receives, of what each sends to each."""
+    return [torch.cat([of_source[rank] for of_source in sent]) for rank in range(len(sent))]
+
+
+def by_rank(index: Tensor, counts: list[int], share: RankShare) -> list[Tensor]:
+    return list(torch.from_numpy(share.tokens)[index].split(counts))
+
+
+@given(lengths, st.integers(1, 8), st.none() | st.integers(1, 100), st.booleans())
+def test_pieces_get_the_earlier_tokens_that_they_see(lengths, ranks, reach, contiguous) -> None:
+    ranked = shares(lengths, ranks, contiguous)
+    layouts = [share.earlier(reach) for share in ranked]
+    received = exchanged([by_rank(x.send_index, x.send, share) for x, share in zip(layouts, ranked, strict=True)])
+    first_of = [0, *accumulate(lengths)]
+    sent = 0
+    for share, layout, arrived in zip(ranked, layouts, received, strict=True):
+        assert len(arrived) == sum(layout.receive)
+        assert len(set(arrived.tolist())) == len(arrived)  # no token is sent twice
+        sent += len(arrived)
+        tokens = torch.from_numpy(share.tokens)
+        longer = torch.cat([tokens, arrived])[layout.key_index]
+        extended = torch.cat([tokens[: layout.first], longer])
+        assert extended[layout.own].tolist() == tokens.tolist()
+        for segment, own in zip(
+            extended.split(host_lengths(layout.extended)), tokens.split(share.lengths), strict=True
+        ):
+            document = int(np.searchsorted(first_of, int(own[0]), side="right")) - 1
+            seen = first_of[document] if reach is None else max(first_of[document], int(own[0]) - reach + 1)
+            assert segment.tolist() == list(range(seen, int(own[-1]) + 1))
+    assert sent == ranked[0].tokens_sent(reach)
+
+
+@given(lengths, st.integers(2, 8), st.booleans())
+def test_straddling_documents_come_together_and_go_back(lengths, ranks, contiguous) -> None:
+    ranked = shares(lengths, ranks, contiguous)
+    if not ranked[0].straddles:
+        return
+    first_of = [0, *accumulate(lengths)]
+    straddling = [t for d in np.flatnonzero(ranked[0].plan.straddling) for t in range(first_of[d], first_of[d + 1])]
+    everywhere = torch.cat([torch.from_numpy(share.tokens)[share.whole.straddling] for share in ranked])
+    owned: list[int] = []
+    received = exchanged([by_rank(share.owned.send_index, share.owned.send, share) for share in ranked])
+    for share, arrived in zip(ranked, received, strict=True):
+        tokens, whole = torch.from_numpy(share.tokens), share.whole
+        assert everywhere[whole.order].tolist() == straddling
+        assert torch.cat([tokens[whole.alone], tokens[whole.straddling]])[whole.inverse].tolist() == tokens.tolist()
+        layout = share.owned
+        documents = torch.cat([tokens[layout.alone], arrived[layout.order]])
+        assert torch.cat([tokens[layout.alone], tokens[layout.send_index]])[layout.inverse].tolist() == tokens.tolist()
+        owned += arrived.tolist()
+        if layout.segments is None:
+            assert not len(documents)
+            continue
+        for segment in documents.split(host_lengths(layout.segments)):
+            document = first_of.index(int(segment[0]))
+            assert segment.tolist() == list(range(first_of[document], first_of[document + 1]))
+    assert sorted(owned) == straddling
+
+
+@pytest.mark.parametrize("reach", [None, 4])
+def test_only_neighbours_inside_the_window_send(reach: Any) -> None:
+    # a document of 90 tokens on three ranks: the third needs all earlier tokens, or the 3 before its own
+    share = shares([90], 3, contiguous=True)[2]
+    first, second, _ = np.bincount(share.plan.rank, share.plan.length).astype(int)
+    assert share.earlier(reach).receive == ([first, second, 0] if reach is None else [0, 3, 0])

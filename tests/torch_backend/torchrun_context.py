@@ -1,0 +1,185 @@
+"""Run by ``torchrun`` in test_context_parallel: a batch cut over all ranks; rank 0 writes losses and gradients.
+
+Argument: the file to write to.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainingArguments
+
+from tests.torch_backend.models import collate, documents, tiny
+from tests.torch_backend.torchrun import leave, whole
+from tests.torch_backend.torchrun_loss import sharded
+from torch_backend import enable_packing, explain, make_train_step, patch, token_logprobs
+
+# On two ranks the document of 190 has one cut, on four three; of the few tokens each rank has one or two.
+LENGTHS = (5, 190, 33, 1, 7, 2)
+FEW = (3, 2)
+
+
+class Case(NamedTuple):
+    """A model that is trained under context parallelism.
+
+    Attributes:
+        family: of the model.
+        changes: of its config.
+        lengths: of the documents of the row.
+        method: how attention crosses ranks.
+        checkpointed: whether layers are run again in the backward.
+    """
+
+    family: str
+    changes: dict[str, Any] = {}  # noqa: RUF012
+    lengths: tuple[int, ...] = LENGTHS
+    method: str = "keys"
+    checkpointed: bool = False
+
+
+CASES: dict[str, Case] = {
+    "qwen3": Case("qwen3"),
+    "qwen3, whole documents": Case("qwen3", lengths=(40, 40, 40, 40)),
+    "qwen3, a few tokens": Case("qwen3", lengths=FEW),
+    "qwen3, heads": Case("qwen3", {"num_attention_heads": 8, "num_key_value_heads": 4}, method="heads"),
+    "gpt_oss, window of 5": Case("gpt_oss", {"sliding_window": 5}),
+    "gpt_oss, window of 100": Case("gpt_oss", {"sliding_window": 100}),
+    "gpt_oss, heads": Case(
+        "gpt_oss", {"sliding_window": 20, "num_attention_heads": 8, "num_key_value_heads": 4}, method="heads"
+    ),
+    "qwen3, checkpointed": Case("qwen3", checkpointed=True),
+    "gemma2": Case("gemma2", {"sliding_window": 20}),
+    "phi3, longrope": Case("phi3"),
+    "deepseek_v3": Case("deepseek_v3"),
+    "qwen3_5_text": Case("qwen3_5_text"),
+    "nemotron_h": Case("nemotron_h"),
+    "bamba": Case("bamba", lengths=(5, 90, 17, 1, 7, 2)),
+    "lfm2": Case("lfm2"),
+    "lfm2, a few tokens": Case("lfm2", lengths=FEW),
+    "mamba2": Case("mamba2"),
+    "mamba": Case("mamba"),
+    "recurrent_gemma": Case("recurrent_gemma"),
+    "minimax": Case("minimax"),
+}
+
+
+def run(case: Case, mesh: Any = None) -> dict[str, Any]:
+    """The loss of a batch, the gradients, and what explain says."""
+    options = {} if mesh is None else {"mesh": mesh, "context_method": case.method}
+    model = patch(tiny(case.family, **case.changes), verify=False, **options)
+    if case.checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    output = model(**collate(documents(case.lengths), capacity=None))
+    output.loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    if mesh is not None:
+        for gradient in gradients.values():
+            dist.all_reduce(gradient)
+            gradient /= mesh.size()
+    return {
+        "loss": float(output.loss.detach()),
+        "gradients": gradients,
+        "tokens": output.logits.shape[1],
+        "explained": str(explain(model)),
+    }
+
+
+STEPS = [[LENGTHS, (20, 9, 70)], [(64, 3, 90), LENGTHS]]  # documents of each microbatch
+WRAPPERS: dict[str, Callable[[Any], Any]] = {"DDP": DistributedDataParallel, "FSDP2": sharded}
+
+
+def train(
+    wrap: Callable[[Any], Any] | None = None, mesh: Any = None, shares: int = 1, share: int = 0
+) -> dict[str, Any]:
+    """The metrics of steps with weighted targets, and the weights after them.
+
+    Args:
+        wrap: what is around the model.
+        mesh: over which documents are cut.
+        shares, share: of the microbatches; every group of ranks takes one of these parts.
+    """
+    model = patch(tiny("qwen3"), verify=False, mesh=mesh)
+    model = model if wrap is None else wrap(model)
+    step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), max_grad_norm=0.5)
+    metrics = []
+    for microbatches in STEPS:
+        batches = [collate(documents(lengths, seed), capacity=None) for seed, lengths in enumerate(microbatches)]
+        for batch in batches:
+            generator = torch.Generator().manual_seed(5)
+            batch["loss_weights"] = torch.rand(batch["input_ids"].shape, generator=generator)
+        metrics.append({name: float(x) for name, x in step(batches[share::shares]).items()})
+    held_out = [collate(documents(LENGTHS, 7), capacity=None)]
+    evaluated = {name: float(x) for name, x in step.evaluate(held_out).items()}
+    weights = whole({name: p.detach() for name, p in model.named_parameters()})
+    return {"metrics": metrics, "evaluated": evaluated, "weights": weights, "explained": str(explain(step))}
+
+
+def refusals(mesh: Any, world: Any) -> dict[str, Callable[[], Any]]:
+    """What must raise on all ranks alike, so that none of them waits."""
+    batch = collate(documents(LENGTHS), capacity=None)
+    on_mesh = partial(patch, verify=False, mesh=mesh)
+
+    def different_batches() -> None:
+        on_mesh(tiny("qwen3"))(**collate(documents(LENGTHS, seed=dist.get_rank()), capacity=None))
+
+    def images() -> None:
+        on_mesh(tiny("qwen3"))(**{**batch, "inputs_embeds": torch.zeros(1, 238, 64), "input_ids": None})
+
+    def trainer() -> None:
+        model = on_mesh(tiny("qwen3"))
+        arguments = TrainingArguments(output_dir="unused", report_to=[], use_cpu=True)
+        enable_packing(Trainer(model, arguments, train_dataset=[{"input_ids": [1, 2]}]), capacity=64)
+
+    return {
+        "dropout": lambda: on_mesh(tiny("qwen3", attention_dropout=0.1))(**batch),
+        "different batches": different_batches,
+        "fewer tokens than ranks": lambda: on_mesh(tiny("qwen3"))(**collate([torch.tensor([7])], capacity=None)),
+        "embeddings": images,
+        "trainer": trainer,
+        "log-probabilities": lambda: token_logprobs(on_mesh(tiny("qwen3")), batch),
+        "router": lambda: on_mesh(tiny("qwen3_moe", output_router_logits=True)),
+        "router of a call": lambda: on_mesh(tiny("qwen3_moe"))(**batch, output_router_logits=True),
+        "chunks": lambda: on_mesh(tiny("llama4_text")),
+        "heads": lambda: on_mesh(tiny("qwen3", num_key_value_heads=1), context_method="heads")(**batch),
+        "method": lambda: on_mesh(tiny("qwen3"), context_method="ring"),
+        "mesh of two dimensions": lambda: patch(tiny("qwen3"), verify=False, mesh=world),
+        "no mesh": lambda: patch(tiny("qwen3"), verify=False, mesh=dist.group.WORLD),
+        "scan": lambda: on_mesh(tiny("qwen3_5_text", linear_num_value_heads=1, linear_num_key_heads=1))(**batch),
+    }
+
+
+def attempt(what: Callable[[], Any]) -> Any:
+    """What it returns, or the text of its error."""
+    try:
+        return what()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def main(target: Path) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(minutes=1))
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))["cp"]
+    world = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("dp", "cp"))
+    results = {name: attempt(partial(run, case, mesh)) for name, case in CASES.items()}
+    results |= {f"step, {name}": attempt(partial(train, wrap, mesh)) for name, wrap in WRAPPERS.items()}
+    if ranks == 4:
+        several = partial(train, DistributedDataParallel, world["cp"], 2, world.get_local_rank("dp"))
+        results["step, two groups"] = attempt(several)
+    results |= {f"refuse, {name}": attempt(what) for name, what in refusals(mesh, world).items()}
+    if dist.get_rank() == 0:
+        torch.save(results, target)
+    leave()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

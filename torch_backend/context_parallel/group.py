@@ -1,0 +1,122 @@
+"""The ranks that share the rows of a batch, and how they do."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from packing_core.errors import LayoutError, PackingError, UnsupportedError
+from packing_core.planning.balance import Cost
+from packing_core.planning.context import context_plan
+from torch_backend.context_parallel.attention import METHODS
+from torch_backend.context_parallel.share import RankShare
+
+AUTO = "auto"
+_WEIGHTS = 1_000_003  # of tokens in their checksum repeat after so many
+
+
+@dataclass(frozen=True)
+class ContextGroup:
+    """A context-parallel group.
+
+    Attributes:
+        mesh: of one dimension.
+        method: how attention crosses ranks: "keys", "heads", or "auto" for the one that sends less.
+        cost: what tokens and pairs cost.
+        contiguous: whether each rank has one piece of a document, as recurrent layers want it.
+    """
+
+    mesh: DeviceMesh
+    method: str
+    cost: Cost
+    contiguous: bool
+
+    @cached_property
+    def group(self) -> dist.ProcessGroup:
+        """The process group."""
+        return self.mesh.get_group()
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the group."""
+        return int(self.mesh.size())
+
+    def share(self, lengths: Sequence[int], tokens: Tensor) -> RankShare:
+        """What this rank holds of a batch, which must be the same on all ranks.
+
+        Args:
+            lengths: tokens of each document.
+            tokens: of the whole batch, on the device that the ranks exchange on.
+
+        Raises:
+            PackingError: there are fewer tokens than ranks.
+            LayoutError: the ranks have different batches. On a GPU an assertion on the device fails instead, because
+                nothing is read back.
+        """
+        plan = context_plan(lengths, self.ranks, cost=self.cost, contiguous=self.contiguous)
+        self._compare(lengths, tokens)
+        return RankShare(plan, dist.get_rank(self.group), self.group, tokens.device)
+
+    def _compare(self, lengths: Sequence[int], tokens: Tensor) -> None:
+        """Check that all ranks have one batch: one reduction of two checksums."""
+        flat = tokens.reshape(-1).long()
+        weights = torch.arange(len(flat), device=flat.device) % _WEIGHTS + 1
+        of_lengths = zlib.crc32(np.asarray(lengths, np.int64).tobytes())
+        sums = torch.stack([flat.new_tensor(of_lengths), (flat * weights).sum()])
+        both = torch.cat([sums, -sums])
+        lowest = both.clone()
+        dist.all_reduce(lowest, dist.ReduceOp.MIN, group=self.group)
+        same = (lowest == both).all() & (lowest[:2] == -lowest[2:]).all()
+        message = (
+            "the ranks of a context-parallel group have different batches: give all of them the same rows, by a "
+            "sampler over the other dimensions of the mesh alone"
+        )
+        if same.is_cuda:
+            torch._assert_async(same, message)
+        elif not same:
+            raise LayoutError(message)
+
+
+def context_group(mesh: Any, config: Any, *, method: str = AUTO, contiguous: bool = False) -> ContextGroup | None:
+    """The group of a mesh; None for a mesh of one rank.
+
+    Args:
+        mesh: a ``DeviceMesh`` of one dimension.
+        config: of the model, for the cost of tokens and pairs.
+        method, contiguous: see :class:`ContextGroup`.
+
+    Raises:
+        PackingError: an unknown method, or no mesh of one dimension.
+        UnsupportedError: the mesh does not divide the world.
+    """
+    if method not in (AUTO, *METHODS):
+        raise PackingError(f"context_method is {method!r}: pass {AUTO}, {' or '.join(METHODS)}")
+    if not isinstance(mesh, DeviceMesh):
+        raise PackingError(f'mesh is a {type(mesh).__name__}: pass one dimension of a DeviceMesh, as in mesh["cp"]')
+    if mesh.ndim != 1:
+        names = ", ".join(mesh.mesh_dim_names or ())
+        raise PackingError(
+            f'the mesh has {mesh.ndim} dimensions ({names}): pass the one over which rows are cut, as in mesh["cp"]'
+        )
+    world = dist.get_world_size()
+    if world % mesh.size():
+        raise UnsupportedError(
+            f"a mesh of {mesh.size()} ranks does not divide the {world} ranks of the job: "
+            "every rank belongs to one group"
+        )
+    if mesh.size() == 1:
+        return None
+    try:
+        cost = Cost.from_config(config)
+    except PackingError:  # a config that does not say how large the model is
+        cost = Cost()
+    return ContextGroup(mesh, method, cost, contiguous)

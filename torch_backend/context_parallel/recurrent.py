@@ -1,0 +1,145 @@
+"""Recurrent layers of one rank's tokens, whose straddling documents lie on other ranks too.
+
+    convolve_pieces  a short convolution fetches the few earlier tokens that it looks back
+    scan_by_heads    a scan, whose heads do not mix, is turned from some tokens of all heads to all tokens of some heads
+    run_whole        any other layer runs straddling documents as a whole, each on one rank
+
+A scan could instead hand on its state from piece to piece. Then each recurrence needs its transition over a piece as
+well, the rank of the last piece waits for all others unless these transitions are composed, and the libraries' kernels,
+which return neither, could not run. Turning costs more bytes and leaves every scan as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packing_core.errors import UnsupportedModelError
+from torch_backend.context_parallel.exchange import (
+    all_to_all,
+    divides,
+    heads_of,
+    to_heads,
+    to_tokens,
+    with_earlier_tokens,
+)
+from torch_backend.context_parallel.share import RankShare
+from torch_backend.segments import PackedMetadata
+
+
+def convolve_pieces(
+    x: Tensor, share: RankShare, width: int, convolve: Callable[[Tensor, PackedMetadata], Tensor]
+) -> Tensor:
+    """A causal convolution of the rank's tokens.
+
+    Args:
+        x: [T, C].
+        share: what the rank holds.
+        width: tokens that an output depends on, its own included.
+        convolve: the convolution of [M, C] tokens in segments.
+
+    Returns:
+        [T, C].
+    """
+    if not share.straddles:
+        return convolve(x, share.segments)
+    layout = share.earlier(width)
+    (x,), (fetched,), wait = with_earlier_tokens(layout, share.group, x)
+    wait()
+    longer = torch.cat([x, fetched]).index_select(0, layout.key_index)
+    return convolve(torch.cat([x[: layout.first], longer]), layout.extended).index_select(0, layout.own)
+
+
+def scan_by_heads(
+    share: RankShare,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    scan: Callable[[PackedMetadata, tuple[Any, ...], dict[str, Any]], Any],
+) -> Any:
+    """A scan of the rank's tokens, straddling documents by heads.
+
+    Args:
+        share: what the rank holds.
+        args, kwargs: of the scan; tensors [1, T, H, ...] hold tokens, where fewer heads serve several, and the others
+            [H, ...] heads.
+        scan: of tokens in segments; returns [1, M, H, ...], or a tuple that begins with it.
+
+    Returns:
+        What ``scan`` returns, for the rank's tokens.
+
+    Raises:
+        UnsupportedModelError: the heads do not divide by the ranks; on all ranks alike, before anything is exchanged.
+    """
+    if not share.straddles:
+        return scan(share.segments, args, kwargs)
+    layout, ranks = share.whole, share.ranks
+    tokens = len(share.tokens)
+    values = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    heads = max(x.shape[2] for x in values if _holds_tokens(x, tokens))
+    for x in values:
+        own = x.shape[2] if _holds_tokens(x, tokens) else x.shape[0] if x.ndim else heads
+        if heads % ranks or not divides(own, ranks) or heads % own:
+            raise UnsupportedModelError(
+                f"a scan of {heads} heads ({own} of one operand) does not divide by the {ranks} ranks over which "
+                "documents are cut: take a number of ranks that divides the heads"
+            )
+
+    def turned(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.ndim:
+            return x
+        if not _holds_tokens(x, tokens):
+            return heads_of(x, 0, share.rank, ranks)
+        return to_heads(layout, share.group, x[0].index_select(0, layout.straddling), ranks)[None]
+
+    def alone(x: Any) -> Any:
+        return x.index_select(1, layout.alone) if isinstance(x, Tensor) and _holds_tokens(x, tokens) else x
+
+    def run(change: Callable[[Any], Any], segments: PackedMetadata) -> Tensor:
+        found = scan(segments, tuple(map(change, args)), {name: change(x) for name, x in kwargs.items()})
+        out: Tensor = found[0] if isinstance(found, tuple) else found
+        return out[0]
+
+    out = to_tokens(layout, share.group, run(turned, layout.documents), share.rank)
+    if layout.own is not None:
+        out = torch.cat([run(alone, layout.own), out])
+    out = out.index_select(0, layout.inverse)[None]
+    return (out, None) if "initial_state" in kwargs or "use_qk_l2norm_in_kernel" in kwargs else out
+
+
+def _holds_tokens(x: Tensor, tokens: int) -> bool:
+    return x.ndim >= 3 and x.shape[0] == 1 and x.shape[1] == tokens
+
+
+def run_whole(share: RankShare, values: list[Any], layer: Callable[[PackedMetadata, list[Any]], Tensor]) -> Tensor:
+    """A layer of the rank's tokens that runs straddling documents as a whole, each on one rank.
+
+    Args:
+        share: what the rank holds.
+        values: of the call; tensors [1, T, ...] hold tokens.
+        layer: runs on documents in segments, with their values; returns [1, M, ...].
+
+    Returns:
+        [1, T, ...].
+    """
+    if not share.straddles:
+        return layer(share.segments, values)
+    layout, group, tokens = share.owned, share.group, len(share.tokens)
+
+    def gathered(x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[:2] != (1, tokens):
+            return x
+        received = all_to_all(x[0].index_select(0, layout.send_index), layout.send, layout.receive, group)
+        whole = torch.cat([x[0].index_select(0, layout.alone), received.index_select(0, layout.order)])
+        # A rank without a document runs a token whose output nobody uses, so that its parameters have gradients.
+        return (whole if layout.segments is not None else torch.cat([whole, x[0, :1]]))[None]
+
+    segments = layout.segments
+    if segments is None:
+        segments = PackedMetadata.from_lengths([1], device=share.device)
+    out = layer(segments, [gathered(x) for x in values])[0]
+    alone, rest = out[: len(layout.alone)], out[len(layout.alone) :][: len(layout.order)]
+    returned = all_to_all(rest.index_select(0, layout.back), layout.receive, layout.send, group)
+    return torch.cat([alone, returned]).index_select(0, layout.inverse)[None]

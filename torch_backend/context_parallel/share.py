@@ -1,0 +1,364 @@
+"""What one rank of a context-parallel group holds of a batch, and which tokens of other ranks its layers need.
+
+Document lengths -> :class:`packing_core.planning.context.ContextPlan`, the same on every rank -> :class:`RankShare`.
+Everything here is host arithmetic on intervals of documents; each result is made once per batch and shared by its
+layers.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from packing_core.planning.context import ContextPlan
+from torch_backend.segments import PackedMetadata, host_lengths, to_device
+
+Int64 = NDArray[np.int64]
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class KeyLayout:
+    """The earlier tokens that the pieces of a rank need, for layers that look back ``reach`` tokens.
+
+    The pieces that begin a document stand first among a rank's tokens; the others continue one.
+
+    Attributes:
+        send_index: int64, the rank's tokens that others need, by receiving rank.
+        send, receive: tokens to and from each rank.
+        key_index: int64, for each piece that continues a document the tokens that it needs and its own, as places among
+            the rank's tokens followed by the received ones.
+        beginning: segments of the pieces that begin a document; None without one.
+        continuing: segments of the others, with ``keys``; None without one.
+    """
+
+    send_index: Tensor
+    send: list[int]
+    receive: list[int]
+    key_index: Tensor
+    beginning: PackedMetadata | None
+    continuing: PackedMetadata | None
+
+    @cached_property
+    def first(self) -> int:
+        """How many tokens the pieces that begin a document have."""
+        return 0 if self.beginning is None else self.beginning.tokens
+
+    @cached_property
+    def extended(self) -> PackedMetadata:
+        """Segments of the pieces that begin a document, and of the others with the earlier tokens that they need."""
+        lengths = () if self.beginning is None else host_lengths(self.beginning)
+        keys = None if self.continuing is None else self.continuing.keys
+        return PackedMetadata.from_lengths(
+            lengths if keys is None else (*lengths, *host_lengths(keys)), device=self.key_index.device
+        )
+
+    @cached_property
+    def own(self) -> Tensor:
+        """int64 [T]: where the rank's own tokens stand in :attr:`extended`."""
+        lengths = () if self.continuing is None else host_lengths(self.continuing)
+        ends = list(accumulate(host_lengths(self.extended)))
+        ends = ends[len(ends) - len(lengths) :]
+        parts = [torch.arange(self.first)]
+        parts += [torch.arange(end - n, end) for end, n in zip(ends, lengths, strict=True)]
+        return to_device(torch.cat(parts), self.key_index.device)
+
+
+@dataclass(frozen=True)
+class WholeLayout:
+    """Straddling documents as a whole, apart from the documents that lie on this rank alone.
+
+    Attributes:
+        straddling: int64, the rank's tokens of straddling documents.
+        alone: int64, its other tokens.
+        inverse: int64 [T], where each of the rank's tokens stands among ``alone`` followed by ``straddling``.
+        counts: how many tokens of straddling documents each rank holds.
+        order: int64 [N], the straddling tokens of all ranks, rank by rank, in the order of the documents.
+        documents: segments of the straddling documents.
+        own: segments of the documents on this rank alone; None without one.
+    """
+
+    straddling: Tensor
+    alone: Tensor
+    inverse: Tensor
+    counts: list[int]
+    order: Tensor
+    documents: PackedMetadata
+    own: PackedMetadata | None
+
+    @cached_property
+    def back(self) -> Tensor:
+        """int64 [N]: the inverse of :attr:`order`."""
+        return self.order.argsort()
+
+
+@dataclass(frozen=True)
+class OwnedLayout:
+    """Whole documents, each straddling one on a single rank.
+
+    Attributes:
+        alone: int64, the rank's tokens of documents that lie on it alone.
+        send_index: int64, its other tokens, by the rank that gets them.
+        send, receive: tokens to and from each rank.
+        order: int64, the received tokens in the order of the documents.
+        segments: the documents alone, then those received; None where the rank has none.
+        inverse: int64 [T], where each of the rank's tokens stands among ``alone`` followed by ``send_index``.
+    """
+
+    alone: Tensor
+    send_index: Tensor
+    send: list[int]
+    receive: list[int]
+    order: Tensor
+    segments: PackedMetadata | None
+    inverse: Tensor
+
+    @cached_property
+    def back(self) -> Tensor:
+        """int64: the inverse of :attr:`order`."""
+        return self.order.argsort()
+
+
+class RankShare:
+    """The tokens of one rank: first the pieces that begin a document, then those that continue one.
+
+    Args:
+        plan: which tokens every rank holds.
+        rank: of this process in the group.
+        group: the ranks that share the batch.
+        device: of the batch.
+    """
+
+    def __init__(self, plan: ContextPlan, rank: int, group: Any, device: torch.device) -> None:
+        self.plan, self.rank, self.group, self.device = plan, rank, group, device
+        self._derived: dict[Hashable, Any] = {}
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the group."""
+        return self.plan.ranks
+
+    @cached_property
+    def straddles(self) -> bool:
+        """Returns whether any document of the batch lies on several ranks. Every rank answers alike."""
+        return bool(self.plan.straddling.any())
+
+    @cached_property
+    def pieces(self) -> Int64:
+        """The numbers of the rank's pieces, in the order of its tokens."""
+        return _pieces_of(self.plan, self.rank)
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each of the rank's pieces."""
+        return tuple(self.plan.length[self.pieces].tolist())
+
+    @cached_property
+    def document_lengths(self) -> tuple[int, ...]:
+        """Tokens of the whole document of each of the rank's pieces."""
+        return tuple(self.plan.lengths[self.plan.document[self.pieces]].tolist())
+
+    @cached_property
+    def positions(self) -> Int64:
+        """int64 [T]: the position of each token in its whole document."""
+        starts = self.plan.start[self.pieces]
+        return np.concatenate([np.arange(s, s + n) for s, n in zip(starts, self.lengths, strict=True)])
+
+    @cached_property
+    def tokens(self) -> Int64:
+        """int64 [T]: the place of each token among those of the whole batch."""
+        first = (np.cumsum(self.plan.lengths) - self.plan.lengths)[self.plan.document[self.pieces]]
+        return self.positions + np.repeat(first, self.lengths)
+
+    @cached_property
+    def segments(self) -> PackedMetadata:
+        """The rank's pieces as segments."""
+        return PackedMetadata.from_lengths(self.lengths, device=self.device)
+
+    @cached_property
+    def _offsets(self) -> Int64:
+        """Where each piece, of whatever rank, stands among the tokens of its rank."""
+        offsets = np.empty(len(self.plan.length), np.int64)
+        for rank in range(self.ranks):
+            pieces = _pieces_of(self.plan, rank)
+            ends = np.cumsum(self.plan.length[pieces])
+            offsets[pieces] = ends - self.plan.length[pieces]
+        return offsets
+
+    def _shared(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        if key not in self._derived:
+            self._derived[key] = make()
+        found: Value = self._derived[key]
+        return found
+
+    def _index(self, parts: Sequence[Int64]) -> Tensor:
+        flat = np.concatenate(parts) if parts else np.empty(0, np.int64)
+        return to_device(torch.from_numpy(flat), self.device)
+
+    # -- earlier tokens ------------------------------------------------------------------------------------------------
+
+    def earlier(self, reach: int | None) -> KeyLayout:
+        """The earlier tokens that layers need which see ``reach`` tokens, their own included; None for all."""
+        return self._shared(("earlier", reach), lambda: self._earlier(reach))
+
+    def _earlier(self, reach: int | None) -> KeyLayout:
+        start, length, offsets = self.plan.start, self.plan.length, self._offsets
+        sent: list[Int64] = []
+        send, receive = [0] * self.ranks, [0] * self.ranks
+        held: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # document -> first, end, place in the buffer
+        for piece in self.pieces.tolist():
+            first = int(start[piece])
+            held[int(self.plan.document[piece])].append((first, first + int(length[piece]), int(offsets[piece])))
+        end = sum(self.lengths)
+        for rank in range(self.ranks):
+            if rank == self.rank:
+                continue
+            for piece, low, high in _transfers(self.plan, self.rank, rank, reach):
+                place = int(offsets[piece] - start[piece])
+                sent.append(np.arange(place + low, place + high))
+                send[rank] += high - low
+            for piece, low, high in _transfers(self.plan, rank, self.rank, reach):
+                held[int(self.plan.document[piece])].append((low, high, end))
+                receive[rank] += high - low
+                end += high - low
+        keys: list[Int64] = []
+        lengths: dict[bool, list[int]] = {False: [], True: []}
+        key_lengths = []
+        for piece in self.pieces.tolist():
+            begin, stop = int(start[piece]), int(start[piece] + length[piece])
+            lengths[begin > 0].append(stop - begin)
+            if begin > 0:
+                low = _first_seen(begin, reach)
+                key_lengths.append(stop - low)
+                for first, last, place in sorted(held[int(self.plan.document[piece])]):
+                    a, b = max(first, low), min(last, stop)
+                    if a < b:
+                        keys.append(np.arange(place + a - first, place + b - first))
+        beginning = PackedMetadata.from_lengths(lengths[False], device=self.device) if lengths[False] else None
+        continuing = None
+        if lengths[True]:
+            continuing = PackedMetadata.of_last_tokens(lengths[True], key_lengths, device=self.device)
+        return KeyLayout(self._index(sent), send, receive, self._index(keys), beginning, continuing)
+
+    def tokens_sent(self, reach: int | None) -> int:
+        """How many tokens leave their rank, counted once for each rank they go to, see :meth:`earlier`."""
+        return self._shared(("sent", reach), lambda: sum(self._received(rank, reach) for rank in range(self.ranks)))
+
+    def _received(self, rank: int, reach: int | None) -> int:
+        wanted = sum(high - low for ranges in _wanted(self.plan, rank, reach).values() for low, high in ranges)
+        return wanted - sum(high - low for _, low, high in _transfers(self.plan, rank, rank, reach))
+
+    # -- whole documents -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def whole(self) -> WholeLayout:
+        """The straddling documents as a whole."""
+        plan = self.plan
+        counts, places = [], []
+        first = np.cumsum(plan.lengths) - plan.lengths
+        for rank in range(self.ranks):
+            of_rank = _pieces_of(plan, rank)
+            pieces = of_rank[plan.straddling[plan.document[of_rank]]]
+            counts.append(int(plan.length[pieces].sum()))
+            begin = first[plan.document[pieces]] + plan.start[pieces]
+            places += [np.arange(b, b + n) for b, n in zip(begin, plan.length[pieces], strict=True)]
+        straddles = np.repeat(plan.straddling[plan.document[self.pieces]], self.lengths)
+        straddling, alone = np.flatnonzero(straddles), np.flatnonzero(~straddles)
+        own = [n for n, p in zip(self.lengths, self.pieces, strict=True) if not plan.straddling[plan.document[p]]]
+        return WholeLayout(
+            straddling=self._index([straddling]),
+            alone=self._index([alone]),
+            inverse=self._index([np.argsort(np.concatenate([alone, straddling]))]),
+            counts=counts,
+            order=self._index([np.argsort(np.concatenate(places))]),
+            documents=PackedMetadata.from_lengths(plan.lengths[plan.straddling].tolist(), device=self.device),
+            own=PackedMetadata.from_lengths(own, device=self.device) if own else None,
+        )
+
+    # -- whole documents, each on one rank -----------------------------------------------------------------------------
+
+    @cached_property
+    def owned(self) -> OwnedLayout:
+        """The straddling documents as a whole, each on the rank that has fewest tokens then."""
+        plan, owners = self.plan, _owners(self.plan)
+        straddles = np.repeat(plan.straddling[plan.document[self.pieces]], self.lengths)
+        alone = np.flatnonzero(~straddles)
+        own = [n for n, p in zip(self.lengths, self.pieces, strict=True) if not plan.straddling[plan.document[p]]]
+        sent = [self._straddling_tokens(self.rank, owners, rank)[0] for rank in range(self.ranks)]
+        received = [self._straddling_tokens(rank, owners, self.rank)[1] for rank in range(self.ranks)]
+        lengths = [*own, *plan.lengths[owners == self.rank].tolist()]
+        send_index = np.concatenate(sent)
+        return OwnedLayout(
+            alone=self._index([alone]),
+            send_index=self._index([send_index]),
+            send=[len(each) for each in sent],
+            receive=[len(each) for each in received],
+            order=self._index([np.argsort(np.concatenate(received))]),
+            segments=PackedMetadata.from_lengths(lengths, device=self.device) if lengths else None,
+            inverse=self._index([np.argsort(np.concatenate([alone, send_index]))]),
+        )
+
+    def _straddling_tokens(self, source: int, owners: Int64, owner: int) -> tuple[Int64, Int64]:
+        """The tokens of a rank that belong to an owner's documents: places on the rank, and in the whole batch."""
+        plan = self.plan
+        pieces = _pieces_of(plan, source)
+        pieces = pieces[owners[plan.document[pieces]] == owner]
+        first = (np.cumsum(plan.lengths) - plan.lengths)[plan.document[pieces]] + plan.start[pieces]
+        lengths = plan.length[pieces]
+        within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        return within + np.repeat(self._offsets[pieces], lengths), within + np.repeat(first, lengths)
+
+
+def _owners(plan: ContextPlan) -> Int64:
+    """int64 [N]: the rank that gets each straddling document, -1 for the others."""
+    whole = ~plan.straddling[plan.document]
+    tokens = np.bincount(plan.rank[whole], plan.length[whole], plan.ranks)
+    owners = np.full(len(plan.lengths), -1)
+    straddling = np.flatnonzero(plan.straddling)
+    for document in straddling[np.argsort(-plan.lengths[straddling], kind="stable")]:
+        owners[document] = tokens.argmin()
+        tokens[owners[document]] += plan.lengths[document]
+    return owners
+
+
+def _pieces_of(plan: ContextPlan, rank: int) -> Int64:
+    """The pieces of a rank in the order of its tokens."""
+    of_rank = plan.of_rank(rank)
+    numbers = np.arange(of_rank.start, of_rank.stop)
+    return numbers[np.argsort(plan.start[of_rank] > 0, kind="stable")]
+
+
+def _first_seen(start: int, reach: int | None) -> int:
+    """The first token that a piece starting at ``start`` sees."""
+    return 0 if reach is None else max(0, start - reach + 1)
+
+
+def _wanted(plan: ContextPlan, rank: int, reach: int | None) -> dict[int, list[tuple[int, int]]]:
+    """The earlier tokens that the pieces of a rank see, its own among them: disjoint ranges of each document."""
+    wanted: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    pieces = plan.of_rank(rank)
+    for document, start in zip(plan.document[pieces].tolist(), plan.start[pieces].tolist(), strict=True):
+        ranges = wanted[document]  # pieces of a document stand in the order of its tokens
+        low = max(_first_seen(start, reach), ranges[-1][1] if ranges else 0)
+        if low < start:
+            ranges.append((low, start))
+    return wanted
+
+
+def _transfers(plan: ContextPlan, source: int, target: int, reach: int | None) -> Iterator[tuple[int, int, int]]:
+    """The tokens of rank ``source`` that rank ``target`` needs, each once: (piece, first, end) in the document."""
+    wanted = _wanted(plan, target, reach)
+    for piece in _pieces_of(plan, source).tolist():
+        first, end = int(plan.start[piece]), int(plan.start[piece] + plan.length[piece])
+        for low, high in wanted.get(int(plan.document[piece]), ()):
+            if max(first, low) < min(end, high):
+                yield piece, max(first, low), min(end, high)
