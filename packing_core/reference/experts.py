@@ -20,9 +20,9 @@ ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
 class ExpertActivation:
     """The function between the two products of an expert.
 
-    With a gate, the first product makes a gate g and a value u, and the function is ``f(g) (u + offset)``; without, it
-    is ``f`` of the first product. ``silu`` is ``g sigmoid(alpha g)``. With a limit, g is at most ``limit`` and u lies in
-    ``[-limit, limit]`` (gpt-oss: alpha 1.702, limit 7, offset 1; https://arxiv.org/abs/2508.10925).
+    With a gate, the first product makes a gate g and a value u, and the function is ``f(g) (u + offset)``; without,
+    it is ``f`` of the first product. ``silu`` is ``g sigmoid(alpha g)``. With a limit, g is at most ``limit`` and u
+    lies in ``[-limit, limit]`` (gpt-oss: alpha 1.702, limit 7, offset 1; https://arxiv.org/abs/2508.10925).
 
     Attributes:
         name: ``silu``, ``gelu_tanh`` or ``relu2`` (the square of relu).
