@@ -1,4 +1,4 @@
-"""Routed experts against the float64 oracle: every implementation, layout, activation and routing; errors; compiling."""
+"""Routed experts against the float64 oracle, by implementation, layout, activation and routing; errors; compiling."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ def up(
     place = first + tl.arange(0, BLOCK_M)
     inside = place < end
     e = expert.to(tl.int64)
-    O: tl.constexpr = 2 * INNER if GATED else INNER
+    OUTER: tl.constexpr = 2 * INNER if GATED else INNER
     i = column * BLOCK_N + tl.arange(0, BLOCK_N)
     known = tl.where(i < INNER, i, 0)
     lines = lines_of(order, place, inside, True, TOP_K)
@@ -216,14 +216,14 @@ def up(
             t, lines, b + e * b_e, b_n, b_r, n, n + SECOND, gate, value, R, GATED, BLOCK_R, PRECISION
         )
     if BIAS:
-        gate += tl.load(bias + e * O + n).to(tl.float32)[None, :]
+        gate += tl.load(bias + e * OUTER + n).to(tl.float32)[None, :]
         if GATED:
-            value += tl.load(bias + e * O + n + SECOND).to(tl.float32)[None, :]
+            value += tl.load(bias + e * OUTER + n + SECOND).to(tl.float32)[None, :]
     kind = h.dtype.element_ty
     gate, value = gate.to(kind), value.to(kind)
     mask = inside[:, None] & (i < INNER)[None, :]
     if SAVE:
-        at = z + place.to(tl.int64)[:, None] * O + n[None, :]
+        at = z + place.to(tl.int64)[:, None] * OUTER + n[None, :]
         tl.store(at, gate, mask)
         if GATED:
             tl.store(at + SECOND, value, mask)
@@ -252,7 +252,7 @@ def down_backward(
     place = first + tl.arange(0, BLOCK_M)
     inside = place < end
     e = expert.to(tl.int64)
-    O: tl.constexpr = 2 * INNER if GATED else INNER
+    OUTER: tl.constexpr = 2 * INNER if GATED else INNER
     i = column * BLOCK_N + tl.arange(0, BLOCK_N)
     known = tl.where(i < INNER, i, 0)
     dh = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -263,7 +263,7 @@ def down_backward(
         lines = lines_of(order, place, inside, False, TOP_K)
         dh, _ = products(t, lines, b + e * b_e, b_n, b_r, known, known, dh, dh, R, False, BLOCK_R, PRECISION)
     mask = inside[:, None] & (i < INNER)[None, :]
-    z_at = place.to(tl.int64)[:, None] * O + (known * STEP)[None, :]
+    z_at = place.to(tl.int64)[:, None] * OUTER + (known * STEP)[None, :]
     h_at = place.to(tl.int64)[:, None] * INNER + i[None, :]
     if K == 0:  # the product was made already, where ``weighted`` will be
         dh += tl.load(weighted + h_at, mask, other=0.0).to(tl.float32)
@@ -402,15 +402,15 @@ def activate(
     place = first + tl.arange(0, BLOCK_M)
     i = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (place < end)[:, None] & (i < INNER)[None, :]
-    O: tl.constexpr = 2 * INNER if GATED else INNER
-    at = z + place.to(tl.int64)[:, None] * O + (i * STEP)[None, :]
+    OUTER: tl.constexpr = 2 * INNER if GATED else INNER
+    at = z + place.to(tl.int64)[:, None] * OUTER + (i * STEP)[None, :]
     kind = h.dtype.element_ty
     gate = tl.load(at, mask, other=0.0).to(tl.float32)
     value = gate
     if GATED:
         value = tl.load(at + SECOND, mask, other=0.0).to(tl.float32)
     if BIAS:
-        line = bias + expert.to(tl.int64) * O + i * STEP
+        line = bias + expert.to(tl.int64) * OUTER + i * STEP
         gate = (gate + tl.load(line, i < INNER, other=0.0).to(tl.float32)[None, :]).to(kind)
         tl.store(at, gate, mask)
         gate = gate.to(tl.float32)

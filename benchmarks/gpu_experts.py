@@ -1,9 +1,9 @@
 """Mixtures of experts on one GPU: the layer by shape and contender, full and LoRA, and the tiles of our kernels.
 
-    python -m benchmarks.gpu_moe                     # all of it
-    python -m benchmarks.gpu_moe --only layer        # layer, lora, profile, tiles
-    python -m benchmarks.gpu_moe --shape qwen3       # shapes whose name contains it
-    python -m benchmarks.gpu_moe --tiny              # tiny shapes, also on the CPU, to see that it runs
+    python -m benchmarks.gpu_experts                     # all of it
+    python -m benchmarks.gpu_experts --only layer        # layer, lora, profile, tiles
+    python -m benchmarks.gpu_experts --shape qwen3       # shapes whose name contains it
+    python -m benchmarks.gpu_experts --tiny              # tiny shapes, also on the CPU, to see that it runs
 
 A layer's time is that of its kernels in a CUDA graph, forward and backward; a contender that reads from the device
 cannot be captured and is timed as it runs. Useful operations are those of the products of the (token, expert) pairs:
@@ -18,6 +18,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from traceback import print_exc
 from typing import Any
@@ -80,6 +81,9 @@ PEFT = Shape("peft", 2048, 768, 128, 8, 4096)
 TINY = (Shape("tiny", 64, 32, 8, 2, 64), Shape("tiny gpt-oss", 64, 64, 4, 2, 64, gpt_oss=True))
 
 
+Forward = Callable[["Layer"], Tensor]
+
+
 class Layer(nn.Module):
     """The weights of a shape as transformers stores them, and an input with its routing."""
 
@@ -126,14 +130,14 @@ class Layer(nn.Module):
         gate, value = z[..., ::2].clamp(max=self.limit), z[..., 1::2].clamp(-self.limit, self.limit)
         return (value + 1) * gate * torch.sigmoid(gate * self.alpha)
 
-    def step(self, forward: Callable[[Layer], Tensor]) -> dict[str, Tensor]:
+    def step(self, forward: Forward) -> dict[str, Tensor]:
         """Output and gradients of one forward and backward."""
         leaves = {name: p for name, p in self.named_parameters() if p.requires_grad}
         y = forward(self)
         return {"y": y, **dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), self.dy), strict=True))}
 
 
-def ours(implementation: str) -> Callable[[Layer], Tensor]:
+def ours(implementation: str) -> Forward:
     def forward(layer: Layer) -> Tensor:
         up, down = layer.gate_up_proj, layer.down_proj
         options: dict[str, Any] = {}
@@ -151,7 +155,7 @@ def ours(implementation: str) -> Callable[[Layer], Tensor]:
     return forward
 
 
-def stock(name: str) -> Callable[[Layer], Tensor]:
+def stock(name: str) -> Forward:
     """A function of transformers; adapters are added to the weights before it, as peft does."""
 
     def forward(layer: Layer) -> Tensor:
@@ -197,7 +201,7 @@ def eager(layer: Any, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
     return out
 
 
-def contenders(shape: Shape) -> dict[str, Callable[[Layer], Tensor]]:
+def contenders(shape: Shape) -> dict[str, Forward]:
     found = {"ours, triton": ours("triton"), "ours, grouped_mm": ours("grouped_mm")}
     if TOY:
         found = {"ours, plain": ours("plain")}
@@ -210,30 +214,33 @@ def contenders(shape: Shape) -> dict[str, Callable[[Layer], Tensor]]:
 
 def run_layer(shapes: Sequence[Shape], *, lora: bool = False) -> Iterator[Result]:
     for shape in shapes:
-        layer = Layer(shape, lora=lora)
-        right = _exact(layer)
-        case = f"{shape.name}, {shape.tokens} tokens, {shape.mean} per expert{', LoRA' if lora else ''}"
-        for name, forward in contenders(shape).items():
+        yield from _race(shape, lora)
 
-            def measure(forward: Callable[[Layer], Tensor] = forward) -> dict[str, float]:
-                ms = device_ms(lambda: layer.step(forward))
-                rate = shape.operations(lora) / ms * 1e3
-                share = 100 * rate / matrix_rate()
-                made = peak_gib(lambda: layer.step(forward))
-                return {"ms": ms, "TFLOP/s": rate / 1e12, "% of dense": share, "GiB": made}
 
-            def check(forward: Callable[[Layer], Tensor] = forward) -> float:
-                found = layer.step(forward)
-                return max(relative_error(found[part], value) for part, value in right.items())
+def _race(shape: Shape, lora: bool) -> Iterator[Result]:
+    layer = Layer(shape, lora=lora)
+    right = _exact(layer)
+    case = f"{shape.name}, {shape.tokens} tokens, {shape.mean} per expert{', LoRA' if lora else ''}"
 
-            figures, note = gated(check, LIMIT, measure)
-            yield from _results("lora" if lora else "layer", case, name, figures, note)
-            torch.cuda.empty_cache() if not TOY else None
-        del layer, right
+    def measure(forward: Forward) -> dict[str, float]:
+        ms = device_ms(lambda: layer.step(forward))
+        rate = shape.operations(lora) / ms * 1e3
+        made = peak_gib(lambda: layer.step(forward))
+        return {"ms": ms, "TFLOP/s": rate / 1e12, "% of dense": 100 * rate / matrix_rate(), "GiB": made}
+
+    def error(forward: Forward) -> float:
+        found = layer.step(forward)
+        return max(relative_error(found[part], value) for part, value in right.items())
+
+    for name, forward in contenders(shape).items():
+        figures, note = gated(partial(error, forward), LIMIT, partial(measure, forward))
+        yield from _results("lora" if lora else "layer", case, name, figures, note)
+        if not TOY:
+            torch.cuda.empty_cache()
 
 
 def _results(section: str, case: str, name: str, figures: dict[str, float], note: str) -> Iterator[Result]:
-    units = figures or {"ms": None}
+    units: dict[str, float | None] = dict(figures) or {"ms": None}
     for unit, value in units.items():
         yield Result(section, case, name, value, unit, note)
 
@@ -271,14 +278,13 @@ def run_profile(shapes: Sequence[Shape]) -> Iterator[Result]:
                     "profile", f"{shape.name}, {shape.tokens} tokens, {implementation}", name,
                     event.self_device_time_total / 3e3, "ms", f"{event.count / 3:g} calls",
                 )  # fmt: skip
-        del layer
 
 
 def run_tiles(shapes: Sequence[Shape]) -> Iterator[Result]:
     """Each product of a layer by tile, beside ``grouped_mm`` of torch on gathered rows."""
     if TOY:
         return
-    from benchmarks.gpu_moe_tiles import sweep
+    from benchmarks.gpu_experts_tiles import sweep
 
     yield from sweep(shapes)
 
@@ -296,7 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     options.add_argument("--shape", default="", help="shapes whose name contains it")
     options.add_argument("--tiny", action="store_true", help="tiny shapes")
-    options.add_argument("--output", type=Path, help="folder for gpu_moe.json")
+    options.add_argument("--output", type=Path, help="folder for gpu_experts.json")
     chosen = options.parse_args(arguments)
     begin, found = time.perf_counter(), list[Result]()
     about = f"{machine()}\n{versions('torch', 'triton', 'transformers', 'peft')}"
@@ -318,7 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     print(f"{time.perf_counter() - begin:.0f} s")
     if chosen.output:
         chosen.output.mkdir(parents=True, exist_ok=True)
-        (chosen.output / "gpu_moe.json").write_text(json.dumps([r.as_dict() for r in found], indent=1))
+        (chosen.output / "gpu_experts.json").write_text(json.dumps([r.as_dict() for r in found], indent=1))
     return found
 
 
