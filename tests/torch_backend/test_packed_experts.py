@@ -15,7 +15,10 @@ from tests.torch_backend.models import alone, assert_same, collate, documents, p
 from torch_backend.auditing.tiny import all_families
 from torch_backend.hf.anatomy.experts import ExpertsLayout, find_experts, layout_of
 from torch_backend.hf.edits.experts import reasons_against
+from torch_backend.hf.experts import run_within
+from torch_backend.hf.forward import PackedForward
 from torch_backend.ops import experts as ops
+from torch_backend.segments import PackedMetadata
 
 # every layout and gate, mixers beside experts, and decoder layers that pass a mask on
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "nemotron_h", "granitemoehybrid", "qwen3_next", "mixtral")
@@ -96,17 +99,21 @@ def test_a_patched_model_is_pickled_with_its_experts() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_compiled_layers_keep_experts_in_one_graph(family: str) -> None:
-    from torch_backend.steps.cuda_graph import compile_layers
+def test_a_compiled_layer_keeps_experts_in_its_graph(family: str) -> None:
+    model = torch_backend.patch(tiny(family), verify=False)
+    forward = PackedForward(PackedMetadata.from_lengths((7, 9)), (1, 16))
+    forward.real = torch.arange(16) < 12
+    x = torch.randn(1, 16, model.config.hidden_size)
 
-    model, docs = torch_backend.patch(tiny(family), verify=False), documents(LENGTHS)
-    batch = with_mask(collate(docs, capacity=16))
-    want = packed(model, docs, batch)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = run_within(forward, model.model.layers[0].mlp, x)
+        return (y[0] if isinstance(y, tuple) else y).square().sum()
+
     torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    compile_layers(model, backend="aot_eager")
-    assert_same(packed(model, docs, batch), want, 1e-6)
-    assert not torch._dynamo.utils.counters["graph_break"]
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    parameters = [p for p in model.model.layers[0].mlp.parameters()]
+    found, right = (torch.autograd.grad(f(x), parameters) for f in (compiled, step))
+    assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
 
 
 def test_experts_by_name_without_a_patch() -> None:
@@ -147,12 +154,13 @@ def test_what_the_kernels_do_not_run_keeps_its_implementation_and_says_why(chang
     change(module)
     found = layout_of(module)
     assert isinstance(found, str)
-    with pytest.raises(AssertionError if found is None else UnsupportedModelError, match=reason):
+    with pytest.raises(UnsupportedModelError, match=f'crosspack" does not run Qwen3MoeExperts, because {reason}'):
         model.set_experts_implementation("crosspack")
         module(torch.zeros(3, 32), torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2))
     assert list(reasons_against(model.model).values()) == [found]
 
 
+@pytest.mark.slow
 def test_every_family_with_experts_is_recognised_or_named() -> None:
     unknown = {}
     for family in all_families():
@@ -163,7 +171,8 @@ def test_every_family_with_experts_is_recognised_or_named() -> None:
         reasons = {x for m in find_experts(model).values() if isinstance(x := layout_of(m), str)}
         if reasons:
             unknown[family] = reasons
-    assert unknown == {}
+    gate = "what stands between its products is no activation that the kernels know"
+    assert unknown.items() <= {"inkling2_text": {gate}, "muse_spark": {"a norm follows each expert"}}.items()
 
 
 def adapted(family: str, **options: Any) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from torch_backend.hf.anatomy.experts import ExpertsLayout, find_experts, layout_of
@@ -20,6 +21,7 @@ from torch_backend.hf.edits.override import has_own_forward, override
 from torch_backend.hf.experts import LAYOUT, packed_around, run_experts, run_within
 from torch_backend.hf.forward import forward_among
 from torch_backend.ops.experts import Adapter
+from torch_backend.ops.operators import runs_triton
 
 _WRAPPER = "ParamWrapper"  # of PEFT, by name: it may not be installed
 
@@ -45,6 +47,29 @@ def experts_overrides(decoder: nn.Module) -> Iterator[tuple[nn.Module, Callable[
             yield module, override_adapter
         elif isinstance(module, DecoderLayer) and any(id(inner) in served for inner in module.modules()):
             yield module, override_layer
+
+
+def why_experts_read(model: nn.Module) -> str | None:
+    """Explains why experts of a model may read from the device during a packed call, None if none does.
+
+    Ours read nothing where Triton runs. Of transformers' implementations ``batched_mm`` reads nothing, and
+    ``grouped_mm`` nothing in bfloat16; in other dtypes it asks for the number of tokens of each expert.
+    """
+    stacked = {id(module): name for name, module in find_experts(model).items()}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] == "experts":
+            return f"the experts of {name} run one by one"
+        if id(module) not in stacked:
+            continue
+        weight = module.down_proj
+        if LAYOUT in module.__dict__:
+            if weight.is_cuda and not runs_triton(weight):
+                return f"the experts of {name} have no kernel for {weight.dtype}"
+            continue
+        own = str(getattr(getattr(module, "config", None), "_experts_implementation", None))
+        if own != "batched_mm" and (own != "grouped_mm" or weight.dtype != torch.bfloat16):
+            return f"the experts of {name} run on {own}, which may read from the device"
+    return None
 
 
 def override_experts(module: nn.Module) -> None:
