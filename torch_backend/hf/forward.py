@@ -96,6 +96,8 @@ class PackedForward(BlockMask):
             pieces of documents.
         method: how attention crosses ranks then, as the user named it.
         encoded: the last hidden states [B, S, D], for a pooler that gets the first token of each row alone.
+        real: bool [B * S], whether a token is not padding; None if the batch does not say, or nothing asks.
+        experts: what each module of experts chose, by ``id``; shared by the copies.
         share: of the step's targets that are in this batch, None where it was not asked for.
     """
 
@@ -117,6 +119,8 @@ class PackedForward(BlockMask):
         self.waiting: dict[str, Any] = {}
         self.share: Tensor | None = None
         self.encoded: Tensor | None = None
+        self.real: Tensor | None = None
+        self.experts: dict[int, Any] = {}
         self.implementation = implementation
         self.sizes = sizes
         self.choices: dict[int, Choice] = {}
@@ -150,6 +154,7 @@ class PackedForward(BlockMask):
                     "context parallelism takes a model on one device, and this one is on several"
                 )
             copy.choices, copy.reached, copy._copies = self.choices, self.reached, self._copies
+            copy.experts, copy.real = self.experts, None if self.real is None else self.real.to(device)
             self._copies[device] = copy
         return self._copies[device]
 
