@@ -136,6 +136,9 @@ if TYPE_CHECKING:
         pack as pack,
     )
     from packing_core import (
+        pack_tree as pack_tree,
+    )
+    from packing_core import (
         plan as plan,
     )
     from packing_core import (
