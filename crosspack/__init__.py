@@ -184,6 +184,9 @@ if TYPE_CHECKING:
         make_train_step as make_train_step,
     )
     from torch_backend import (
+        next_token_pairs as next_token_pairs,
+    )
+    from torch_backend import (
         next_token_targets as next_token_targets,
     )
     from torch_backend import (

@@ -1,8 +1,8 @@
 """Documents that share their beginnings, each computed as a document of its own: the oracle of forests.
 
 A forest of segments -> the token numbers of each path from a root to a leaf -> a function of one document, called on
-each path. An output of a token that several paths share is that of any of them, since no later token changes it. A gradient
-is the sum over the paths; what comes in at a shared token enters on one of them.
+each path. An output of a token that several paths share is that of any of them, since no later token changes it. A
+gradient is the sum over the paths; what comes in at a shared token enters on one of them.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from torch_backend.hf.entry import Call, override_entries, require_entry, restor
 from torch_backend.hf.forward import CARRIED, AttentionChoice, Choice, PackedForward
 from torch_backend.hf.inputs import arguments as inputs
 from torch_backend.hf.inputs.boundaries import is_packed, take_metadata
+from torch_backend.hf.inputs.forests import check_forest
 from torch_backend.hf.inputs.guard import Guard
 from torch_backend.ops import scan as scans
 from torch_backend.ops.attention import AttentionRequest, candidates, needs_host_lengths, prepare
@@ -340,6 +341,8 @@ class Patched:
         tokens, numbers = inputs.tokens_of(kwargs), kwargs.get("packed_documents")
         inputs.check_arguments(module, kwargs, self.guard, wait=wait)
         segments = take_metadata(kwargs, tokens=tokens, host_lengths=self.needs_lengths, guard=self.guard, wait=wait)
+        if segments.parents is not None:
+            check_forest(self.anatomy, kwargs, segments, self.guard, compiled=bool(self.compiled), wait=wait)
         inputs.check_packed(
             kwargs,
             segments,

@@ -79,7 +79,7 @@ def select(request: AttentionRequest, implementation: str | Sequence[str] = "aut
     """Returns the name of the first implementation that supports ``request``; a named one has no substitute."""
     reasons: dict[str, str] = {}
     for name in _names(request, implementation):
-        reason = load(name).supports(request)
+        reason = refusal(load(name), request)
         if reason is None:
             if implementation == "auto" and not request.compiling:
                 _log_choice(request.device.type, name, tuple(reasons.items()))
@@ -90,6 +90,16 @@ def select(request: AttentionRequest, implementation: str | Sequence[str] = "aut
         f"no packed attention for {describe(request)}: {refused}. "
         f'Pass implementation="auto" or another of {", ".join(IMPLEMENTATIONS)}'
     )
+
+
+def refusal(implementation: Implementation, request: AttentionRequest) -> str | None:
+    """Explains why an implementation cannot serve a request, None if it can."""
+    if request.parents:
+        if not getattr(implementation, "parents", False):
+            return "no segments that continue others (shared prefixes)"
+        if request.dropout:
+            return "no dropout in shared prefixes, whose documents would share one mask"
+    return implementation.supports(request)
 
 
 def prepare(packed: PackedMetadata, request: AttentionRequest, implementation: str | Sequence[str] = "auto") -> None:
@@ -106,6 +116,7 @@ def prepare(packed: PackedMetadata, request: AttentionRequest, implementation: s
         max_seqlen=packed.max_seqlen,
         host_lengths=packed.lengths is not None,
         compiling=True,
+        parents=packed.parents is not None,
     )
     make = getattr(load(select(request, implementation)), "prepare", None)
     if make is not None:
@@ -119,7 +130,7 @@ def rejections(request: AttentionRequest, implementation: str | Sequence[str] = 
     """
     reasons: dict[str, str | None] = {}
     for name in _names(request, implementation):
-        reason = load(name).supports(request)
+        reason = refusal(load(name), request)
         if reason is None and implementation == "auto" and None in reasons.values():
             why = last_resort(load(name), request)
             reason = None if why is None else f"{TRIED_LAST}, because {why}"

@@ -1,4 +1,4 @@
-"""Packed attention in a few plain operations, one document at a time: what the others are read against.
+"""Packed attention in a few plain operations, one segment at a time: what the others are read against.
 
 It serves every option on every device, at the cost of a Python loop over documents and of their full score matrices.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from packing_core.storage.forest import ROOT, lineage
 from torch_backend.ops.attention.request import AttentionRequest
 from torch_backend.segments import PackedMetadata
 
@@ -60,6 +61,7 @@ def scores_attention(
 class ReferenceAttention:
     host_lengths = True
     fixed_shapes = False
+    parents = True
 
     def supports(self, request: AttentionRequest) -> str | None:
         return None if request.host_lengths else "needs the segment lengths on the host"
@@ -75,11 +77,18 @@ class ReferenceAttention:
         sinks: Tensor | None,
         alibi_slopes: Tensor | None,
     ) -> Tensor:
-        lengths = list(packed.lengths or ())
-        documents = zip(*(torch.split(x, lengths) for x in (q, k, v)), strict=True)
-        return torch.cat(
-            [scores_attention(*each, request=request, sinks=sinks, alibi_slopes=alibi_slopes) for each in documents]
-        )
+        parts = [torch.split(x, list(packed.lengths or ())) for x in (q, k, v)]
+        parents = packed.parents or (ROOT,) * len(parts[0])
+
+        def attend(segment: int) -> Tensor:
+            path = lineage(parents, segment)
+            keys, values = (torch.cat([part[s] for s in path]) for part in parts[1:])
+            queries = parts[0][segment]
+            first = len(keys) - len(queries)
+            options = {"request": request, "sinks": sinks, "alibi_slopes": alibi_slopes, "first_query": first}
+            return scores_attention(queries, keys, values, **options)
+
+        return torch.cat([attend(segment) for segment in range(len(parts[0]))])
 
 
 REFERENCE = ReferenceAttention()

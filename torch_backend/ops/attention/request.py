@@ -28,6 +28,7 @@ class AttentionRequest:
         causal, window, softcap, dropout, scale: as in :func:`attention`, ``scale`` resolved.
         sinks, alibi: whether those tensors are given.
         compiling: whether torch.compile is tracing the call.
+        parents: whether segments continue others, so that queries also see their ancestors.
     """
 
     tokens: int
@@ -49,6 +50,7 @@ class AttentionRequest:
     dropout: float
     scale: float
     compiling: bool
+    parents: bool = False
 
 
 class Implementation(Protocol):
@@ -57,6 +59,7 @@ class Implementation(Protocol):
     Attributes:
         host_lengths: it needs ``packed.lengths``; the collator then carries them.
         fixed_shapes: one compiled graph serves every segmentation that has the same T, N and ``max_seqlen``.
+        parents: it serves requests in which segments continue others; False where it has no such attribute.
 
     One that derives something from the segments may have ``prepare(packed, request)``, which does so ahead of layers
     that are compiled. One that serves some requests only by building score matrices may have ``last_resort(request)``,
@@ -130,6 +133,8 @@ def request_of(
         raise LayoutError(f"window counts visible keys, the query's own included, so it is at least 1, got {window}")
     if softcap is not None and softcap <= 0:
         raise LayoutError(f"softcap must be positive (None for none), got {softcap}")
+    if packed.parents is not None and not causal:
+        raise LayoutError("segments that continue others need causal attention: what they continue must not see them")
     if not 0 <= dropout < 1:
         raise LayoutError(f"dropout is a probability below 1, got {dropout}")
     tensors = [x for x in (q, k, v, sinks, alibi_slopes) if x is not None]
@@ -153,6 +158,7 @@ def request_of(
         dropout=dropout,
         scale=head_dim**-0.5 if scale is None else float(scale),
         compiling=torch.compiler.is_compiling(),
+        parents=packed.parents is not None,
     )
 
 
@@ -165,6 +171,7 @@ def describe(request: AttentionRequest) -> str:
         request.sinks and "sinks",
         request.alibi and "ALiBi",
         request.dropout > 0 and f"dropout {request.dropout:g}",
+        request.parents and "shared prefixes",
     ]
     return (
         f"{request.heads} heads ({request.kv_heads} of keys) of {request.head_dim} ({request.value_dim} of values), "

@@ -8,6 +8,8 @@ follows the sum of squared lengths. Within a batch there are these ways:
     softcap, sinks, ALiBi, no fused kernel    -> score matrices, a block of queries at a time, again in the backward
     float32 on a GPU, unless TF32 is allowed  -> the same
 
+Segments that continue others (shared prefixes) run as the documents that they make, :mod:`.forest`.
+
 The first two rely on torch's fused kernels and the others compute a bounded number of scores at a time, so memory grows
 with the length of a document and not with its square.
 """
@@ -23,6 +25,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from torch_backend.ops.attention.forest import over_documents
 from torch_backend.ops.attention.reference import scores_attention
 from torch_backend.ops.attention.request import AttentionRequest
 from torch_backend.ops.document_batches import FINE, OWN, map_documents
@@ -42,6 +45,7 @@ _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 class Sdpa:
     host_lengths = True
     fixed_shapes = False
+    parents = True
 
     def supports(self, request: AttentionRequest) -> str | None:
         return None if request.host_lengths else "needs the segment lengths on the host"
@@ -62,6 +66,8 @@ class Sdpa:
         sinks: Tensor | None,
         alibi_slopes: Tensor | None,
     ) -> Tensor:
+        if packed.parents is not None:
+            return over_documents(self, q, k, v, packed, request, sinks=sinks, alibi_slopes=alibi_slopes)
         if _has_no_kernel(request):
             run = partial(_scored, request=request, sinks=sinks, alibi_slopes=alibi_slopes)
         elif request.window is not None:
