@@ -94,6 +94,8 @@ class PackedMetadata:
         if entries is not None and entries > len(lengths):
             boundaries = torch.cat([boundaries, boundaries.new_full((entries - len(lengths),), tokens)])
         above = None if parents is None else tuple(check_parents(parents, len(lengths)).tolist())
+        if above is not None and max(above) < 0:
+            above = None
         return cls(to_device(boundaries.int(), device), max_seqlen or longest, tokens, lengths, above)
 
     def to(self, device: torch.device | str) -> PackedMetadata:

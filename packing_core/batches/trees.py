@@ -29,6 +29,8 @@ from packing_core.storage.ragged import Ragged
 from packing_core.storage.segment_indexing import Array, Int64, gaps, indexes
 
 SHORTEST = 16
+# What "auto" shares: beginnings of so many tokens, in batches that lose such a part of their tokens by it.
+LONG, LEAST_SAVED = 64, 0.1
 _REFUSED = {"overflow": 'pass overflow="error" or "repeat"', "max_segments": "it counts documents, not trees"}
 
 

@@ -12,13 +12,13 @@ from typing import Any, Literal
 from torch import nn
 
 from packing_core import PackedBatch, pack_tree
+from packing_core.batches.trees import LEAST_SAVED, LONG, SHORTEST
 from packing_core.errors import PackingError, UnsupportedError, UnsupportedModelError
 from packing_core.storage.ragged import Ragged
 
 logger = logging.getLogger(__name__)
 
 Sharing = bool | Literal["auto"]
-SHORTEST, LEAST_SAVED = 64, 0.1  # of "auto": the shortest beginning that is shared, and the least share of tokens
 
 
 def sharing(share_prefix: Any, model: Any, masking: Any) -> Sharing:
@@ -49,9 +49,9 @@ def pack_shared(documents: Ragged, capacity: int, share_prefix: Sharing, **optio
     Every batch has parents, so that batches of one run have one form.
     """
     options = {"overflow": "repeat", **options}
+    packed = pack_tree(documents, capacity, shortest=SHORTEST if share_prefix is True else LONG, **options)
     if share_prefix is True:
-        return pack_tree(documents, capacity, **options)
-    packed = pack_tree(documents, capacity, shortest=SHORTEST, **options)
+        return packed
     whole = int(documents.lengths.sum())
     if packed.n_tokens > (1 - LEAST_SAVED) * whole:
         return pack_tree(documents, capacity, shortest=whole, **options)  # longer than any beginning

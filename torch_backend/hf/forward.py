@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from packing_core.errors import UnsupportedModelError
 from torch_backend.hf.document_rows import DocumentRows
+from torch_backend.hf.shared_rows import SharedRow
 from torch_backend.ops.attention import AttentionRequest
 from torch_backend.ops.document_batches import FINE, PerBatch, per_document
 from torch_backend.ops.scan import TRITON, ScanChoice
@@ -90,6 +91,7 @@ class PackedForward(BlockMask):
         numbers: of each document's segments, in source order; None if the batch does not say.
         waiting: arguments of the model that wait for its inner model, while the head gets rows of documents.
         encoded: the last hidden states [B, S, D], for a pooler that gets the first token of each row alone.
+        shared_row: the documents of the row whose common beginnings the layers compute once; None without.
         share: of the step's targets that are in this batch, None where it was not asked for.
     """
 
@@ -106,6 +108,7 @@ class PackedForward(BlockMask):
         self.numbers = numbers
         self.waiting: dict[str, Any] = {}
         self.share: Tensor | None = None
+        self.shared_row: SharedRow | None = None
         self.encoded: Tensor | None = None
         self.implementation = implementation
         self.sizes = sizes

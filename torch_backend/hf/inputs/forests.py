@@ -42,7 +42,7 @@ def why_no_forest(anatomy: Anatomy) -> str | None:
 def check_forest(
     anatomy: Anatomy, kwargs: Mapping[str, Any], packed: PackedMetadata, guard: Guard, *, compiled: bool, wait: bool
 ) -> None:
-    """Refuse a batch with shared prefixes that would not be exact.
+    """Refuse a batch with parents that would not be exact.
 
     Args:
         anatomy: of the model that is called.
@@ -56,9 +56,58 @@ def check_forest(
         LayoutError: positions do not count on from the end of what a segment continues.
     """
     root = anatomy.root
-    if (reason := why_no_forest(anatomy) or _why_not_this_batch(root, kwargs, compiled)) is not None:
+    _refuse(root, why_not_now(anatomy) or _why_not_these(root, kwargs))
+    if compiled:
+        _refuse(root, "its layers are compiled (pass compile=False)")
+    if kwargs.get("shift_labels") is not None:
+        _refuse(root, "the batch came with shift_labels, which have one place for all that follows a prefix")
+    if kwargs.get("labels") is not None and not getattr(getattr(root, "loss_function", None), TAKES_PARENTS, False):
+        _refuse(
+            root,
+            "its own loss predicts every token from the one before it in the row: compute the loss by "
+            "crosspack.make_train_step, causal_lm_loss or token_logprobs, or call the model without labels",
+        )
+    _check_positions(kwargs.get("position_ids"), packed, guard, wait=wait)
+
+
+def check_shared_row(
+    anatomy: Anatomy, kwargs: Mapping[str, Any], packed: PackedMetadata, guard: Guard, *, wait: bool
+) -> None:
+    """Refuse a row of whole documents, of which the decoder computes each beginning once, if that would not be exact.
+
+    Args, Raises: as :func:`check_forest`; ``packed`` are the whole documents.
+    """
+    _refuse(anatomy.root, why_not_now(anatomy) or _why_not_these(anatomy.root, kwargs))
+    _check_positions(kwargs.get("position_ids"), packed, guard, wait=wait)
+
+
+def why_not_now(anatomy: Anatomy) -> str | None:
+    """Explains why a model cannot run shared prefixes as it is set up now; None if it can."""
+    if (reason := why_no_forest(anatomy)) is not None:
+        return reason
+    if (dropout := find_dropout(anatomy.root)) is not None:
+        return f"{dropout} is on, and documents that share a prefix would share its mask"
+    return None
+
+
+def _refuse(root: Any, reason: str | None) -> None:
+    if reason is not None:
         raise UnsupportedModelError(f"{type(root).__name__} cannot run shared prefixes: {reason}; {WAY_OUT}")
+
+
+def _why_not_these(root: Any, kwargs: Mapping[str, Any]) -> str | None:
+    if asks_for_router_loss(root, kwargs):
+        return "its router's auxiliary loss would count a shared token once"
+    tensors = sorted(name for name, x in kwargs.items() if isinstance(x, Tensor) and name not in HARMLESS)
+    if tensors:
+        return f"the batch came with {tensors[0]}"
     positions = kwargs.get("position_ids")
+    if isinstance(positions, Tensor) and positions.ndim != 2:
+        return "the batch came with positions on several axes"
+    return None
+
+
+def _check_positions(positions: Any, packed: PackedMetadata, guard: Guard, *, wait: bool) -> None:
     if positions is None:
         return
 
@@ -72,29 +121,6 @@ def check_forest(
         return to_device(positions, packed.device).flatten() != packed.position_ids
 
     guard.check("position_ids of shared prefixes", find, error, wait=wait)
-
-
-def _why_not_this_batch(root: Any, kwargs: Mapping[str, Any], compiled: bool) -> str | None:
-    if compiled:
-        return "its layers are compiled (pass compile=False)"
-    if asks_for_router_loss(root, kwargs):
-        return "its router's auxiliary loss would count a shared token once"
-    tensors = sorted(name for name, x in kwargs.items() if isinstance(x, Tensor) and name not in HARMLESS)
-    if tensors:
-        return f"the batch came with {tensors[0]}"
-    positions = kwargs.get("position_ids")
-    if isinstance(positions, Tensor) and positions.ndim != 2:
-        return "the batch came with positions on several axes"
-    if (dropout := find_dropout(root)) is not None:
-        return f"{dropout} is on, and documents that share a prefix would share its mask"
-    if kwargs.get("shift_labels") is not None:
-        return "the batch came with shift_labels, which have one place for all that follows a prefix"
-    if kwargs.get("labels") is not None and not getattr(getattr(root, "loss_function", None), TAKES_PARENTS, False):
-        return (
-            "its own loss predicts every token from the one before it in the row: compute the loss by "
-            "crosspack.make_train_step, causal_lm_loss or token_logprobs, or call the model without labels"
-        )
-    return None
 
 
 def find_dropout(root: nn.Module) -> str | None:
