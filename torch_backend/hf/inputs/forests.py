@@ -28,8 +28,6 @@ def why_no_forest(anatomy: Anatomy) -> str | None:
         return "its head is not that of a language model"
     if anatomy.route == "documents":
         return f"it runs on batches of documents ({anatomy.why})"
-    if anatomy.mixers:
-        return f"{next(iter(anatomy.mixers))} carries a state along the row, which does not start from a parent's yet"
     if anatomy.rotaries:
         return "its rotary frequencies depend on the length of each document"
     if anatomy.numbering is not None:
