@@ -154,7 +154,8 @@ def _shareable(flat: PackedBatch) -> Int64:
     is_target = np.append(flat.targets.reshape(-1) != IGNORE_INDEX, True)
     places = np.flatnonzero(is_target)
     first = places[np.searchsorted(places, flat.flat_starts)] - flat.flat_starts
-    return np.minimum(first, flat.lengths - 1)
+    most: Int64 = np.minimum(first, flat.lengths - 1)
+    return most
 
 
 def _content(flat: PackedBatch) -> Array:
@@ -232,7 +233,7 @@ def _restricted(tree: _Piece, documents: set[int]) -> _Piece:
 
 def _materialise(flat: PackedBatch, rows: list[list[_Piece]], capacity: int, alignment: int) -> PackedBatch:
     numbers: dict[int, int] = {}  # of pieces among the segments
-    parents, row, source, start, length = [], [], [], [], []
+    parents, row, source, start, length = (list[int]() for _ in range(5))
     for number, trees in enumerate(rows):
         for piece, parent in (pair for tree in trees for pair in tree.walk()):
             numbers[id(piece)] = len(parents)
@@ -248,9 +249,7 @@ def _materialise(flat: PackedBatch, rows: list[list[_Piece]], capacity: int, ali
     places = indexes(at, length_)
     padding = indexes(*gaps(at, length_, size))
 
-    def moved(array: Array | None, fill: int) -> Array | None:
-        if array is None:
-            return None
+    def moved(array: Array, fill: int) -> Array:
         out = np.empty(size, array.dtype)
         out[places] = array.reshape(-1)[taken]
         out[padding] = fill
@@ -262,8 +261,8 @@ def _materialise(flat: PackedBatch, rows: list[list[_Piece]], capacity: int, ali
         rows=row_,
         sources=source_,
         starts=start_,
-        labels=moved(flat.labels, IGNORE_INDEX),
-        loss_mask=moved(flat.loss_mask, 0),
+        labels=None if flat.labels is None else moved(flat.labels, IGNORE_INDEX),
+        loss_mask=None if flat.loss_mask is None else moved(flat.loss_mask, 0),
         columns={name: moved(array, 0) for name, array in flat.columns.items()},
         alignment=alignment,
         pad_id=flat.pad_id,

@@ -114,8 +114,8 @@ def enable_packing(
     else:
         if share_prefix is True:
             raise UnsupportedError(
-                f"{type(trainer).__name__} shares no prefixes: TRL's DPO, KTO, GRPO and RLOO trainers do; elsewhere use "
-                "PackedCollator(model, share_prefix=True) and make_train_step"
+                f"{type(trainer).__name__} shares no prefixes: TRL's DPO, KTO, GRPO and RLOO trainers do; elsewhere "
+                "use PackedCollator(model, share_prefix=True) and make_train_step"
             )
         plan = inspect(any_trainer, capacity=capacity, overflow=overflow)
         patch(any_trainer.model, implementation=implementation, verify=verify)

@@ -8,7 +8,18 @@ from importlib import import_module
 
 from tests.conformance.mutants.base import MUTANTS
 
-for _name in ("attention", "operations", "scans", "reductions", "collator", "model", "trainer", "larger", "combined"):
+for _name in (
+    "attention",
+    "operations",
+    "scans",
+    "reductions",
+    "collator",
+    "model",
+    "trainer",
+    "trees",
+    "larger",
+    "combined",
+):
     import_module(f"{__name__}.{_name}")  # fills MUTANTS
 
 globals().update(MUTANTS)

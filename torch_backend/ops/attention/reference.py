@@ -5,6 +5,8 @@ It serves every option on every device, at the cost of a Python loop over docume
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -85,7 +87,12 @@ class ReferenceAttention:
             keys, values = (torch.cat([part[s] for s in path]) for part in parts[1:])
             queries = parts[0][segment]
             first = len(keys) - len(queries)
-            options = {"request": request, "sinks": sinks, "alibi_slopes": alibi_slopes, "first_query": first}
+            options: dict[str, Any] = {
+                "request": request,
+                "sinks": sinks,
+                "alibi_slopes": alibi_slopes,
+                "first_query": first,
+            }
             return scores_attention(queries, keys, values, **options)
 
         return torch.cat([attend(segment) for segment in range(len(parts[0]))])
