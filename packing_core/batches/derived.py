@@ -100,6 +100,13 @@ class DerivedBatch(StoredBatch):
         return read_only(before.reshape(self.input_ids.shape))
 
     @property
+    def parent_ids(self) -> Int32:
+        """int32 [R, capacity]: the segment id of what each token's segment continues, per row; 0 for none."""
+        if self.parents is None:
+            return read_only(np.zeros(self.input_ids.shape, np.int32))
+        return self._spread(np.where(self.parents < 0, 0, self._number_in_row[self.parents] + 1), 0)
+
+    @property
     def loss_weights(self) -> Float32:
         """float32 [R, capacity]: the weight of each target, 0 where ``targets`` is -100; see ``weighting``."""
         trained = self.targets != IGNORE_INDEX
