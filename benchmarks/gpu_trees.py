@@ -180,7 +180,7 @@ def measure(name: str, case: Case, updates: int) -> Iterator[Result]:
 
 
 def verdict(case: str, results: Sequence[Result]) -> list[str]:
-    """How shared prefixes compare with every other contender, and whether their losses agree."""
+    """Compares shared prefixes with every other contender; says where their losses do not agree."""
     figures = {(r.contender, r.unit): r.value for r in results if r.case == case and r.value is not None}
     lines = []
     for other in ("unshared", "stock, sdpa, padded"):

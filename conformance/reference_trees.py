@@ -82,7 +82,7 @@ class TreeMethods(Backend):
         return positions
 
     def pairs(self, tree: Tree) -> tuple[Array, Array]:
-        """Which token predicts, and the label that it predicts."""
+        """Returns the tokens that predict, and the label that each predicts."""
         trained = np.flatnonzero((tree.labels != -100) & (tree.parents >= 0))
         return tree.parents[trained], tree.labels[trained]
 

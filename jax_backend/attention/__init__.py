@@ -125,8 +125,8 @@ def segment_attention(
     segments = _segments(q, k, segment_ids, kv_segment_ids, q_offset, max_segments)
     seen = None
     if parents is not None:
-        _refuse_with_parents(segment_ids, kv_segment_ids, causal, mesh or sharding_of(q, k, v), implementation)
-        seen, valid = seen_keys(segments, segment_ids, parents, window=window)
+        ids = _ids_with_parents(segment_ids, kv_segment_ids, causal, mesh or sharding_of(q, k, v), implementation)
+        seen, valid = seen_keys(segments, ids, parents, window=window)
         segments, implementation = replace(segments, valid=valid), "xla"
     request = request_for(
         q,
@@ -174,20 +174,27 @@ def segment_attention(
     return (out, lse) if return_lse else out
 
 
-def _refuse_with_parents(
-    segment_ids: Any, kv_segment_ids: Any, causal: bool, sharding: Any, implementation: str | None
-) -> None:
-    """Raise for what attention cannot combine with segments that continue others."""
+def _ids_with_parents(
+    segment_ids: jax.Array | Segments, kv_segment_ids: Any, causal: bool, sharding: Any, implementation: str | None
+) -> jax.Array:
+    """Returns the segment ids; raises for what attention cannot combine with segments that continue others.
+
+    Raises:
+        UnsupportedError: names the option.
+    """
+    what = "segment_attention with parents (shared prefixes)"
+    if isinstance(segment_ids, Segments):
+        raise UnsupportedError(f"{what}: segment ids are needed: pass them in place of a Segments")
     reasons = (
         (implementation not in (None, "xla"), f"{implementation} has none: pass implementation='xla', or None"),
         (not causal, "attention must be causal: a segment that others continue must not see them"),
         (kv_segment_ids is not None, "keys must be the queries' own tokens: leave kv_segment_ids out"),
-        (isinstance(segment_ids, Segments), "segment ids are needed: pass them in place of a Segments"),
         (sharding is not None, "inputs must lie on one device: leave mesh out"),
     )
     for refused, reason in reasons:
         if refused:
-            raise UnsupportedError(f"segment_attention with parents (shared prefixes): {reason}")
+            raise UnsupportedError(f"{what}: {reason}")
+    return segment_ids
 
 
 def merge_attention(

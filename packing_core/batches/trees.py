@@ -170,7 +170,7 @@ def _content(flat: PackedBatch) -> Array:
 
 
 def _agreeing(one: Array, other: Array) -> int:
-    """How many first items of two arrays are the same."""
+    """Counts the first items of two arrays that are the same."""
     most = min(len(one), len(other))
     different = one[:most] != other[:most]
     return int(np.argmax(different)) if different.any() else most

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from packing_core.errors import LayoutError, PackingError
 from packing_core.reference.arithmetic import Array, WorkingDtype, operands, plain
 from packing_core.reference.layout import Boundaries, check_shape
-from packing_core.reference.paths import Document, documents
+from packing_core.reference.paths import DocumentPath, documents
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def attention_vjp(
 
 def _documents(
     cu_seqlens: Boundaries, tokens: int, parents: npt.ArrayLike | None, options: _AttentionOptions
-) -> Iterator[Document]:
+) -> Iterator[DocumentPath]:
     if parents is not None and not options.causal:
         raise PackingError("parents need causal attention: a segment that others continue must not see them")
     return documents(cu_seqlens, tokens, parents)

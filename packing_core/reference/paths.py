@@ -20,7 +20,7 @@ Int64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Document:
+class DocumentPath:
     """One path from a root to a leaf.
 
     Attributes:
@@ -32,7 +32,7 @@ class Document:
     own: npt.NDArray[np.bool_]
 
 
-def documents(cu_seqlens: Boundaries, tokens: int, parents: npt.ArrayLike | None = None) -> Iterator[Document]:
+def documents(cu_seqlens: Boundaries, tokens: int, parents: npt.ArrayLike | None = None) -> Iterator[DocumentPath]:
     """Yields the documents of segments, of which each may continue another.
 
     Args:
@@ -45,11 +45,11 @@ def documents(cu_seqlens: Boundaries, tokens: int, parents: npt.ArrayLike | None
     """
     segments = [np.arange(part.start, part.stop) for part in segment_slices(cu_seqlens, tokens)]
     if parents is None:
-        yield from (Document(segment, np.ones(len(segment), np.bool_)) for segment in segments)
+        yield from (DocumentPath(segment, np.ones(len(segment), np.bool_)) for segment in segments)
         return
     above = check_parents(parents, len(segments))
     seen = np.zeros(tokens, np.bool_)
     for leaf in leaves(above).tolist():
         path = np.concatenate([segments[s] for s in lineage(above, leaf)])
-        yield Document(path, ~seen[path])
+        yield DocumentPath(path, ~seen[path])
         seen[path] = True

@@ -23,7 +23,7 @@ from torch_backend.segments import to_device
 
 
 class NextTokens:
-    """Which token predicts which, in one batch.
+    """Pairs each token of one batch with the token that predicts it.
 
     Args:
         batch: of a packed collator; only its host metadata are read.

@@ -46,7 +46,7 @@ class SharesNothing(Mutant, rejected_by="TREE-01"):
 
 
 class PositionsRestart(Mutant, rejected_by="TREE-02"):
-    """What follows a beginning is counted from 0."""
+    """Positions of what follows a beginning count from 0."""
 
     def tree_positions(self, tree):
         positions = super().tree_positions(tree)

@@ -1,4 +1,4 @@
-"""Which calls of a patched model share the common beginnings of their documents, and how many tokens that saved.
+"""Decides which calls of a patched model share the beginnings of their documents, and counts the tokens it saves.
 
 The token ids of a packed row, read from the device once -> :func:`~torch_backend.hf.shared_rows.share_row` -> a
 SharedRow where it is worth it.

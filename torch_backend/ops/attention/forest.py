@@ -26,7 +26,7 @@ from torch_backend.segments import PackedMetadata, host_lengths, to_device
 
 
 @dataclass(frozen=True, eq=False)
-class Documents:
+class WholePaths:
     """The paths to all segments of a forest, one after the other.
 
     Attributes:
@@ -40,12 +40,12 @@ class Documents:
     places: Tensor
 
 
-def documents(packed: PackedMetadata) -> Documents:
+def documents(packed: PackedMetadata) -> WholePaths:
     """The documents of segments with parents, made once per batch."""
     return packed.derived("documents of a forest", _documents)
 
 
-def _documents(packed: PackedMetadata) -> Documents:
+def _documents(packed: PackedMetadata) -> WholePaths:
     lengths, parents = np.array(host_lengths(packed)), np.array(packed.parents)
     starts = np.cumsum(lengths) - lengths
     paths = [lineage(parents, segment) for segment in range(len(parents))]
@@ -55,7 +55,7 @@ def _documents(packed: PackedMetadata) -> Documents:
     places = indexes(np.cumsum(of_path) - lengths, lengths)
     made = PackedMetadata.from_lengths(of_path.tolist(), device=packed.device)
     gather_, places_ = (to_device(torch.from_numpy(x), packed.device) for x in (gather, places))
-    return Documents(made, gather_, places_)
+    return WholePaths(made, gather_, places_)
 
 
 def over_documents(

@@ -391,7 +391,8 @@ def backward_keys(
     base2 = exponent(scale, SOFTCAP, ALIBI)
 
     q_group, do_group = q + group * (GROUP * Q_H), dout + group * (GROUP * DO_H)
-    stats_group, slopes_group = stats + group.to(tl.int64) * tokens * (2 * GROUP), slopes
+    stats_group = stats + group.to(tl.int64) * tokens * (2 * GROUP)
+    slopes_group = stats_group  # any pointer: without ALiBi nothing is read from it
     if ALIBI:
         slopes_group = slopes + group * GROUP
     if FOREST:
