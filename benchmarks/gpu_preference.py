@@ -56,6 +56,7 @@ class Contender:
         sampling: the order of the pairs; by length, little of a padded batch is padding.
         attention: transformers' implementation of the stock model.
         fast: whether the packed model's layers are compiled.
+        share_prefix: whether the packed model computes the prompt of a pair once.
     """
 
     packed: bool
@@ -64,10 +65,12 @@ class Contender:
     sampling: str = "random"
     attention: str = "sdpa"
     fast: bool = True
+    share_prefix: bool = False
 
     @property
     def name(self) -> str:
         packed = "enable_packing" if self.fast else "enable_packing(fast=False)"
+        packed = "enable_packing(share_prefix=True)" if self.share_prefix else packed
         who = packed if self.packed else f"stock, {self.attention}, {self.sampling}"
         return f"{who}, micro-batches of {self.micro}{', checkpointing' if self.checkpointing else ''}"
 
@@ -147,25 +150,33 @@ def build(contender: Contender, make: Any, pairs: Any, folder: str, updates: int
     trainer = Tokenised(
         model(0), model(1), args=arguments, train_dataset=pairs, processing_class=_tokenizer(), callbacks=[clock]
     )
-    return enable_packing(trainer, verify=False, fast=contender.fast) if contender.packed else trainer
+    if not contender.packed:
+        return trainer
+    return enable_packing(trainer, verify=False, fast=contender.fast, share_prefix=contender.share_prefix)
 
 
-def measure(contender: Contender, shape: str, updates: int) -> Iterator[Result]:
+def measure(
+    contender: Contender, shape: str, updates: int, *, section: str = SECTION, pairs: list[dict[str, Any]] | None = None
+) -> Iterator[Result]:
+    """Times a run of one contender, on ``pairs`` in place of its own if they are given."""
     from datasets import Dataset
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):
-        began = warm = ended = 0.0
+        began = first = warm = ended = 0.0
 
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             self.began = time.perf_counter()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 1:
+                synchronize()
+                self.first = time.perf_counter()
             if state.global_step in (WARM_UP, WARM_UP + updates):
                 synchronize()
                 self.warm, self.ended = self.ended, time.perf_counter()
 
-    clock, pairs = Clock(), preference_pairs(PAIRS_PER_UPDATE * (WARM_UP + updates))
+    clock, pairs = Clock(), pairs or preference_pairs(PAIRS_PER_UPDATE * (WARM_UP + updates))
     if not TOY:
         torch.cuda.reset_peak_memory_stats()
     try:
@@ -178,11 +189,12 @@ def measure(contender: Contender, shape: str, updates: int) -> Iterator[Result]:
             del trainer
     except Exception as failure:  # a contender that fails is a line in the table
         reason = str(failure).strip().splitlines()[0][:120] if str(failure) else ""
-        yield Result(SECTION, shape, contender.name, None, "pairs/s", f"{type(failure).__name__}: {reason}")
+        yield Result(section, shape, contender.name, None, "pairs/s", f"{type(failure).__name__}: {reason}")
         return
-    yield Result(SECTION, shape, contender.name, PAIRS_PER_UPDATE * updates / (clock.ended - clock.warm), "pairs/s")
-    yield Result(SECTION, shape, contender.name, _peak(), "GiB at most")
-    yield Result(SECTION, shape, contender.name, float(loss), "mean loss")
+    yield Result(section, shape, contender.name, PAIRS_PER_UPDATE * updates / (clock.ended - clock.warm), "pairs/s")
+    yield Result(section, shape, contender.name, _peak(), "GiB at most")
+    yield Result(section, shape, contender.name, float(loss), "mean loss")
+    yield Result(section, shape, contender.name, clock.first - clock.began, "s to the first update")
 
 
 def verdict(shape: str, results: Sequence[Result]) -> str:

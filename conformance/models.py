@@ -111,6 +111,29 @@ def check_gradients(
     judge.within((np.array([mean]), found), expected, None, dtype)
 
 
+def check_shared(judge: Judge, documents: Sequence[Document], shared: int) -> None:
+    """Mean loss and weight gradients of documents that share beginnings are those of each document alone.
+
+    Args:
+        shared: tokens that all but one of the documents could do without, at least.
+    """
+    case, dtype = DecoderCase(), judge.dtype
+    mean, found, computed = judge.ask(
+        "shared_gradients", case.decoder(), documents, dtype=dtype, options={"shared_prefixes"}
+    )
+    whole = sum(len(document.input_ids) for document in documents)
+    judge.holds(
+        computed <= whole - shared, f"{computed} of {whole} tokens were computed: a common beginning counts once"
+    )
+    if judge.backend.capabilities.own_model:
+        exact, rounded = (_own_gradients(judge, case, documents, arithmetic) for arithmetic in ("float64", dtype))
+        expected = Expected(exact, rounded)
+    else:
+        expected = oracle.gradients(case, documents, dtype)  # type: ignore[arg-type]
+    answer = np.array([float(mean)]), {name: np.asarray(x, np.float64) for name, x in found.items()}
+    judge.within(answer, expected, None, dtype)
+
+
 def train(
     judge: Judge,
     case: DecoderCase,

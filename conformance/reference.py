@@ -22,6 +22,7 @@ from conformance.draws import round_to
 from conformance.reference_documents import DocumentMethods
 from conformance.reference_experts import ExpertMethods
 from conformance.reference_scans import ScanMethods
+from conformance.reference_trees import TreeMethods
 from packing_core import pack, plan
 from packing_core.protocol import (
     Array,
@@ -42,7 +43,7 @@ def backends() -> Mapping[str, BackendFactory]:
     return {"reference": Reference}
 
 
-class Reference(DocumentMethods, ScanMethods, ExpertMethods):
+class Reference(DocumentMethods, ScanMethods, ExpertMethods, TreeMethods):
     """Every level and every option of the protocol, in dense numpy."""
 
     description = f"numpy {np.__version__}"

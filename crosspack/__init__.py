@@ -142,6 +142,9 @@ if TYPE_CHECKING:
         pack as pack,
     )
     from packing_core import (
+        pack_tree as pack_tree,
+    )
+    from packing_core import (
         plan as plan,
     )
     from packing_core import (
@@ -185,6 +188,9 @@ if TYPE_CHECKING:
     )
     from torch_backend import (
         make_train_step as make_train_step,
+    )
+    from torch_backend import (
+        next_token_pairs as next_token_pairs,
     )
     from torch_backend import (
         next_token_targets as next_token_targets,

@@ -3,6 +3,7 @@
 from packing_core.batches.batch import PackedBatch
 from packing_core.batches.dataset import PackedDataset, pack
 from packing_core.batches.joining import concatenate
+from packing_core.batches.trees import pack_tree
 from packing_core.errors import (
     CapacityError,
     ContaminationError,
@@ -43,6 +44,7 @@ __all__ = [
     "join_states",
     "mix",
     "pack",
+    "pack_tree",
     "plan",
     "stream",
 ]

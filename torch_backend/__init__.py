@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch_backend.collate.loading import PackedRows, StreamedRows
     from torch_backend.hf.explaining import explain
     from torch_backend.losses.cross_entropy import next_token_targets, normalise, packed_cross_entropy
+    from torch_backend.losses.next_tokens import next_token_pairs
     from torch_backend.losses.token_logprobs import TokenLogprobs, token_logprobs
     from torch_backend.ops.attention import attention
     from torch_backend.ops.reduction import reduce, spread
@@ -36,6 +37,7 @@ _HOME: dict[str, str] = {
     "enable_packing": "torch_backend.trainers.enable_packing",
     "explain": "torch_backend.hf.explaining",
     "make_train_step": "torch_backend.steps.train_step",
+    "next_token_pairs": "torch_backend.losses.next_tokens",
     "next_token_targets": "torch_backend.losses.cross_entropy",
     "normalise": "torch_backend.losses.cross_entropy",
     "pack_dataset": "torch_backend.trainers.hf_dataset",
@@ -62,6 +64,7 @@ __all__ = [
     "enable_packing",
     "explain",
     "make_train_step",
+    "next_token_pairs",
     "next_token_targets",
     "normalise",
     "pack_dataset",

@@ -14,10 +14,12 @@ from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from packing_core.errors import LayoutError, UnsupportedError
+from packing_core.storage.forest import check_parents, offsets
 
 Value = TypeVar("Value")
 
@@ -36,6 +38,8 @@ class PackedMetadata:
         lengths: the segments' lengths on the host, all positive, or None where only the device knows them.
         keys: the segments of the keys, where attention has more keys than queries: the queries of a segment are the
             last tokens of the key segment of the same number. None where the keys are the queries' own.
+        parents: the segment that each one continues, -1 for none, on the host; None if no segment continues another.
+            Only what says so can run such forests, so whatever reads segments asks for it or refuses.
 
     A plain class on purpose: wrappers of modules walk through dataclasses among the arguments and rebuild them, and
     every layer would then hold a copy of its own.
@@ -47,6 +51,7 @@ class PackedMetadata:
         max_seqlen: int,
         tokens: int,
         lengths: tuple[int, ...] | None = None,
+        parents: tuple[int, ...] | None = None,
         *,
         keys: PackedMetadata | None = None,
     ) -> None:
@@ -55,6 +60,7 @@ class PackedMetadata:
         self.tokens = tokens
         self.lengths = lengths
         self.keys = keys
+        self.parents = parents
         self._derived: dict[Hashable, Any] = {}
 
     @classmethod
@@ -65,6 +71,7 @@ class PackedMetadata:
         device: torch.device | str = "cpu",
         entries: int | None = None,
         max_seqlen: int | None = None,
+        parents: Sequence[int] | None = None,
     ) -> PackedMetadata:
         """Metadata of consecutive segments, with one host-to-device copy.
 
@@ -73,9 +80,11 @@ class PackedMetadata:
             device: where ``cu_seqlens`` goes.
             entries: pad ``cu_seqlens`` to this many segments (repeating its end).
             max_seqlen: rounded-up length of the longest segment.
+            parents: the segment that each one continues, -1 for none; None if no segment continues another.
 
         Raises:
-            LayoutError: no segments, a length below 1, or more segments or longer ones than the roundings allow.
+            LayoutError: no segments, a length below 1, more segments or longer ones than the roundings allow, or
+                parents that make no forest.
         """
         lengths = tuple(int(n) for n in lengths)
         if not lengths or min(lengths) < 1:
@@ -89,7 +98,10 @@ class PackedMetadata:
         tokens = sum(lengths)
         if entries is not None and entries > len(lengths):
             boundaries = torch.cat([boundaries, boundaries.new_full((entries - len(lengths),), tokens)])
-        return cls(to_device(boundaries.int(), device), max_seqlen or longest, tokens, lengths)
+        above = None if parents is None else tuple(check_parents(parents, len(lengths)).tolist())
+        if above is not None and max(above) < 0:
+            above = None
+        return cls(to_device(boundaries.int(), device), max_seqlen or longest, tokens, lengths, above)
 
     @classmethod
     def of_last_tokens(
@@ -118,8 +130,9 @@ class PackedMetadata:
         """The same segments on another device; itself where they are on it already."""
         if torch.device(device) == self.device:
             return self
+        boundaries = to_device(self.cu_seqlens, device)
         keys = None if self.keys is None else self.keys.to(device)
-        return PackedMetadata(to_device(self.cu_seqlens, device), self.max_seqlen, self.tokens, self.lengths, keys=keys)
+        return PackedMetadata(boundaries, self.max_seqlen, self.tokens, self.lengths, self.parents, keys=keys)
 
     @property
     def readable(self) -> bool:
@@ -182,7 +195,7 @@ class PackedMetadata:
 
     @property
     def position_ids(self) -> Tensor:
-        """int64 [T]: the position of each token within its segment."""
+        """int64 [T]: the position of each token within its segment, or counted on from the end of its parent."""
         return self.derived("position_ids", _position_ids)
 
     def derived(self, key: Hashable, make: Callable[[PackedMetadata], Value]) -> Value:
@@ -237,12 +250,23 @@ def pieces(lengths: Tensor, size: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
     return segment, (index - (ends - counts)[segment]) * size, index < ends[-1]
 
 
+def refuse_parents(packed: PackedMetadata, what: str) -> None:
+    """Raise if segments continue others: ``what`` would begin each of them anew.
+
+    Raises:
+        UnsupportedError
+    """
+    if packed.parents is not None:
+        raise UnsupportedError(f"{what} cannot run shared prefixes: pack without them (share_prefix=False)")
+
+
 def refined(packed: PackedMetadata, chunk: int) -> PackedMetadata:
     """The same tokens with every segment cut into pieces of ``chunk``, for attention that sees its own chunk only.
 
     Raises:
         UnsupportedError: see :func:`host_lengths`.
     """
+    refuse_parents(packed, "attention that sees its own chunk only")
     lengths = host_lengths(packed)
 
     def cut(_: PackedMetadata) -> PackedMetadata:
@@ -281,4 +305,8 @@ def _seq_idx(packed: PackedMetadata) -> Tensor:
 
 def _position_ids(packed: PackedMetadata) -> Tensor:
     starts = packed.cu_seqlens.index_select(0, packed.seq_idx)
-    return torch.arange(packed.tokens, device=packed.device) - starts
+    positions = torch.arange(packed.tokens, device=packed.device) - starts
+    if packed.parents is None:
+        return positions
+    before = offsets(np.array(packed.parents), np.array(host_lengths(packed)))
+    return positions + to_device(torch.from_numpy(before), packed.device).index_select(0, packed.seq_idx)

@@ -9,6 +9,7 @@ Data flows ``segment_attention`` -> checks -> ``Request`` -> ``choose`` -> one i
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from types import ModuleType
@@ -18,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
+from jax_backend.attention.forest import seen_keys
 from jax_backend.attention.request import FORWARD_MODE, Request, check_arrays, check_options, checked_sinks
 from jax_backend.attention.sharding import left_to_compiler, platform_of, sharding_of, spread
 from jax_backend.differentiation import reverse_mode
@@ -58,6 +60,7 @@ def segment_attention(
     max_segments: int | None = None,
     mesh: Mesh | NamedSharding | None = None,
     return_lse: bool = False,
+    parents: jax.Array | None = None,
     implementation: str | None = None,
 ) -> Any:
     """Softmax attention of packed rows in which no segment sees another.
@@ -91,6 +94,9 @@ def segment_attention(
             q, which may split rows and heads.
         return_lse: also return the natural log of each softmax's sum over visible keys (sinks left out), float32 [B, S,
             N], -inf for a query that sees nothing. It is differentiable.
+        parents: integer [B, S], at each token the id of the segment that its segment continues, 0 for none
+            (``PackedBatch.parent_ids``): a query then also sees the segments on its path, and windows count along it.
+            By ``xla`` alone, in causal attention over the queries' own tokens, on one device.
         implementation: one of ``IMPLEMENTATIONS``, or None for the first of ``ORDER`` that can serve. A named one that
             cannot serve raises.
 
@@ -117,6 +123,11 @@ def segment_attention(
         max_segments=max_segments,
     )
     segments = _segments(q, k, segment_ids, kv_segment_ids, q_offset, max_segments)
+    seen = None
+    if parents is not None:
+        ids = _ids_with_parents(segment_ids, kv_segment_ids, causal, mesh or sharding_of(q, k, v), implementation)
+        seen, valid = seen_keys(segments, ids, parents, window=window)
+        segments, implementation = replace(segments, valid=valid), "xla"
     request = request_for(
         q,
         k,
@@ -145,7 +156,8 @@ def segment_attention(
         if module.__name__ != IMPLEMENTATIONS["xla"]:
             name = module.__name__.rpartition(".")[2]
             refuse_varying(f"segment_attention(implementation={name!r})", q, k, v)
-        attend: Callable[..., Any] = partial(module.attend, request=request)
+        given = {} if seen is None else {"seen": seen}
+        attend: Callable[..., Any] = partial(module.attend, request=request, **given)
     else:
         attend = spread(sharding, request, run=lambda local: choose(local, implementation).attend)
     if implementation != "xla":
@@ -160,6 +172,29 @@ def segment_attention(
         out = out * poison[..., None].astype(out.dtype)
         lse = None if lse is None else lse * poison
     return (out, lse) if return_lse else out
+
+
+def _ids_with_parents(
+    segment_ids: jax.Array | Segments, kv_segment_ids: Any, causal: bool, sharding: Any, implementation: str | None
+) -> jax.Array:
+    """Returns the segment ids; raises for what attention cannot combine with segments that continue others.
+
+    Raises:
+        UnsupportedError: names the option.
+    """
+    what = "segment_attention with parents (shared prefixes)"
+    if isinstance(segment_ids, Segments):
+        raise UnsupportedError(f"{what}: segment ids are needed: pass them in place of a Segments")
+    reasons = (
+        (implementation not in (None, "xla"), f"{implementation} has none: pass implementation='xla', or None"),
+        (not causal, "attention must be causal: a segment that others continue must not see them"),
+        (kv_segment_ids is not None, "keys must be the queries' own tokens: leave kv_segment_ids out"),
+        (sharding is not None, "inputs must lie on one device: leave mesh out"),
+    )
+    for refused, reason in reasons:
+        if refused:
+            raise UnsupportedError(f"{what}: {reason}")
+    return segment_ids
 
 
 def merge_attention(

@@ -17,18 +17,28 @@ def supports(request: Request) -> str | None:
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, q_offset: jax.Array, request: Request
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Segments,
+    q_offset: jax.Array,
+    request: Request,
+    seen: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention [B, S, N, E] in q's dtype, and the log of each softmax's sum, float32 [B, S, N]."""
+    """Attention [B, S, N, E] in q's dtype, and the log of each softmax's sum, float32 [B, S, N].
+
+    ``seen``, bool [B, S, T], says which keys a query sees in place of the segments.
+    """
     rows, queries, heads, width = q.shape
     grouped = q.reshape(rows, queries, request.kv_heads, request.group, width)
     logits = einsum("bskgd,btkd->bkgst", grouped, k) * request.scale
     if request.softcap is not None:
         logits = request.softcap * jnp.tanh(logits / request.softcap)
-    begin, end = visible_keys(segments, causal=request.causal, window=request.window, q_offset=q_offset)
-    key = jnp.arange(request.keys, dtype=jnp.int32)
-    visible = (begin[..., None] <= key) & (key < end[..., None])
-    logits = jnp.where(visible[:, None, None], logits, -jnp.inf)
+    if seen is None:
+        begin, end = visible_keys(segments, causal=request.causal, window=request.window, q_offset=q_offset)
+        key = jnp.arange(request.keys, dtype=jnp.int32)
+        seen = (begin[..., None] <= key) & (key < end[..., None])
+    logits = jnp.where(seen[:, None, None], logits, -jnp.inf)
 
     # A query that sees nothing has largest -inf and total 0: both are replaced before they reach an exp, a log or a
     # division.

@@ -43,6 +43,9 @@ class PackedBatch(DerivedBatch):
         per_document: the user's values per document, [S, ...] each: those of the document of each segment.
         alignment: every segment starts at a multiple of it within its row.
         pad_id: the token that fills padding.
+        parents: int64 [S], the segment that each one continues, -1 for none: a row is then a forest, and a document
+            the path from a root to a leaf. ``sources`` of a leaf is its document, of any other segment one of those
+            that share it. A parent stands before its children and in their row. None if no segment continues another.
         weighting: ``"token"``: every target weighs 1. ``"document"``: the targets of one document in this batch weigh
             1 together.
 
@@ -103,13 +106,13 @@ class PackedBatch(DerivedBatch):
 
     @property
     def document_ids(self) -> Int32:
-        """int32 [R, capacity]: the place of each token's document in ``documents``; -1 in padding."""
+        """int32 [R, capacity]: the place of each token's document in ``documents``; -1 in padding and shared tokens."""
         return read_only(by_document.document_ids(self))
 
     @property
     def document_positions(self) -> Int32:
         """int32 [R, capacity]: the place of each token in its document, whether that was split or not; 0 in padding."""
-        return read_only(self.position_ids + self._spread(self.starts, 0))
+        return read_only(self.position_ids + self._spread(self.starts - self.offsets, 0))
 
     def reduce(self, values: Any, how: by_document.Reduction, *, where: Any = None) -> Array:
         """One value per document of this batch, from one per token.
@@ -140,6 +143,8 @@ class PackedBatch(DerivedBatch):
 
     def spread(self, values: Any) -> Array:
         """[R, capacity, ...] in the dtype of ``values`` [documents, ...]: each document's at its tokens, 0 in padding.
+
+        Tokens that several documents share get 0.
 
         Raises:
             LayoutError: there is not one value per document, or the batch holds the same tokens of a document twice.

@@ -41,6 +41,11 @@ def to_dict(batch: DerivedBatch, convention: str) -> dict[str, Any]:
     """
     if not isinstance(convention, str) or convention not in CONVENTIONS:
         raise UnsupportedError(f"there is no convention {convention!r}: pass one of {', '.join(CONVENTIONS)}")
+    if batch.parents is not None:
+        raise UnsupportedError(
+            f'the convention "{convention}" has no place for parents, and segments of this batch continue others: pack '
+            "without shared prefixes (pack), or let PackedCollator(model, share_prefix=True) build the batch"
+        )
     if batch.weighting != "token" and convention != "grain":
         raise UnsupportedError(
             f'the convention "{convention}" has no place for weights and this batch has weighting="{batch.weighting}": '

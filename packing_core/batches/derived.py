@@ -33,10 +33,10 @@ class DerivedBatch(StoredBatch):
 
         They restart at every segment, also where a segment is a later piece of a split document: the attention of a
         segment does not see the pieces before it, so nothing but its own start is there to count from. The position
-        within the document is ``starts`` of the segment more.
+        within the document is ``starts`` of the segment more. A segment with a parent counts on from the parent's end.
         """
-        positions = ramps(self.flat_starts, self.lengths, self.input_ids.size)
-        return read_only(positions.reshape(self.input_ids.shape))
+        positions = ramps(self.flat_starts, self.lengths, self.input_ids.size).reshape(self.input_ids.shape)
+        return read_only(positions if self.parents is None else positions + self._spread(self.offsets, 0))
 
     @property
     def seq_idx(self) -> Int32:
@@ -70,15 +70,41 @@ class DerivedBatch(StoredBatch):
         They are unshifted: the target at token t is token t, which the model predicts from token t - 1. No token
         predicts the first one of a segment, so a loss that shifts over the whole row (as Hugging Face models do) never
         crosses a boundary. The dtype is that of the labels, or the signed one that holds every input id.
+
+        The first token of a segment with a parent keeps its target: ``predictors`` says which token predicts it, and a
+        loss that shifts over the row would be wrong.
         """
         given = self.input_ids if self.labels is None else self.labels
         targets = given.astype(_signed(given.dtype))
         flat = targets.reshape(-1)
-        flat[self.flat_starts] = IGNORE_INDEX
+        flat[self.flat_starts if self.parents is None else self.flat_starts[self.parents < 0]] = IGNORE_INDEX
         flat[self._padding] = IGNORE_INDEX
         if self.loss_mask is not None:
             np.copyto(targets, IGNORE_INDEX, where=~self.loss_mask)
         return read_only(targets)
+
+    @property
+    def predictors(self) -> Int64:
+        """int64 [R, capacity]: the flat place of the token that predicts each one; -1 where none does.
+
+        It is the token before, and at the first token of a segment the last one of its parent, so one place may predict
+        several tokens.
+        """
+        before = np.arange(-1, self.input_ids.size - 1)
+        before[self._padding] = -1
+        before[self.flat_starts] = -1
+        if self.parents is not None:
+            child = np.flatnonzero(self.parents >= 0)
+            above = self.parents[child]
+            before[self.flat_starts[child]] = self.flat_starts[above] + self.lengths[above] - 1
+        return read_only(before.reshape(self.input_ids.shape))
+
+    @property
+    def parent_ids(self) -> Int32:
+        """int32 [R, capacity]: the segment id of what each token's segment continues, per row; 0 for none."""
+        if self.parents is None:
+            return read_only(np.zeros(self.input_ids.shape, np.int32))
+        return self._spread(np.where(self.parents < 0, 0, self._number_in_row[self.parents] + 1), 0)
 
     @property
     def loss_weights(self) -> Float32:

@@ -16,6 +16,7 @@ from packing_core.batches.derived import DerivedBatch
 from packing_core.errors import LayoutError
 from packing_core.planning.pieces import choice
 from packing_core.storage.arrays import NUMBERS, as_array
+from packing_core.storage.forest import leaves, lineage
 from packing_core.storage.segment_indexing import Array, Int64, copy_runs, indexes
 
 Reduction = Literal["sum", "mean", "last", "first"]
@@ -23,15 +24,17 @@ REDUCTIONS = get_args(Reduction)
 
 
 def segments_by_document(batch: DerivedBatch) -> tuple[Int64, Int64, Int64]:
-    """The segments of each document in reading order.
+    """The segments of each document in reading order; a segment that several documents share is in each of them.
 
     Returns:
-        int64 [D] the documents' ids, rising; int64 [S] segment numbers, those of one document after the other; int64
+        int64 [D] the documents' ids, rising; int64 [>= S] segment numbers, those of one document after the other; int64
         [D] how many of them each document has, at least one.
 
     Raises:
         LayoutError: the batch holds the same tokens of a document twice.
     """
+    if batch.parents is not None:
+        return _paths(batch, batch.parents)
     order = np.lexsort((batch.starts, batch.sources))
     sources, starts, lengths = batch.sources[order], batch.starts[order], batch.lengths[order]
     again = (np.diff(sources) == 0) & (starts[1:] < (starts + lengths)[:-1])
@@ -46,7 +49,7 @@ def unpack(batch: DerivedBatch, array: Array) -> dict[int, Array]:
     """The tokens of a per-token array [R, capacity] by document, whose pieces are put together again."""
     ids, order, counts = segments_by_document(batch)
     lengths = batch.lengths[order]
-    tokens = np.empty(batch.n_tokens, array.dtype)
+    tokens = np.empty(int(lengths.sum()), array.dtype)
     ends = np.cumsum(lengths)
     copy_runs(tokens, ends - lengths, array.reshape(-1), batch.flat_starts[order], lengths)
     cuts = [0, *ends[np.cumsum(counts) - 1].tolist()]
@@ -83,6 +86,7 @@ def spread(batch: DerivedBatch, values: Any) -> Array:
         raise LayoutError(f"values must be [{len(lengths)}, ...], one per document, got {list(array.shape)}")
     out = np.zeros((batch.input_ids.size, *array.shape[1:]), array.dtype)
     out[tokens] = np.repeat(array, lengths, axis=0)
+    out[_shared(batch)] = 0
     return out.reshape(*batch.input_ids.shape, *array.shape[1:])
 
 
@@ -91,7 +95,34 @@ def document_ids(batch: DerivedBatch) -> NDArray[np.int32]:
     tokens, lengths = _tokens(batch)
     out = np.full(batch.input_ids.size, -1, np.int32)
     out[tokens] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    out[_shared(batch)] = -1
     return out.reshape(batch.input_ids.shape)
+
+
+def _paths(batch: DerivedBatch, parents: Int64) -> tuple[Int64, Int64, Int64]:
+    """:func:`segments_by_document` of a forest: each leaf ends the document that it is of."""
+    ends = leaves(parents)
+    ends = ends[np.argsort(batch.sources[ends], kind="stable")]
+    ids = batch.sources[ends]
+    if (again := np.diff(ids) == 0).any():
+        raise LayoutError(
+            f"document {ids[int(np.argmax(again))]} ends in two segments of this batch: take the rows it repeats in on "
+            "their own"
+        )
+    paths = [lineage(parents, int(end)) for end in ends]
+    return (
+        ids,
+        np.array([s for path in paths for s in path], np.int64),
+        np.array([len(path) for path in paths], np.int64),
+    )
+
+
+def _shared(batch: DerivedBatch) -> Int64:
+    """int64: flat indexes of the tokens of segments that others continue, which are of several documents."""
+    if batch.parents is None:
+        return np.zeros(0, np.int64)
+    inner = np.setdiff1d(np.arange(batch.n_segments), leaves(batch.parents))
+    return indexes(batch.flat_starts[inner], batch.lengths[inner])
 
 
 def _tokens(batch: DerivedBatch) -> tuple[Int64, Int64]:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from packing_core.batches.batch import PackedBatch
 from packing_core.errors import LayoutError
+from packing_core.storage.forest import ROOT
 
 
 def concatenate(batches: Sequence[PackedBatch]) -> PackedBatch:
@@ -49,6 +50,7 @@ def concatenate(batches: Sequence[PackedBatch]) -> PackedBatch:
         return {key: np.concatenate([getattr(batch, name)[key] for batch in batches]) for key in getattr(first, name)}
 
     row_offsets = np.cumsum([0, *(len(batch) for batch in batches)])
+    segment_offsets = np.cumsum([0, *(batch.n_segments for batch in batches)]).tolist()
     return PackedBatch(
         input_ids=np.concatenate([batch.input_ids for batch in batches]),
         cu_seqlens=np.cumsum(np.concatenate([np.zeros(1, np.int64), *(batch.lengths for batch in batches)])),
@@ -62,6 +64,17 @@ def concatenate(batches: Sequence[PackedBatch]) -> PackedBatch:
         alignment=first.alignment,
         pad_id=first.pad_id,
         weighting=first.weighting,
+        parents=_parents(batches, segment_offsets),
+    )
+
+
+def _parents(batches: Sequence[PackedBatch], segment_offsets: Sequence[int]) -> NDArray[np.int64] | None:
+    """Parents of all segments, None if no batch has any; those of a batch without are roots."""
+    if all(batch.parents is None for batch in batches):
+        return None
+    parts = [np.full(batch.n_segments, ROOT) if batch.parents is None else batch.parents for batch in batches]
+    return np.concatenate(
+        [np.where(part < 0, part, part + by) for part, by in zip(parts, segment_offsets, strict=False)]
     )
 
 

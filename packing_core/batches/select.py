@@ -25,6 +25,7 @@ def select(batch: StoredBatch, rows: int | slice | Int64 | list[int]) -> dict[st
     given = {
         "cu_seqlens": np.concatenate([np.zeros(1, np.int64), np.cumsum(batch.lengths[picked])]),
         "rows": np.repeat(np.arange(len(numbers)), counts),
+        "parents": _moved(batch, picked, np.repeat(np.cumsum(counts) - counts - bounds[0], counts)),
     }
     return {entry.name: _part(batch, entry.name, tokens, picked) for entry in fields(batch)} | given
 
@@ -34,7 +35,7 @@ def slice_rows(batch: StoredBatch, begin: int, end: int) -> dict[str, Any]:
     first, last = np.searchsorted(batch.rows, (begin, end)).tolist()
     entries, rows = batch.cu_seqlens[first : last + 1] - batch.cu_seqlens[first], batch.rows[first:last] - begin
     tokens, picked = slice(begin, end), slice(first, last)
-    given = {"cu_seqlens": read_only(entries), "rows": read_only(rows)}
+    given = {"cu_seqlens": read_only(entries), "rows": read_only(rows), "parents": _moved(batch, picked, -first)}
     return {entry.name: _part(batch, entry.name, tokens, picked) for entry in fields(batch)} | given
 
 
@@ -62,6 +63,7 @@ def single_rows(batch: StoredBatch, first: int = 0) -> Iterator[dict[str, Any]]:
         made["sources"], made["starts"] = sources[begin:end], starts[begin:end]
         made["columns"] = {name: array[row : row + 1] for name, array in columns}
         made["per_document"] = {name: array[begin:end] for name, array in per_document}
+        made["parents"] = _moved(batch, slice(begin, end), -begin)
         yield made
 
 
@@ -74,8 +76,18 @@ def without_padding(batch: StoredBatch) -> dict[str, Any]:
 
     given = {name: flat(getattr(batch, name)) for name in ("input_ids", "labels", "loss_mask")}
     columns = {name: flat(array) for name, array in batch.columns.items()}
-    kept = {name: getattr(batch, name) for name in ("cu_seqlens", "sources", "starts", "pad_id", "weighting")}
+    kept = {
+        name: getattr(batch, name) for name in ("cu_seqlens", "sources", "starts", "pad_id", "weighting", "parents")
+    }
     return {**given, **kept, "columns": columns, "per_document": batch.per_document, "rows": np.zeros_like(batch.rows)}
+
+
+def _moved(batch: StoredBatch, picked: slice | Int64, by: int | Int64) -> Int64 | None:
+    """Parents of the picked segments, renumbered by adding ``by`` to the number of a segment."""
+    if batch.parents is None:
+        return None
+    parents = batch.parents[picked]
+    return read_only(np.where(parents < 0, parents, parents + by))
 
 
 def _part(batch: StoredBatch, name: str, tokens: slice | Int64, picked: slice | Int64) -> Any:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from packing_core.errors import CapacityError, LayoutError
 from packing_core.planning.pieces import MOST_TOKENS, check_pad_id, choice, positive
 from packing_core.storage.arrays import NUMBERS, as_array, as_int64, check_names, read_only
+from packing_core.storage.forest import check_parents, offsets
 from packing_core.storage.segment_indexing import Array, Int64
 
 Bool = NDArray[np.bool_]
@@ -47,6 +48,7 @@ class StoredBatch:
     pad_id: int = 0
     weighting: Weighting = "token"
     per_document: Mapping[str, Array] = field(default_factory=dict)
+    parents: Int64 | None = None
 
     def __post_init__(self) -> None:
         for name, kinds in (("input_ids", "iu"), ("labels", "i"), ("loss_mask", "b")):
@@ -64,6 +66,9 @@ class StoredBatch:
         self._set("pad_id", check_pad_id(self.pad_id, self.input_ids.dtype))
         choice("weighting", self.weighting, WEIGHTINGS)
         check_segments(self)
+        if self.parents is not None:
+            self._set("parents", read_only(check_parents(self.parents, self.n_segments)))
+            check_continuation(self)
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -97,6 +102,13 @@ class StoredBatch:
         return read_only(np.diff(self.cu_seqlens))
 
     @cached_property
+    def offsets(self) -> Int64:
+        """int64 [S]: the position of each segment's first token: 0, or where its parent ends."""
+        if self.parents is None:
+            return read_only(np.zeros(self.n_segments, np.int64))
+        return read_only(offsets(self.parents, self.lengths))
+
+    @cached_property
     def segment_starts(self) -> Int64:
         """int64 [S]: the column of its row at which each segment starts, always a multiple of ``alignment``."""
         return read_only(segment_starts(self.rows, self.lengths, self.alignment))
@@ -105,6 +117,32 @@ class StoredBatch:
     def flat_starts(self) -> Int64:
         """int64 [S]: the same in the flattened batch, ``rows * capacity + segment_starts``."""
         return read_only(self.rows * self.capacity + self.segment_starts)
+
+
+def check_continuation(batch: StoredBatch) -> None:
+    """Check that each segment with a parent goes on, in the parent's row, where the parent ends.
+
+    Raises:
+        LayoutError: one does not.
+    """
+    assert batch.parents is not None
+    children = np.flatnonzero(batch.parents >= 0)
+    above = batch.parents[children]
+    other_row = batch.rows[children] != batch.rows[above]
+    if other_row.any():
+        s, p = int(children[other_row][0]), int(above[other_row][0])
+        raise LayoutError(
+            f"segment {s} stands in row {batch.rows[s]} and its parent {p} in row {batch.rows[p]}: a tree stands in "
+            "one row, so repeat the parent's tokens there"
+        )
+    ends = batch.starts[above] + batch.lengths[above]
+    apart = batch.starts[children] != ends
+    if apart.any():
+        s, end = int(children[apart][0]), int(ends[apart][0])
+        raise LayoutError(
+            f"segment {s} starts at token {batch.starts[s]:,} of its document and its parent ends at {end:,}: a "
+            "segment goes on where its parent ends"
+        )
 
 
 def segment_starts(rows: Int64, lengths: Int64, alignment: int) -> Int64:

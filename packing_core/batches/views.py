@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from packing_core.batches.derived import DerivedBatch
 from packing_core.errors import CapacityError
 from packing_core.planning.pieces import positive
+from packing_core.storage.forest import ROOT, offsets
 from packing_core.storage.segment_indexing import Array, gaps, ranges
 
 Int32 = NDArray[np.int32]
@@ -39,6 +40,8 @@ class KernelView:
         max_seqlen: a host integer, at least the longest segment.
         lengths: tokens of the segments in order, as host integers; the repeated tail is not in it.
         is_padding: for each of ``lengths``, whether it is padding.
+        parents: for each of ``lengths``, the segment that it continues, -1 for none; None if no segment continues
+            another. ``position_ids`` of a segment then count on from its parent's end.
     """
 
     input_ids: Int32
@@ -51,6 +54,7 @@ class KernelView:
     max_seqlen: int
     lengths: tuple[int, ...]
     is_padding: tuple[bool, ...]
+    parents: tuple[int, ...] | None = None
 
 
 def kernel_view(batch: DerivedBatch, *, max_seqlen: int | None = None, bucket: int = 1) -> KernelView:
@@ -79,17 +83,24 @@ def kernel_view(batch: DerivedBatch, *, max_seqlen: int | None = None, bucket: i
     cuts, is_padding = _segments(batch, max_seqlen)
     lengths = np.diff(cuts)
     tail = np.full(-len(lengths) % bucket, size)
+    positions, parents = ranges(lengths), None
+    if batch.parents is not None:
+        places = np.flatnonzero(~is_padding)
+        numbers = np.full(len(lengths), ROOT)
+        numbers[places] = np.where(batch.parents < 0, ROOT, places[batch.parents])
+        positions, parents = positions + np.repeat(offsets(numbers, lengths), lengths), tuple(numbers.tolist())
     return KernelView(
         input_ids=as_int32(batch.input_ids.reshape(-1), "input_ids"),
         targets=as_int32(batch.targets.reshape(-1), "targets"),
         loss_weights=batch.loss_weights.reshape(-1),
-        position_ids=ranges(lengths).astype(np.int32),
+        position_ids=positions.astype(np.int32),
         seq_idx=np.repeat(np.arange(len(lengths), dtype=np.int32), lengths),
         columns={name: array.reshape(-1) for name, array in batch.columns.items()},
         cu_seqlens=np.concatenate([cuts, tail]).astype(np.int32),
         max_seqlen=max_seqlen,
         lengths=tuple(lengths.tolist()),
         is_padding=tuple(is_padding.tolist()),
+        parents=parents,
     )
 
 

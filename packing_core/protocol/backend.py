@@ -334,6 +334,21 @@ class Backend:
         """
         raise self._lacks("logprobs")
 
+    def shared_gradients(
+        self, decoder: Decoder, documents: Sequence[Document], *, dtype: str
+    ) -> tuple[float, Gradients, int]:
+        """Loss and gradients of documents whose common beginnings are computed once (option "shared_prefixes").
+
+        Args:
+            documents: some of which share their first tokens, on several levels; only what follows is trained. A
+                common beginning has 16 tokens at least.
+
+        Returns:
+            The mean loss over all trained labels, its gradient by weight name, and the number of tokens that the
+            decoder computed.
+        """
+        raise self._lacks("shared_gradients")
+
     # -- trainer -------------------------------------------------------------------------------------------------
 
     def train(

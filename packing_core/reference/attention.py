@@ -18,6 +18,7 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypedDict, Unpack
 
@@ -26,7 +27,8 @@ import numpy.typing as npt
 
 from packing_core.errors import LayoutError, PackingError
 from packing_core.reference.arithmetic import Array, WorkingDtype, operands, plain
-from packing_core.reference.layout import Boundaries, check_shape, segment_slices
+from packing_core.reference.layout import Boundaries, check_shape
+from packing_core.reference.paths import DocumentPath, documents
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ def attention(
     k: npt.ArrayLike,
     v: npt.ArrayLike,
     cu_seqlens: Boundaries,
+    *,
+    parents: npt.ArrayLike | None = None,
     **options: Unpack[AttentionOptions],
 ) -> npt.NDArray[np.float64]:
     """Softmax attention of each document over itself; the formula stands at the top of this module.
@@ -87,6 +91,8 @@ def attention(
         k: ``[T, K, D]`` with H a multiple of K.
         v: ``[T, K, E]``; E may differ from D.
         cu_seqlens: ``[S+1]`` boundaries of the documents, starting at 0.
+        parents: ``[S]``, the segment that each one continues, -1 for none: a document is then a path from a root to a
+            leaf (causal attention alone). None if every segment is a document.
         options: see `AttentionOptions`.
 
     Returns:
@@ -99,21 +105,26 @@ def attention(
     q, k, v, chosen = _checked(q, k, v, **options)
     tokens, heads, groups = q.shape[0], q.shape[1], k.shape[1]
     out = np.zeros_like(q, shape=(tokens, heads, v.shape[2]))
-    for document in segment_slices(cu_seqlens, tokens):
-        q_, k_, v_ = (_by_group(x[document], groups) for x in (q, k, v))
-        out[document] = _by_token(_softmax(q_, k_, chosen).p @ v_)
+    for document in _documents(cu_seqlens, tokens, parents, chosen):
+        q_, k_, v_ = (_by_group(x[document.tokens], groups) for x in (q, k, v))
+        out[document.tokens] = _by_token(_softmax(q_, k_, chosen).p @ v_)
     return plain(out)
 
 
 def attention_lse(
-    q: npt.ArrayLike, k: npt.ArrayLike, cu_seqlens: Boundaries, **options: Unpack[AttentionOptions]
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    cu_seqlens: Boundaries,
+    *,
+    parents: npt.ArrayLike | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> npt.NDArray[np.float64]:
     """The natural log of the softmax's sum over visible keys, without the sink: what kernels return beside the output.
 
     With sinks b the output is ``sigmoid(lse - b)`` times the output without them.
 
     Args:
-        q, k, cu_seqlens, options: as for `attention`.
+        q, k, cu_seqlens, parents, options: as for `attention`.
 
     Returns:
         ``[T, H]`` float64, -inf for tokens of no segment.
@@ -124,9 +135,9 @@ def attention_lse(
     """
     q, k, _, chosen = _checked(q, k, k, **options)
     lse = np.full_like(q, -np.inf, shape=q.shape[:2])
-    for document in segment_slices(cu_seqlens, q.shape[0]):
-        q_, k_ = (_by_group(x[document], k.shape[1]) for x in (q, k))
-        lse[document] = _by_token(_softmax(q_, k_, chosen).lse)[..., 0]
+    for document in _documents(cu_seqlens, q.shape[0], parents, chosen):
+        q_, k_ = (_by_group(x[document.tokens], k.shape[1]) for x in (q, k))
+        lse[document.tokens] = _by_token(_softmax(q_, k_, chosen).lse)[..., 0]
     return plain(lse)
 
 
@@ -138,6 +149,7 @@ def attention_vjp(
     dout: npt.ArrayLike,
     *,
     dlse: npt.ArrayLike | None = None,
+    parents: npt.ArrayLike | None = None,
     **options: Unpack[AttentionOptions],
 ) -> dict[str, npt.NDArray[np.float64]]:
     """Gradients of ``sum(attention * dout) + sum(attention_lse * dlse)``.
@@ -148,7 +160,8 @@ def attention_vjp(
     Args:
         dout: ``[T, H, E]``, the gradient of the output; rows of tokens of no segment are ignored.
         dlse: ``[T, H]``, the gradient of the log-sum-exp; None for 0.
-        q, k, v, cu_seqlens, options: as for `attention`.
+        q, k, v, cu_seqlens, parents, options: as for `attention`. The gradient of a token that several documents
+            share is the sum over them.
 
     Returns:
         ``{"q", "k", "v"}``, and ``"sinks"`` and ``"alibi_slopes"`` when those were given, each in its input's shape.
@@ -169,15 +182,17 @@ def attention_vjp(
     dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
     dsinks = np.zeros_like(q, shape=(groups, heads // groups))
     dslopes = np.zeros_like(dsinks)
-    for document in segment_slices(cu_seqlens, tokens):
-        q_, k_, v_, dout_ = (_by_group(x[document], groups) for x in (q, k, v, dout))
+    for document in _documents(cu_seqlens, tokens, parents, chosen):
+        own = document.own[:, None, None]
+        q_, k_, v_ = (_by_group(x[document.tokens], groups) for x in (q, k, v))
+        dout_ = _by_group(np.where(own, dout[document.tokens], 0), groups)
         softmax = _softmax(q_, k_, chosen)
         p = softmax.p
         dp = dout_ @ v_.swapaxes(-1, -2)
         delta = (p * dp).sum(axis=-1, keepdims=True)
         dz = p * (dp - delta)
         if dlse is not None:
-            dz = dz + softmax.over_keys * _by_group(dlse[document], groups)
+            dz = dz + softmax.over_keys * _by_group(np.where(own, dlse[document.tokens], 0), groups)
         if softmax.p_sink is not None:
             dsinks -= (softmax.p_sink * delta).sum(axis=(-2, -1))
         if chosen.alibi_slopes is not None:
@@ -185,9 +200,9 @@ def attention_vjp(
         if softmax.tanh is not None:
             dz = dz * (1.0 - softmax.tanh * softmax.tanh)
         dz = dz * chosen.scale
-        dq[document] = _by_token(dz @ k_)
-        dk[document] = _by_token((dz.swapaxes(-1, -2) @ q_).sum(axis=1, keepdims=True))
-        dv[document] = _by_token((p.swapaxes(-1, -2) @ dout_).sum(axis=1, keepdims=True))
+        dq[document.tokens] += _by_token(dz @ k_)
+        dk[document.tokens] += _by_token((dz.swapaxes(-1, -2) @ q_).sum(axis=1, keepdims=True))
+        dv[document.tokens] += _by_token((p.swapaxes(-1, -2) @ dout_).sum(axis=1, keepdims=True))
 
     gradients = {"q": plain(dq), "k": plain(dk), "v": plain(dv)}
     if chosen.sinks is not None:
@@ -195,6 +210,14 @@ def attention_vjp(
     if chosen.alibi_slopes is not None:
         gradients["alibi_slopes"] = plain(dslopes).reshape(heads)
     return gradients
+
+
+def _documents(
+    cu_seqlens: Boundaries, tokens: int, parents: npt.ArrayLike | None, options: _AttentionOptions
+) -> Iterator[DocumentPath]:
+    if parents is not None and not options.causal:
+        raise PackingError("parents need causal attention: a segment that others continue must not see them")
+    return documents(cu_seqlens, tokens, parents)
 
 
 def _softmax(q: Array, k: Array, options: _AttentionOptions) -> _Softmax:

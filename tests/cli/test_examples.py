@@ -33,6 +33,7 @@ def test_every_example_is_run_here():
         "dpo.py",
         "reward.py",
         "grpo.py",
+        "shared_prefixes.py",
         "fsdp2.py",
         "context_parallel.py",
         "deepspeed_zero3.py",
@@ -237,3 +238,10 @@ def test_the_gate_rejects_a_causal_mask_and_passes_the_document_mask():
 def test_other_stacks_are_audited_as_they_are(capsys):
     text = output_here("audit_other_stack.py", capsys)
     assert "by hand: contaminated" in text and "DataCollatorWithFlattening: " in text
+
+
+@pytest.mark.slow
+def test_a_prompt_computed_once_trains_like_one_for_every_answer():
+    text = output("shared_prefixes.py")
+    assert "160 tokens, loss 0.1278" in text and "832 tokens, loss 0.1278" in text
+    assert float(text.split()[-1]) < 1e-5

@@ -30,6 +30,7 @@ PAGES = (
     "docs/migration.md",
     "docs/plain-loop.md",
     "docs/post-training.md",
+    "docs/shared-prefixes.md",
     "docs/sft-trainer.md",
     "docs/start.md",
     "docs/steps.md",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_clock, gpu_options, gpu_preference, gpu_step
+from benchmarks import gpu, gpu_clock, gpu_options, gpu_preference, gpu_step, gpu_trees
 from benchmarks.gpu_clock import Result, gated
 from benchmarks.gpu_step import Contender, Shape
 
@@ -102,3 +103,18 @@ def test_preference_trainers_are_compared_on_the_same_pairs_at_equal_memory():
     assert "stock, a: 2.00 pairs/s" in text
     assert "2.50 times as fast within its memory: packed, a" in text
     assert "4.00 times as fast whatever its memory: packed, b" in text
+
+
+@pytest.mark.slow
+def test_shared_prefixes_are_compared_on_the_same_answers():
+    case = "8 x 512 after 512"
+    results = gpu_trees.main(["--case", case, "--no-dpo"])
+    figures = {(r.contender, r.unit): r.value for r in results}
+    losses = [figures[name, "first loss"] for name in gpu_trees.contenders()]
+    assert len(losses) == 4 and losses == pytest.approx([losses[0]] * 4, abs=1e-4)
+    assert figures["shared", "tokens computed"] < figures["unshared", "tokens computed"]
+    wrong = [
+        dataclasses.replace(r, value=9.0) if r.contender == "shared" and r.unit == "first loss" else r for r in results
+    ]
+    lines = gpu_trees.verdict(case, wrong)
+    assert len(lines) == 4 and sum("WRONG" in line for line in lines) == 2

@@ -33,7 +33,15 @@ from torch_backend.hf.router import no_router_loss
 
 FLOAT32, HALF = 1e-4, 2e-2  # what figures may be in float32, and where anything is computed in fewer bits
 # Keys that say which tokens belong together, of which a document alone has no need.
-_MARKS = ("position_ids", "attention_mask", "seq_idx", "segment_ids", "packed_lengths", "packed_documents")
+_MARKS = (
+    "position_ids",
+    "attention_mask",
+    "seq_idx",
+    "segment_ids",
+    "packed_lengths",
+    "packed_documents",
+    "packed_parents",
+)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from packing_core.errors import LayoutError, PackingError, UnsupportedError
 from packing_core.hints import hinted
 from packing_core.planning.pieces import positive
 from torch_backend.collate.document_labels import LABELS, check_whole, in_order, take_numbers
+from torch_backend.collate.shared import pack_shared, sharing
 from torch_backend.collate.tokens import EVERY_LABEL, check_first_labels, every_label, masked, with_every_label
 from torch_backend.seal import SEALED
 
@@ -55,6 +56,10 @@ class PackedCollator:
             padding, so the number of tokens changes from batch to batch.
         padding_free: puts rows that come packed into one row, without their padding.
         max_seqlen, bucket: fixed sizes for compiled kernels, see ``PackedBatch.kernel_view``.
+        share_prefix: computes a common beginning of a batch's documents once (``packing_core.pack_tree``). True shares
+            every one that no target is in, from 16 tokens on; ``"auto"`` those of 64 and more in batches that lose a
+            tenth of their tokens or more by it, where the model can run them. Losses are then computed by
+            ``make_train_step``, ``causal_lm_loss`` or ``token_logprobs``.
         masking: a ``DataCollatorForLanguageModeling`` with ``mlm=True``, which hides tokens of every batch and makes
             the labels, for masked language models.
         plan_options: ``overflow``, ``max_segments`` and the other options of ``packing_core.plan``.
@@ -73,6 +78,7 @@ class PackedCollator:
         padding_free: bool = False,
         max_seqlen: int | None = None,
         bucket: int = 1,
+        share_prefix: bool | Literal["auto"] = False,
         masking: Any = None,
         **plan_options: Any,
     ) -> None:
@@ -94,6 +100,7 @@ class PackedCollator:
         self.max_seqlen = max_seqlen
         self.bucket = bucket
         self.masking = masking
+        self.share_prefix = sharing(share_prefix, model, masking)
         self.plan_options = {"seed": None, **plan_options}
         self._warned = False
 
@@ -127,7 +134,7 @@ class PackedCollator:
     def _emit(self, batch: PackedBatch) -> Batch:
         every_token = self.labels_every_token and self.masking is None
         if not (self.knows_model or self.masking is not None or batch.labels is None):
-            starts = batch.boundaries & (batch.segment_ids != 0)
+            starts = batch.boundaries & (batch.predictors < 0)
             check_first_labels(batch.input_ids, every_label(batch), starts, way_out="crosspack.PackedCollator(model)")
         labeled = every_token and batch.labels is not None
         if labeled:
@@ -140,9 +147,10 @@ class PackedCollator:
                 'weighting="document" weighs next-token losses: pack with weighting="token" for models that classify '
                 "tokens or documents, and for masked language models"
             )
-        make = batch.padding_free if self.padding_free else batch.kernel_view
+        in_one_row = self.padding_free or (self.share_prefix is not False and self.capacity is None and len(batch) == 1)
+        make = batch.padding_free if in_one_row else batch.kernel_view
         view = make(max_seqlen=self.max_seqlen, bucket=self.bucket)
-        emitted = _to_torch(view, rows=1 if self.padding_free else len(batch))
+        emitted = _to_torch(view, rows=1 if in_one_row else len(batch))
         emitted |= _documents(batch, view, needed=self.labels_documents)
         if weighted:
             emitted["loss_weights"] = torch.from_numpy(view.loss_weights.copy()).view_as(emitted["input_ids"])
@@ -167,17 +175,20 @@ class PackedCollator:
         if self.labels_documents:
             features, per_document = take_numbers(features)
         documents = read_examples(features)
-        packed = pack(
-            documents.input_ids,
-            self.capacity or int(documents.input_ids.lengths.sum()),
-            labels=documents.labels,
-            loss_mask=documents.loss_mask,
-            prompt_lengths=documents.prompt_lengths,
-            columns=documents.columns,
-            per_document=per_document,
-            pad_id=self.pad_id,
+        given = {
+            "labels": documents.labels,
+            "loss_mask": documents.loss_mask,
+            "prompt_lengths": documents.prompt_lengths,
+            "columns": documents.columns,
+            "per_document": per_document,
+            "pad_id": self.pad_id,
             **(self.plan_options if self.capacity else IN_ORDER),
-        )
+        }
+        capacity = self.capacity or int(documents.input_ids.lengths.sum())
+        if self.share_prefix is False:
+            packed = pack(documents.input_ids, capacity, **given)
+        else:
+            packed = pack_shared(documents.input_ids, capacity, self.share_prefix, **given)
         if self.capacity and packed.efficiency < FULL and not self._warned:
             self._warned = True
             logger.warning(
@@ -320,6 +331,7 @@ def _to_torch(view: KernelView, rows: int) -> Batch:
         "max_length_q": view.max_seqlen,
         "max_length_k": view.max_seqlen,
         "packed_lengths": view.lengths,
+        **({} if view.parents is None else {"packed_parents": view.parents}),
         **{name: tensor(array, _DTYPES.get(array.dtype.kind)) for name, array in view.columns.items()},
     }
 

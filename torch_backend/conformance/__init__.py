@@ -40,6 +40,7 @@ from torch_backend.conformance.experts import ExpertMethods
 from torch_backend.conformance.reductions import DocumentMethods
 from torch_backend.conformance.scans import ScanMethods
 from torch_backend.conformance.tensors import TensorMethods, to_numpy
+from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.losses.cross_entropy import next_token_targets, normalise, packed_cross_entropy
 from torch_backend.ops.attention import IMPLEMENTATIONS, AttentionRequest, attention, load, rejections
 from torch_backend.ops.attention.probe import Probed
@@ -98,6 +99,8 @@ def capabilities(name: str, device: torch.device) -> Capabilities:
     options |= protocol.ALL_OPTIONS - set(protocol.OPTIONS["attention"]) | {"arbitrary_ids"}
     if name in _LEAVES_PADDING_OUT:
         options.add("nonfinite_padding")
+    if not getattr(served, "parents", False):
+        options -= {"shared_prefixes"}
     if "window" not in options:
         options -= {"sliding_window"}
     return Capabilities(
@@ -182,6 +185,18 @@ class AttentionStack(TensorMethods):
         mean = loss / weight if weight > 0 else loss  # a sum over nothing is 0, and so are its gradients
         mean.backward()
         return mean.item(), {name: to_numpy(x.grad) for name, x in model.named_parameters()}
+
+    def shared_gradients(
+        self, decoder: protocol.Decoder, documents: Sequence[Document], *, dtype: str
+    ) -> tuple[float, Gradients, int]:
+        protocol.require_declared(self, options={"shared_prefixes"})
+        model = self._model(decoder, dtype)
+        batch = self._on_device(PackedCollator(model, share_prefix=True)([_feature(d) for d in documents]))
+        loss, weight = causal_lm_loss(model, batch)
+        mean = loss / weight
+        mean.backward()
+        gradients = {name: to_numpy(x.grad) for name, x in model.named_parameters()}
+        return mean.item(), gradients, batch["input_ids"].numel()
 
     # -- from the protocol's words to torch's --------------------------------------------------------------------
 

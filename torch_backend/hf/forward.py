@@ -21,8 +21,11 @@ from packing_core.errors import UnsupportedModelError
 from torch_backend.context_parallel.attention import MethodChoice
 from torch_backend.context_parallel.share import RankShare
 from torch_backend.hf.document_rows import DocumentRows
+from torch_backend.hf.shared_rows import SharedRow
 from torch_backend.ops.attention import AttentionRequest
+from torch_backend.ops.attention.forest import documents
 from torch_backend.ops.document_batches import FINE, PerBatch, per_document
+from torch_backend.ops.repeated import repeated
 from torch_backend.ops.scan import TRITON, ScanChoice
 from torch_backend.segments import PackedMetadata
 
@@ -98,6 +101,7 @@ class PackedForward(BlockMask):
         encoded: the last hidden states [B, S, D], for a pooler that gets the first token of each row alone.
         real: bool [B * S], whether a token is not padding; None if the batch does not say, or nothing asks.
         experts: what each module of experts chose, by ``id``; shared by the copies.
+        shared_row: the documents of the row whose common beginnings the layers compute once; None without.
         share: of the step's targets that are in this batch, None where it was not asked for.
     """
 
@@ -118,6 +122,7 @@ class PackedForward(BlockMask):
         self.numbers = numbers
         self.waiting: dict[str, Any] = {}
         self.share: Tensor | None = None
+        self.shared_row: SharedRow | None = None
         self.encoded: Tensor | None = None
         self.real: Tensor | None = None
         self.experts: dict[int, Any] = {}
@@ -203,6 +208,38 @@ class PackedForward(BlockMask):
         }
         sizes = self.sizes if sizes is None else sizes
         return per_document(self.segments, function, args, kwargs, sizes=sizes)
+
+    def over_documents(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``function(*args, **kwargs)`` of segments that continue others, where ``function`` knows documents alone.
+
+        It runs on the path to every segment as a document of its own, in one row, and each segment's output is taken
+        from the path that ends with it. The gradient of a shared token is the sum over its documents, in float32.
+
+        Args:
+            function: takes tensors [B, S, ...], and returns such.
+            args, kwargs: of the call; this object among them becomes that of the documents.
+        """
+        found = documents(self.segments)
+        whole = PackedForward(found.packed, (1, found.packed.tokens), self.implementation, sizes=self.sizes)
+        whole.choices, whole.reached = self.choices, self.reached
+        shape = (self._shape[0], self._shape[2])
+
+        def along(value: Any, lead: tuple[int, int], change: Callable[[Tensor], Tensor]) -> Any:
+            if isinstance(value, tuple | list):
+                return tuple(along(each, lead, change) for each in value)
+            if isinstance(value, Tensor) and tuple(value.shape[:2]) == lead:
+                return change(value)
+            return whole if value is self else value
+
+        def to_documents(x: Tensor) -> Tensor:
+            return repeated(x.flatten(0, 1), found.gather)[None]
+
+        def to_segments(x: Tensor) -> Tensor:
+            return x[0].index_select(0, found.places).unflatten(0, shape)
+
+        args, named = (along(value, shape, to_documents) for value in (args, tuple(kwargs.values())))
+        output = function(*args, **dict(zip(kwargs, named, strict=True)))
+        return along(output, (1, found.packed.tokens), to_segments)
 
     def __repr__(self) -> str:
         return f"PackedForward({list(self._shape)}, {self.segments.tokens} tokens)"

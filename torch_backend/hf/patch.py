@@ -39,7 +39,9 @@ from torch_backend.hf.forward import CARRIED, AttentionChoice, Choice, PackedFor
 from torch_backend.hf.inputs import arguments as inputs
 from torch_backend.hf.inputs.boundaries import is_packed, take_metadata
 from torch_backend.hf.inputs.context import SHARE, MeanOverRanks, cut_batch, refuse_context
+from torch_backend.hf.inputs.forests import check_forest, check_shared_row, refuse_over_ranks
 from torch_backend.hf.inputs.guard import Guard
+from torch_backend.hf.shared_rows import SHARED_ROW
 from torch_backend.ops import scan as scans
 from torch_backend.ops.attention import AttentionRequest, candidates, needs_host_lengths, prepare
 from torch_backend.ops.operators import runs_triton
@@ -317,12 +319,16 @@ class Patched:
     ) -> Any:
         if forward is None:
             return call(*args, **kwargs)
+        if forward.shared_row is not None:
+            kwargs = forward.shared_row.shrink(kwargs)
         kwargs = self._handed_over(forward, kwargs)
         if self.anatomy.route == "documents":
             output = run_per_document(self.decoder, forward, call, args, kwargs)
         else:
             output = call(*args, **kwargs)
         self._check(forward)
+        if forward.shared_row is not None:
+            output = forward.shared_row.grow(output)
         return self.rows.pooled(forward, output)
 
     def _handed_over(self, forward: PackedForward, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -341,7 +347,7 @@ class Patched:
             if self.anatomy.head == "next token" or kwargs.get("position_ids") is not None:
                 kwargs["position_ids"] = None
             return kwargs
-        if self.compiled:
+        if self.compiled and forward.shared_row is None:  # whose attention has other lists in every call
             forward.prepared = True
             if not self.layers_need_lengths:
                 if self.rows.needs_lengths:
@@ -396,9 +402,10 @@ class Patched:
             module: the model or its decoder, whichever was called; names: of its forward's parameters.
             kwargs: all its arguments.
         """
-        wait = module.training
+        wait, shared = module.training, kwargs.pop(SHARED_ROW, None)
         inputs.refuse_other_marks(kwargs, names)
         if self.context is not None and is_packed(kwargs):
+            refuse_over_ranks(self.root, kwargs, shared=shared is not None)
             kwargs = self.cut(kwargs)
         if kwargs.get(SHARE) is not None:
             return self._forward_of_share(names, kwargs)
@@ -410,6 +417,8 @@ class Patched:
         tokens, numbers = inputs.tokens_of(kwargs), kwargs.get("packed_documents")
         inputs.check_arguments(module, kwargs, self.guard, wait=wait)
         segments = take_metadata(kwargs, tokens=tokens, host_lengths=self.needs_lengths, guard=self.guard, wait=wait)
+        if segments.parents is not None:
+            check_forest(self.anatomy, kwargs, segments, self.guard, compiled=bool(self.compiled), wait=wait)
         inputs.check_packed(
             kwargs,
             segments,
@@ -427,11 +436,15 @@ class Patched:
         check_lengths(segments, kwargs["position_ids"], self.anatomy.positions, type(self.root).__name__)
         if "use_cache" in names:  # a model above the decoder may make a cache for it
             kwargs["use_cache"] = False
+        if shared is not None:
+            check_shared_row(self.anatomy, kwargs, segments, self.guard, wait=wait)
+            segments, row_length = shared.segments, shared.segments.tokens
         forward = PackedForward(
             segments, (rows, row_length), self.implementation, sizes=self.anatomy.sizes, numbers=numbers
         )
-        if self.experts and (mask := kwargs.get("attention_mask")) is not None:
+        if self.experts and shared is None and (mask := kwargs.get("attention_mask")) is not None:
             forward.real = mask.reshape(-1) != 0
+        forward.shared_row = shared
         return forward, kwargs
 
     def cut(self, batch: Mapping[str, Any]) -> dict[str, Any]:

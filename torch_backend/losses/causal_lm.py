@@ -28,8 +28,9 @@ from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
 from torch_backend.hf.anatomy.heads import takes_next_token_loss
 from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.inputs.forests import TAKES_PARENTS
 from torch_backend.hf.patch import cut_over_ranks, refuse_context_of
-from torch_backend.losses.cross_entropy import next_token_targets
+from torch_backend.losses.next_tokens import NextTokens
 from torch_backend.losses.output_layer import Tail, output_layer_loss
 
 WAY_OUT = "use its logits, packed_cross_entropy(...)"
@@ -143,6 +144,7 @@ def _called_with_shortcut(
     known_of = id(root.__dict__.get("forward")), *Tail.candidates(root.config)
     tail, of = _tails.get(root, (None, None))
     shortcut = make(root, head, tail if of == known_of else None)
+    shortcut.pairs = NextTokens(batch)
     # The first call compares values, which a compiled model cannot do.
     eager = nullcontext() if shortcut.tail is not None else torch.compiler.set_stance("force_eager")
     with eager, _installed(root, shortcut):
@@ -173,6 +175,7 @@ class Shortcut(nn.Module):
         self.candidates = Tail.candidates(root.config)
         self.tail = tail
         self.hidden: Tensor | None = None
+        self.pairs = NextTokens({})
         self.done = False
 
     def __getattr__(self, name: str) -> Any:
@@ -206,6 +209,8 @@ class Shortcut(nn.Module):
         self.done = True
         return loss
 
+    setattr(loss_function, TAKES_PARENTS, True)
+
     def loss_of(self, hidden: Tensor, tail: Tail, labels: Tensor, shift_labels: Tensor | None) -> Tensor:
         """A scalar made of the hidden states [B, S, D] and the labels [B, S] that the model was given."""
         raise NotImplementedError
@@ -237,8 +242,11 @@ class _Loss(Shortcut):
     def loss_of(self, hidden: Tensor, tail: Tail, labels: Tensor, shift_labels: Tensor | None) -> Tensor:
         targets, weights = shift_labels, self.weights
         if targets is None:
-            targets = next_token_targets(labels)
-            weights = None if weights is None else nn.functional.pad(weights[:, 1:], (0, 1))
+            hidden, targets, weights = (
+                self.pairs.hidden(hidden),
+                self.pairs.targets(labels),
+                self.pairs.weights(weights),
+            )
         targets = targets.to(hidden.device)
         weights = None if weights is None else weights.to(hidden.device)
         self.sums = output_layer_loss(self.head, hidden, targets, weights=weights, tail=tail, entries=self.entries)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError
 from torch_backend.losses.causal_lm import Shortcut, call_with_shortcut
-from torch_backend.losses.cross_entropy import next_token_targets
 from torch_backend.losses.output_layer import Tail, most_likely, output_layer_logprobs
 
 
@@ -109,12 +108,13 @@ def _token_logprobs(
     auxiliary = output[0]
     # Wrappers prepare their backward when the gradient of the model's output arrives, so this sends it zeros.
     logprobs = torch.where(torch.ones_like(logprobs, dtype=torch.bool), logprobs, auxiliary.to(logprobs.device))
-    logprobs = _at_labels(logprobs)
+    shape = batch["labels"].shape
+    logprobs = shortcut.pairs.at_labels(logprobs, shape)
     has_candidates = logprobs.shape[-1] > 1
     return TokenLogprobs(
         logprobs[..., 0],
-        _at_labels(entropies) if entropy else None,
-        _at_labels(ids[..., 1:].clamp(min=0)) if has_candidates else None,
+        shortcut.pairs.at_labels(entropies, shape) if entropy else None,
+        shortcut.pairs.at_labels(ids[..., 1:].clamp(min=0), shape) if has_candidates else None,
         logprobs[..., 1:] if has_candidates else None,
         auxiliary,
     )
@@ -141,21 +141,17 @@ class _Logprobs(Shortcut):
 
     def loss_of(self, hidden: Tensor, tail: Tail, labels: Tensor, shift_labels: Tensor | None) -> Tensor:
         tail = tail.at_temperature(self.temperature)
-        targets = next_token_targets(labels).to(hidden.device)[..., None]
+        hidden = self.pairs.hidden(hidden)
+        targets = self.pairs.targets(labels).to(hidden.device)[..., None]
         self.ids = targets
         if self.top_k is not None:
             more = most_likely(self.head, hidden, self.top_k, tail=tail, entries=self.entries).to(hidden.device)
             self.ids = torch.cat([targets, more], -1)
         elif self.wanted is not None:
-            more = nn.functional.pad(self.wanted.to(hidden.device)[:, 1:], (0, 0, 0, 1))
+            more = self.pairs.candidates(self.wanted.to(hidden.device))
             self.ids = torch.cat([targets, more], -1)
         self.ids = torch.where(targets == IGNORE_INDEX, IGNORE_INDEX, self.ids)
         self.logprobs, self.entropies = output_layer_logprobs(
             self.head, hidden, self.ids, tail=tail, entries=self.entries, entropy=self.entropy
         )
         return torch.where(torch.zeros_like(self.logprobs, dtype=torch.bool), self.logprobs, 0).sum()
-
-
-def _at_labels(x: Tensor) -> Tensor:
-    """[B, S, ...] from the tokens that predict to the tokens that are predicted; none predicts the first."""
-    return torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torch_backend.segments import PackedMetadata, host_lengths, to_device
+from torch_backend.segments import PackedMetadata, host_lengths, refuse_parents, to_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +61,7 @@ def buckets(packed: PackedMetadata, *, sizes: int = FINE) -> Buckets:
     Raises:
         UnsupportedError: the lengths are not known on the host.
     """
+    refuse_parents(packed, "what runs on batches of documents")
     return packed.derived(("buckets", sizes), lambda _: _build(packed, sizes))
 
 

@@ -80,6 +80,8 @@ def reduce(values: Tensor, batch: Mapping[str, Any], how: Reduction, *, where: T
 def spread(values: Tensor, batch: Mapping[str, Any]) -> Tensor:
     """Each document's value at each of its tokens, 0 in padding: what the sum of :func:`reduce` is the adjoint of.
 
+    Tokens that several documents share get 0.
+
     Args:
         values: [documents, ...] in source order.
         batch: as for :func:`reduce`, with ``input_ids`` [B, S].
@@ -96,6 +98,7 @@ def spread(values: Tensor, batch: Mapping[str, Any]) -> Tensor:
     shape = batch["input_ids"].shape
     document = np.full(shape.numel(), len(lengths))
     document[tokens] = np.repeat(np.arange(len(lengths)), lengths)
+    document[np.bincount(tokens, minlength=len(document)) > 1] = len(lengths)  # tokens that documents share
     padded = torch.cat([values, values.new_zeros(1, *values.shape[1:])])
     at_token = padded.index_select(0, to_device(torch.from_numpy(document), values.device))
     return at_token.view(*shape, *values.shape[1:])

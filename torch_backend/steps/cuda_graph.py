@@ -28,7 +28,7 @@ from torch_backend.hf.patch import state_of
 from torch_backend.steps.memory import Level, marked
 
 # Host values that follow a batch around; inside a graph they would stay those of the batch that was recorded.
-_HOST_ONLY = ("packed_lengths", "packed_documents")
+_HOST_ONLY = ("packed_lengths", "packed_documents", "packed_parents")
 DEVICE = "cuda"
 
 

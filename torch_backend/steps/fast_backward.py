@@ -370,6 +370,8 @@ def _why_not_fixed(model: nn.Module, batch: Batch | None) -> str | None:
     marked = batch is not None and batch.get("attention_mask") is not None
     if getattr(root.config.get_text_config(), "output_router_logits", False) and not marked:
         return "its router's auxiliary loss would count the padding that fixed shapes need"
+    if batch is not None and batch.get("packed_parents") is not None:
+        return "attention of shared prefixes has other lists for every batch"
     if batch is not None and not FixedShapes.takes(batch):
         return "batches do not carry the lengths of their documents (packed_lengths)"
     return None

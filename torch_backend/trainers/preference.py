@@ -19,6 +19,7 @@ from packing_core.errors import PackingError, UnsupportedError
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.edits.rotary import find_batch_dependent
 from torch_backend.hf.inputs.boundaries import refuse_split_rows
+from torch_backend.hf.inputs.prefixes import Sharing
 from torch_backend.hf.inputs.trl_trainers import generates, kind_of, rows_of_example
 from torch_backend.hf.inputs.unpadding import LENGTHS, LengthsCollator, unpad_calls
 from torch_backend.hf.patch import refuse_context_of, state_of
@@ -33,7 +34,14 @@ REFERENCE = ("ref_logps", "ref_KL_logps", "ref_chosen_logps", "ref_rejected_logp
 
 
 def enable_unpadding(
-    trainer: Any, *, capacity: int | None, overflow: str, implementation: Any, verify: bool, fast: bool
+    trainer: Any,
+    *,
+    capacity: int | None,
+    overflow: str,
+    implementation: Any,
+    verify: bool,
+    fast: bool,
+    share_prefix: Sharing = False,
 ) -> None:
     """Run every forward of a preference, reward or policy trainer packed; see the module.
 
@@ -57,7 +65,7 @@ def enable_unpadding(
             unpatch(model)
         raise
     for model in models:
-        unpad_calls(model)
+        unpad_calls(model, share_prefix=share_prefix)
     if not hasattr(trainer, "packed_step"):
         trainer.packed_step = PreferenceStep(models, _why_not_layers(trainer) if fast else "fast=False")
     if generates(trainer):
@@ -107,7 +115,10 @@ class PreferenceStep:
     @property
     def parts(self) -> dict[str, str]:
         layers = {part: calls.layers for part, calls in self.calls.items()}
-        return {LOSS: "the trainer's own", **layers, GRAPH: "no CUDA graph: rows differ in length"}
+        parts = {LOSS: "the trainer's own", **layers, GRAPH: "no CUDA graph: rows differ in length"}
+        state = state_of(causal_lm(self.model))
+        prefixes = None if state is None or state.unpadding is None else state.unpadding.prefixes
+        return parts if prefixes is None else parts | {"shared prefixes": str(prefixes)}
 
 
 def _why_not_layers(trainer: Any) -> str | None:

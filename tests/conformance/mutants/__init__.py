@@ -17,6 +17,7 @@ for _name in (
     "collator",
     "model",
     "trainer",
+    "trees",
     "larger",
     "combined",
 ):

@@ -4,7 +4,8 @@ A layer whose forward mixes tokens only through functions that are known by name
 scans) runs once on the whole row, with its projections, norms and gates as they are; in a copy of its forward
 (:mod:`.rebinding`) these names mean the functions of :mod:`.stand_ins`, which receive the segment boundaries. Any other
 layer runs as a whole on padded batches of documents of similar length. A whole decoder can be run the same way.
-Calls without segments run the layer's own forward.
+Where segments continue others, the layer runs on the path to each segment as a document of its own, so its state at a
+segment's start is the one in which the parent ends. Calls without segments run the layer's own forward.
 """
 
 from __future__ import annotations
@@ -161,6 +162,8 @@ def _mixer_forward(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwa
     forward = forward_among((*args, *kwargs.values()))
     if forward is None:
         return call(*args, **kwargs)
+    if forward.segments.parents is not None:
+        return forward.over_documents(partial(_mixer_forward, layer, call), args, kwargs)
     hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
     reason = _why_not_now(layer, kwargs, hidden.dtype)
     of_class = layer.__dict__

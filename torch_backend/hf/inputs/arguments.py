@@ -260,10 +260,14 @@ def check_labels(
 
     def find() -> Tensor:
         starts = packed.cu_seqlens[1:-1]
+        roots = torch.ones_like(starts, dtype=torch.bool)
+        if packed.parents is not None:  # the first token of a segment with a parent is predicted by the parent's last
+            parents = torch.tensor(packed.parents[1:])
+            roots[: len(parents)] = to_device(parents < 0, roots.device)
         # the label of a row's first token is dropped by the shift; moved ahead, it stands at the last token before
         crosses = starts < packed.tokens if ahead else starts % shape[1] != 0
         flat = to_device(labels, packed.device).flatten()
-        return crosses & (flat.index_select(0, (starts - ahead).clamp(max=len(flat) - 1)) != IGNORE_INDEX)
+        return roots & crosses & (flat.index_select(0, (starts - ahead).clamp(max=len(flat) - 1)) != IGNORE_INDEX)
 
     def error(i: int) -> PackingError:
         return LayoutError(

@@ -1,6 +1,7 @@
 """The segments of a batch: from the metadata keys that a collator emits to one :class:`PackedMetadata`, checked.
 
 ``packed_lengths`` (a tuple of ints on the host), ``packed_documents`` (each document's segments, likewise),
+``packed_parents`` (the segment that each one continues, likewise),
 ``cu_seq_lens_q`` and ``_k`` (int tensors [N+1], on the host or the device), ``max_length_q`` and ``_k``, ``seq_idx`` ->
 :func:`take_metadata` -> PackedMetadata. Whatever the host knows is checked at once, and the messages say which segment
 is wrong. What only the device knows goes through a Guard.
@@ -13,10 +14,12 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from packing_core.errors import LayoutError, PackingError, UnsupportedError
+from packing_core.storage.forest import check_parents
 from torch_backend.hf.inputs.guard import Guard, has_values
 from torch_backend.segments import PackedMetadata, padding_lengths, to_device
 
@@ -24,6 +27,7 @@ from torch_backend.segments import PackedMetadata, padding_lengths, to_device
 METADATA_KEYS = (
     "packed_lengths",
     "packed_documents",
+    "packed_parents",
     "cu_seq_lens_q",
     "cu_seq_lens_k",
     "max_length_q",
@@ -68,6 +72,7 @@ def take_metadata(
     (rows, row_length), device, embedded = tokens.shape[:2], tokens.device, tokens.ndim == 3
     boundaries: Tensor | None = found.get("cu_seq_lens_q")
     lengths: Sequence[int] | None = found.get("packed_lengths")
+    parents = _parents(found, row_length)
     longest: Any = found.get("max_length_q")
     if boundaries is not None and torch.compiler.is_compiling() and not host_lengths:
         lengths = None  # values on the host would be compiled in, one graph per batch
@@ -89,14 +94,38 @@ def take_metadata(
     lengths = check_lengths(lengths, rows=rows, row_length=row_length, embedded=embedded)
     longest = check_agreement(found, lengths, guard, row_length=row_length)
     if boundaries is None:
-        return PackedMetadata.from_lengths(lengths, device=device, max_seqlen=longest)
+        return PackedMetadata.from_lengths(lengths, device=device, max_seqlen=longest, parents=parents)
     if not has_values(boundaries):
-        return PackedMetadata(to_device(boundaries.int(), device), longest, rows * row_length, lengths)
+        return PackedMetadata(to_device(boundaries.int(), device), longest, rows * row_length, lengths, parents)
     entries = len(boundaries) - 1  # as many as the batch has, so that shapes stay fixed
-    packed = PackedMetadata.from_lengths(lengths, device=device, entries=entries, max_seqlen=longest)
+    packed = PackedMetadata.from_lengths(lengths, device=device, entries=entries, max_seqlen=longest, parents=parents)
     if not guard.immediate(boundaries):
         _check_contradiction(packed, boundaries, guard, wait=wait)
     return packed
+
+
+def _parents(found: Mapping[str, Any], row_length: int) -> tuple[int, ...] | None:
+    """The parents of the segments; None if no segment continues another.
+
+    Raises:
+        LayoutError: they make no forest, a tree crosses rows, or the lengths are not on the host.
+    """
+    given, lengths = found.get("packed_parents"), found.get("packed_lengths")
+    if given is None:
+        return None
+    if lengths is None:
+        raise LayoutError("packed_parents needs packed_lengths beside it, the segments' lengths on the host")
+    parents = check_parents(given, len(lengths))
+    row = (np.cumsum(lengths) - lengths) // row_length
+    children = np.flatnonzero(parents >= 0)
+    apart = children[row[children] != row[parents[children]]]
+    if len(apart):
+        s = int(apart[0])
+        raise LayoutError(
+            f"segment {s} stands in row {row[s]} and its parent {parents[s]} in row {row[parents[s]]}: a tree stands "
+            "in one row"
+        )
+    return tuple(parents.tolist()) if len(children) else None
 
 
 def refuse_split_rows(parallelism: Any) -> None:

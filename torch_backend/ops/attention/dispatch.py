@@ -79,7 +79,7 @@ def select(request: AttentionRequest, implementation: str | Sequence[str] = "aut
     """Returns the name of the first implementation that supports ``request``; a named one has no substitute."""
     reasons: dict[str, str] = {}
     for name in _names(request, implementation):
-        reason = _refused(name, request)
+        reason = refusal(load(name), request)
         if reason is None:
             if implementation == "auto" and not request.compiling:
                 _log_choice(request.device.type, name, tuple(reasons.items()))
@@ -90,6 +90,18 @@ def select(request: AttentionRequest, implementation: str | Sequence[str] = "aut
         f"no packed attention for {describe(request)}: {refused}. "
         f'Pass implementation="auto" or another of {", ".join(IMPLEMENTATIONS)}'
     )
+
+
+def refusal(implementation: Implementation, request: AttentionRequest) -> str | None:
+    """Explains why an implementation cannot serve a request, None if it can."""
+    if request.parents:
+        if not getattr(implementation, "parents", False):
+            return "no segments that continue others (shared prefixes)"
+        if request.dropout:
+            return "no dropout in shared prefixes, whose documents would share one mask"
+    if request.key_tokens is not None and not getattr(implementation, "more_keys", False):
+        return "takes as many keys as queries"
+    return implementation.supports(request)
 
 
 def prepare(packed: PackedMetadata, request: AttentionRequest, implementation: str | Sequence[str] = "auto") -> None:
@@ -106,6 +118,7 @@ def prepare(packed: PackedMetadata, request: AttentionRequest, implementation: s
         max_seqlen=packed.max_seqlen,
         host_lengths=packed.lengths is not None,
         compiling=True,
+        parents=packed.parents is not None,
     )
     make = getattr(load(select(request, implementation)), "prepare", None)
     if make is not None:
@@ -119,7 +132,7 @@ def rejections(request: AttentionRequest, implementation: str | Sequence[str] = 
     """
     reasons: dict[str, str | None] = {}
     for name in _names(request, implementation):
-        reason = _refused(name, request)
+        reason = refusal(load(name), request)
         if reason is None and implementation == "auto" and None in reasons.values():
             why = last_resort(load(name), request)
             reason = None if why is None else f"{TRIED_LAST}, because {why}"
@@ -141,14 +154,6 @@ def candidates(device: torch.device, implementation: str | Sequence[str]) -> tup
         if name not in IMPLEMENTATIONS:
             raise UnsupportedError(f"no attention implementation {name!r}; there are {', '.join(IMPLEMENTATIONS)}")
     return names
-
-
-def _refused(name: str, request: AttentionRequest) -> str | None:
-    """Explains why an implementation cannot serve the request, None if it can."""
-    found = load(name)
-    if request.key_tokens is not None and not getattr(found, "more_keys", False):
-        return "takes as many keys as queries"
-    return found.supports(request)
 
 
 def _names(request: AttentionRequest, implementation: str | Sequence[str]) -> tuple[str, ...]:

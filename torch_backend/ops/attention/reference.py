@@ -1,4 +1,4 @@
-"""Packed attention in a few plain operations, one document at a time: what the others are read against.
+"""Packed attention in a few plain operations, one segment at a time: what the others are read against.
 
 It serves every option on every device, at the cost of a Python loop over documents and of their full score matrices.
 """
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from packing_core.storage.forest import lineage
 from torch_backend.ops.attention.request import AttentionRequest
 from torch_backend.segments import PackedMetadata, host_lengths
 
@@ -64,14 +65,23 @@ def segments_of(
 ) -> Iterator[tuple[tuple[Tensor, Tensor, Tensor], int]]:
     """The queries, keys and values of each segment, and where its first query stands among its keys."""
     lengths = host_lengths(packed)
-    keys = lengths if packed.keys is None else host_lengths(packed.keys)
-    parts = zip(q.split(lengths), k.split(keys), v.split(keys), strict=True)
-    return ((part, seen - own) for part, seen, own in zip(parts, keys, lengths, strict=True))
+    queries = q.split(lengths)
+    if packed.parents is None:
+        seen = lengths if packed.keys is None else host_lengths(packed.keys)
+        keys, values = k.split(seen), v.split(seen)
+    else:
+        paths = [lineage(packed.parents, segment) for segment in range(len(lengths))]
+        keys, values = (
+            [torch.cat([parts[ancestor] for ancestor in path]) for path in paths]
+            for parts in (k.split(lengths), v.split(lengths))
+        )
+    return ((part, len(part[1]) - len(part[0])) for part in zip(queries, keys, values, strict=True))
 
 
 class ReferenceAttention:
     host_lengths = True
     more_keys = True
+    parents = True
 
     def supports(self, request: AttentionRequest) -> str | None:
         return None if request.host_lengths else "needs the segment lengths on the host"

@@ -29,6 +29,7 @@ class AttentionRequest:
         sinks, alibi: whether those tensors are given.
         compiling: whether torch.compile is tracing the call.
         key_tokens: S, of the keys and values, where queries are the last tokens of longer key segments; None for T.
+        parents: whether segments continue others, so that queries also see their ancestors.
     """
 
     tokens: int
@@ -51,6 +52,7 @@ class AttentionRequest:
     scale: float
     compiling: bool
     key_tokens: int | None = None
+    parents: bool = False
 
 
 class Implementation(Protocol):
@@ -58,6 +60,7 @@ class Implementation(Protocol):
 
     Attributes:
         host_lengths: it needs ``packed.lengths``; the collator then carries them.
+        parents: it serves requests in which segments continue others; False where it has no such attribute.
 
     One that takes queries that are the last tokens of longer key segments (``packed.keys``) has ``more_keys = True``.
     One that derives something from the segments may have ``prepare(packed, request)``, which does so ahead of layers
@@ -132,6 +135,8 @@ def request_of(
         raise LayoutError(f"window counts visible keys, the query's own included, so it is at least 1, got {window}")
     if softcap is not None and softcap <= 0:
         raise LayoutError(f"softcap must be positive (None for none), got {softcap}")
+    if packed.parents is not None and not causal:
+        raise LayoutError("segments that continue others need causal attention: what they continue must not see them")
     if not 0 <= dropout < 1:
         raise LayoutError(f"dropout is a probability below 1, got {dropout}")
     tensors = [x for x in (q, k, v, sinks, alibi_slopes) if x is not None]
@@ -156,6 +161,7 @@ def request_of(
         scale=head_dim**-0.5 if scale is None else float(scale),
         compiling=torch.compiler.is_compiling(),
         key_tokens=None if packed.keys is None else keys,
+        parents=packed.parents is not None,
     )
 
 
@@ -169,6 +175,7 @@ def describe(request: AttentionRequest) -> str:
         request.alibi and "ALiBi",
         request.dropout > 0 and f"dropout {request.dropout:g}",
         request.key_tokens is not None and "queries at the end of longer key segments",
+        request.parents and "shared prefixes",
     ]
     return (
         f"{request.heads} heads ({request.kv_heads} of keys) of {request.head_dim} ({request.value_dim} of values), "

@@ -9,6 +9,8 @@ follows the sum of squared lengths. Within a batch there are these ways:
     queries after longer key segments         -> the same
     float32 on a GPU, unless TF32 is allowed  -> the same
 
+Segments that continue others (shared prefixes) run as the documents that they make, :mod:`.forest`.
+
 The first two rely on torch's fused kernels and the others compute a bounded number of scores at a time, so memory grows
 with the length of a document and not with its square.
 """
@@ -24,6 +26,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from torch_backend.ops.attention.forest import over_documents
 from torch_backend.ops.attention.reference import scores_attention, segments_of
 from torch_backend.ops.attention.request import AttentionRequest
 from torch_backend.ops.document_batches import FINE, OWN, map_documents
@@ -43,6 +46,7 @@ _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 class Sdpa:
     host_lengths = True
     more_keys = True
+    parents = True
 
     def supports(self, request: AttentionRequest) -> str | None:
         return None if request.host_lengths else "needs the segment lengths on the host"
@@ -68,6 +72,8 @@ class Sdpa:
             return torch.cat(
                 [scored(*(x[None] for x in each), first_query=at)[0] for each, at in segments_of(q, k, v, packed)]
             )
+        if packed.parents is not None:
+            return over_documents(self, q, k, v, packed, request, sinks=sinks, alibi_slopes=alibi_slopes)
         if _has_no_kernel(request):
             run = partial(_scored, request=request, sinks=sinks, alibi_slopes=alibi_slopes)
         elif request.window is not None:

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from packing_core.errors import UnsupportedError
 from torch_backend.ops.attention.probe import Probed
 from torch_backend.ops.attention.request import AttentionRequest
-from torch_backend.ops.attention.triton_work import key_tiles, query_tiles
+from torch_backend.ops.attention.triton_work import key_parts, key_tiles, query_parts, query_tiles
 from torch_backend.ops.operators import operator, runs_triton
 from torch_backend.segments import PackedMetadata
 
@@ -47,6 +47,8 @@ class KernelTiles(NamedTuple):
 
 
 class Triton(Probed):
+    parents = True
+
     def refuses(self, request: AttentionRequest) -> str | None:
         probe = torch.empty(0, dtype=request.dtype, device=request.device)
         if not runs_triton(probe):
@@ -59,6 +61,10 @@ class Triton(Probed):
             return "at most 128 query heads per key head"
         if request.scale <= 0:
             return "needs a positive scale"
+        if request.parents and not request.host_lengths:
+            return "needs the segment lengths on the host for shared prefixes"
+        if request.parents and request.compiling:
+            return "no shared prefixes in compiled layers"
         return None
 
     def __call__(
@@ -100,7 +106,8 @@ def packed_attention(
     work, work_q, work_k = _work_lists(packed, request, tiles)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     options = request.causal, request.window or 0, request.softcap or 0.0, request.scale
-    return _Attention.apply(q, k, v, sinks, alibi_slopes, work, work_q, work_k, tiles, options)
+    parts = query_parts(packed), key_parts(packed) if request.requires_grad else None
+    return _Attention.apply(q, k, v, sinks, alibi_slopes, work, work_q, work_k, *parts, tiles, options)
 
 
 def _work_lists(
@@ -129,27 +136,30 @@ class _Attention(torch.autograd.Function):
         work: Tensor,
         work_q: Tensor | None,
         work_k: Tensor | None,
+        parts_q: Tensor | None,
+        parts_k: Tensor | None,
         tiles: KernelTiles,
         options: tuple[bool, int, float, float],
     ) -> Tensor:
-        out, lse = _forward(q, k, v, sinks, slopes, work, list(tiles.forward), *options)
-        ctx.save_for_backward(q, k, v, sinks, slopes, out, lse, work if work_q is None else work_q, work_k)
+        out, lse = _forward(q, k, v, sinks, slopes, work, parts_q, list(tiles.forward), *options)
+        lists = work if work_q is None else work_q, work_k, parts_q, parts_k
+        ctx.save_for_backward(q, k, v, sinks, slopes, out, lse, *lists)
         ctx.tiles, ctx.options = tiles, options
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, slopes, out, lse, work_q, work_k = ctx.saved_tensors
+        q, k, v, sinks, slopes, out, lse, *lists = ctx.saved_tensors
         tiles = list(ctx.tiles.queries), list(ctx.tiles.keys)
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-        dq, dk, dv, stats = _backward(dout, q, k, v, slopes, out, lse, work_q, work_k, *tiles, *ctx.options)
+        dq, dk, dv, stats = _backward(dout, q, k, v, slopes, out, lse, *lists, *tiles, *ctx.options)
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
             # the sink's weight is exp(sink) over the denominator, and its value is a zero vector
             weights = (sinks.float().view(k.shape[1], 1, -1) * LOG2E - lse).exp2()
             dsinks = -(weights * stats[..., 1]).sum(1).flatten().to(sinks.dtype)
-        return dq, dk, dv, dsinks, None, None, None, None, None, None
+        return dq, dk, dv, dsinks, *[None] * 8
 
 
 # Measured on an H200 (benchmarks/RESULTS.md); those of small shared memory fit the 99 KB of consumer cards. Tiles for
@@ -198,6 +208,7 @@ def _launch_forward(
     sinks: Tensor | None,
     slopes: Tensor | None,
     work: Tensor,
+    parts: Tensor | None,
     tile: list[int],
     causal: bool,
     window: int,
@@ -208,9 +219,10 @@ def _launch_forward(
 
     out, lse = _forward_outputs(q, k, v)
     kernels.forward[work.shape[0] * k.shape[1],](
-        q, k, v, sinks, slopes, out, lse, work, q.shape[0], scale, softcap, window,
+        q, k, v, sinks, slopes, out, lse, work, parts, q.shape[0], scale, softcap, window,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *_shape(q, k, v),
-        causal, window > 0, softcap > 0, sinks is not None, slopes is not None, **_blocks(q, v, tile),
+        causal, window > 0, softcap > 0, sinks is not None, slopes is not None, parts is not None,
+        **_blocks(q, v, tile),
     )  # fmt: skip
     return out, lse
 
@@ -225,6 +237,8 @@ def _launch_backward(
     lse: Tensor,
     work_q: Tensor,
     work_k: Tensor,
+    parts_q: Tensor | None,
+    parts_k: Tensor | None,
     tile_q: list[int],
     tile_k: list[int],
     causal: bool,
@@ -236,13 +250,13 @@ def _launch_backward(
 
     dq, dk, dv, stats = _backward_outputs(dout, q, k, v)
     strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *dout.stride()[:2]
-    options = causal, window > 0, softcap > 0, slopes is not None
+    options = causal, window > 0, softcap > 0, slopes is not None, parts_q is not None
     kernels.backward_queries[work_q.shape[0] * k.shape[1],](
-        q, k, v, out, dout, lse, slopes, dq, stats, work_q, q.shape[0], scale, softcap, window,
+        q, k, v, out, dout, lse, slopes, dq, stats, work_q, parts_q, q.shape[0], scale, softcap, window,
         *strides, *_shape(q, k, v), *options, **_blocks(q, v, tile_q),
     )  # fmt: skip
     kernels.backward_keys[work_k.shape[0] * k.shape[1],](
-        q, k, v, dout, stats, slopes, dk, dv, work_k, q.shape[0], scale, softcap, min(window, q.shape[0]),
+        q, k, v, dout, stats, slopes, dk, dv, work_k, parts_k, q.shape[0], scale, softcap, min(window, q.shape[0]),
         *strides, *_shape(q, k, v), *options, **_blocks(q, v, tile_k),
     )  # fmt: skip
     return dq, dk, dv, stats
@@ -276,14 +290,16 @@ def _backward_outputs(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) ->
 
 _OPTIONS = "bool causal, int window, float softcap, float scale"
 _forward = operator(
-    "attention_forward(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? slopes, Tensor work, int[] tile, "
+    "attention_forward(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? slopes, Tensor work, Tensor? parts, "
+    "int[] tile, "
     f"{_OPTIONS}) -> (Tensor, Tensor)",
     _launch_forward,
     _forward_outputs,
 )
 _backward = operator(
     "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? slopes, Tensor out, Tensor lse, "
-    f"Tensor work_q, Tensor work_k, int[] tile_q, int[] tile_k, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor work_q, Tensor work_k, Tensor? parts_q, Tensor? parts_k, int[] tile_q, int[] tile_k, "
+    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
     _launch_backward,
     _backward_outputs,
 )

@@ -51,13 +51,19 @@ def exponent(scale, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr):
 
 
 @triton.jit
-def visible(i, j, length, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.constexpr = 1):
+def visible(
+    i, j, length, window,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.constexpr = 1, BEFORE: tl.constexpr = False,
+):  # fmt: skip
     """Marks the keys that a query of the segment sees, all counted from anywhere in units of 1 / UNIT.
 
-    A query stands at any of the UNIT places of its token, a key at the first.
+    A query stands at any of the UNIT places of its token, a key at the first. With BEFORE, the queries may come after
+    the end of the keys.
     """
     if CAUSAL:
         seen = i >= j
+        if BEFORE:
+            seen = seen & (j < length)
     else:
         seen = j < length
     if WINDOW:
@@ -111,21 +117,57 @@ def rows_of(first_i, length, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def over_keys(
+    m, total, acc, q_rows, i, first_i, last_i, k_group, v_group, start, length, slope, scale, softcap, window, base2,
+    K_T: tl.constexpr, V_T: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, FOREST: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Adds to a tile's softmax the keys of the segment at ``start``, from whose first token the queries are counted."""
+    d, e, n = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_N)
+    low, high, all_low, all_high = keys_of(first_i, last_i, length, window, CAUSAL, WINDOW, BLOCK_N)
+    k_block = k_group + (start + low) * K_T
+    v_block = v_group + (start + low) * V_T
+    for first_j in tl.range(low, high, BLOCK_N):
+        j = first_j + n
+        inside = (j < length)[:, None]
+        keys = tl.load(k_block + n[:, None] * K_T + d, inside & (d < HEAD_DIM), other=0.0)
+        s = tl.dot(q_rows, tl.trans(keys), input_precision="ieee")
+        s, _ = logits(s, i[:, None], j[None, :], slope, scale, softcap, SOFTCAP, ALIBI)
+        if (first_j < all_low) | (first_j + BLOCK_N > all_high):
+            s = tl.where(
+                visible(i[:, None], j[None, :], length, window, CAUSAL, WINDOW, BEFORE=FOREST), s, float("-inf")
+            )
+        highest = tl.maximum(m, tl.max(s, 1) * base2)
+        p = tl.exp2(s * base2 - highest[:, None])
+        shrink = tl.exp2(m - highest)
+        total = total * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None]
+        values = tl.load(v_block + n[:, None] * V_T + e, inside & (e < VALUE_DIM), other=0.0)
+        acc = tl.dot(p.to(values.dtype), values, acc, input_precision="ieee")
+        m = highest
+        k_block += BLOCK_N * K_T
+        v_block += BLOCK_N * V_T
+    return m, total, acc
+
+
+@triton.jit
 def forward(
-    q, k, v, sinks, slopes, out, lse, work, tokens, scale, softcap, window,
+    q, k, v, sinks, slopes, out, lse, work, parts, tokens, scale, softcap, window,
     Q_T: tl.constexpr, Q_H: tl.constexpr, K_T: tl.constexpr, K_H: tl.constexpr, V_T: tl.constexpr, V_H: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr,
+    FOREST: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries: out [T, H, Dv] and the denominator's base-2 log, lse [K, T, H / K]. Grid: (items * K,)."""
     KV_HEADS: tl.constexpr = HEADS // GROUP
-    item = work + tl.program_id(0) // KV_HEADS * 3
+    item = work + tl.program_id(0) // KV_HEADS * (5 if FOREST else 3)
     group = tl.program_id(0) % KV_HEADS
     start, length, first_i = tl.load(item).to(tl.int64), tl.load(item + 1), tl.load(item + 2)
     if length == 0:
         return
-    d, e, n = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_N)
+    d, e = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_E)[None, :]
     r = tl.arange(0, BLOCK_M)
     token, head, rows = rows_of(first_i, length, GROUP, BLOCK_M)
     i, present = first_i + token, r < rows
@@ -145,27 +187,21 @@ def forward(
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     base2 = exponent(scale, SOFTCAP, ALIBI)
 
-    low, high, all_low, all_high = keys_of(first_i, last_i, length, window, CAUSAL, WINDOW, BLOCK_N)
-    k_block = k + (start + low) * K_T + group * K_H
-    v_block = v + (start + low) * V_T + group * V_H
-    for first_j in tl.range(low, high, BLOCK_N):
-        j = first_j + n
-        inside = (j < length)[:, None]
-        keys = tl.load(k_block + n[:, None] * K_T + d, inside & (d < HEAD_DIM), other=0.0)
-        s = tl.dot(q_rows, tl.trans(keys), input_precision="ieee")
-        s, _ = logits(s, i[:, None], j[None, :], slope, scale, softcap, SOFTCAP, ALIBI)
-        if (first_j < all_low) | (first_j + BLOCK_N > all_high):
-            s = tl.where(visible(i[:, None], j[None, :], length, window, CAUSAL, WINDOW), s, float("-inf"))
-        highest = tl.maximum(m, tl.max(s, 1) * base2)
-        p = tl.exp2(s * base2 - highest[:, None])
-        shrink = tl.exp2(m - highest)
-        total = total * shrink + tl.sum(p, 1)
-        acc = acc * shrink[:, None]
-        values = tl.load(v_block + n[:, None] * V_T + e, inside & (e < VALUE_DIM), other=0.0)
-        acc = tl.dot(p.to(values.dtype), values, acc, input_precision="ieee")
-        m = highest
-        k_block += BLOCK_N * K_T
-        v_block += BLOCK_N * V_T
+    k_group, v_group = k + group * K_H, v + group * V_H
+    if FOREST:
+        for part in tl.range(tl.load(item + 3), tl.load(item + 4)):
+            first, keys, gap = tl.load(parts + 3 * part), tl.load(parts + 3 * part + 1), tl.load(parts + 3 * part + 2)
+            m, total, acc = over_keys(
+                m, total, acc, q_rows, i + gap, first_i + gap, last_i + gap, k_group, v_group, first.to(tl.int64), keys,
+                slope, scale, softcap, window, base2, K_T, V_T, HEAD_DIM, VALUE_DIM,
+                CAUSAL, WINDOW, SOFTCAP, ALIBI, FOREST, BLOCK_D, BLOCK_E, BLOCK_N,
+            )  # fmt: skip
+    else:
+        m, total, acc = over_keys(
+            m, total, acc, q_rows, i, first_i, last_i, k_group, v_group, start, length,
+            slope, scale, softcap, window, base2, K_T, V_T, HEAD_DIM, VALUE_DIM,
+            CAUSAL, WINDOW, SOFTCAP, ALIBI, FOREST, BLOCK_D, BLOCK_E, BLOCK_N,
+        )  # fmt: skip
 
     row = (token * HEADS + head)[:, None]
     total = tl.where(present, total, 1.0)  # the rows past the segment may have seen no key
@@ -177,12 +213,43 @@ def forward(
 
 
 @triton.jit
+def over_keys_again(
+    acc, q_rows, do_rows, lse_rows, delta_rows, i, first_i, last_i, k_group, v_group, start, length,
+    slope, scale, softcap, window, base2,
+    K_T: tl.constexpr, V_T: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, FOREST: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Adds to a tile's gradient of queries what the keys of the segment at ``start`` give; see :func:`over_keys`."""
+    d, e, n = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_N)
+    low, high, all_low, all_high = keys_of(first_i, last_i, length, window, CAUSAL, WINDOW, BLOCK_N)
+    k_block = k_group + (start + low) * K_T
+    v_block = v_group + (start + low) * V_T
+    for first_j in tl.range(low, high, BLOCK_N):
+        j = first_j + n
+        inside = (j < length)[:, None]
+        keys = tl.load(k_block + n[:, None] * K_T + d, inside & (d < HEAD_DIM), other=0.0)
+        values = tl.load(v_block + n[:, None] * V_T + e, inside & (e < VALUE_DIM), other=0.0)
+        s = tl.dot(q_rows, tl.trans(keys), input_precision="ieee")
+        dp = tl.dot(do_rows, tl.trans(values), input_precision="ieee")
+        s, steep = logits(s, i[:, None], j[None, :], slope, scale, softcap, SOFTCAP, ALIBI)
+        p = tl.exp2(s * base2 - lse_rows[:, None])
+        if (first_j < all_low) | (first_j + BLOCK_N > all_high):
+            p = tl.where(visible(i[:, None], j[None, :], length, window, CAUSAL, WINDOW, BEFORE=FOREST), p, 0.0)
+        ds = p * (dp - delta_rows[:, None]) * steep
+        acc = tl.dot(ds.to(keys.dtype), keys, acc, input_precision="ieee")
+        k_block += BLOCK_N * K_T
+        v_block += BLOCK_N * V_T
+    return acc
+
+
+@triton.jit
 def backward_queries(
-    q, k, v, out, dout, lse, slopes, dq, stats, work, tokens, scale, softcap, window,
+    q, k, v, out, dout, lse, slopes, dq, stats, work, parts, tokens, scale, softcap, window,
     Q_T: tl.constexpr, Q_H: tl.constexpr, K_T: tl.constexpr, K_H: tl.constexpr, V_T: tl.constexpr, V_H: tl.constexpr,
     DO_T: tl.constexpr, DO_H: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, FOREST: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries: dq [T, H, D], and for backward_keys stats [K, T, H / K, 2]. Grid: (items * K,).
@@ -190,12 +257,12 @@ def backward_queries(
     The two are lse and delta, the sum of out * dout.
     """
     KV_HEADS: tl.constexpr = HEADS // GROUP
-    item = work + tl.program_id(0) // KV_HEADS * 3
+    item = work + tl.program_id(0) // KV_HEADS * (5 if FOREST else 3)
     group = tl.program_id(0) % KV_HEADS
     start, length, first_i = tl.load(item).to(tl.int64), tl.load(item + 1), tl.load(item + 2)
     if length == 0:
         return
-    d, e, n = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_N)
+    d, e = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_E)[None, :]
     r = tl.arange(0, BLOCK_M)
     token, head, rows = rows_of(first_i, length, GROUP, BLOCK_M)
     i, present = first_i + token, r < rows
@@ -221,60 +288,48 @@ def backward_queries(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     base2 = exponent(scale, SOFTCAP, ALIBI)
 
-    low, high, all_low, all_high = keys_of(first_i, last_i, length, window, CAUSAL, WINDOW, BLOCK_N)
-    k_block = k + (start + low) * K_T + group * K_H
-    v_block = v + (start + low) * V_T + group * V_H
-    for first_j in tl.range(low, high, BLOCK_N):
-        j = first_j + n
-        inside = (j < length)[:, None]
-        keys = tl.load(k_block + n[:, None] * K_T + d, inside & (d < HEAD_DIM), other=0.0)
-        values = tl.load(v_block + n[:, None] * V_T + e, inside & (e < VALUE_DIM), other=0.0)
-        s = tl.dot(q_rows, tl.trans(keys), input_precision="ieee")
-        dp = tl.dot(do_rows, tl.trans(values), input_precision="ieee")
-        s, steep = logits(s, i[:, None], j[None, :], slope, scale, softcap, SOFTCAP, ALIBI)
-        p = tl.exp2(s * base2 - lse_rows[:, None])
-        if (first_j < all_low) | (first_j + BLOCK_N > all_high):
-            p = tl.where(visible(i[:, None], j[None, :], length, window, CAUSAL, WINDOW), p, 0.0)
-        ds = p * (dp - delta_rows[:, None]) * steep
-        acc = tl.dot(ds.to(keys.dtype), keys, acc, input_precision="ieee")
-        k_block += BLOCK_N * K_T
-        v_block += BLOCK_N * V_T
+    k_group, v_group = k + group * K_H, v + group * V_H
+    if FOREST:
+        for part in tl.range(tl.load(item + 3), tl.load(item + 4)):
+            first_key, keys = tl.load(parts + 3 * part), tl.load(parts + 3 * part + 1)
+            gap = tl.load(parts + 3 * part + 2)
+            acc = over_keys_again(
+                acc, q_rows, do_rows, lse_rows, delta_rows, i + gap, first_i + gap, last_i + gap, k_group, v_group,
+                first_key.to(tl.int64), keys, slope, scale, softcap, window, base2, K_T, V_T, HEAD_DIM, VALUE_DIM,
+                CAUSAL, WINDOW, SOFTCAP, ALIBI, FOREST, BLOCK_D, BLOCK_E, BLOCK_N,
+            )  # fmt: skip
+    else:
+        acc = over_keys_again(
+            acc, q_rows, do_rows, lse_rows, delta_rows, i, first_i, last_i, k_group, v_group,
+            start, length, slope, scale, softcap, window, base2, K_T, V_T, HEAD_DIM, VALUE_DIM,
+            CAUSAL, WINDOW, SOFTCAP, ALIBI, FOREST, BLOCK_D, BLOCK_E, BLOCK_N,
+        )  # fmt: skip
     acc = (acc * scale).to(dq.dtype.element_ty)
     tl.store(dq + first * HEAD_DIM + row * HEAD_DIM + d, acc, present[:, None] & (d < HEAD_DIM))
 
 
 @triton.jit
-def backward_keys(
-    q, k, v, dout, stats, slopes, dk, dv, work, tokens, scale, softcap, window,
-    Q_T: tl.constexpr, Q_H: tl.constexpr, K_T: tl.constexpr, K_H: tl.constexpr, V_T: tl.constexpr, V_H: tl.constexpr,
-    DO_T: tl.constexpr, DO_H: tl.constexpr,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+def over_queries(
+    dk_acc, dv_acc, keys, values, j, first_j, last_j, q_group, do_group, stats_group, slopes_group, start, length,
+    scale, softcap, window, base2,
+    Q_T: tl.constexpr, Q_H: tl.constexpr, DO_T: tl.constexpr, DO_H: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, FOREST: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys over the queries that see it: dk [T, K, D] and dv [T, K, Dv]. Grid: (items * K,)."""
-    KV_HEADS: tl.constexpr = HEADS // GROUP
-    TOKENS: tl.constexpr = BLOCK_M // GROUP
-    item = work + tl.program_id(0) // KV_HEADS * 3
-    group = tl.program_id(0) % KV_HEADS
-    start, length, first_j = tl.load(item).to(tl.int64), tl.load(item + 1), tl.load(item + 2)
-    if length == 0:
-        return
-    d, e, n = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_N)
-    r, both = tl.arange(0, BLOCK_M), tl.arange(0, 2 * BLOCK_M)
-    j = first_j + n
-    last_j = tl.minimum(first_j + BLOCK_N, length) - 1
-    has_d, has_e = (j < length)[:, None] & (d < HEAD_DIM), (j < length)[:, None] & (e < VALUE_DIM)
-    keys = tl.load(k + (start + first_j) * K_T + group * K_H + n[:, None] * K_T + d, has_d, other=0.0)
-    values = tl.load(v + (start + first_j) * V_T + group * V_H + n[:, None] * V_T + e, has_e, other=0.0)
-    dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv_acc = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
-    base2 = exponent(scale, SOFTCAP, ALIBI)
+    """Adds to the gradients of a block of keys what the queries of the segment at ``start`` give.
 
+    The keys are counted from that segment's first token, so those of an ancestor have negative numbers.
+    """
+    TOKENS: tl.constexpr = BLOCK_M // GROUP
+    d, e = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_E)[None, :]
+    r, both = tl.arange(0, BLOCK_M), tl.arange(0, 2 * BLOCK_M)
     low, high, all_low, all_high = queries_of(first_j, last_j, length, window, CAUSAL, WINDOW)
-    q_tile = q + (start + low) * Q_T + group * (GROUP * Q_H)
-    do_tile = dout + (start + low) * DO_T + group * (GROUP * DO_H)
-    stats_tile = stats + (group * tokens + start + low) * (2 * GROUP)
+    if FOREST:
+        low = tl.maximum(low, 0)
+    q_tile = q_group + (start + low) * Q_T
+    do_tile = do_group + (start + low) * DO_T
+    stats_tile = stats_group + (start + low) * (2 * GROUP)
     for first_i in tl.range(low, high, TOKENS):
         token, head, rows = rows_of(first_i, length, GROUP, BLOCK_M)
         i, present = first_i + token, r < rows
@@ -289,7 +344,7 @@ def backward_keys(
         dp = tl.dot(values, tl.trans(do_rows), input_precision="ieee")  # runs while p is computed
         slope = 0.0
         if ALIBI:
-            slope = tl.load(slopes + group * GROUP + head).to(tl.float32)[None, :]
+            slope = tl.load(slopes_group + head).to(tl.float32)[None, :]
         s, steep = logits(s, i[None, :], j[:, None], slope, scale, softcap, SOFTCAP, ALIBI)
         p = tl.exp2(s * base2 - lse_rows[None, :])
         masked = first_i < all_low
@@ -306,6 +361,55 @@ def backward_keys(
         q_tile += TOKENS * Q_T
         do_tile += TOKENS * DO_T
         stats_tile += TOKENS * (2 * GROUP)
+    return dk_acc, dv_acc
+
+
+@triton.jit
+def backward_keys(
+    q, k, v, dout, stats, slopes, dk, dv, work, parts, tokens, scale, softcap, window,
+    Q_T: tl.constexpr, Q_H: tl.constexpr, K_T: tl.constexpr, K_H: tl.constexpr, V_T: tl.constexpr, V_H: tl.constexpr,
+    DO_T: tl.constexpr, DO_H: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, FOREST: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One block of keys over the queries that see it: dk [T, K, D] and dv [T, K, Dv]. Grid: (items * K,)."""
+    KV_HEADS: tl.constexpr = HEADS // GROUP
+    item = work + tl.program_id(0) // KV_HEADS * (5 if FOREST else 3)
+    group = tl.program_id(0) % KV_HEADS
+    start, length, first_j = tl.load(item).to(tl.int64), tl.load(item + 1), tl.load(item + 2)
+    if length == 0:
+        return
+    d, e, n = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_N)
+    j = first_j + n
+    last_j = tl.minimum(first_j + BLOCK_N, length) - 1
+    has_d, has_e = (j < length)[:, None] & (d < HEAD_DIM), (j < length)[:, None] & (e < VALUE_DIM)
+    keys = tl.load(k + (start + first_j) * K_T + group * K_H + n[:, None] * K_T + d, has_d, other=0.0)
+    values = tl.load(v + (start + first_j) * V_T + group * V_H + n[:, None] * V_T + e, has_e, other=0.0)
+    dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv_acc = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
+    base2 = exponent(scale, SOFTCAP, ALIBI)
+
+    q_group, do_group = q + group * (GROUP * Q_H), dout + group * (GROUP * DO_H)
+    stats_group = stats + group.to(tl.int64) * tokens * (2 * GROUP)
+    slopes_group = stats_group  # any pointer: without ALiBi nothing is read from it
+    if ALIBI:
+        slopes_group = slopes + group * GROUP
+    if FOREST:
+        for part in tl.range(tl.load(item + 3), tl.load(item + 4)):
+            first_i, queries = tl.load(parts + 3 * part), tl.load(parts + 3 * part + 1)
+            gap = tl.load(parts + 3 * part + 2)
+            dk_acc, dv_acc = over_queries(
+                dk_acc, dv_acc, keys, values, j - gap, first_j - gap, last_j - gap, q_group, do_group, stats_group,
+                slopes_group, first_i.to(tl.int64), queries, scale, softcap, window, base2, Q_T, Q_H, DO_T, DO_H,
+                GROUP, HEAD_DIM, VALUE_DIM, CAUSAL, WINDOW, SOFTCAP, ALIBI, FOREST, BLOCK_D, BLOCK_E, BLOCK_M,
+            )  # fmt: skip
+    else:
+        dk_acc, dv_acc = over_queries(
+            dk_acc, dv_acc, keys, values, j, first_j, last_j, q_group, do_group, stats_group,
+            slopes_group, start, length, scale, softcap, window, base2, Q_T, Q_H, DO_T, DO_H,
+            GROUP, HEAD_DIM, VALUE_DIM, CAUSAL, WINDOW, SOFTCAP, ALIBI, FOREST, BLOCK_D, BLOCK_E, BLOCK_M,
+        )  # fmt: skip
 
     first = (start + first_j) * KV_HEADS + group
     row = (n * KV_HEADS)[:, None]

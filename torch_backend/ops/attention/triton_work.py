@@ -3,16 +3,32 @@
 Segment boundaries -> ``(segment's first token, segment's length, the tile's first token in the segment)`` for every
 tile of every segment. A segment's tiles follow each other, so that its keys and values are read while the cache holds
 them; the longest segment comes first, and each begins with its most expensive tile, so that the last programs to start
-are short ones. Where the lengths are on the host the list is made there and is exact; else the same arithmetic runs on
-the device, without reading back, in a list whose length depends on shapes alone, with items of length 0 at its end.
+are short ones. Where segments continue others, an item also says where in a second list its tile's parts stand: of
+queries the segments on their path, of keys the segments below, each as ``(first token, length, tokens from the start
+of the keys' segment to that of the queries')``. Where the lengths are on the host the list is made there and is exact;
+else the same arithmetic runs on the device, without reading back, in a list whose length depends on shapes alone, with
+items of length 0 at its end.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from packing_core.errors import UnsupportedError
+from packing_core.storage.forest import lineage, offsets
 from torch_backend.segments import PackedMetadata, most_pieces, pieces, to_device
+
+
+def query_parts(packed: PackedMetadata) -> Tensor | None:
+    """int32 [parts, 3] the segments that the queries of each segment see; None if no segment continues another."""
+    return None if packed.parents is None else packed.derived("parts of queries", _query_parts)[0]
+
+
+def key_parts(packed: PackedMetadata) -> Tensor | None:
+    """int32 [parts, 3] the segments that see the keys of each segment; None if no segment continues another."""
+    return None if packed.parents is None else packed.derived("parts of keys", _key_parts)[0]
 
 
 def query_tiles(packed: PackedMetadata, tokens: int, *, fixed_shape: bool = False) -> Tensor:
@@ -30,13 +46,21 @@ def key_tiles(packed: PackedMetadata, tokens: int, *, fixed_shape: bool = False)
 
 def _work(packed: PackedMetadata, tokens: int, last_first: bool, fixed_shape: bool) -> Tensor:
     def make(packed: PackedMetadata) -> Tensor:
-        if packed.lengths is None or fixed_shape or torch.compiler.is_compiling():
+        if packed.parents is not None and (packed.lengths is None or torch.compiler.is_compiling()):
+            raise UnsupportedError("shared prefixes need the segment lengths on the host, outside of compiled layers")
+        if packed.lengths is None or (fixed_shape and packed.parents is None) or torch.compiler.is_compiling():
             boundaries = packed.cu_seqlens
             items = most_pieces(packed.tokens, boundaries.shape[0] - 1, tokens)
         else:
             boundaries = torch.tensor((0, *packed.lengths)).cumsum(0)
             items = sum(-(-length // tokens) for length in packed.lengths)
-        return to_device(_items(boundaries, items, tokens, last_first), packed.device)
+        made = _items(boundaries, items, tokens, last_first)
+        if packed.parents is not None:
+            bounds = packed.derived(
+                *(("parts of queries", _query_parts) if last_first else ("parts of keys", _key_parts))
+            )
+            made = torch.cat([made, bounds[1][torch.searchsorted(boundaries, made[:, 0].long(), right=True) - 1]], 1)
+        return to_device(made, packed.device)
 
     return packed.derived(("triton tiles", tokens, last_first), make)
 
@@ -49,3 +73,35 @@ def _items(boundaries: Tensor, items: int, tokens: int, last_first: bool) -> Ten
     if last_first:
         first = (length - 1) // tokens * tokens - first
     return torch.stack((starts[segment], length * live, first * live), dim=1).int()
+
+
+def _query_parts(packed: PackedMetadata) -> tuple[Tensor, Tensor]:
+    """The parts on the device of the batch, and on the host int32 [S, 2] where those of each segment stand."""
+    parents = packed.parents
+    assert parents is not None
+    return _parts(packed, [[(s, above) for above in lineage(parents, s)] for s in range(len(parents))])
+
+
+def _key_parts(packed: PackedMetadata) -> tuple[Tensor, Tensor]:
+    """As :func:`_query_parts`."""
+    parents = packed.parents
+    assert parents is not None
+    below: list[list[tuple[int, int]]] = [[] for _ in parents]
+    for s in range(len(parents)):
+        for above in lineage(parents, s):
+            below[above].append((s, above))
+    return _parts(packed, below, of_queries=False)
+
+
+def _parts(
+    packed: PackedMetadata, pairs: list[list[tuple[int, int]]], *, of_queries: bool = True
+) -> tuple[Tensor, Tensor]:
+    """The parts of each segment, given as pairs of a segment of queries and one of keys, which the queries see."""
+    lengths = np.array(packed.lengths)
+    starts, before = np.cumsum(lengths) - lengths, offsets(np.array(packed.parents), lengths)
+    queries, keys = np.array([pair for several in pairs for pair in several]).T
+    met = keys if of_queries else queries
+    parts = np.stack([starts[met], lengths[met], before[queries] - before[keys]], 1)
+    ends = np.cumsum([len(several) for several in pairs])
+    bounds = np.stack([np.append(0, ends[:-1]), ends], 1)
+    return to_device(torch.from_numpy(parts).int(), packed.device), torch.from_numpy(bounds).int()

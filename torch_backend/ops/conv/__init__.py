@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from packing_core.errors import LayoutError
 from torch_backend.ops.conv import reference
 from torch_backend.ops.operators import operator, runs_triton
-from torch_backend.segments import PackedMetadata
+from torch_backend.segments import PackedMetadata, refuse_parents
 
 # A tile's tokens and channels (256 bytes of bfloat16 a row), its warps, and how many tiles a program of the backward
 # sums its weight gradient over.
@@ -53,6 +53,7 @@ def short_convolution(
         raise LayoutError(f"short_convolution takes bias [C], got {given}")
     if packed.tokens != x.shape[0]:
         raise LayoutError(f"the segments cover {packed.tokens:,} tokens and x holds {x.shape[0]:,}")
+    refuse_parents(packed, "short_convolution")
     if not runs_triton(x):
         return reference.short_convolution(x, weight, bias, packed.position_ids, silu)
     return _ShortConvolution.apply(x, weight, bias, packed.position_ids, silu)

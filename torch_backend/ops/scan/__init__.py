@@ -29,7 +29,7 @@ from torch_backend.ops.scan import modeling_calls as triton
 from torch_backend.ops.scan.libraries import fla, flash_qla, mamba_ssm
 from torch_backend.ops.scan.order import by_time, measured
 from torch_backend.ops.scan.request import ABSENT, ScanRequest, Way, parameters, refused, request_of
-from torch_backend.segments import PackedMetadata
+from torch_backend.segments import PackedMetadata, refuse_parents
 
 TRITON, DOCUMENTS = "triton", "documents"
 # How a library scans a row.
@@ -126,6 +126,7 @@ def run(
     Returns:
         What ``function`` returns, states None.
     """
+    refuse_parents(packed, "a scan")
     if choice.implementation == TRITON:
         return triton.scan(name, packed, args, kwargs)
     if choice.fixed:

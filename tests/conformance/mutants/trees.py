@@ -1,0 +1,67 @@
+"""Backends that compute a common beginning once, and something about it wrongly."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from tests.conformance.mutants.base import Mutant
+
+
+class ChildSeesItsSibling(Mutant, rejected_by="TREE-01"):
+    """An answer sees every token before it in the row, those of other answers too."""
+
+    def ancestors(self, tree):
+        return np.tril(np.ones((len(tree.parents),) * 2, bool))
+
+    def tree_positions(self, tree):
+        positions = super().ancestors(tree).sum(axis=1) - 1
+        return positions
+
+
+class GradientOfOneAnswer(Mutant, rejected_by="TREE-01"):
+    """The prompt's keys and values get the gradient of the first answer alone."""
+
+    def credited(self, tree):
+        others = (tree.owners > tree.owners[tree.owners >= 0].min())[:, None] & (tree.owners < 0)
+        return super().credited(tree) & ~others
+
+
+class FirstTargetsLost(Mutant, rejected_by="TREE-01"):
+    """No token predicts the first one of an answer."""
+
+    def pairs(self, tree):
+        places, targets = super().pairs(tree)
+        inside = tree.owners[places] >= 0
+        return places[inside], targets[inside]
+
+
+class SharesNothing(Mutant, rejected_by="TREE-01"):
+    """Every answer has a prompt of its own, and the count of tokens says so."""
+
+    def shared_gradients(self, decoder, documents, *, dtype):
+        mean, found, _ = super().shared_gradients(decoder, documents, dtype=dtype)
+        return mean, found, sum(len(document.input_ids) for document in documents)
+
+
+class PositionsRestart(Mutant, rejected_by="TREE-02"):
+    """Positions of what follows a beginning count from 0."""
+
+    def tree_positions(self, tree):
+        positions = super().tree_positions(tree)
+        own = tree.owners >= 0
+        first = {owner: positions[tree.owners == owner].min() for owner in np.unique(tree.owners[own])}
+        return positions - np.array([first.get(owner, 0) for owner in tree.owners.tolist()])
+
+
+class WrongParent(Mutant, rejected_by="TREE-02"):
+    """The answers to the second prompt continue the first one."""
+
+    def tree(self, documents):
+        tree = super().tree(documents)
+        ends = np.flatnonzero((tree.owners >= 0) & (tree.parents >= 0) & (tree.owners[tree.parents] < 0))
+        first = tree.parents[ends[0]]
+        parents = tree.parents.copy()
+        parents[ends] = np.where(tree.parents[ends] > first, first, tree.parents[ends])
+        return replace(tree, parents=parents)

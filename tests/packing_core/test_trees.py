@@ -1,0 +1,201 @@
+"""Rows in which a common beginning stands once: every document comes back whole, and nothing is there twice."""
+
+import pickle
+
+import numpy as np
+import pytest
+
+from packing_core import (
+    CapacityError,
+    LayoutError,
+    PackedBatch,
+    PackingError,
+    UnsupportedError,
+    concatenate,
+    pack,
+    pack_tree,
+)
+
+# Two prompts of one system prompt (1 1), with two and three answers:
+#   1 1 +- 2 2 +- 9        segments  0 | 1 | 2 | 3 | 4 | 5 | 6 | 7
+#       |      +- 8 8      parents  -1   0   1   1   0   4   4   4
+#       +- 3 3 +- 7, 6, 5 5 5
+DOCUMENTS = [[1, 1, 2, 2, 9], [1, 1, 2, 2, 8, 8], [1, 1, 3, 3, 7], [1, 1, 3, 3, 6], [1, 1, 3, 3, 5, 5, 5]]
+PROMPTS = [4] * 5
+
+
+def two_levels(**options) -> PackedBatch:
+    return pack_tree(DOCUMENTS, 16, prompt_lengths=PROMPTS, shortest=2, seed=None, **options)
+
+
+def assert_whole(batch: PackedBatch, documents) -> None:
+    assert {number: tokens.tolist() for number, tokens in batch.unpack().items()} == dict(enumerate(documents))
+
+
+def random_documents(rng: np.random.Generator) -> tuple[list[list[int]], list[int]]:
+    """Documents of two token values, so that beginnings of every length and depth are common."""
+    documents = [rng.integers(1, 3, rng.integers(1, 12)).tolist() for _ in range(rng.integers(1, 12))]
+    return documents, [int(rng.integers(1, len(document) + 1)) for document in documents]
+
+
+def test_a_common_beginning_stands_once_on_every_level():
+    batch = two_levels()
+
+    assert batch.input_ids.tolist() == [[1, 1, 2, 2, 9, 8, 8, 3, 3, 7, 6, 5, 5, 5, 0, 0]]
+    assert batch.parents.tolist() == [-1, 0, 1, 1, 0, 4, 4, 4]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 4, 5, 2, 3, 4, 4, 4, 5, 6, 0, 0]]
+    assert_whole(batch, DOCUMENTS)
+
+
+def test_the_first_token_of_an_answer_is_predicted_by_the_last_one_of_its_prompt():
+    batch = two_levels()
+    targets, predictors = batch.targets.reshape(-1), batch.predictors.reshape(-1)
+    trained = np.flatnonzero(targets != -100)
+
+    assert trained.tolist() == [4, 5, 6, 9, 10, 11, 12, 13]
+    assert predictors[trained].tolist() == [3, 3, 5, 8, 8, 8, 11, 12]
+    assert predictors[0] == predictors[14] == -1
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_every_document_comes_back_whole_and_no_beginning_stands_twice(seed):
+    rng = np.random.default_rng(seed)
+    documents, prompts = random_documents(rng)
+    column = [rng.integers(0, 2, len(document)).tolist() for document in documents]
+    batch = pack_tree(
+        documents, 128, prompt_lengths=prompts, shortest=1, columns={"kind": column}, per_document={"n": prompts}
+    )
+
+    assert_whole(batch, documents)
+    assert {i: x.tolist() for i, x in batch.unpack("kind").items()} == dict(enumerate(column))
+    assert {i: x.sum() for i, x in batch.unpack("loss_mask").items()} == {
+        i: len(d) - n for i, (d, n) in enumerate(zip(documents, prompts))
+    }
+    leaves = np.setdiff1d(np.arange(batch.n_segments), batch.parents)
+    assert sorted(batch.sources[leaves].tolist()) == list(range(len(documents)))
+    assert batch.per_document["n"][leaves].tolist() == [prompts[i] for i in batch.sources[leaves]]
+    # the tokens kept are the different beginnings that may be shared, and each document's own end
+    own, shared = 0, set()
+    for document, kind, prompt in zip(documents, column, prompts):
+        most = min(prompt, len(document) - 1)
+        own += len(document) - most
+        shared |= {(tuple(document[:n]), tuple(kind[:n])) for n in range(1, most + 1)}
+    assert batch.n_tokens == own + len(shared)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_trees_of_more_than_a_row_repeat_what_their_documents_need(seed):
+    rng = np.random.default_rng(seed)
+    documents, prompts = random_documents(rng)
+    batch = pack_tree(documents, 24, prompt_lengths=prompts, shortest=1, overflow="repeat", alignment=2)
+
+    assert_whole(batch, documents)
+    inner = np.unique(batch.parents[batch.parents >= 0])
+    children = np.bincount(batch.parents[batch.parents >= 0], minlength=batch.n_segments)
+    assert (children[inner] > 1).all()
+
+
+def test_documents_of_different_groups_share_nothing():
+    batch = two_levels(groups=[0, 0, 1, 1, 1])
+    roots = np.flatnonzero(batch.parents < 0)
+    assert len(roots) == 2
+    assert_whole(batch, DOCUMENTS)
+
+
+def test_short_beginnings_and_targets_are_not_shared():
+    assert (pack_tree(DOCUMENTS, 32, prompt_lengths=PROMPTS, shortest=5).parents == -1).all()
+    assert (pack_tree(DOCUMENTS, 32, shortest=2).parents == -1).all()
+    columns = {"x": [[i] * len(document) for i, document in enumerate(DOCUMENTS)]}
+    assert (pack_tree(DOCUMENTS, 32, prompt_lengths=PROMPTS, shortest=2, columns=columns).parents == -1).all()
+
+
+def test_rows_slices_and_joined_batches_keep_their_trees():
+    batch = pack_tree(DOCUMENTS, 8, prompt_lengths=PROMPTS, shortest=2, overflow="repeat", seed=None)
+    parts = [*(batch[r] for r in range(len(batch))), *batch.single_rows(), batch[1:], batch[[1, 0, 1]]]
+    again = concatenate([batch[r] for r in range(len(batch))])
+
+    assert len(batch) > 1
+    assert again.parents.tolist() == batch.parents.tolist()
+    assert pickle.loads(pickle.dumps(batch)).parents.tolist() == batch.parents.tolist()
+    for part in parts:
+        checked = PackedBatch(**{name: getattr(part, name) for name in part.__dataclass_fields__})
+        assert checked.position_ids.tolist() == part.position_ids.tolist()
+    assert batch[[1, 0, 1]].position_ids[0].tolist() == batch.position_ids[1].tolist()
+    other = pack([[5, 5]], 8, prompt_lengths=[1])
+    assert concatenate([batch[0], other]).parents.tolist() == [*batch[0].parents.tolist(), -1]
+
+
+def test_views_number_parents_among_all_segments_and_count_positions_on():
+    batch = pack_tree([[1, 1, 9], [1, 1, 8, 8]], 16, prompt_lengths=[2, 2], shortest=2, alignment=4, seed=None)
+    view = batch.kernel_view()
+
+    assert view.lengths == (2, 2, 1, 2, 1, 2, 2, 2, 2)
+    assert view.parents == (-1, -1, 0, -1, -1, 0, -1, -1, -1)
+    assert view.position_ids.tolist() == [0, 1, 0, 1, 2, 0, 1, 0, 2, 3, 0, 1, 0, 1, 0, 1]
+    assert batch.padding_free().parents == (-1, 0, 0)
+
+
+def test_values_per_document_count_shared_tokens_for_each():
+    batch = two_levels()
+    assert batch.reduce(batch.input_ids, "sum").tolist() == [float(sum(d)) for d in DOCUMENTS]
+    spread = batch.spread(np.arange(1, 6))
+    assert spread.tolist() == [[0, 0, 0, 0, 1, 2, 2, 0, 0, 3, 4, 5, 5, 5, 0, 0]]
+    assert batch.document_ids.tolist() == [[-1, -1, -1, -1, 0, 1, 1, -1, -1, 2, 3, 4, 4, 4, -1, -1]]
+    assert batch.document_positions.tolist() == batch.position_ids.tolist()
+
+
+def test_weights_per_document_are_those_of_the_documents():
+    weights = two_levels(weighting="document").loss_weights
+    np.testing.assert_allclose(weights[0, [4, 5, 6, 9, 10, 11, 12, 13]], [1, 1 / 2, 1 / 2, 1, 1, 1 / 3, 1 / 3, 1 / 3])
+
+
+@pytest.mark.parametrize("convention", ["hf", "trl", "grain", "maxtext"])
+def test_conventions_without_parents_refuse_trees(convention):
+    with pytest.raises(UnsupportedError, match=f'"{convention}" has no place for parents'):
+        two_levels().to_dict(convention)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parents": [-1, 0]}, r"parents has 2 entries and there are 8 segments"),
+        ({"parents": [0, -1, -1, -1, -1, -1, -1, -1]}, r"parents\[0\] is 0: no segment stands before the first"),
+        ({"parents": [-1, 0, 3, 1, 0, 4, 4, 4]}, r"parents\[2\] is 3: a parent stands before its children"),
+        ({"parents": [-1, 0, 2, 1, 0, 4, 4, 4]}, r"parents\[2\] is 2: a parent stands before its children"),
+        (
+            {"parents": [-1, 0, 0, 1, 0, 4, 4, 4]},
+            r"segment 2 starts at token 4 of its document and its parent ends at 2",
+        ),
+    ],
+)
+def test_parents_that_make_no_forest_are_refused(changes, message):
+    batch = two_levels()
+    fields = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
+    with pytest.raises(LayoutError, match=message):
+        PackedBatch(**fields | changes)
+
+
+def test_a_parent_in_another_row_is_refused():
+    with pytest.raises(
+        LayoutError, match="segment 1 stands in row 1 and its parent 0 in row 0: a tree stands in one row"
+    ):
+        PackedBatch(np.ones((2, 4), int), [0, 2, 4], rows=[0, 1], sources=[0, 0], starts=[0, 2], parents=[-1, 0])
+
+
+def test_bad_options_are_refused():
+    with pytest.raises(CapacityError, match="the tree of document 0 and 4 others .* has 14 tokens and capacity is 10"):
+        pack_tree(DOCUMENTS, 10, prompt_lengths=PROMPTS, shortest=2)
+    with pytest.raises(CapacityError, match="document 4 takes 7 tokens and capacity is 6: raise capacity"):
+        pack_tree(DOCUMENTS, 6, prompt_lengths=PROMPTS, shortest=2, overflow="repeat")
+    with pytest.raises(PackingError, match='overflow is \'split\': pass "error" or "repeat"'):
+        two_levels(overflow="split")
+    with pytest.raises(PackingError, match="pack_tree takes no max_segments"):
+        two_levels(max_segments=2)
+    with pytest.raises(LayoutError, match="groups is .* pass one integer for each of 5 documents"):
+        two_levels(groups=[1, 2])
+
+
+def test_a_document_that_ends_twice_is_refused_where_documents_are_needed():
+    batch = two_levels()
+    with pytest.raises(LayoutError, match="document 0 ends in two segments"):
+        batch[[0, 0]].unpack()

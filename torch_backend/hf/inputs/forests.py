@@ -1,0 +1,146 @@
+"""Every rule about shared prefixes in a patched model: what computes a prefix once as it would for each document.
+
+A model's anatomy -> :func:`why_no_forest`, before any batch. A batch with ``packed_parents`` -> :func:`check_forest`,
+which also reads its arguments and whether dropout is on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
+from torch_backend.hf.anatomy.model import Anatomy
+from torch_backend.hf.inputs.arguments import HARMLESS
+from torch_backend.hf.inputs.guard import Guard
+from torch_backend.hf.router import asks_for_router_loss
+from torch_backend.segments import PackedMetadata, to_device
+
+WAY_OUT = "pack without shared prefixes (share_prefix=False)"
+TAKES_PARENTS = "takes_parents"  # marks a loss function that knows which token predicts the first one of a segment
+
+
+def why_no_forest(anatomy: Anatomy) -> str | None:
+    """Explains why a model cannot run shared prefixes exactly, whatever the batch; None if it can."""
+    if anatomy.head != "next token":
+        return "its head is not that of a language model"
+    if anatomy.route == "documents":
+        return f"it runs on batches of documents ({anatomy.why})"
+    if anatomy.rotaries:
+        return "its rotary frequencies depend on the length of each document"
+    if anatomy.numbering is not None:
+        return "it numbers the tokens of each document itself"
+    if getattr(anatomy.decoder.config, "attention_chunk_size", None):
+        return "its attention sees chunks, which are counted from the beginning of a document"
+    return None
+
+
+def check_forest(
+    anatomy: Anatomy, kwargs: Mapping[str, Any], packed: PackedMetadata, guard: Guard, *, compiled: bool, wait: bool
+) -> None:
+    """Refuse a batch with parents that would not be exact.
+
+    Args:
+        anatomy: of the model that is called.
+        kwargs: all its arguments.
+        packed: the segments, with parents.
+        guard, wait: see :meth:`Guard.check`.
+        compiled: whether its layers are compiled.
+
+    Raises:
+        UnsupportedModelError: names the reason and the way out.
+        LayoutError: positions do not count on from the end of what a segment continues.
+    """
+    root = anatomy.root
+    _refuse(root, why_not_now(anatomy) or _why_not_these(root, kwargs))
+    if compiled:
+        _refuse(root, "its layers are compiled (pass compile=False)")
+    if kwargs.get("shift_labels") is not None:
+        _refuse(root, "the batch came with shift_labels, which have one place for all that follows a prefix")
+    if kwargs.get("labels") is not None and not getattr(getattr(root, "loss_function", None), TAKES_PARENTS, False):
+        _refuse(
+            root,
+            "its own loss predicts every token from the one before it in the row: compute the loss by "
+            "crosspack.make_train_step, causal_lm_loss or token_logprobs, or call the model without labels",
+        )
+    _check_positions(kwargs.get("position_ids"), packed, guard, wait=wait)
+
+
+def check_shared_row(
+    anatomy: Anatomy, kwargs: Mapping[str, Any], packed: PackedMetadata, guard: Guard, *, wait: bool
+) -> None:
+    """Refuse a row of whole documents, of which the decoder computes each beginning once, if that would not be exact.
+
+    Args, Raises: as :func:`check_forest`; ``packed`` are the whole documents.
+    """
+    _refuse(anatomy.root, why_not_now(anatomy) or _why_not_these(anatomy.root, kwargs))
+    _check_positions(kwargs.get("position_ids"), packed, guard, wait=wait)
+
+
+def why_not_now(anatomy: Anatomy) -> str | None:
+    """Explains why a model cannot run shared prefixes as it is set up now; None if it can."""
+    if (reason := why_no_forest(anatomy)) is not None:
+        return reason
+    if (dropout := find_dropout(anatomy.root)) is not None:
+        return f"{dropout} is on, and documents that share a prefix would share its mask"
+    return None
+
+
+def refuse_over_ranks(root: Any, kwargs: Mapping[str, Any], *, shared: bool) -> None:
+    """Refuse shared prefixes in a batch whose documents are cut over ranks.
+
+    Raises:
+        UnsupportedModelError: the batch has parents, or its row was ``shared``.
+    """
+    if shared or kwargs.get("packed_parents") is not None:
+        _refuse(root, "the documents of its batches are cut over ranks (mesh)")
+
+
+def _refuse(root: Any, reason: str | None) -> None:
+    if reason is not None:
+        raise UnsupportedModelError(f"{type(root).__name__} cannot run shared prefixes: {reason}; {WAY_OUT}")
+
+
+def _why_not_these(root: Any, kwargs: Mapping[str, Any]) -> str | None:
+    if asks_for_router_loss(root, kwargs):
+        return "its router's auxiliary loss would count a shared token once"
+    tensors = sorted(name for name, x in kwargs.items() if isinstance(x, Tensor) and name not in HARMLESS)
+    if tensors:
+        return f"the batch came with {tensors[0]}"
+    positions = kwargs.get("position_ids")
+    if isinstance(positions, Tensor) and positions.ndim != 2:
+        return "the batch came with positions on several axes"
+    return None
+
+
+def _check_positions(positions: Any, packed: PackedMetadata, guard: Guard, *, wait: bool) -> None:
+    if positions is None:
+        return
+
+    def error(i: int) -> PackingError:
+        return LayoutError(
+            f"position_ids do not count on from the end of what a segment continues at token {i} of the batch: leave "
+            "position_ids out, or let PackedCollator(model, share_prefix=True) build the batch"
+        )
+
+    def find() -> Tensor:
+        return to_device(positions, packed.device).flatten() != packed.position_ids
+
+    guard.check("position_ids of shared prefixes", find, error, wait=wait)
+
+
+def find_dropout(root: nn.Module) -> str | None:
+    """Names a dropout of a model that is on; None if there is none."""
+    if not root.training:
+        return None
+    for name, module in root.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
+            return f"dropout ({name}, p={module.p:g})"
+    config: Any = root.config
+    for name, value in config.get_text_config().to_dict().items():
+        named = "drop" in name and "classifier" not in name
+        if named and isinstance(value, float) and value > 0:
+            return f"dropout (config.{name}={value:g})"
+    return None

@@ -1,0 +1,117 @@
+"""The token that predicts each one: the token before, and for the first one after a shared prefix the prefix's last.
+
+    hidden states [B, S, D], labels [B, S] -> :class:`NextTokens` -> N hidden states and the target of each
+    N results                              -> at_labels           -> [B, S], at the label's own token
+
+In a batch without shared prefixes the N are the B * S tokens of the batch. With them, the last hidden state of a prefix
+is there once more for every segment that continues it, and its gradient is their sum, made in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from packing_core.batches.stored import IGNORE_INDEX
+from packing_core.errors import LayoutError
+from torch_backend.ops.repeated import repeated
+from torch_backend.segments import to_device
+
+
+class NextTokens:
+    """Pairs each token of one batch with the token that predicts it.
+
+    Args:
+        batch: of a packed collator; only its host metadata are read.
+    """
+
+    def __init__(self, batch: Mapping[str, Any]) -> None:
+        parents = batch.get("packed_parents")
+        self._places: Tensor | None = None  # [2, E] the last token of each parent, the first token of its child
+        if parents is None or max(parents, default=-1) < 0:
+            return
+        if (given := batch.get("packed_lengths")) is None or len(given) != len(parents):
+            raise LayoutError("packed_parents needs packed_lengths beside it, with one entry for each segment")
+        lengths, above = np.array(given), np.array(parents)
+        ends = np.cumsum(lengths)
+        child = np.flatnonzero(above >= 0)
+        self._places = torch.from_numpy(np.stack([ends[above[child]] - 1, (ends - lengths)[child]]))
+
+    def hidden(self, hidden: Tensor) -> Tensor:
+        """[B, S, D] -> [1, N, D], those that predict; [B, S, D] as they are where no prefix is shared."""
+        if self._places is None:
+            return hidden
+        flat = hidden.flatten(0, 1)
+        again = repeated(flat, self._on(flat)[0])
+        return torch.cat([flat, again])[None]
+
+    def targets(self, labels: Tensor) -> Tensor:
+        """Labels [B, S] at their own tokens -> the targets of what :meth:`hidden` returns, -100 for none."""
+        return self._moved(labels, IGNORE_INDEX)
+
+    def weights(self, weights: Tensor | None) -> Tensor | None:
+        """Weights [B, S] of labels, as :meth:`targets`."""
+        return None if weights is None else self._moved(weights, 0)
+
+    def candidates(self, ids: Tensor) -> Tensor:
+        """Ids [B, S, K] at their labels, as :meth:`targets`."""
+        return self._moved(ids, 0)
+
+    def at_labels(self, x: Tensor, shape: torch.Size) -> Tensor:
+        """Results of what predicts, [B, S, ...] or [1, N, ...], at the tokens that are predicted: [B, S, ...]."""
+        tokens = shape.numel()
+        more = x.flatten(0, 1)[tokens:]
+        x = x.flatten(0, 1)[:tokens].view(*shape, *x.shape[2:])
+        moved = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
+        if self._places is None:
+            return moved
+        return moved.flatten(0, 1).index_copy(0, self._on(x)[1], more).view(moved.shape)
+
+    def _moved(self, x: Tensor, fill: int) -> Tensor:
+        """[B, S, ...] from the tokens that are predicted to those that predict."""
+        moved = torch.nn.functional.pad(x[:, 1:].movedim(1, -1), (0, 1), value=fill).movedim(-1, 1)
+        if self._places is None:
+            return moved
+        first = self._on(x)[1]
+        flat = moved.flatten(0, 1).index_fill(0, first - 1, fill)  # the token before in the row predicts nothing
+        return torch.cat([flat, x.flatten(0, 1).index_select(0, first)])[None]
+
+    def _on(self, x: Tensor) -> Tensor:
+        assert self._places is not None
+        return to_device(self._places, x.device)
+
+
+def next_token_pairs(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """The places of a batch that predict a token, and what they predict, also where a prefix is shared.
+
+    The last token of a shared prefix predicts the first one of everything that continues it, so it is there several
+    times. ``packed_cross_entropy(logits.flatten(0, 1)[places], targets)`` is then the loss of the batch.
+
+    Args:
+        batch: of a packed collator, with ``labels`` [B, S].
+
+    Returns:
+        int64 [N] flat places in the batch, on the device of the labels, and int64 [N] targets, -100 for none.
+
+    Raises:
+        LayoutError: the batch has no labels, or its metadata contradict each other.
+
+    >>> labels = torch.tensor([[-100, -100, 7, 8, 9]])  # a prefix of two tokens, and its answers 7 8 and 9
+    >>> batch = {"labels": labels, "packed_lengths": (2, 2, 1), "packed_parents": (-1, 0, 0)}
+    >>> places, targets = next_token_pairs(batch)
+    >>> [(place, target) for place, target in zip(places.tolist(), targets.tolist()) if target != -100]
+    [(2, 8), (1, 7), (1, 9)]
+    """
+    labels = batch.get("labels")
+    if labels is None:
+        raise LayoutError(f"next_token_pairs takes a batch with labels, got {', '.join(batch)}")
+    pairs = NextTokens(batch)
+    targets = pairs.targets(labels).flatten()
+    places = torch.arange(labels.numel(), device=labels.device)
+    if pairs._places is not None:
+        places = torch.cat([places, pairs._on(labels)[0]])
+    return places, targets
