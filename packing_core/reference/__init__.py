@@ -8,6 +8,7 @@ from packing_core.reference.arithmetic import WorkingDtype
 from packing_core.reference.attention import AttentionOptions, attention, attention_lse, attention_vjp
 from packing_core.reference.convolution import short_convolution, short_convolution_vjp
 from packing_core.reference.delta import gated_delta_rule, gated_delta_rule_vjp
+from packing_core.reference.experts import ExpertActivation, experts, experts_vjp
 from packing_core.reference.logprobs import token_logprobs, token_logprobs_vjp
 from packing_core.reference.loss import cross_entropy, cross_entropy_vjp
 from packing_core.reference.rope import rope, rope_vjp
@@ -15,12 +16,15 @@ from packing_core.reference.scan import selective_scan, selective_scan_vjp
 
 __all__ = [
     "AttentionOptions",
+    "ExpertActivation",
     "WorkingDtype",
     "attention",
     "attention_lse",
     "attention_vjp",
     "cross_entropy",
     "cross_entropy_vjp",
+    "experts",
+    "experts_vjp",
     "gated_delta_rule",
     "gated_delta_rule_vjp",
     "rope",

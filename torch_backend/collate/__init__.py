@@ -277,8 +277,14 @@ def with_boundaries(collator: Callable[[Any], Mapping[str, Any]], model: Any = N
 
 
 def _has_router(model: Any) -> bool:
-    """Returns whether the model may have an auxiliary loss, which has to leave padding out."""
-    return any(hasattr(config, field) for config in _configs(model) for field in ROUTER_LOSS)
+    """Returns whether the model routes tokens to experts, or may have an auxiliary loss: both leave padding out."""
+    if any(hasattr(config, field) for config in _configs(model) for field in ROUTER_LOSS):
+        return True
+    if not isinstance(model, nn.Module):
+        return False
+    from torch_backend.hf.anatomy.experts import find_experts
+
+    return bool(find_experts(model))
 
 
 def labels_every_token(model: Any) -> bool:

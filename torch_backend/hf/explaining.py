@@ -12,11 +12,15 @@ from typing import Any
 from torch import nn
 
 from packing_core.errors import UnsupportedError
+from torch_backend.hf.anatomy.experts import find_experts
 from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.edits.experts import reasons_against
 from torch_backend.hf.edits.mixers import why_not_on_the_row
 from torch_backend.hf.forward import AttentionChoice, Choice, DocumentsChoice, RowChoice
 from torch_backend.hf.patch import Patched, state_of
 from torch_backend.ops.attention import TRIED_LAST, describe, rejections
+from torch_backend.ops.experts import describe as describe_experts
+from torch_backend.ops.experts import rejections as rejected_experts
 
 
 @dataclass(frozen=True)
@@ -25,8 +29,8 @@ class LayerExplanation:
 
     Attributes:
         layer: its name in the model.
-        route: ``attention`` (segments reach its attention), ``row`` (segments reach the convolution and scan inside it)
-            or ``per document`` (it runs on batches of documents).
+        route: ``attention`` (segments reach its attention), ``row`` (segments reach the convolution and scan inside
+            it), ``experts`` (tokens are routed, padding to none) or ``per document`` (it runs on batches of documents).
         serves: the implementation that runs it, None before the first packed forward.
         request: what the layer needs, in words; of a mixer, what convolves and scans.
         rejected: implementations that come before it in the order, or last because of what they cost, each with the
@@ -77,7 +81,27 @@ def explain(model: Any) -> Explanation:
         else _explain_attention(name, state.choices.get(id(layer)), state.implementation)
         for name, layer in state.anatomy.layers.items()
     ]
-    return Explanation(layers, _notes(state))
+    return Explanation(layers + _explain_experts(state), _notes(state))
+
+
+def _explain_experts(state: Patched) -> list[LayerExplanation]:
+    """Every module of experts, those last that keep the implementation that they name."""
+    found, kept = [], reasons_against(state.decoder)
+    for name, module in find_experts(state.decoder).items():
+        choice = state.expert_choices.get(id(module))
+        if name in kept or state.anatomy.route == "documents":
+            reason = kept.get(name, "the decoder runs per document")
+            own = getattr(getattr(module, "config", None), "_experts_implementation", None)
+            found.append(LayerExplanation(name, "experts", str(own), rejected={"crosspack": reason}))
+        elif choice is None:
+            found.append(LayerExplanation(name, "experts"))
+        else:
+            answers = rejected_experts(choice.request)
+            rejected = {other: reason for other, reason in answers.items() if reason is not None}
+            found.append(
+                LayerExplanation(name, "experts", choice.implementation, describe_experts(choice.request), rejected)
+            )
+    return found
 
 
 def _notes(state: Patched) -> list[str]:

@@ -90,6 +90,8 @@ class PackedForward(BlockMask):
         numbers: of each document's segments, in source order; None if the batch does not say.
         waiting: arguments of the model that wait for its inner model, while the head gets rows of documents.
         encoded: the last hidden states [B, S, D], for a pooler that gets the first token of each row alone.
+        real: bool [B * S], whether a token is not padding; None if the batch does not say, or nothing asks.
+        experts: what each module of experts chose, by ``id``; shared by the copies.
         share: of the step's targets that are in this batch, None where it was not asked for.
     """
 
@@ -107,6 +109,8 @@ class PackedForward(BlockMask):
         self.waiting: dict[str, Any] = {}
         self.share: Tensor | None = None
         self.encoded: Tensor | None = None
+        self.real: Tensor | None = None
+        self.experts: dict[int, Any] = {}
         self.implementation = implementation
         self.sizes = sizes
         self.choices: dict[int, Choice] = {}
@@ -136,6 +140,7 @@ class PackedForward(BlockMask):
                 self.segments.to(device), (self._shape[0], self._shape[2]), self.implementation, sizes=self.sizes
             )
             copy.choices, copy.reached, copy._copies = self.choices, self.reached, self._copies
+            copy.experts, copy.real = self.experts, None if self.real is None else self.real.to(device)
             self._copies[device] = copy
         return self._copies[device]
 

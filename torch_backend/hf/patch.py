@@ -23,6 +23,7 @@ from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.hf.anatomy.seen import CHANGED, Seen
 from torch_backend.hf.anatomy.structure import causal_lm, has_compiled_layers, refuse_sharding_inside
 from torch_backend.hf.attention import register, softcap_of
+from torch_backend.hf.edits.experts import experts_overrides, restore_experts
 from torch_backend.hf.edits.head_rows import HeadRows
 from torch_backend.hf.edits.kinds import AttentionName, ContinuousBatching, Edit, Hook, LayerOverride, Rotation
 from torch_backend.hf.edits.mixers import overrides, run_per_document
@@ -33,6 +34,7 @@ from torch_backend.hf.edits.rotary import (
     restore_frequencies,
 )
 from torch_backend.hf.entry import Call, override_entries, require_entry, restore_entry, run_inside, running
+from torch_backend.hf.experts import ExpertsChoice
 from torch_backend.hf.forward import CARRIED, AttentionChoice, Choice, PackedForward
 from torch_backend.hf.inputs import arguments as inputs
 from torch_backend.hf.inputs.boundaries import is_packed, take_metadata
@@ -90,6 +92,8 @@ class Patched:
         implementation: of attention, as the user named it.
 
     Attributes:
+        experts: the modules that are overridden for routed experts, each with what overrides it.
+        expert_choices: what each module of experts chose in the last packed forward, by id; for ``explain`` alone.
         own_rotation: attention layers that keep their modeling file's rotation, each with the reason.
         unpadding: runs padded calls packed (:mod:`.inputs.unpadding`); None where nobody asked for it.
         choices: what each layer chose in the last packed forward, by id; for ``explain`` alone.
@@ -102,6 +106,8 @@ class Patched:
         self.implementation = implementation if isinstance(implementation, str) else tuple(implementation)
         candidates(self.device, implementation)  # an unknown name raises here
         self.rows = HeadRows(self.root, self.decoder, anatomy.head, per_document=anatomy.route == "documents")
+        self.experts = [] if anatomy.route == "documents" else list(experts_overrides(self.decoder))
+        self.expert_choices: dict[int, ExpertsChoice] = {}
         self.own_rotation: dict[str, str] = {}
         self.edits: list[Edit] = []
         self.suspended = False
@@ -145,8 +151,12 @@ class Patched:
             yield from map(AttentionName, {id(m.config): m.config for m in served}.values())
             yield ContinuousBatching(self.root, self.suspend)
         if self.anatomy.route != "documents":
+            around = {id(layer) for layer, _ in self.experts}
             for layer, start in overrides(self.decoder, self.anatomy.mixers.values()):
-                yield LayerOverride(layer, start)
+                if id(layer) not in around:
+                    yield LayerOverride(layer, start)
+            for layer, start in self.experts:
+                yield LayerOverride(layer, start, restore_experts)
         for rotary in self.anatomy.rotaries.values():
             start = partial(override_frequencies, current=self.current)
             yield LayerOverride(rotary, start, restore_frequencies)
@@ -304,6 +314,7 @@ class Patched:
         """Every attention and mixer layer that ran must have used the segments."""
         if torch.compiler.is_compiling():
             return
+        self.expert_choices = forward.experts or self.expert_choices
         if not forward.choices and has_compiled_layers(self.decoder):
             return  # they leave no record
         self.choices = forward.choices
@@ -366,6 +377,8 @@ class Patched:
         forward = PackedForward(
             segments, (rows, row_length), self.implementation, sizes=self.anatomy.sizes, numbers=numbers
         )
+        if self.experts and (mask := kwargs.get("attention_mask")) is not None:
+            forward.real = mask.reshape(-1) != 0
         return forward, kwargs
 
     @property

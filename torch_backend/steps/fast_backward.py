@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from packing_core.errors import UnsupportedError, UnsupportedModelError
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.attention import DecoderLayer
+from torch_backend.hf.edits.experts import why_experts_read
 from torch_backend.hf.edits.override import original_class
 from torch_backend.hf.forward import RowChoice
 from torch_backend.hf.patch import Patched, state_of
@@ -310,7 +311,7 @@ def why_not_captured(model: nn.Module, batch: Batch) -> str | None:
         return "gradient checkpointing reads the random state"
     if (state := state_of(causal_lm(model))) is not None and state.rows.needs_lengths:
         return "its head reads documents, of which each batch has another number"
-    return _why_not_fixed(model, batch)
+    return _why_not_fixed(model, batch) or why_experts_read(model)
 
 
 def _why_not_fixed(model: nn.Module, batch: Batch | None) -> str | None:
@@ -327,7 +328,8 @@ def _why_not_fixed(model: nn.Module, batch: Batch | None) -> str | None:
         return "its weights are quantised"
     if len({parameter.device for parameter in root.parameters()}) > 1:
         return "its weights lie on several devices"
-    if getattr(root.config.get_text_config(), "output_router_logits", False):
+    marked = batch is not None and batch.get("attention_mask") is not None
+    if getattr(root.config.get_text_config(), "output_router_logits", False) and not marked:
         return "its router's auxiliary loss would count the padding that fixed shapes need"
     if batch is not None and not FixedShapes.takes(batch):
         return "batches do not carry the lengths of their documents (packed_lengths)"

@@ -187,8 +187,6 @@ def why_not_recorded(model: nn.Module) -> str | None:
             return "FSDP shards over some of the ranks, or over a mesh of several dimensions"
         if any(p.device.type != p.device_mesh.device_type for p in parameters):
             return "FSDP keeps weights on the host"
-        if any("expert" in name for name, _ in model.named_modules()):
-            return "its experts may read from the device, and FSDP cannot go on after a recording that failed"
         return None
     if not isinstance(model, DistributedDataParallel):
         return "gradients are reduced over ranks during the backward"

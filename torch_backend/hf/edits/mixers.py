@@ -69,8 +69,13 @@ def overrides(
     for mixer in mixers:
         yield mixer, override_mixer
     for layer in decoder.modules():
-        if any(c.__name__ in PASS_A_MASK for c in type(layer).__mro__):
+        if passes_a_mask(layer):
             yield layer, override_mask
+
+
+def passes_a_mask(layer: nn.Module) -> bool:
+    """Returns whether a decoder layer passes its mask on to a mixer, and nothing else that the segments are in."""
+    return any(c.__name__ in PASS_A_MASK for c in type(layer).__mro__)
 
 
 def override_mixer(layer: nn.Module) -> None:
@@ -83,7 +88,7 @@ def override_mixer(layer: nn.Module) -> None:
 
 def override_mask(layer: nn.Module) -> None:
     """Make a decoder layer pass the segments on to its mixer, in place of the mask."""
-    override(layer, _segments_for_mask)
+    override(layer, segments_for_mask)
 
 
 def why_not_on_the_row(layer: nn.Module) -> str | None:
@@ -200,7 +205,8 @@ def _run_on_row(
         return on_row(with_fast_norms(layer), *args, **kwargs)
 
 
-def _segments_for_mask(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def segments_for_mask(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The call of such a layer with the segments in place of the mask."""
     forward = forward_among(kwargs.values())
     return call(*args, **kwargs) if forward is None else call(*args, **kwargs | {"attention_mask": forward})
 

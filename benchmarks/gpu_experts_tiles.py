@@ -1,0 +1,102 @@
+"""The products of a layer of experts by tile: what the static tables of ``torch_backend.ops.experts.triton`` rest on.
+
+Each product runs with each candidate of its table, beside torch's ``grouped_mm`` on rows that were gathered before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_clock import Result, graph_ms, matrix_rate
+from torch_backend.ops.experts import triton as kernels
+from torch_backend.ops.experts.products import Between
+from torch_backend.ops.experts.triton import Tile
+
+Run = Callable[[], Any]
+
+WIDE = [
+    Tile(64, 128, 64, 4, 4), Tile(64, 256, 64, 8, 3), Tile(128, 128, 64, 4, 4), Tile(128, 128, 64, 8, 3),
+    Tile(128, 256, 64, 8, 3), Tile(128, 256, 64, 8, 4), Tile(256, 128, 64, 8, 3), Tile(64, 128, 128, 4, 3),
+]  # fmt: skip
+GATED = [
+    Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 3), Tile(64, 128, 64, 8, 3), Tile(128, 64, 64, 4, 4),
+    Tile(128, 128, 64, 8, 3), Tile(128, 128, 64, 8, 4), Tile(256, 64, 64, 8, 3),
+]  # fmt: skip
+OUTER = [
+    Tile(128, 128, 32, 8, 3), Tile(128, 128, 64, 8, 3), Tile(128, 256, 64, 8, 3), Tile(256, 128, 32, 8, 4),
+    Tile(128, 128, 64, 4, 4), Tile(128, 256, 32, 8, 4),
+]  # fmt: skip
+
+
+def sweep(shapes: Sequence[Any]) -> Iterator[Result]:
+    for shape in shapes:
+        yield from _of_shape(shape)
+
+
+def _of_shape(shape: Any) -> Iterator[Result]:
+    from benchmarks.gpu_experts import Layer
+
+    layer = Layer(shape)
+    up, down = layer.gate_up_proj.detach(), layer.down_proj.detach()
+    if shape.gpt_oss:
+        up, down = up.mT, down.mT
+    steps, between = kernels.TRITON_EXPERTS, Between(shape.activation, shape.gpt_oss)
+    routing = steps.route(layer.indices, shape.experts)
+    x, dy, weights = layer.x.detach(), layer.dy, layer.weights.detach()
+    z, h = steps.up(x, up, routing, bias=None, adapter=None, between=between)
+    pairs = shape.tokens * shape.top_k
+    gathered = kernels.gathered(x, routing)
+
+    def library(a: Tensor, w: Tensor, routing: Any = routing) -> Run:
+        return lambda: torch._grouped_mm(a, w, offs=routing.offsets[1:])
+
+    d, i = shape.width, shape.inner
+    products: dict[str, tuple[str, list[Tile], Run, Run, float]] = {
+        "up": (
+            "GATED", GATED,
+            lambda: steps.up(x, up, routing, bias=None, adapter=None, between=between),
+            library(gathered, up.mT), 4 * d * i * pairs,
+        ),
+        "down": ("ROWS", WIDE, lambda: steps.rows(h, down, routing), library(h, down.mT), 2 * d * i * pairs),
+        "down backward": (
+            "BACKWARD", WIDE,
+            lambda: steps.down_backward(
+                dy, down.mT, z, weights, routing, bias=None, adapter=None, between=between
+            ),
+            library(gathered, down), 2 * d * i * pairs,
+        ),
+        "dx": ("ROWS", WIDE, lambda: steps.rows(z, up.mT, routing), library(z, up), 4 * d * i * pairs),
+        "d up": (
+            "OUTER", OUTER, lambda: steps.outer(z, x, routing, up, gather_b=True),
+            library(z.t(), gathered), 4 * d * i * pairs,
+        ),
+    }  # fmt: skip
+    for product, (name, tiles, run, other, operations) in products.items():
+        case = f"{shape.name}, {shape.mean} per expert, {product}"
+        yield _result(case, "grouped_mm", other, operations)
+        kept = getattr(kernels, name)
+        for tile in tiles:
+            setattr(kernels, name, ((2**62, tile),))
+            try:
+                yield _result(case, str(tuple(tile)), run, operations)
+            except Exception as failure:  # a tile that does not fit is a line in the table
+                yield Result("tiles", case, str(tuple(tile)), None, "ms", str(failure).splitlines()[0][:100])
+            finally:
+                setattr(kernels, name, kept)
+    for part, run in {
+        "route": lambda: steps.route(layer.indices, shape.experts),
+        "combine": lambda: steps.combine(gathered, routing, weights),
+        "gather": lambda: kernels.gathered(x, routing),
+        "torch.sort": lambda: layer.indices.flatten().sort(stable=True),
+    }.items():
+        yield Result("tiles", f"{shape.name}, {shape.mean} per expert", part, graph_ms(run), "ms")
+
+
+def _result(case: str, name: str, run: Run, operations: float) -> Result:
+    ms = graph_ms(run)
+    rate = operations / ms * 1e3
+    return Result("tiles", case, name, ms, "ms", f"{rate / 1e12:.0f} TFLOP/s, {100 * rate / matrix_rate():.0f}%")

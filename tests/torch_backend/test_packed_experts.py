@@ -1,0 +1,223 @@
+"""Experts of patched models run on our kernels, exactly, padding routed to none; adapters as they are; undone."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torch_backend
+from packing_core.errors import UnsupportedModelError
+from tests.torch_backend.models import alone, assert_same, collate, documents, packed, tiny
+from torch_backend.auditing.tiny import all_families
+from torch_backend.hf.anatomy.experts import ExpertsLayout, find_experts, layout_of
+from torch_backend.hf.edits.experts import reasons_against
+from torch_backend.hf.experts import run_within
+from torch_backend.hf.forward import PackedForward
+from torch_backend.ops import experts as ops
+from torch_backend.segments import PackedMetadata
+
+# every layout and gate, mixers beside experts, and decoder layers that pass a mask on
+FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "nemotron_h", "granitemoehybrid", "qwen3_next", "mixtral")
+LENGTHS = (7, 3, 5)
+
+
+def with_mask(batch: dict[str, Any]) -> dict[str, Any]:
+    return {**batch, "attention_mask": (batch["input_ids"] != 0).long()}
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f in all_families()])
+def test_packed_and_alone_are_the_same_and_our_kernels_ran(family: str) -> None:
+    model, docs = tiny(family), documents(LENGTHS)
+    want = alone(model, docs)
+    names = list(find_experts(model.model))
+    assert names
+    torch_backend.patch(model, verify=False)
+    assert_same(packed(model, docs, with_mask(collate(docs, capacity=16))), want, 2e-5)
+    layers = {x.layer: x for x in torch_backend.explain(model).layers if x.route == "experts"}
+    assert list(layers) == names and {x.serves for x in layers.values()} == {"plain"}
+    assert "experts of" in layers[names[0]].request
+
+
+def test_unpacked_calls_and_unpatch_keep_what_was_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, docs = tiny("qwen3_moe"), documents(LENGTHS)
+    before = alone(model, docs)
+    torch_backend.patch(model, verify=False)
+    ran: list[int] = []
+    monkeypatch.setattr("torch_backend.hf.experts.experts", lambda x, *_, **__: ran.append(1) or x)
+    after = alone(model, docs)
+    assert not ran and all(torch.equal(a, b) for a, b in zip(before.logits, after.logits, strict=True))
+    classes = [type(m) for m in model.modules()]
+    torch_backend.unpatch(model)
+    fresh = [type(m) for m in tiny("qwen3_moe").modules()]
+    assert classes != fresh and [type(m) for m in model.modules()] == fresh
+    assert not any("_crosspack_experts" in m.__dict__ for m in model.modules())
+
+
+def test_padding_is_routed_to_no_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, docs = torch_backend.patch(tiny("qwen3_moe"), verify=False), documents(LENGTHS)
+    chosen: list[torch.Tensor] = []
+    original = ops.experts
+
+    def spy(x: Any, indices: Any, *others: Any, **options: Any) -> Any:
+        chosen.append(indices)
+        return original(x, indices, *others, **options)
+
+    monkeypatch.setattr("torch_backend.hf.experts.experts", spy)
+    features = [{"input_ids": d} for d in docs]
+    batch = torch_backend.PackedCollator(model, capacity=16)(features)
+    model(**batch)
+    real = batch["attention_mask"].flatten().bool()
+    assert not real.all() and chosen
+    count = model.config.num_experts
+    assert all((x[~real] == count).all() and (x[real] < count).all() for x in chosen)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
+def test_collators_mark_padding_for_every_model_with_experts(family: str) -> None:
+    features = [{"input_ids": d} for d in documents(LENGTHS)]
+    batch = torch_backend.PackedCollator(tiny(family), capacity=16)(features)
+    assert int(batch["attention_mask"].sum()) == sum(LENGTHS)
+
+
+def test_checkpointed_layers_route_padding_to_no_expert_again() -> None:
+    model, docs = tiny("qwen3_moe"), documents(LENGTHS)
+    want = alone(model, docs)
+    torch_backend.patch(model, verify=False)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert_same(packed(model, docs, with_mask(collate(docs, capacity=16))), want)
+
+
+def test_a_patched_model_is_pickled_with_its_experts() -> None:
+    model, docs = torch_backend.patch(tiny("gpt_oss"), verify=False), documents(LENGTHS)
+    batch = with_mask(collate(docs, capacity=16))
+    again = pickle.loads(pickle.dumps(model))
+    assert torch.equal(again(**batch).logits, model(**batch).logits)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_compiled_layer_keeps_experts_in_its_graph(family: str) -> None:
+    model = torch_backend.patch(tiny(family), verify=False)
+    forward = PackedForward(PackedMetadata.from_lengths((7, 9)), (1, 16))
+    forward.real = torch.arange(16) < 12
+    x = torch.randn(1, 16, model.config.hidden_size)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = run_within(forward, model.model.layers[0].mlp, x)
+        return (y[0] if isinstance(y, tuple) else y).square().sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    parameters = [p for p in model.model.layers[0].mlp.parameters()]
+    found, right = (torch.autograd.grad(f(x), parameters) for f in (compiled, step))
+    assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+
+
+def test_experts_by_name_without_a_patch() -> None:
+    model, docs = tiny("gpt_oss"), documents(LENGTHS)
+    want = alone(model, docs)
+    model.set_experts_implementation("crosspack")
+    assert_same(alone(model, docs), want, 2e-5)
+
+
+def normed(module: nn.Module) -> None:
+    module.has_post_expert_norm = True
+
+
+def odd_gate(module: nn.Module) -> None:
+    module._apply_gate = lambda z: z.chunk(2, dim=-1)[0].sin()
+
+
+def two_dtypes(module: nn.Module) -> None:
+    module.down_proj.data = module.down_proj.data.double()
+
+
+def quantised(module: nn.Module) -> None:
+    module.gate_up_proj = nn.Parameter(module.gate_up_proj.data.to(torch.uint8), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (normed, "a norm follows each expert"),
+        (odd_gate, "what stands between its products is no activation that the kernels know"),
+        (two_dtypes, "its weights are of two dtypes, torch.float32 and torch.float64"),
+        (quantised, r"its weights are quantised \(Parameter of uint8\)"),
+    ],
+)
+def test_what_the_kernels_do_not_run_keeps_its_implementation_and_says_why(change: Any, reason: str) -> None:
+    model = tiny("qwen3_moe")
+    module = next(iter(find_experts(model).values()))
+    change(module)
+    found = layout_of(module)
+    assert isinstance(found, str)
+    with pytest.raises(UnsupportedModelError, match=f'crosspack" does not run Qwen3MoeExperts, because {reason}'):
+        model.set_experts_implementation("crosspack")
+        module(torch.zeros(3, 32), torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2))
+    assert list(reasons_against(model.model).values()) == [found]
+
+
+@pytest.mark.slow
+def test_every_family_with_experts_is_recognised_or_named() -> None:
+    unknown = {}
+    for family in all_families():
+        try:
+            model = tiny(family)
+        except Exception:  # what cannot be built tiny is not about experts
+            continue
+        reasons = {x for m in find_experts(model).values() if isinstance(x := layout_of(m), str)}
+        if reasons:
+            unknown[family] = reasons
+    gate = "what stands between its products is no activation that the kernels know"
+    assert unknown.items() <= {"inkling2_text": {gate}, "muse_spark": {"a norm follows each expert"}}.items()
+
+
+def adapted(family: str, **options: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    model = tiny(family)
+    experts = next(iter(find_experts(model).values()))
+    layout = layout_of(experts)
+    assert isinstance(layout, ExpertsLayout)
+    config = peft.LoraConfig(
+        r=3, lora_alpha=5, target_modules=[], target_parameters=[f"experts.{layout.up}", "experts.down_proj"], **options
+    )
+    found = peft.get_peft_model(model, config)
+    torch.manual_seed(0)
+    for name, parameter in found.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.2)
+    return found.train()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "nemotron_h"])
+def test_adapters_of_experts_are_exact_and_never_added_up(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, docs = adapted(family), documents(LENGTHS)
+    want = alone(model, docs)
+    assert any("lora_A" in name for name in want.gradients)
+    torch_backend.patch(model, verify=False)
+
+    def added_up(*_: Any, **__: Any) -> None:
+        raise AssertionError("the adapter was added to the weights of all experts")
+
+    for module in model.modules():
+        if type(module).__name__ == "ParamWrapper":
+            monkeypatch.setattr(type(module), "_activate_lora", added_up)
+    assert_same(packed(model, docs, with_mask(collate(docs, capacity=16))), want, 2e-5)
+    layers = [x for x in torch_backend.explain(model).layers if x.route == "experts"]
+    assert all("adapters of rank 3" in x.request for x in layers)
+
+
+def test_disabled_and_merged_adapters_are_left_to_peft() -> None:
+    model, docs = torch_backend.patch(adapted("qwen3_moe"), verify=False), documents(LENGTHS)
+    batch = with_mask(collate(docs, capacity=16))
+    whole = packed(model, docs, batch)
+    with model.disable_adapter(), torch.no_grad():
+        base = model(**batch).logits
+    assert not torch.allclose(base, torch.cat(whole.logits).new_zeros(()) + model(**batch).logits)
+    model.merge_adapter()
+    with torch.no_grad():
+        merged = model(**batch)
+    assert torch.allclose(merged.loss, whole.loss, rtol=1e-5)

@@ -1,0 +1,95 @@
+"""Locates the routed experts of a model and reads how their weights are laid out and what stands between them.
+
+A module that transformers' ``use_experts_implementation`` has made -> :func:`layout_of` -> an :class:`ExpertsLayout`,
+or the reason why our kernels do not run it. Modeling files write their gates as code, so a gate is recognised by what
+it computes: it must agree with one of the activations that the kernels know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packing_core.reference import ExpertActivation
+from torch_backend.ops.experts.plain import activated
+from torch_backend.ops.experts.products import Between
+
+_MARKS = ("has_gate", "has_bias", "is_transposed")  # what the decorator leaves on a module
+_ALPHAS, _LIMITS = ("alpha", "swiglu_alpha"), ("limit", "swiglu_limit")
+_FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class ExpertsLayout:
+    """How a module of experts stores its weights.
+
+    Attributes:
+        activation: between the two products.
+        up: the parameter of the first product, ``gate_up_proj`` or ``up_proj``.
+        transposed: weights are [E, in, out]. interleaved: gates and values alternate. biased: both products have one.
+    """
+
+    activation: ExpertActivation
+    up: str
+    transposed: bool
+    interleaved: bool
+    biased: bool
+
+
+def find_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of fused experts inside a model, by name."""
+    return {name: m for name, m in model.named_modules() if all(mark in m.__dict__ for mark in _MARKS)}
+
+
+def layout_of(module: Any) -> ExpertsLayout | str:
+    """The layout of a module of experts, or a clause why our kernels do not run it."""
+    up = "gate_up_proj" if module.has_gate else "up_proj"
+    weights = [getattr(module, name, None) for name in (up, "down_proj")]
+    if not all(isinstance(w, Tensor) and w.ndim == 3 for w in weights):
+        kinds = ", ".join(f"{type(w).__name__} {list(w.shape) if isinstance(w, Tensor) else ''}" for w in weights)
+        return f"its weights are not stacked: {kinds.strip()}"
+    for w in weights:
+        if w.dtype not in _FLOATING or hasattr(w, "quant_state"):
+            return f"its weights are quantised ({type(w).__name__} of {str(w.dtype).removeprefix('torch.')})"
+    if weights[0].dtype != weights[1].dtype:
+        return f"its weights are of two dtypes, {weights[0].dtype} and {weights[1].dtype}"
+    if getattr(module, "has_post_expert_norm", False):
+        return "a norm follows each expert"
+    interleaved = module.has_gate and not getattr(module, "is_concatenated", True)
+    activation = _activation_of(module, interleaved)
+    if activation is None:
+        return "what stands between its products is no activation that the kernels know"
+    return ExpertsLayout(activation, up, bool(module.is_transposed), interleaved, bool(module.has_bias))
+
+
+def _activation_of(module: Any, interleaved: bool) -> ExpertActivation | None:
+    """The activation that agrees with the module's own on numbers below, inside and above its limits."""
+    alpha, limit = (next((float(v) for n in names if (v := getattr(module, n, None)) is not None), None)
+                    for names in (_ALPHAS, _LIMITS))  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randn(64, 16, generator=generator, dtype=torch.float64) * 3
+    z[:16] *= limit or 1.0
+    try:
+        with torch.no_grad():
+            right = module._apply_gate(z) if module.has_gate else module.act_fn(z)
+    except Exception:  # it may call kernels of one device or dtype; whatever it raises, it is not recognised
+        return None
+    if not isinstance(right, Tensor) or right.dtype != z.dtype:
+        return None
+    for candidate in _candidates(bool(module.has_gate), alpha, limit):
+        found, _ = activated(z, Between(candidate, interleaved))
+        if found.shape == right.shape and torch.allclose(found, right, rtol=1e-6, atol=1e-9):
+            return candidate
+    return None
+
+
+def _candidates(gated: bool, alpha: float | None, limit: float | None) -> list[ExpertActivation]:
+    names = ("silu", "gelu_tanh", "relu2")
+    if not gated:
+        return [ExpertActivation(name, gated=False) for name in names]
+    options = product(names, dict.fromkeys((alpha or 1.0, 1.0)), dict.fromkeys((limit, None)), (0.0, 1.0))
+    return [ExpertActivation(name, True, a, most or None, offset) for name, a, most, offset in options]

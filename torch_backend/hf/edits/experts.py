@@ -1,0 +1,164 @@
+"""Packed calls run routed experts on our kernels; unpacked calls run the implementation that was in force.
+
+Three modules are overridden: the experts; the decoder layer around them, which says whose tokens run; and PEFT's
+wrapper of a parameter of experts (``target_parameters``), which would add its low-rank product to the weights of all
+experts before each call. Such adapters reach the kernels as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_backend.hf.anatomy.experts import ExpertsLayout, find_experts, layout_of
+from torch_backend.hf.attention import DecoderLayer
+from torch_backend.hf.edits.mixers import passes_a_mask, segments_for_mask
+from torch_backend.hf.edits.override import has_own_forward, override
+from torch_backend.hf.experts import LAYOUT, packed_around, run_experts, run_within
+from torch_backend.hf.forward import forward_among
+from torch_backend.ops.experts import Adapter
+from torch_backend.ops.operators import runs_triton
+
+_WRAPPER = "ParamWrapper"  # of PEFT, by name: it may not be installed
+
+
+def reasons_against(decoder: nn.Module) -> dict[str, str]:
+    """The modules of experts that keep the implementation they name, each with the reason."""
+    inside = _inside_layers(decoder)
+    found = {}
+    for name, module in find_experts(decoder).items():
+        if (reason := _why_not(module, inside)) is not None:
+            found[name] = reason
+    return found
+
+
+def experts_overrides(decoder: nn.Module) -> Iterator[tuple[nn.Module, Callable[[nn.Module], None]]]:
+    """The modules whose forwards packed calls replace, each with what replaces it."""
+    inside = _inside_layers(decoder)
+    served = {id(m) for m in find_experts(decoder).values() if _why_not(m, inside) is None}
+    for module in decoder.modules():
+        if id(module) in served:
+            yield module, override_experts
+        elif type(module).__name__ == _WRAPPER and id(_innermost(module)) in served:
+            yield module, override_adapter
+        elif isinstance(module, DecoderLayer) and any(id(inner) in served for inner in module.modules()):
+            yield module, override_layer
+
+
+def why_experts_read(model: nn.Module) -> str | None:
+    """Explains why experts of a model may read from the device during a packed call, None if none does.
+
+    Ours read nothing where Triton runs. Of transformers' implementations ``batched_mm`` reads nothing, and
+    ``grouped_mm`` nothing in bfloat16; in other dtypes it asks for the number of tokens of each expert.
+    """
+    stacked = {id(module): name for name, module in find_experts(model).items()}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] == "experts":
+            return f"the experts of {name} run one by one"
+        if id(module) not in stacked:
+            continue
+        weight = module.down_proj
+        if LAYOUT in module.__dict__:
+            if weight.is_cuda and not runs_triton(weight):
+                return f"the experts of {name} have no kernel for {weight.dtype}"
+            continue
+        own = str(getattr(getattr(module, "config", None), "_experts_implementation", None))
+        if own != "batched_mm" and (own != "grouped_mm" or weight.dtype != torch.bfloat16):
+            return f"the experts of {name} run on {own}, which may read from the device"
+    return None
+
+
+def override_experts(module: nn.Module) -> None:
+    """Run a module of experts on our kernels in packed forwards."""
+    layout = layout_of(module)
+    assert isinstance(layout, ExpertsLayout)
+    module.__dict__[LAYOUT] = layout
+    override(module, _experts_forward)
+
+
+def restore_experts(module: nn.Module) -> None:
+    """Take back what :func:`override_experts` adds to a module."""
+    module.__dict__.pop(LAYOUT, None)
+
+
+def override_adapter(wrapper: nn.Module) -> None:
+    """Hand PEFT's adapter of a parameter of experts to the kernels, in place of adding it to the weights."""
+    override(wrapper, _adapter_forward)
+
+
+def override_layer(layer: nn.Module) -> None:
+    """Let a decoder layer say whose tokens its experts get."""
+    override(layer, _masked_layer_forward if passes_a_mask(layer) else _layer_forward)
+
+
+def _inside_layers(decoder: nn.Module) -> set[int]:
+    layers = (module for module in decoder.modules() if isinstance(module, DecoderLayer))
+    return {id(inner) for layer in layers for inner in layer.modules()}
+
+
+def _why_not(module: nn.Module, inside: set[int]) -> str | None:
+    if id(module) not in inside:
+        return "they are outside of a decoder layer"
+    if has_own_forward(module):
+        return "somebody set a forward on this instance"
+    layout = layout_of(module)
+    return layout if isinstance(layout, str) else None
+
+
+def _layer_forward(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return run_within(forward_among((*args, *kwargs.values())), call, *args, **kwargs)
+
+
+def _masked_layer_forward(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _layer_forward(layer, partial(segments_for_mask, layer, call), *args, **kwargs)
+
+
+def _experts_forward(module: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if packed_around() is None or kwargs or len(args) != 3:
+        return call(*args, **kwargs)
+    return run_experts(module, module.__dict__[LAYOUT], *args, {})
+
+
+def _adapter_forward(wrapper: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if packed_around() is None or kwargs or len(args) != 3:
+        return call(*args, **kwargs)
+    module, adapters = wrapper, dict[str, Adapter]()
+    while type(module).__name__ == _WRAPPER:
+        if module.merged or module.disable_adapters:
+            return call(*args, **kwargs)
+        active = [name for name in module.active_adapters if name in module.lora_A]
+        if len(active) > 1 or module.parameter_name in adapters:
+            return call(*args, **kwargs)
+        if active:
+            adapters[module.parameter_name] = _adapter_of(module, active[0])
+        module = module.base_layer
+    layout = module.__dict__[LAYOUT]
+    if adapters.keys() - {layout.up, "down_proj"}:  # of a bias
+        return call(*args, **kwargs)
+    return run_experts(module, layout, *args, adapters)
+
+
+def _adapter_of(wrapper: Any, name: str) -> Adapter:
+    """The adapter of PEFT's wrapper, as [E, R, in] and [E, out, R] of a weight [E, out, in].
+
+    PEFT keeps [R E, from] and [to, R E], expert by expert in the one and rank by rank in the other, and means by "from"
+    the first axis of the stored weight [E, from, to], or the second one if it says that it swapped them.
+    """
+    first, second, count = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight, wrapper.num_experts
+    a = first.view(count, -1, first.shape[1])  # [E, R, from]
+    b = second.view(second.shape[0], -1, count).permute(2, 0, 1)  # [E, to, R]
+    along_first = not getattr(wrapper, "_did_swap_in_out_features", False)
+    if along_first != bool(getattr(_innermost(wrapper), "is_transposed", False)):
+        a, b = b.mT, a.mT
+    return Adapter(a.contiguous(), b.contiguous(), float(wrapper.scaling[name]))
+
+
+def _innermost(wrapper: Any) -> nn.Module:
+    while type(wrapper).__name__ == _WRAPPER:
+        wrapper = wrapper.base_layer
+    found: nn.Module = wrapper
+    return found

@@ -1,0 +1,130 @@
+"""Routed experts of transformers models on our kernels: ``experts_implementation="crosspack"``.
+
+A call of a module of experts, its tokens and its router's choices -> :func:`run_experts` -> ``ops.experts``. In a
+packed forward, padding routes to no expert. Which tokens are padding is known to the packed forward, and experts
+receive hidden states alone, so the decoder layer around them says it for the time of its call (:func:`run_within`). It
+does so on whatever thread the layer runs, also where gradient checkpointing runs it again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packing_core.errors import UnsupportedModelError
+from torch_backend.hf.anatomy.experts import ExpertsLayout, layout_of
+from torch_backend.hf.forward import PackedForward
+from torch_backend.ops.experts import Adapter, ExpertsRequest, experts, request_of, select
+
+NAME = "crosspack"
+LAYOUT = "_crosspack_experts"
+
+
+@dataclass(frozen=True)
+class ExpertsChoice:
+    """A module of experts: the implementation that ran, and its request."""
+
+    implementation: str
+    request: ExpertsRequest
+
+
+class _Around(threading.local):
+    """The packed forward of this thread; set in ``__init__`` for torch.compile, as in :mod:`.entry`."""
+
+    def __init__(self) -> None:
+        self.forward: PackedForward | None = None
+
+
+_thread = _Around()
+
+
+def packed_around() -> PackedForward | None:
+    """The packed forward whose decoder layer runs on this thread, None outside of one."""
+    return _thread.forward
+
+
+def run_within(forward: PackedForward | None, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``call(*args, **kwargs)``, in which experts belong to ``forward``."""
+    outer = _thread.forward
+    _thread.forward = forward
+    try:
+        return call(*args, **kwargs)
+    finally:
+        _thread.forward = outer
+
+
+def register() -> None:
+    """Register :func:`experts_forward` with transformers as ``experts_implementation="crosspack"``."""
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError:  # transformers before 5.0 has experts one by one
+        return
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+
+
+def experts_forward(module: nn.Module, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    """The forward of a module of experts that names ``experts_implementation="crosspack"``."""
+    layout = module.__dict__.get(LAYOUT)
+    if layout is None:
+        layout = layout_of(module)
+        if isinstance(layout, str):
+            raise UnsupportedModelError(
+                f'experts_implementation="{NAME}" does not run {type(module).__name__}, because {layout}: '
+                'set it to "grouped_mm"'
+            )
+        module.__dict__[LAYOUT] = layout
+    return run_experts(module, layout, hidden, indices, weights, {})
+
+
+def run_experts(
+    module: Any,
+    layout: ExpertsLayout,
+    hidden: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    adapters: Mapping[str, Adapter],
+) -> Tensor:
+    """A module of experts on our kernels.
+
+    Args:
+        hidden: [T, D]. indices, weights: [T, K], the router's.
+        adapters: by the name of the parameter that they add to.
+
+    Returns:
+        [T, D], dtype of ``hidden``.
+    """
+    forward = packed_around()
+    up, down = getattr(module, layout.up), module.down_proj
+    biases = (getattr(module, f"{layout.up}_bias"), module.down_proj_bias) if layout.biased else (None, None)
+    if layout.transposed:
+        up, down = up.mT, down.mT
+    dtype = up.dtype
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+    if forward is not None and forward.real is not None and forward.real.shape[0] == indices.shape[0]:
+        indices = torch.where(forward.real[:, None], indices, up.shape[0])
+    tensors = hidden.to(dtype), indices, weights, up.to(dtype), down.to(dtype)
+    options: dict[str, Any] = {
+        "up_bias": None if biases[0] is None else biases[0].to(dtype),
+        "down_bias": None if biases[1] is None else biases[1].to(dtype),
+        "activation": layout.activation,
+        "interleaved": layout.interleaved,
+        "up_adapter": _in_dtype(adapters.get(layout.up), dtype),
+        "down_adapter": _in_dtype(adapters.get("down_proj"), dtype),
+    }
+    if forward is not None and not torch.compiler.is_compiling():
+        request = request_of(*tensors, **options)
+        forward.experts[id(module)] = ExpertsChoice(select(request), request)
+    return experts(*tensors, **options).to(hidden.dtype)
+
+
+def _in_dtype(adapter: Adapter | None, dtype: torch.dtype) -> Adapter | None:
+    return None if adapter is None else Adapter(adapter.a.to(dtype), adapter.b.to(dtype), adapter.scale)
+
+
+register()

@@ -1,0 +1,116 @@
+"""The steps of a layer of experts: the interface that each implementation fills, and what they exchange.
+
+A place is a (token, choice) in an order sorted by expert. ``S = T * K`` places are held; those after the last expert's
+belong to no expert, hold nothing and are never read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from packing_core.reference import ExpertActivation
+from torch_backend.ops.experts.request import ExpertsRequest
+
+
+class Routing(NamedTuple):
+    """Tokens sorted by expert.
+
+    Attributes:
+        order: int32 [S], ``token * K + choice`` at each place. places: int32 [T, K], the inverse, -1 for no expert.
+        offsets: int32 [E+1], where each expert's places begin.
+        indices: [T, K], as they were given.
+    """
+
+    order: Tensor
+    places: Tensor
+    offsets: Tensor
+    indices: Tensor
+
+    @property
+    def top_k(self) -> int:
+        return self.places.shape[1]
+
+
+class LowRank(NamedTuple):
+    """The second half of an adapter's product: t [S, R] at each place, b [E, N, R]."""
+
+    t: Tensor
+    b: Tensor
+
+
+@dataclass(frozen=True)
+class Between:
+    """What stands between the products: the activation, and whether gates and values alternate."""
+
+    activation: ExpertActivation
+    interleaved: bool = False
+
+    def columns(self, inner: int) -> tuple[int, int]:
+        """``(step, second)``: gates are columns ``step * i`` of the first product, values ``second + step * i``."""
+        return (2, 1) if self.interleaved else (1, inner)
+
+
+class Products(Protocol):
+    """One way to compute the steps. Weights are [E, N, K] views of any strides; x and dy have no gaps."""
+
+    def supports(self, request: ExpertsRequest) -> str | None:
+        """Returns None, or a clause why it is not supported."""
+        ...
+
+    def route(self, indices: Tensor, experts: int) -> Routing:
+        """Sort by expert; entries of one expert keep their order."""
+        ...
+
+    def rows(
+        self,
+        a: Tensor,
+        w: Tensor,
+        routing: Routing,
+        *,
+        gather: bool = False,
+        bias: Tensor | None = None,
+        adapter: LowRank | None = None,
+        scale: float = 1.0,
+    ) -> Tensor:
+        """[S, N]: ``scale a w_e^T + t b_e^T + bias_e``, a [S, K], or with ``gather`` [T, K]."""
+        ...
+
+    def up(
+        self, x: Tensor, w: Tensor, routing: Routing, *, bias: Tensor | None, adapter: LowRank | None, between: Between
+    ) -> tuple[Tensor, Tensor]:
+        """The first product [S, O] and its activation [S, I], x [T, D]."""
+        ...
+
+    def down_backward(
+        self,
+        dy: Tensor,
+        w: Tensor,
+        z: Tensor,
+        weights: Tensor,
+        routing: Routing,
+        *,
+        bias: Tensor | None,
+        adapter: LowRank | None,
+        between: Between,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """From dy [T, D], w [E, I, D] and the first product z: its gradient [S, O], ``weight * h`` [S, I], and the
+        gradient [T, K] of the weights in float32 (float64 for float64)."""
+        ...
+
+    def outer(
+        self, a: Tensor, b: Tensor, routing: Routing, like: Tensor, *, gather_a: bool = False, gather_b: bool = False
+    ) -> Tensor:
+        """The sum of ``a_s b_s^T`` over each expert's places, in the shape, strides and dtype of ``like``."""
+        ...
+
+    def sums(self, a: Tensor, routing: Routing, like: Tensor, *, weights: Tensor | None = None) -> Tensor:
+        """[E, N], dtype of ``like``: the sum of a [S, N] over each expert's places; with weights [T, K], a is [T, N],
+        gathered and weighted."""
+        ...
+
+    def combine(self, y: Tensor, routing: Routing, weights: Tensor | None) -> Tensor:
+        """[T, N]: the sum of y [S, N] over a token's choices in their order."""
+        ...

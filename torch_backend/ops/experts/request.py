@@ -1,0 +1,151 @@
+"""The request of a call of ``experts``, by which implementations are chosen: checked once, here; holds no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from packing_core.errors import LayoutError
+from packing_core.reference import ExpertActivation
+
+
+class Adapter(NamedTuple):
+    """A low-rank addition to the weights [E, N, K] of one product: ``scale * b @ a``.
+
+    Attributes:
+        a: [E, R, K], b: [E, N, R], any strides.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+@dataclass(frozen=True)
+class ExpertsRequest:
+    """Properties of a call that decide which implementations support it.
+
+    Attributes:
+        tokens, width, inner, experts, top_k: T, D, I, E, K.
+        dtype, device: of x and of every weight.
+        activation: between the two products.
+        interleaved: whether gates and values alternate in the first product.
+        biases: whether a product has one. ranks: of the adapters of both products, 0 for none.
+        aligned: whether every operand has rows of a multiple of 16 bytes, as matrix units of libraries want them.
+    """
+
+    tokens: int
+    width: int
+    inner: int
+    experts: int
+    top_k: int
+    dtype: torch.dtype
+    device: torch.device
+    activation: ExpertActivation
+    interleaved: bool
+    biases: bool
+    ranks: tuple[int, int]
+    aligned: bool
+
+    @property
+    def mean(self) -> float:
+        """The mean number of tokens per expert."""
+        return self.tokens * self.top_k / self.experts
+
+
+def request_of(
+    x: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    *,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: ExpertActivation = ExpertActivation(),  # noqa: B008  frozen
+    interleaved: bool = False,
+    up_adapter: Adapter | None = None,
+    down_adapter: Adapter | None = None,
+) -> ExpertsRequest:
+    """The request that a call of ``experts`` with these arguments makes.
+
+    Raises:
+        LayoutError: shapes, dtypes or devices contradict each other, or an index on the CPU names no expert. Indices on
+            another device are not read.
+    """
+    if x.ndim != 2 or up.ndim != 3 or down.ndim != 3 or indices.ndim != 2:
+        given = f"x {list(x.shape)}, indices {list(indices.shape)}, up {list(up.shape)}, down {list(down.shape)}"
+        raise LayoutError(f"experts takes x [T, D], indices [T, K], up [E, O, D] and down [E, D, I], got {given}")
+    (tokens, width), (count, _, inner), top_k = x.shape, down.shape, indices.shape[1]
+    outer = 2 * inner if activation.gated else inner
+    shapes = {
+        "indices": (indices, (tokens, top_k)),
+        "weights": (weights, (tokens, top_k)),
+        "up": (up, (count, outer, width)),
+        "down": (down, (count, width, inner)),
+        "up_bias": (up_bias, (count, outer)),
+        "down_bias": (down_bias, (count, width)),
+    }
+    for name, adapter, n, k in (("up_adapter", up_adapter, outer, width), ("down_adapter", down_adapter, width, inner)):
+        if adapter is not None:
+            rank = adapter.a.shape[1] if adapter.a.ndim == 3 else 0
+            shapes[f"{name}.a"] = (adapter.a, (count, rank, k))
+            shapes[f"{name}.b"] = (adapter.b, (count, n, rank))
+    for name, (tensor, shape) in shapes.items():
+        if tensor is not None and tensor.shape != shape:
+            raise LayoutError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
+    if not 1 <= top_k <= count:
+        raise LayoutError(f"each token chooses {top_k} experts and there are {count}")
+    if indices.dtype not in (torch.int32, torch.int64):
+        raise LayoutError(f"indices are int32 or int64, got {indices.dtype}")
+    if interleaved and not activation.gated:
+        raise LayoutError("interleaved gates need an activation with gates: leave interleaved out")
+    tensors = {name: tensor for name, (tensor, _) in shapes.items() if tensor is not None}
+    named = {"x": x} | tensors
+    for name, tensor in named.items():
+        if tensor.device != x.device:
+            raise LayoutError(f"{name} is on {tensor.device} and x on {x.device}")
+        if name not in ("indices", "weights") and tensor.dtype != x.dtype:
+            raise LayoutError(f"{name} is {tensor.dtype} and x {x.dtype}: give both one dtype")
+    if not (x.is_floating_point() and weights.is_floating_point()):
+        raise LayoutError(f"x and weights must be floating-point, got {x.dtype} and {weights.dtype}")
+    if indices.device.type == "cpu" and indices.numel() and not torch.compiler.is_compiling():
+        _check_indices(indices, count)
+    ranks = tuple(0 if adapter is None else adapter.a.shape[1] for adapter in (up_adapter, down_adapter))
+    unit = max(1, 16 // x.element_size())
+    return ExpertsRequest(
+        tokens=tokens,
+        width=width,
+        inner=inner,
+        experts=count,
+        top_k=top_k,
+        dtype=x.dtype,
+        device=x.device,
+        activation=activation,
+        interleaved=interleaved,
+        biases=up_bias is not None or down_bias is not None,
+        ranks=(ranks[0], ranks[1]),
+        aligned=not (width % unit or inner % unit) and all(_strided(w, unit) for w in (up, down)),
+    )
+
+
+def _strided(weight: Tensor, unit: int) -> bool:
+    """Returns whether a weight has one axis without gaps and others in multiples of ``unit``."""
+    return 1 in weight.stride()[1:] and all(s == 1 or s % unit == 0 for s in weight.stride())
+
+
+def _check_indices(indices: Tensor, count: int) -> None:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if isinstance(indices, FakeTensor) or indices.is_meta:
+        return
+    lowest, highest = int(indices.min()), int(indices.max())
+    if lowest < -1 or highest > count:
+        wrong = lowest if lowest < -1 else highest
+        raise LayoutError(
+            f"an index names expert {wrong} and there are {count}: indices are 0 to {count - 1}, and -1 or {count} for "
+            "no expert"
+        )

@@ -1,0 +1,422 @@
+"""Triton kernels of routed experts; kernels only, launched by ``torch_backend.ops.experts.triton``.
+
+Every (token, choice) that names an expert has a place in an order sorted by expert; ``offsets`` [E+1] holds where each
+expert's places begin and ``order`` [S] which (token, choice) stands at a place, as ``token * K + choice``. Places are
+divided into tiles of one expert each: tile t belongs to the expert that ``tile_of`` finds from the offsets, so the grid
+depends on S and E alone and nothing is read by the host. Products accumulate in float32.
+"""
+
+# Triton reads annotations as values: their evaluation is not postponed here.
+import triton
+import triton.language as tl
+
+from torch_backend.ops.attention.triton_kernels import tanh
+
+
+@triton.jit
+def count(indices, counts, entries, blocks, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr):
+    """counts [E, blocks]: how many of a block's entries chose each expert. Grid: (blocks,)."""
+    block = tl.program_id(0)
+    entry = block * BLOCK + tl.arange(0, BLOCK)
+    chosen = tl.load(indices + entry, entry < entries, other=-1).to(tl.int32)
+    for first in tl.static_range(0, EXPERTS, PART):
+        expert = first + tl.arange(0, PART)
+        found = tl.sum((chosen[:, None] == expert[None, :]).to(tl.int32), 0)
+        tl.store(counts + expert.to(tl.int64) * blocks + block, found, expert < EXPERTS)
+
+
+@triton.jit
+def place(
+    indices, ends, order, places, offsets, entries, blocks,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """order [S], places [S] (-1 for no expert) and offsets [E+1] from ends, the running sum of counts [E, blocks].
+
+    Entries of one expert keep their order. Grid: (blocks,).
+    """
+    block = tl.program_id(0)
+    within = tl.arange(0, BLOCK)
+    entry = block * BLOCK + within
+    chosen = tl.load(indices + entry, entry < entries, other=-1).to(tl.int32)
+    chosen = tl.where((chosen >= 0) & (chosen < EXPERTS), chosen, -1)
+    same = chosen[:, None] == chosen[None, :]
+    later = tl.sum((same & (within[None, :] >= within[:, None])).to(tl.int32), 1)
+    routed = chosen >= 0
+    end = tl.load(ends + chosen.to(tl.int64) * blocks + block, routed, other=0)
+    at = end - later
+    tl.store(order + at, entry, routed)
+    tl.store(places + entry, tl.where(routed, at, -1), entry < entries)
+    if block == 0:
+        for first in tl.static_range(0, EXPERTS, PART):
+            expert = first + tl.arange(0, PART)
+            end = tl.load(ends + (expert.to(tl.int64) + 1) * blocks - 1, expert < EXPERTS, other=0)
+            tl.store(offsets + expert + 1, end, expert < EXPERTS)
+        tl.store(offsets, 0)
+
+
+@triton.jit
+def tile_of(offsets, tile, EXPERTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr):
+    """The expert of a tile, its first place and the end of the expert's places; an expert of E or more is none."""
+    e = tl.arange(0, PADDED)
+    start = tl.load(offsets + e, e < EXPERTS, other=0)
+    end = tl.load(offsets + e + 1, e < EXPERTS, other=0)
+    tiles = tl.cdiv(end - start, BLOCK)
+    expert = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
+    earlier = tl.sum(tl.where(e < expert, tiles, 0), 0)
+    first = tl.sum(tl.where(e == expert, start, 0), 0) + (tile - earlier) * BLOCK
+    return expert, first, tl.sum(tl.where(e == expert, end, 0), 0)
+
+
+@triton.jit
+def tile_and_columns(tiles, wide, GROUP: tl.constexpr):
+    """The row tile and the column tile of a program: neighbours share a few row tiles and pass over the columns."""
+    program = tl.program_id(0)
+    group = program // (GROUP * wide)
+    height = tl.minimum(tiles - group * GROUP, GROUP)
+    rest = program - group * GROUP * wide
+    return group * GROUP + rest % height, rest // height
+
+
+@triton.jit
+def lines_of(order, place, inside, GATHER: tl.constexpr, TOP_K: tl.constexpr):
+    """Which line of an operand stands at each place: the token's with GATHER, else the place itself; 0 outside."""
+    if GATHER:
+        return (tl.load(order + place, inside, other=0) // TOP_K).to(tl.int64)
+    return tl.where(inside, place, 0).to(tl.int64)
+
+
+@triton.jit
+def products(
+    a, lines, w, w_n, w_k, n, second, total, total_2,
+    K: tl.constexpr, DOUBLE: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """total + a[lines] @ w[n].T, and with DOUBLE total_2 + a[lines] @ w[second].T, a [.., K] without gaps."""
+    k = tl.arange(0, BLOCK_K)
+    a_at = a + lines[:, None] * K + k[None, :]
+    w_at = w + n[None, :] * w_n + k[:, None] * w_k
+    w2_at = w + second[None, :] * w_n + k[:, None] * w_k
+    for first in range(0, K, BLOCK_K):
+        if K % BLOCK_K == 0:
+            x, y = tl.load(a_at), tl.load(w_at)
+        else:
+            x = tl.load(a_at, (first + k < K)[None, :], other=0.0)
+            y = tl.load(w_at, (first + k < K)[:, None], other=0.0)
+        total = tl.dot(x, y, total, input_precision=PRECISION)
+        if DOUBLE:
+            if K % BLOCK_K == 0:
+                y2 = tl.load(w2_at)
+            else:
+                y2 = tl.load(w2_at, (first + k < K)[:, None], other=0.0)
+            total_2 = tl.dot(x, y2, total_2, input_precision=PRECISION)
+            w2_at += BLOCK_K * w_k
+        a_at += BLOCK_K
+        w_at += BLOCK_K * w_k
+    return total, total_2
+
+
+@triton.jit
+def function(x, alpha, NAME: tl.constexpr):
+    """An activation function and its derivative."""
+    if NAME == "silu":
+        s = tl.sigmoid(alpha * x)
+        return x * s, s * (1 + alpha * x * (1 - s))
+    elif NAME == "gelu_tanh":
+        t = tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
+        inner = 0.7978845608028654 * (1 + 0.134145 * x * x)
+        return 0.5 * x * (1 + t), 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * inner
+    else:
+        positive = tl.maximum(x, 0.0)
+        return positive * positive, 2 * positive
+
+
+@triton.jit
+def activated(gate, value, alpha, limit, offset, NAME: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr):
+    """The activation of an expert, and its derivatives by gate and value."""
+    if LIMIT:
+        free, free_value = gate <= limit, tl.abs(value) <= limit
+        gate = tl.minimum(gate, limit)
+        value = tl.minimum(tl.maximum(value, -limit), limit)
+    f, slope = function(gate, alpha, NAME)
+    if GATED:
+        by_gate, by_value = (value + offset) * slope, f
+        if LIMIT:
+            by_gate, by_value = tl.where(free, by_gate, 0.0), tl.where(free_value, by_value, 0.0)
+        return f * (value + offset), by_gate, by_value
+    else:
+        return f, slope, slope
+
+
+@triton.jit
+def rows(
+    a, w, bias, t, b, order, offsets, y, tiles, scale, w_e, w_n, w_k, b_e, b_n, b_r,
+    N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
+    PADDED: tl.constexpr, GATHER: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """y [S, N] = scale a W_e^T + t B_e^T + bias_e at each place, plus y itself with ADD; a [.., K], w [E, N, K].
+
+    With R, t [S, R] and b [E, N, R] are an adapter. Grid: (row tiles * column tiles,).
+    """
+    tile, column = tile_and_columns(tiles, tl.cdiv(N, BLOCK_N), GROUP)
+    expert, first, end = tile_of(offsets, tile, EXPERTS, PADDED, BLOCK_M)
+    if expert >= EXPERTS:
+        return
+    place = first + tl.arange(0, BLOCK_M)
+    inside = place < end
+    n = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    known = tl.where(n < N, n, 0)
+    e = expert.to(tl.int64)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if K > 0:
+        lines = lines_of(order, place, inside, GATHER, TOP_K)
+        total, _ = products(a, lines, w + e * w_e, w_n, w_k, known, known, total, total, K, False, BLOCK_K, PRECISION)
+        total *= scale
+    if R > 0:
+        lines = lines_of(order, place, inside, False, TOP_K)
+        total, _ = products(t, lines, b + e * b_e, b_n, b_r, known, known, total, total, R, False, BLOCK_R, PRECISION)
+    if BIAS:
+        total += tl.load(bias + e * N + known).to(tl.float32)[None, :]
+    at = y + place.to(tl.int64)[:, None] * N + n[None, :]
+    mask = inside[:, None] & (n < N)[None, :]
+    if ADD:
+        total += tl.load(at, mask, other=0.0).to(tl.float32)
+    tl.store(at, total.to(y.dtype.element_ty), mask)
+
+
+@triton.jit
+def up(
+    x, w, bias, t, b, order, offsets, z, h, tiles, alpha, limit, offset, w_e, w_n, w_k, b_e, b_n, b_r,
+    INNER: tl.constexpr, K: tl.constexpr, R: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
+    PADDED: tl.constexpr, BIAS: tl.constexpr, SAVE: tl.constexpr, PRECISION: tl.constexpr,
+    NAME: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, STEP: tl.constexpr, SECOND: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """z [S, O], the first product, with SAVE, and h [S, I], its activation, both at each place.
+
+    Column i of h comes from column STEP i of z, the gate, and SECOND + STEP i, the value. Grid: (row * column tiles,).
+    """
+    tile, column = tile_and_columns(tiles, tl.cdiv(INNER, BLOCK_N), GROUP)
+    expert, first, end = tile_of(offsets, tile, EXPERTS, PADDED, BLOCK_M)
+    if expert >= EXPERTS:
+        return
+    place = first + tl.arange(0, BLOCK_M)
+    inside = place < end
+    e = expert.to(tl.int64)
+    OUTER: tl.constexpr = 2 * INNER if GATED else INNER
+    i = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    known = tl.where(i < INNER, i, 0)
+    lines = lines_of(order, place, inside, True, TOP_K)
+    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    value = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    n = known * STEP
+    gate, value = products(x, lines, w + e * w_e, w_n, w_k, n, n + SECOND, gate, value, K, GATED, BLOCK_K, PRECISION)
+    if R > 0:
+        lines = lines_of(order, place, inside, False, TOP_K)
+        gate, value = products(
+            t, lines, b + e * b_e, b_n, b_r, n, n + SECOND, gate, value, R, GATED, BLOCK_R, PRECISION
+        )
+    if BIAS:
+        gate += tl.load(bias + e * OUTER + n).to(tl.float32)[None, :]
+        if GATED:
+            value += tl.load(bias + e * OUTER + n + SECOND).to(tl.float32)[None, :]
+    kind = h.dtype.element_ty
+    gate, value = gate.to(kind), value.to(kind)
+    mask = inside[:, None] & (i < INNER)[None, :]
+    if SAVE:
+        at = z + place.to(tl.int64)[:, None] * OUTER + n[None, :]
+        tl.store(at, gate, mask)
+        if GATED:
+            tl.store(at + SECOND, value, mask)
+    result, _, _ = activated(gate.to(tl.float32), value.to(tl.float32), alpha, limit, offset, NAME, GATED, LIMIT)
+    tl.store(h + place.to(tl.int64)[:, None] * INNER + i[None, :], result.to(kind), mask)
+
+
+@triton.jit
+def down_backward(
+    dy, w, t, b, z, weights, order, offsets, dz, weighted, shares, tiles, alpha, limit, offset,
+    w_e, w_n, w_k, b_e, b_n, b_r,
+    INNER: tl.constexpr, K: tl.constexpr, R: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
+    PADDED: tl.constexpr, PRECISION: tl.constexpr,
+    NAME: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, STEP: tl.constexpr, SECOND: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """dz [S, O], weighted [S, I] = weight h, and shares [S, column tiles], whose sum is the gradient of the weight.
+
+    The gradient of h before its weight is ``dy W_e + t b_e``, w being [E, I, D] here. Grid: (row * column tiles,).
+    """
+    wide = tl.cdiv(INNER, BLOCK_N)
+    tile, column = tile_and_columns(tiles, wide, GROUP)
+    expert, first, end = tile_of(offsets, tile, EXPERTS, PADDED, BLOCK_M)
+    if expert >= EXPERTS:
+        return
+    place = first + tl.arange(0, BLOCK_M)
+    inside = place < end
+    e = expert.to(tl.int64)
+    OUTER: tl.constexpr = 2 * INNER if GATED else INNER
+    i = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    known = tl.where(i < INNER, i, 0)
+    dh = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if K > 0:
+        lines = lines_of(order, place, inside, True, TOP_K)
+        dh, _ = products(dy, lines, w + e * w_e, w_n, w_k, known, known, dh, dh, K, False, BLOCK_K, PRECISION)
+    if R > 0:
+        lines = lines_of(order, place, inside, False, TOP_K)
+        dh, _ = products(t, lines, b + e * b_e, b_n, b_r, known, known, dh, dh, R, False, BLOCK_R, PRECISION)
+    mask = inside[:, None] & (i < INNER)[None, :]
+    z_at = place.to(tl.int64)[:, None] * OUTER + (known * STEP)[None, :]
+    h_at = place.to(tl.int64)[:, None] * INNER + i[None, :]
+    if K == 0:  # the product was made already, where ``weighted`` will be
+        dh += tl.load(weighted + h_at, mask, other=0.0).to(tl.float32)
+    gate = tl.load(z + z_at, mask, other=0.0).to(tl.float32)
+    value = gate
+    if GATED:
+        value = tl.load(z + z_at + SECOND, mask, other=0.0).to(tl.float32)
+    h, by_gate, by_value = activated(gate, value, alpha, limit, offset, NAME, GATED, LIMIT)
+    entry = tl.load(order + place, inside, other=0)
+    weight = tl.load(weights + entry, inside, other=0.0).to(tl.float32)[:, None]
+    share = tl.sum(tl.where(mask, dh * h, 0.0), 1)
+    tl.store(shares + place.to(tl.int64) * wide + column, share, inside)
+    kind = dz.dtype.element_ty
+    tl.store(dz + z_at, (dh * weight * by_gate).to(kind), mask)
+    if GATED:
+        tl.store(dz + z_at + SECOND, (dh * weight * by_value).to(kind), mask)
+    tl.store(weighted + h_at, (h * weight).to(kind), mask)
+
+
+@triton.jit
+def outer(
+    a, b, order, offsets, out, o_e, o_m, o_n,
+    M: tl.constexpr, N: tl.constexpr, TOP_K: tl.constexpr, GATHER_A: tl.constexpr, GATHER_B: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """out [E, M, N] = the sum of a_s b_s^T over each expert's places; zero for an expert without. Grid: (tiles, E)."""
+    row, column = tile_and_columns(tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
+    e = tl.program_id(1)
+    start, end = tl.load(offsets + e), tl.load(offsets + e + 1)
+    m = row * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_known, n_known = tl.where(m < M, m, 0), tl.where(n < N, n, 0)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for first in range(start, end, BLOCK_S):
+        place = first + tl.arange(0, BLOCK_S)
+        inside = place < end
+        lines_a = lines_of(order, place, inside, GATHER_A, TOP_K)
+        lines_b = lines_of(order, place, inside, GATHER_B, TOP_K)
+        x = tl.load(a + lines_a[None, :] * M + m_known[:, None], inside[None, :], other=0.0)
+        y = tl.load(b + lines_b[:, None] * N + n_known[None, :], inside[:, None], other=0.0)
+        total = tl.dot(x, y, total, input_precision=PRECISION)
+    at = out + e.to(tl.int64) * o_e + m.to(tl.int64)[:, None] * o_m + n.to(tl.int64)[None, :] * o_n
+    tl.store(at, total.to(out.dtype.element_ty), (m < M)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def sums(
+    a, weights, order, offsets, out,
+    N: tl.constexpr, TOP_K: tl.constexpr, GATHER: tl.constexpr, WEIGHTS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """out [E, N] float32 = the sum of a over each expert's places, times the weight of a place. Grid: (tiles, E)."""
+    e = tl.program_id(1)
+    start, end = tl.load(offsets + e), tl.load(offsets + e + 1)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.zeros([BLOCK_S, BLOCK_N], tl.float32)
+    for first in range(start, end, BLOCK_S):
+        place = first + tl.arange(0, BLOCK_S)
+        inside = place < end
+        lines = lines_of(order, place, inside, GATHER, TOP_K)
+        x = tl.load(a + lines[:, None] * N + n[None, :], inside[:, None] & (n < N)[None, :], other=0.0).to(tl.float32)
+        if WEIGHTS:
+            entry = tl.load(order + place, inside, other=0)
+            x *= tl.load(weights + entry, inside, other=0.0).to(tl.float32)[:, None]
+        total += x
+    tl.store(out + e * N + n, tl.sum(total, 0), n < N)
+
+
+@triton.jit
+def bias_shares(
+    dy, bias, places, indices, shares, entries, D: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """shares [S] by (token, choice), += the product of the token's dy with the bias of its expert. Grid: (blocks,)."""
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    routed = (entry < entries) & (tl.load(places + entry, entry < entries, other=-1) >= 0)
+    expert = tl.load(indices + entry, routed, other=0).to(tl.int64)
+    token = (entry // TOP_K).to(tl.int64)
+    total = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+    for first in range(0, D, BLOCK_D):
+        d = first + tl.arange(0, BLOCK_D)
+        mask = routed[:, None] & (d < D)[None, :]
+        x = tl.load(dy + token[:, None] * D + d[None, :], mask, other=0.0).to(tl.float32)
+        total += x * tl.load(bias + expert[:, None] * D + d[None, :], mask, other=0.0).to(tl.float32)
+    found = tl.load(shares + entry, routed, other=0.0)
+    tl.store(shares + entry, found + tl.sum(total, 1), routed)
+
+
+@triton.jit
+def combine(
+    y, places, weights, out, tokens, D: tl.constexpr, TOP_K: tl.constexpr, WEIGHTS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """out [T, D] = the sum of a token's choices in their order, weighted with WEIGHTS. Grid: (token, column tiles)."""
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    total = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+    for choice in range(TOP_K):
+        entry = token.to(tl.int64) * TOP_K + choice
+        place = tl.load(places + entry, token < tokens, other=-1).to(tl.int64)
+        mask = (place >= 0)[:, None] & (d < D)[None, :]
+        x = tl.load(y + place[:, None] * D + d[None, :], mask, other=0.0).to(tl.float32)
+        if WEIGHTS:
+            x *= tl.load(weights + entry, token < tokens, other=0.0).to(tl.float32)[:, None]
+        total += x
+    at = out + token.to(tl.int64)[:, None] * D + d[None, :]
+    tl.store(at, total.to(out.dtype.element_ty), (token < tokens)[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def gather(
+    x, order, offsets, out, D: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """out [S, D]: the token's x at each place. Grid: (place tiles, column tiles)."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < tl.load(offsets + EXPERTS)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    lines = lines_of(order, place, inside, True, TOP_K)
+    mask = inside[:, None] & (d < D)[None, :]
+    value = tl.load(x + lines[:, None] * D + d[None, :], mask, other=0.0)
+    tl.store(out + place.to(tl.int64)[:, None] * D + d[None, :], value, mask)
+
+
+@triton.jit
+def activate(
+    z, bias, h, offsets, tiles, alpha, limit, offset,
+    INNER: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr, BIAS: tl.constexpr,
+    NAME: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, STEP: tl.constexpr, SECOND: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """h [S, I] of a finished product z [S, O], to which the bias is added in place. Grid: (row tiles, column tiles)."""
+    expert, first, end = tile_of(offsets, tl.program_id(0), EXPERTS, PADDED, BLOCK_M)
+    if expert >= EXPERTS:
+        return
+    place = first + tl.arange(0, BLOCK_M)
+    i = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (place < end)[:, None] & (i < INNER)[None, :]
+    OUTER: tl.constexpr = 2 * INNER if GATED else INNER
+    at = z + place.to(tl.int64)[:, None] * OUTER + (i * STEP)[None, :]
+    kind = h.dtype.element_ty
+    gate = tl.load(at, mask, other=0.0).to(tl.float32)
+    value = gate
+    if GATED:
+        value = tl.load(at + SECOND, mask, other=0.0).to(tl.float32)
+    if BIAS:
+        line = bias + expert.to(tl.int64) * OUTER + i * STEP
+        gate = (gate + tl.load(line, i < INNER, other=0.0).to(tl.float32)[None, :]).to(kind)
+        tl.store(at, gate, mask)
+        gate = gate.to(tl.float32)
+        if GATED:
+            value = (value + tl.load(line + SECOND, i < INNER, other=0.0).to(tl.float32)[None, :]).to(kind)
+            tl.store(at + SECOND, value, mask)
+            value = value.to(tl.float32)
+    result, _, _ = activated(gate, value, alpha, limit, offset, NAME, GATED, LIMIT)
+    tl.store(h + place.to(tl.int64)[:, None] * INNER + i[None, :], result.to(kind), mask)
