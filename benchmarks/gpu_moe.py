@@ -26,7 +26,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
@@ -54,6 +54,10 @@ from benchmarks.gpu_clock import (
 from benchmarks.gpu_moe_shapes import PEFT, SHAPES, Experts, adapted
 from benchmarks.gpu_step import Contender, Loss, ours_alone, ours_compiled, race, stock, stock_liger
 from benchmarks.gpu_workload import DTYPE
+from torch_backend.hf.edits.experts import override_adapter, override_experts
+from torch_backend.hf.experts import LAYOUT, run_within
+from torch_backend.hf.forward import PackedForward
+from torch_backend.segments import PackedMetadata
 
 LIMIT = 1e-4 if TOY else 0.1  # of what is wrong; what bfloat16 rounds is a figure
 OURS = "crosspack"
@@ -87,6 +91,7 @@ class Case:
         indices, weights: [T, K]; the weights require a gradient.
         out: the gradient of the result, [T, D].
         trained: the parameters that train.
+        packed: the packed forward that the layer is told of, in which ours runs; None for others.
     """
 
     module: Any
@@ -95,9 +100,10 @@ class Case:
     weights: Tensor
     out: Tensor
     trained: list[Tensor]
+    packed: PackedForward | None = None
 
     def forward(self) -> Tensor:
-        return self.module(self.x, self.indices, self.weights)
+        return run_within(self.packed, self.module, self.x, self.indices, self.weights)
 
     def both(self) -> tuple[Tensor, list[Tensor]]:
         """The result; gradients of tokens, routing weights and what trains."""
@@ -155,7 +161,7 @@ def make_case(shape: Experts, tokens: int, lora: bool, dtype: torch.dtype = DTYP
 
 
 def timed(case: Case, name: str, shape: Experts, tokens: int) -> dict[str, float]:
-    choose(case.module, name)
+    case = chosen_for(case, name)
     forward, both = _milliseconds(case.forward), _milliseconds(case.both)
     products = 2 * tokens * shape.top_k * shape.products * shape.width * shape.inner
     full = case.trained[0].ndim == 3
@@ -175,21 +181,33 @@ def _milliseconds(call: Callable[[], object]) -> float:
     return gpu_ms(call, max(1, min(10, int(300 / first))))
 
 
-def choose(module: Any, name: str) -> None:
-    """Let the experts run on an implementation by its name in transformers."""
+def chosen_for(case: Case, name: str) -> Case:
+    """The case on an implementation by its name in transformers; ours as in a packed call of a patched model."""
     if name == OURS:
-        import torch_backend  # noqa: F401  registers it
+        for module in case.module.modules():
+            if LAYOUT not in module.__dict__ and hasattr(module, "_apply_gate"):
+                override_experts(module)
+            elif type(module).__name__ == "ParamWrapper":
+                override_adapter(module)
+        tokens = len(case.x)
+        return replace(case, packed=PackedForward(PackedMetadata.from_lengths([tokens], device=DEVICE), (1, tokens)))
+    experts = next(m for m in case.module.modules() if hasattr(m, "_apply_gate"))
+    experts.config._experts_implementation = available(name)
+    return case
+
+
+def available(name: str) -> str:
+    """The name, if transformers has an implementation of that name."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     if name != "eager" and name not in ALL_EXPERTS_FUNCTIONS:
         raise LookupError(f"transformers has no experts implementation {name!r}")
-    next(m for m in module.modules() if hasattr(m, "_apply_gate")).config._experts_implementation = name
+    return name
 
 
 def worst(case: Case, name: str, found: dict[str, float]) -> float:
     """The largest error against float64, of all in ``found``."""
-    choose(case.module, name)
-    result, gradients = case.both()
+    result, gradients = chosen_for(case, name).both()
     _free()
     found |= errors(case, result.detach(), gradients)
     return max(found.values())
@@ -285,20 +303,16 @@ def _adapters(module: Any) -> dict[str, tuple[Callable[..., Tensor], Callable[..
 
 
 def with_experts(name: str, prepare: Callable[[Any], Loss]) -> Callable[[Any], Loss]:
-    """As ``prepare``, then the experts on the implementation of that name."""
+    """As ``prepare``, with the experts on the implementation of that name, which a patch leaves alone."""
 
     def prepared(model: Any) -> Loss:
-        loss = prepare(model)
-        choose_in_model(model, name)
-        return loss
+        model.set_experts_implementation(available(name))
+        for module in model.modules():
+            if hasattr(module, "_apply_gate"):
+                module.forward = partial(type(module).forward, module)  # a patch keeps forwards that others set
+        return prepare(model)
 
     return prepared
-
-
-def choose_in_model(model: Any, name: str) -> None:
-    experts = next(m for m in model.modules() if hasattr(m, "_apply_gate"))
-    choose(experts, name)  # raises if there is none of that name
-    model.set_experts_implementation(name)
 
 
 def compiled(name: str) -> Callable[[Any], Loss]:
@@ -317,11 +331,11 @@ def contenders() -> list[Contender]:
     """Ours, the best stock step, each experts implementation in both, and padded batches."""
     stock_on, few = stock_attention(), STEP_ROWS[:1]
     return [
-        Contender(f"ours, {OURS}, compiled and captured", compiled(OURS), "fixed", captured=True),
+        Contender("ours, compiled and captured", ours_compiled, "fixed", captured=True),
         Contender("stock packed, grouped_mm, Liger", with_experts("grouped_mm", stock_liger), "stock", stock_on),
         Contender("stock packed, grouped_mm", with_experts("grouped_mm", stock), "stock", stock_on),
         Contender("ours, grouped_mm, compiled and captured", compiled("grouped_mm"), "fixed", captured=True),
-        Contender(f"ours, {OURS}", with_experts(OURS, ours_alone)),
+        Contender("ours", ours_alone),
         Contender("ours, grouped_mm", with_experts("grouped_mm", ours_alone)),
         Contender("stock packed, eager", with_experts("eager", stock), "stock", stock_on, capacities=few),
         Contender("stock packed, batched_mm", with_experts("batched_mm", stock), "stock", stock_on, capacities=few),
@@ -338,7 +352,7 @@ def run_step() -> Iterator[Result]:
             yield from race(shape.step(STEP_ROWS, lora), racing)
 
 
-TOY_RUNS = {f"ours, {OURS}", "ours, grouped_mm", "padded, grouped_mm"}
+TOY_RUNS = {"ours", "ours, grouped_mm", "padded, grouped_mm"}
 
 
 # -- profiles ----------------------------------------------------------------------------------------------------------
@@ -352,8 +366,7 @@ def profiles() -> Iterator[dict[str, object]]:
         for name in filter(wanted, IMPLEMENTATIONS):
             about = {"shape": shape.name, "tokens": tokens, "lora": lora, "contender": name}
             try:
-                choose(case.module, name)
-                yield about | _profile(case.both)
+                yield about | _profile(chosen_for(case, name).both)
             except Exception as failure:
                 yield about | {"failed": f"{type(failure).__name__}: {failure}"[:160]}
         del case

@@ -113,11 +113,11 @@ def test_experts_that_are_wrong_have_no_figure(monkeypatch):
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, tokens, indices, torch.ones_like(weights) * weights.mean())
 
     monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "unweighted", unweighted)
-    monkeypatch.setattr(gpu_moe, "IMPLEMENTATIONS", ("grouped_mm", "unweighted"))
+    monkeypatch.setattr(gpu_moe, "IMPLEMENTATIONS", ("grouped_mm", "crosspack", "unweighted"))
     for shape, lora in ((gpu_moe.SHAPES[1], False), (gpu_moe.PEFT, True)):
         results = list(gpu_moe.layers(shape, 64, "experts", lora=lora))
         figures = {r.contender: r for r in results if r.unit == "ms forward and backward"}
-        assert figures["grouped_mm"].value > 0
+        assert figures["grouped_mm"].value > 0 and figures["crosspack"].value > 0
         assert figures["unweighted"].value is None and figures["unweighted"].note.startswith("WRONG: error")
 
 
@@ -127,8 +127,7 @@ def test_gradients_of_every_weight_and_adapter_of_experts_are_compared():
         (gpu_moe.PEFT, True, {f"{p}.lora_{x}" for p in ("gate_up_proj", "down_proj") for x in "AB"}),
     ):
         case = gpu_moe.make_case(shape, 64, lora)
-        gpu_moe.choose(case.module, "eager")
-        result, gradients = case.both()
+        result, gradients = gpu_moe.chosen_for(case, "eager").both()
         errors = gpu_moe.errors(case, result.detach(), gradients)
         assert set(errors) == {"result", "tokens", "routing weights"} | names
         assert max(errors.values()) < 1e-5
