@@ -20,6 +20,7 @@ from conformance import decoder as numpy_decoder
 from conformance.decoder import Sums
 from conformance.draws import round_to
 from conformance.reference_documents import DocumentMethods
+from conformance.reference_experts import ExpertMethods
 from conformance.reference_scans import ScanMethods
 from packing_core import pack, plan
 from packing_core.protocol import (
@@ -39,7 +40,7 @@ def backends() -> Mapping[str, BackendFactory]:
     return {"reference": Reference}
 
 
-class Reference(DocumentMethods, ScanMethods):
+class Reference(DocumentMethods, ScanMethods, ExpertMethods):
     """Every level and every option of the protocol, in dense numpy."""
 
     description = f"numpy {np.__version__}"

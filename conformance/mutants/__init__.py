@@ -4,7 +4,7 @@
 single one runs through the whole suite with ``--backend conformance.mutants:NAME``.
 """
 
-from conformance.mutants import attention, collator, combined, larger, model, operations, scans, trainer
+from conformance.mutants import attention, collator, combined, experts, larger, model, operations, scans, trainer
 from conformance.mutants import reductions as documents
 from conformance.mutants.base import MUTANTS, Mutant
 
@@ -17,6 +17,7 @@ __all__ = [
     "collator",
     "combined",
     "documents",
+    "experts",
     "larger",
     "model",
     "operations",

@@ -8,6 +8,7 @@ from typing import Any
 from packing_core.errors import UnsupportedError
 from packing_core.protocol.capabilities import Capabilities
 from packing_core.protocol.data import Array, Batch, Decoder, Document, Gradients, Place
+from packing_core.reference.experts import ExpertActivation
 
 
 class Backend:
@@ -217,6 +218,42 @@ class Backend:
             padding.
         """
         raise self._lacks("ssd")
+
+    def experts(
+        self,
+        x: Array,
+        indices: Array,
+        weights: Array,
+        up: Array,
+        down: Array,
+        segment_ids: Array,
+        *,
+        dtype: str,
+        activation: ExpertActivation,
+        up_bias: Array | None = None,
+        down_bias: Array | None = None,
+        dout: Array | None = None,
+    ) -> tuple[Array, Gradients]:
+        """The weighted sum of the experts that each token chose; padding goes to none.
+
+        ``y_t = sum_c weights[t, c] (down[e] f(up[e] x_t + up_bias[e]) + down_bias[e])`` with ``e = indices[t, c]``.
+
+        Args:
+            x: ``[B, S, D]``.
+            indices: int64 ``[B, S, K]``, different ones for each token; at padding too, where they must not count.
+            weights: ``[B, S, K]``.
+            up: ``[E, O, D]``, O being 2I with gates, whose rows come first, and I without.
+            down: ``[E, D, I]``.
+            segment_ids: ``[B, S]``.
+            activation: f; one with a limit takes the option "clamped_experts", one without gates "ungated_experts".
+            up_bias: ``[E, O]``. down_bias: ``[E, D]``. They take the option "biased_experts".
+            dout: ``[B, S, D]``; None for the forward alone.
+
+        Returns:
+            ``[B, S, D]``, exactly zero at padding; and with ``dout`` the gradients of every floating argument by name,
+            those of x and the weights exactly zero at padding; without it an empty dict.
+        """
+        raise self._lacks("experts")
 
     def loss(
         self,

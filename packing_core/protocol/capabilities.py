@@ -13,7 +13,7 @@ ADAMW_EPSILON = 1e-3
 # level -> the methods by which a backend takes part in it
 LEVELS: dict[str, tuple[str, ...]] = {
     "collator": ("plan", "collate"),
-    "operation": ("attention", "rope", "scan", "delta_rule", "ssd", "loss", "reduce"),
+    "operation": ("attention", "rope", "scan", "delta_rule", "ssd", "experts", "loss", "reduce"),
     "model": ("forward", "gradients", "logprobs"),
     "trainer": ("train", "preference"),
 }
@@ -45,6 +45,11 @@ OPTIONS: dict[str, dict[str, str]] = {
         "normalise": "normalise=True",
     },
     "ssd": {},
+    "experts": {
+        "biased_experts": "up_bias=[E, O] and down_bias=[E, D]",
+        "clamped_experts": "an activation with a limit (gpt-oss)",
+        "ungated_experts": "an activation without gates",
+    },
     "loss": {"token_weights": "token_weights=[B, S]"},
     "reduce": {},
     "forward": {

@@ -111,7 +111,7 @@ def test_a_compiled_layer_keeps_experts_in_its_graph(family: str) -> None:
 
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    parameters = [p for p in model.model.layers[0].mlp.parameters()]
+    parameters = list(model.model.layers[0].mlp.parameters())
     found, right = (torch.autograd.grad(f(x), parameters) for f in (compiled, step))
     assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
 
@@ -154,8 +154,8 @@ def test_what_the_kernels_do_not_run_keeps_its_implementation_and_says_why(chang
     change(module)
     found = layout_of(module)
     assert isinstance(found, str)
+    model.set_experts_implementation("crosspack")
     with pytest.raises(UnsupportedModelError, match=f'crosspack" does not run Qwen3MoeExperts, because {reason}'):
-        model.set_experts_implementation("crosspack")
         module(torch.zeros(3, 32), torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2))
     assert list(reasons_against(model.model).values()) == [found]
 

@@ -26,6 +26,7 @@ from packing_core import plan, protocol
 from packing_core.errors import UnsupportedError
 from packing_core.protocol import Array, Backend, BackendFactory, Batch, Capabilities, Document, Gradients
 from torch_backend.collate import PackedCollator, with_boundaries
+from torch_backend.conformance.experts import ExpertMethods
 from torch_backend.conformance.reductions import DocumentMethods
 from torch_backend.conformance.scans import ScanMethods
 from torch_backend.conformance.tensors import TensorMethods, to_numpy
@@ -221,7 +222,7 @@ def _patched(config: protocol.DecoderConfig, name: str, dtype: str, device: torc
     return patch(model, implementation=name, verify=False)
 
 
-class Stack(AttentionStack, DocumentMethods, ScanMethods):
+class Stack(AttentionStack, DocumentMethods, ScanMethods, ExpertMethods):
     """Everything: the attention's levels, and the operations, collator and trainer that do not depend on it."""
 
     def plan(self, lengths: Sequence[int], capacity: int, *, strategy: str) -> list[list[int]]:

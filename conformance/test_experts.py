@@ -1,0 +1,57 @@
+"""EXP: routed experts, to which padding does not go."""
+
+from __future__ import annotations
+
+import pytest
+
+from conformance.draws import Rows
+from conformance.experts import CLAMPED, FULL, PADDED, UNGATED, ExpertsCase, check, check_isolated, check_padding
+from conformance.judge import Judge
+from packing_core.protocol import DTYPES
+
+requirement = pytest.mark.requirement
+
+
+@requirement("EXP-01")
+@pytest.mark.parametrize("rows", [FULL, PADDED], ids=["full", "padded"])
+@pytest.mark.parametrize("top_k", [1, 3, 8])
+def test_tokens_are_the_weighted_sum_of_their_experts(judge: Judge, rows: Rows, top_k: int) -> None:
+    check(judge, ExpertsCase(rows, top_k=top_k), only="out")
+
+
+@requirement("EXP-02")
+@pytest.mark.parametrize("name", ["x", "weights", "up", "down"])
+def test_gradients_of_experts(judge: Judge, name: str) -> None:
+    check(judge, ExpertsCase(), only=name)
+
+
+@requirement("EXP-03")
+def test_padding_is_routed_to_no_expert(judge: Judge) -> None:
+    check_padding(judge, ExpertsCase())
+
+
+@requirement("EXP-04")
+@pytest.mark.parametrize("routing", ["one", "few"])
+def test_experts_take_all_tokens_or_none(judge: Judge, routing: str) -> None:
+    check(judge, ExpertsCase(routing=routing))
+
+
+@requirement("EXP-05")
+def test_no_document_moves_another_through_an_expert(judge: Judge) -> None:
+    check_isolated(judge, ExpertsCase(routing="few"))
+
+
+@requirement("EXP-06")
+def test_clamped_gates_and_biases(judge: Judge) -> None:
+    check(judge, ExpertsCase(activation=CLAMPED, biased=True))
+
+
+@requirement("EXP-07")
+def test_experts_without_gates(judge: Judge) -> None:
+    check(judge, ExpertsCase(activation=UNGATED))
+
+
+@requirement("EXP-08")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts_in_every_dtype(judge: Judge, dtype: str) -> None:
+    check(judge, ExpertsCase(), dtype)
