@@ -41,8 +41,9 @@ SECTIONS = {
     "others": "benchmarks.gpu_step:run_others",
     "hybrid": "benchmarks.gpu_hybrid:run",
     "options": "benchmarks.gpu_options:run",
+    "moe": "benchmarks.gpu_moe:run",
 }
-BY_NAME_ONLY = {"options"}  # takes minutes by itself
+BY_NAME_ONLY = {"options", "moe"}  # take minutes by themselves
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:

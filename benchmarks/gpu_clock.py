@@ -12,6 +12,7 @@ import os
 import re
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -174,6 +175,21 @@ def peak_gib(run: Callable[[], object]) -> float:
     torch.cuda.reset_peak_memory_stats()
     run()
     return (torch.cuda.max_memory_allocated() - held) / 2**30
+
+
+def waits(run: Callable[[], object]) -> int:
+    """Returns how often the host waits for the GPU in one call; 0 without a GPU."""
+    if TOY:
+        return 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    # Not the warning that this mode is a prototype, which a process has once.
+    return sum("called a synchronizing" in str(w.message) for w in caught)
 
 
 @cache

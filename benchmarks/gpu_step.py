@@ -11,8 +11,8 @@ alone in bfloat16.
 from __future__ import annotations
 
 import inspect
+import re
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +34,7 @@ from benchmarks.gpu_clock import (
     matrix_rate,
     relative_error,
     synchronize,
+    waits,
     wanted,
 )
 from benchmarks.gpu_workload import (
@@ -67,7 +68,7 @@ class Contender:
         loss: (model) -> (batch -> mean loss), after changing the model as it needs.
         rows: "padded"; "stock" for rows with what a stock model takes; "packed" for what a patched one takes; "fixed"
             for the latter in shapes that do not change.
-        attention: the name that transformers is given.
+        attention: the name that transformers is given; the shape's if None.
         captured: run as a CUDA graph.
         capacities: only rows of these.
     """
@@ -75,7 +76,7 @@ class Contender:
     name: str
     loss: Callable[[Any], Loss]
     rows: str = "packed"
-    attention: str = "sdpa"
+    attention: str | None = None
     captured: bool = False
     capacities: Sequence[int] = ()
 
@@ -151,8 +152,8 @@ def ours_liger(model: Any) -> Loss:
     return ours(model, "triton")
 
 
-def ours_compiled(model: Any, recompute: bool = True) -> Loss:
-    loss = ours_alone(model)
+def ours_compiled(model: Any, recompute: bool = True, alone: Callable[[Any], Loss] = ours_alone) -> Loss:
+    loss = alone(model)
     with torch.no_grad():
         loss(batches("fixed", documents()[:8], 8 * LONGEST)[0])  # asks the implementations
     compile_layers(model, recompute=recompute, backend="aot_eager" if TOY else "inductor")
@@ -227,7 +228,7 @@ def right_gradients(shape: Shape) -> tuple[Tensor, float]:
 
 
 def _gradients_alone(shape: Shape, dtype: torch.dtype) -> Tensor:
-    model = make_model(shape, "sdpa", few=True, dtype=dtype)
+    model = make_model(shape, None, few=True, dtype=dtype)
     without_fla(stock)(model)
     docs = checked_documents()
     total = sum(len(d) - 1 for d in docs)
@@ -341,33 +342,40 @@ def _real_tokens(batch: Batch) -> int:
 
 
 def _operations(model: Any, shape: Shape, tokens: int) -> float:
-    """Counts the FLOPs of products with weights: forward, gradients of activations and of trained weights."""
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed_tokens" not in name]
-    size = sum(p.numel() for p in matrices)
+    """Counts the FLOPs of products with weights: forward, gradients of activations and of trained weights.
+
+    Of a layer of experts, only the weights that a token visits count, and of their adapters likewise.
+    """
+    matrices = {
+        name: p for name, p in model.named_parameters() if p.ndim >= 2 and not re.search(r"embed_tokens|bias$", name)
+    }
+    visited = _visited(model.config)
+    sizes = {name: p.numel() * (visited if ".experts." in name else 1.0) for name, p in matrices.items()}
+    size = sum(sizes.values())
     if model.config.tie_word_embeddings:
         size += model.get_output_embeddings().weight.numel()
-    trained = sum(p.numel() for p in matrices if p.requires_grad)
+    trained = sum(sizes[name] for name, p in matrices.items() if p.requires_grad)
     if not shape.lora:
         trained = size
     return 2.0 * tokens * (2 * size + trained)
 
 
+def _visited(config: Any) -> float:
+    """The share of its experts that a token visits."""
+    experts = next((n for name in ("num_experts", "num_local_experts") if (n := getattr(config, name, None))), 1)
+    return getattr(config, "num_experts_per_tok", experts) / experts
+
+
 def _inspect(run: CapturedStep, batch: Batch) -> dict[str, float]:
     """Launches from the host and synchronisations of one step."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        run(batch)
-        torch.cuda.set_sync_debug_mode("default")
-    # Not the warning that this mode is a prototype, which a process has once.
-    waits = sum("called a synchronizing" in str(w.message) for w in caught)
+    waited = waits(lambda: run(batch))
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     ) as seen:
         run(batch)
         torch.cuda.synchronize()
     launches = sum(e.count for e in seen.key_averages() if "Launch" in e.key and e.key.startswith("cu"))
-    return {"launches per step": float(launches), "synchronisations per step": float(waits)}
+    return {"launches per step": float(launches), "synchronisations per step": float(waited)}
 
 
 @contextmanager

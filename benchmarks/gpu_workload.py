@@ -29,6 +29,8 @@ class Shape:
         lora: train adapters of rank 16 alone.
         padded: documents in a padded batch.
         steps: to time, at most.
+        attention: what transformers runs on each document alone, and in contenders that name none.
+        adapters: model -> the model with adapters, if ``lora``; those of dense layers if None.
     """
 
     name: str
@@ -37,6 +39,8 @@ class Shape:
     lora: bool = False
     padded: int = 8
     steps: int = 16
+    attention: str = "sdpa"
+    adapters: Callable[[Any], Any] | None = None
 
 
 def qwen2(few: bool) -> Any:
@@ -130,15 +134,17 @@ def _padded(group: list[np.ndarray]) -> Batch:
     return {name: x.to(DEVICE) for name, x in batch.items()}
 
 
-def make_model(shape: Shape, attention: str, few: bool, dtype: torch.dtype = DTYPE) -> Any:
-    """The same random weights every time; ``few``: with few layers."""
+def make_model(shape: Shape, attention: str | None, few: bool, dtype: torch.dtype = DTYPE) -> Any:
+    """The same random weights every time; ``few``: with few layers; ``attention``: the shape's if None."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
     with torch.device(DEVICE):
-        model = AutoModelForCausalLM.from_config(shape.make(few), attn_implementation=attention, dtype=DTYPE)
+        model = AutoModelForCausalLM.from_config(
+            shape.make(few), attn_implementation=attention or shape.attention, dtype=DTYPE
+        )
     model = model.to(dtype)
-    return with_adapters(model).base_model.model if shape.lora else model
+    return (shape.adapters or with_adapters)(model).base_model.model if shape.lora else model
 
 
 def with_adapters(model: Any) -> Any:

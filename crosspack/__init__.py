@@ -163,6 +163,9 @@ if TYPE_CHECKING:
         PackedRows as PackedRows,
     )
     from torch_backend import (
+        RoutingRecord as RoutingRecord,
+    )
+    from torch_backend import (
         StreamedRows as StreamedRows,
     )
     from torch_backend import (
@@ -208,7 +211,13 @@ if TYPE_CHECKING:
         patch as patch,
     )
     from torch_backend import (
+        record_routing as record_routing,
+    )
+    from torch_backend import (
         reduce as reduce,
+    )
+    from torch_backend import (
+        replay_routing as replay_routing,
     )
     from torch_backend import (
         spread as spread,

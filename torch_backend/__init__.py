@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from torch_backend.collate import PackedCollator, with_boundaries
     from torch_backend.collate.loading import PackedRows, StreamedRows
     from torch_backend.hf.explaining import explain
+    from torch_backend.hf.routing.contexts import record_routing, replay_routing
+    from torch_backend.hf.routing.record import RoutingRecord
     from torch_backend.losses.cross_entropy import next_token_targets, normalise, packed_cross_entropy
     from torch_backend.losses.next_tokens import next_token_pairs
     from torch_backend.losses.token_logprobs import TokenLogprobs, token_logprobs
@@ -28,6 +30,7 @@ _HOME: dict[str, str] = {
     "PackedCollator": "torch_backend.collate",
     "PackedMetadata": "torch_backend.segments",
     "PackedRows": "torch_backend.collate.loading",
+    "RoutingRecord": "torch_backend.hf.routing.record",
     "StreamedRows": "torch_backend.collate.loading",
     "TokenLogprobs": "torch_backend.losses.token_logprobs",
     "TrainStep": "torch_backend.steps.train_step",
@@ -43,7 +46,9 @@ _HOME: dict[str, str] = {
     "pack_dataset": "torch_backend.trainers.hf_dataset",
     "packed_cross_entropy": "torch_backend.losses.cross_entropy",
     "patch": "torch_backend.patching",
+    "record_routing": "torch_backend.hf.routing.contexts",
     "reduce": "torch_backend.ops.reduction",
+    "replay_routing": "torch_backend.hf.routing.contexts",
     "spread": "torch_backend.ops.reduction",
     "token_logprobs": "torch_backend.losses.token_logprobs",
     "unpad": "torch_backend.patching",
@@ -55,6 +60,7 @@ __all__ = [
     "PackedCollator",
     "PackedMetadata",
     "PackedRows",
+    "RoutingRecord",
     "StreamedRows",
     "TokenLogprobs",
     "TrainStep",
@@ -70,7 +76,9 @@ __all__ = [
     "pack_dataset",
     "packed_cross_entropy",
     "patch",
+    "record_routing",
     "reduce",
+    "replay_routing",
     "spread",
     "token_logprobs",
     "unpad",

@@ -25,6 +25,7 @@ REPOSITORY = PROJECT["urls"]["Repository"]
 PAGES = (
     "README.md",
     "docs/accelerate.md",
+    "docs/experts.md",
     "docs/faq.md",
     "docs/hybrids.md",
     "docs/migration.md",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_clock, gpu_options, gpu_preference, gpu_step, gpu_trees
+from benchmarks import gpu, gpu_clock, gpu_moe, gpu_options, gpu_preference, gpu_step, gpu_trees
 from benchmarks.gpu_clock import Result, gated
 from benchmarks.gpu_step import Contender, Shape
 
@@ -16,8 +17,9 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its toy sizes
 
 
 @pytest.fixture(autouse=True)
-def _no_deadline(monkeypatch):
+def _no_deadline_and_all_contenders(monkeypatch):
     monkeypatch.setattr(gpu_clock, "_deadline", float("inf"))
+    monkeypatch.setattr(gpu_clock, "_match", re.compile(""))
 
 
 def leaking(model):
@@ -118,3 +120,33 @@ def test_shared_prefixes_are_compared_on_the_same_answers():
     ]
     lines = gpu_trees.verdict(case, wrong)
     assert len(lines) == 4 and sum("WRONG" in line for line in lines) == 2
+
+
+def test_experts_that_are_wrong_have_no_figure(monkeypatch):
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    def unweighted(module, tokens, indices, weights):
+        return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, tokens, indices, torch.ones_like(weights) * weights.mean())
+
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "unweighted", unweighted)
+    monkeypatch.setattr(gpu_moe, "IMPLEMENTATIONS", ("grouped_mm", "crosspack", "unweighted"))
+    for shape, lora in ((gpu_moe.SHAPES[1], False), (gpu_moe.PEFT, True)):
+        results = list(gpu_moe.layers(shape, 64, "experts", lora=lora))
+        figures = {r.contender: r for r in results if r.unit == "ms forward and backward"}
+        assert figures["grouped_mm"].value > 0 and figures["crosspack"].value > 0
+        assert figures["unweighted"].value is None and figures["unweighted"].note.startswith("WRONG: error")
+
+
+def test_gradients_of_every_weight_and_adapter_of_experts_are_compared():
+    for shape, lora, names in (
+        (gpu_moe.SHAPES[1], False, {"gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"}),
+        (gpu_moe.PEFT, True, {f"{p}.lora_{x}" for p in ("gate_up_proj", "down_proj") for x in "AB"}),
+    ):
+        case = gpu_moe.make_case(shape, 64, lora)
+        result, gradients = gpu_moe.chosen_for(case, "eager").both()
+        errors = gpu_moe.errors(case, result.detach(), gradients)
+        assert set(errors) == {"result", "tokens", "routing weights"} | names
+        assert max(errors.values()) < 1e-5
+        broken = [gradients[0], gradients[1], *(2 * gradient for gradient in gradients[2:])]
+        wrong = gpu_moe.errors(case, result.detach(), broken)
+        assert all(wrong[name] == pytest.approx(1, rel=1e-3) for name in names)

@@ -89,6 +89,11 @@ def lora(**options: Any) -> Any:
     return peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False, **options)
 
 
+def lora_on_experts() -> Any:
+    parameters = ["experts.gate_up_proj", "experts.down_proj"]
+    return peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=parameters, init_lora_weights=False)
+
+
 TRL_LOSS = "with logits: loss_type='dft' is a loss of TRL's own"
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "documents": ({}, FAST),
@@ -102,6 +107,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "DFT": ({"loss_type": "dft"}, TRL_LOSS),
     "label smoothing": ({"label_smoothing_factor": 0.1, **TRL_PACKS}, "with logits: label smoothing reads them"),
     "experts": ({"make": gpt_oss}, FAST),
+    "LoRA on experts": ({"make": gpt_oss, "peft_config": lora_on_experts()}, FAST),
     "router loss": ({"make": gpt_oss, "router_aux_loss_coef": 0.01}, "with logits: the trainer adds the router's"),
 }
 

@@ -183,7 +183,8 @@ class _Proof:
 
     def rows_apart(self, *, replace: bool = False) -> Computation:
         """As :meth:`unchanged`, of documents of one length, each in a row of an unpacked batch."""
-        ids = torch.stack(random_documents(self.model, [self.capacity // 4] * 8))  # about as many tokens
+        # Twice as many tokens: with as many, experts that round by their number of tokens can happen not to.
+        ids = torch.stack(random_documents(self.model, [self.capacity // 4] * 16))
         if replace:
             ids[::2] = replaced(self.model, ids[::2])
         output = self.model(input_ids=ids)

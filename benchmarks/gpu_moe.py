@@ -1,0 +1,442 @@
+"""Mixtures of experts on one GPU: the layer, the layer with adapters, the whole training step.
+
+    python -m benchmarks.gpu_moe                                  # all of it; without a GPU tiny, to see that it runs
+    python -m benchmarks.gpu_moe --only layer --budget 240        # one section; begin nothing new after 240 seconds
+    python -m benchmarks.gpu_moe --only step --match 'grouped_mm' # some contenders
+    python -m benchmarks.gpu_moe --shapes Qwen3 gpt-oss           # shapes whose name begins so
+    python -m benchmarks.gpu_moe --only layer --profile           # the kernels of each contender's layer, by time
+    python -m benchmarks.gpu_moe --output results                 # where moe.json goes, renewed after every contender
+
+- ``layer``: the experts alone, at the tokens of one row. Routing is drawn once per shape and the same for all.
+- ``lora``: experts with adapters of rank 16 on both projections, trained alone; 128 experts of 2,048 x 768, 4,096
+  tokens, 8 experts each.
+- ``step``: optimizer steps of models cut to a few layers, in full and with adapters on attention and experts, by the
+  rules of ``benchmarks.gpu_step``.
+
+Useful FLOPs of a layer are those of the products of each token with the experts that it visits: two products forward,
+and per product its input's gradient and, where weights train, theirs. Errors are relative, in the 2-norm, against
+float64, one expert at a time; the largest is of the gradient that the note names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu import as_table, header, in_one_line, survived, write
+from benchmarks.gpu_clock import (
+    DEVICE,
+    QUICK,
+    TOY,
+    Result,
+    gated,
+    gpu_ms,
+    matrix_rate,
+    peak_gib,
+    set_budget,
+    set_match,
+    waits,
+    wall_ms,
+    wanted,
+)
+from benchmarks.gpu_moe_shapes import PEFT, SHAPES, Experts, adapted
+from benchmarks.gpu_step import Contender, Loss, ours_alone, ours_compiled, race, stock, stock_liger
+from benchmarks.gpu_workload import DTYPE
+from torch_backend.hf.edits.experts import override_adapter, override_experts
+from torch_backend.hf.experts import LAYOUT, run_within
+from torch_backend.hf.forward import PackedForward
+from torch_backend.segments import PackedMetadata
+
+LIMIT = 1e-4 if TOY else 0.1  # of what is wrong; what bfloat16 rounds is a figure
+OURS = "crosspack"
+IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm", "sonicmoe", OURS)
+ROWS = (64,) if TOY else (8_192,) if QUICK else (8_192, 16_384)
+STEP_ROWS = (256,) if TOY else ROWS
+_shapes: tuple[str, ...] = ("",)
+_SHOWN = 25  # kernels of a profile
+
+
+def run() -> Iterator[Result]:
+    """All sections, the most important first."""
+    for section in SECTIONS.values():
+        yield from section()
+
+
+def chosen() -> Iterator[Experts]:
+    return (shape for shape in SHAPES if shape.name.startswith(_shapes))
+
+
+# -- the layer ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """The experts of one layer, some tokens and where they go.
+
+    Attributes:
+        module: transformers' experts.
+        x: [T, D]; requires a gradient.
+        indices, weights: [T, K]; the weights require a gradient.
+        out: the gradient of the result, [T, D].
+        trained: the parameters that train.
+        packed: the packed forward that the layer is told of, in which ours runs; None for others.
+    """
+
+    module: Any
+    x: Tensor
+    indices: Tensor
+    weights: Tensor
+    out: Tensor
+    trained: list[Tensor]
+    packed: PackedForward | None = None
+
+    def forward(self) -> Tensor:
+        return run_within(self.packed, self.module, self.x, self.indices, self.weights)
+
+    def both(self) -> tuple[Tensor, list[Tensor]]:
+        """The result; gradients of tokens, routing weights and what trains."""
+        result = self.forward()
+        return result, list(torch.autograd.grad(result, [self.x, self.weights, *self.trained], self.out))
+
+
+def run_layer() -> Iterator[Result]:
+    for shape in chosen():
+        for tokens in ROWS:
+            yield from layers(shape, tokens, f"experts of {shape.name}")
+
+
+def run_lora() -> Iterator[Result]:
+    yield from layers(PEFT, 64 if TOY else 4_096, f"experts with adapters, {PEFT.name}", lora=True)
+
+
+def layers(shape: Experts, tokens: int, section: str, lora: bool = False) -> Iterator[Result]:
+    """Every implementation on the same case."""
+    held = cache(lambda: make_case(shape, tokens, lora))  # made when the first contender wants it
+    label = f"{tokens:,} tokens, {tokens * shape.top_k // shape.experts:,} per expert"
+    for name in filter(wanted, IMPLEMENTATIONS):
+        found: dict[str, float] = {}
+        figures, note = gated(
+            lambda name=name, found=found: worst(held(), name, found),
+            LIMIT,
+            lambda name=name: timed(held(), name, shape, tokens),
+        )
+        _free()
+        if found:
+            note = f"{note}, of {max(found, key=lambda n: found[n])}"
+        if not figures:
+            yield Result(section, label, name, None, "ms forward and backward", note)
+            continue
+        figures["error of the result"] = found.pop("result")
+        figures["largest error of a gradient"] = max(found.values())
+        for unit, value in figures.items():
+            yield Result(section, label, name, value, unit, note)
+
+
+def make_case(shape: Experts, tokens: int, lora: bool, dtype: torch.dtype = DTYPE) -> Case:
+    """Random weights, tokens and routing; the same every time."""
+    torch.manual_seed(0)
+    module = shape.make_experts().to(dtype)
+    if lora:
+        module = adapted(module)
+    width, device = shape.width, DEVICE
+    x = torch.randn(tokens, width, device=device, dtype=dtype, requires_grad=True)
+    # As after some training: no expert is as popular as another.
+    logits = torch.randn(tokens, shape.experts, device=device) + 0.5 * torch.randn(shape.experts, device=device)
+    values, indices = logits.topk(shape.top_k)
+    weights = values.softmax(-1).to(dtype).requires_grad_()
+    out = torch.randn(tokens, width, device=device, dtype=dtype)
+    return Case(module, x, indices, weights, out, [p for p in module.parameters() if p.requires_grad])
+
+
+def timed(case: Case, name: str, shape: Experts, tokens: int) -> dict[str, float]:
+    case = chosen_for(case, name)
+    forward, both = _milliseconds(case.forward), _milliseconds(case.both)
+    products = 2 * tokens * shape.top_k * shape.products * shape.width * shape.inner
+    full = case.trained[0].ndim == 3
+    rate = products * (3 if full else 2) / both * 1e3
+    return {
+        "ms forward": forward,
+        "ms forward and backward": both,
+        "GiB at most": peak_gib(case.both),
+        "useful TFLOP/s": rate / 1e12,
+        "share of the measured matrix rate": rate / matrix_rate(),
+        "waits": float(waits(case.both)),
+    }
+
+
+def _milliseconds(call: Callable[[], object]) -> float:
+    first = wall_ms(call, 1)
+    return gpu_ms(call, max(1, min(10, int(300 / first))))
+
+
+def chosen_for(case: Case, name: str) -> Case:
+    """The case on an implementation by its name in transformers; ours as in a packed call of a patched model."""
+    if name == OURS:
+        for module in case.module.modules():
+            if LAYOUT not in module.__dict__ and hasattr(module, "_apply_gate"):
+                override_experts(module)
+            elif type(module).__name__ == "ParamWrapper":
+                override_adapter(module)
+        tokens = len(case.x)
+        return replace(case, packed=PackedForward(PackedMetadata.from_lengths([tokens], device=DEVICE), (1, tokens)))
+    experts = next(m for m in case.module.modules() if hasattr(m, "_apply_gate"))
+    experts.config._experts_implementation = available(name)
+    return case
+
+
+def available(name: str) -> str:
+    """The name, if transformers has an implementation of that name."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    if name != "eager" and name not in ALL_EXPERTS_FUNCTIONS:
+        raise LookupError(f"transformers has no experts implementation {name!r}")
+    return name
+
+
+def worst(case: Case, name: str, found: dict[str, float]) -> float:
+    """The largest error against float64, of all in ``found``."""
+    result, gradients = chosen_for(case, name).both()
+    _free()
+    found |= errors(case, result.detach(), gradients)
+    return max(found.values())
+
+
+def errors(case: Case, result: Tensor, gradients: list[Tensor]) -> dict[str, float]:
+    """Relative errors by name. Each expert in float64 by itself: its share of the result, and its gradients.
+
+    Gradients of weights are compared expert by expert, so that float64 takes the memory of one.
+    """
+    module = next(m for m in case.module.modules() if hasattr(m, "_apply_gate"))
+    names = [name for name, _ in module.named_parameters()]
+    factors = _adapters(case.module)
+    right = {"result": torch.zeros_like(result, dtype=torch.float64)}
+    right["tokens"] = torch.zeros_like(right["result"])
+    right["routing weights"] = torch.zeros_like(case.weights, dtype=torch.float64)
+    missed: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=result.device, dtype=torch.float64))
+    whole: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=result.device, dtype=torch.float64))
+    trained = dict(zip([id(p) for p in case.trained], gradients[2:]))
+    for expert in range(module.num_experts):
+        token, slot = torch.where(case.indices == expert)
+        weight = {name: _leaf(getattr(module, name)[expert]) for name in names}
+        leaves = {name: (_leaf(a(expert)), _leaf(b(expert))) for name, (a, b, _) in factors.items()}
+        used = dict(weight)
+        for name, (a, b) in leaves.items():
+            delta = factors[name][2] * (b @ a)  # [out, in]
+            used[name] = used[name] + (delta.T if module.is_transposed else delta)
+        x, share = _leaf(case.x[token]), _leaf(case.weights[token, slot])
+        product = _one_expert(module, x, used) * share[:, None]
+        found = dict(
+            zip(
+                ["x", "share", *weight, *((n, i) for n in leaves for i in (0, 1))],
+                torch.autograd.grad(
+                    (product * case.out[token].double()).sum(),
+                    [x, share, *weight.values(), *(leaf for pair in leaves.values() for leaf in pair)],
+                ),
+            )
+        )
+        right["result"].index_add_(0, token, product.detach())
+        right["tokens"].index_add_(0, token, found["x"])
+        right["routing weights"][token, slot] = found["share"]
+        for name in names:
+            if (gradient := trained.get(id(getattr(module, name)))) is not None:
+                missed[name] += (gradient[expert].double() - found[name]).square().sum()
+                whole[name] += found[name].square().sum()
+        for name, (a, b, _) in factors.items():
+            for i, factor in enumerate((a, b)):
+                gradient = factor(expert, trained)
+                missed[f"{name}.lora_{'AB'[i]}"] += (gradient.double() - found[name, i]).square().sum()
+                whole[f"{name}.lora_{'AB'[i]}"] += found[name, i].square().sum()
+    measured = {"result": result, "tokens": gradients[0], "routing weights": gradients[1]}
+    errors = {n: float((measured[n].double() - right[n]).norm() / right[n].norm()) for n in right}
+    errors |= {n: float((missed[n] / whole[n]).sqrt()) for n in missed}
+    return {n: e if e == e else float("inf") for n, e in errors.items()}
+
+
+def _leaf(x: Tensor) -> Tensor:
+    return x.detach().double().requires_grad_()
+
+
+def _one_expert(module: Any, x: Tensor, weight: dict[str, Tensor]) -> Tensor:
+    """[n, D] through one expert of transformers' layout, in the dtype of its arguments."""
+
+    def product(x: Tensor, name: str) -> Tensor:
+        w = weight[name]
+        y = x @ (w if module.is_transposed else w.T)
+        return y + weight[f"{name}_bias"] if module.has_bias else y
+
+    inner = product(x, "gate_up_proj" if module.has_gate else "up_proj")
+    return product(module._apply_gate(inner) if module.has_gate else module.act_fn(inner), "down_proj")
+
+
+def _adapters(module: Any) -> dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], float]]:
+    """Of each parameter with an adapter: one expert's A [r, in] and B [out, r], or the same part of their gradients."""
+    found = {}
+    for wrapper in module.modules():
+        name = getattr(wrapper, "parameter_name", None)
+        if name is not None:
+            a, b = wrapper.lora_A["default"].weight, wrapper.lora_B["default"].weight
+            experts = wrapper.num_experts
+
+            def part_a(expert: int, of: Any = None, a: Tensor = a, n: int = experts) -> Tensor:
+                return (a if of is None else of[id(a)]).reshape(n, -1, a.shape[-1])[expert]
+
+            def part_b(expert: int, of: Any = None, b: Tensor = b, n: int = experts) -> Tensor:
+                return (b if of is None else of[id(b)]).reshape(b.shape[0], -1, n)[:, :, expert]
+
+            found[name] = (part_a, part_b, wrapper.scaling["default"])
+    return found
+
+
+# -- the step ----------------------------------------------------------------------------------------------------------
+
+
+def with_experts(name: str, prepare: Callable[[Any], Loss]) -> Callable[[Any], Loss]:
+    """As ``prepare``, with the experts on the implementation of that name, which a patch leaves alone."""
+
+    def prepared(model: Any) -> Loss:
+        model.set_experts_implementation(available(name))
+        for module in model.modules():
+            if hasattr(module, "_apply_gate"):
+                module.forward = partial(type(module).forward, module)  # a patch keeps forwards that others set
+        return prepare(model)
+
+    return prepared
+
+
+def compiled(name: str) -> Callable[[Any], Loss]:
+    return partial(ours_compiled, alone=with_experts(name, ours_alone))
+
+
+@cache
+def stock_attention() -> str | None:
+    """Flash-attn-4 where it is installed, else the shape's."""
+    from importlib.util import find_spec
+
+    return "flash_attention_4" if not TOY and find_spec("flash_attn") and find_spec("flash_attn.cute") else None
+
+
+def contenders() -> list[Contender]:
+    """Ours, the best stock step, each experts implementation in both, and padded batches."""
+    stock_on, few = stock_attention(), STEP_ROWS[:1]
+    return [
+        Contender("ours, compiled and captured", ours_compiled, "fixed", captured=True),
+        Contender("stock packed, grouped_mm, Liger", with_experts("grouped_mm", stock_liger), "stock", stock_on),
+        Contender("stock packed, grouped_mm", with_experts("grouped_mm", stock), "stock", stock_on),
+        Contender("ours, grouped_mm, compiled and captured", compiled("grouped_mm"), "fixed", captured=True),
+        Contender("ours", ours_alone),
+        Contender("ours, grouped_mm", with_experts("grouped_mm", ours_alone)),
+        Contender("stock packed, eager", with_experts("eager", stock), "stock", stock_on, capacities=few),
+        Contender("stock packed, batched_mm", with_experts("batched_mm", stock), "stock", stock_on, capacities=few),
+        Contender("ours, eager", with_experts("eager", ours_alone), capacities=few),
+        Contender("ours, batched_mm", with_experts("batched_mm", ours_alone), capacities=few),
+        Contender("padded, grouped_mm", with_experts("grouped_mm", stock), "padded"),
+    ]
+
+
+def run_step() -> Iterator[Result]:
+    racing = [c for c in contenders() if not TOY or c.name in TOY_RUNS]
+    for lora in (False, True):
+        for shape in chosen():
+            yield from race(shape.step(STEP_ROWS, lora), racing)
+
+
+TOY_RUNS = {"ours", "ours, grouped_mm", "padded, grouped_mm"}
+
+
+# -- profiles ----------------------------------------------------------------------------------------------------------
+
+
+def profiles() -> Iterator[dict[str, object]]:
+    """The kernels of one forward and backward of every layer and contender: calls and milliseconds, longest first."""
+    sizes = [(shape, tokens, False) for shape in chosen() for tokens in ROWS[:1]]
+    for shape, tokens, lora in [*sizes, (PEFT, 64 if TOY else 4_096, True)]:
+        case = make_case(shape, tokens, lora)
+        for name in filter(wanted, IMPLEMENTATIONS):
+            about = {"shape": shape.name, "tokens": tokens, "lora": lora, "contender": name}
+            try:
+                yield about | _profile(chosen_for(case, name).both)
+            except Exception as failure:
+                yield about | {"failed": f"{type(failure).__name__}: {failure}"[:160]}
+        del case
+        _free()
+
+
+def _profile(call: Callable[[], object]) -> dict[str, object]:
+    for _ in range(3):
+        call()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as seen:
+        call()
+        if not TOY:
+            torch.cuda.synchronize()
+    kind = torch.autograd.DeviceType.CPU if TOY else torch.autograd.DeviceType.CUDA
+    kernels: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+    for event in seen.events():
+        if event.device_type == kind:
+            kernels[event.name[:90]][0] += 1
+            kernels[event.name[:90]][1] += event.time_range.elapsed_us() / 1e3
+    longest = sorted(kernels.items(), key=lambda item: -item[1][1])
+    return {
+        "milliseconds": round(sum(ms for _, (_, ms) in longest), 3),
+        "kernels": [[name, calls, round(ms, 4)] for name, (calls, ms) in longest[:_SHOWN]],
+    }
+
+
+def _free() -> None:
+    gc.collect()
+    if not TOY:
+        torch.cuda.empty_cache()
+
+
+SECTIONS: dict[str, Callable[[], Iterator[Result]]] = {"layer": run_layer, "lora": run_lora, "step": run_step}
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Result]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--shapes", nargs="+", default=[""], metavar="NAME", help="only shapes whose name begins so")
+    parser.add_argument("--match", default="", metavar="PATTERN", help="only contenders whose name it matches")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="begin nothing new after that")
+    parser.add_argument("--output", type=Path, help="folder for moe.json")
+    parser.add_argument("--profile", action="store_true", help="kernels of the layers in place of their speed")
+    options = parser.parse_args(arguments)
+    global _shapes
+    _shapes = tuple(options.shapes)
+    set_match(options.match)
+    begin = time.perf_counter()
+    if options.budget:
+        set_budget(options.budget)
+    if options.profile:
+        for profile in profiles():
+            print(json.dumps(profile), flush=True)
+        return []
+    about = header()
+    print(about, flush=True)
+    results: list[Result] = []
+    for name in options.only:
+        found = survived(name, SECTIONS[name]())
+        for (case, contender), group in groupby(found, lambda r: (f"{r.section}, {r.case}", r.contender)):
+            ended = list(group)
+            results += ended
+            print(f"[{time.perf_counter() - begin:3.0f} s] {case}, {contender}: {in_one_line(ended)}", flush=True)
+            if options.output:
+                write(options.output, about, results, "moe")
+    for title in dict.fromkeys(r.section for r in results):
+        print(f"\n{title}\n\n{as_table([r for r in results if r.section == title])}", flush=True)
+    return results
+
+
+if __name__ == "__main__":
+    main()
