@@ -36,7 +36,7 @@ ROWS = ((24, Tile(16, 128, 128, 4, 4)), (96, Tile(64, 128, 64, 4, 4)), (2**62, T
 # Gates and values are two tiles of this size side by side.
 GATED = ((24, Tile(16, 64, 128, 4, 4)), (96, Tile(64, 128, 64, 8, 3)), (2**62, Tile(128, 128, 64, 8, 3)))
 # The backward of the activation holds more per element.
-BACKWARD = ((24, Tile(16, 64, 128, 4, 4)), (96, Tile(64, 64, 64, 4, 4)), (2**62, Tile(128, 64, 64, 4, 4)))
+BACKWARD = ((24, Tile(16, 64, 128, 4, 4)), (96, Tile(64, 64, 64, 4, 4)), (2**62, Tile(128, 64, 64, 8, 4)))
 # Sums over an expert's places; the depth is a part of them.
 OUTER = ((96, Tile(128, 128, 32, 8, 3)), (2**62, Tile(128, 128, 64, 8, 3)))
 

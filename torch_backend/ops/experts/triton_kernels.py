@@ -161,36 +161,42 @@ def activated(gate, value, alpha, limit, offset, NAME: tl.constexpr, GATED: tl.c
 
 
 @triton.jit
+def at_places(x, first, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Pointers to a tile of x [S, WIDTH] from place ``first`` on; offsets of 32 bits take half the registers of 64."""
+    return x + first.to(tl.int64) * WIDTH + (tl.arange(0, BLOCK)[:, None] * WIDTH + columns[None, :])
+
+
+@triton.jit
 def halves_of(
-    z, place, inside, column, INNER: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    z, first, inside, column, INNER: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Gates and values [BLOCK_M, BLOCK_N] of a tile of the first product, float32; without gates z itself twice."""
     OUTER: tl.constexpr = 2 * INNER if GATED else INNER
     WIDE: tl.constexpr = 2 * BLOCK_N if INTERLEAVED else BLOCK_N
     n = column * WIDE + tl.arange(0, WIDE)
-    at = z + place.to(tl.int64)[:, None] * OUTER + n[None, :]
+    at = at_places(z, first, n, OUTER, BLOCK_M)
     mask = inside[:, None] & (n < (OUTER if INTERLEAVED else INNER))[None, :]
-    first = tl.load(at, mask, other=0.0).to(tl.float32)
+    found = tl.load(at, mask, other=0.0).to(tl.float32)
     if INTERLEAVED:
-        gate, value = tl.split(tl.reshape(first, [BLOCK_M, BLOCK_N, 2]))
+        gate, value = tl.split(tl.reshape(found, [BLOCK_M, BLOCK_N, 2]))
         return gate, value
     elif GATED:
-        return first, tl.load(at + INNER, mask, other=0.0).to(tl.float32)
+        return found, tl.load(at + INNER, mask, other=0.0).to(tl.float32)
     else:
-        return first, first
+        return found, found
 
 
 @triton.jit
 def store_halves(
-    z, gate, value, place, inside, column, INNER: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    z, gate, value, first, inside, column, INNER: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Write what :func:`halves_of` reads."""
     OUTER: tl.constexpr = 2 * INNER if GATED else INNER
     WIDE: tl.constexpr = 2 * BLOCK_N if INTERLEAVED else BLOCK_N
     n = column * WIDE + tl.arange(0, WIDE)
-    at = z + place.to(tl.int64)[:, None] * OUTER + n[None, :]
+    at = at_places(z, first, n, OUTER, BLOCK_M)
     mask = inside[:, None] & (n < (OUTER if INTERLEAVED else INNER))[None, :]
     kind = z.dtype.element_ty
     if INTERLEAVED:
@@ -230,7 +236,7 @@ def rows(
         total, _ = products(t, lines, b + e * b_e, b_n, b_r, known, known, total, total, R, False, BLOCK_R, PRECISION)
     if BIAS:
         total += tl.load(bias + e * N + known).to(tl.float32)[None, :]
-    at = y + place.to(tl.int64)[:, None] * N + n[None, :]
+    at = at_places(y, first, n, N, BLOCK_M)
     mask = inside[:, None] & (n < N)[None, :]
     if ADD:
         total += tl.load(at, mask, other=0.0).to(tl.float32)
@@ -280,7 +286,7 @@ def up(
     kind = h.dtype.element_ty
     rounded, rounded_2 = first_half.to(kind), second_half.to(kind)
     if SAVE:
-        at = z + place.to(tl.int64)[:, None] * OUTER + n[None, :]
+        at = at_places(z, first, n, OUTER, BLOCK_M)
         mask = inside[:, None] & (n < (OUTER if INTERLEAVED else INNER))[None, :]
         tl.store(at, rounded, mask)
         if TWO:
@@ -292,7 +298,7 @@ def up(
     result, _, _ = activated(gate.to(tl.float32), value.to(tl.float32), alpha, limit, offset, NAME, GATED, LIMIT)
     i = column * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_h = inside[:, None] & (i < INNER)[None, :]
-    tl.store(h + place.to(tl.int64)[:, None] * INNER + i[None, :], result.to(kind), mask_h)
+    tl.store(at_places(h, first, i, INNER, BLOCK_M), result.to(kind), mask_h)
 
 
 @triton.jit
@@ -325,18 +331,18 @@ def down_backward(
         lines = lines_of(order, place, inside, False, TOP_K)
         dh, _ = products(t, lines, b + e * b_e, b_n, b_r, known, known, dh, dh, R, False, BLOCK_R, PRECISION)
     mask = inside[:, None] & (i < INNER)[None, :]
-    h_at = place.to(tl.int64)[:, None] * INNER + i[None, :]
+    weighted_at = at_places(weighted, first, i, INNER, BLOCK_M)
     if K == 0:  # the product was made already, where ``weighted`` will be
-        dh += tl.load(weighted + h_at, mask, other=0.0).to(tl.float32)
-    gate, value = halves_of(z, place, inside, column, INNER, GATED, INTERLEAVED, BLOCK_M, BLOCK_N)
+        dh += tl.load(weighted_at, mask, other=0.0).to(tl.float32)
+    gate, value = halves_of(z, first, inside, column, INNER, GATED, INTERLEAVED, BLOCK_M, BLOCK_N)
     h, by_gate, by_value = activated(gate, value, alpha, limit, offset, NAME, GATED, LIMIT)
     entry = tl.load(order + place, inside, other=0)
     weight = tl.load(weights + entry, inside, other=0.0).to(tl.float32)[:, None]
     share = tl.sum(tl.where(mask, dh * h, 0.0), 1)
     tl.store(shares + place.to(tl.int64) * wide + column, share, inside)
     dh *= weight
-    store_halves(dz, dh * by_gate, dh * by_value, place, inside, column, INNER, GATED, INTERLEAVED, BLOCK_M, BLOCK_N)
-    tl.store(weighted + h_at, (h * weight).to(weighted.dtype.element_ty), mask)
+    store_halves(dz, dh * by_gate, dh * by_value, first, inside, column, INNER, GATED, INTERLEAVED, BLOCK_M, BLOCK_N)
+    tl.store(weighted_at, (h * weight).to(weighted.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -458,7 +464,7 @@ def activate(
     column = tl.program_id(1)
     i = column * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (place < end)[:, None] & (i < INNER)[None, :]
-    gate, value = halves_of(z, place, place < end, column, INNER, GATED, INTERLEAVED, BLOCK_M, BLOCK_N)
+    gate, value = halves_of(z, first, place < end, column, INNER, GATED, INTERLEAVED, BLOCK_M, BLOCK_N)
     kind = h.dtype.element_ty
     if BIAS:
         line = bias + expert.to(tl.int64) * (2 * INNER if GATED else INNER)
@@ -468,6 +474,6 @@ def activate(
         if GATED:
             more = tl.load(line + SECOND + i * STEP, i < INNER, other=0.0).to(tl.float32)[None, :]
             value = (value + more).to(kind).to(tl.float32)
-        store_halves(z, gate, value, place, place < end, column, INNER, GATED, INTERLEAVED, BLOCK_M, BLOCK_N)
+        store_halves(z, gate, value, first, place < end, column, INNER, GATED, INTERLEAVED, BLOCK_M, BLOCK_N)
     result, _, _ = activated(gate, value, alpha, limit, offset, NAME, GATED, LIMIT)
-    tl.store(h + place.to(tl.int64)[:, None] * INNER + i[None, :], result.to(kind), mask)
+    tl.store(at_places(h, first, i, INNER, BLOCK_M), result.to(kind), mask)
