@@ -19,16 +19,20 @@ from torch_backend.ops.experts.triton import Tile
 Run = Callable[[], Any]
 
 WIDE = [
-    Tile(64, 128, 64, 4, 4), Tile(64, 256, 64, 8, 3), Tile(128, 128, 64, 4, 4), Tile(128, 128, 64, 8, 3),
-    Tile(128, 256, 64, 8, 3), Tile(128, 256, 64, 8, 4), Tile(256, 128, 64, 8, 3), Tile(64, 128, 128, 4, 3),
+    Tile(64, 128, 64, 4, 4), Tile(64, 256, 64, 8, 3), Tile(128, 128, 64, 8, 3), Tile(128, 128, 64, 4, 4),
+    Tile(128, 256, 64, 8, 3), Tile(128, 256, 64, 8, 4),
 ]  # fmt: skip
 GATED = [
     Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 3), Tile(64, 128, 64, 8, 3), Tile(128, 64, 64, 4, 4),
-    Tile(128, 128, 64, 8, 3), Tile(128, 128, 64, 8, 4), Tile(256, 64, 64, 8, 3),
+    Tile(128, 128, 64, 8, 3), Tile(128, 128, 64, 8, 4),
+]  # fmt: skip
+BACKWARD = [
+    Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 8, 3), Tile(128, 64, 64, 4, 4), Tile(128, 64, 64, 8, 4),
+    Tile(128, 128, 64, 8, 3),
 ]  # fmt: skip
 OUTER = [
-    Tile(128, 128, 32, 8, 3), Tile(128, 128, 64, 8, 3), Tile(128, 256, 64, 8, 3), Tile(256, 128, 32, 8, 4),
-    Tile(128, 128, 64, 4, 4), Tile(128, 256, 32, 8, 4),
+    Tile(128, 128, 32, 8, 3), Tile(128, 128, 64, 8, 3), Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 4, 4),
+    Tile(128, 256, 32, 8, 4),
 ]  # fmt: skip
 
 
@@ -63,7 +67,7 @@ def _of_shape(shape: Any) -> Iterator[Result]:
         ),
         "down": ("ROWS", WIDE, lambda: steps.rows(h, down, routing), library(h, down.mT), 2 * d * i * pairs),
         "down backward": (
-            "BACKWARD", WIDE,
+            "BACKWARD", BACKWARD,
             lambda: steps.down_backward(
                 dy, down.mT, z, weights, routing, bias=None, adapter=None, between=between
             ),

@@ -36,7 +36,7 @@ ROWS = ((24, Tile(16, 128, 128, 4, 4)), (96, Tile(64, 128, 64, 4, 4)), (2**62, T
 # Gates and values are two tiles of this size side by side.
 GATED = ((24, Tile(16, 64, 128, 4, 4)), (96, Tile(64, 128, 64, 8, 3)), (2**62, Tile(128, 128, 64, 8, 3)))
 # The backward of the activation holds more per element.
-BACKWARD = ((24, Tile(16, 128, 128, 4, 4)), (96, Tile(64, 128, 64, 4, 3)), (2**62, Tile(128, 128, 64, 8, 3)))
+BACKWARD = ((24, Tile(16, 64, 128, 4, 4)), (96, Tile(64, 64, 64, 4, 4)), (2**62, Tile(128, 64, 64, 8, 4)))
 # Sums over an expert's places; the depth is a part of them.
 OUTER = ((96, Tile(128, 128, 32, 8, 3)), (2**62, Tile(128, 128, 64, 8, 3)))
 
@@ -129,7 +129,7 @@ class Triton(Products):
             x, w, bias, *_pair(adapter), routing.order, routing.offsets, z, h, tiles, *_numbers(between),
             *_strides(w), *_strides(None if adapter is None else adapter.b),
             INNER=inner, K=x.shape[1], R=_rank(adapter), TOP_K=routing.top_k, **_sizes(routing),
-            BIAS=bias is not None, SAVE=True, PRECISION=_precision(x), **_kind(between, inner),
+            BIAS=bias is not None, SAVE=True, PRECISION=_precision(x), **_kind(between),
             BLOCK_M=tile.m, BLOCK_N=block_n, BLOCK_K=_depth(tile.k, x.shape[1]),
             BLOCK_R=_depth(tile.k, _rank(adapter)), GROUP=tile.group, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
@@ -177,7 +177,7 @@ class Triton(Products):
             dy, w, *_pair(adapter), z, weights, routing.order, routing.offsets, dz, weighted, shares, tiles,
             *_numbers(between), *_strides(w), *_strides(None if adapter is None else adapter.b),
             INNER=inner, K=depth, R=_rank(adapter), TOP_K=routing.top_k, **_sizes(routing),
-            PRECISION=_precision(z), **_kind(between, inner), BLOCK_M=tile.m, BLOCK_N=block_n,
+            PRECISION=_precision(z), **_kind(between), BLOCK_M=tile.m, BLOCK_N=block_n,
             BLOCK_K=_depth(tile.k, depth), BLOCK_R=_depth(tile.k, _rank(adapter)), GROUP=tile.group,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
@@ -254,7 +254,7 @@ def activate(z: Tensor, bias: Tensor | None, routing: Routing, between: Between)
     tiles = _tiles(routing, 32)
     kernels.activate[tiles, -(-inner // block)](
         z, bias, h, routing.offsets, tiles, *_numbers(between), INNER=inner, **_sizes(routing),
-        BIAS=bias is not None, **_kind(between, inner), BLOCK_M=32, BLOCK_N=block, num_warps=4,
+        BIAS=bias is not None, **_kind(between), BLOCK_M=32, BLOCK_N=block, num_warps=4,
     )  # fmt: skip
     return h
 
@@ -279,12 +279,10 @@ def _sizes(routing: Routing) -> dict[str, int]:
     return {"EXPERTS": experts, "PADDED": _power(experts)}
 
 
-def _kind(between: Between, inner: int) -> dict[str, Any]:
-    kind, (step, second) = between.activation, between.columns(inner)
-    if not kind.gated:
-        step, second = 1, 0
+def _kind(between: Between) -> dict[str, Any]:
+    kind = between.activation
     limited = kind.limit is not None
-    return {"NAME": kind.name, "GATED": kind.gated, "LIMIT": limited, "STEP": step, "SECOND": second}
+    return {"NAME": kind.name, "GATED": kind.gated, "LIMIT": limited, "INTERLEAVED": between.interleaved}
 
 
 def _numbers(between: Between) -> tuple[float, float, float]:

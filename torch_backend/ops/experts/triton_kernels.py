@@ -49,8 +49,8 @@ def place(
     if block == 0:
         for first in tl.static_range(0, EXPERTS, PART):
             expert = first + tl.arange(0, PART)
-            end = tl.load(ends + (expert.to(tl.int64) + 1) * blocks - 1, expert < EXPERTS, other=0)
-            tl.store(offsets + expert + 1, end, expert < EXPERTS)
+            last = tl.load(ends + (expert.to(tl.int64) + 1) * blocks - 1, expert < EXPERTS, other=0)
+            tl.store(offsets + expert + 1, last, expert < EXPERTS)
         tl.store(offsets, 0)
 
 
@@ -83,6 +83,20 @@ def lines_of(order, place, inside, GATHER: tl.constexpr, TOP_K: tl.constexpr):
     if GATHER:
         return (tl.load(order + place, inside, other=0) // TOP_K).to(tl.int64)
     return tl.where(inside, place, 0).to(tl.int64)
+
+
+@triton.jit
+def columns_of(tile, N: tl.constexpr, BLOCK: tl.constexpr):
+    """The columns of a tile, and those to read, which wrap around at N so that no read needs a mask.
+
+    Runs of 16 stay whole, which the compiler cannot see past the remainder, and without which it reads one by one.
+    """
+    n = tile * BLOCK + tl.arange(0, BLOCK)
+    if N % BLOCK == 0:
+        return n, n
+    if N % 16 == 0:
+        return n, tl.max_contiguous(tl.multiple_of(n % N, 16), 16)
+    return n, n % N
 
 
 @triton.jit
@@ -147,6 +161,53 @@ def activated(gate, value, alpha, limit, offset, NAME: tl.constexpr, GATED: tl.c
 
 
 @triton.jit
+def at_places(x, first, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Pointers to a tile of x [S, WIDTH] from place ``first`` on; offsets of 32 bits take half the registers of 64."""
+    return x + first.to(tl.int64) * WIDTH + (tl.arange(0, BLOCK)[:, None] * WIDTH + columns[None, :])
+
+
+@triton.jit
+def halves_of(
+    z, first, inside, column, INNER: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Gates and values [BLOCK_M, BLOCK_N] of a tile of the first product, float32; without gates z itself twice."""
+    OUTER: tl.constexpr = 2 * INNER if GATED else INNER
+    WIDE: tl.constexpr = 2 * BLOCK_N if INTERLEAVED else BLOCK_N
+    n = column * WIDE + tl.arange(0, WIDE)
+    at = at_places(z, first, n, OUTER, BLOCK_M)
+    mask = inside[:, None] & (n < (OUTER if INTERLEAVED else INNER))[None, :]
+    found = tl.load(at, mask, other=0.0).to(tl.float32)
+    if INTERLEAVED:
+        gate, value = tl.split(tl.reshape(found, [BLOCK_M, BLOCK_N, 2]))
+        return gate, value
+    elif GATED:
+        return found, tl.load(at + INNER, mask, other=0.0).to(tl.float32)
+    else:
+        return found, found
+
+
+@triton.jit
+def store_halves(
+    z, gate, value, first, inside, column, INNER: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Write what :func:`halves_of` reads."""
+    OUTER: tl.constexpr = 2 * INNER if GATED else INNER
+    WIDE: tl.constexpr = 2 * BLOCK_N if INTERLEAVED else BLOCK_N
+    n = column * WIDE + tl.arange(0, WIDE)
+    at = at_places(z, first, n, OUTER, BLOCK_M)
+    mask = inside[:, None] & (n < (OUTER if INTERLEAVED else INNER))[None, :]
+    kind = z.dtype.element_ty
+    if INTERLEAVED:
+        tl.store(at, tl.reshape(tl.join(gate, value), [BLOCK_M, WIDE]).to(kind), mask)
+    else:
+        tl.store(at, gate.to(kind), mask)
+        if GATED:
+            tl.store(at + INNER, value.to(kind), mask)
+
+
+@triton.jit
 def rows(
     a, w, bias, t, b, order, offsets, y, tiles, scale, w_e, w_n, w_k, b_e, b_n, b_r,
     N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
@@ -163,8 +224,7 @@ def rows(
         return
     place = first + tl.arange(0, BLOCK_M)
     inside = place < end
-    n = column * BLOCK_N + tl.arange(0, BLOCK_N)
-    known = tl.where(n < N, n, 0)
+    n, known = columns_of(column, N, BLOCK_N)
     e = expert.to(tl.int64)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if K > 0:
@@ -176,7 +236,7 @@ def rows(
         total, _ = products(t, lines, b + e * b_e, b_n, b_r, known, known, total, total, R, False, BLOCK_R, PRECISION)
     if BIAS:
         total += tl.load(bias + e * N + known).to(tl.float32)[None, :]
-    at = y + place.to(tl.int64)[:, None] * N + n[None, :]
+    at = at_places(y, first, n, N, BLOCK_M)
     mask = inside[:, None] & (n < N)[None, :]
     if ADD:
         total += tl.load(at, mask, other=0.0).to(tl.float32)
@@ -188,12 +248,12 @@ def up(
     x, w, bias, t, b, order, offsets, z, h, tiles, alpha, limit, offset, w_e, w_n, w_k, b_e, b_n, b_r,
     INNER: tl.constexpr, K: tl.constexpr, R: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
     PADDED: tl.constexpr, BIAS: tl.constexpr, SAVE: tl.constexpr, PRECISION: tl.constexpr,
-    NAME: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, STEP: tl.constexpr, SECOND: tl.constexpr,
+    NAME: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """z [S, O], the first product, with SAVE, and h [S, I], its activation, both at each place.
 
-    Column i of h comes from column STEP i of z, the gate, and SECOND + STEP i, the value. Grid: (row * column tiles,).
+    Gates are the first half of z's columns and values the second, or both alternate. Grid: (row * column tiles,).
     """
     tile, column = tile_and_columns(tiles, tl.cdiv(INNER, BLOCK_N), GROUP)
     expert, first, end = tile_of(offsets, tile, EXPERTS, PADDED, BLOCK_M)
@@ -203,32 +263,42 @@ def up(
     inside = place < end
     e = expert.to(tl.int64)
     OUTER: tl.constexpr = 2 * INNER if GATED else INNER
-    i = column * BLOCK_N + tl.arange(0, BLOCK_N)
-    known = tl.where(i < INNER, i, 0)
+    # Interleaved gates and values are one tile of neighbouring columns, otherwise two.
+    WIDE: tl.constexpr = 2 * BLOCK_N if INTERLEAVED else BLOCK_N
+    TWO: tl.constexpr = GATED and not INTERLEAVED
+    n, known = columns_of(column, OUTER if INTERLEAVED else INNER, WIDE)
     lines = lines_of(order, place, inside, True, TOP_K)
-    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    value = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    n = known * STEP
-    gate, value = products(x, lines, w + e * w_e, w_n, w_k, n, n + SECOND, gate, value, K, GATED, BLOCK_K, PRECISION)
+    first_half = tl.zeros([BLOCK_M, WIDE], tl.float32)
+    second_half = tl.zeros([BLOCK_M, WIDE], tl.float32)
+    second = known + INNER if TWO else known
+    first_half, second_half = products(
+        x, lines, w + e * w_e, w_n, w_k, known, second, first_half, second_half, K, TWO, BLOCK_K, PRECISION
+    )
     if R > 0:
         lines = lines_of(order, place, inside, False, TOP_K)
-        gate, value = products(
-            t, lines, b + e * b_e, b_n, b_r, n, n + SECOND, gate, value, R, GATED, BLOCK_R, PRECISION
+        first_half, second_half = products(
+            t, lines, b + e * b_e, b_n, b_r, known, second, first_half, second_half, R, TWO, BLOCK_R, PRECISION
         )
     if BIAS:
-        gate += tl.load(bias + e * OUTER + n).to(tl.float32)[None, :]
-        if GATED:
-            value += tl.load(bias + e * OUTER + n + SECOND).to(tl.float32)[None, :]
+        first_half += tl.load(bias + e * OUTER + known).to(tl.float32)[None, :]
+        if TWO:
+            second_half += tl.load(bias + e * OUTER + second).to(tl.float32)[None, :]
     kind = h.dtype.element_ty
-    gate, value = gate.to(kind), value.to(kind)
-    mask = inside[:, None] & (i < INNER)[None, :]
+    rounded, rounded_2 = first_half.to(kind), second_half.to(kind)
     if SAVE:
-        at = z + place.to(tl.int64)[:, None] * OUTER + n[None, :]
-        tl.store(at, gate, mask)
-        if GATED:
-            tl.store(at + SECOND, value, mask)
+        at = at_places(z, first, n, OUTER, BLOCK_M)
+        mask = inside[:, None] & (n < (OUTER if INTERLEAVED else INNER))[None, :]
+        tl.store(at, rounded, mask)
+        if TWO:
+            tl.store(at + INNER, rounded_2, mask)
+    if INTERLEAVED:
+        gate, value = tl.split(tl.reshape(rounded, [BLOCK_M, BLOCK_N, 2]))
+    else:
+        gate, value = rounded, rounded_2
     result, _, _ = activated(gate.to(tl.float32), value.to(tl.float32), alpha, limit, offset, NAME, GATED, LIMIT)
-    tl.store(h + place.to(tl.int64)[:, None] * INNER + i[None, :], result.to(kind), mask)
+    i = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_h = inside[:, None] & (i < INNER)[None, :]
+    tl.store(at_places(h, first, i, INNER, BLOCK_M), result.to(kind), mask_h)
 
 
 @triton.jit
@@ -237,7 +307,7 @@ def down_backward(
     w_e, w_n, w_k, b_e, b_n, b_r,
     INNER: tl.constexpr, K: tl.constexpr, R: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
     PADDED: tl.constexpr, PRECISION: tl.constexpr,
-    NAME: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, STEP: tl.constexpr, SECOND: tl.constexpr,
+    NAME: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """dz [S, O], weighted [S, I] = weight h, and shares [S, column tiles], whose sum is the gradient of the weight.
@@ -252,9 +322,7 @@ def down_backward(
     place = first + tl.arange(0, BLOCK_M)
     inside = place < end
     e = expert.to(tl.int64)
-    OUTER: tl.constexpr = 2 * INNER if GATED else INNER
-    i = column * BLOCK_N + tl.arange(0, BLOCK_N)
-    known = tl.where(i < INNER, i, 0)
+    i, known = columns_of(column, INNER, BLOCK_N)
     dh = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if K > 0:
         lines = lines_of(order, place, inside, True, TOP_K)
@@ -263,24 +331,18 @@ def down_backward(
         lines = lines_of(order, place, inside, False, TOP_K)
         dh, _ = products(t, lines, b + e * b_e, b_n, b_r, known, known, dh, dh, R, False, BLOCK_R, PRECISION)
     mask = inside[:, None] & (i < INNER)[None, :]
-    z_at = place.to(tl.int64)[:, None] * OUTER + (known * STEP)[None, :]
-    h_at = place.to(tl.int64)[:, None] * INNER + i[None, :]
+    weighted_at = at_places(weighted, first, i, INNER, BLOCK_M)
     if K == 0:  # the product was made already, where ``weighted`` will be
-        dh += tl.load(weighted + h_at, mask, other=0.0).to(tl.float32)
-    gate = tl.load(z + z_at, mask, other=0.0).to(tl.float32)
-    value = gate
-    if GATED:
-        value = tl.load(z + z_at + SECOND, mask, other=0.0).to(tl.float32)
+        dh += tl.load(weighted_at, mask, other=0.0).to(tl.float32)
+    gate, value = halves_of(z, first, inside, column, INNER, GATED, INTERLEAVED, BLOCK_M, BLOCK_N)
     h, by_gate, by_value = activated(gate, value, alpha, limit, offset, NAME, GATED, LIMIT)
     entry = tl.load(order + place, inside, other=0)
     weight = tl.load(weights + entry, inside, other=0.0).to(tl.float32)[:, None]
     share = tl.sum(tl.where(mask, dh * h, 0.0), 1)
     tl.store(shares + place.to(tl.int64) * wide + column, share, inside)
-    kind = dz.dtype.element_ty
-    tl.store(dz + z_at, (dh * weight * by_gate).to(kind), mask)
-    if GATED:
-        tl.store(dz + z_at + SECOND, (dh * weight * by_value).to(kind), mask)
-    tl.store(weighted + h_at, (h * weight).to(kind), mask)
+    dh *= weight
+    store_halves(dz, dh * by_gate, dh * by_value, first, inside, column, INNER, GATED, INTERLEAVED, BLOCK_M, BLOCK_N)
+    tl.store(weighted_at, (h * weight).to(weighted.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -293,9 +355,8 @@ def outer(
     row, column = tile_and_columns(tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
     e = tl.program_id(1)
     start, end = tl.load(offsets + e), tl.load(offsets + e + 1)
-    m = row * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = column * BLOCK_N + tl.arange(0, BLOCK_N)
-    m_known, n_known = tl.where(m < M, m, 0), tl.where(n < N, n, 0)
+    m, m_known = columns_of(row, M, BLOCK_M)
+    n, n_known = columns_of(column, N, BLOCK_N)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first in range(start, end, BLOCK_S):
         place = first + tl.arange(0, BLOCK_S)
@@ -392,7 +453,7 @@ def gather(
 def activate(
     z, bias, h, offsets, tiles, alpha, limit, offset,
     INNER: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr, BIAS: tl.constexpr,
-    NAME: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, STEP: tl.constexpr, SECOND: tl.constexpr,
+    NAME: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """h [S, I] of a finished product z [S, O], to which the bias is added in place. Grid: (row tiles, column tiles)."""
@@ -400,23 +461,19 @@ def activate(
     if expert >= EXPERTS:
         return
     place = first + tl.arange(0, BLOCK_M)
-    i = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = tl.program_id(1)
+    i = column * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (place < end)[:, None] & (i < INNER)[None, :]
-    OUTER: tl.constexpr = 2 * INNER if GATED else INNER
-    at = z + place.to(tl.int64)[:, None] * OUTER + (i * STEP)[None, :]
+    gate, value = halves_of(z, first, place < end, column, INNER, GATED, INTERLEAVED, BLOCK_M, BLOCK_N)
     kind = h.dtype.element_ty
-    gate = tl.load(at, mask, other=0.0).to(tl.float32)
-    value = gate
-    if GATED:
-        value = tl.load(at + SECOND, mask, other=0.0).to(tl.float32)
     if BIAS:
-        line = bias + expert.to(tl.int64) * OUTER + i * STEP
-        gate = (gate + tl.load(line, i < INNER, other=0.0).to(tl.float32)[None, :]).to(kind)
-        tl.store(at, gate, mask)
-        gate = gate.to(tl.float32)
+        line = bias + expert.to(tl.int64) * (2 * INNER if GATED else INNER)
+        STEP: tl.constexpr = 2 if INTERLEAVED else 1
+        SECOND: tl.constexpr = 1 if INTERLEAVED else INNER
+        gate = (gate + tl.load(line + i * STEP, i < INNER, other=0.0).to(tl.float32)[None, :]).to(kind).to(tl.float32)
         if GATED:
-            value = (value + tl.load(line + SECOND, i < INNER, other=0.0).to(tl.float32)[None, :]).to(kind)
-            tl.store(at + SECOND, value, mask)
-            value = value.to(tl.float32)
+            more = tl.load(line + SECOND + i * STEP, i < INNER, other=0.0).to(tl.float32)[None, :]
+            value = (value + more).to(kind).to(tl.float32)
+        store_halves(z, gate, value, first, place < end, column, INNER, GATED, INTERLEAVED, BLOCK_M, BLOCK_N)
     result, _, _ = activated(gate, value, alpha, limit, offset, NAME, GATED, LIMIT)
-    tl.store(h + place.to(tl.int64)[:, None] * INNER + i[None, :], result.to(kind), mask)
+    tl.store(at_places(h, first, i, INNER, BLOCK_M), result.to(kind), mask)
