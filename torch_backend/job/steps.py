@@ -1,8 +1,7 @@
 """The steps of a job as batches: one rank's share of a step, as the microbatches that its gradients are summed over.
 
-A Schedule -> a map-style dataset whose items are the shares of all ranks in all steps, in turn -> a collator that makes
-the microbatches. An item is what a ``Trainer`` takes for a batch, so a step may have as many microbatches as its
-documents need.
+A Schedule -> a map-style dataset whose items are a rank's shares of the steps -> a collator that makes microbatches. An
+item is what a ``Trainer`` takes for a batch, so a step may have as many microbatches as its documents need.
 """
 
 from __future__ import annotations
@@ -17,32 +16,31 @@ from packing_core.batches.batch import PackedBatch
 from packing_core.planning.balance import Cost
 from packing_core.training.schedule import Run, Schedule
 from torch_backend.collate import Batch, PackedCollator
+from torch_backend.job.ranks import Ranks
 
 
 class PackedSteps(Dataset[PackedBatch]):
-    """Item n holds the rows of rank ``n % ranks`` in step ``first + n // ranks``.
+    """Item n holds the rows of this rank in step ``first + n``.
 
     Args:
         schedule: the steps.
         first: the step to begin with.
-        ranks: how many share a step.
+        ranks: which of the ranks this is.
         cost: of a row, by which the rows of a step are dealt.
     """
 
-    def __init__(self, schedule: Schedule, first: int = 0, ranks: int = 1, cost: Cost | None = None) -> None:
+    def __init__(self, schedule: Schedule, first: int, ranks: Ranks, cost: Cost | None = None) -> None:
         self.schedule = schedule
         self.first = first
         self.ranks = ranks
         self.cost = cost
 
     def __len__(self) -> int:
-        return (len(self.schedule) - self.first) * self.ranks
+        return len(self.schedule) - self.first
 
     def __getitem__(self, number: int) -> PackedBatch:
-        if not 0 <= number < len(self):
-            raise IndexError(number)  # which ends a loop over the items
-        step, rank = divmod(number, self.ranks)
-        return self.schedule.rows(self.first + step, rank=rank, ranks=self.ranks, cost=self.cost)
+        step = range(self.first, len(self.schedule))[number]  # an IndexError ends a loop over the items
+        return self.schedule.rows(step, rank=self.ranks.rank, ranks=self.ranks.world, cost=self.cost)
 
 
 class RowByRow(PackedCollator):

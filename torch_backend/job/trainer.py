@@ -37,6 +37,7 @@ from torch_backend.job.ranks import Process
 from torch_backend.job.states import make_optimizer
 from torch_backend.job.steps import PackedSteps, PaddedSteps, RowByRow, only_item
 from torch_backend.losses.cross_entropy import next_token_targets, packed_cross_entropy
+from torch_backend.segments import to_device
 from torch_backend.steps.fixed_shapes import FixedShapes
 from torch_backend.steps.train_step import accumulating, wrappers_of
 from torch_backend.trainers.enable_packing import enable_packing
@@ -92,7 +93,7 @@ class JobTrainer(Trainer):
         self._timed = ExitStack()
         args = _arguments(job, steps=len(job.schedule) - first, device=process.device, folder=folder)
         if run == "packed":
-            data: Any = PackedSteps(job.schedule, first, process.ranks.world, _cost(model))
+            data: Any = PackedSteps(job.schedule, first, process.ranks, _cost(model))
             collator: Callable[[Any], Any] = RowByRow(model)
         else:
             data, collator = PaddedSteps(job.schedule, run), only_item
@@ -102,11 +103,8 @@ class JobTrainer(Trainer):
         self.remove_callback(PrinterCallback)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        loader: DataLoader[Any] = DataLoader(
-            self.train_dataset, collate_fn=self.data_collator, pin_memory=self.args.dataloader_pin_memory
-        )
-        prepared: DataLoader[Any] = self.accelerator.prepare(loader)
-        return prepared
+        """Returns a loader of this rank's steps. accelerate would deal them again, and pin each number of a batch."""
+        return DataLoader(self.train_dataset, collate_fn=self.data_collator)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
@@ -133,7 +131,7 @@ class JobTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """Returns the microbatches of the next step as one batch, and the number of their targets on all ranks."""
         self._timed.enter_context(self.process.clock.timed())
-        microbatches = next(epoch_iterator)
+        microbatches = [_on_device(batch, self.args.device) for batch in next(epoch_iterator)]
         return [microbatches], self._get_num_items_in_batch(microbatches, device)
 
     def end_step(self) -> tuple[float, float]:
@@ -152,7 +150,7 @@ class JobTrainer(Trainer):
         model.eval()
         for step in range(len(job.evaluation)):
             for row in job.evaluation.packed(step, rank=ranks.rank, ranks=ranks.world):
-                batch = self._prepare_inputs(collate(row))
+                batch = _on_device(collate(row), self.args.device)
                 with self.compute_loss_context_manager():
                     loss: Any = self.compute_loss(model, dict(batch), num_items_in_batch=one)
                 sums += torch.stack([loss.double() / ranks.world, (batch["labels"] != IGNORE_INDEX).sum().double()])
@@ -210,7 +208,6 @@ def _arguments(job: TrainJob, *, steps: int, device: torch.device, folder: str) 
         report_to="none",
         disable_tqdm=True,
         remove_unused_columns=False,
-        dataloader_pin_memory=device.type == "cuda",
         ddp_find_unused_parameters=False,
     )
 
@@ -244,6 +241,10 @@ def _over_microbatches(
             loss += training_step(model, batch, num_items_in_batch)
     trainer.step_loss = loss
     return loss
+
+
+def _on_device(batch: Batch, device: torch.device) -> Batch:
+    return {name: to_device(x, device) if isinstance(x, Tensor) else x for name, x in batch.items()}
 
 
 def _mean_over_step(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
