@@ -30,51 +30,25 @@ class StreamOptions:
     weighting: Weighting
 
     @staticmethod
-    def checked(
-        capacity: Any,
-        *,
-        buffer: Any,
-        buffer_tokens: Any,
-        max_age: Any,
-        alignment: Any,
-        max_segments: Any,
-        seed: Any,
-        overflow: Any,
-        strategy: Any,
-        pad_id: Any,
-        weighting: Any,
-    ) -> StreamOptions:
-        """The options, those that depend on others filled in.
+    def checked(**given: Any) -> StreamOptions:
+        """Checks the options of :func:`packing_core.stream`, and fills in those that depend on others.
 
         Raises:
             PackingError: one of them is out of range, or two contradict each other.
         """
-        capacity, buffer = positive("capacity", capacity), positive("buffer", buffer)
-        max_age = 16 * buffer if max_age is None else positive("max_age", max_age)
-        if max_age < buffer:
-            raise PackingError(f"max_age is {max_age:,} and buffer {buffer:,}: pass an age of at least one buffer")
-        default = max(2**24, 64 * capacity)
-        buffer_tokens = default if buffer_tokens is None else positive("buffer_tokens", buffer_tokens)
-        seed = check_seed(seed)
-        choice("overflow", overflow, get_args(Overflow))
-        alignment = positive("alignment", alignment)
-        max_segments = None if max_segments is None else positive("max_segments", max_segments)
-        choice("strategy", strategy, get_args(StreamStrategy))
-        plan([1], capacity, alignment=alignment)  # checks that the two agree
-        number = integer(pad_id)
-        if number is None:
-            raise PackingError(f"pad_id is {pad_id!r}: pass an integer")
-        choice("weighting", weighting, WEIGHTINGS)
-        return StreamOptions(
-            capacity,
-            buffer,
-            buffer_tokens,
-            max_age,
-            alignment,
-            max_segments,
-            seed,
-            overflow,
-            strategy,
-            number,
-            weighting,
-        )
+        capacity, buffer = (positive(name, given[name]) for name in ("capacity", "buffer"))
+        defaults = {"max_age": 16 * buffer, "buffer_tokens": max(2**24, 64 * capacity), "max_segments": None}
+        for name in ("capacity", "buffer", "max_age", "buffer_tokens", "alignment", "max_segments"):
+            given[name] = defaults[name] if given[name] is None and name in defaults else positive(name, given[name])
+        if given["max_age"] < buffer:
+            age = given["max_age"]
+            raise PackingError(f"max_age is {age:,} and buffer {buffer:,}: pass an age of at least one buffer")
+        given["seed"] = check_seed(given["seed"])
+        choice("overflow", given["overflow"], get_args(Overflow))
+        choice("strategy", given["strategy"], get_args(StreamStrategy))
+        plan([1], capacity, alignment=given["alignment"])  # checks that the two agree
+        pad_id = integer(given["pad_id"])
+        if pad_id is None:
+            raise PackingError(f"pad_id is {given['pad_id']!r}: pass an integer")
+        choice("weighting", given["weighting"], WEIGHTINGS)
+        return StreamOptions(**given | {"pad_id": pad_id})

@@ -95,7 +95,7 @@ def stream(
     the source again at the first document that was not. A bad document raises every time.
     """
     options = StreamOptions.checked(
-        capacity,
+        capacity=capacity,
         buffer=buffer,
         buffer_tokens=buffer_tokens,
         max_age=max_age,

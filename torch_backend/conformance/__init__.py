@@ -316,14 +316,9 @@ class Stack(AttentionStack, DocumentMethods, ScanMethods, ExpertMethods):
         decoder: protocol.Decoder,
         steps: Sequence[Sequence[Sequence[Document]]],
         *,
-        capacity: int,
-        learning_rate: float,
-        dtype: str,
-        optimizer: str = "sgd",
         ranks: int = 1,
+        **options: Any,
     ) -> tuple[list[float], dict[str, Array]]:
-        options: dict[str, Any] = {"capacity": capacity, "learning_rate": learning_rate, "dtype": dtype}
-        options["optimizer"] = optimizer
         if ranks == 1:
             return self._train(decoder, steps, **options)
         with tempfile.TemporaryDirectory() as folder:
@@ -344,7 +339,7 @@ class Stack(AttentionStack, DocumentMethods, ScanMethods, ExpertMethods):
         capacity: int,
         learning_rate: float,
         dtype: str,
-        optimizer: str,
+        optimizer: str = "sgd",
     ) -> tuple[list[float], dict[str, Array]]:
         model = self._model(decoder, "float32")
         narrow = None if dtype == "float32" else getattr(torch, dtype)
