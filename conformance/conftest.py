@@ -19,6 +19,7 @@ from conformance import registry, sharing
 from conformance import report as reporting
 from conformance.judge import Judge, NotDeclared, Rejected
 from conformance.spec import requirements
+from packing_core.protocol.capabilities import OPTIONS
 
 ROSTER = pytest.StashKey[registry.Roster]()
 REDUCED = pytest.StashKey[dict[str, tuple[int, int]]]()
@@ -40,6 +41,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--part", type=_part, default=(1, 1), metavar="K/N",
         help="every N-th test of each backend, from the K-th on, and from the next one for the next backend",
+    )  # fmt: skip
+    group.addoption(
+        "--each", action="store_true",
+        help="with --part: also a test of each requirement that it leaves to no backend that must serve it",
     )  # fmt: skip
     group.addoption(
         "--mutants", metavar="MODULE",
@@ -119,6 +124,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     asked, thorough = config.getoption("requirement"), config.getoption("thorough")
     dropped = {item for item in ours if _judged(item) is None or (asked and _id(item) not in asked)}
     number, of = config.getoption("part")
+    within = [item for item in ours if item not in dropped]
     for offset, name in enumerate(config.stash[ROSTER].backends):  # backends try different tests: together, all of them
         mine = [item for item in ours if _judged(item) == name and item not in dropped]
         dropped |= {item for place, item in enumerate(mine) if (place + offset) % of != number - 1}
@@ -131,8 +137,35 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 if heavy:
                     config.stash[REDUCED][name] = (len(mine) - len(heavy), len(mine))
                 dropped |= heavy
+    if config.getoption("each"):
+        dropped -= _one_of_each(within, dropped, config.stash[ROSTER])
     config.hook.pytest_deselected(items=[item for item in items if item in dropped])
     items[:] = [item for item in items if item not in dropped]
+
+
+def _one_of_each(within: list[Any], dropped: set[Any], roster: registry.Roster) -> set[Any]:
+    """Returns a test of each requirement of which no test is left on a backend that declares most about its method.
+
+    The reference counts only where it is alone: it is the oracle.
+    """
+
+    def declared(item: Any) -> int:
+        backend, method = roster.backends[str(_judged(item))], requirements()[_id(item)].method
+        heavy = backend.capabilities.interpreted and item.get_closest_marker("heavy")
+        if heavy or item.get_closest_marker("thorough") or not backend.provides(method):
+            return -2
+        if _judged(item) == "reference":
+            return -1
+        return len(OPTIONS[method].keys() & backend.capabilities.options)
+
+    found = set()
+    for name in dict.fromkeys(_id(item) for item in within):
+        tests = [item for item in within if _id(item) == name]
+        most = max(map(declared, tests))
+        able = [item for item in tests if declared(item) == most >= -1]
+        if able and not set(able) - dropped:
+            found.add(able[-1])
+    return found
 
 
 @pytest.hookimpl(optionalhook=True)

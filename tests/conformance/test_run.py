@@ -172,6 +172,20 @@ def test_parts_are_all_tests_and_neighbouring_backends_take_different_ones(tmp_p
     assert run(tmp_path, "--part=3/2", report=False).code == 4
 
 
+def test_a_part_may_hold_a_test_of_each_requirement(tmp_path):
+    """On a backend that must serve it; the reference is the oracle, and is right in any case."""
+    names, ids = ["reference", f"{HERE}:Unpromising", f"{HERE}:Modest"], ("DET-02", "LAY-01", "LAY-02", "ISO-01")
+    chosen = [*(f"--backend={name}" for name in names), *only(*ids), "--part=7/7"]
+    part, each = run(tmp_path, *chosen), run(tmp_path, *chosen, "--each")
+
+    def passed(outcome, requirement, *by):
+        return any(status(outcome, name, requirement) == "pass" for name in by)
+
+    assert not all(passed(part, requirement, *names) for requirement in ids)
+    assert all(passed(each, requirement, *names[1:]) for requirement in ids)
+    assert passed(each, "ISO-01", names[1]), "Modest declares less of attention"
+
+
 def test_workers_hand_over_the_same_report(tmp_path):
     options = ["--backend=reference", f"--backend={HERE}:Interpreted", *only("ISO-01", "MASK-02", "SHAPE-03", "LAY-05")]
     alone, shared = run(tmp_path, *options), run(tmp_path, *options, "-n", "2", "--dist", "loadgroup")
