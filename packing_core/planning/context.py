@@ -97,7 +97,8 @@ class ContextPlan:
     @cached_property
     def loads(self) -> Float64:
         """float64 [W]: the cost of each rank: of its tokens, and of the pairs of its queries with all earlier keys."""
-        return read_only(np.bincount(self.rank, _costs(self.cost, self.start, self.length), self.ranks))
+        loads: Float64 = np.bincount(self.rank, _costs(self.cost, self.start, self.length), self.ranks).astype(float)
+        return read_only(loads)
 
     @property
     def imbalance(self) -> float:
@@ -144,8 +145,8 @@ def context_plan(lengths: Any, ranks: int, *, cost: Cost | None = None, contiguo
     held = [_joined(sorted(pieces)) for pieces in held]
     flat = np.array([piece for pieces in held for piece in pieces], np.int64)
     offsets = np.cumsum([0, *map(len, held)])
-    parts = (read_only(np.ascontiguousarray(column)) for column in flat.T)
-    return ContextPlan(read_only(checked), read_only(offsets), *parts, cost)
+    document, start, length = (read_only(np.ascontiguousarray(column)) for column in flat.T)
+    return ContextPlan(read_only(checked), read_only(offsets), document, start, length, cost)
 
 
 Piece = tuple[int, int, int]  # document, start, length

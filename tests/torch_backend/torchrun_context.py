@@ -46,6 +46,18 @@ class Case(NamedTuple):
     checkpointed: bool = False
 
 
+# The document of 190 has the long frequencies, and no position of its second rank shows it.
+LONGROPE: dict[str, Any] = {
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0 + 0.1 * i for i in range(8)],
+        "long_factor": [4.0 + i for i in range(8)],
+        "original_max_position_embeddings": 160,
+        "factor": 4.0,
+    },
+    "original_max_position_embeddings": 160,
+}
 CASES: dict[str, Case] = {
     "qwen3": Case("qwen3"),
     "qwen3, whole documents": Case("qwen3", lengths=(40, 40, 40, 40)),
@@ -58,7 +70,7 @@ CASES: dict[str, Case] = {
     ),
     "qwen3, checkpointed": Case("qwen3", checkpointed=True),
     "gemma2": Case("gemma2", {"sliding_window": 20}),
-    "phi3, longrope": Case("phi3"),
+    "phi3, longrope": Case("phi3", LONGROPE),
     "deepseek_v3": Case("deepseek_v3"),
     "qwen3_5_text": Case("qwen3_5_text"),
     "nemotron_h": Case("nemotron_h"),

@@ -57,7 +57,8 @@ def choose_method(share: RankShare, q: Tensor, k: Tensor, v: Tensor, window: int
         UnsupportedError: ``method`` is "heads", and the heads do not divide by the ranks.
     """
     heads, kv_heads = q.shape[1], k.shape[1]
-    sent: dict[str, int | None] = {KEYS: share.tokens_sent(window) * kv_heads * (k.shape[2] + v.shape[2]), HEADS: None}
+    of_keys = share.tokens_sent(window) * kv_heads * (k.shape[2] + v.shape[2])
+    sent: dict[str, int | None] = {KEYS: of_keys, HEADS: None}
     if heads % share.ranks == 0 and kv_heads % share.ranks == 0:
         straddling = int(share.plan.lengths[share.plan.straddling].sum())
         each = (heads + kv_heads) * (k.shape[2] + v.shape[2])
@@ -69,8 +70,8 @@ def choose_method(share: RankShare, q: Tensor, k: Tensor, v: Tensor, window: int
         )
     if method != "auto":
         return MethodChoice(method, sent)
-    cheaper = sent[HEADS] is not None and sent[HEADS] < (sent[KEYS] or 0)
-    return MethodChoice(HEADS if cheaper else KEYS, sent)
+    of_heads = sent[HEADS]
+    return MethodChoice(HEADS if of_heads is not None and of_heads < of_keys else KEYS, sent)
 
 
 def context_attention(
@@ -126,10 +127,10 @@ def _by_heads(
     sinks: Tensor | None,
 ) -> Tensor:
     layout, ranks = share.whole, share.ranks
-    turned = (to_heads(layout, share.group, x.index_select(0, layout.straddling), ranks) for x in (q, k, v))
+    tq, tk, tv = (to_heads(layout, share.group, x.index_select(0, layout.straddling), ranks) for x in (q, k, v))
     of_heads = None if sinks is None else heads_of(sinks, 0, share.rank, ranks)
-    out = to_tokens(layout, share.group, attend(*turned, layout.documents, of_heads), share.rank)
+    out = to_tokens(layout, share.group, attend(tq, tk, tv, layout.documents, of_heads), share.rank)
     if layout.own is not None:
-        own = (x.index_select(0, layout.alone) for x in (q, k, v))
-        out = torch.cat([attend(*own, layout.own, sinks), out])
+        q, k, v = (x.index_select(0, layout.alone) for x in (q, k, v))
+        out = torch.cat([attend(q, k, v, layout.own, sinks), out])
     return out.index_select(0, layout.inverse)
