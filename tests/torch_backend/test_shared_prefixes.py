@@ -20,7 +20,7 @@ FAMILIES = ("llama", "qwen3", "gpt_oss", "gemma2", "gemma3_text", "phi3", "coher
 RECURRENT = ("bamba", "qwen3_5_text", "mamba2", "jamba", "recurrent_gemma", "lfm2", "minimax", "falcon_h1")
 
 
-def answers(levels: tuple[int, ...] = (20, 9), several: int = 3) -> list[dict[str, Any]]:
+def answers(levels: tuple[int, ...] = (20, 18), several: int = 3) -> list[dict[str, Any]]:
     """Two prompts of one system prompt, each with ``several`` answers, and a document of its own."""
     system, *parts, own = documents((levels[0], levels[1], levels[1] + 2, 7, 3, 1, 12, 5, 9, 40), seed=3)
     prompts = [torch.cat([system, part]) for part in parts[:2]]
@@ -37,6 +37,10 @@ def shared_and_unshared(model: nn.Module | None = None, **options: Any) -> tuple
     collators = [PackedCollator(model, share_prefix=share, **options) for share in (True, False)]
     shared, unshared = (collator(answers()) for collator in collators)
     assert shared["input_ids"].numel() < unshared["input_ids"].numel() * 0.7
+    starts = torch.tensor((0, *shared["packed_lengths"])).cumsum(0)
+    parents = shared["packed_parents"]
+    first = [s for s, parent in enumerate(parents) if parent >= 0 and shared["labels"].flatten()[starts[s]] != -100]
+    assert len(first) == 6 and any(parents[parents[s]] >= 0 for s in first)  # two levels, and targets after a prefix
     return shared, unshared
 
 
