@@ -1,4 +1,4 @@
-"""What one rank of a context-parallel group holds of a batch, and which tokens of other ranks its layers need.
+"""The tokens of a batch that one rank of a context-parallel group holds, and those of other ranks that it needs.
 
 Document lengths -> :class:`packing_core.planning.context.ContextPlan`, the same on every rank -> :class:`RankShare`.
 Everything here is host arithmetic on intervals of documents; each result is made once per batch and shared by its
