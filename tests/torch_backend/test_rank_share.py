@@ -1,4 +1,4 @@
-"""What ranks hold and exchange, with all ranks in one process: every piece gets the tokens that it sees, each once."""
+"""All ranks in one process: every piece gets the tokens that it sees, each once, and whole documents come together."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def shares(lengths: list[int], ranks: int, contiguous: bool) -> list[RankShare]:
 
 
 def exchanged(sent: list[list[Tensor]]) -> list[Tensor]:
-    """What each rank receives, of what each sends to each."""
+    """Returns the tokens that each rank receives, from those that each sends to each."""
     return [torch.cat([of_source[rank] for of_source in sent]) for rank in range(len(sent))]
 
 

@@ -136,7 +136,7 @@ def train(
 
 
 def refusals(mesh: Any, world: Any) -> dict[str, Callable[[], Any]]:
-    """What must raise on all ranks alike, so that none of them waits."""
+    """Calls that must raise on all ranks alike, so that none of them waits."""
     batch = collate(documents(LENGTHS), capacity=None)
     on_mesh = partial(patch, verify=False, mesh=mesh)
 
@@ -170,7 +170,7 @@ def refusals(mesh: Any, world: Any) -> dict[str, Callable[[], Any]]:
 
 
 def attempt(what: Callable[[], Any]) -> Any:
-    """What it returns, or the text of its error."""
+    """Returns what the call returns, or the text of its error."""
     try:
         return what()
     except Exception as error:

@@ -29,7 +29,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, PackedMetadata, Tensor | None], Tenso
 
 @dataclass(frozen=True)
 class MethodChoice:
-    """How a layer's attention crosses ranks, and the numbers per token that each way would send.
+    """The way in which a layer's attention crosses ranks, and what each way would send.
 
     Attributes:
         method: "keys" or "heads".

@@ -51,7 +51,7 @@ class ContextGroup:
         return int(self.mesh.size())
 
     def share(self, lengths: Sequence[int], tokens: Tensor) -> RankShare:
-        """What this rank holds of a batch, which must be the same on all ranks.
+        """Returns the part of a batch that this rank holds; the batch must be the same on all ranks.
 
         Args:
             lengths: tokens of each document.

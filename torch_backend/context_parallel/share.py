@@ -1,4 +1,4 @@
-"""What one rank of a context-parallel group holds of a batch, and which tokens of other ranks its layers need.
+"""The tokens of a batch that one rank of a context-parallel group holds, and those of other ranks that it needs.
 
 Document lengths -> :class:`packing_core.planning.context.ContextPlan`, the same on every rank -> :class:`RankShare`.
 Everything here is host arithmetic on intervals of documents; each result is made once per batch and shared by its
@@ -50,7 +50,7 @@ class KeyLayout:
 
     @cached_property
     def first(self) -> int:
-        """How many tokens the pieces that begin a document have."""
+        """Counts the tokens of the pieces that begin a document."""
         return 0 if self.beginning is None else self.beginning.tokens
 
     @cached_property
@@ -250,7 +250,7 @@ class RankShare:
         return KeyLayout(self._index(sent), send, receive, self._index(keys), beginning, continuing)
 
     def tokens_sent(self, reach: int | None) -> int:
-        """How many tokens leave their rank, counted once for each rank they go to, see :meth:`earlier`."""
+        """Counts the tokens that leave their rank, each once for every rank they go to, see :meth:`earlier`."""
         return self._shared(("sent", reach), lambda: sum(self._received(rank, reach) for rank in range(self.ranks)))
 
     def _received(self, rank: int, reach: int | None) -> int:
