@@ -109,7 +109,7 @@ def over_devices(
 
 
 def spec_of(array: jax.Array) -> PartitionSpec:
-    """How an array is spread, by its type: only explicit axes are part of it."""
+    """Returns how an array is spread, by its type: only explicit axes are part of it."""
     return jax.typeof(array).sharding.spec
 
 

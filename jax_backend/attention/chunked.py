@@ -5,6 +5,9 @@ Data flows as in the kernels: blocks of queries are mapped over, and each walks 
 the way back dq walks the same blocks, and dk and dv walk the query blocks that can see a key block. The walks' bounds
 are values, not shapes, so a new segmentation never recompiles. Formulas: Dao 2023 (arXiv:2307.08691), algorithms 1 and
 2. Rows of the batch walk together, so a block costs as much as the row that needs most of it.
+
+A block may hold tokens of several segments, and a hidden token has weight 0. So that 0 times NaN does not carry what is
+not finite from one segment to another, products take 0 for it, and a weight of NaN where it is visible.
 """
 
 from __future__ import annotations
@@ -57,12 +60,16 @@ def _attend(
         def step(other: jax.Array, carry: Any) -> Any:
             acc, largest, total = carry
             raw, _ = _raw_logits(q_block, _take(k, other), request)
-            logits = jnp.where(_visible(interval, other), raw, -jnp.inf)
+            visible = _visible(interval, other)
+            logits = jnp.where(visible, raw, -jnp.inf)
             new_largest = jnp.maximum(largest, jnp.max(logits, axis=-1))
             pivot = jnp.where(new_largest == -jnp.inf, 0.0, new_largest)  # a row may have seen nothing yet
             weight = jnp.exp(logits - pivot[..., None])
             shrink = jnp.exp(largest - pivot)
-            acc = acc * shrink[..., None] + einsum("bskgt,btke->bskge", weight.astype(v.dtype), _take(v, other))
+            v_block = _take(v, other)
+            broken = jnp.moveaxis(_broken(v_block), 1, 2)[:, None, :, None]  # [B, 1, K, 1, BLOCK]
+            weighed = jnp.where(visible & broken, jnp.nan, weight).astype(v.dtype)
+            acc = acc * shrink[..., None] + einsum("bskgt,btke->bskge", weighed, _finite(v_block))
             return acc, new_largest, total * shrink + jnp.sum(weight, axis=-1)
 
         start = jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], -jnp.inf), jnp.zeros(shape[:-1], jnp.float32)
@@ -91,16 +98,20 @@ def _attend_bwd(request: Request, kept: Any, cotangents: tuple[jax.Array, jax.Ar
         """The weights and the gradients of the scaled products, both [B, BLOCK, K, G, BLOCK]."""
         interval = Interval(_take(keys.begin, query_block), _take(keys.end, query_block))
         raw, slope = _raw_logits(_take(q, query_block), _take(k, key_block), request)
-        logits = jnp.where(_visible(interval, key_block), raw, -jnp.inf)
+        visible = _visible(interval, key_block)
+        logits = jnp.where(visible, raw, -jnp.inf)
         lse_block = _take(lse, query_block)[..., None]
         p = jnp.exp(logits - jnp.where(lse_block == -jnp.inf, 0.0, lse_block))
-        dp = einsum("bskge,btke->bskgt", _take(dout, query_block), _take(v, key_block))
-        return p, p * (dp - _take(delta, query_block)[..., None]) * slope
+        dout_block = _take(dout, query_block)
+        dp = einsum("bskge,btke->bskgt", dout_block, _take(v, key_block))
+        dz = p * (dp - _take(delta, query_block)[..., None]) * slope
+        p = jnp.where(_broken(dout_block)[..., None], jnp.nan, p)
+        return jnp.where(visible, p, 0.0), jnp.where(visible, dz, 0.0)
 
     def dq_block(block: jax.Array) -> jax.Array:
         def step(other: jax.Array, dq: jax.Array) -> jax.Array:
             _, dz = p_and_dz(block, other)
-            return dq + einsum("bskgt,btkd->bskgd", dz.astype(k.dtype), _take(k, other))
+            return dq + einsum("bskgt,btkd->bskgd", dz.astype(k.dtype), _finite(_take(k, other)))
 
         interval = Interval(_take(keys.begin, block), _take(keys.end, block))
         dq = _walk(interval, step, jnp.zeros(_take(q, block).shape, jnp.float32))
@@ -110,8 +121,8 @@ def _attend_bwd(request: Request, kept: Any, cotangents: tuple[jax.Array, jax.Ar
         def step(other: jax.Array, carry: Any) -> Any:
             dk, dv = carry
             p, dz = p_and_dz(other, block)
-            dv = dv + einsum("bskgt,bskge->btke", p.astype(dout.dtype), _take(dout, other))
-            return dk + einsum("bskgt,bskgd->btkd", dz.astype(q.dtype), _take(q, other)), dv
+            dv = dv + einsum("bskgt,bskge->btke", p.astype(dout.dtype), _finite(_take(dout, other)))
+            return dk + einsum("bskgt,bskgd->btkd", dz.astype(q.dtype), _finite(_take(q, other))), dv
 
         interval = Interval(_take(queries.begin, block), _take(queries.end, block))
         start = jnp.zeros(_take(k, block).shape, jnp.float32), jnp.zeros(_take(v, block).shape, jnp.float32)
@@ -139,6 +150,15 @@ def _visible(interval: Interval, key_block: jax.Array) -> jax.Array:
     key = key_block * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
     visible = (interval.begin[..., None] <= key) & (key < interval.end[..., None])
     return visible[:, :, None, None, :]
+
+
+def _broken(x: jax.Array) -> jax.Array:
+    """Marks vectors [..., D] with a number that is not finite, bool [...]."""
+    return ~jnp.isfinite(x).all(axis=-1)
+
+
+def _finite(x: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(x), x, 0)
 
 
 def _walk(interval: Interval, step: Callable[[jax.Array, Any], Any], carry: Any) -> Any:

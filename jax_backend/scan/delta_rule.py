@@ -23,7 +23,7 @@ from packing_core.errors import LayoutError, UnsupportedError
 
 
 def _spread_as(values: jax.Array, return_state: bool) -> Any:
-    """How outputs [B, S, N, E], and states [B, N, ...], are spread: as v or x are."""
+    """Returns how outputs [B, S, N, E], and states [B, N, ...], are spread: as v or x are."""
     spec = spec_of(values)
     return (spec, PartitionSpec(spec[0], spec[2])) if return_state else spec
 
