@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torch_backend.ops import operators
 from torch_backend.ops.experts.products import Between, LowRank, Products, Routing
 from torch_backend.ops.experts.request import ExpertsRequest
-from torch_backend.ops.operators import INTERPRETED, TRITON, runs_triton
+from torch_backend.ops.operators import TRITON, runs_triton
 
 _ENTRIES, _PART = 128, 64  # entries of a program that sorts, and experts that it counts at once
 
@@ -260,7 +261,7 @@ def activate(z: Tensor, bias: Tensor | None, routing: Routing, between: Between)
 
 
 def _tile(table: tuple[tuple[int, Tile], ...], routing: Routing, x: Tensor) -> Tile:
-    if INTERPRETED:  # small, so that tests of a few tokens have several
+    if operators.INTERPRETED:  # small, so that tests of a few tokens have several
         return Tile(16, 16, 16, 4, 1, 2)
     if x.element_size() > 2:  # float32 by exact products, which take twice the memory
         return Tile(64, 64, 32, 4, 2)
