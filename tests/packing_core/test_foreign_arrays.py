@@ -137,7 +137,9 @@ def arrow_file(folder, rows_per_batch=500):
 @pytest.mark.parametrize("rows_per_batch", [500, 2000])
 @limited()
 def test_a_mapped_arrow_column_is_pickled_by_path(tmp_path, rows_per_batch) -> None:
-    documents, column = arrow_file(tmp_path, rows_per_batch)
+    folder = tmp_path / "two words"
+    folder.mkdir()
+    documents, column = arrow_file(folder, rows_per_batch)
     ragged = Ragged.of(column)
     pickled = pickle.dumps(ragged)
     assert len(pickled) < 2500
