@@ -132,8 +132,10 @@ def check_options(
     for name, value in (("softcap", softcap), ("scale", scale)):
         if value is not None and not hasattr(value, "__float__"):
             raise PackingError(f"{name} must be a number or None, got {value!r}")
-        if getattr(value, "ndim", 0):
-            raise PackingError(f"{name} must be one number, got an array of shape {value.shape}: multiply q instead")
+        if value is not None and np.ndim(value):
+            raise PackingError(
+                f"{name} must be one number, got an array of shape {np.shape(value)}: multiply q instead"
+            )
     if not isinstance(causal, bool | np.bool_):
         raise PackingError(f"causal must be True or False, got {causal!r}")
     if window is not None and window < 1:

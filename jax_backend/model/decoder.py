@@ -79,7 +79,8 @@ def _takes_explicit_axes(results: Callable[[PartitionSpec], Any]) -> Callable[[A
     def decorate(method: Any) -> Any:
         @wraps(method)
         def run(self: Decoder, *operands: Any) -> Any:
-            graph, weights, rest = nnx.split(self, nnx.Param, ...)
+            graph, weights, *others = nnx.split(self, nnx.Param, ...)
+            rest = others[0]
             mesh = explicit_mesh((weights, operands))
             if mesh is None:
                 return method(self, *operands)
