@@ -25,7 +25,7 @@ _FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class ExpertsLayout:
-    """How a module of experts stores its weights.
+    """The way in which a module of experts stores its weights.
 
     Attributes:
         activation: between the two products.
