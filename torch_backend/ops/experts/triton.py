@@ -20,7 +20,7 @@ from torch_backend.ops.operators import TRITON, runs_triton
 _ENTRIES, _PART = 128, 64  # entries of a program that sorts, and experts that it counts at once
 
 
-class Blocks(NamedTuple):
+class TileSize(NamedTuple):
     """Rows, columns and depth of a program's tile, with its warps and stages."""
 
     m: int
@@ -34,24 +34,24 @@ class Blocks(NamedTuple):
 # By the mean number of tokens per expert, up to which they hold: a tile that is taller than most experts' tokens
 # multiplies rows of nobody, and a low one reads the weights more often.
 ROWS = (
-    (24, Blocks(16, 128, 128, 4, 4)),
-    (96, Blocks(64, 128, 64, 4, 4)),
-    (2**62, Blocks(128, 256, 64, 8, 3)),
+    (24, TileSize(16, 128, 128, 4, 4)),
+    (96, TileSize(64, 128, 64, 4, 4)),
+    (2**62, TileSize(128, 256, 64, 8, 3)),
 )
 # Gates and values are two tiles of this size side by side.
 GATED = (
-    (24, Blocks(16, 64, 128, 4, 4)),
-    (96, Blocks(64, 128, 64, 8, 3)),
-    (2**62, Blocks(128, 128, 64, 8, 3)),
+    (24, TileSize(16, 64, 128, 4, 4)),
+    (96, TileSize(64, 128, 64, 8, 3)),
+    (2**62, TileSize(128, 128, 64, 8, 3)),
 )
 # The backward of the activation holds more per element.
 BACKWARD = (
-    (24, Blocks(16, 64, 128, 4, 4)),
-    (96, Blocks(64, 64, 64, 4, 4)),
-    (2**62, Blocks(128, 64, 64, 8, 4)),
+    (24, TileSize(16, 64, 128, 4, 4)),
+    (96, TileSize(64, 64, 64, 4, 4)),
+    (2**62, TileSize(128, 64, 64, 8, 4)),
 )
 # Sums over an expert's places; the depth is a part of them.
-OUTER = ((96, Blocks(128, 128, 32, 8, 3)), (2**62, Blocks(128, 128, 64, 8, 3)))
+OUTER = ((96, TileSize(128, 128, 32, 8, 3)), (2**62, TileSize(128, 128, 64, 8, 3)))
 
 
 class TritonExperts(Products):
@@ -286,11 +286,11 @@ def activate(z: Tensor, bias: Tensor | None, routing: Places, between: Between) 
     return h
 
 
-def _tile(table: tuple[tuple[int, Blocks], ...], routing: Places, x: Tensor) -> Blocks:
+def _tile(table: tuple[tuple[int, TileSize], ...], routing: Places, x: Tensor) -> TileSize:
     if operators.INTERPRETED:  # small, so that tests of a few tokens have several
-        return Blocks(16, 16, 16, 4, 1, 2)
+        return TileSize(16, 16, 16, 4, 1, 2)
     if x.element_size() > 2:  # float32 by exact products, which take twice the memory
-        return Blocks(64, 64, 32, 4, 2)
+        return TileSize(64, 64, 32, 4, 2)
     mean = routing.order.shape[0] / (routing.offsets.shape[0] - 1)
     return next(tile for up_to, tile in table if mean <= up_to)
 
