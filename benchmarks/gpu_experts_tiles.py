@@ -19,8 +19,8 @@ from torch_backend.ops.experts.triton import TileSize
 Run = Callable[[], Any]
 
 WIDE = [
-    TileSize(64, 128, 64, 4, 4), TileSize(64, 256, 64, 8, 3), TileSize(128, 128, 64, 8, 3), TileSize(128, 128, 64, 4, 4),
-    TileSize(128, 256, 64, 8, 3), TileSize(128, 256, 64, 8, 4),
+    TileSize(64, 128, 64, 4, 4), TileSize(64, 256, 64, 8, 3), TileSize(128, 128, 64, 8, 3),
+    TileSize(128, 128, 64, 4, 4), TileSize(128, 256, 64, 8, 3), TileSize(128, 256, 64, 8, 4),
 ]  # fmt: skip
 GATED = [
     TileSize(64, 64, 64, 4, 4), TileSize(64, 128, 64, 4, 3), TileSize(64, 128, 64, 8, 3), TileSize(128, 64, 64, 4, 4),
@@ -31,8 +31,8 @@ BACKWARD = [
     TileSize(128, 128, 64, 8, 3),
 ]  # fmt: skip
 OUTER = [
-    TileSize(128, 128, 32, 8, 3), TileSize(128, 128, 64, 8, 3), TileSize(128, 256, 64, 8, 3), TileSize(128, 128, 64, 4, 4),
-    TileSize(128, 256, 32, 8, 4),
+    TileSize(128, 128, 32, 8, 3), TileSize(128, 128, 64, 8, 3), TileSize(128, 256, 64, 8, 3),
+    TileSize(128, 128, 64, 4, 4), TileSize(128, 256, 32, 8, 4),
 ]  # fmt: skip
 
 
