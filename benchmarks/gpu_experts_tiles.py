@@ -14,25 +14,25 @@ from torch import Tensor
 from benchmarks.gpu_clock import Result, graph_ms, matrix_rate
 from torch_backend.ops.experts import triton as kernels
 from torch_backend.ops.experts.products import Between
-from torch_backend.ops.experts.triton import Tile
+from torch_backend.ops.experts.triton import TileSize
 
 Run = Callable[[], Any]
 
 WIDE = [
-    Tile(64, 128, 64, 4, 4), Tile(64, 256, 64, 8, 3), Tile(128, 128, 64, 8, 3), Tile(128, 128, 64, 4, 4),
-    Tile(128, 256, 64, 8, 3), Tile(128, 256, 64, 8, 4),
+    TileSize(64, 128, 64, 4, 4), TileSize(64, 256, 64, 8, 3), TileSize(128, 128, 64, 8, 3),
+    TileSize(128, 128, 64, 4, 4), TileSize(128, 256, 64, 8, 3), TileSize(128, 256, 64, 8, 4),
 ]  # fmt: skip
 GATED = [
-    Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 3), Tile(64, 128, 64, 8, 3), Tile(128, 64, 64, 4, 4),
-    Tile(128, 128, 64, 8, 3), Tile(128, 128, 64, 8, 4),
+    TileSize(64, 64, 64, 4, 4), TileSize(64, 128, 64, 4, 3), TileSize(64, 128, 64, 8, 3), TileSize(128, 64, 64, 4, 4),
+    TileSize(128, 128, 64, 8, 3), TileSize(128, 128, 64, 8, 4),
 ]  # fmt: skip
 BACKWARD = [
-    Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 8, 3), Tile(128, 64, 64, 4, 4), Tile(128, 64, 64, 8, 4),
-    Tile(128, 128, 64, 8, 3),
+    TileSize(64, 64, 64, 4, 4), TileSize(64, 128, 64, 8, 3), TileSize(128, 64, 64, 4, 4), TileSize(128, 64, 64, 8, 4),
+    TileSize(128, 128, 64, 8, 3),
 ]  # fmt: skip
 OUTER = [
-    Tile(128, 128, 32, 8, 3), Tile(128, 128, 64, 8, 3), Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 4, 4),
-    Tile(128, 256, 32, 8, 4),
+    TileSize(128, 128, 32, 8, 3), TileSize(128, 128, 64, 8, 3), TileSize(128, 256, 64, 8, 3),
+    TileSize(128, 128, 64, 4, 4), TileSize(128, 256, 32, 8, 4),
 ]  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def _of_shape(shape: Any) -> Iterator[Result]:
         return lambda: torch._grouped_mm(a, w, offs=routing.offsets[1:])
 
     d, i = shape.width, shape.inner
-    products: dict[str, tuple[str, list[Tile], Run, Run, float]] = {
+    products: dict[str, tuple[str, list[TileSize], Run, Run, float]] = {
         "up": (
             "GATED", GATED,
             lambda: steps.up(x, up, routing, bias=None, adapter=None, between=between),

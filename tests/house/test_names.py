@@ -136,6 +136,7 @@ ONE_CONCEPT = {  # classes of one name for one concept, with the package of each
     "DocumentMethods": ["conformance", "jax_backend", "torch_backend"],
     "Explanation": ["jax_backend", "torch_backend"],
     "KernelTiles": ["jax_backend", "torch_backend"],
+    "ExpertMethods": ["conformance", "torch_backend"],
     "ScanMethods": ["conformance", "jax_backend", "torch_backend"],
     "Stack": ["jax_backend", "torch_backend"],
     "Tile": ["jax_backend", "torch_backend"],

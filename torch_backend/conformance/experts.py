@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -35,7 +37,7 @@ class ExpertMethods(TensorMethods):
         chosen = torch.tensor(indices, device=self.device).flatten(0, 1)
         chosen = torch.where(real[:, None], chosen, up.shape[0])
 
-        def run(x: Tensor, weights: Tensor, up: Tensor, down: Tensor, **biases: Tensor) -> Tensor:
+        def run(x: Tensor, weights: Tensor, up: Tensor, down: Tensor, **biases: Any) -> Tensor:
             y = experts(x.flatten(0, 1), chosen, weights.flatten(0, 1), up, down, activation=activation, **biases)
             return y.view(x.shape)
 

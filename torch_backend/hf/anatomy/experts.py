@@ -25,7 +25,7 @@ _FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class ExpertsLayout:
-    """How a module of experts stores its weights.
+    """The way in which a module of experts stores its weights.
 
     Attributes:
         activation: between the two products.
@@ -48,7 +48,7 @@ def find_experts(model: nn.Module) -> dict[str, nn.Module]:
 def layout_of(module: Any) -> ExpertsLayout | str:
     """The layout of a module of experts, or a clause why our kernels do not run it."""
     up = "gate_up_proj" if module.has_gate else "up_proj"
-    weights = [getattr(module, name, None) for name in (up, "down_proj")]
+    weights: list[Any] = [getattr(module, name, None) for name in (up, "down_proj")]
     if not all(isinstance(w, Tensor) and w.ndim == 3 for w in weights):
         kinds = ", ".join(f"{type(w).__name__} {list(w.shape) if isinstance(w, Tensor) else ''}" for w in weights)
         return f"its weights are not stacked: {kinds.strip()}"

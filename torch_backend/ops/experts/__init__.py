@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from packing_core.reference import ExpertActivation
 from torch_backend.ops.experts.dispatch import IMPLEMENTATIONS, describe, load, rejections, select
-from torch_backend.ops.experts.products import Between, LowRank, Routing
+from torch_backend.ops.experts.products import Between, LowRank, Places
 from torch_backend.ops.experts.request import Adapter, ExpertsRequest, request_of
 from torch_backend.ops.operators import operator
 
@@ -150,7 +150,7 @@ def _launch_backward(
     implementation: str, up_scale: float, down_scale: float, *others: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     steps, between, needs = load(implementation), _between(*others[:-1]), others[-1]
-    routing = Routing(order, places, offsets, indices.contiguous())
+    routing = Places(order, places, offsets, indices.contiguous())
     weights = weights.contiguous()
     found: dict[str, Tensor] = {}
     du = None if down_b is None else steps.rows(dy, down_b.mT, routing, gather=True, scale=down_scale)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_backend.ops.experts.products import Between, LowRank, Routing
+from torch_backend.ops.experts.products import Between, LowRank, Places
 from torch_backend.ops.experts.request import ExpertsRequest
-from torch_backend.ops.experts.triton import Triton, activate, gathered
+from torch_backend.ops.experts.triton import TritonExperts, activate, gathered
 
 _PRODUCT = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 
-class GroupedMM(Triton):
+class GroupedMM(TritonExperts):
     def supports(self, request: ExpertsRequest) -> str | None:
         if _PRODUCT is None:
             return "this torch has no grouped_mm"
@@ -34,7 +34,7 @@ class GroupedMM(Triton):
         self,
         a: Tensor,
         w: Tensor,
-        routing: Routing,
+        routing: Places,
         *,
         gather: bool = False,
         bias: Tensor | None = None,
@@ -49,7 +49,14 @@ class GroupedMM(Triton):
         return y
 
     def up(
-        self, x: Tensor, w: Tensor, routing: Routing, *, bias: Tensor | None, adapter: LowRank | None, between: Between
+        self,
+        x: Tensor,
+        w: Tensor,
+        routing: Places,
+        *,
+        bias: Tensor | None,
+        adapter: LowRank | None,
+        between: Between,
     ) -> tuple[Tensor, Tensor]:
         z = self.rows(x, w, routing, gather=True, adapter=adapter)
         return z, activate(z, bias, routing, between)
@@ -60,7 +67,7 @@ class GroupedMM(Triton):
         w: Tensor,
         z: Tensor,
         weights: Tensor,
-        routing: Routing,
+        routing: Places,
         *,
         bias: Tensor | None,
         adapter: LowRank | None,
@@ -70,7 +77,14 @@ class GroupedMM(Triton):
         return self.activation_backward(dy, w, z, dh, weights, routing, bias, adapter, between, multiply=False)
 
     def outer(
-        self, a: Tensor, b: Tensor, routing: Routing, like: Tensor, *, gather_a: bool = False, gather_b: bool = False
+        self,
+        a: Tensor,
+        b: Tensor,
+        routing: Places,
+        like: Tensor,
+        *,
+        gather_a: bool = False,
+        gather_b: bool = False,
     ) -> Tensor:
         if min(like.shape[1:]) < 64:
             return super().outer(a, b, routing, like, gather_a=gather_a, gather_b=gather_b)
@@ -82,7 +96,7 @@ class GroupedMM(Triton):
         return _PRODUCT(x.t(), y, offs=routing.offsets[1:])
 
 
-def _product(a: Tensor, w: Tensor, routing: Routing) -> Tensor:
+def _product(a: Tensor, w: Tensor, routing: Places) -> Tensor:
     assert _PRODUCT is not None
     y: Tensor = _PRODUCT(a, w, offs=routing.offsets[1:])
     return y

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from packing_core.reference import ExpertActivation
-from torch_backend.ops.experts.products import Between, LowRank, Products, Routing
+from torch_backend.ops.experts.products import Between, LowRank, Places, Products
 from torch_backend.ops.experts.request import ExpertsRequest
 
 
@@ -21,7 +21,7 @@ class Plain(Products):
     def supports(self, request: ExpertsRequest) -> str | None:
         return None
 
-    def route(self, indices: Tensor, experts: int) -> Routing:
+    def route(self, indices: Tensor, experts: int) -> Places:
         chosen = indices.flatten()
         routed = (chosen >= 0) & (chosen < experts)
         chosen = torch.where(routed, chosen, experts)
@@ -30,13 +30,13 @@ class Plain(Products):
         counts = counts.scatter_add_(0, chosen.long(), torch.ones_like(chosen, dtype=torch.int64))[:experts]
         places = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
         places = torch.where(routed, places, -1).view(indices.shape)
-        return Routing(order.int(), places.int(), F.pad(counts.cumsum(0), (1, 0)).int(), indices)
+        return Places(order.int(), places.int(), F.pad(counts.cumsum(0), (1, 0)).int(), indices)
 
     def rows(
         self,
         a: Tensor,
         w: Tensor,
-        routing: Routing,
+        routing: Places,
         *,
         gather: bool = False,
         bias: Tensor | None = None,
@@ -54,7 +54,14 @@ class Plain(Products):
         return y
 
     def up(
-        self, x: Tensor, w: Tensor, routing: Routing, *, bias: Tensor | None, adapter: LowRank | None, between: Between
+        self,
+        x: Tensor,
+        w: Tensor,
+        routing: Places,
+        *,
+        bias: Tensor | None,
+        adapter: LowRank | None,
+        between: Between,
     ) -> tuple[Tensor, Tensor]:
         z = self.rows(x, w, routing, gather=True, bias=bias, adapter=adapter)
         h, _ = activated(z, between)
@@ -66,7 +73,7 @@ class Plain(Products):
         w: Tensor,
         z: Tensor,
         weights: Tensor,
-        routing: Routing,
+        routing: Places,
         *,
         bias: Tensor | None,
         adapter: LowRank | None,
@@ -86,7 +93,14 @@ class Plain(Products):
         return dz, weight * h, shares
 
     def outer(
-        self, a: Tensor, b: Tensor, routing: Routing, like: Tensor, *, gather_a: bool = False, gather_b: bool = False
+        self,
+        a: Tensor,
+        b: Tensor,
+        routing: Places,
+        like: Tensor,
+        *,
+        gather_a: bool = False,
+        gather_b: bool = False,
     ) -> Tensor:
         out = torch.zeros_like(like)
         for e, (start, end) in _spans(routing):
@@ -95,7 +109,7 @@ class Plain(Products):
             out[e] = torch.mm(x.t(), b[tokens] if gather_b else b[start:end])
         return out
 
-    def sums(self, a: Tensor, routing: Routing, like: Tensor, *, weights: Tensor | None = None) -> Tensor:
+    def sums(self, a: Tensor, routing: Places, like: Tensor, *, weights: Tensor | None = None) -> Tensor:
         out = torch.zeros_like(like)
         for e, (start, end) in _spans(routing):
             entries = routing.order[start:end].long()
@@ -105,7 +119,7 @@ class Plain(Products):
                 out[e] = (a[entries // routing.top_k] * weights.flatten()[entries, None].to(a.dtype)).sum(0)
         return out
 
-    def combine(self, y: Tensor, routing: Routing, weights: Tensor | None) -> Tensor:
+    def combine(self, y: Tensor, routing: Places, weights: Tensor | None) -> Tensor:
         terms = torch.where((routing.places >= 0)[..., None], y[routing.places.long().clamp(min=0)], 0)
         if weights is not None:
             terms = terms * weights[..., None].to(torch.promote_types(weights.dtype, y.dtype))
@@ -151,7 +165,7 @@ def _halves(z: Tensor, between: Between) -> tuple[Tensor, ...]:
     return z[:, : step * (z.shape[1] // 2) : step], z[:, second::step]
 
 
-def _spans(routing: Routing) -> list[tuple[int, tuple[int, int]]]:
+def _spans(routing: Places) -> list[tuple[int, tuple[int, int]]]:
     """The experts that somebody chose, each with where its places begin and end."""
     return [(e, span) for e, span in enumerate(pairwise(routing.offsets.tolist())) if span[0] < span[1]]
 

@@ -15,7 +15,7 @@ from packing_core.reference import ExpertActivation
 from torch_backend.ops.experts.request import ExpertsRequest
 
 
-class Routing(NamedTuple):
+class Places(NamedTuple):
     """Tokens sorted by expert.
 
     Attributes:
@@ -43,7 +43,7 @@ class LowRank(NamedTuple):
 
 @dataclass(frozen=True)
 class Between:
-    """What stands between the products: the activation, and whether gates and values alternate."""
+    """The activation between the products, and whether gates and values alternate."""
 
     activation: ExpertActivation
     interleaved: bool = False
@@ -60,7 +60,7 @@ class Products(Protocol):
         """Returns None, or a clause why it is not supported."""
         ...
 
-    def route(self, indices: Tensor, experts: int) -> Routing:
+    def route(self, indices: Tensor, experts: int) -> Places:
         """Sort by expert; entries of one expert keep their order."""
         ...
 
@@ -68,7 +68,7 @@ class Products(Protocol):
         self,
         a: Tensor,
         w: Tensor,
-        routing: Routing,
+        routing: Places,
         *,
         gather: bool = False,
         bias: Tensor | None = None,
@@ -79,7 +79,14 @@ class Products(Protocol):
         ...
 
     def up(
-        self, x: Tensor, w: Tensor, routing: Routing, *, bias: Tensor | None, adapter: LowRank | None, between: Between
+        self,
+        x: Tensor,
+        w: Tensor,
+        routing: Places,
+        *,
+        bias: Tensor | None,
+        adapter: LowRank | None,
+        between: Between,
     ) -> tuple[Tensor, Tensor]:
         """The first product [S, O] and its activation [S, I], x [T, D]."""
         ...
@@ -90,7 +97,7 @@ class Products(Protocol):
         w: Tensor,
         z: Tensor,
         weights: Tensor,
-        routing: Routing,
+        routing: Places,
         *,
         bias: Tensor | None,
         adapter: LowRank | None,
@@ -101,16 +108,23 @@ class Products(Protocol):
         ...
 
     def outer(
-        self, a: Tensor, b: Tensor, routing: Routing, like: Tensor, *, gather_a: bool = False, gather_b: bool = False
+        self,
+        a: Tensor,
+        b: Tensor,
+        routing: Places,
+        like: Tensor,
+        *,
+        gather_a: bool = False,
+        gather_b: bool = False,
     ) -> Tensor:
         """The sum of ``a_s b_s^T`` over each expert's places, in the shape, strides and dtype of ``like``."""
         ...
 
-    def sums(self, a: Tensor, routing: Routing, like: Tensor, *, weights: Tensor | None = None) -> Tensor:
+    def sums(self, a: Tensor, routing: Places, like: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """[E, N], dtype of ``like``: the sum of a [S, N] over each expert's places; with weights [T, K], a is [T, N],
         gathered and weighted."""
         ...
 
-    def combine(self, y: Tensor, routing: Routing, weights: Tensor | None) -> Tensor:
+    def combine(self, y: Tensor, routing: Places, weights: Tensor | None) -> Tensor:
         """[T, N]: the sum of y [S, N] over a token's choices in their order."""
         ...

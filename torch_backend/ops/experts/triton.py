@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from torch_backend.ops import operators
-from torch_backend.ops.experts.products import Between, LowRank, Products, Routing
+from torch_backend.ops.experts.products import Between, LowRank, Places, Products
 from torch_backend.ops.experts.request import ExpertsRequest
 from torch_backend.ops.operators import TRITON, runs_triton
 
 _ENTRIES, _PART = 128, 64  # entries of a program that sorts, and experts that it counts at once
 
 
-class Tile(NamedTuple):
+class TileSize(NamedTuple):
     """Rows, columns and depth of a program's tile, with its warps and stages."""
 
     m: int
@@ -33,16 +33,28 @@ class Tile(NamedTuple):
 
 # By the mean number of tokens per expert, up to which they hold: a tile that is taller than most experts' tokens
 # multiplies rows of nobody, and a low one reads the weights more often.
-ROWS = ((24, Tile(16, 128, 128, 4, 4)), (96, Tile(64, 128, 64, 4, 4)), (2**62, Tile(128, 256, 64, 8, 3)))
+ROWS = (
+    (24, TileSize(16, 128, 128, 4, 4)),
+    (96, TileSize(64, 128, 64, 4, 4)),
+    (2**62, TileSize(128, 256, 64, 8, 3)),
+)
 # Gates and values are two tiles of this size side by side.
-GATED = ((24, Tile(16, 64, 128, 4, 4)), (96, Tile(64, 128, 64, 8, 3)), (2**62, Tile(128, 128, 64, 8, 3)))
+GATED = (
+    (24, TileSize(16, 64, 128, 4, 4)),
+    (96, TileSize(64, 128, 64, 8, 3)),
+    (2**62, TileSize(128, 128, 64, 8, 3)),
+)
 # The backward of the activation holds more per element.
-BACKWARD = ((24, Tile(16, 64, 128, 4, 4)), (96, Tile(64, 64, 64, 4, 4)), (2**62, Tile(128, 64, 64, 8, 4)))
+BACKWARD = (
+    (24, TileSize(16, 64, 128, 4, 4)),
+    (96, TileSize(64, 64, 64, 4, 4)),
+    (2**62, TileSize(128, 64, 64, 8, 4)),
+)
 # Sums over an expert's places; the depth is a part of them.
-OUTER = ((96, Tile(128, 128, 32, 8, 3)), (2**62, Tile(128, 128, 64, 8, 3)))
+OUTER = ((96, TileSize(128, 128, 32, 8, 3)), (2**62, TileSize(128, 128, 64, 8, 3)))
 
 
-class Triton(Products):
+class TritonExperts(Products):
     def supports(self, request: ExpertsRequest) -> str | None:
         if not TRITON:
             return "Triton is not installed"
@@ -54,7 +66,7 @@ class Triton(Products):
             return "places are numbered in 32 bits"
         return None
 
-    def route(self, indices: Tensor, experts: int) -> Routing:
+    def route(self, indices: Tensor, experts: int) -> Places:
         from torch_backend.ops.experts import triton_kernels as kernels
 
         entries = indices.numel()
@@ -68,13 +80,13 @@ class Triton(Products):
         kernels.place[blocks,](
             indices, ends, order, places, offsets, entries, blocks, experts, _ENTRIES, _PART, num_warps=4
         )
-        return Routing(order, places, offsets, indices)
+        return Places(order, places, offsets, indices)
 
     def rows(
         self,
         a: Tensor,
         w: Tensor,
-        routing: Routing,
+        routing: Places,
         *,
         gather: bool = False,
         bias: Tensor | None = None,
@@ -89,7 +101,7 @@ class Triton(Products):
         self,
         a: Tensor | None,
         w: Tensor | None,
-        routing: Routing,
+        routing: Places,
         y: Tensor,
         *,
         gather: bool = False,
@@ -116,7 +128,14 @@ class Triton(Products):
         )  # fmt: skip
 
     def up(
-        self, x: Tensor, w: Tensor, routing: Routing, *, bias: Tensor | None, adapter: LowRank | None, between: Between
+        self,
+        x: Tensor,
+        w: Tensor,
+        routing: Places,
+        *,
+        bias: Tensor | None,
+        adapter: LowRank | None,
+        between: Between,
     ) -> tuple[Tensor, Tensor]:
         from torch_backend.ops.experts import triton_kernels as kernels
 
@@ -142,7 +161,7 @@ class Triton(Products):
         w: Tensor,
         z: Tensor,
         weights: Tensor,
-        routing: Routing,
+        routing: Places,
         *,
         bias: Tensor | None,
         adapter: LowRank | None,
@@ -158,7 +177,7 @@ class Triton(Products):
         z: Tensor,
         weighted: Tensor,
         weights: Tensor,
-        routing: Routing,
+        routing: Places,
         bias: Tensor | None,
         adapter: LowRank | None,
         between: Between,
@@ -194,7 +213,14 @@ class Triton(Products):
         return dz, weighted, gradient
 
     def outer(
-        self, a: Tensor, b: Tensor, routing: Routing, like: Tensor, *, gather_a: bool = False, gather_b: bool = False
+        self,
+        a: Tensor,
+        b: Tensor,
+        routing: Places,
+        like: Tensor,
+        *,
+        gather_a: bool = False,
+        gather_b: bool = False,
     ) -> Tensor:
         from torch_backend.ops.experts import triton_kernels as kernels
 
@@ -208,7 +234,7 @@ class Triton(Products):
         )  # fmt: skip
         return out
 
-    def sums(self, a: Tensor, routing: Routing, like: Tensor, *, weights: Tensor | None = None) -> Tensor:
+    def sums(self, a: Tensor, routing: Places, like: Tensor, *, weights: Tensor | None = None) -> Tensor:
         from torch_backend.ops.experts import triton_kernels as kernels
 
         experts, n = like.shape
@@ -219,7 +245,7 @@ class Triton(Products):
         )  # fmt: skip
         return out.to(like.dtype)
 
-    def combine(self, y: Tensor, routing: Routing, weights: Tensor | None) -> Tensor:
+    def combine(self, y: Tensor, routing: Places, weights: Tensor | None) -> Tensor:
         from torch_backend.ops.experts import triton_kernels as kernels
 
         tokens, width = routing.places.shape[0], y.shape[1]
@@ -231,7 +257,7 @@ class Triton(Products):
         return out
 
 
-def gathered(x: Tensor, routing: Routing) -> Tensor:
+def gathered(x: Tensor, routing: Places) -> Tensor:
     """[S, D]: each place's token of x [T, D]."""
     from torch_backend.ops.experts import triton_kernels as kernels
 
@@ -245,7 +271,7 @@ def gathered(x: Tensor, routing: Routing) -> Tensor:
     return out
 
 
-def activate(z: Tensor, bias: Tensor | None, routing: Routing, between: Between) -> Tensor:
+def activate(z: Tensor, bias: Tensor | None, routing: Places, between: Between) -> Tensor:
     """The activation [S, I] of a first product z [S, O], which gets its bias in place."""
     from torch_backend.ops.experts import triton_kernels as kernels
 
@@ -260,22 +286,22 @@ def activate(z: Tensor, bias: Tensor | None, routing: Routing, between: Between)
     return h
 
 
-def _tile(table: tuple[tuple[int, Tile], ...], routing: Routing, x: Tensor) -> Tile:
+def _tile(table: tuple[tuple[int, TileSize], ...], routing: Places, x: Tensor) -> TileSize:
     if operators.INTERPRETED:  # small, so that tests of a few tokens have several
-        return Tile(16, 16, 16, 4, 1, 2)
+        return TileSize(16, 16, 16, 4, 1, 2)
     if x.element_size() > 2:  # float32 by exact products, which take twice the memory
-        return Tile(64, 64, 32, 4, 2)
+        return TileSize(64, 64, 32, 4, 2)
     mean = routing.order.shape[0] / (routing.offsets.shape[0] - 1)
     return next(tile for up_to, tile in table if mean <= up_to)
 
 
-def _tiles(routing: Routing, block: int) -> int:
+def _tiles(routing: Places, block: int) -> int:
     """An upper bound of the tiles of ``block`` places: each expert's last one may be partly filled."""
     places, experts = routing.order.shape[0], routing.offsets.shape[0] - 1
     return min(places, places // block + experts)
 
 
-def _sizes(routing: Routing) -> dict[str, int]:
+def _sizes(routing: Places) -> dict[str, int]:
     experts = routing.offsets.shape[0] - 1
     return {"EXPERTS": experts, "PADDED": _power(experts)}
 
@@ -317,4 +343,4 @@ def _precision(x: Tensor) -> str:
     return "tf32" if x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
-TRITON_EXPERTS = Triton()
+TRITON_EXPERTS = TritonExperts()

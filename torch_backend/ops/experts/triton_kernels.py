@@ -79,7 +79,7 @@ def tile_and_columns(tiles, wide, GROUP: tl.constexpr):
 
 @triton.jit
 def lines_of(order, place, inside, GATHER: tl.constexpr, TOP_K: tl.constexpr):
-    """Which line of an operand stands at each place: the token's with GATHER, else the place itself; 0 outside."""
+    """The line of an operand at each place: the token's with GATHER, else the place itself; 0 outside."""
     if GATHER:
         return (tl.load(order + place, inside, other=0) // TOP_K).to(tl.int64)
     return tl.where(inside, place, 0).to(tl.int64)
