@@ -281,7 +281,7 @@ def _one_expert(module: Any, x: Tensor, weight: dict[str, Tensor]) -> Tensor:
 
 
 def _adapters(module: Any) -> dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], float]]:
-    """Of each parameter with an adapter: one expert's A [r, in] and B [out, r], or the same part of their gradients."""
+    """Returns functions for each parameter with an adapter: one expert's A [r, in] and B [out, r], or their gradients."""
     found = {}
     for wrapper in module.modules():
         name = getattr(wrapper, "parameter_name", None)

@@ -52,7 +52,7 @@ def moved(model: Any) -> Any:
 
 @contextmanager
 def watched(model: Any) -> Iterator[list[Tensor]]:
-    """What the experts are given as indices [T, K], in the order of the calls."""
+    """Collects the indices that the experts are given [T, K], in the order of the calls."""
     seen: list[Tensor] = []
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -27,11 +27,10 @@ from torch_backend.hf.routing.contexts import record_routing, replay_routing
 
 # Without them a family's default config is dense, or has one expert.
 _CHANGES: dict[str, dict[str, Any]] = {
-    "doge": {"is_moe": True},
     "gemma4_text": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
 }
-_EXPERTS = re.compile(r"[eE]xperts?$|MoE$|Moe$")
+_EXPERTS = re.compile(r"[eE]xperts?$")
 _LENGTHS = (5, 19, 7)
 
 

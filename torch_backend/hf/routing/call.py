@@ -8,10 +8,10 @@ function that is checkpointed therefore carries its forward along (:class:`Carri
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,18 +22,33 @@ from packing_core.errors import UnsupportedModelError
 from torch_backend.hf.edits.override import override, restore
 from torch_backend.hf.entry import running
 from torch_backend.hf.patch import state_of
-from torch_backend.hf.routing.choice import Choice, choose, observe
+from torch_backend.hf.routing.choice import TopK, choose, observe
+from torch_backend.hf.routing.record import RoutingRecord
 from torch_backend.ops.reduction import document_tokens
 from torch_backend.segments import host_lengths, to_device
-
-if TYPE_CHECKING:
-    from torch_backend.hf.routing.contexts import Session
 
 _USERS = "_crosspack_routing_users"
 
 
+class Session(Protocol):
+    """The context of a forward, as the forward sees it; see :mod:`.contexts`."""
+
+    root: Any
+    decoder: Any
+    name: str
+    names: dict[int, str]
+    routers: dict[str, nn.Module]
+    replays: bool
+    record: RoutingRecord
+    choices: dict[str, TopK]
+
+    def check_experts(self, name: str, choice: TopK) -> None: ...
+
+    def take(self, lengths: Sequence[int]) -> list[Tensor]: ...
+
+
 class _Current(threading.local):
-    """What runs on this thread: the forward whose routers run, and whether inside a checkpoint that knows of it."""
+    """Holds the forward whose routers run on this thread, and whether a checkpoint that knows of it runs them."""
 
     def __init__(self) -> None:
         self.call: RoutedCall | None = None
@@ -117,7 +132,7 @@ class RoutedCall:
         self.indices[name] = taken.to(self.places.device).long()
         return choose(run, choice, self.places, self.indices[name])
 
-    def _observe(self, name: str, run: Callable[[], Any]) -> tuple[Any, Choice, Tensor]:
+    def _observe(self, name: str, run: Callable[[], Any]) -> tuple[Any, TopK, Tensor]:
         """A router's output, how it chose, and the experts of all tokens [T, K]."""
         output, choice, indices = observe(run)
         if choice is None or indices is None:

@@ -20,8 +20,8 @@ _TOPK = (torch.topk, Tensor.topk)
 
 
 @dataclass(frozen=True)
-class Choice:
-    """How a router chooses.
+class TopK:
+    """Tells which call of ``topk`` makes a router's choice.
 
     Attributes:
         call: the number of the call of ``topk`` that ranks experts, the last one.
@@ -34,17 +34,17 @@ class Choice:
     top_k: int
 
 
-def observe(call: Callable[[], Any]) -> tuple[Any, Choice | None, Tensor | None]:
+def observe(call: Callable[[], Any]) -> tuple[Any, TopK | None, Tensor | None]:
     """Returns a router's output, how it chose, and the experts [T, K]; None and None if it calls no ``topk``."""
     with _Observed() as seen:
         output = call()
     if seen.indices is None:
         return output, None, None
     indices = seen.indices.detach().flatten(0, -2)
-    return output, Choice(seen.calls - 1, seen.experts, indices.shape[-1]), indices
+    return output, TopK(seen.calls - 1, seen.experts, indices.shape[-1]), indices
 
 
-def choose(call: Callable[[], Any], choice: Choice, places: Tensor, indices: Tensor) -> Any:
+def choose(call: Callable[[], Any], choice: TopK, places: Tensor, indices: Tensor) -> Any:
     """Returns a router's output with given experts.
 
     Args:
@@ -80,7 +80,7 @@ class _Chosen(TorchFunctionMode):
     A router that chooses groups first hides the experts of all others from ``topk``, values included.
     """
 
-    def __init__(self, choice: Choice, places: Tensor, indices: Tensor) -> None:
+    def __init__(self, choice: TopK, places: Tensor, indices: Tensor) -> None:
         super().__init__()
         self.choice, self.places, self.indices = choice, places, indices
         self.calls = 0

@@ -15,7 +15,7 @@ from packing_core.errors import LayoutError, UnsupportedError, UnsupportedModelE
 from torch_backend.hf.anatomy.structure import causal_lm, decoder_of, has_compiled_layers
 from torch_backend.hf.edits.override import original_class
 from torch_backend.hf.routing.call import RoutedCall, begin, checkpointed, end, overridden
-from torch_backend.hf.routing.choice import Choice
+from torch_backend.hf.routing.choice import TopK
 from torch_backend.hf.routing.record import RoutingRecord
 
 _ROUTER = re.compile(r"(?<!Hash)Router$|TopKGating$|Mo[Ee]\w*Gate$")  # hashed experts follow from the token alone
@@ -40,7 +40,7 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
         UnsupportedError: the model is recorded or replayed already.
         LayoutError: no forward ran inside.
     """
-    session = Session(model, None)
+    session = _Session(model, None)
     with session.installed():
         yield session.record
     if not len(session.record):
@@ -68,7 +68,7 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
         LayoutError: the record is of another model, or its documents are not those of the batch, before any layer with
             experts runs; or documents are left over in the end.
     """
-    session = Session(model, record)
+    session = _Session(model, record)
     with session.installed():
         yield
     if session.taken < len(record):
@@ -78,7 +78,7 @@ def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
         )
 
 
-class Session:
+class _Session:
     """The forwards inside one context.
 
     Attributes:
@@ -130,7 +130,7 @@ class Session:
         found_in = torch.stack([highest.long(), filled]).tolist()  # one read from the device
         return dict(zip(own, zip(*found_in)))
 
-    def check_experts(self, name: str, choice: Choice) -> None:
+    def check_experts(self, name: str, choice: TopK) -> None:
         """Raise if the record's experts are not such as a router can choose."""
         highest, filled = self.bounds[name]
         if filled < choice.top_k:

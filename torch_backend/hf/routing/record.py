@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from packing_core.errors import LayoutError
-from torch_backend.hf.routing.choice import Choice
+from torch_backend.hf.routing.choice import TopK
 
 
 @dataclass
@@ -27,7 +27,7 @@ class RoutingRecord:
 
     routers: tuple[str, ...]
     documents: list[Tensor] = field(default_factory=list)
-    choices: dict[str, Choice] = field(default_factory=dict)
+    choices: dict[str, TopK] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.documents)
