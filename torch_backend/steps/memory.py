@@ -240,7 +240,7 @@ class Host:
             return kept
         while self.leaving:
             self._settle()
-        here, copied = self.back.pop(kept, None) or self._fetch(kept)
+        here, copied = self.back.pop(kept) if kept in self.back else self._fetch(kept)
         torch.cuda.current_stream().wait_event(copied)
         if kept > 0:
             self.back[kept - 1] = self._fetch(kept - 1)
