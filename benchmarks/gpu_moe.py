@@ -128,9 +128,9 @@ def layers(shape: Experts, tokens: int, section: str, lora: bool = False) -> Ite
     for name in filter(wanted, IMPLEMENTATIONS):
         found: dict[str, float] = {}
         figures, note = gated(
-            lambda name=name, found=found: worst(held(), name, found),
+            partial(_of, held, worst, name, found),
             LIMIT,
-            lambda name=name: timed(held(), name, shape, tokens),
+            partial(_of, held, timed, name, shape, tokens),
         )
         _free()
         if found:
@@ -142,6 +142,10 @@ def layers(shape: Experts, tokens: int, section: str, lora: bool = False) -> Ite
         figures["largest error of a gradient"] = max(found.values())
         for unit, value in figures.items():
             yield Result(section, label, name, value, unit, note)
+
+
+def _of(held: Callable[[], Case], measure: Callable[..., Any], *arguments: Any) -> Any:
+    return measure(held(), *arguments)
 
 
 def make_case(shape: Experts, tokens: int, lora: bool, dtype: torch.dtype = DTYPE) -> Case:
@@ -230,7 +234,7 @@ def errors(case: Case, result: Tensor, gradients: list[Tensor]) -> dict[str, flo
     for expert in range(module.num_experts):
         token, slot = torch.where(case.indices == expert)
         weight = {name: _leaf(getattr(module, name)[expert]) for name in names}
-        leaves = {name: (_leaf(a(expert)), _leaf(b(expert))) for name, (a, b, _) in factors.items()}
+        leaves = {name: (_leaf(of_a(expert)), _leaf(of_b(expert))) for name, (of_a, of_b, _) in factors.items()}
         used = dict(weight)
         for name, (a, b) in leaves.items():
             delta = factors[name][2] * (b @ a)  # [out, in]
@@ -253,8 +257,8 @@ def errors(case: Case, result: Tensor, gradients: list[Tensor]) -> dict[str, flo
             if (gradient := trained.get(id(getattr(module, name)))) is not None:
                 missed[name] += (gradient[expert].double() - found[name]).square().sum()
                 whole[name] += found[name].square().sum()
-        for name, (a, b, _) in factors.items():
-            for i, factor in enumerate((a, b)):
+        for name, parts in factors.items():
+            for i, factor in enumerate(parts[:2]):
                 gradient = factor(expert, trained)
                 missed[f"{name}.lora_{'AB'[i]}"] += (gradient.double() - found[name, i]).square().sum()
                 whole[f"{name}.lora_{'AB'[i]}"] += found[name, i].square().sum()
@@ -281,7 +285,7 @@ def _one_expert(module: Any, x: Tensor, weight: dict[str, Tensor]) -> Tensor:
 
 
 def _adapters(module: Any) -> dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], float]]:
-    """Returns functions for each parameter with an adapter: one expert's A [r, in] and B [out, r], or their gradients."""
+    """Returns functions by parameter with an adapter: one expert's A [r, in] and B [out, r], or their gradients."""
     found = {}
     for wrapper in module.modules():
         name = getattr(wrapper, "parameter_name", None)

@@ -137,7 +137,7 @@ def deepseek(layers: int, experts: int) -> Any:
     """One dense layer first; sigmoid routing in groups; a shared expert."""
     from transformers import DeepseekV3Config
 
-    groups = {"n_group": 2, "topk_group": 1} if TOY else {"n_group": 8, "topk_group": 4}
+    groups: dict[str, Any] = {"n_group": 2, "topk_group": 1} if TOY else {"n_group": 8, "topk_group": 4}
     tiny: dict[str, Any] = {}
     if TOY:
         tiny = {k: v for k, v in _TINY.items() if k != "head_dim"} | {
