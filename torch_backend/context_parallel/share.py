@@ -186,7 +186,7 @@ class RankShare:
 
     @cached_property
     def _offsets(self) -> Int64:
-        """Where each piece, of whatever rank, stands among the tokens of its rank."""
+        """Starts of the pieces, of any rank, among the tokens of their rank."""
         offsets = np.empty(len(self.plan.length), np.int64)
         for rank in range(self.ranks):
             pieces = _pieces_of(self.plan, rank)
