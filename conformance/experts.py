@@ -129,10 +129,11 @@ def expected(case: ExpertsCase, dtype: WorkingDtype) -> Expected:
         gradients = {name: np.zeros(x.shape) for name, x in given.items() if name not in ("dout", "indices")}
         for row, start, stop in segments(ids):
             here = (row, slice(start, stop))
-            arguments = [given[name][here] for name in ("x", "indices", "weights")] + [given["up"], given["down"]]
+            arguments: Any = [given[name][here] for name in ("x", "indices", "weights")] + [given["up"], given["down"]]
             options: Any = {"activation": case.activation, "dtype": arithmetic, **biases}
             out[here] = reference.experts(*arguments, **options)
-            for name, x in reference.experts_vjp(*arguments, given["dout"][here], **options).items():
+            gradient_of: Any = [*arguments, given["dout"][here]]
+            for name, x in reference.experts_vjp(*gradient_of, **options).items():
                 gradients[name][here if name in PER_TOKEN else ...] += x
         return out, gradients
 
