@@ -35,6 +35,9 @@ CONVOLUTION = {
     "silu": True,
 }
 
+EXPERTS = {"x": Q[:, 0], "indices": np.stack([np.arange(TOKENS) % 3, (np.arange(TOKENS) + 1) % 3], axis=1)}
+EXPERTS |= {"weights": np.abs(normal(TOKENS, 2)), "up": normal(3, 12, 8) / 4, "down": normal(3, 8, 6) / 4}
+
 CALLS = {
     "attention": lambda dtype: reference.attention(Q, K, V, CU_SEQLENS, dtype=dtype, **ATTENTION),
     "attention_lse": lambda dtype: reference.attention_lse(Q, K, CU_SEQLENS, dtype=dtype, **ATTENTION)[:48],
@@ -51,6 +54,8 @@ CALLS = {
     "selective_scan_vjp": lambda dtype: reference.selective_scan_vjp(**SCAN, dy=Q[:, 0, :4], dtype=dtype),
     "gated_delta_rule": lambda dtype: reference.gated_delta_rule(**DELTA, dtype=dtype),
     "gated_delta_rule_vjp": lambda dtype: reference.gated_delta_rule_vjp(**DELTA, dout=Q[:, :2, :3], dtype=dtype),
+    "experts": lambda dtype: reference.experts(**EXPERTS, dtype=dtype),
+    "experts_vjp": lambda dtype: reference.experts_vjp(**EXPERTS, dy=Q[:, 0], dtype=dtype),
     "short_convolution": lambda dtype: reference.short_convolution(**CONVOLUTION, dtype=dtype),
     "short_convolution_vjp": lambda dtype: reference.short_convolution_vjp(**CONVOLUTION, dy=Q[:, 0, :4], dtype=dtype),
 }

@@ -470,6 +470,7 @@ def test_a_frozen_model_is_refused_at_the_start_and_later() -> None:
 def test_wrapped_optimizers_and_schedulers_take_the_step() -> None:
     model = patched()
     accelerator = Accelerator(cpu=True)
+    accelerator.gradient_state._set_sync_gradients(True)  # of the process, whatever ran in it before
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     halved = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     optimizer, halved = accelerator.prepare(optimizer, halved)

@@ -234,11 +234,15 @@ def _over_microbatches(
     """As ``Trainer.training_step``, for a step's microbatches; ranks reduce their gradients after the last one."""
     wrappers = wrappers_of(model)
     loss = torch.zeros((), device=trainer.args.device)
-    for number, batch in enumerate(microbatches):
-        last = number == len(microbatches) - 1
-        trainer.accelerator.gradient_state._set_sync_gradients(last)
-        with accumulating(wrappers, last=last):
-            loss += training_step(model, batch, num_items_in_batch)
+    state = trainer.accelerator.gradient_state  # of the whole process, also after an error
+    try:
+        for number, batch in enumerate(microbatches):
+            last = number == len(microbatches) - 1
+            state._set_sync_gradients(last)
+            with accumulating(wrappers, last=last):
+                loss += training_step(model, batch, num_items_in_batch)
+    finally:
+        state._set_sync_gradients(True)
     trainer.step_loss = loss
     return loss
 
