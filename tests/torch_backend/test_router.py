@@ -25,8 +25,8 @@ WITH_ROUTERS = (
     *("granitemoeshared", "jamba", "jetmoe", "laguna", "mellum", "minimax", "minimax_m2", "mixtral", "olmoe", "phimoe"),
     *("qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next"),
 )
-# The others: their routers run inside layers or decoders that run per document.
-PER_DOCUMENT = ("deepseek_v4", "doge", "minimax_m3_vl_text", "qwen4_exp", "qwen4_exp_text")
+# Their routers run inside layers or decoders that run per document.
+PER_DOCUMENT = ("deepseek_v4", "minimax_m3_vl_text", "qwen4_exp", "qwen4_exp_text")
 
 
 def with_mask(batch: dict[str, Any]) -> dict[str, Any]:
@@ -71,11 +71,18 @@ def test_a_batch_that_does_not_mark_its_padding_is_refused_and_our_collators_mar
 
 @pytest.mark.parametrize("family", PER_DOCUMENT)
 def test_routers_in_layers_that_run_per_document_are_refused(family: str) -> None:
-    model = torch_backend.patch(tiny(family, **({"is_moe": True} if family == "doge" else {})), verify=False)
+    model = torch_backend.patch(tiny(family), verify=False)
     batch = with_mask(collate(documents(LENGTHS)))
     assert model(**batch).loss.isfinite()
     with pytest.raises(UnsupportedModelError, match="its router loss would count padding: set output_router_logits=F"):
         model(**batch, output_router_logits=True)
+
+
+def test_a_router_that_mixes_tokens_is_refused() -> None:
+    """Transformers says so itself in its forward; documents of one unpacked batch change each other too."""
+    torch_backend.patch(tiny("doge"), verify=False)
+    with pytest.raises(UnsupportedModelError, match="doge cannot be trained packed: with is_moe its router mixes"):
+        torch_backend.patch(tiny("doge", is_moe=True), verify=False)
 
 
 def test_no_family_with_an_auxiliary_loss_is_left_out() -> None:
@@ -87,7 +94,7 @@ def test_no_family_with_an_auxiliary_loss_is_left_out() -> None:
         for family in all_families()
         if hasattr(sys.modules[getattr(transformers, CLASSES[family]).__module__], "load_balancing_loss_func")
     }
-    assert with_loss == {*WITH_ROUTERS, *PER_DOCUMENT}
+    assert with_loss == {*WITH_ROUTERS, *PER_DOCUMENT, "doge"}
 
 
 @pytest.mark.parametrize("capacity", CAPACITIES)

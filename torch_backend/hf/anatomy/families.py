@@ -49,6 +49,8 @@ REFUSED = {
     "git": "its loss skips as many tokens of a row as an image would take",
     "xlstm": "transformers' own code for it updates states in place, and no gradient can be taken",
 }
+# Families of which some models cannot be trained packed: (name of the option, why), where the option is set.
+REFUSED_WITH = {"doge": ("is_moe", "with is_moe its router mixes the scores of different tokens of a batch")}
 # Encoders that cannot be trained packed.
 REFUSED_ENCODERS = {
     "big_bird": "its attention picks random blocks along the row",
@@ -79,7 +81,10 @@ def refusal(family: str, config: Any, *, next_token: bool = True) -> str | None:
     """
     reason = REFUSED.get(family) or NO_DECODERS.get(family) or (None if next_token else REFUSED_ENCODERS.get(family))
     if reason is None:
-        if getattr(config, "is_encoder_decoder", False) or (_has_switch(family, config) and next_token):
+        option, why = REFUSED_WITH.get(family, ("", ""))
+        if option and getattr(config, option, False):
+            reason = why
+        elif getattr(config, "is_encoder_decoder", False) or (_has_switch(family, config) and next_token):
             reason = "it is an encoder, or the decoder of an encoder-decoder"
         elif _has_switch(family, config) and config.is_decoder:
             reason = "it is the decoder of an encoder-decoder"
