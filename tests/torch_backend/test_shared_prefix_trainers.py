@@ -110,7 +110,8 @@ def test_other_trainers_name_what_shares_prefixes(tmp_path) -> None:
         train_dataset=datasets.Dataset.from_list([{"text": text(rng, 2, 10)} for _ in range(4)]),
         processing_class=tokenizer(),
     )
-    with pytest.raises(
-        UnsupportedError, match="SFTTrainer shares no prefixes: TRL's DPO, KTO, GRPO and RLOO trainers do"
-    ):
-        enable_packing(trainer, share_prefix=True)
+    for wanted in (True, "auto"):
+        with pytest.raises(
+            UnsupportedError, match="SFTTrainer shares no prefixes: TRL's DPO, KTO, GRPO and RLOO trainers do"
+        ):
+            enable_packing(trainer, share_prefix=wanted)

@@ -111,7 +111,7 @@ def enable_packing(
             share_prefix=share_prefix,
         )
     else:
-        if share_prefix is True:
+        if share_prefix:
             raise UnsupportedError(
                 f"{type(trainer).__name__} shares no prefixes: TRL's DPO, KTO, GRPO and RLOO trainers do; elsewhere "
                 "use PackedCollator(model, share_prefix=True) and make_train_step"
