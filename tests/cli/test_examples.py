@@ -194,7 +194,8 @@ def test_flaxs_own_layers_are_exact_and_learn_from_grain_and_orbax(capsys):
 @pytest.mark.parametrize(("name", "last"), [("jax_dpo", "accuracy 1.00"), ("jax_grpo", "reward 0.9")])
 def test_jax_learns_from_preferences_and_rewards_over_a_mesh(name, last):
     lines = output(f"{name}.py").splitlines()
-    assert len(lines) == 4 and all("on 4 devices: " in line for line in lines) and last in lines[-1]
+    assert len(lines) == 4 and last in lines[-1]
+    assert all(re.search(r" on [48] devices: ", line) for line in lines)  # 4, unless the environment says how many
 
 
 @pytest.mark.slow

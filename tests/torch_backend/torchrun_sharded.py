@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import torch_backend
 from packing_core.errors import UnsupportedModelError
-from tests.torch_backend.models import alone, collate, documents, error, tiny
+from tests.torch_backend.models import alone, collate, documents, error, in_float64, tiny
 from tests.torch_backend.torchrun import leave
 
 DOCUMENTS = [documents((5, 19, 33), seed=1), documents((7, 40, 1, 2, 18), seed=2)]  # of each rank
@@ -35,8 +35,8 @@ def shard(model: Any) -> None:
 
 def outcome(family: str, order: str) -> float | str:
     everything = [document for docs in DOCUMENTS for document in docs]
-    want = alone(tiny(family), everything).gradients
-    model, own = tiny(family), DOCUMENTS[dist.get_rank()]
+    want = alone(in_float64(tiny(family)), everything).gradients
+    model, own = in_float64(tiny(family)), DOCUMENTS[dist.get_rank()]
     if order == "shard, patch":
         shard(model)
     torch_backend.patch(model, verify=False)
