@@ -1,4 +1,4 @@
-"""Tests wrapped models with the oldest and the newest libraries that pyproject.toml allows: ``make test-bounds``.
+"""Tests wrapped models and the console with the oldest and the newest libraries allowed: ``make test-bounds``.
 
 ``python -m tests.bounds oldest`` runs with the oldest alone, which are the same for the same commit.
 Each set goes into a folder of its own, without dependencies, which stands before the packages of the environment.
@@ -20,25 +20,31 @@ from packing_core.extras import MINIMUM
 from tests.processes import run
 
 ROOT = Path(__file__).parents[1]
-LIBRARIES = ("accelerate", "peft", "trl", "transformers")
+LIBRARIES = ("accelerate", "peft", "trl", "transformers", "typer")
 # What the oldest transformers asks for and later ones do not, or in other versions.
 WITH_OLDEST = ("tokenizers<=0.23.0", "huggingface_hub<2", "httpx", "httpcore", "h11", "anyio", "certifi", "idna")
-TESTS = ("test_conditions.py", "test_sft_step.py", "test_entry.py")
-CHOSEN = "lora or LoRA or wrapper or entry"
+TESTS = (
+    "torch_backend/test_conditions.py",
+    "torch_backend/test_sft_step.py",
+    "torch_backend/test_entry.py",
+    "cli/test_train_options.py",
+)
+CHOSEN = "lora or LoRA or wrapper or entry or (test_train_options and not adapters)"
 
 
 def oldest() -> list[str]:
     """The lower bounds as requirements, ``peft==0.18``."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extra = [Requirement(text) for text in project["optional-dependencies"]["hf"]]
-    bounds = {r.name: next(iter(r.specifier)).version for r in extra if r.specifier} | MINIMUM
+    needed = [*map(Requirement, project["dependencies"]), *extra]
+    bounds = {r.name: next(iter(r.specifier)).version for r in needed if r.specifier} | MINIMUM
     return [f"{name}=={bounds[name]}" for name in LIBRARIES]
 
 
 def run_with(requirements: list[str], folder: str) -> int:
     """Install requirements into a folder and run the tests with it; the exit status of the first that fails."""
     install = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--target", folder]
-    tests = [str(ROOT / "tests" / "torch_backend" / name) for name in TESTS]
+    tests = [str(ROOT / "tests" / name) for name in TESTS]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), folder)), "OMP_NUM_THREADS": "1"}
     for arguments in ([*install, *requirements], ["-m", "pytest", "--quiet", "-k", CHOSEN, *tests]):
         done = run([sys.executable, *arguments], cwd=ROOT, env=env, limit=600)

@@ -127,7 +127,7 @@ def train(
     trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Fine-tune a causal language model on packed documents; --compare measures it against padding."""
-    command = TrainCommand.of(context)
+    command = TrainCommand.of(context, {name: value for name, value in locals().items() if name != "context"})
     trainer = _trainer(command)
     if nproc > 1 and launch.world_size() == 1:
         raise typer.Exit(_start_processes(command))
