@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -82,6 +83,10 @@ def test_the_set_up_of_the_suite_imports_no_framework() -> None:
     """Tests of NumPy's packages start at once, as does the process that hands tests to workers."""
     code = "import sys, tests.conftest; print({'torch', 'jax', 'triton', 'transformers'} & set(sys.modules))"
     assert run([sys.executable, "-c", code], cwd=ROOT).stdout.strip() == "set()"
+
+
+def test_what_collection_imported_is_out_of_garbage_collections() -> None:
+    assert gc.get_freeze_count() > 10_000
 
 
 def test_a_page_of_the_docs_reaches_no_test() -> None:
