@@ -28,6 +28,7 @@ from jax_backend.batches import to_batch
 from jax_backend.model import weights
 from jax_backend.model.decoder import Decoder, DecoderConfig
 from jax_backend.model.lora import add_adapters, save_adapters
+from jax_backend.placement import row_axes
 from jax_backend.training.checkpoint import restore_state, save_state
 from jax_backend.training.objective import cast_weights
 from jax_backend.training.train_step import BATCH_KEYS, TrainState, TrainStep, make_train_step
@@ -190,8 +191,8 @@ class _Loop:
         return self._side_by_side(row for number in range(len(held_out)) for row in held_out.packed(number))
 
     def _side_by_side(self, rows: Iterator[PackedBatch]) -> Iterator[dict[str, np.ndarray]]:
-        """As many rows a microbatch as there are devices; rows of padding alone where they do not divide."""
-        devices = math.prod(self.job.mesh.values())
+        """As many rows a microbatch as devices that hold rows of their own, the last ones filled up with padding."""
+        devices = math.prod(self.job.mesh[name] for name in row_axes(self.job.mesh))
         arrays = ({name: array for name, array in to_batch(row).items() if name in BATCH_KEYS} for row in rows)
         while together := list(islice(arrays, devices)):
             joined = {name: np.concatenate([row[name] for row in together]) for name in BATCH_KEYS}

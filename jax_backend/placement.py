@@ -1,12 +1,14 @@
 """Placement of the weights and of the rows on devices.
 
-Weights, gradients and optimizer state are cut over the mesh's axis named ``fsdp``; rows are spread over all axes, and
-every process of a job gives the rows of its own devices.
+Weights, gradients and optimizer state are cut over the mesh's axis named ``fsdp``; rows are spread over all axes but
+``tensor``, which cuts a decoder's heads and the width of its MLPs, and ``context``, which cuts the tokens of its rows.
+Every process of a job gives the rows of its own devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import wraps
 from inspect import signature
 from typing import Any, TypeVar
@@ -25,15 +27,18 @@ def auto_axes(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
 
 
-_OTHER_WORK = ("tensor", "model", "tp", "context", "sequence", "cp", "sp", "expert", "ep", "stage", "pipeline", "pp")
+TENSOR, CONTEXT = "tensor", "context"
+_OTHER_WORK = ("model", "tp", "sequence", "cp", "sp", "expert", "ep", "stage", "pipeline", "pp")
+_BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # linear layers whose outputs ``tensor`` cuts
+_BY_INPUT = ("o_proj", "down_proj")  # and those whose inputs are these outputs
 
 
 def rows_mesh(mesh: Mesh) -> Mesh:
-    """The mesh of a train step, whose axes all spread rows, with Auto axes.
+    """The mesh of a train step, with Auto axes.
 
     Raises:
         PackingError: it is no mesh.
-        UnsupportedError: an axis of several devices is named for other work than spreading rows.
+        UnsupportedError: an axis of several devices is named for work that the step does not do.
     """
     if not isinstance(mesh, Mesh):
         raise PackingError(
@@ -43,18 +48,48 @@ def rows_mesh(mesh: Mesh) -> Mesh:
     other = [name for name, size in mesh.shape.items() if size > 1 and name in _OTHER_WORK]
     if other:
         raise UnsupportedError(
-            f"the mesh has the axis {', '.join(map(repr, other))}, and the train step spreads rows over all axes: it "
-            "cuts neither heads nor tokens. Name the axis data, or fsdp to cut weights over it; "
-            "context_attention cuts rows over devices in a model of your own"
+            f"the mesh has the axis {', '.join(map(repr, other))}, and the train step would spread rows over it: name "
+            "it data, or fsdp to cut weights over it, tensor to cut the heads of a Decoder, context to cut its tokens"
         )
     return auto_axes(mesh)
 
 
-def weight_sharding(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
-    """Cut the largest dimension that the ``fsdp`` axis divides; scalars and odd shapes are replicated."""
-    parts = mesh.shape.get("fsdp", 1)
-    fitting = [axis for axis, size in enumerate(shape) if parts > 1 and size % parts == 0]
+def shares_rows(mesh: Mesh) -> bool:
+    """Returns whether several devices share a row: over ``tensor`` or ``context``."""
+    return mesh.shape.get(TENSOR, 1) * mesh.shape.get(CONTEXT, 1) > 1
+
+
+def row_axes(names: Iterable[str]) -> tuple[str, ...]:
+    """Returns those of a mesh's axes over which rows are spread."""
+    return tuple(name for name in names if name not in (TENSOR, CONTEXT))
+
+
+def token_spec(mesh: Mesh) -> PartitionSpec:
+    """Returns how arrays [B, S] are spread: rows, and tokens over ``context``."""
+    return PartitionSpec(row_axes(mesh.axis_names) or None, CONTEXT if mesh.shape.get(CONTEXT, 1) > 1 else None)
+
+
+def head_sharding(mesh: Mesh) -> NamedSharding:
+    """Returns how queries [B, S, N, D] are spread."""
+    heads = TENSOR if mesh.shape.get(TENSOR, 1) > 1 else None
+    return NamedSharding(mesh, PartitionSpec(*token_spec(mesh), heads))
+
+
+def weight_sharding(shape: tuple[int, ...], mesh: Mesh, path: Sequence[str] = ()) -> NamedSharding:
+    """Returns how a weight is cut, by its shape and the names of the modules that hold it.
+
+    ``tensor`` cuts the kernels and biases of attention and MLP by heads and width, ``fsdp`` the largest other dimension
+    that it divides; scalars and odd shapes are replicated.
+    """
     spec: list[str | None] = [None] * len(shape)
+    layer, kind = path[-2:] if len(path) > 1 else ("", "")
+    cut = -1 if layer in _BY_OUTPUT and kind in ("kernel", "bias") else None
+    cut = -2 if layer in _BY_INPUT and kind == "kernel" else cut
+    parts = mesh.shape.get(TENSOR, 1)
+    if cut is not None and parts > 1 and shape[cut] % parts == 0:
+        spec[cut] = TENSOR
+    parts = mesh.shape.get("fsdp", 1)
+    fitting = [axis for axis, size in enumerate(shape) if parts > 1 and size % parts == 0 and spec[axis] is None]
     if fitting:
         spec[max(fitting, key=lambda axis: shape[axis])] = "fsdp"
     return NamedSharding(auto_axes(mesh), PartitionSpec(*spec))
@@ -62,21 +97,41 @@ def weight_sharding(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
 
 def weight_shardings(tree: Any, mesh: Mesh | None) -> Any:
     """The sharding of every leaf of a tree of weights; None without a mesh."""
-    return None if mesh is None else jax.tree.map(lambda leaf: weight_sharding(leaf.shape, mesh), tree)
+    if mesh is None:
+        return None
+
+    def of(path: Any, leaf: Any) -> NamedSharding:
+        names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
+        return weight_sharding(leaf.shape, mesh, [name for name in names if name != "value"])
+
+    return jax.tree_util.tree_map_with_path(of, tree)
 
 
-def place_rows(arrays: Mapping[str, Any], mesh: Mesh) -> dict[str, jax.Array]:
+def place_rows(arrays: Mapping[str, Any], mesh: Mesh, by_token: Container[str] = ()) -> dict[str, jax.Array]:
     """Spread arrays [A, B, S] over the mesh by their rows B, which are those of this process alone.
 
     Arrays that are already spread so are passed on.
 
+    Args:
+        by_token: names of the arrays that a ``context`` axis cuts along S too.
+
     Raises:
-        LayoutError: the rows do not divide over this process's devices of the mesh.
+        LayoutError: the rows do not divide over this process's devices of the mesh, or their tokens over ``context``.
+        UnsupportedError: devices of several processes share a row.
     """
-    spread = NamedSharding(mesh, PartitionSpec(None, mesh.axis_names, None))
-    devices = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
+    names, (rows, tokens) = row_axes(mesh.axis_names), token_spec(mesh)
+    shared = math.prod(mesh.shape.get(name, 1) for name in (TENSOR, CONTEXT))
+    mine = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
+    if shared > 1 and jax.process_count() > 1:
+        by_row = np.moveaxis(mesh.devices, [mesh.axis_names.index(name) for name in names], range(len(names)))
+        owners = [{device.process_index for device in group} for group in by_row.reshape(-1, shared)]
+        if any(len(owner) > 1 for owner in owners):
+            raise UnsupportedError("tensor and context axes must lie inside a process: make them the mesh's last axes")
+    devices = mine // shared
     placed = {}
     for name, array in arrays.items():
+        cut = tokens is not None and name in by_token and array.ndim == 3
+        spread = NamedSharding(mesh, PartitionSpec(None, rows, tokens) if cut else PartitionSpec(None, rows))
         if isinstance(array, jax.Array) and array.sharding.is_equivalent_to(spread, array.ndim):
             placed[name] = array
             continue
@@ -84,6 +139,11 @@ def place_rows(arrays: Mapping[str, Any], mesh: Mesh) -> dict[str, jax.Array]:
             raise LayoutError(
                 f"{array.shape[1]} rows do not divide over {devices} devices: take a multiple of {devices} rows a "
                 "microbatch" + (" and process" if jax.process_count() > 1 else "")
+            )
+        if cut and array.shape[2] % mesh.shape[CONTEXT]:
+            raise LayoutError(
+                f"{array.shape[2]} tokens of a row do not divide over the {mesh.shape[CONTEXT]} devices of axis "
+                f"{CONTEXT!r}: pack rows of a multiple"
             )
         placed[name] = jax.make_array_from_process_local_data(spread, np.asarray(array))
     return placed

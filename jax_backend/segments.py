@@ -196,6 +196,23 @@ def segment_starts(segment_ids: jax.Array) -> jax.Array:
     return jnp.concatenate([first, segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1)
 
 
+def broken_segments(segments: Segments, *arrays: jax.Array, first: jax.Array | None = None) -> jax.Array:
+    """Marks the tokens of segments that hold a number which is not finite, bool [B, S]; never padding.
+
+    Args:
+        arrays: [B, S, ...].
+        first: [B, ...], what the row's first segment goes on from.
+    """
+    broken = jnp.zeros(segments.key_begin.shape, bool)
+    for array in arrays:
+        broken |= ~jnp.isfinite(array).all(axis=tuple(range(2, array.ndim)))
+    if first is not None:
+        broken = broken.at[:, 0].set(broken[:, 0] | ~jnp.isfinite(first).all(axis=tuple(range(1, first.ndim))))
+    before = jnp.pad(jnp.cumsum(broken, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+    begin, end = (jnp.take_along_axis(before, at, axis=1) for at in (segments.key_begin, segments.key_end))
+    return end > begin
+
+
 def run_numbers(segments: Segments) -> jax.Array:
     """One number per query, int32 [B, S]: equal inside a segment, different between segments, 0 for padding."""
     return jnp.where(segments.key_end > 0, segments.key_begin + 1, 0)

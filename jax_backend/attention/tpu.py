@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from jax_backend.attention.request import Request
 from jax_backend.segments import Segments, run_numbers
 
-LANES = 128  # a block is a multiple of this
+LANES = 128  # a block is a multiple of this, and vector memory keeps an axis of channels as one
 BLOCKS = (512, 256, 128)
+SCOPED_VMEM = 16 * 2**20  # bytes of vector memory that XLA lets a kernel hold on v5e and v5p; v6e allows twice as much
 
 
 def supports(request: Request) -> str | None:
@@ -31,8 +32,24 @@ def supports(request: Request) -> str | None:
             request.group > 1 and jax.config.jax_enable_x64,  # type: ignore[attr-defined]  # made at run time
             "it finds the key/value head of a group with 32 bits, and jax_enable_x64 is on",
         ),
+        (
+            vector_memory(LANES, request) > SCOPED_VMEM,
+            f"its blocks of heads {request.head_dim} wide do not fit into {SCOPED_VMEM // 2**20} MiB of vector memory",
+        ),
     )
     return next((reason for refused, reason in refusals if refused), None)
+
+
+def vector_memory(block: int, request: Request) -> int:
+    """Returns a bound on the bytes that each of the three kernels holds in vector memory, ``block`` tokens a block.
+
+    The kernel of dk and dv holds most: two buffers each of q, k, v, dout, dk, dv, float32 sums of the last two, and
+    ids, positions and statistics in rows of lanes (five of them in the forward); and four squares of float32: scores,
+    weights and the gradients of both.
+    """
+    width, value_width = (-(-size // LANES) * LANES for size in (request.head_dim, request.value_dim))
+    per_token = (3 * request.dtype.itemsize + 4) * (width + value_width) + 5 * 4 * LANES
+    return 2 * block * per_token + 4 * 4 * block**2
 
 
 def attend(
@@ -46,7 +63,7 @@ def attend(
     numbers = jnp.pad(run_numbers(segments), ((0, 0), (0, padding)))
 
     def rows(q: jax.Array, k: jax.Array, v: jax.Array, numbers: jax.Array, *, interpret: bool) -> jax.Array:
-        kernel = _kernel(tokens + padding, request.heads, request.causal, request.window, request.softcap, interpret)
+        kernel = _kernel(tokens + padding, request, interpret)
 
         def row(q: jax.Array, k: jax.Array, v: jax.Array, numbers: jax.Array) -> jax.Array:
             by_head = (jnp.pad(x, ((0, padding), (0, 0), (0, 0))).swapaxes(0, 1) for x in (q * request.scale, k, v))
@@ -62,19 +79,20 @@ def attend(
     return jnp.where((numbers != 0)[:, :tokens, None, None], out, 0).astype(q.dtype), None
 
 
-def _kernel(tokens: int, heads: int, causal: bool, window: int | None, softcap: float | None, interpret: bool) -> Any:
+def _kernel(tokens: int, request: Request, interpret: bool) -> Any:
     """The kernel for one shape; it holds the block map of the mask, which the library makes once on the host.
 
     Its arrays belong to the trace in which they are made, so the kernel is not kept: it takes milliseconds.
     """
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    shape = (tokens, tokens)
+    shape, window = (tokens, tokens), request.window
     if window is not None:
-        mask: Any = splash.LocalMask(shape, window_size=(window - 1, 0 if causal else window - 1), offset=0)
+        mask: Any = splash.LocalMask(shape, window_size=(window - 1, 0 if request.causal else window - 1), offset=0)
     else:
-        mask = splash.CausalMask(shape) if causal else splash.FullMask(shape)
-    block = next(size for size in BLOCKS if tokens % size == 0)
+        mask = splash.CausalMask(shape) if request.causal else splash.FullMask(shape)
+    fitting = (size for size in BLOCKS if vector_memory(size, request) <= SCOPED_VMEM)
+    block = next(size for size in fitting if tokens % size == 0)
     sizes = splash.BlockSizes(
         block_q=block,
         block_kv=block,
@@ -86,9 +104,9 @@ def _kernel(tokens: int, heads: int, causal: bool, window: int | None, softcap: 
         block_kv_dq=block,
     )
     return splash.make_splash_mha(
-        splash.MultiHeadMask([mask] * heads),
+        splash.MultiHeadMask([mask] * request.heads),
         block_sizes=sizes,
-        attn_logits_soft_cap=softcap,
+        attn_logits_soft_cap=request.softcap,
         head_shards=1,
         q_seq_shards=1,
         interpret=interpret,

@@ -67,8 +67,8 @@ def capabilities(implementation: str, platform: str) -> Capabilities:
             return Capabilities(("float32", "bfloat16"), _PLAIN, interpreted=interpreted)
     # Ranks are devices, of which a CPU has as many as a process asks for.
     options = _ALL if platform == "cpu" else _ALL - {"ranks"}
-    if implementation == "chunked" and platform == "cpu":
-        options = options | {"context_parallel"}
+    if implementation == "chunked":
+        options = options | {"nonfinite_padding"} | ({"context_parallel"} if platform == "cpu" else set())
     return Capabilities(options=options, atomic_embedding=atomic)
 
 

@@ -86,7 +86,7 @@ def linear_cross_entropy(
         chunk: tokens whose logits exist at a time, on each device; None for about 2**28 logits.
         transposed: whether ``weight`` is [V, M].
         mesh: the mesh over whose axes the first axis of ``hidden`` is spread, or the sharding of ``hidden``. Each
-            device then computes its own rows, and the gradient of ``weight`` is added up over the devices once.
+            device then computes its own tokens, and the gradient of ``weight`` is added up over the devices once.
             ``weight`` may be sharded in any way.
 
     Returns:
@@ -126,8 +126,10 @@ def linear_cross_entropy(
     if mesh is None:
         refuse_varying("linear_cross_entropy", hidden, weight)
         return run(hidden, weight, labels, factors).sum(), factors.sum()
-    over, rows = (mesh.mesh, P(mesh.spec[0])) if isinstance(mesh, NamedSharding) else (mesh, P(mesh.axis_names))
-    spread = jax.shard_map(run, mesh=over, in_specs=(rows, P(), rows, rows), out_specs=rows, check_vma=False)
+    sharding = mesh if isinstance(mesh, NamedSharding) else NamedSharding(mesh, P(mesh.axis_names))
+    spec = P(*sharding.spec[: labels.ndim])
+    sums = P(tuple(axis for part in spec if part is not None for axis in ((part,) if isinstance(part, str) else part)))
+    spread = jax.shard_map(run, mesh=sharding.mesh, in_specs=(spec, P(), spec, spec), out_specs=sums, check_vma=False)
     return spread(hidden, weight, labels, factors).sum(), factors.sum()
 
 

@@ -7,6 +7,7 @@ row, M hidden size, N query heads, K key/value heads, D head dimension, V vocabu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
@@ -19,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_backend.attention import segment_attention
 from jax_backend.attention.request import SAVED
+from jax_backend.context_parallel import context_attention
 from jax_backend.losses.cross_entropy import packed_cross_entropy
 from jax_backend.losses.output_layer import linear_cross_entropy
 from jax_backend.model.decoder_config import DecoderConfig as DecoderConfig
@@ -125,7 +127,8 @@ class Decoder(nnx.Module):
             their number. `load` and `save` read and write the same folders.
         implementation: of :func:`~jax_backend.attention.segment_attention`; None follows its measured order.
         max_segments: most segments that a row may hold, which ``implementation="cudnn"`` needs.
-        mesh: the mesh that inputs are sharded over, or their sharding, handed to the attention and the loss.
+        mesh: the mesh that rows are spread over, or the sharding of queries [B, S, N, D], which may spread tokens and
+            heads, each over one axis; handed to the attention and the loss.
     """
 
     def __init__(
@@ -174,22 +177,27 @@ class Decoder(nnx.Module):
                 return tuple(apply_rope(x, position_ids, frequencies, scale=scale) for x in (q_BSND, k_BSKD))
 
         def attend(q_BSND: jax.Array, k_BSKD: jax.Array, v_BSKD: jax.Array, **own: Any) -> jax.Array:
-            return segment_attention(
-                q_BSND,
-                k_BSKD,
-                v_BSKD,
-                segments,
+            options = {
+                "scale": config.attention_scale,
+                "softcap": config.attention_softcap,
+                "implementation": self.implementation,
                 **own,
-                scale=config.attention_scale,
-                softcap=config.attention_softcap,
-                max_segments=self.max_segments,
-                implementation=self.implementation,
-                mesh=self.mesh,
-            )
+            }
+            if isinstance(self.mesh, NamedSharding) and tokens:
+                over = {"mesh": self.mesh.mesh, "axis": tokens, "rows": rows, "heads": heads}
+                return context_attention(q_BSND, k_BSKD, v_BSKD, segment_ids, **over, **options)
+            options |= {"max_segments": self.max_segments, "mesh": self.mesh}
+            return segment_attention(q_BSND, k_BSKD, v_BSKD, segments, **options)
 
         def run(layer: Layer, x_BSM: jax.Array, balance: Balance) -> tuple[jax.Array, Balance]:
-            x_BSM, more = layer(x_BSM, rotate, attend, segment_ids)
+            x_BSM, more = layer(x_BSM, rotate, attend, segment_ids, together=heads is None)
+            if isinstance(self.mesh, NamedSharding) and heads is not None:
+                # Otherwise the compiler may gather the weights that the axis cuts.
+                whole = NamedSharding(self.mesh.mesh, PartitionSpec(rows, tokens))
+                x_BSM = jax.lax.with_sharding_constraint(x_BSM, whole)
             return x_BSM, jax.tree.map(jnp.add, balance, more)
+
+        rows, tokens, heads = self._axes
 
         segments = find_segments(segment_ids)  # once, for all layers
         lengths = segments.key_end - segments.key_begin
@@ -245,11 +253,25 @@ class Decoder(nnx.Module):
             kernel = self.lm_head.kernel[...]
         else:
             return packed_cross_entropy(self.logits(hidden), targets, weights=weights)
+        rows, tokens, heads = self._axes
+        mesh = self.mesh
+        if isinstance(mesh, NamedSharding):  # devices with other heads of a row take other tokens of it here
+            over = tuple(axis for axis in (tokens, heads) if axis is not None)
+            if targets.shape[1] % math.prod(mesh.mesh.shape[axis] for axis in over):
+                over = tuple(axis for axis in (tokens,) if axis is not None)
+            mesh = NamedSharding(mesh.mesh, PartitionSpec(rows, over or None))
         softcap = self.config.final_softcap
         with jax.named_scope("cross_entropy"):
             return linear_cross_entropy(
-                hidden, kernel, targets, weights=weights, softcap=softcap, transposed=tied, mesh=self.mesh
+                hidden, kernel, targets, weights=weights, softcap=softcap, transposed=tied, mesh=mesh
             )
+
+    @property
+    def _axes(self) -> tuple[Any, Any, Any]:
+        """The mesh's axes over which rows, tokens and heads are spread, where ``mesh`` says so."""
+        spec = self.mesh.spec if isinstance(self.mesh, NamedSharding) else ()
+        rows, tokens, heads = (*spec, None, None, None)[:3]
+        return rows, tokens, heads
 
     def __call__(self, input_ids: jax.Array, segment_ids: jax.Array, position_ids: jax.Array) -> jax.Array:
         """Logits [B, S, V] of packed rows; a padding position's logits mean nothing and influence nothing."""

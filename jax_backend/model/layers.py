@@ -76,14 +76,15 @@ class Attention(nnx.Module):
         self.config = config
         self.window = kind.window
 
-    def __call__(self, x_BSM: jax.Array, rotate: Any, attend: Any) -> jax.Array:
+    def __call__(self, x_BSM: jax.Array, rotate: Any, attend: Any, together: bool = True) -> jax.Array:
+        """Output in the shape of ``x_BSM``; queries, keys and values are made in one product if ``together``."""
         config = self.config
         if config.fused:
             queries = config.num_attention_heads * config.head_dim
             keys = config.num_key_value_heads * config.head_dim
             q, k, v = jnp.split(self.qkv_proj(x_BSM), [queries, queries + keys], axis=-1)
         else:
-            q, k, v = project([self.q_proj, self.k_proj, self.v_proj], x_BSM)
+            q, k, v = project([self.q_proj, self.k_proj, self.v_proj], x_BSM, together)
         if config.output_gate:  # of each head, behind its queries
             q, gate = jnp.split(q.reshape(*q.shape[:2], config.num_attention_heads, -1), 2, axis=-1)
         if config.qk_norm == "projection":
@@ -162,7 +163,9 @@ class Layer(nnx.Module):
         self.block = mixture.block if mixture else "mlp"
         setattr(self, self.block, SparseMLP(config, make) if mixture else MLP(config, config.intermediate_size, make))
 
-    def __call__(self, x_BSM: jax.Array, rotate: Any, attend: Any, segment_ids: jax.Array) -> tuple[jax.Array, Balance]:
+    def __call__(
+        self, x_BSM: jax.Array, rotate: Any, attend: Any, segment_ids: jax.Array, *, together: bool = True
+    ) -> tuple[jax.Array, Balance]:
         before_attention, after_attention, before_mlp, after_mlp = (
             (lambda x: x) if name is None else getattr(self, name) for name in self.names
         )
@@ -170,7 +173,7 @@ class Layer(nnx.Module):
         if self.recurrent:
             mixed_BSM = self.linear_attn(mixed_BSM, segment_ids)
         else:
-            mixed_BSM = self.self_attn(mixed_BSM, rotate, attend)
+            mixed_BSM = self.self_attn(mixed_BSM, rotate, attend, together)
         x_BSM = x_BSM + after_attention(mixed_BSM)
         if self.names[1] is None:
             x_BSM = checkpoint_name(x_BSM, IN_PLACE)

@@ -35,9 +35,13 @@ def is_plain(linear: Any) -> bool:
     return plain and linear.precision is None and linear.dtype is not None
 
 
-def project(linears: list[Any], x: jax.Array) -> list[jax.Array]:
-    """Applies several modules to ``x`` [..., M]: plain ones in one product, whose gradient is one too."""
-    if not all(map(is_plain, linears)):
+def project(linears: list[Any], x: jax.Array, together: bool = True) -> list[jax.Array]:
+    """Applies several modules to ``x`` [..., M]: plain ones in one product, whose gradient is one too.
+
+    Args:
+        together: False where devices hold parts of each module's outputs, which one product would exchange.
+    """
+    if not (together and all(map(is_plain, linears))):
         return [linear(x) for linear in linears]
     kernels = [linear.kernel[...] for linear in linears]
     # The barrier is for the gradient, which XLA would put together once for each of the two products that read it.

@@ -125,7 +125,7 @@ def _fill(state: nnx.State, tensors: Mapping[str, Any], mesh: Mesh | None) -> No
         if mesh is None:
             leaf.set_value(jnp.asarray(read(parameter.everything)))
         else:
-            sharding = weight_sharding(leaf.shape, mesh)
+            sharding = weight_sharding(leaf.shape, mesh, parameter.path)
             leaf.set_value(jax.make_array_from_callback(leaf.shape, sharding, read, dtype=leaf.dtype))
 
 
@@ -135,6 +135,7 @@ class _Parameter:
     expert, or of each stacked layer's experts, as ``names`` has axes."""
 
     names: np.ndarray
+    path: tuple[str, ...]
     leaf: Any
     turned: bool  # kernels: torch keeps them [out, in]
 
@@ -209,7 +210,7 @@ def _parameters(state: nnx.State) -> Iterator[_Parameter]:
             for (position, numbers), i in zip(axes, place, strict=True):
                 parts[position] = str(numbers[i])
             names[place] = ".".join(parts)
-        yield _Parameter(names, leaf, turned)
+        yield _Parameter(names, tuple(map(str, path)), leaf, turned)
 
 
 def _open(folder: Path) -> dict[str, Any]:

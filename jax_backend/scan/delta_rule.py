@@ -18,7 +18,7 @@ from jax_backend.differentiation import reverse_mode
 from jax_backend.placement import refuse_varying, spec_of, takes_explicit_axes
 from jax_backend.scan import chunked_scan
 from jax_backend.scan.chunked_scan import Carry, Inputs, Rule
-from jax_backend.segments import checked_ids, find_segments, is_real, run_numbers
+from jax_backend.segments import broken_segments, checked_ids, find_segments, is_real, run_numbers
 from packing_core.errors import LayoutError, UnsupportedError
 
 
@@ -222,13 +222,18 @@ def _scan(
         *(k, v, g, strength, initial_state),
     )
     (rows, _, heads, width), group = q.shape, v.shape[2] // q.shape[2]
-    runs = run_numbers(find_segments(segment_ids))
+    segments = find_segments(segment_ids)
+    shape = (rows, v.shape[2], width, v.shape[3])
+    start = jnp.zeros(shape, jnp.float32) if initial_state is None else initial_state.astype(jnp.float32)
+    # A log decay of -inf forgets everything, which is no broken number.
+    broken = broken_segments(segments, q, k, v, jnp.maximum(g, 0), strength, first=start)
+    # Inside a chunk products are of all its tokens, and 0 times NaN is NaN: a broken segment is padding to the scan.
+    runs = jnp.where(broken, 0, run_numbers(segments))
+    start = jnp.where(jnp.isfinite(start), start, 0.0)
 
     def grouped(x: jax.Array) -> jax.Array:
         return x.reshape(*x.shape[:2], heads, group, *x.shape[3:])
 
-    shape = (rows, v.shape[2], width, v.shape[3])
-    start = jnp.zeros(shape, jnp.float32) if initial_state is None else initial_state.astype(jnp.float32)
     # Without a state to go on from, the first token goes on from run -1, of which no token is.
     before = jnp.full_like(runs[:, 0], -1) if initial_state is None else runs[:, 0]
     carry, out = chunked_scan.scan(
@@ -236,4 +241,5 @@ def _scan(
         Inputs(runs, q, k, grouped(v), grouped(g), grouped(strength)),
         Carry(start.reshape(rows, heads, group, width, -1), before),
     )
-    return out.reshape(v.shape), carry.state.reshape(shape)
+    out = jnp.where(broken[..., None, None], jnp.nan, out.reshape(v.shape))
+    return out, jnp.where(broken[:, -1, None, None, None], jnp.nan, carry.state.reshape(shape))

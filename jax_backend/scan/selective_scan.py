@@ -63,9 +63,11 @@ def selective_scan(
 
 
 def _compose(earlier: tuple[jax.Array, jax.Array], later: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Two steps ``h -> a h + b`` as one: first the earlier, then the later."""
+    """Two steps ``h -> a h + b`` as one: first the earlier, then the later. After an ``a`` of 0 nothing is left of what
+    was before, be it NaN."""
     (a1, b1), (a2, b2) = earlier, later
-    return a1 * a2, a2 * b1 + b2
+    goes_on = a2 != 0
+    return jnp.where(goes_on, a1 * a2, 0.0), jnp.where(goes_on, a2 * b1, 0.0) + b2
 
 
 def _per_channel(grouped: jax.Array, x: jax.Array) -> jax.Array:

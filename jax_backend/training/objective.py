@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
+from jax.sharding import Mesh
 
 from jax_backend.losses.cross_entropy import packed_cross_entropy
 from jax_backend.model.decoder import Decoder
-from packing_core.errors import LayoutError, PackingError, UnsupportedModelError, first_line
+from jax_backend.placement import CONTEXT, TENSOR
+from packing_core.errors import LayoutError, PackingError, UnsupportedError, UnsupportedModelError, first_line
 
 # (model, microbatch) -> (loss sum, weight sum) or (loss sum, weight sum, extra values by name)
 LossFunction = Callable[[Any, dict[str, jax.Array]], tuple[Any, ...]]
@@ -135,6 +137,27 @@ def refuse_donated(tree: Any) -> None:
             "an earlier step took the buffers of this state (or of these sums): use what that step returned, or pass "
             "it jax.tree.map(jax.numpy.copy, state)"
         )
+
+
+def check_shared_rows(model: Decoder, mesh: Mesh) -> None:
+    """Raises if a decoder cannot be cut over the mesh's axes ``tensor`` and ``context``.
+
+    Raises:
+        LayoutError: its heads do not divide.
+        UnsupportedError: a layer or an option needs whole rows.
+    """
+    config, parts = model.config, mesh.shape.get(TENSOR, 1)
+    if config.num_attention_heads % parts or config.num_key_value_heads % parts:
+        raise LayoutError(
+            f"{config.num_attention_heads} query heads and {config.num_key_value_heads} key/value heads do not divide "
+            f"over the {parts} devices of axis {TENSOR!r}"
+        )
+    if mesh.shape.get(CONTEXT, 1) == 1:
+        return
+    if any(kind.recurrent for kind in config.layers):
+        raise UnsupportedError(f"axis {CONTEXT!r}: gated delta nets scan whole rows: name it data or fsdp")
+    if model.max_segments is not None:
+        raise UnsupportedError(f"axis {CONTEXT!r}: max_segments counts the segments of whole rows: leave it out")
 
 
 def fold_keys(rest: nnx.State, *numbers: jax.Array) -> nnx.State:

@@ -20,13 +20,14 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_backend.model.decoder import Decoder
-from jax_backend.placement import place_rows, rows_mesh, weight_shardings
+from jax_backend.placement import head_sharding, place_rows, rows_mesh, shares_rows, token_spec, weight_shardings
 from jax_backend.segments import check_positions
 from jax_backend.training.objective import (
     LossFunction,
     cast_weights,
     causal_lm_loss,
     check_optimizer,
+    check_shared_rows,
     check_variables,
     check_vocabulary,
     checked_sums,
@@ -34,7 +35,7 @@ from jax_backend.training.objective import (
     refuse_donated,
     refuse_linen,
 )
-from packing_core.errors import LayoutError, PackingError
+from packing_core.errors import LayoutError, PackingError, UnsupportedError
 
 Metrics = dict[str, jax.Array]
 
@@ -209,7 +210,7 @@ class TrainStep:
 
         ``rows`` counts those of all processes.
         """
-        spread = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec(None, self.mesh.axis_names))
+        spread = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec(None, *token_spec(self.mesh)))
         shape = (microbatches, rows, tokens)
         dtypes = {key: jnp.float32 if key == "loss_weights" else jnp.int32 for key in BATCH_KEYS}
         batch = {key: jax.ShapeDtypeStruct(shape, dtype, sharding=spread) for key, dtype in dtypes.items()}
@@ -235,7 +236,7 @@ class TrainStep:
             raise LayoutError(f"the batch's arrays must share their first axes, microbatches and rows, got {shapes}")
         if self.mesh is None:
             return {key: jnp.asarray(value) for key, value in arrays.items()}
-        return place_rows(arrays, self.mesh)
+        return place_rows(arrays, self.mesh, by_token=BATCH_KEYS)
 
     def _has_microbatches(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
         """True if the arrays' first axis counts microbatches, False if it counts rows."""
@@ -249,9 +250,18 @@ class TrainStep:
         return len(shapes["input_ids"]) != 2
 
     def _split(self, model: Any) -> tuple[Any, nnx.State, nnx.State]:
+        shared = self.mesh is not None and shares_rows(self.mesh)
         if isinstance(model, Decoder):
             model.mesh = self.mesh
+            if self.mesh is not None and shared:
+                model.mesh = head_sharding(self.mesh)
+                check_shared_rows(model, self.mesh)
             self._vocabulary = None if self._own_loss else model.config.vocab_size
+        elif shared:
+            raise UnsupportedError(
+                f"the axes tensor and context cut the heads and tokens of a Decoder, and this is a "
+                f"{type(model).__name__}: name them data or fsdp; context_attention cuts rows in a model of your own"
+            )
         graph, params, *rest = nnx.split(model, self.trainable, ...)
         return graph, params, rest[0]
 
@@ -376,8 +386,9 @@ def make_train_step(
             called with ``input_ids, segment_ids, position_ids`` and returns logits [B, S, V]. Or a function that makes
             a module: `TrainStep.init` then makes the weights where they are kept, and no device ever holds them whole.
         tx: an optax transformation.
-        mesh: None for one device. Rows are spread over all of the mesh's axes; weights, gradients and the optimizer's
-            state are cut over the axis named ``fsdp`` where the mesh has one, and replicated over the others.
+        mesh: None for one device. Rows are spread over the mesh's axes; weights, gradients and the optimizer's state
+            are cut over the axis named ``fsdp`` where the mesh has one. An axis ``tensor`` cuts the heads and the width
+            of the MLPs of a `Decoder` with their weights, and an axis ``context`` the tokens of its rows.
         loss_fn: ``loss_fn(model, batch) -> (loss_sum, weight_sum)`` or ``(loss_sum, weight_sum, extra)`` of one
             microbatch, a dictionary of arrays [B, ...] that may hold any keys. ``extra`` maps a name to a value that is
             added up over microbatches, or to a pair (sum, weight) whose quotient is reported; both go into the metrics.
@@ -395,7 +406,9 @@ def make_train_step(
     Raises:
         UnsupportedModelError: a ``linen`` module, or one with batch statistics, which mix a packed batch's documents.
         PackingError: ``trainable`` selects nothing; ``tx`` is no optax transformation; ``mesh`` is no mesh.
-        UnsupportedError: an axis of the mesh is named for tensor, context, expert or pipeline parallelism.
+        LayoutError: heads do not divide over ``tensor``.
+        UnsupportedError: an axis of the mesh is named for expert or pipeline parallelism, or is ``tensor`` or
+            ``context`` and the model cannot be cut so.
     """
     return TrainStep(
         model,

@@ -1,7 +1,9 @@
-"""A document with numbers that are not finite: `chunked` attention keeps them inside it, forward and backward."""
+"""A document with numbers that are not finite: `chunked` attention keeps them inside it, forward and backward, and so
+do the outputs of scans and their gradients of inputs that are not finite."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_backend import segment_attention
+from jax_backend import gated_delta_rule, segment_attention, selective_scan, ssd
 
 TOKENS, BROKEN = 192, slice(60, 150)  # documents of 60, 90 and 40 tokens, in blocks of 128
 IDS = np.repeat([[1, 2, 3, 0]], [60, 90, 40, 2], axis=1)
@@ -20,6 +22,13 @@ def operands() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     heads = {"q": 4, "k": 2, "v": 2, "dout": 4}
     return {name: rng.standard_normal((1, TOKENS, heads[name], 8)).astype(np.float32) for name in NAMES}
+
+
+def broken(x: np.ndarray, value: float) -> np.ndarray:
+    """Returns a copy with the value in the second document; JAX may still read the array itself."""
+    x = x.copy()
+    x[0, 100] = value
+    return x
 
 
 @jax.jit
@@ -36,9 +45,69 @@ def attended(q: Any, k: Any, v: Any, dout: Any) -> tuple[jax.Array, ...]:
 def test_a_broken_document_changes_no_bit_of_the_others_and_stays_broken(name: str, value: float) -> None:
     arrays = operands()
     wanted = attended(**arrays)
-    arrays[name][0, 100] = value
+    arrays[name] = broken(arrays[name], value)
     found = attended(**arrays)
     for x, y in zip(found, wanted, strict=True):
         for others in (slice(0, BROKEN.start), slice(BROKEN.stop, None)):
             np.testing.assert_array_equal(x[0, others], y[0, others])
     assert any(not np.isfinite(x[0, BROKEN]).all() for x in found)
+
+
+ROW = jnp.asarray(IDS)
+SCANS: dict[str, Any] = {
+    "delta rule": lambda q, k, v, g: gated_delta_rule(q, k, v, g, -g, ROW, normalise=True, return_state=True),
+    "ssd": lambda q, k, v, g: ssd(v, -g, jnp.ones(4), k, q, ROW, return_state=True),
+    "selective scan": lambda q, k, v, g: (selective_scan(v[..., 0], -g, -jnp.ones((4, 8)), k, q, ROW), None),
+}
+
+
+def scan_operands(scan: str) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    heads = 4 if scan == "delta rule" else 1
+    drawn = [rng.standard_normal((1, TOKENS, n, 8)).astype(np.float32) for n in (heads, heads, 4)]
+    return [*drawn, -rng.random((1, TOKENS, 4), np.float32)]
+
+
+@partial(jax.jit, static_argnums=0)
+def scanned(scan: str, operands: list[np.ndarray]) -> tuple[Any, tuple[Any, ...], Any]:
+    """Outputs, gradients of every operand, the state after the row."""
+    out, pullback, state = jax.vjp(SCANS[scan], *operands, has_aux=True)
+    return out, pullback(jnp.ones_like(out)), state
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf], ids=str)
+@pytest.mark.parametrize("operand", range(4), ids=["q", "k", "v", "g"])
+@pytest.mark.parametrize("scan", SCANS)
+def test_a_broken_document_changes_no_bit_of_the_scans_of_others(scan: str, operand: int, value: float) -> None:
+    operands = scan_operands(scan)
+    wanted, wanted_gradients, state = scanned(scan, operands)
+    operands[operand] = broken(operands[operand], value)
+    found, gradients, found_state = scanned(scan, operands)
+    for x, y in zip((found, *gradients), (wanted, *wanted_gradients), strict=True):
+        for others in (slice(0, BROKEN.start), slice(BROKEN.stop, None)):
+            np.testing.assert_array_equal(x[0, others], y[0, others])
+    assert not np.isfinite(found[0, 100]).all()
+    np.testing.assert_array_equal(found_state, state)
+
+
+@pytest.mark.parametrize("scan", ["delta rule", "ssd"])
+def test_a_broken_state_reaches_the_document_that_goes_on_from_it_and_is_handed_on(scan: str) -> None:
+    whole, one = np.ones((1, 64), np.int32), np.float32(1)
+    q, k, v, g = (x[:, :64] for x in scan_operands(scan))
+
+    def run(ids: np.ndarray, state: Any) -> Any:
+        options = {"initial_state": state, "return_state": True}
+        if scan == "delta rule":
+            return gated_delta_rule(q, k, v, g, -g, jnp.asarray(ids), **options)
+        return ssd(v, -g, -jnp.ones(4), k, q, jnp.asarray(ids), **options)
+
+    state = np.full((1, 4, 8, 8), one)
+    two = np.repeat([[1, 2]], [20, 44], axis=1)
+    wanted, wanted_state = run(two, state)
+    state = state.copy()
+    state[0, 1, 2, 3] = np.nan
+    found, found_state = run(two, state)
+    assert np.isnan(found[0, :20]).all()
+    np.testing.assert_array_equal(found[0, 20:], wanted[0, 20:])
+    np.testing.assert_array_equal(found_state, wanted_state)
+    assert np.isnan(run(whole, state)[1]).all()

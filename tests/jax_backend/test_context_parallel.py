@@ -185,38 +185,3 @@ def test_two_gpus_give_what_one_gives(method: str, width: int) -> None:
     for one, other in zip((split_out, *split[:3]), (out, *whole[:3]), strict=True):
         one, other = (np.asarray(x, np.float64) for x in (one, other))
         assert np.linalg.norm(one[:, back] - other) < 0.01 * np.linalg.norm(other)
-
-
-@pytest.mark.parametrize("method", ["all_gather_kv", pytest.param("ring", marks=pytest.mark.slow)])
-def test_gradients_of_bfloat16_keys_are_added_over_devices_in_float32(method: str) -> None:
-    """Errors against float32 gradients of the same values do not grow with the devices that share a row."""
-    ids = jnp.ones((1, S), jnp.int32)
-    rng = np.random.default_rng(0)
-    heads = {"q": 8, "k": 1, "v": 1}
-    arrays = {name: jnp.asarray(rng.standard_normal((1, S, n, 16)), jnp.bfloat16) for name, n in heads.items()}
-    weights = rng.random((1, S, 8, 16)).astype(np.float32)  # of one sign: sums grow with what is added
-
-    def gradients(attend: Any, arrays: Any) -> Any:
-        def loss(*operands: jax.Array) -> jax.Array:
-            return (weights * attend(*operands, ids).astype(jnp.float32)).sum()
-
-        return jax.grad(loss, argnums=(0, 1, 2)), tuple(arrays.values())
-
-    def errors(got: Any) -> list[float]:
-        return [float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in zip(got, wanted, strict=True)]
-
-    alone = partial(segment_attention, implementation="xla")
-    grad, operands = gradients(alone, {name: each.astype(jnp.float32) for name, each in arrays.items()})
-    wanted = grad(*operands)
-    grad, operands = gradients(alone, arrays)
-    once = errors(grad(*operands))  # rounded, and not added
-    for devices in (2, 8):
-        starts = np.arange(0, S, S // 8)  # eight chunks in their natural order
-        mesh = mesh_of(context=devices)
-        attend = partial(context_attention, mesh=mesh, method=method, chunk_starts=starts, implementation="xla")
-        grad, operands = gradients(attend, arrays)
-        exchanges = [line for line in str(jax.make_jaxpr(grad)(*operands)).splitlines() if "reduce_scatter" in line]
-        assert all("f32" in line for line in exchanges), exchanges
-        got = jax.jit(grad)(*operands)
-        assert [each.dtype for each in got] == [jnp.bfloat16] * 3
-        assert np.all(np.less(errors(got), 1.3 * np.array(once))), (devices, errors(got), once)

@@ -179,9 +179,9 @@ def test_what_is_no_optimizer_mesh_or_loss_is_named() -> None:
         make_train_step(decoder(), 0.1)
     with pytest.raises(PackingError, match=r"mesh must be a jax.sharding.Mesh, got tuple: make one with"):
         make_train_step(decoder(), optax.sgd(0.1), (8,))
-    with pytest.raises(UnsupportedError, match=r"the axis 'tensor', and the train step spreads rows over all axes"):
-        make_train_step(decoder(), optax.sgd(0.1), jax.make_mesh((2, 4), ("data", "tensor")))
-    make_train_step(decoder(), optax.sgd(0.1), jax.make_mesh((8, 1), ("data", "tensor")))  # one device: nothing to cut
+    with pytest.raises(UnsupportedError, match=r"the axis 'expert', and the train step would spread rows"):
+        make_train_step(decoder(), optax.sgd(0.1), jax.make_mesh((2, 4), ("data", "expert")))
+    make_train_step(decoder(), optax.sgd(0.1), jax.make_mesh((8, 1), ("data", "expert")))  # one device: nothing to cut
     wrong = {
         "it returned dict": lambda total: {"loss": total},
         "it returned ArrayImpl|Tracer": lambda total: total,

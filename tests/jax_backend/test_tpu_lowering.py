@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jax.experimental.pallas import tpu as pltpu
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractDevice, AbstractMesh
 
@@ -27,18 +29,18 @@ from jax_backend import (
     selective_scan,
     ssd,
 )
-from jax_backend.attention import IMPLEMENTATIONS
+from jax_backend.attention import IMPLEMENTATIONS, request_for, tpu
+from packing_core.errors import UnsupportedError
+
+ROOT = Path(__file__).parents[2]
 
 KERNELS = {"splash_mha_fwd", "splash_mha_dq", "splash_mha_dkv"}
-SCOPED_VMEM = (
-    16 * 2**20
-)  # bytes that a kernel may hold unless XLA is told otherwise: v5e and v5p; v6e gives twice as much
-CHIPS = ("TPU v5 lite", "TPU v5", "TPU v6 lite")  # v5e, v5p, v6e
+CHIPS = {"v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite"}
 
 
-def on_tpu(chip: str = CHIPS[0]) -> Any:
+def on_tpu(chip: str = "v5e") -> Any:
     """Traces inside are for a TPU."""
-    device = AbstractDevice(chip, num_cores=1, platform="tpu")
+    device = AbstractDevice(CHIPS[chip], num_cores=1, platform="tpu")
     return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
 
 
@@ -132,30 +134,69 @@ def test_scans_the_convolution_and_the_loss_lower(operation: str) -> None:
     assert "stablehlo" in exported(function, *arguments)
 
 
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize(("width", "dtype"), [(128, "bfloat16"), (256, "bfloat16"), (256, "float32")])
-def test_the_blocks_of_a_kernel_fit_into_vector_memory(chip: str, width: int, dtype: str) -> None:
+SHAPES = [(width, dtype) for width in (64, 128, 256, 512) for dtype in ("bfloat16", "float32")]
+
+
+def held(chip: str, width: int, dtype: str) -> tuple[int, dict[str, int]]:
+    """Returns the block of tokens that is chosen on a chip, and the bytes that each kernel holds there."""
+
     def loss(*arrays: Any) -> jax.Array:
         return attention(implementation="tpu")(*arrays).astype(jnp.float32).sum()
 
     with on_tpu(chip):
         traced = jax.make_jaxpr(jax.grad(loss))(*operands(4096, width, dtype))
-    held = {call.params["name"].split("_")[2]: held_by(call) for call in pallas_calls(traced.jaxpr)}
-    assert held.keys() == {"fwd", "dq", "dkv"}
-    assert max(held.values()) <= SCOPED_VMEM, held
+    found = {call.params["name"].split("_")[2]: held_by(call) for call in pallas_calls(traced.jaxpr)}
+    (block,) = {block for block, _ in found.values()}
+    return block, {name: held for name, (_, held) in found.items()}
 
 
-def held_by(call: Any) -> int:
-    """Bytes: two buffers of each block, and four squares of scores in float32 (scores, weights, both gradients)."""
+@pytest.mark.parametrize(("width", "dtype"), SHAPES)
+def test_the_blocks_of_each_kernel_fit_into_vector_memory(width: int, dtype: str) -> None:
+    q, k, v, _ = operands(4096, width, dtype)
+    request = request_for(q, k, v, platform="tpu")
+    for chip in CHIPS:
+        block, found = held(chip, width, dtype)
+        assert found.keys() == {"fwd", "dq", "dkv"}
+        assert max(found.values()) <= tpu.vector_memory(block, request) <= tpu.SCOPED_VMEM < capacity(chip)
+
+
+def test_the_table_of_the_page_is_what_the_kernels_hold() -> None:
+    lines = [["width", "dtype", "block", "forward", "dq", "dk and dv", *(f"of {chip}" for chip in CHIPS)]]
+    lines.append(["---"] * len(lines[0]))
+    for width, dtype in SHAPES:
+        block, found = held("v5e", width, dtype)
+        mib = [f"{found[kernel] / 2**20:.1f} MiB" for kernel in ("fwd", "dq", "dkv")]
+        shares = [f"{max(found.values()) / capacity(chip):.0%}" for chip in CHIPS]
+        lines.append([str(width), dtype, str(block), *mib, *shares])
+    wanted = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    assert wanted in (ROOT / "docs" / "jax.md").read_text(), wanted
+
+
+def test_heads_whose_blocks_do_not_fit_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match="blocks of heads 4096 wide do not fit into 16 MiB of vector memory"):
+        exported(attention(implementation="tpu"), *operands(256, 4096, "float32"))
+
+
+def capacity(chip: str) -> int:
+    """Returns the bytes of vector memory of a core, as JAX knows the chip."""
+    with on_tpu(chip):
+        return pltpu.get_tpu_info().vmem_capacity_bytes
+
+
+def held_by(call: Any) -> tuple[int, int]:
+    """Returns the block of tokens, and bytes: two buffers of each block whose last axis fills whole lanes, and four
+    squares of scores in float32 (scores, weights, both gradients)."""
     mapping = call.params["grid_mapping"]
-    blocks, longest = 0, 0
+    blocks, tokens = 0, set()
     for block in mapping.block_mappings:
         sizes = [getattr(size, "block_size", size) for size in block.block_shape]
-        sizes = [size for size in sizes if isinstance(size, int)]  # an axis that is left out counts 1
-        blocks += math.prod(sizes) * jnp.dtype(block.array_aval.dtype).itemsize
-        longest = max(longest, *sizes)
-    assert longest == 512 and not mapping.num_scratch_operands
-    return 2 * blocks + 4 * longest**2 * 4
+        *sizes, last = [size for size in sizes if isinstance(size, int)]  # an axis that is left out counts 1
+        tokens |= {size for size in sizes if size % tpu.LANES == 0}
+        lanes = -(-last // tpu.LANES) * tpu.LANES
+        blocks += math.prod(sizes) * lanes * jnp.dtype(block.array_aval.dtype).itemsize
+    assert not mapping.num_scratch_operands
+    (size,) = tokens
+    return size, 2 * blocks + 4 * size**2 * 4
 
 
 def pallas_calls(jaxpr: Any) -> Iterator[Any]:
