@@ -81,7 +81,7 @@ def _activation_of(module: Any, interleaved: bool) -> ExpertActivation | None:
     if not isinstance(right, Tensor) or right.dtype != z.dtype:
         return None
     for candidate in _candidates(bool(module.has_gate), alpha, limit):
-        found, _ = activated(z, Between(candidate, interleaved))
+        found = activated(z, Between(candidate, interleaved))
         if found.shape == right.shape and torch.allclose(found, right, rtol=1e-6, atol=1e-9):
             return candidate
     return None
