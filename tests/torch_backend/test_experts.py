@@ -144,13 +144,18 @@ def test_plain_is_the_oracle(options):
         np.testing.assert_allclose(numpy(found[name]), exact[name], rtol=1e-12, atol=1e-12, err_msg=name)
 
 
-SIZES = {"tokens": 50, "width": 128, "inner": 64}  # of products that torch's grouped one serves
+def sizes(where: Where, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Of products that torch's grouped one serves: wide ones on a GPU, and those of every layer on the CPU."""
+    if where.device.type == "cuda":
+        return {"tokens": 190, "width": 128, "inner": 64}
+    monkeypatch.setattr(grouped_mm, "_NARROW", 16)
+    return {}
 
 
 @pytest.mark.parametrize("options", LAYERS)
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
-def test_grouped_mm_is_the_oracle(where, options):
-    layer = Layer(where, **options | SIZES)
+def test_grouped_mm_is_the_oracle(where, options, monkeypatch):
+    layer = Layer(where, **options | sizes(where, monkeypatch))
     layer.indices = torch.where(layer.indices == 1, layer.count, layer.indices)  # padding, and nobody for expert 1
     check(layer, "grouped_mm")
 
@@ -160,7 +165,7 @@ def test_grouped_mm_is_the_oracle(where, options):
 def test_a_first_product_in_steps_is_the_oracle(where, options, monkeypatch):
     """As it runs where experts have many tokens: gathered rows, torch's product, bias and activation."""
     monkeypatch.setattr(grouped_mm, "WIDE_UP", 0)
-    check(Layer(where, **options | SIZES), "grouped_mm")
+    check(Layer(where, **options | sizes(where, monkeypatch)), "grouped_mm")
 
 
 def test_what_runs_first_depends_on_the_tokens_of_an_expert():
@@ -219,8 +224,8 @@ def routings(layer: Layer) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("routing", ["nobody", "one expert", "padding", "the last two"])
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
 @pytest.mark.parametrize("implementation", ["triton", "grouped_mm", "plain"])
-def test_any_routing_is_the_oracle(where, routing, implementation):
-    layer = Layer(where, activation=CLAMPED, biased=True, **SIZES if implementation == "grouped_mm" else {})
+def test_any_routing_is_the_oracle(where, routing, implementation, monkeypatch):
+    layer = Layer(where, activation=CLAMPED, biased=True, **sizes(where, monkeypatch))
     layer.indices = routings(layer)[routing]
     check(layer, implementation)
     if routing == "nobody":
@@ -231,7 +236,7 @@ def test_any_routing_is_the_oracle(where, routing, implementation):
 @pytest.mark.parametrize("implementation", ["triton", "grouped_mm", "plain"])
 def test_an_index_out_of_range_that_nobody_reads_reaches_no_expert(where, implementation, monkeypatch):
     monkeypatch.setattr("torch_backend.ops.experts.request._check_indices", lambda indices, count: None)
-    layer = Layer(where, biased=True, **SIZES)
+    layer = Layer(where, biased=True, **sizes(where, monkeypatch))
     layer.indices = layer.indices.clone()
     layer.indices[::4] = layer.count
     right = layer.found(implementation)
@@ -242,8 +247,8 @@ def test_an_index_out_of_range_that_nobody_reads_reaches_no_expert(where, implem
 
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
 @pytest.mark.parametrize("implementation", ["triton", "grouped_mm", "plain"])
-def test_padding_is_never_read(where, implementation):
-    layer = Layer(where, biased=True, **SIZES)
+def test_padding_is_never_read(where, implementation, monkeypatch):
+    layer = Layer(where, biased=True, **sizes(where, monkeypatch))
     layer.indices = layer.indices.clone()
     layer.indices[5:10] = 5
     before = layer.found(implementation)
@@ -264,6 +269,26 @@ def test_only_the_gradients_that_are_needed_are_made(where):
     names = [name for name, leaf in layer.leaves.items() if leaf.requires_grad]
     found = torch.autograd.grad(layer.run("triton"), [layer.leaves[name] for name in names], layer.dy)
     assert all(torch.equal(a, whole[name]) for name, a in zip(names, found, strict=True))
+
+
+@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
+def test_frozen_weights_can_be_made_again_for_the_backward(where):
+    layer = Layer(where, rank=4)
+    whole, made = layer.found("triton"), []
+    up, down = (layer.leaves.pop(name).detach() for name in ("up", "down"))
+
+    def again():
+        made.append(1)
+        return up, down
+
+    adapters = {f"{n}_adapter": Adapter(layer.leaves[f"{n}_a"], layer.leaves[f"{n}_b"], 0.5) for n in ("up", "down")}
+    given = layer.leaves["x"], layer.indices, layer.leaves["weights"]
+    y = experts(*given, up.clone(), down.clone(), again=again, implementation="triton", **adapters)
+    assert not made
+    found = torch.autograd.grad(y, list(layer.leaves.values()), layer.dy)
+    assert made == [1] and all(torch.equal(x, whole[name]) for name, x in zip(layer.leaves, found, strict=True))
+    with pytest.raises(LayoutError, match="weights that are made again for the backward have no gradient"):
+        experts(*given, up.clone().requires_grad_(), down, again=again)
 
 
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)

@@ -8,13 +8,14 @@ nothing that was stored and makes the activation again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from packing_core.errors import LayoutError
 from packing_core.reference import ExpertActivation
 from torch_backend.ops.experts.dispatch import IMPLEMENTATIONS, describe, load, rejections, select
 from torch_backend.ops.experts.products import Between, Linear, LowRank, Places
@@ -47,6 +48,7 @@ def experts(
     interleaved: bool = False,
     up_adapter: Adapter | None = None,
     down_adapter: Adapter | None = None,
+    again: Callable[[], tuple[Tensor, Tensor]] | None = None,
     implementation: str | Sequence[str] = "auto",
 ) -> Tensor:
     """The weighted sum of the experts that each token chose.
@@ -65,6 +67,8 @@ def experts(
         activation: between the products; from ``ExpertActivation``.
         interleaved: rows of ``up`` alternate between gate and value; otherwise all gates come first.
         up_adapter, down_adapter: low-rank additions to ``up`` and ``down``, which are not added up.
+        again: makes ``up`` and ``down``, both frozen, once more for the backward, so that neither is kept until then.
+            For weights that are stored in fewer bits.
         implementation: one of ``IMPLEMENTATIONS``, several to try in order, or "auto".
 
     Returns:
@@ -80,6 +84,10 @@ def experts(
         up_adapter=up_adapter, down_adapter=down_adapter,
     )  # fmt: skip
     name = select(request, implementation)
+    if again is not None and (up.requires_grad or down.requires_grad):
+        raise LayoutError(
+            "weights that are made again for the backward have no gradient: leave again out, or freeze them"
+        )
     if not request.tokens:
         return x.clone()
     up_a, up_b, up_scale = (None, None, 1.0) if up_adapter is None else up_adapter
@@ -90,7 +98,7 @@ def experts(
         interleaved,
     )  # fmt: skip
     found: Tensor = _Experts.apply(
-        options, x.contiguous(), weights, up, down, up_bias, down_bias, up_a, up_b, down_a, down_b, indices
+        options, again, x.contiguous(), weights, up, down, up_bias, down_bias, up_a, up_b, down_a, down_b, indices
     )
     return found
 
@@ -146,19 +154,25 @@ _GRADIENTS = _Operands._fields[:-1]
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, options: _Options, *operands: Tensor | None) -> Tensor:
+    def forward(ctx: Any, options: _Options, again: Any, *operands: Tensor | None) -> Tensor:
         y, *saved = _forward(*operands, *options)
-        ctx.save_for_backward(*operands, *saved)
-        ctx.options = options
+        kept = _Operands(*operands)  # type: ignore[arg-type]
+        if again is not None:
+            kept = kept._replace(up=None, down=None)
+        ctx.save_for_backward(*kept, *saved)
+        ctx.options, ctx.again = options, again
         result: Tensor = y
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        needs = [bool(n) for n in ctx.needs_input_grad[1:-1]]
-        found = _backward(dy.contiguous(), *ctx.saved_tensors, *ctx.options, needs)
-        return None, *(x if needed else None for x, needed in zip(found, needs, strict=True)), None
+        needs = [bool(n) for n in ctx.needs_input_grad[2:-1]]
+        tensors = list(ctx.saved_tensors)
+        if ctx.again is not None:
+            tensors[2:4] = ctx.again()
+        found = _backward(dy.contiguous(), *tensors, *ctx.options, needs)
+        return None, None, *(x if needed else None for x, needed in zip(found, needs, strict=True)), None
 
 
 def _low_rank(t: Tensor | None, b: Tensor | None) -> LowRank | None:
