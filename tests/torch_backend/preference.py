@@ -32,7 +32,7 @@ def tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 def model_of(family: str, seed: int = 0, **changes: Any) -> Any:
     """A tiny model of the family. A router's auxiliary loss, a statistic of the whole batch, is off."""
-    if family == "gpt_oss":
+    if family in ("gpt_oss", "qwen3_moe"):
         changes.setdefault("router_aux_loss_coef", 0.0)
     return tiny(family, seed, **CHANGES.get(family, {}), **changes)
 

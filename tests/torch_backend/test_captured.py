@@ -6,6 +6,7 @@ import gc
 import weakref
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -139,6 +140,32 @@ def test_compiled_layers_share_a_graph_over_layers_and_segmentations(interpreted
     assert counter.frame_count == graphs
 
 
+@pytest.mark.slow
+def test_compiled_layers_add_the_loss_of_routers_over_real_tokens(interpreted):
+    """Transformers collects scores in hooks, at which the graph of a layer breaks; all layers share the pieces."""
+    options = {"output_router_logits": True, "router_aux_loss_coef": 0.5, "num_hidden_layers": 3}
+    model = patch(tiny("qwen3_moe", **options), implementation="triton", verify=False)
+    state_of(model).guard = DeviceGuard()
+    given = [routed(lengths) for lengths in ((5, 19, 33), (71, 3, 4))]
+    parameters = list(model.parameters())
+    plain = [torch.autograd.grad(mean_loss(model, batch), parameters) for batch in given]
+    counter = CompileCounterWithBackend("aot_eager")
+    compile_layers(model, backend=counter)
+    for batch, right in zip(given, plain, strict=True):
+        found = torch.autograd.grad(mean_loss(model, batch), parameters)
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-6)
+        assert 0 < counter.frame_count <= 8
+    everything = {**given[0], "attention_mask": torch.ones_like(given[0]["attention_mask"])}
+    counted = torch.autograd.grad(mean_loss(model, everything), parameters)
+    assert max(float((a - b).abs().max()) for a, b in zip(counted, plain[0], strict=True)) > 1e-4
+
+
+def routed(lengths: tuple[int, ...]) -> dict:
+    """A row as :func:`fixed` makes it, with its padding marked."""
+    batch = fixed(lengths)
+    return {**batch, "attention_mask": (batch["input_ids"] != 0).long()}
+
+
 def test_a_recording_that_fails_says_what_failed_first(stand_in, monkeypatch):
     @contextmanager
     def recording(graph, **options):
@@ -187,6 +214,18 @@ def test_captured_steps_are_the_steps_to_the_bit(compiled, family):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_captured_steps_over_experts_add_the_loss_of_routers(compiled, family):
+    options = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    (losses, weights), right = trained(family, compiled, True, **options), trained(family, compiled, False, **options)
+    assert all(torch.equal(x, y) for x, y in zip((*losses, *weights), (*right[0], *right[1]), strict=True))
+    without, _ = trained(family, compiled, False)
+    assert all(float(x) > float(y) + 0.1 for x, y in zip(losses, without, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_captured_steps_on_flash_qla_are_those_on_triton(compiled, monkeypatch):
     pytest.importorskip("flash_qla")
@@ -201,12 +240,13 @@ def test_captured_steps_on_flash_qla_are_those_on_triton(compiled, monkeypatch):
     assert [float(x) for x in losses["flash_qla"]] == pytest.approx([float(x) for x in losses["triton"]], rel=2e-3)
 
 
-def trained(family: str, compiled: bool, capture: bool, **changes: int) -> tuple[list[Tensor], list[Tensor]]:
+def trained(family: str, compiled: bool, capture: bool, **changes: Any) -> tuple[list[Tensor], list[Tensor]]:
     """The losses and the weights of six steps on a GPU, recorded or not."""
     model = patch(tiny(family, **changes).cuda().bfloat16(), implementation="triton", verify=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=True)
+    row = routed if changes.get("output_router_logits") else fixed
     with torch.no_grad():
-        mean_loss(model, {n: x.cuda() if hasattr(x, "cuda") else x for n, x in fixed(ROWS[0]).items()})
+        mean_loss(model, {n: x.cuda() if hasattr(x, "cuda") else x for n, x in row(ROWS[0]).items()})
     if compiled:
         compile_layers(model)
 
@@ -218,7 +258,7 @@ def trained(family: str, compiled: bool, capture: bool, **changes: int) -> tuple
         return loss.detach()
 
     step = CapturedStep(one, warm_up=2, enabled=capture)
-    batches = ({n: x.cuda() if hasattr(x, "cuda") else x for n, x in fixed(lengths).items()} for lengths in ROWS)
+    batches = ({n: x.cuda() if hasattr(x, "cuda") else x for n, x in row(lengths).items()} for lengths in ROWS)
     losses = [step(batch) for batch in batches]
     assert (step.graph is not None) == capture
     return losses, [p.detach() for p in model.parameters()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,11 @@ from packing_core import reference
 from packing_core.errors import LayoutError, UnsupportedError
 from packing_core.reference import ExpertActivation
 from tests.torch_backend.kernels import ONE_DTYPE, Where, assert_within_budget, numpy
-from torch_backend.ops.experts import Adapter, experts
+from torch_backend.ops import operators
+from torch_backend.ops.experts import Adapter, experts, grouped_mm, triton
+from torch_backend.ops.experts.dispatch import order
+from torch_backend.ops.experts.products import Places
+from torch_backend.ops.experts.request import request_of
 
 SILU = ExpertActivation()
 CLAMPED = ExpertActivation(alpha=1.702, limit=0.9, offset=1.0)
@@ -139,18 +144,50 @@ def test_plain_is_the_oracle(options):
         np.testing.assert_allclose(numpy(found[name]), exact[name], rtol=1e-12, atol=1e-12, err_msg=name)
 
 
-@pytest.mark.gpu
+def sizes(where: Where, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Of products that torch's grouped one serves: wide ones on a GPU, and those of every layer on the CPU."""
+    if where.device.type == "cuda":
+        return {"tokens": 190, "width": 128, "inner": 64}
+    monkeypatch.setattr(grouped_mm, "_NARROW", 16)
+    return {}
+
+
 @pytest.mark.parametrize("options", LAYERS)
-def test_grouped_mm_is_the_oracle(options):
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)  # fills fresh memory with NaN
-    sizes = {"tokens": 190, "width": 128, "inner": 64}
-    layer = Layer(Where(torch.device("cuda"), torch.bfloat16), **options | sizes)
+@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
+def test_grouped_mm_is_the_oracle(where, options, monkeypatch):
+    layer = Layer(where, **options | sizes(where, monkeypatch))
     layer.indices = torch.where(layer.indices == 1, layer.count, layer.indices)  # padding, and nobody for expert 1
     check(layer, "grouped_mm")
-    torch.use_deterministic_algorithms(deterministic)
+
+
+@pytest.mark.parametrize("options", [LAYERS[0], LAYERS[1], LAYERS[3]])
+@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
+def test_a_first_product_in_steps_is_the_oracle(where, options, monkeypatch):
+    """As it runs where experts have many tokens: gathered rows, torch's product, bias and activation."""
+    monkeypatch.setattr(grouped_mm, "WIDE_UP", 0)
+    check(Layer(where, **options | sizes(where, monkeypatch)), "grouped_mm")
+
+
+def test_what_runs_first_depends_on_the_tokens_of_an_expert():
+    meta = {"device": "meta", "dtype": torch.bfloat16}
+    up, down = torch.empty(8, 64, 32, **meta), torch.empty(8, 32, 32, **meta)
+
+    def first(tokens: int) -> str:
+        routed = torch.empty(tokens, 2, dtype=torch.int64, device="meta"), torch.empty(tokens, 2, **meta)
+        request = request_of(torch.empty(tokens, 32, **meta), *routed, up, down)
+        return order(replace(request, device=torch.device("cuda")))[0]
+
+    assert [first(tokens) for tokens in (4, 255, 256, 9_000)] == ["triton", "triton", "grouped_mm", "grouped_mm"]
+
+
+@pytest.mark.parametrize(("bytes_of_memory", "stages"), [(227, 4), (163, 3), (99, 2), (16, 1)])
+def test_tiles_have_as_many_stages_as_shared_memory_holds(bytes_of_memory, stages, monkeypatch):
+    monkeypatch.setattr(operators, "shared_memory", lambda device: bytes_of_memory * 1_024)
+    monkeypatch.setattr(operators, "INTERPRETED", False)
+    routing = Places(torch.empty(8_192), torch.empty(4_096, 2), torch.empty(9), torch.empty(4_096, 2))
+    for table, columns in ((triton.ROWS, 1), (triton.GATED, 2)):
+        tile = triton._tile(table, routing, torch.empty(0, dtype=torch.bfloat16), columns)
+        assert tile.stages == stages and tile.stages <= table[-1][1].stages
 
 
 @pytest.mark.gpu
@@ -186,9 +223,9 @@ def routings(layer: Layer) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("routing", ["nobody", "one expert", "padding", "the last two"])
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
-@pytest.mark.parametrize("implementation", ["triton", "plain"])
-def test_any_routing_is_the_oracle(where, routing, implementation):
-    layer = Layer(where, activation=CLAMPED, biased=True)
+@pytest.mark.parametrize("implementation", ["triton", "grouped_mm", "plain"])
+def test_any_routing_is_the_oracle(where, routing, implementation, monkeypatch):
+    layer = Layer(where, activation=CLAMPED, biased=True, **sizes(where, monkeypatch))
     layer.indices = routings(layer)[routing]
     check(layer, implementation)
     if routing == "nobody":
@@ -196,15 +233,29 @@ def test_any_routing_is_the_oracle(where, routing, implementation):
 
 
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
-def test_padding_is_never_read(where):
-    layer = Layer(where, biased=True)
+@pytest.mark.parametrize("implementation", ["triton", "grouped_mm", "plain"])
+def test_an_index_out_of_range_that_nobody_reads_reaches_no_expert(where, implementation, monkeypatch):
+    monkeypatch.setattr("torch_backend.ops.experts.request._check_indices", lambda indices, count: None)
+    layer = Layer(where, biased=True, **sizes(where, monkeypatch))
+    layer.indices = layer.indices.clone()
+    layer.indices[::4] = layer.count
+    right = layer.found(implementation)
+    layer.indices[::4] = torch.tensor([-9, 2**31 - 1], device=layer.indices.device)
+    found = layer.found(implementation)
+    assert all(torch.equal(found[name], right[name]) for name in right)
+
+
+@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
+@pytest.mark.parametrize("implementation", ["triton", "grouped_mm", "plain"])
+def test_padding_is_never_read(where, implementation, monkeypatch):
+    layer = Layer(where, biased=True, **sizes(where, monkeypatch))
     layer.indices = layer.indices.clone()
     layer.indices[5:10] = 5
-    before = layer.found("triton")
+    before = layer.found(implementation)
     with torch.no_grad():
         layer.leaves["x"][5:10] = float("nan")
         layer.dy[5:10] = float("nan")
-    after = layer.found("triton")
+    after = layer.found(implementation)
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert not before["y"][5:10].any() and not before["x"][5:10].any() and not before["weights"][5:10].any()
 
@@ -218,6 +269,26 @@ def test_only_the_gradients_that_are_needed_are_made(where):
     names = [name for name, leaf in layer.leaves.items() if leaf.requires_grad]
     found = torch.autograd.grad(layer.run("triton"), [layer.leaves[name] for name in names], layer.dy)
     assert all(torch.equal(a, whole[name]) for name, a in zip(names, found, strict=True))
+
+
+@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
+def test_frozen_weights_can_be_made_again_for_the_backward(where):
+    layer = Layer(where, rank=4)
+    whole, made = layer.found("triton"), []
+    up, down = (layer.leaves.pop(name).detach() for name in ("up", "down"))
+
+    def again():
+        made.append(1)
+        return up, down
+
+    adapters = {f"{n}_adapter": Adapter(layer.leaves[f"{n}_a"], layer.leaves[f"{n}_b"], 0.5) for n in ("up", "down")}
+    given = layer.leaves["x"], layer.indices, layer.leaves["weights"]
+    y = experts(*given, up.clone(), down.clone(), again=again, implementation="triton", **adapters)
+    assert not made
+    found = torch.autograd.grad(y, list(layer.leaves.values()), layer.dy)
+    assert made == [1] and all(torch.equal(x, whole[name]) for name, x in zip(layer.leaves, found, strict=True))
+    with pytest.raises(LayoutError, match="weights that are made again for the backward have no gradient"):
+        experts(*given, up.clone().requires_grad_(), down, again=again)
 
 
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
@@ -269,7 +340,29 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         ({"indices": zeros(3, 1)}, LayoutError, "indices are int32 or int64, got torch.float32"),
         ({"indices": torch.tensor([[0], [3], [1]])}, LayoutError, "an index names expert 3 and there are 2"),
         ({"indices": torch.tensor([[0], [-2], [1]])}, LayoutError, "an index names expert -2 and there are 2"),
+        (
+            {"indices": zeros(3, 0, dtype=torch.int64), "weights": zeros(3, 0)},
+            LayoutError,
+            "each token chooses 0 experts and there are 2",
+        ),
         ({"down": zeros(2, 4, 3, dtype=torch.float64)}, LayoutError, "down is torch.float64 and x torch.float32"),
+        ({"up": zeros(2, 6, 4).half()}, LayoutError, "up is torch.float16 and x torch.float32: give both one dtype"),
+        ({"down_bias": zeros(2, 4).bfloat16()}, LayoutError, "down_bias is torch.bfloat16 and x torch.float32"),
+        (
+            {"up_adapter": Adapter(zeros(2, 1, 4), zeros(2, 6, 1).half(), 1.0)},
+            LayoutError,
+            "up_adapter.b is torch.float16 and x torch.float32",
+        ),
+        (
+            {"weights": zeros(3, 1, dtype=torch.int64)},
+            LayoutError,
+            "must be floating-point, got torch.float32 and torch.i",
+        ),
+        (
+            {"interleaved": True, "activation": UNGATED, "up": zeros(2, 3, 4)},
+            LayoutError,
+            "need an activation with gates",
+        ),
         ({"x": zeros(3, 4).to("meta")}, LayoutError, "is on cpu and x on meta"),
         (
             {"up_adapter": Adapter(zeros(2, 1, 4), zeros(2, 6, 2), 1.0)},
@@ -284,13 +377,17 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         ),
     ],
 )
-def test_what_cannot_be_run_says_why(change, error, message):
+@pytest.mark.parametrize("implementation", ["auto", "triton", "grouped_mm", "plain"])
+def test_what_cannot_be_run_says_why_before_it_runs(change, error, message, implementation, monkeypatch):
+    for name in ("_forward", "_backward"):
+        monkeypatch.setattr(f"torch_backend.ops.experts.{name}", None)
     given = {
         "x": zeros(3, 4),
         "indices": zeros(3, 1, dtype=torch.int64),
         "weights": zeros(3, 1),
         "up": zeros(2, 6, 4),
         "down": zeros(2, 4, 3),
+        "implementation": implementation,
     }
     with pytest.raises(error, match=message):
         experts(**given | change)

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 import torch_backend
 from packing_core.errors import UnsupportedModelError
 from tests.torch_backend.models import alone, assert_same, collate, documents, packed, tiny
 from torch_backend.auditing.tiny import all_families
-from torch_backend.hf.anatomy.experts import ExpertsLayout, find_experts, layout_of
+from torch_backend.hf.anatomy.experts import ExpertsLayout, find_experts, layout_of, weights_of
 from torch_backend.hf.edits.experts import reasons_against
 from torch_backend.hf.experts import run_within
 from torch_backend.hf.forward import PackedForward
+from torch_backend.hf.patch import Patched
 from torch_backend.ops import experts as ops
 from torch_backend.segments import PackedMetadata
+from torch_backend.steps import cuda_graph
+from torch_backend.steps.fast_backward import why_not_compiled
 
 # every layout and gate, mixers beside experts, and decoder layers that pass a mask on
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "nemotron_h", "granitemoehybrid", "qwen3_next", "mixtral")
@@ -175,9 +180,13 @@ def test_every_family_with_experts_is_recognised_or_named() -> None:
     assert unknown.items() <= {"inkling2_text": {gate}, "muse_spark": {"a norm follows each expert"}}.items()
 
 
-def adapted(family: str, **options: Any) -> Any:
+def adapted(family: str, std: float | None = None, **options: Any) -> Any:
+    """A tiny model with adapters on its experts, whose weights are drawn anew with a deviation of ``std``."""
     peft = pytest.importorskip("peft")
     model = tiny(family)
+    for module in find_experts(model).values() if std is not None else ():
+        for weight in module.parameters():
+            nn.init.normal_(weight, std=std)
     experts = next(iter(find_experts(model).values()))
     layout = layout_of(experts)
     assert isinstance(layout, ExpertsLayout)
@@ -221,3 +230,53 @@ def test_disabled_and_merged_adapters_are_left_to_peft() -> None:
     with torch.no_grad():
         merged = model(**batch)
     assert torch.allclose(merged.loss, whole.loss, rtol=1e-5)
+
+
+class Sixteenths(nn.Module):
+    """Makes a weight from integers, as weights of 4 bits are made."""
+
+    def forward(self, stored: torch.Tensor) -> torch.Tensor:
+        return stored.to(torch.float32) / 16
+
+
+def in_few_bits(model: Any) -> tuple[Any, Any]:
+    """The model with experts that are stored as integers and made in every call, and a copy that holds what is made."""
+    held = copy.deepcopy(model)
+    for module, copied in zip(find_experts(model).values(), find_experts(held).values(), strict=True):
+        for name in (layout_of(module).up, "down_proj"):
+            stored = (getattr(module, name).detach() * 16).round().to(torch.int8)
+            setattr(module, name, nn.Parameter(stored, requires_grad=False))
+            parametrize.register_parametrization(module, name, Sixteenths(), unsafe=True)
+            getattr(copied, name).data = Sixteenths()(stored)
+    return model, held
+
+
+def saved(model: Any, batch: dict[str, Any]) -> set[torch.Size]:
+    """The shapes of all that a forward keeps for its backward."""
+    shapes: set[torch.Size] = set()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: shapes.add(x.shape) or x, lambda x: x):
+        model(**batch)
+    return shapes
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_adapters_of_weights_that_are_made_in_every_call_are_exact_and_none_is_kept(family: str) -> None:
+    (model, held), docs = in_few_bits(adapted(family, std=1.0)), documents(LENGTHS)
+    want = alone(held, docs)
+    assert any("experts" in name and "lora_A" in name for name in want.gradients)
+    batch = with_mask(collate(docs, capacity=16))
+    for each in (model, held):
+        torch_backend.patch(each, verify=False)
+        assert_same(packed(each, docs, batch), want, 2e-5)
+    assert_same(alone(model, docs), want, 2e-5)  # PEFT's own forward of such weights raises in the backward
+    module = next(iter(find_experts(model).values()))
+    weights = {weight.shape for weight in weights_of(module, layout_of(module))}
+    assert weights <= saved(held, batch) and not weights & saved(model, batch)
+
+
+def test_layers_whose_weights_are_made_in_every_call_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch_backend.patch(in_few_bits(tiny("qwen3_moe"))[0], verify=False)
+    monkeypatch.setattr(cuda_graph, "DEVICE", "cpu")
+    monkeypatch.setattr(Patched, "layers_need_lengths", False)
+    assert why_not_compiled(model) == "the weights of its experts are made in every call, from 4 bits for example"
+    assert why_not_compiled(torch_backend.patch(tiny("qwen3_moe"), verify=False)) is None

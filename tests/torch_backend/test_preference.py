@@ -17,6 +17,7 @@ from tests.torch_backend.preference import (
     tokenizer,
     trained,
 )
+from torch_backend.hf import experts as packed_experts
 from torch_backend.trainers.enable_packing import enable_packing
 
 trl = pytest.importorskip("trl", reason="the trainers are TRL's")
@@ -61,6 +62,42 @@ def test_an_update_is_that_of_each_document_alone(tmp_path, family) -> None:
     for trainer in exact:
         in_float64(trainer.model), in_float64(trainer.ref_model)
     assert_same_training(packed(exact[0]), alone(exact[1]))
+
+
+EXPERTS = {
+    "full": {},
+    "adapters": {
+        "ref_model": False,
+        "peft_config": peft.LoraConfig(
+            r=2, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_an_update_over_experts_is_that_of_each_document_alone(tmp_path, family, kind, monkeypatch) -> None:
+    """Our kernels run the policy and its reference, and adapters reach them as they are."""
+    exact = [dpo(tmp_path, family, **EXPERTS[kind], max_steps=2) for _ in range(2)]
+    for trainer in exact:
+        for model in (trainer.model, trainer.ref_model):
+            if model is not None:
+                in_float64(model)
+    truth, ranks = alone(exact[1]), []
+    original = packed_experts.experts
+
+    def spy(*args, up_adapter=None, **options):
+        ranks.append(0 if up_adapter is None else up_adapter.a.shape[1])
+        return original(*args, up_adapter=up_adapter, **options)
+
+    monkeypatch.setattr(packed_experts, "experts", spy)
+    found = packed(exact[0])
+    assert any("experts" in name and name.startswith("gradient") for name in found[0])
+    assert_same_training(found, truth)
+    layers = exact[0].model.config.num_hidden_layers
+    forward = [2] * layers + [0] * layers if kind == "adapters" else [0] * 2 * layers  # the policy, its reference
+    assert ranks == forward * 4, "two micro-batches in each of two steps"
 
 
 LOSSES = [

@@ -14,8 +14,10 @@ from tests.torch_backend.models import Run, alone, assert_same, collate, documen
 from tests.torch_backend.test_packed_step import FAST, trained
 from tests.torch_backend.test_trainer import llama, peft
 from torch_backend import patch
+from torch_backend.hf.anatomy.experts import find_experts, layout_of
 
-pytest.importorskip("bitsandbytes", reason="unsupported here: bitsandbytes is no dependency of any extra")
+WHY = "unsupported here: bitsandbytes is no dependency of any extra"
+parametrize = pytest.importorskip("bitsandbytes.nn.parametrize", reason=WHY)
 
 CUDA = pytest.param(
     "cuda",
@@ -75,3 +77,35 @@ def test_the_fast_step_trains_them_as_the_plain_one(build: Any, device: str, tmp
     assert fast.packed_step.parts["loss"] == FAST
     reason = "the model computes on cpu" if device == "cpu" else "its weights are quantised"
     assert fast.packed_step.parts["layers"] == f"not compiled: {reason}"
+
+
+def on_experts(family: str) -> Any:
+    """A tiny model with adapters on its experts, and its modules of experts."""
+    model = tiny(family)
+    up = layout_of(next(iter(find_experts(model).values()))).up
+    config = peft.LoraConfig(r=3, target_modules=["q_proj"], target_parameters=[f"experts.{up}", "experts.down_proj"])
+    torch.manual_seed(0)
+    model = peft.get_peft_model(model, config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model.train(), up
+
+
+@DEVICES
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_adapters_of_4_bit_experts_train_as_on_what_the_bits_stand_for(family: str, device: str) -> None:
+    """Adapters first, then the 4 bits: afterwards PEFT finds no parameter of that name."""
+    docs = [document.to(device) for document in documents()]
+    (model, up), (held, _) = on_experts(family), on_experts(family)
+    model, held = model.to(device), held.to(device)
+    for module, copied in zip(find_experts(model).values(), find_experts(held).values(), strict=True):
+        for name in (up, "down_proj"):
+            before = getattr(module, name).detach().clone()
+            parametrize.replace_parameter_4bit(module, name, quant_type="nf4")
+            getattr(copied, name).data = getattr(module, name)
+            assert not torch.equal(before, getattr(module, name))
+    exact = alone(held, docs)
+    assert any("experts" in name for name in exact.gradients)
+    batch = {name: x.to(device) if torch.is_tensor(x) else x for name, x in collate(documents()).items()}
+    assert_same(packed(patch(model, verify=False), docs, batch), exact, tolerance=2e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from torch import Tensor
 
 import torch_backend
 from packing_core.errors import LayoutError, UnsupportedModelError
+from tests.torch_backend.graphs import stand_in
 from tests.torch_backend.models import collate, documents, tiny
 from torch_backend.auditing.tiny import all_families
 from torch_backend.losses.causal_lm import causal_lm_loss
+from torch_backend.steps.fixed_shapes import FixedShapes
 
 # Row of 7: | 7 |   | 3 | .. |   | 5 | .. |     row of 8: | 7 | . |   | 3 | 5 |     row of 16: | 7 | 3 | 5 | . |
 LENGTHS = (7, 3, 5)
@@ -111,3 +114,58 @@ def test_the_loss_without_logits_contains_it(capacity: int) -> None:
     torch.testing.assert_close(
         torch.autograd.grad(loss / weight, parameters), torch.autograd.grad(own, parameters), rtol=1e-4, atol=1e-6
     )
+
+
+# -- in fixed shapes, which add padding --------------------------------------------------------------------------------
+
+# In rows of 64:  | 40 | 9 | .. |  | 20 | 31 | .. |     | 12 | 3 | ... |     | 64 |  | 5 | ... |     | 50 | . |
+ROWS = ((40, 9, 20, 31), (12, 3), (64, 5), (50,))
+
+
+def with_loss(family: str, coefficient: float = 0.5) -> Any:
+    return tiny(family, output_router_logits=True, router_aux_loss_coef=coefficient)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral"])
+def test_fixed_shapes_leave_it_as_it_is(family: str) -> None:
+    model, fixed = with_loss(family), FixedShapes(96, longest=64, segments=8)
+    docs = documents(ROWS[1])
+    want = truth(model, docs)
+    torch_backend.patch(model, verify=False)
+    batch = fixed(with_mask(collate(docs, capacity=64)))
+    assert batch["input_ids"].shape == (1, 96) and int(batch["attention_mask"].sum()) == sum(ROWS[1])
+    assert float(model(**batch).aux_loss.detach()) == pytest.approx(want, rel=1e-5)
+    everything = {**batch, "attention_mask": torch.ones_like(batch["attention_mask"])}
+    assert float(model(**everything).aux_loss.detach()) != pytest.approx(want, rel=1e-3), "padding would be seen here"
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_captured_step_trains_it_as_the_eager_step_does(
+    family: str, microbatches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches of one row get a row of padding, since the first one has two."""
+    graphs: SimpleNamespace = stand_in(monkeypatch.setattr)
+    rows = [with_mask(collate(documents(lengths, seed=i), capacity=64)) for i, lengths in enumerate(ROWS * 3)]
+    losses, models = [], []
+    for options in ({}, {"capture": False, "compile": False}):
+        model = torch_backend.patch(with_loss(family), verify=False)
+        graphs.model = model
+        step = torch_backend.make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+        given = [rows[i : i + microbatches] for i in range(0, len(rows), microbatches)]
+        losses.append([float(step(each)["loss"]) for each in given])
+        models.append(model)
+        assert step.parts["graph"] == ("no CUDA graph: capture=False" if options else "CUDA graph"), step.parts
+    assert graphs.recorded == microbatches and graphs.replayed > 2
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    torch.testing.assert_close(*(list(model.parameters()) for model in models))
+
+
+def test_the_step_without_the_loss_would_differ() -> None:
+    """Otherwise the test above could not fail."""
+    batch, losses = with_mask(collate(documents(ROWS[0]), capacity=64)), []
+    for coefficient in (0.5, 0.0):
+        model = torch_backend.patch(with_loss("qwen3_moe", coefficient), verify=False)
+        step = torch_backend.make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        losses.append(float(step(batch)["loss"]))
+    assert losses[0] > losses[1] + 0.1

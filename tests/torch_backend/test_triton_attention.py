@@ -277,7 +277,7 @@ def test_tiles_hold_at_least_one_token_of_every_group(dtype, width):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_the_small_tiles_fit_the_shared_memory_of_consumer_cards(monkeypatch, no_trial, width):
-    monkeypatch.setattr(implementation, "_shared_memory", lambda device: 99 * 1024)
+    monkeypatch.setattr(implementation, "shared_memory", lambda device: 99 * 1024)
     kernels = import_module("torch_backend.ops.attention.triton_kernels")
     launched = []
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from packing_core.errors import UnsupportedModelError
-from torch_backend.hf.anatomy.experts import ExpertsLayout, layout_of
+from torch_backend.hf.anatomy.experts import ExpertsLayout, layout_of, makes_weights, weights_of
 from torch_backend.hf.forward import PackedForward
 from torch_backend.ops.experts import Adapter, ExpertsRequest, experts, request_of, select
 
@@ -99,16 +100,15 @@ def run_experts(
         [T, D], dtype of ``hidden``.
     """
     forward = packed_around()
-    up, down = getattr(module, layout.up), module.down_proj
     biases = (getattr(module, f"{layout.up}_bias"), module.down_proj_bias) if layout.biased else (None, None)
-    if layout.transposed:
-        up, down = up.mT, down.mT
-    dtype = up.dtype
+    dtype = None
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
+    up, down = weights_of(module, layout, dtype)
+    dtype = up.dtype
     if forward is not None and forward.real is not None and forward.real.shape[0] == indices.shape[0]:
         indices = torch.where(forward.real[:, None], indices, up.shape[0])
-    tensors = hidden.to(dtype), indices, weights, up.to(dtype), down.to(dtype)
+    tensors = hidden.to(dtype), indices, weights, up, down
     options: dict[str, Any] = {
         "up_bias": None if biases[0] is None else biases[0].to(dtype),
         "down_bias": None if biases[1] is None else biases[1].to(dtype),
@@ -120,6 +120,8 @@ def run_experts(
     if forward is not None and not torch.compiler.is_compiling():
         request = request_of(*tensors, **options)
         forward.experts[id(module)] = ExpertsChoice(select(request), request)
+    if makes_weights(module, layout) and not (up.requires_grad or down.requires_grad):
+        options["again"] = partial(weights_of, module, layout, dtype)
     return experts(*tensors, **options).to(hidden.dtype)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from importlib.util import find_spec
 from typing import Any
 
@@ -59,3 +59,12 @@ def runs_triton(x: torch.Tensor) -> bool:
     """Returns whether Triton kernels support this tensor: it is on a GPU, or the kernels are interpreted on the CPU."""
     served = x.dtype in (torch.bfloat16, torch.float16, torch.float32)
     return TRITON and served and (x.is_cuda or INTERPRETED)
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program can have on a device; 0 where kernels are interpreted."""
+    if device.type != "cuda":
+        return 0
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's own stubs lack the attribute
+    return int(properties.shared_memory_per_block_optin)

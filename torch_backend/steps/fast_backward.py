@@ -22,6 +22,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from packing_core.errors import UnsupportedError, UnsupportedModelError
+from torch_backend.hf.anatomy.experts import find_experts, makes_weights
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.attention import DecoderLayer
 from torch_backend.hf.edits.experts import why_experts_read
@@ -365,6 +366,8 @@ def _why_not_fixed(model: nn.Module, batch: Batch | None) -> str | None:
         return "its layers need the lengths of documents on the host, which differ from batch to batch"
     if getattr(root, "is_quantized", False):
         return "its weights are quantised"
+    if any(makes_weights(module) for module in find_experts(root).values()):
+        return "the weights of its experts are made in every call, from 4 bits for example"
     if len({parameter.device for parameter in root.parameters()}) > 1:
         return "its weights lie on several devices"
     marked = batch is not None and batch.get("attention_mask") is not None

@@ -66,6 +66,21 @@ def layout_of(module: Any) -> ExpertsLayout | str:
     return ExpertsLayout(activation, up, bool(module.is_transposed), interleaved, bool(module.has_bias))
 
 
+def weights_of(module: Any, layout: ExpertsLayout, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """The weights of both products as [E, out, in], in ``dtype`` if one is given."""
+    up, down = getattr(module, layout.up), module.down_proj
+    if layout.transposed:
+        up, down = up.mT, down.mT
+    return up.to(dtype or up.dtype), down.to(dtype or down.dtype)
+
+
+def makes_weights(module: nn.Module, layout: ExpertsLayout | None = None) -> bool:
+    """Returns whether a module computes a weight anew when it is asked for it, as that of 4 bits is (bitsandbytes)."""
+    made = getattr(module, "parametrizations", {})
+    names = ("gate_up_proj", "up_proj", "down_proj") if layout is None else (layout.up, "down_proj")
+    return any(name in made for name in names)
+
+
 def _activation_of(module: Any, interleaved: bool) -> ExpertActivation | None:
     """The activation that agrees with the module's own on numbers below, inside and above its limits."""
     alpha, limit = (next((float(v) for n in names if (v := getattr(module, n, None)) is not None), None)
@@ -81,7 +96,7 @@ def _activation_of(module: Any, interleaved: bool) -> ExpertActivation | None:
     if not isinstance(right, Tensor) or right.dtype != z.dtype:
         return None
     for candidate in _candidates(bool(module.has_gate), alpha, limit):
-        found, _ = activated(z, Between(candidate, interleaved))
+        found = activated(z, Between(candidate, interleaved))
         if found.shape == right.shape and torch.allclose(found, right, rtol=1e-6, atol=1e-9):
             return candidate
     return None

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_backend.hf.anatomy.experts import ExpertsLayout, find_experts, layout_of
+from torch_backend.hf.anatomy.experts import ExpertsLayout, find_experts, layout_of, makes_weights
 from torch_backend.hf.attention import DecoderLayer
 from torch_backend.hf.edits.mixers import passes_a_mask, segments_for_mask
 from torch_backend.hf.edits.override import has_own_forward, override
@@ -124,7 +124,9 @@ def _experts_forward(module: Any, call: Callable[..., Any], *args: Any, **kwargs
 
 
 def _adapter_forward(wrapper: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if packed_around() is None or kwargs or len(args) != 3:
+    # PEFT cannot add to weights that a module makes in every call: its own forward raises in the backward
+    stock = packed_around() is None and not makes_weights(_innermost(wrapper))
+    if stock or kwargs or len(args) != 3:
         return call(*args, **kwargs)
     module, adapters = wrapper, dict[str, Adapter]()
     while type(module).__name__ == _WRAPPER:

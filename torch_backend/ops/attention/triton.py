@@ -17,7 +17,7 @@ from packing_core.errors import UnsupportedError
 from torch_backend.ops.attention.probe import Probed
 from torch_backend.ops.attention.request import AttentionRequest
 from torch_backend.ops.attention.triton_work import key_parts, key_tiles, query_parts, query_tiles
-from torch_backend.ops.operators import operator, runs_triton
+from torch_backend.ops.operators import operator, runs_triton, shared_memory
 from torch_backend.segments import PackedMetadata
 
 LOG2E = 1.4426950408889634
@@ -171,7 +171,7 @@ def choose_tiles(request: AttentionRequest) -> KernelTiles:
     if request.dtype == torch.float32:
         tile = Tile(max(32, group), 32, 4, 1) if width <= 128 else Tile(max(16, group), 16, 4, 1)
         return KernelTiles(tile, tile, tile)
-    tiles = _LARGE if _shared_memory(request.device) >= 200 * 1024 else _SMALL
+    tiles = _LARGE if shared_memory(request.device) >= 200 * 1024 else _SMALL
     return KernelTiles(*(tile._replace(rows=max(tile.rows, group)) for tile in tiles[width]))
 
 
@@ -184,14 +184,6 @@ _SMALL = {
     **dict.fromkeys((16, 32, 64, 128), KernelTiles(Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2))),
     256: KernelTiles(Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
 }
-
-
-def _shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program can have; none, so the small tiles, where kernels are interpreted."""
-    if device.type != "cuda":
-        return 0
-    properties: Any = torch.cuda.get_device_properties(device)  # torch's own stubs lack the attribute
-    return int(properties.shared_memory_per_block_optin)
 
 
 def _power_of_two(n: int) -> int:

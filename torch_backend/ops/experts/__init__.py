@@ -8,16 +8,17 @@ nothing that was stored and makes the activation again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from packing_core.errors import LayoutError
 from packing_core.reference import ExpertActivation
 from torch_backend.ops.experts.dispatch import IMPLEMENTATIONS, describe, load, rejections, select
-from torch_backend.ops.experts.products import Between, LowRank, Places
+from torch_backend.ops.experts.products import Between, Linear, LowRank, Places
 from torch_backend.ops.experts.request import Adapter, ExpertsRequest, request_of
 from torch_backend.ops.operators import operator
 
@@ -47,6 +48,7 @@ def experts(
     interleaved: bool = False,
     up_adapter: Adapter | None = None,
     down_adapter: Adapter | None = None,
+    again: Callable[[], tuple[Tensor, Tensor]] | None = None,
     implementation: str | Sequence[str] = "auto",
 ) -> Tensor:
     """The weighted sum of the experts that each token chose.
@@ -65,6 +67,8 @@ def experts(
         activation: between the products; from ``ExpertActivation``.
         interleaved: rows of ``up`` alternate between gate and value; otherwise all gates come first.
         up_adapter, down_adapter: low-rank additions to ``up`` and ``down``, which are not added up.
+        again: makes ``up`` and ``down``, both frozen, once more for the backward, so that neither is kept until then.
+            For weights that are stored in fewer bits.
         implementation: one of ``IMPLEMENTATIONS``, several to try in order, or "auto".
 
     Returns:
@@ -80,159 +84,192 @@ def experts(
         up_adapter=up_adapter, down_adapter=down_adapter,
     )  # fmt: skip
     name = select(request, implementation)
+    if again is not None and (up.requires_grad or down.requires_grad):
+        raise LayoutError(
+            "weights that are made again for the backward have no gradient: leave again out, or freeze them"
+        )
     if not request.tokens:
         return x.clone()
     up_a, up_b, up_scale = (None, None, 1.0) if up_adapter is None else up_adapter
     down_a, down_b, down_scale = (None, None, 1.0) if down_adapter is None else down_adapter
-    options = (name, up_scale, down_scale, *_packed(activation), interleaved)
-    tensors = (x.contiguous(), weights, up, down, up_bias, down_bias, up_a, up_b, down_a, down_b)
-    found: Tensor = _Experts.apply(indices, options, *tensors)
+    limit = activation.limit or 0.0
+    options = _Options(
+        name, up_scale, down_scale, activation.name, activation.gated, activation.alpha, limit, activation.offset,
+        interleaved,
+    )  # fmt: skip
+    found: Tensor = _Experts.apply(
+        options, again, x.contiguous(), weights, up, down, up_bias, down_bias, up_a, up_b, down_a, down_b, indices
+    )
     return found
 
 
-def _packed(kind: ExpertActivation) -> tuple[str, bool, float, float, float]:
-    """The activation in the types of a schema; a limit of 0 is none."""
-    return kind.name, kind.gated, kind.alpha, kind.limit or 0.0, kind.offset
+class _Operands(NamedTuple):
+    """The tensors of a call, as the operators take them one by one; all but the last have gradients."""
+
+    x: Tensor
+    weights: Tensor
+    up: Tensor
+    down: Tensor
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+    up_a: Tensor | None
+    up_b: Tensor | None
+    down_a: Tensor | None
+    down_b: Tensor | None
+    indices: Tensor
 
 
-def _between(name: str, gated: bool, alpha: float, limit: float, offset: float, interleaved: bool) -> Between:
-    return Between(ExpertActivation(name, gated, alpha, limit or None, offset), interleaved)
+class _Options(NamedTuple):
+    """The rest of a call, in the types of a schema; a limit of 0 is none."""
+
+    implementation: str
+    up_scale: float
+    down_scale: float
+    activation: str
+    gated: bool
+    alpha: float
+    limit: float
+    offset: float
+    interleaved: bool
+
+    @property
+    def between(self) -> Between:
+        kind = ExpertActivation(self.activation, self.gated, self.alpha, self.limit or None, self.offset)
+        return Between(kind, self.interleaved)
+
+
+class _Saved(NamedTuple):
+    """What the forward keeps for the backward: the first product, halves of adapters, the places."""
+
+    z: Tensor
+    t: Tensor
+    u: Tensor
+    order: Tensor
+    places: Tensor
+    offsets: Tensor
+
+
+_GRADIENTS = _Operands._fields[:-1]
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, indices: Tensor, options: tuple[Any, ...], *tensors: Tensor | None) -> Tensor:
-        y, *saved = _forward(*tensors, indices, *options)
-        ctx.save_for_backward(*tensors, indices, *saved)
-        ctx.options = options
+    def forward(ctx: Any, options: _Options, again: Any, *operands: Tensor | None) -> Tensor:
+        y, *saved = _forward(*operands, *options)
+        kept = _Operands(*operands)  # type: ignore[arg-type]
+        if again is not None:
+            kept = kept._replace(up=None, down=None)
+        ctx.save_for_backward(*kept, *saved)
+        ctx.options, ctx.again = options, again
         result: Tensor = y
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        needs = [bool(n) for n in ctx.needs_input_grad[2:]]
-        found = _backward(dy.contiguous(), *ctx.saved_tensors, *ctx.options, needs)
-        return None, None, *(x if needed else None for x, needed in zip(found, needs, strict=True))
+        needs = [bool(n) for n in ctx.needs_input_grad[2:-1]]
+        tensors = list(ctx.saved_tensors)
+        if ctx.again is not None:
+            tensors[2:4] = ctx.again()
+        found = _backward(dy.contiguous(), *tensors, *ctx.options, needs)
+        return None, None, *(x if needed else None for x, needed in zip(found, needs, strict=True)), None
 
 
 def _low_rank(t: Tensor | None, b: Tensor | None) -> LowRank | None:
     return None if t is None or b is None else LowRank(t, b)
 
 
-def _launch_forward(
-    x: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
-    up_a: Tensor | None, up_b: Tensor | None, down_a: Tensor | None, down_b: Tensor | None,
-    indices: Tensor, implementation: str, up_scale: float, down_scale: float, *kind: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    steps, between = load(implementation), _between(*kind)
-    routing = steps.route(indices.contiguous(), up.shape[0])
-    t = None if up_a is None else steps.rows(x, up_a, routing, gather=True, scale=up_scale)
-    z, h = steps.up(x, up, routing, bias=up_bias, adapter=_low_rank(t, up_b), between=between)
-    u = None if down_a is None else steps.rows(h, down_a, routing, scale=down_scale)
-    y = steps.rows(h, down, routing, bias=down_bias, adapter=_low_rank(u, down_b))
-    none = x.new_empty(0)
-    return (
-        steps.combine(y, routing, weights.contiguous()),
-        z,
-        none if t is None else t,
-        none.clone() if u is None else u,
-        routing.order,
-        routing.places,
-        routing.offsets,
-    )
+def _launch_forward(*given: Any) -> tuple[Tensor, ...]:
+    call, options = _Operands(*given[: len(_Operands._fields)]), _Options(*given[len(_Operands._fields) :])
+    steps = load(options.implementation)
+    x, up_a, down_a = call.x, call.up_a, call.down_a
+    routing = steps.route(call.indices.contiguous(), call.up.shape[0])
+    t = None if up_a is None else steps.rows(x, Linear(up_a, scale=options.up_scale), routing, gather=True)
+    z, h = steps.up(x, Linear(call.up, call.up_bias, _low_rank(t, call.up_b)), routing, options.between)
+    u = None if down_a is None else steps.rows(h, Linear(down_a, scale=options.down_scale), routing)
+    y = steps.rows(h, Linear(call.down, call.down_bias, _low_rank(u, call.down_b)), routing)
+    t, u = (x.new_empty(0) if half is None else half for half in (t, u))
+    combined = steps.combine(y, routing, call.weights.contiguous())
+    return combined, *_Saved(z, t, u, routing.order, routing.places, routing.offsets)
 
 
-def _launch_backward(
-    dy: Tensor, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
-    up_a: Tensor | None, up_b: Tensor | None, down_a: Tensor | None, down_b: Tensor | None,
-    indices: Tensor, z: Tensor, t: Tensor, u: Tensor, order: Tensor, places: Tensor, offsets: Tensor,
-    implementation: str, up_scale: float, down_scale: float, *others: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    steps, between, needs = load(implementation), _between(*others[:-1]), others[-1]
-    routing = Places(order, places, offsets, indices.contiguous())
-    weights = weights.contiguous()
-    found: dict[str, Tensor] = {}
-    du = None if down_b is None else steps.rows(dy, down_b.mT, routing, gather=True, scale=down_scale)
-    dz, weighted, found["weights"] = steps.down_backward(
-        dy, down.mT, z, weights, routing,
-        bias=down_bias if needs[1] else None, adapter=_low_rank(du, None if down_a is None else down_a.mT),
-        between=between,
-    )  # fmt: skip
-    found["weights"] = found["weights"].to(weights.dtype)
-    if needs[3]:
-        found["down"] = steps.outer(dy, weighted, routing, down, gather_a=True)
-    if needs[5] and down_bias is not None:
-        found["down_bias"] = steps.sums(dy, routing, down_bias, weights=weights)
+def _launch_backward(dy: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    *given, needed = given
+    first, second = len(_Operands._fields), len(_Operands._fields) + len(_Saved._fields)
+    call, saved, options = _Operands(*given[:first]), _Saved(*given[first:second]), _Options(*given[second:])
+    steps, found = load(options.implementation), dict[str, Tensor]()
+    needs = {name for name, need in zip(_GRADIENTS, needed, strict=True) if need}
+    weights, (up_a, up_b, down_a, down_b) = call.weights.contiguous(), call[6:10]
+    routing = Places(saved.order, saved.places, saved.offsets, call.indices.contiguous())
+    du = None if down_b is None else steps.rows(dy, Linear(down_b.mT, scale=options.down_scale), routing, gather=True)
+    bias = call.down_bias if "weights" in needs else None
+    by = Linear(call.down.mT, bias, _low_rank(du, None if down_a is None else down_a.mT))
+    dz, weighted, dweights = steps.down_backward(dy, by, saved.z, weights, routing, options.between)
+    found["weights"] = dweights.to(weights.dtype)
+    if "down" in needs:
+        found["down"] = steps.outer(dy, weighted, routing, call.down, gather_a=True)
+    if "down_bias" in needs and call.down_bias is not None:
+        found["down_bias"] = steps.sums(dy, routing, call.down_bias, weights=weights)
     if du is not None and down_a is not None and down_b is not None:
-        if needs[8]:
+        if "down_a" in needs:
             found["down_a"] = steps.outer(du, weighted, routing, down_a)
-        if needs[9]:
-            weight = weights.flatten()[order.long()].to(u.dtype)
-            found["down_b"] = steps.outer(dy, u * weight[:, None], routing, down_b, gather_a=True)
+        if "down_b" in needs:
+            weight = weights.flatten()[routing.order.long()].to(saved.u.dtype)
+            found["down_b"] = steps.outer(dy, saved.u * weight[:, None], routing, down_b, gather_a=True)
     del weighted
-    dt = None if up_b is None else steps.rows(dz, up_b.mT, routing, scale=up_scale)
-    if needs[2]:
-        found["up"] = steps.outer(dz, x, routing, up, gather_b=True)
-    if needs[4] and up_bias is not None:
-        found["up_bias"] = steps.sums(dz, routing, up_bias)
+    dt = None if up_b is None else steps.rows(dz, Linear(up_b.mT, scale=options.up_scale), routing)
+    if "up" in needs:
+        found["up"] = steps.outer(dz, call.x, routing, call.up, gather_b=True)
+    if "up_bias" in needs and call.up_bias is not None:
+        found["up_bias"] = steps.sums(dz, routing, call.up_bias)
     if dt is not None and up_a is not None and up_b is not None:
-        if needs[6]:
-            found["up_a"] = steps.outer(dt, x, routing, up_a, gather_b=True)
-        if needs[7]:
-            found["up_b"] = steps.outer(dz, t, routing, up_b)
-    if needs[0]:
-        terms = steps.rows(dz, up.mT, routing, adapter=_low_rank(dt, None if up_a is None else up_a.mT))
-        found["x"] = steps.combine(terms, routing, None)
-    return tuple(found[name] if name in found else x.new_empty(0) for name in _DIFFERENTIABLE)
-
-
-_DIFFERENTIABLE = (
-    "x", "weights", "up", "down", "up_bias", "down_bias", "up_a", "up_b", "down_a", "down_b",
-)  # fmt: skip
+        if "up_a" in needs:
+            found["up_a"] = steps.outer(dt, call.x, routing, up_a, gather_b=True)
+        if "up_b" in needs:
+            found["up_b"] = steps.outer(dz, saved.t, routing, up_b)
+    if "x" in needs:
+        by = Linear(call.up.mT, adapter=_low_rank(dt, None if up_a is None else up_a.mT))
+        found["x"] = steps.combine(steps.rows(dz, by, routing), routing, None)
+    return tuple(found[name] if name in found else dy.new_empty(0) for name in _GRADIENTS)
 
 
 def _fake_forward(*given: Any) -> tuple[Tensor, ...]:
-    x, _, up, _, _, _, up_a, _, down_a, _, indices, *_ = given
-    places, none = indices.numel(), x.new_empty(0)
+    call = _Operands(*given[: len(_Operands._fields)])
+    x, places = call.x, call.indices.numel()
 
     def rank(a: Tensor | None) -> Tensor:
-        return none.clone() if a is None else x.new_empty(places, a.shape[1])
+        return x.new_empty(0) if a is None else x.new_empty(places, a.shape[1])
 
     def integers(*shape: int) -> Tensor:
-        return indices.new_empty(shape, dtype=torch.int32)
+        return call.indices.new_empty(shape, dtype=torch.int32)
 
-    order, offsets = integers(places), integers(up.shape[0] + 1)
-    return (
-        torch.empty_like(x), x.new_empty(places, up.shape[1]), rank(up_a), rank(down_a),
-        order, integers(*indices.shape), offsets,
-    )  # fmt: skip
+    numbers = integers(places), integers(*call.indices.shape), integers(call.up.shape[0] + 1)
+    z = x.new_empty(places, call.up.shape[1])
+    return torch.empty_like(x), *_Saved(z, rank(call.up_a), rank(call.down_a), *numbers)
 
 
 def _fake_backward(dy: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    tensors, needs = given[:10], given[-1]
+    tensors, needs = given[: len(_GRADIENTS)], given[-1]
     return tuple(
-        torch.empty_like(tensor) if tensor is not None and (needed or number == 1) else dy.new_empty(0)
-        for number, (tensor, needed) in enumerate(zip(tensors, needs, strict=True))
+        torch.empty_like(tensor) if tensor is not None and (needed or name == "weights") else dy.new_empty(0)
+        for name, tensor, needed in zip(_GRADIENTS, tensors, needs, strict=True)
     )
 
 
-_OPERANDS = (
-    "Tensor x, Tensor weights, Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, Tensor? up_a, Tensor? up_b, "
-    "Tensor? down_a, Tensor? down_b, Tensor indices"
-)
-_OPTIONS = (
-    "str implementation, float up_scale, float down_scale, str activation, bool gated, float alpha, float limit, "
-    "float offset, bool interleaved"
-)
+def _schema(kind: Any) -> str:
+    """The fields of a named tuple as arguments of an operator."""
+    types: dict[Any, str] = {Tensor: "Tensor", Tensor | None: "Tensor?", str: "str", float: "float", bool: "bool"}
+    return ", ".join(f"{types[given]} {name}" for name, given in get_type_hints(kind).items())
+
+
 _forward = operator(
-    f"experts({_OPERANDS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"experts({_schema(_Operands)}, {_schema(_Options)}) -> ({', '.join(['Tensor'] * (1 + len(_Saved._fields)))})",
     _launch_forward,
     _fake_forward,
 )
 _backward = operator(
-    f"experts_backward(Tensor dy, {_OPERANDS}, Tensor z, Tensor t, Tensor u, Tensor order, Tensor places, "
-    f"Tensor offsets, {_OPTIONS}, bool[] needs) -> ({', '.join(['Tensor'] * 10)})",
+    f"experts_backward(Tensor dy, {_schema(_Operands)}, {_schema(_Saved)}, {_schema(_Options)}, bool[] needs)"
+    f" -> ({', '.join(['Tensor'] * len(_GRADIENTS))})",
     _launch_backward,
     _fake_backward,
 )

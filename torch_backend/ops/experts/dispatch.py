@@ -18,8 +18,9 @@ IMPLEMENTATIONS = {
     "grouped_mm": "torch_backend.ops.experts.grouped_mm:GROUPED_MM",
     "plain": "torch_backend.ops.experts.plain:PLAIN",
 }
-# From this mean number of tokens per expert on, the library's product gains more than the gathers before it cost.
-MANY_TOKENS = 1_024
+# From this mean number of tokens per expert on, the library's product gains more than the gathers before it cost: on an
+# H100 1.74 ms against 1.90 at 64 tokens (benchmarks/RESULTS.md). Below it nothing was measured.
+MANY_TOKENS = 64
 
 
 def order(request: ExpertsRequest) -> tuple[str, ...]:

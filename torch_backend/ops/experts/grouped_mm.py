@@ -1,7 +1,8 @@
 """Experts by ``torch.nn.functional.grouped_mm``, a grouped product of CUTLASS with the offsets on the device.
 
-It takes operands that lie in order, so tokens are gathered before it and nothing is part of it: the activation, the
-biases and the second half of an adapter are Triton kernels after it.
+It takes operands that lie in order, so tokens are gathered before it and nothing is part of it. It serves the products
+of which it is the faster part in spite of that; the others are those of :mod:`.triton`, where biases, adapters and
+activations are part of the products (``benchmarks/RESULTS.md``, "Routed experts").
 """
 
 from __future__ import annotations
@@ -9,84 +10,50 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_backend.ops.experts.products import Between, LowRank, Places
+from torch_backend.ops.experts.products import Between, Linear, Places
 from torch_backend.ops.experts.request import ExpertsRequest
 from torch_backend.ops.experts.triton import TritonExperts, activate, gathered
 
 _PRODUCT = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+_NARROW = 64  # a product with fewer rows or columns than this, such as the first half of an adapter, is Triton's
+# From this mean number of tokens per expert on, the first product gains more than its gather and activation cost.
+WIDE_UP = 1_024
 
 
 class GroupedMM(TritonExperts):
     def supports(self, request: ExpertsRequest) -> str | None:
         if _PRODUCT is None:
             return "this torch has no grouped_mm"
-        if request.device.type != "cuda":
-            return "its kernels run on GPUs"
-        if request.dtype != torch.bfloat16:
-            return "it takes bfloat16"
-        if torch.cuda.get_device_capability(request.device) < (8, 0):
-            return "it needs compute capability 8.0"
+        if request.device.type == "cuda":
+            if request.dtype != torch.bfloat16:
+                return "it takes bfloat16"
+            if torch.cuda.get_device_capability(request.device) < (8, 0):
+                return "it needs compute capability 8.0"
         if not request.aligned:
             return "rows of an operand are no multiple of 16 bytes"
         return super().supports(request)
 
-    def rows(
-        self,
-        a: Tensor,
-        w: Tensor,
-        routing: Places,
-        *,
-        gather: bool = False,
-        bias: Tensor | None = None,
-        adapter: LowRank | None = None,
-        scale: float = 1.0,
-    ) -> Tensor:
-        if scale != 1 or min(w.shape[1:]) < 64:  # the first half of an adapter
-            return super().rows(a, w, routing, gather=gather, bias=bias, adapter=adapter, scale=scale)
-        y = _product(gathered(a, routing) if gather else a, w.mT, routing)
-        if bias is not None or adapter is not None:
-            self.add_rows(None, None, routing, y, bias=bias, adapter=adapter)
-        return y
+    def rows(self, a: Tensor, by: Linear, routing: Places, *, gather: bool = False) -> Tensor:
+        if by.bias is not None or by.adapter is not None or by.scale != 1 or min(by.w.shape[1:]) < _NARROW:
+            return super().rows(a, by, routing, gather=gather)
+        return _product(gathered(a, routing) if gather else a, by.w.mT, routing)
 
-    def up(
-        self,
-        x: Tensor,
-        w: Tensor,
-        routing: Places,
-        *,
-        bias: Tensor | None,
-        adapter: LowRank | None,
-        between: Between,
-    ) -> tuple[Tensor, Tensor]:
-        z = self.rows(x, w, routing, gather=True, adapter=adapter)
-        return z, activate(z, bias, routing, between)
+    def up(self, x: Tensor, by: Linear, routing: Places, between: Between) -> tuple[Tensor, Tensor]:
+        if by.adapter is not None or routing.mean < WIDE_UP:
+            return super().up(x, by, routing, between)
+        z = _product(gathered(x, routing), by.w.mT, routing)
+        return z, activate(z, by.bias, routing, between)
 
     def down_backward(
-        self,
-        dy: Tensor,
-        w: Tensor,
-        z: Tensor,
-        weights: Tensor,
-        routing: Places,
-        *,
-        bias: Tensor | None,
-        adapter: LowRank | None,
-        between: Between,
+        self, dy: Tensor, by: Linear, z: Tensor, weights: Tensor, routing: Places, between: Between
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dh = _product(gathered(dy, routing), w.mT, routing)
-        return self.activation_backward(dy, w, z, dh, weights, routing, bias, adapter, between, multiply=False)
+        dh = _product(gathered(dy, routing), by.w.mT, routing)
+        return self.activation_backward(dy, by, z, dh, weights, routing, between, multiply=False)
 
     def outer(
-        self,
-        a: Tensor,
-        b: Tensor,
-        routing: Places,
-        like: Tensor,
-        *,
-        gather_a: bool = False,
-        gather_b: bool = False,
+        self, a: Tensor, b: Tensor, routing: Places, like: Tensor, *, gather_a: bool = False, gather_b: bool = False
     ) -> Tensor:
-        if min(like.shape[1:]) < 64:
+        if min(like.shape[1:]) < _NARROW:
             return super().outer(a, b, routing, like, gather_a=gather_a, gather_b=gather_b)
         x = gathered(a, routing) if gather_a else a
         y = gathered(b, routing) if gather_b else b

@@ -33,12 +33,42 @@ class Places(NamedTuple):
     def top_k(self) -> int:
         return self.places.shape[1]
 
+    @property
+    def experts(self) -> int:
+        return self.offsets.shape[0] - 1
+
+    @property
+    def mean(self) -> float:
+        """The mean number of places per expert, if every place is one of an expert's."""
+        return self.order.shape[0] / self.experts
+
 
 class LowRank(NamedTuple):
     """The second half of an adapter's product: t [S, R] at each place, b [E, N, R]."""
 
     t: Tensor
     b: Tensor
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One product of a layer, ``scale w_e a + b_e t + bias_e`` at a place of expert e.
+
+    Attributes:
+        w: [E, N, K], any strides. bias: [E, N].
+        adapter: the second half of a low-rank addition.
+        scale: of ``w`` alone.
+    """
+
+    w: Tensor
+    bias: Tensor | None = None
+    adapter: LowRank | None = None
+    scale: float = 1.0
+
+    @property
+    def rank(self) -> int:
+        """The rank of the adapter, 0 for none."""
+        return 0 if self.adapter is None else self.adapter.t.shape[1]
 
 
 @dataclass(frozen=True)
@@ -64,58 +94,26 @@ class Products(Protocol):
         """Sort by expert; entries of one expert keep their order."""
         ...
 
-    def rows(
-        self,
-        a: Tensor,
-        w: Tensor,
-        routing: Places,
-        *,
-        gather: bool = False,
-        bias: Tensor | None = None,
-        adapter: LowRank | None = None,
-        scale: float = 1.0,
-    ) -> Tensor:
-        """[S, N]: ``scale a w_e^T + t b_e^T + bias_e``, a [S, K], or with ``gather`` [T, K]."""
+    def rows(self, a: Tensor, by: Linear, routing: Places, *, gather: bool = False) -> Tensor:
+        """The product [S, N] of a [S, K], or with ``gather`` [T, K]."""
         ...
 
-    def up(
-        self,
-        x: Tensor,
-        w: Tensor,
-        routing: Places,
-        *,
-        bias: Tensor | None,
-        adapter: LowRank | None,
-        between: Between,
-    ) -> tuple[Tensor, Tensor]:
+    def up(self, x: Tensor, by: Linear, routing: Places, between: Between) -> tuple[Tensor, Tensor]:
         """The first product [S, O] and its activation [S, I], x [T, D]."""
         ...
 
     def down_backward(
-        self,
-        dy: Tensor,
-        w: Tensor,
-        z: Tensor,
-        weights: Tensor,
-        routing: Places,
-        *,
-        bias: Tensor | None,
-        adapter: LowRank | None,
-        between: Between,
+        self, dy: Tensor, by: Linear, z: Tensor, weights: Tensor, routing: Places, between: Between
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """From dy [T, D], w [E, I, D] and the first product z: its gradient [S, O], ``weight * h`` [S, I], and the
-        gradient [T, K] of the weights in float32 (float64 for float64)."""
+        """From dy [T, D] and the first product z: its gradient [S, O], ``weight * h`` [S, I], and that of the weights.
+
+        The last is [T, K], in float32 (float64 for float64). ``by`` is the backward of the second product, w [E, I, D];
+        its bias [E, D] is that of the forward.
+        """
         ...
 
     def outer(
-        self,
-        a: Tensor,
-        b: Tensor,
-        routing: Places,
-        like: Tensor,
-        *,
-        gather_a: bool = False,
-        gather_b: bool = False,
+        self, a: Tensor, b: Tensor, routing: Places, like: Tensor, *, gather_a: bool = False, gather_b: bool = False
     ) -> Tensor:
         """The sum of ``a_s b_s^T`` over each expert's places, in the shape, strides and dtype of ``like``."""
         ...
