@@ -10,7 +10,7 @@ import torch
 
 from tests.torch_backend.test_torchrun import RANKS
 from tests.torch_backend.torchrun import torchrun
-from tests.torch_backend.torchrun_context import CASES, run, train
+from tests.torch_backend.torchrun_context import AUDITS, CASES, run, train
 
 pytestmark = pytest.mark.slow  # starts processes that train
 
@@ -48,6 +48,14 @@ def test_steps_over_ranks_are_those_of_one_process(ranks: dict[str, Any], case: 
     for name, weight in one["weights"].items():
         assert float((many["weights"][name] - weight).abs().max()) <= 1e-6, name
     assert "not compiled: its documents are cut over ranks, into other pieces in every batch" in many["explained"]
+
+
+@pytest.mark.parametrize("name", AUDITS)
+def test_an_audit_over_ranks_tells_what_is_exact(ranks: dict[str, Any], name: str) -> None:
+    assert not isinstance(ranks[f"audit, {name}"], str), ranks[f"audit, {name}"]
+    verdict, words, count = ranks[f"audit, {name}"]
+    assert verdict == ("exact" if AUDITS[name][1] is None else "contaminated"), words
+    assert f"documents cut over {count} ranks" in words
 
 
 REFUSALS = {

@@ -52,6 +52,14 @@ def test_two_groups_of_two_ranks_train_as_one_process_does(name: str, tmp_path: 
     assert_same_run(results_of(tmp_path / "results.pt", 4)[name], ON_FOUR[name]._replace(groups=1))
 
 
+@pytest.mark.parametrize("name", ["Trainer", "SFTTrainer", "broken"])
+def test_an_audit_of_a_trainer_tells_what_is_exact(two: dict[str, Any], name: str) -> None:
+    assert not isinstance(two[f"audit, {name}"], str), two[f"audit, {name}"]
+    verdict, words = two[f"audit, {name}"]
+    assert verdict == ("contaminated" if name == "broken" else "exact"), words
+    assert "rows cut over 2 ranks" in words
+
+
 WITHOUT_LOGITS = "every rank computes its part of the loss without logits"
 REFUSALS = {
     "label smoothing": f"{WITHOUT_LOGITS}: label smoothing reads them",

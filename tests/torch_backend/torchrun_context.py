@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch as mocked
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
@@ -21,7 +26,11 @@ from transformers import Trainer, TrainingArguments
 from tests.torch_backend.models import collate, documents, tiny
 from tests.torch_backend.torchrun import leave, whole
 from tests.torch_backend.torchrun_loss import sharded
-from torch_backend import enable_packing, explain, make_train_step, patch, token_logprobs
+from torch_backend import audit, enable_packing, explain, make_train_step, patch, token_logprobs
+from torch_backend.context_parallel.share import KeyLayout, RankShare
+from torch_backend.hf.edits import stand_ins
+from torch_backend.hf.patch import Patched
+from torch_backend.segments import PackedMetadata, host_lengths
 
 # On two ranks the document of 190 has one cut, on four three; of the few tokens each rank has one or two.
 LENGTHS = (5, 190, 33, 1, 7, 2)
@@ -169,6 +178,49 @@ def refusals(mesh: Any, world: Any) -> dict[str, Callable[[], Any]]:
     }
 
 
+def _lost_halo(x: Tensor, share: RankShare, width: int, convolve: Any) -> Tensor:
+    return convolve(x, share.segments)
+
+
+def _leaked_state(share: RankShare, args: Any, kwargs: Any, scan: Any) -> Any:
+    return scan(PackedMetadata.from_lengths([len(share.tokens)]), args, kwargs)
+
+
+def _mean_of_means(self: Patched, kwargs: dict[str, Any]) -> dict[str, Any]:
+    return kwargs
+
+
+def _boundaries_divided_by_ranks(share: RankShare, reach: int | None) -> KeyLayout:
+    layout = share._earlier(reach)
+    if layout.beginning is None:
+        return layout
+    ends = np.cumsum(host_lengths(layout.beginning))
+    starts = np.unique(np.append(0, ends[:-1] // share.ranks))
+    lengths = np.diff(starts, append=ends[-1]).tolist()
+    return replace(layout, beginning=PackedMetadata.from_lengths(lengths))
+
+
+# name -> the family that is audited, and what is broken in it, if anything
+AUDITS: dict[str, tuple[str, tuple[Any, str, Any] | None]] = {
+    "qwen3": ("qwen3", None),
+    "gpt_oss": ("gpt_oss", None),
+    "qwen3_5_text": ("qwen3_5_text", None),
+    "mamba": ("mamba", None),
+    "lost halo": ("lfm2", (stand_ins, "convolve_pieces", _lost_halo)),
+    "leaked state": ("qwen3_5_text", (stand_ins, "scan_by_heads", _leaked_state)),
+    "mean of means": ("qwen3", (Patched, "_with_count", _mean_of_means)),
+    "boundaries divided by ranks": ("qwen3", (RankShare, "earlier", _boundaries_divided_by_ranks)),
+}
+
+
+def audited(name: str, mesh: Any) -> tuple[str, str, int]:
+    """The verdict on a family, the report in words, and over how many ranks it was measured."""
+    family, broken = AUDITS[name]
+    with nullcontext() if broken is None else mocked.object(*broken):
+        report = audit(tiny(family), mesh=mesh)
+    return report.verdict, str(report), report.ranks
+
+
 def attempt(what: Callable[[], Any]) -> Any:
     """Returns what the call returns, or the text of its error."""
     try:
@@ -187,6 +239,7 @@ def main(target: Path) -> None:
     if ranks == 4:
         several = partial(train, DistributedDataParallel, world["cp"], 2, world.get_local_rank("dp"))
         results["step, two groups"] = attempt(several)
+    results |= {f"audit, {name}": attempt(partial(audited, name, mesh)) for name in AUDITS}
     results |= {f"refuse, {name}": attempt(what) for name, what in refusals(mesh, world).items()}
     if dist.get_rank() == 0:
         torch.save(results, target)

@@ -6,11 +6,13 @@ Argument: the file to write to.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
+from unittest.mock import patch as mocked
 
 import datasets
 import numpy as np
@@ -25,7 +27,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from tests.torch_backend.models import tiny
 from tests.torch_backend.test_trainer import arguments, tiny_tokenizer
 from tests.torch_backend.torchrun import leave, whole
-from torch_backend import enable_packing, explain
+from torch_backend import audit, enable_packing, explain
+from torch_backend.context_parallel.share import RankShare
 
 CAPACITY = 96
 ROWS, MICROBATCHES = 4, 2  # of a step
@@ -54,9 +57,15 @@ ON_FOUR = {"Trainer, two groups": Case(groups=2)}
 
 
 def documents(count: int = 24) -> datasets.Dataset:
-    """Random documents, many of them longer than half a row, whose first third is a prompt."""
+    """Documents, many of them longer than half a row."""
     rng = np.random.default_rng(0)
-    ids = [rng.integers(3, 64, length).tolist() for length in rng.choice([3, 20, 70, 90], count)]
+    return of_lengths(rng.choice([3, 20, 70, 90], count).tolist())
+
+
+def of_lengths(lengths: Sequence[int]) -> datasets.Dataset:
+    """Random documents whose first third is a prompt."""
+    rng = np.random.default_rng(1)
+    ids = [rng.integers(3, 64, length).tolist() for length in lengths]
     labels = [[-100] * (len(x) // 3) + x[len(x) // 3 :] for x in ids]
     return datasets.Dataset.from_dict({"input_ids": ids, "labels": labels})
 
@@ -109,6 +118,22 @@ def train(case: Case) -> dict[str, Any]:
     }
 
 
+def audited(kind: str, broken: bool = False) -> tuple[str, str]:
+    """The verdict on a trainer before it trains, and the report in words."""
+    with TemporaryDirectory() as folder:
+        trainer = trainer_of(Case(kind=kind), folder)
+        trainer.train_dataset = of_lengths((70, 20, 6))  # of which two ranks cut the first
+        enable_packing(trainer, capacity=CAPACITY, verify=False)
+        with mocked.object(RankShare, "positions", property(_restarting)) if broken else nullcontext():
+            report = audit(trainer)
+    return report.verdict, str(report)
+
+
+def _restarting(share: RankShare) -> Any:
+    """Replaces positions in whole documents: they count from 0 in every piece."""
+    return np.concatenate([np.arange(n) for n in share.lengths])
+
+
 def pack(kind: str = "Trainer", fast: bool = True, replaced: Any = None, **changes: Any) -> None:
     """Packs a trainer that has other arguments, or another attribute."""
     with TemporaryDirectory() as folder:
@@ -154,6 +179,8 @@ def main(target: Path) -> None:
     else:
         results = {name: attempt(partial(train, case)) for name, case in CASES.items()}
         results |= {f"refuse, {name}": attempt(what) for name, what in REFUSED.items()}
+        results |= {f"audit, {kind}": attempt(partial(audited, kind)) for kind in ("Trainer", "SFTTrainer")}
+        results["audit, broken"] = attempt(partial(audited, "Trainer", True))
         results["refuse, logits"] = attempt(predicted)
     if dist.get_rank() == 0:
         torch.save(results, target)
