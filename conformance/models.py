@@ -125,13 +125,40 @@ def check_shared(judge: Judge, documents: Sequence[Document], shared: int) -> No
     judge.holds(
         computed <= whole - shared, f"{computed} of {whole} tokens were computed: a common beginning counts once"
     )
-    if judge.backend.capabilities.own_model:
-        exact, rounded = (_own_gradients(judge, case, documents, arithmetic) for arithmetic in ("float64", dtype))
-        expected = Expected(exact, rounded)
-    else:
-        expected = oracle.gradients(case, documents, dtype)  # type: ignore[arg-type]
+    expected = _expected_gradients(judge, case, documents)
     answer = np.array([float(mean)]), {name: np.asarray(x, np.float64) for name, x in found.items()}
     judge.within(answer, expected, None, dtype)
+
+
+def check_cut(judge: Judge, documents: Sequence[Document], ranks: int, window: int | None = None) -> None:
+    """Mean loss and weight gradients of documents that are cut over ranks are those of each document alone.
+
+    Args:
+        documents: of which the longest has more tokens than a rank's share.
+        window: of a decoder with ``sliding_window``.
+    """
+    case, dtype = DecoderCase(DecoderConfig(sliding_window=window)), judge.dtype
+    options = {"cut_documents"} | ({"sliding_window"} if window else set())
+    mean, found, held = judge.ask(
+        "context_gradients", case.decoder(), documents, ranks=ranks, dtype=dtype, options=options
+    )
+    lengths = [len(document.input_ids) for document in documents]
+    judge.equal("number of ranks", len(held), ranks)
+    judge.equal("tokens of all ranks", sum(held), sum(lengths))
+    judge.holds(
+        max(held) < max(lengths), f"a rank computed {max(held)} tokens, and the document of {max(lengths)} is to be cut"
+    )
+    expected = _expected_gradients(judge, case, documents)
+    answer = np.array([float(mean)]), {name: np.asarray(x, np.float64) for name, x in found.items()}
+    judge.within(answer, expected, None, dtype)
+
+
+def _expected_gradients(judge: Judge, case: DecoderCase, documents: Sequence[Document]) -> Expected:
+    """Mean loss and gradients of the documents, each run alone."""
+    if judge.backend.capabilities.own_model:
+        exact, rounded = (_own_gradients(judge, case, documents, dtype) for dtype in ("float64", judge.dtype))
+        return Expected(exact, rounded)
+    return oracle.gradients(case, documents, judge.dtype)  # type: ignore[arg-type]
 
 
 def train(

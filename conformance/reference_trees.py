@@ -42,7 +42,7 @@ class TreeMethods(Backend):
         self, decoder: Decoder, documents: Sequence[Document], *, dtype: str
     ) -> tuple[float, Gradients, int]:
         tree = self.tree(documents)
-        logits, backward = numpy_decoder.run(decoder, tree.input_ids, _Ancestors(self, tree, decoder.config))
+        logits, backward = numpy_decoder.run(decoder, tree.input_ids, self._mixing(tree, decoder.config))
         places, targets = self.pairs(tree)
         loss, weight = reference.cross_entropy(logits[places], targets)
         found = reference.cross_entropy_vjp(logits[places], targets)["logits"]
@@ -90,13 +90,22 @@ class TreeMethods(Backend):
         """bool ``[T, T]``: from which queries each key's gradient comes."""
         return self.ancestors(tree)
 
+    def _mixing(self, tree: Tree, config: DecoderConfig) -> MaskedMixing:
+        where = self.tree_positions(tree), numpy_decoder.inv_freq(config, len(tree.input_ids))
+        return MaskedMixing(self.ancestors(tree), self.credited(tree), where)
 
-class _Ancestors(numpy_decoder.Mixing):
-    """The decoder's mixing operations over a forest."""
 
-    def __init__(self, backend: TreeMethods, tree: Tree, config: DecoderConfig) -> None:
-        self._seen, self._credited = backend.ancestors(tree), backend.credited(tree)
-        self._where = backend.tree_positions(tree), numpy_decoder.inv_freq(config, len(tree.input_ids))
+class MaskedMixing(numpy_decoder.Mixing):
+    """The decoder's mixing operations with a mask.
+
+    Args:
+        seen: bool ``[T, T]``, the tokens that each one sees.
+        credited: bool ``[T, T]``, from which queries each key's gradient comes.
+        where: positions ``[T]`` and rotary frequencies.
+    """
+
+    def __init__(self, seen: Array, credited: Array, where: tuple[Array, Array]) -> None:
+        self._seen, self._credited, self._where = seen, credited, where
 
     def rope(self, x: Array) -> tuple[Array, Callable[[Array], Array]]:
         return reference.rope(x, *self._where), lambda dout: reference.rope_vjp(x, *self._where, dout)["x"]

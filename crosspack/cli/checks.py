@@ -39,10 +39,13 @@ def check_contradictions(given: Mapping[str, Any]) -> None:
         )
     if given["strategy"] in ZERO:
         _check_zero(given)
-    if given["rows_per_step"] < ranks:
+    _check_context(given, ranks)
+    groups = ranks // given["context_parallel"]
+    if given["rows_per_step"] < groups:
+        who = f"{ranks} processes" if groups == ranks else f"{groups} groups of {given['context_parallel']} processes"
         raise PackingError(
-            f"--rows-per-step {given['rows_per_step']} leaves some of {ranks} processes without a row in every step: "
-            f"pass {ranks} or more"
+            f"--rows-per-step {given['rows_per_step']} leaves some of {who} without a row in every step: "
+            f"pass {groups} or more"
         )
     devices = math.prod(read_mesh(given["mesh"]).values())
     if given["compare"] and devices > 1:
@@ -57,6 +60,21 @@ def check_contradictions(given: Mapping[str, Any]) -> None:
         raise PackingError(f"{other} runs no compiled layers: leave --compile out")
     if not given["eval_data"] and (given["eval_every"] or given["eval_split"]):
         raise PackingError("--eval-every and --eval-split need --eval-data, the documents to evaluate on")
+
+
+def _check_context(given: Mapping[str, Any], ranks: int) -> None:
+    """Refuse groups of processes that do not divide them, or that DeepSpeed would not know of."""
+    size = given["context_parallel"]
+    if ranks % size:
+        raise PackingError(
+            f"--context-parallel {size} does not divide {ranks} process{'es' * (ranks > 1)}: every process belongs to "
+            f"one group, so pass --nproc {size} or a multiple of it"
+        )
+    if size > 1 and given["strategy"] in ZERO:
+        raise PackingError(
+            f"--context-parallel {size} cuts documents over processes, which --strategy {given['strategy']} does not "
+            "know of: pass --strategy fsdp"
+        )
 
 
 def _check_zero(given: Mapping[str, Any]) -> None:
@@ -108,6 +126,7 @@ def used_options(given: Mapping[str, Any]) -> list[str]:
         "--eval-data": bool(given["eval_data"]),
         "--compile": given["compile"] is not None,
         "--nproc or torchrun": ranks > 1,
+        "--context-parallel": given["context_parallel"] > 1,
         "--mesh": given["mesh"] is not None,
     }
     return [option for option, is_used in used.items() if is_used]

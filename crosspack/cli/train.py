@@ -115,6 +115,10 @@ def train(
         Strategy,
         typer.Option(help="Of several processes: all weights on each, sharded by FSDP2, or by DeepSpeed's ZeRO."),
     ] = "ddp",
+    context_parallel: Annotated[
+        int,
+        typer.Option(min=1, help="Processes over which the documents of each row are cut, for rows too long for one."),
+    ] = 1,
     mesh: Annotated[
         str | None, typer.Option(help="Devices of one process: data=2,fsdp=4 (weights are cut over fsdp).")
     ] = None,
@@ -220,6 +224,7 @@ def _run(command: TrainCommand, steps: Steps, trainer: Trainer, kept: Output | N
         eval_every=given["eval_every"],
         compile=given["compile"],
         strategy=given["strategy"],
+        context_parallel=given["context_parallel"],
         mesh=read_mesh(given["mesh"]),
         runs=("padded", "grouped", "packed") if given["compare"] else ("packed",),
         device=given["device"],

@@ -349,6 +349,21 @@ class Backend:
         """
         raise self._lacks("shared_gradients")
 
+    def context_gradients(
+        self, decoder: Decoder, documents: Sequence[Document], *, ranks: int, dtype: str
+    ) -> tuple[float, Gradients, list[int]]:
+        """Loss and gradients of documents that are cut over the ranks of one group (option "cut_documents").
+
+        Args:
+            documents: of which one has more tokens than a rank's share.
+            ranks: how many there are; the adapter starts them.
+
+        Returns:
+            The mean loss over all trained labels, its gradient by weight name, and the number of tokens that each rank
+            computed.
+        """
+        raise self._lacks("context_gradients")
+
     # -- trainer -------------------------------------------------------------------------------------------------
 
     def train(

@@ -141,6 +141,8 @@ class TrainJob:
         compile: whether layers are compiled; None leaves it to the backend.
         strategy: how several ranks train: ``ddp`` keeps all weights on each, ``fsdp`` shards them; ``zero2`` and
             ``zero3`` are DeepSpeed's ZeRO, which shards optimizer states and gradients, and in stage 3 weights.
+        context_parallel: ranks over which the documents of each row are cut; such groups of ranks train on different
+            rows.
         mesh: axis -> number of devices, of one process over several: rows are spread over all axes, weights are cut
             over ``fsdp``. Empty for one device.
         runs: which runs, each from the same initial weights; only ``packed`` is kept.
@@ -165,6 +167,7 @@ class TrainJob:
     eval_every: int = 0
     compile: bool | None = None
     strategy: Strategy = "ddp"
+    context_parallel: int = 1
     mesh: Mapping[str, int] = field(default_factory=dict)
     runs: tuple[Run, ...] = ("packed",)
     device: str = "auto"

@@ -64,6 +64,12 @@ def test_a_file_that_says_nothing_to_the_command_is_refused(content, says, tmp_p
             "--strategy zero2 shards weights over processes: pass --nproc, or start it with torch",
         ),
         (["--nproc", "8"], "--rows-per-step 4 leaves some of 8 processes without a row in every step: pass 8 or more"),
+        (["--context-parallel", "2"], "--context-parallel 2 does not divide 1 process: every process belongs to one"),
+        (["--nproc", "6", "--context-parallel", "4"], "--context-parallel 4 does not divide 6 processes"),
+        (
+            ["--nproc", "16", "--context-parallel", "2"],
+            "--rows-per-step 4 leaves some of 8 groups of 2 processes without a row in every step: pass 8 or more",
+        ),
         (["--nproc", "2", "--compare"], "--compare measures one process: pass it without --nproc and torchrun"),
         (["--compile"], "--compile is not possible, because the model computes on cpu: leave --compile out"),
         (["--report-to", "wandb"], "--report-to wandb: it is not installed: pip install wandb, or pass none"),
@@ -86,6 +92,10 @@ def test_zero_without_deepspeed_is_refused_by_name(small, monkeypatch):
         (["--resume", "--output", "out"], "--strategy zero2 writes no checkpoints"),
         (["--dtype", "bfloat16"], "--strategy zero2 keeps float32 copies of bfloat16 weights: pass --master-weights"),
         (["--precision", "bfloat16"], "--strategy zero2 computes in the dtype of the weights: pass --dtype bfloat16"),
+        (
+            ["--context-parallel", 2],
+            "--context-parallel 2 cuts documents over processes, which --strategy zero2 does not",
+        ),
     ],
 )
 def test_what_zero_does_otherwise_than_one_process_is_refused(small, arguments, says, monkeypatch):
@@ -98,6 +108,7 @@ def test_what_zero_does_otherwise_than_one_process_is_refused(small, arguments, 
     [
         ("--compile", ["--no-compile"]),
         ("--nproc or torchrun", ["--nproc", "2"]),
+        ("--nproc or torchrun", ["--nproc", "2", "--context-parallel", "2"]),
     ],
 )
 def test_a_backend_without_an_option_refuses_it_by_name(small, option, arguments):

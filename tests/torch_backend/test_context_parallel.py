@@ -10,7 +10,7 @@ import torch
 
 from tests.torch_backend.test_torchrun import RANKS
 from tests.torch_backend.torchrun import torchrun
-from tests.torch_backend.torchrun_context import CASES, run, train
+from tests.torch_backend.torchrun_context import AUDITS, CASES, MEMORY, run, train
 
 pytestmark = pytest.mark.slow  # starts processes that train
 
@@ -39,18 +39,44 @@ def test_ranks_compute_what_one_process_computes(ranks: dict[str, Any], case: st
 def test_steps_over_ranks_are_those_of_one_process(ranks: dict[str, Any], case: str) -> None:
     if case == "two groups" and f"step, {case}" not in ranks:
         return  # two ranks are one group
-    one, many = train(), ranks[f"step, {case}"]
+    assert_same_steps(ranks[f"step, {case}"], train(), groups=2 if case == "two groups" else 1)
+
+
+@pytest.mark.parametrize("case", MEMORY)
+def test_layers_that_recompute_exchange_again_and_train_the_same(ranks: dict[str, Any], case: str) -> None:
+    assert_same_steps(ranks[f"memory, {case}"], train(family=MEMORY[case][0]))
+
+
+def assert_same_steps(many: Any, one: dict[str, Any], groups: int = 1) -> None:
+    """The ranks have taken the steps of one process."""
     assert not isinstance(many, str), many
     for found, wanted in zip(many["metrics"], one["metrics"], strict=True):
         assert found == pytest.approx(wanted, rel=1e-5)
     assert many["evaluated"]["loss"] == pytest.approx(one["evaluated"]["loss"], rel=1e-5)
-    assert many["evaluated"]["tokens"] == one["evaluated"]["tokens"] * (2 if case == "two groups" else 1)
+    assert many["evaluated"]["tokens"] == one["evaluated"]["tokens"] * groups
     for name, weight in one["weights"].items():
         assert float((many["weights"][name] - weight).abs().max()) <= 1e-6, name
     assert "not compiled: its documents are cut over ranks, into other pieces in every batch" in many["explained"]
 
 
+@pytest.mark.parametrize("name", AUDITS)
+def test_an_audit_over_ranks_tells_what_is_exact(ranks: dict[str, Any], name: str) -> None:
+    assert not isinstance(ranks[f"audit, {name}"], str), ranks[f"audit, {name}"]
+    verdict, words, count = ranks[f"audit, {name}"]
+    assert verdict == ("exact" if AUDITS[name][1] is None else "contaminated"), words
+    assert f"documents cut over {count} ranks" in words
+
+
 REFUSALS = {
+    "shared prefixes": r"UnsupportedModelError: Qwen3ForCausalLM cannot run shared prefixes: the documents of its",
+    "shared prefixes in a loss": r"UnsupportedModelError: Qwen3ForCausalLM cannot run shared prefixes: the documents o",
+    "ALiBi of a modeling file": r"UnsupportedModelError: BloomForCausalLM cannot be trained under context parallelism",
+    "decoder of whole documents": r"UnsupportedModelError: MptForCausalLM .* its decoder runs as a whole on batches of",
+    "classifier": r"UnsupportedModelError: LlamaForSequenceClassification .* only the next-token loss of a causal lang",
+    "encoder": r"UnsupportedModelError: BertModel .* only the next-token loss of a causal language model",
+    "unpadding": r"UnsupportedModelError: unpad\(model\) does not compute over ranks that hold parts of documents",
+    "weights in a trainer": r"UnsupportedError: a Trainer divides its loss by the number of targets, and rows with we",
+    "mesh that does not divide": r"UnsupportedError: a mesh of 3 ranks does not divide the 4 ranks of the job",
     "dropout": r"UnsupportedModelError: Qwen3Attention \(layer 0\) drops attention weights with probability 0.1",
     "different batches": r"LayoutError: the ranks of a context-parallel group have different batches",
     "fewer tokens than ranks": r"PackingError: 1 tokens are fewer than \d ranks, so a rank would have none",
@@ -70,6 +96,8 @@ REFUSALS = {
 
 @pytest.mark.parametrize("case", REFUSALS)
 def test_what_cannot_be_cut_is_refused(ranks: dict[str, Any], case: str) -> None:
+    if case == "mesh that does not divide" and f"refuse, {case}" not in ranks:
+        return  # every mesh of two ranks divides them
     assert re.match(REFUSALS[case], ranks[f"refuse, {case}"])
 
 

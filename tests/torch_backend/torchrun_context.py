@@ -7,21 +7,42 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
+from unittest.mock import patch as mocked
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Trainer, TrainingArguments
+from transformers import BertConfig, BertModel, LlamaForSequenceClassification, Trainer, TrainingArguments
 
 from tests.torch_backend.models import collate, documents, tiny
 from tests.torch_backend.torchrun import leave, whole
 from tests.torch_backend.torchrun_loss import sharded
-from torch_backend import enable_packing, explain, make_train_step, patch, token_logprobs
+from torch_backend import (
+    PackedCollator,
+    audit,
+    enable_packing,
+    explain,
+    make_train_step,
+    patch,
+    token_logprobs,
+    unpad,
+)
+from torch_backend.context_parallel.share import KeyLayout, RankShare
+from torch_backend.hf.edits import stand_ins
+from torch_backend.hf.patch import Patched, state_of
+from torch_backend.losses.causal_lm import causal_lm_loss
+from torch_backend.segments import PackedMetadata, host_lengths
+from torch_backend.trainers.over_ranks import OverRanks
 
 # On two ranks the document of 190 has one cut, on four three; of the few tokens each rank has one or two.
 LENGTHS = (5, 190, 33, 1, 7, 2)
@@ -106,11 +127,24 @@ def run(case: Case, mesh: Any = None) -> dict[str, Any]:
 
 
 STEPS = [[LENGTHS, (20, 9, 70)], [(64, 3, 90), LENGTHS]]  # documents of each microbatch
+# name -> the family, and what its layers keep
+MEMORY: dict[str, tuple[str, str]] = {
+    "selective": ("qwen3", "selective"),
+    "full": ("qwen3", "full"),
+    "offload": ("qwen3", "offload"),
+    "hybrid, selective": ("qwen3_5_text", "selective"),
+    "hybrid, full": ("qwen3_5_text", "full"),
+}
 WRAPPERS: dict[str, Callable[[Any], Any]] = {"DDP": DistributedDataParallel, "FSDP2": sharded}
 
 
 def train(
-    wrap: Callable[[Any], Any] | None = None, mesh: Any = None, shares: int = 1, share: int = 0
+    wrap: Callable[[Any], Any] | None = None,
+    mesh: Any = None,
+    shares: int = 1,
+    share: int = 0,
+    family: str = "qwen3",
+    memory: Any = None,
 ) -> dict[str, Any]:
     """The metrics of steps with weighted targets, and the weights after them.
 
@@ -118,10 +152,13 @@ def train(
         wrap: what is around the model.
         mesh: over which documents are cut.
         shares, share: of the microbatches; every group of ranks takes one of these parts.
+        family: of the model.
+        memory: what its layers keep.
     """
-    model = patch(tiny("qwen3"), verify=False, mesh=mesh)
+    model = patch(tiny(family), verify=False, mesh=mesh)
     model = model if wrap is None else wrap(model)
-    step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), max_grad_norm=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = make_train_step(model, optimizer, max_grad_norm=0.5, memory=memory)
     metrics = []
     for microbatches in STEPS:
         batches = [collate(documents(lengths, seed), capacity=None) for seed, lengths in enumerate(microbatches)]
@@ -151,7 +188,31 @@ def refusals(mesh: Any, world: Any) -> dict[str, Callable[[], Any]]:
         arguments = TrainingArguments(output_dir="unused", report_to=[], use_cpu=True)
         enable_packing(Trainer(model, arguments, train_dataset=[{"input_ids": [1, 2]}]), capacity=64)
 
-    return {
+    def shared(run: Callable[[Any, Any], Any]) -> None:
+        model = on_mesh(tiny("qwen3"))
+        prompt, *ends = documents((40, 9, 12))
+        rows = [{"input_ids": torch.cat([prompt, end]), "labels": torch.cat([prompt * 0 - 100, end])} for end in ends]
+        run(model, PackedCollator(model, share_prefix=True)(rows))
+
+    def loss_weights_of_a_trainer() -> None:
+        model = on_mesh(tiny("qwen3"))
+        state = state_of(model)
+        assert state is not None and state.context is not None
+        OverRanks(Mock(), state.context).cut({**batch, "loss_weights": batch["labels"]}, model)
+
+    def outside(ranks: list[int]) -> None:
+        patch(tiny("qwen3"), verify=False, mesh=DeviceMesh("cpu", ranks))
+
+    three = {"mesh that does not divide": partial(outside, [0, 1, 2])} if dist.get_world_size() == 4 else {}
+    return three | {
+        "shared prefixes": partial(shared, lambda model, batch: model(**batch)),
+        "shared prefixes in a loss": partial(shared, causal_lm_loss),
+        "ALiBi of a modeling file": lambda: on_mesh(tiny("bloom")),
+        "decoder of whole documents": lambda: on_mesh(tiny("mpt")),
+        "classifier": lambda: on_mesh(LlamaForSequenceClassification(tiny("llama").config)),
+        "encoder": lambda: on_mesh(BertModel(BertConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1))),
+        "unpadding": lambda: unpad(on_mesh(tiny("qwen3")), verify=False)(input_ids=torch.ones(2, 8, dtype=torch.long)),
+        "weights in a trainer": loss_weights_of_a_trainer,
         "dropout": lambda: on_mesh(tiny("qwen3", attention_dropout=0.1))(**batch),
         "different batches": different_batches,
         "fewer tokens than ranks": lambda: on_mesh(tiny("qwen3"))(**collate([torch.tensor([7])], capacity=None)),
@@ -169,6 +230,52 @@ def refusals(mesh: Any, world: Any) -> dict[str, Callable[[], Any]]:
     }
 
 
+def _lost_halo(x: Tensor, share: RankShare, width: int, convolve: Any) -> Tensor:
+    return convolve(x, share.segments)
+
+
+def _leaked_state(share: RankShare, args: Any, kwargs: Any, scan: Any) -> Any:
+    return scan(PackedMetadata.from_lengths([len(share.tokens)]), args, kwargs)
+
+
+def _mean_of_means(self: Patched, kwargs: dict[str, Any]) -> dict[str, Any]:
+    return kwargs
+
+
+def _boundaries_divided_by_ranks(share: RankShare, reach: int | None) -> KeyLayout:
+    layout = share._earlier(reach)
+    if layout.beginning is None:
+        return layout
+    ends = np.cumsum(host_lengths(layout.beginning))
+    starts = np.unique(np.append(0, ends[:-1] // share.ranks))
+    lengths = np.diff(starts, append=ends[-1]).tolist()
+    return replace(layout, beginning=PackedMetadata.from_lengths(lengths))
+
+
+# name -> the family that is audited, and what is broken in it, if anything
+AUDITS: dict[str, tuple[str, tuple[Any, str, Any] | None]] = {
+    "qwen3": ("qwen3", None),
+    "gpt_oss": ("gpt_oss", None),
+    "qwen3_5_text": ("qwen3_5_text", None),
+    "mamba": ("mamba", None),
+    "lost halo": ("lfm2", (stand_ins, "convolve_pieces", _lost_halo)),
+    "leaked state": ("qwen3_5_text", (stand_ins, "scan_by_heads", _leaked_state)),
+    "mean of means": ("qwen3", (Patched, "_with_count", _mean_of_means)),
+    "boundaries divided by ranks": ("qwen3", (RankShare, "earlier", _boundaries_divided_by_ranks)),
+}
+
+
+def audited(name: str, mesh: Any) -> tuple[str, str, int]:
+    """The verdict on a family, the report in words, and over how many ranks it was measured."""
+    family, broken = AUDITS[name]
+    with nullcontext() if broken is None else mocked.object(*broken):
+        if broken is None:
+            report = audit(tiny(family), mesh=mesh)
+        else:
+            report = audit(patch(tiny(family), verify=False, mesh=mesh, context_method="keys"))
+    return report.verdict, str(report), report.ranks
+
+
 def attempt(what: Callable[[], Any]) -> Any:
     """Returns what the call returns, or the text of its error."""
     try:
@@ -184,9 +291,13 @@ def main(target: Path) -> None:
     world = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("dp", "cp"))
     results = {name: attempt(partial(run, case, mesh)) for name, case in CASES.items()}
     results |= {f"step, {name}": attempt(partial(train, wrap, mesh)) for name, wrap in WRAPPERS.items()}
+    for name, (family, memory) in MEMORY.items():
+        recomputing = partial(train, DistributedDataParallel, mesh, family=family, memory=memory)
+        results[f"memory, {name}"] = attempt(recomputing)
     if ranks == 4:
         several = partial(train, DistributedDataParallel, world["cp"], 2, world.get_local_rank("dp"))
         results["step, two groups"] = attempt(several)
+    results |= {f"audit, {name}": attempt(partial(audited, name, mesh)) for name in AUDITS}
     results |= {f"refuse, {name}": attempt(what) for name, what in refusals(mesh, world).items()}
     if dist.get_rank() == 0:
         torch.save(results, target)

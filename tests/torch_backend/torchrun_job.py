@@ -27,6 +27,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp": ("fsdp", {}),
     "ddp, LoRA": ("ddp", {"lora": 2}),
     "fsdp, master weights": ("fsdp", HALF),
+    "ddp, documents cut": ("ddp", {}),
+    "fsdp, documents cut": ("fsdp", {}),
 }
 # what DeepSpeed serves, where it is installed; it writes no checkpoints
 ZERO: dict[str, tuple[str, dict[str, Any]]] = {
@@ -42,13 +44,20 @@ STEPS = 5
 def job(name: str, start: Path, output: Path | None) -> TrainJob:
     """Five steps of three rows, which two ranks cannot share evenly, and two evaluations."""
     strategy, options = (CASES | ZERO)[name]
-    made = small_job(str(start), output=output, save_every=0 if name in ZERO else 2, strategy=strategy)
+    world = Ranks.from_environment().world
+    made = small_job(
+        str(start),
+        output=output,
+        save_every=0 if name in ZERO else 2,
+        strategy=strategy,
+        context_parallel=world if "documents cut" in name else 1,
+    )
     corpus = made.schedule.corpus
     rows = plan(corpus.documents.lengths, 40, seed=9)
     return dataclasses.replace(
         made,
         schedule=dataclasses.replace(made.schedule, rows_per_step=3, limit=STEPS),
-        evaluation=Schedule(corpus, (rows,), rows_per_step=Ranks.from_environment().world),
+        evaluation=Schedule(corpus, (rows,), rows_per_step=world),
         eval_every=4,
         options=dataclasses.replace(made.options, **options),
     )

@@ -11,9 +11,10 @@ A trainer is audited on its own batches, see :mod:`torch_backend.auditing.traine
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import torch
@@ -21,7 +22,8 @@ from torch import nn
 
 from packing_core.errors import ContaminationError, PackingError, UnsupportedModelError, first_line
 from torch_backend.auditing.compare import MOVED
-from torch_backend.auditing.proof import LONG, SHORT, RowLayout, measure
+from torch_backend.auditing.proof import CUT, LONG, SHORT, RowLayout, measure
+from torch_backend.auditing.ranks import context_of
 from torch_backend.auditing.tiny import tiny_config, tiny_model
 from torch_backend.hf.anatomy.heads import head_of
 from torch_backend.hf.anatomy.model import anatomy_of
@@ -68,6 +70,7 @@ class AuditReport:
         router_loss: how far padding moves a router's auxiliary loss; None if the model's config does not ask for this
             loss. It is no part of the verdict.
         refused: why the model was refused, None if it was not.
+        ranks: over how many ranks the packed documents were cut; 1 where each lies on one.
     """
 
     model: str
@@ -91,6 +94,7 @@ class AuditReport:
     allowed_gradient_leak: float = float("nan")
     router_loss: float | None = None
     refused: str | None = None
+    ranks: int = 1
 
     @property
     def verdict(self) -> str:
@@ -110,7 +114,8 @@ class AuditReport:
         return json.dumps({"verdict": self.verdict, **asdict(self)})
 
     def __str__(self) -> str:
-        name = f"{self.model} {self.audited} ({self.implementation}, {self.dtype} on {self.device})"
+        over = f", documents cut over {self.ranks} ranks" if self.ranks > 1 else ""
+        name = f"{self.model} {self.audited} ({self.implementation}, {self.dtype} on {self.device}{over})"
         if self.refused is not None:
             return f"{name}: refused, {self.refused}"
         figures = ", ".join(
@@ -130,6 +135,7 @@ def audit(
     patched: bool | None = None,
     implementation: str | Sequence[str] | None = None,
     tolerance: float | None = None,
+    mesh: Any = None,
 ) -> AuditReport: ...
 
 
@@ -143,6 +149,7 @@ def audit(
     patched: bool | None = None,
     implementation: str | Sequence[str] | None = None,
     tolerance: float | None = None,
+    mesh: Any = None,
 ) -> AuditReport | TrainerReport:
     """Measure whether documents that are packed together see each other.
 
@@ -155,6 +162,9 @@ def audit(
             what it was before. The report's ``audited`` says which it was.
         implementation: of a patched model's attention; that of ``model``'s patch if None, or "auto".
         tolerance: what every error may be, relative to the largest reference value, instead of what rounding allows.
+        mesh: of a model that is judged patched, the ranks over which its documents are cut, as in
+            :func:`torch_backend.patch`; those of ``model``'s patch if None. All of them call this, compare documents
+            that lie on several ranks with each document alone, and get the same report.
 
     Raises:
         UnsupportedModelError: no tiny clone can be made of the model.
@@ -165,7 +175,12 @@ def audit(
         from torch_backend.auditing.trainer import audit_trainer
 
         return audit_trainer(model)
-    return _audit(causal_lm(model), patched, implementation, tolerance, LONG)
+    root = causal_lm(model)
+    context = context_of(root) if patched is not False else None
+    options: dict[str, Any] = {} if mesh is None else {"mesh": mesh}
+    if context is not None:
+        options = {"mesh": context.mesh, "context_method": context.method} | options
+    return _audit(root, patched, implementation, tolerance, CUT if options else LONG, options)
 
 
 def _audit(
@@ -174,10 +189,14 @@ def _audit(
     implementation: str | Sequence[str] | None,
     tolerance: float | None,
     rows: RowLayout,
+    context: Mapping[str, Any] = MappingProxyType({}),
 ) -> AuditReport:
+    """The report on a clone, patched with the options of context parallelism, if any."""
     state = state_of(root)
     if patched is None:
-        patched = state is not None
+        patched = state is not None or bool(context)
+    if context and not patched:
+        raise PackingError("mesh cuts the documents of patched models: leave patched=False out")
     if implementation is not None and not patched:
         raise PackingError(
             f"implementation={implementation!r} is an attention of patched models, and {type(root).__name__} is judged "
@@ -191,6 +210,7 @@ def _audit(
         "implementation": implementation if isinstance(implementation, str) else "/".join(implementation),
         "device": device.type,
         "dtype": str(dtype).removeprefix("torch."),
+        "ranks": context["mesh"].size() if context else 1,
         "audited": AS_IT_IS if not patched else ONCE_PATCHED if state is None else PATCHED,
     }
     if not patched:
@@ -204,7 +224,7 @@ def _audit(
             return AuditReport(**about, refused=str(refusal))
     with torch.inference_mode(False), torch.enable_grad(), full_float32():  # whatever the caller's mode is
         clone = _clone(root, max(rows.lengths), patched=patched).to(device).train()
-        patch = (lambda model: install(model, implementation)) if patched else None
+        patch = (lambda model: install(model, implementation, **context)) if patched else None
         try:
             return AuditReport(**about, **measure(clone, dtype, rows, tolerance, patch))
         except UnsupportedModelError as refusal:

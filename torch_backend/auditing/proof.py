@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from torch_backend.auditing.compare import (
     replaced,
     run,
 )
+from torch_backend.auditing.ranks import averaged, context_of, whole_outputs
 from torch_backend.collate import PackedCollator
 from torch_backend.hf.anatomy.heads import head_of
 from torch_backend.hf.inputs.arguments import forward_names
@@ -53,6 +54,8 @@ SHORT = RowLayout((5, 19, 33, 7, 40, 1, 2, 18), 64)
 # In the first row documents begin at tokens 64, 128 and 256, where kernels and scans begin a chunk, and one is longer
 # than 256. In the second row no document begins at a chunk.
 LONG = RowLayout((5, 19, 33, 7, 64, 128, 320, 1, 2, 13, 40, 50, 150, 2, 70), 592)
+# The document of 320 is longer than the share of one of two ranks or more, so it has pieces on several.
+CUT = RowLayout((5, 19, 320, 7, 1, 2, 33, 9), 400)
 
 
 def measure(
@@ -173,13 +176,20 @@ class _Proof:
     def packed(self) -> Computation:
         """In rows, of which the last ends in padding."""
         outputs, loss = self._rows(self.documents)
-        return run(self.model, outputs, self._loss(outputs) if self.head == "hidden states" else loss)
+        return self._over_ranks(run(self.model, outputs, self._loss(outputs) if self.head == "hidden states" else loss))
 
     def unchanged(self, *, replace: bool = False) -> Computation:
         """As :meth:`packed`, under a loss of every second document; ``replace`` exchanges every token of the others."""
         documents = [replaced(self.model, d) if replace and not i % 2 else d for i, d in enumerate(self.documents)]
         outputs, _ = self._rows(documents)
-        return run(self.model, outputs, _projected(outputs[1::2]))
+        return self._over_ranks(run(self.model, outputs, _projected(outputs[1::2])))
+
+    def _over_ranks(self, found: Computation) -> Computation:
+        """What one process computes, from what each rank computes of packed documents that are cut over them."""
+        context = context_of(self.model)
+        if context is None:
+            return found
+        return replace(found, gradients=averaged(self.model, found.gradients, context))
 
     def rows_apart(self, *, replace: bool = False) -> Computation:
         """As :meth:`unchanged`, of documents of one length, each in a row of an unpacked batch."""
@@ -198,8 +208,10 @@ class _Proof:
         output = self.model(**(batch if self.marked else self._unmarked(batch)))
         if self.head == "document":
             return list(output.logits), output.loss
-        outputs = self._outputs(output).flatten(0, 1).split(lengths)
-        return list(outputs[: len(documents)]), getattr(output, "loss", None)
+        outputs = self._outputs(output).flatten(0, 1)
+        if context_of(self.model) is not None:
+            outputs = whole_outputs(self.model, batch, outputs)
+        return list(outputs.split(lengths)[: len(documents)]), getattr(output, "loss", None)
 
     @torch.no_grad()
     def router_error(self) -> float:

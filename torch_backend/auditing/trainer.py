@@ -24,10 +24,12 @@ from packing_core.batches.columns import documents_of
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError, UnsupportedError
 from torch_backend.auditing.compare import MOVED, cosine, gradients_error
+from torch_backend.auditing.ranks import averaged, context_of, mean_over, refuse_several_devices
 from torch_backend.auditing.scored import ScoredStep, scored_batches, without_workers
 from torch_backend.collate import Batch
 from torch_backend.hf.anatomy.heads import labels_documents, trains_first_token
 from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.inputs.boundaries import is_packed
 from torch_backend.hf.inputs.trl_trainers import kind_of
 from torch_backend.hf.router import no_router_loss
 
@@ -59,6 +61,7 @@ class TrainerReport:
         moved: how far the gradient of that document's own loss moves, or its scores; the probe is void unless it does.
         noise: how far the packed gradient moves when it is simply taken again.
         tolerance: what loss, 1 - cosine and leak may be, and in float32 gradients too: 1e-4, below float32 2e-2.
+        ranks: over how many ranks documents were cut.
     """
 
     trainer: str
@@ -77,6 +80,7 @@ class TrainerReport:
     moved: float
     noise: float
     tolerance: float
+    ranks: int = 1
 
     @property
     def verdict(self) -> str:
@@ -93,6 +97,7 @@ class TrainerReport:
 
     def __str__(self) -> str:
         where = f"{self.dtype} on {self.device}, {self.documents} documents in {self.rows} rows"
+        where += f" cut over {self.ranks} ranks" if self.ranks > 1 else ""
         return (
             f"{self.trainer} on {self.model} ({where}): {self.verdict}; loss {self.loss:.1e}, "
             f"gradient cosine {self.cosine:.6f}, worst {self.gradients:.1e} ({self.worst_parameter}), "
@@ -106,6 +111,8 @@ def audit_trainer(trainer: Any, *, batches: int = 1) -> TrainerReport:
     Dropout is off and a router's auxiliary loss is left out, because both are defined over the whole batch. Parameters,
     gradients, logged metrics and the random state are as before when it returns. Of DPO, KTO, reward, GRPO and RLOO
     trainers of TRL the padded or packed forwards are compared with forwards of single answers (:mod:`.scored`).
+    Under context parallelism every rank of the group calls this and gets the same report; each runs its part of the
+    packed batches, and every document alone.
 
     Args:
         trainer: a ``transformers.Trainer`` or a subclass, before ``train()``; patched or not. One with ``model_init``
@@ -115,16 +122,12 @@ def audit_trainer(trainer: Any, *, batches: int = 1) -> TrainerReport:
     Raises:
         LayoutError: a document that the collator was given is not in its rows as it was.
         PackingError: a batch holds one document only, or nothing is trained in it.
-        UnsupportedError: the trainer runs on several devices, trains a classifier or a masked language model, or its
+        UnsupportedError: the trainer runs on several devices, but for those of one group of context parallelism, before
+            ``train()`` has sharded its model; or it trains a classifier or a masked language model, or its
             rows hold cut documents without boundaries.
     """
     refuse_cut_documents(trainer.args)
-    shards = any(getattr(trainer, kind, False) for kind in ("is_deepspeed_enabled", "is_fsdp_enabled"))
-    if shards or trainer.args.world_size > 1 or trainer.args.n_gpu > 1:
-        raise UnsupportedError(
-            f"{type(trainer).__name__} spreads its model or its batches over devices: "
-            "audit it in one process that sees one"
-        )
+    refuse_several_devices(trainer)
     if kind_of(trainer) is None and (labels_documents(trainer.model) or trains_first_token(trainer.model)):
         raise UnsupportedError(
             f"{type(trainer).__name__} trains a classifier or a masked language model, and audit(trainer) judges "
@@ -157,6 +160,7 @@ class _Step:
 
     def __init__(self, trainer: Any, batch: Batch, features: list[Any]) -> None:
         self.trainer = trainer
+        self.context = context_of(trainer.model)
         self.batch = batch
         self.places = _find([p for f in features for p in _pieces(f)], batch["input_ids"].cpu().numpy())
         if len(self.places) < 2:
@@ -223,7 +227,12 @@ class _Step:
             name: p.grad.detach().float().clone() for name, p in model.named_parameters() if p.grad is not None
         }
         model.zero_grad(set_to_none=True)
-        return float(loss.detach()), gradients
+        if self.context is None:
+            return float(loss.detach()), gradients
+        if is_packed(inputs):  # a part on every rank
+            return mean_over(self.context, loss.detach()), averaged(model, gradients, self.context)
+        ranks = self.context.ranks  # by which the trainer multiplies a loss that the ranks average
+        return float(loss.detach()) / ranks, {name: gradient / ranks for name, gradient in gradients.items()}
 
     def _loss(self, inputs: Batch, count: int | None) -> Tensor:
         trainer = self.trainer
@@ -280,6 +289,7 @@ def _report(trainer: Any, figures: dict[str, Any]) -> TrainerReport:
         device=trainer.args.device.type,
         dtype=half or "float32",
         tolerance=HALF if half else FLOAT32,
+        ranks=1 if (context := context_of(trainer.model)) is None else context.ranks,
         **figures,
     )
 

@@ -7,19 +7,15 @@ numpy float32; segment ids become boundaries as a collator makes them, padding i
 
 from __future__ import annotations
 
-import multiprocessing
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import start_processes
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig
 
 from packing_core import plan, protocol
@@ -37,6 +33,7 @@ from packing_core.protocol import (
 )
 from torch_backend.collate import PackedCollator, with_boundaries
 from torch_backend.conformance.experts import ExpertMethods
+from torch_backend.conformance.ranks import ContextMethods, on_ranks
 from torch_backend.conformance.reductions import DocumentMethods
 from torch_backend.conformance.scans import ScanMethods
 from torch_backend.conformance.tensors import TensorMethods, to_numpy
@@ -101,6 +98,8 @@ def capabilities(name: str, device: torch.device) -> Capabilities:
         options.add("nonfinite_padding")
     if not getattr(served, "parents", False):
         options -= {"shared_prefixes"}
+    if device.type == "cuda":  # gloo has no all-to-all of its tensors
+        options -= {"cut_documents"}
     if "window" not in options:
         options -= {"sliding_window"}
     return Capabilities(
@@ -247,7 +246,7 @@ def _patched(config: protocol.DecoderConfig, name: str, dtype: str, device: torc
     return patch(model, implementation=name, verify=False)
 
 
-class Stack(AttentionStack, DocumentMethods, ScanMethods, ExpertMethods):
+class Stack(AttentionStack, DocumentMethods, ScanMethods, ExpertMethods, ContextMethods):
     """Everything: the attention's levels, and the operations, collator and trainer that do not depend on it."""
 
     def plan(self, lengths: Sequence[int], capacity: int, *, strategy: str) -> list[list[int]]:
@@ -321,15 +320,10 @@ class Stack(AttentionStack, DocumentMethods, ScanMethods, ExpertMethods):
     ) -> tuple[list[float], dict[str, Array]]:
         if ranks == 1:
             return self._train(decoder, steps, **options)
-        with tempfile.TemporaryDirectory() as folder:
-            shares = [[step[rank::ranks] for step in steps] for rank in range(ranks)]
-            # A server that has imported this module once forks the ranks: importing it in each costs seconds. But a
-            # process that was forked after that cannot use CUDA.
-            multiprocessing.set_forkserver_preload([__name__])
-            how = "spawn" if self.device.type == "cuda" else "forkserver"
-            start_processes(_train_on_rank, (self, decoder, shares, options, folder), nprocs=ranks, start_method=how)
-            found: tuple[list[float], dict[str, Array]] = torch.load(Path(folder) / "found", weights_only=False)
-        return found
+        shares = [[step[rank::ranks] for step in steps] for rank in range(ranks)]
+        each = [(decoder, share) for share in shares]
+        found: list[tuple[list[float], dict[str, Array]]] = on_ranks(self.device, partial(self._train, **options), each)
+        return found[0]
 
     def _train(
         self,
@@ -406,17 +400,6 @@ def _mean_over_ranks(loss: Tensor, model: nn.Module) -> float:
             dist.all_reduce(x)
             x /= dist.get_world_size()
     return mean.item()
-
-
-def _train_on_rank(
-    rank: int, stack: Stack, decoder: protocol.Decoder, shares: list[Any], options: dict[str, Any], folder: str
-) -> None:
-    store = dist.FileStore(f"{folder}/store", len(shares))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=len(shares))
-    found = stack._train(decoder, shares[rank], **options)
-    if rank == 0:
-        torch.save(found, Path(folder) / "found")
-    dist.destroy_process_group()
 
 
 def _integers(x: Tensor) -> Array:

@@ -404,9 +404,9 @@ class Patched:
         """
         wait, shared = module.training, kwargs.pop(SHARED_ROW, None)
         inputs.refuse_other_marks(kwargs, names)
-        if self.context is not None and is_packed(kwargs):
-            refuse_over_ranks(self.root, kwargs, shared=shared is not None)
-            kwargs = self.cut(kwargs)
+        if self.context is not None and shared is not None:
+            refuse_over_ranks(self.root)
+        kwargs = self.cut(kwargs)
         if kwargs.get(SHARE) is not None:
             return self._forward_of_share(names, kwargs)
         if not is_packed(kwargs):
@@ -452,6 +452,8 @@ class Patched:
         kwargs = unsealed(dict(batch))
         if self.context is None or kwargs.get(SHARE) is not None or not is_packed(kwargs):
             return dict(batch)
+        if kwargs.get("packed_parents") is not None:
+            refuse_over_ranks(self.root)
         weights = kwargs.pop("loss_weights", None)
         tokens, wait = inputs.tokens_of(kwargs), self.root.training
         inputs.check_arguments(self.root, kwargs, self.guard, wait=wait)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -57,6 +57,10 @@ class Ranks(NamedTuple):
         dist.barrier()  # none ends before rank 0 has written
         dist.destroy_process_group()
 
+    def groups(self, size: int) -> Ranks:
+        """Identifies the group of ``size`` neighbouring ranks that this one belongs to, among all groups."""
+        return self._replace(rank=self.rank // size, world=self.world // size)
+
     def everyones(self, value: Any) -> list[Any]:
         """The value of every rank, on every rank."""
         found = [value] * self.world
@@ -77,6 +81,14 @@ class Process(NamedTuple):
     device: torch.device
     ranks: Ranks
     clock: Clock
+
+
+def context_mesh(process: Process, size: int) -> DeviceMesh | None:
+    """Returns the ``size`` neighbouring ranks that cut their rows together; None for one."""
+    if size == 1:
+        return None
+    shape = process.ranks.world // size, size
+    return init_device_mesh(process.device.type, shape, mesh_dim_names=("groups", "cp"))["cp"]
 
 
 def shard(model: nn.Module, process: Process) -> None:

@@ -28,7 +28,7 @@ from torch_backend.hf.explaining import explain
 from torch_backend.job import states
 from torch_backend.job.memory import Memory, memory_line, release
 from torch_backend.job.models import build_model, with_adapters
-from torch_backend.job.ranks import Process, Ranks, shard, whole_weights
+from torch_backend.job.ranks import Process, Ranks, context_mesh, shard, whole_weights
 from torch_backend.job.recording import Recording
 from torch_backend.job.trainer import job_trainer
 from torch_backend.patching import patch, unpatch
@@ -48,7 +48,7 @@ class _Finished:
     attention: str = ""
 
 
-@honours("--dtype bfloat16", "--lora", "--eval-data", "--compile", "--nproc or torchrun")
+@honours("--dtype bfloat16", "--lora", "--eval-data", "--compile", "--nproc or torchrun", "--context-parallel")
 def train(job: TrainJob) -> TrainResult:
     """Run the job; see ``packing_core.training.job``.
 
@@ -68,7 +68,8 @@ def train(job: TrainJob) -> TrainResult:
         finished = {run: _train(job, run, process) for run in packed_first}
     packed = finished["packed"]
     assert packed.audit is not None
-    spread = f", {ranks.world} processes ({job.strategy})" if ranks.world > 1 else ""
+    how = job.strategy + (f", rows cut over {job.context_parallel}" if job.context_parallel > 1 else "")
+    spread = f", {ranks.world} processes ({how})" if ranks.world > 1 else ""
     return TrainResult(
         records={run: finished[run].records for run in job.runs},
         audit=packed.audit,
@@ -127,7 +128,8 @@ def _prepared(job: TrainJob, run: Run, process: Process) -> tuple[Any, AuditRepo
     if run == "packed":
         job.on_phase("patching and auditing it")
         report = verify(model, job.attention)
-        patch(model, implementation=job.attention, verify=False)
+        mesh = context_mesh(process, job.context_parallel)
+        patch(model, implementation=job.attention, verify=False, mesh=mesh)
     if job.options.lora:
         model = with_adapters(model, job.options.lora, job.options.seed)
     if job.gradient_checkpointing:

@@ -88,23 +88,30 @@ class JobTrainer(Trainer):
         self.job = job
         self.run_name: Run = run
         self.process = process
+        self.groups = process.ranks.groups(job.context_parallel)  # which train on different rows
         self.first = first
         self.step_loss = torch.zeros(())  # of the last step on this rank, times the number of ranks
         self._timed = ExitStack()
         args = _arguments(job, steps=len(job.schedule) - first, device=process.device, folder=folder)
         if run == "packed":
-            data: Any = PackedSteps(job.schedule, first, process.ranks, _cost(model))
+            data: Any = PackedSteps(job.schedule, first, self.groups, _cost(model))
             collator: Callable[[Any], Any] = RowByRow(model)
         else:
             data, collator = PaddedSteps(job.schedule, run), only_item
         super().__init__(model, args, collator, data)
-        if not self.model_accepts_loss_kwargs:  # its own loss would be a mean over each microbatch
+        if not (
+            self.model_accepts_loss_kwargs or job.context_parallel > 1
+        ):  # its own loss would be a mean over each microbatch
             self.compute_loss_func = _mean_over_step
         self.remove_callback(PrinterCallback)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Returns a loader of this rank's steps. accelerate would deal them again, and pin each number of a batch."""
         return DataLoader(self.train_dataset, collate_fn=self.data_collator)
+
+    def get_cp_size(self) -> int:
+        """Returns the number of ranks that get the same rows, by which the Trainer divides its count of targets."""
+        return self.job.context_parallel
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
@@ -145,18 +152,20 @@ class JobTrainer(Trainer):
         """Evaluates the job's held-out documents by the mean loss over all of their targets, on all ranks."""
         job, collate = self.job, PackedCollator(self.model)
         assert job.evaluation is not None
-        model, ranks, one = self.model_wrapped, self.process.ranks, torch.ones((), device=self.args.device)
+        model, groups, one = self.model_wrapped, self.groups, torch.ones((), device=self.args.device)
+        world = self.process.ranks.world
         sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         model.eval()
         for step in range(len(job.evaluation)):
-            for row in job.evaluation.packed(step, rank=ranks.rank, ranks=ranks.world):
+            for row in job.evaluation.packed(step, rank=groups.rank, ranks=groups.world):
                 batch = _on_device(collate(row), self.args.device)
                 with self.compute_loss_context_manager():
                     loss: Any = self.compute_loss(model, dict(batch), num_items_in_batch=one)
-                sums += torch.stack([loss.double() / ranks.world, (batch["labels"] != IGNORE_INDEX).sum().double()])
+                targets = (batch["labels"] != IGNORE_INDEX).sum().double() / job.context_parallel
+                sums += torch.stack([loss.double() / world, targets])
         model.train()
-        loss, targets = self.accelerator.reduce(sums, "sum").tolist()
-        metrics = {"eval_loss": loss / max(targets, 1)}
+        loss, count = self.accelerator.reduce(sums, "sum").tolist()
+        metrics = {"eval_loss": loss / max(count, 1)}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics

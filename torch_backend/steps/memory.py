@@ -160,6 +160,8 @@ def keeps(operation: Any, shapes: Sequence[torch.Size]) -> bool:
     """
     name = getattr(operation, "__name__", str(operation)).partition(".")[0].rpartition("::")[2]
     namespace = getattr(operation, "namespace", "")
+    if namespace == "c10d":  # exchanges between ranks return nothing and write into an argument
+        return False
     if name in _PRODUCTS:
         factor = shapes[1 if name == "addmm" else 0]
         return shapes[-1][-1] <= _WIDE * factor[-1]

@@ -62,6 +62,9 @@ def enable_packing(
     dataset does not tell its lengths, the documents of each batch are packed together, and a warning says so.
     Evaluation puts the documents of a batch into one row.
 
+    Under accelerate's ``ParallelismConfig(cp_size=N)`` the documents of each row are cut over N ranks
+    (:mod:`torch_backend.trainers.over_ranks`), as by ``patch(model, mesh=...)``.
+
     TRL's DPO, KTO, reward, GRPO and RLOO trainers keep their batches, and their forwards run without padding
     (:mod:`torch_backend.trainers.preference`).
 
@@ -88,8 +91,9 @@ def enable_packing(
 
     Raises:
         UnsupportedModelError: the model cannot be made exact.
-        UnsupportedError: the trainer computes its loss per example, or its rows hold cut documents, or
-            context or sequence parallelism splits them over ranks.
+        UnsupportedError: the trainer computes its loss per example, or its rows hold cut documents, or sequence
+            parallelism splits them over ranks, or context parallelism does and the trainer's loss or an argument does
+            not compute over ranks.
         LayoutError: the data are not tokenised, or a collator that packs does not mark its documents.
         CapacityError: a document is longer than ``capacity``, and ``overflow`` does not say what to do with it.
         PackingError: what is passed is no trainer or has no data, ``capacity`` has no effect, or the present collator
@@ -116,12 +120,11 @@ def enable_packing(
                 f"{type(trainer).__name__} shares no prefixes: TRL's DPO, KTO, GRPO and RLOO trainers do; elsewhere "
                 "use PackedCollator(model, share_prefix=True) and make_train_step"
             )
-        plan = inspect(any_trainer, capacity=capacity, overflow=overflow)
-        patch(any_trainer.model, implementation=implementation, verify=verify)
+        plan = inspect(any_trainer, capacity=capacity, overflow=overflow, fast=fast)
+        options: Any = {"implementation": implementation, "verify": verify, "mesh": plan.mesh}
+        patch(any_trainer.model, **options)
         if any_trainer.model_init is not None:  # train() makes another model
-            any_trainer.call_model_init = partial(
-                _patched_model_init, any_trainer.call_model_init, implementation=implementation, verify=verify
-            )
+            any_trainer.call_model_init = partial(_patched_model_init, any_trainer.call_model_init, **options)
         _apply(any_trainer, plan, fast=fast)
     if memory is not None:
         _use_memory(any_trainer, memory)

@@ -21,7 +21,6 @@ from packing_core import PackedDataset
 from packing_core.errors import UnsupportedError, UnsupportedModelError
 from packing_core.extras import require
 from torch_backend.collate import PackedCollator
-from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.losses.causal_lm import LOSS_WEIGHTS, causal_lm_loss
 from torch_backend.steps.fast_backward import (
     GRAPH,
@@ -46,7 +45,8 @@ require("transformers", extra="hf")
 from transformers import Trainer  # noqa: E402
 
 from torch_backend.trainers.async_logging import without_waiting  # noqa: E402
-from torch_backend.trainers.own_loss import has_own_loss, is_stock, loss_is_of_trl  # noqa: E402
+from torch_backend.trainers.over_ranks import WEIGHTS_REFUSED, OverRanks  # noqa: E402
+from torch_backend.trainers.own_loss import is_stock, loss_is_of_trl, why_logits  # noqa: E402
 
 
 class PackedStep:
@@ -64,7 +64,8 @@ class PackedStep:
         self.stock_step = trainer.training_step
         self.stock_loss = trainer.compute_loss
         self.stock_prediction = trainer.prediction_step
-        self.refused = _why_logits(trainer)
+        self.refused = why_logits(trainer)
+        self.over_ranks = OverRanks.of(trainer)
         self.loss_only = False
         self.compile: Choice = "auto"
         self.capture: Choice = "auto"
@@ -72,7 +73,8 @@ class PackedStep:
         self.in_place_of_compile = False  # of the whole model, torch_compile=True
         self.gradients: Gradients | None = None
         self.size = 0  # of the batches that it was made for
-        self.metrics = sft.TokenCounter(trainer) if loss_is_of_trl(trainer) else None
+        copies = 1 if self.over_ranks is None else self.over_ranks.context.ranks
+        self.metrics = sft.TokenCounter(trainer, copies) if loss_is_of_trl(trainer) else None
         self.losses = without_waiting(trainer)
         trainer.training_step = self.training_step
         if self.refused is None:
@@ -98,7 +100,7 @@ class PackedStep:
         if self.in_place_of_compile:
             parts[LAYERS] += ", one by one, in place of the model as a whole (torch_compile=True)"
         if self.metrics is not None and self.refused is None:
-            parts["metrics"] = sft.LEFT_OUT
+            parts["metrics"] = sft.LEFT_OUT if self.over_ranks is None else sft.LEFT_OUT_OVER_RANKS
         return parts
 
     def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:
@@ -111,6 +113,8 @@ class PackedStep:
             self.size, self.gradients = size, self._gradients(model)
         if self.metrics is not None:
             inputs = self.metrics.count(inputs)
+        if self.over_ranks is not None:
+            inputs = self.over_ranks.cut(inputs, model)
         last = self.trainer.accelerator.sync_gradients
         return self.losses(self.gradients(StepInputs(inputs, num_items_in_batch), last=last))
 
@@ -119,6 +123,11 @@ class PackedStep:
     ) -> Any:
         """As ``compute_loss`` of the trainer; without logits, unless its outputs or TRL's metrics are wanted."""
         logits_wanted = return_outputs and not self.loss_only
+        if self.over_ranks is not None:
+            if logits_wanted:
+                self.over_ranks.refuse_outputs()
+            of_part = self.over_ranks.in_place_of(model)
+            return Trainer.compute_loss(self.trainer, of_part, inputs, return_outputs, num_items_in_batch)
         if self.metrics is not None and not self.model.training:
             self.metrics.update()
             logits_wanted = True
@@ -172,6 +181,10 @@ class PackedStep:
         with self.trainer.compute_loss_context_manager():
             if self.refused is None:
                 self.refused = fast_loss_refused(model, given)
+                if self.refused is not None and self.over_ranks is not None:
+                    raise UnsupportedError(
+                        f"ranks that hold parts of documents need the loss without logits: {self.refused}"
+                    )
             if self.refused is not None and forward:
                 with self.trainer.accelerator.autocast():
                     run_layers(model, given)
@@ -184,28 +197,11 @@ def _without_logits(model: nn.Module) -> Any:
 
     def call(num_items_in_batch: Any = None, **inputs: Any) -> dict[str, Tensor]:
         if LOSS_WEIGHTS in inputs:
-            raise UnsupportedError(
-                'a Trainer divides its loss by the number of targets, and rows with weighting="document" weigh them: '
-                'train by crosspack.make_train_step(model, optimizer), or pack with weighting="token"'
-            )
+            raise UnsupportedError(WEIGHTS_REFUSED)
         total, weight = causal_lm_loss(model, inputs)
         return {"loss": total / (weight.clamp(min=1) if num_items_in_batch is None else num_items_in_batch)}
 
     return call
-
-
-def _why_logits(trainer: Any) -> str | None:
-    """Explains why the loss of a trainer needs logits, as far as the trainer decides it."""
-    of_trl = loss_is_of_trl(trainer)
-    if has_own_loss(trainer):
-        return f"{type(trainer).__name__} computes its loss itself (compute_loss)"
-    if trainer.compute_loss_func is not None:
-        return "compute_loss_func reads them"
-    if trainer.label_smoother is not None:
-        return "label smoothing reads them"
-    if getattr(causal_lm(trainer.model).config.get_text_config(), "output_router_logits", False):
-        return "the trainer adds the router's auxiliary loss of each microbatch in full"
-    return sft.why_logits(trainer) if of_trl else None
 
 
 def _why_not_layers(trainer: Any) -> str | None:

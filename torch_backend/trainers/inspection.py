@@ -24,11 +24,10 @@ from torch_backend.collate import Batch, BoundaryCollator, PackedCollator
 from torch_backend.collate.document_labels import LABELS, NAMES
 from torch_backend.hf.anatomy.heads import head_of, predicts_masked
 from torch_backend.hf.anatomy.structure import causal_lm
-from torch_backend.hf.inputs.boundaries import refuse_split_rows
 from torch_backend.hf.inputs.trl_trainers import why_per_example
-from torch_backend.hf.patch import refuse_context_of
 from torch_backend.trainers.dataloader import pack_training_data
 from torch_backend.trainers.epoch_rows import EpochRows, RowStream
+from torch_backend.trainers.over_ranks import context_mesh
 from torch_backend.trainers.own_loss import has_own_loss
 from torch_backend.trainers.replaced import Replaced, ReplacingCollator, name_of
 
@@ -46,13 +45,19 @@ class PackingPlan:
         collator: makes its batches.
         rows: what it trains on; None if its own batches are packed one by one, or its data are rows already.
         before: the name of the collator that the trainer had.
+        mesh: the ranks over which documents are cut; None where each lies on one.
     """
 
     collator: PackedCollator | BoundaryCollator
     rows: EpochRows | RowStream | None
     before: str
+    mesh: Any = None
 
     def __str__(self) -> str:
+        return self._rows if self.mesh is None else f"{self._rows}, cut over {self.mesh.size()} ranks"
+
+    @property
+    def _rows(self) -> str:
         data = "the documents of each batch" if self.rows is None else str(self.rows)
         if isinstance(self.collator, BoundaryCollator):
             return f"rows as {self.before} packs them, with their boundaries"
@@ -60,27 +65,26 @@ class PackingPlan:
         return f"{data}, by {'PackedCollator in place of ' if own else ''}{self.before}"
 
 
-def inspect(trainer: Any, *, capacity: int | None, overflow: Overflow) -> PackingPlan:
+def inspect(trainer: Any, *, capacity: int | None, overflow: Overflow, fast: bool) -> PackingPlan:
     """Plan the packing of a trainer that :func:`torch_backend.enable_packing` was given, with its arguments.
 
     Raises:
         UnsupportedError, LayoutError, CapacityError, PackingError: as ``enable_packing``, but for the model's.
     """
     _refuse_trainer(trainer)
-    refuse_split_rows(trainer.accelerator.parallelism_config)
-    refuse_context_of(trainer.model, "enable_packing(trainer)")
+    mesh = context_mesh(trainer, fast=fast)
     _refuse_split_model(trainer)
     trainer._set_signature_columns_if_needed()
     before = name_of(trainer.data_collator)
     collator = _packing_collator(trainer, capacity, overflow)
     _refuse_untrained(trainer, collator)
     if not isinstance(collator, PackedCollator):
-        return PackingPlan(collator, None, before)
+        return PackingPlan(collator, None, before, mesh)
     if collator.labels_documents and overflow == "split":
         raise PackingError(
             'overflow="split" cuts documents, and the model classifies whole ones: pass "truncate" or "drop"'
         )
-    return PackingPlan(*pack_training_data(trainer, collator, capacity, overflow), before)
+    return PackingPlan(*pack_training_data(trainer, collator, capacity, overflow), before, mesh)
 
 
 def _refuse_trainer(trainer: Any) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from packing_core.extras import require
+from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.trainers import sft
 
 require("transformers", extra="hf")
@@ -33,6 +34,20 @@ def loss_is_of_trl(trainer: Any) -> bool:
 def has_own_loss(trainer: Any) -> bool:
     """Returns whether a trainer's ``compute_loss`` is neither that of transformers nor TRL's ``SFTTrainer``'s."""
     return not (is_stock(trainer, "compute_loss") or loss_is_of_trl(trainer))
+
+
+def why_logits(trainer: Any) -> str | None:
+    """Explains why the loss of a trainer needs logits, as far as the trainer decides it."""
+    of_trl = loss_is_of_trl(trainer)
+    if has_own_loss(trainer):
+        return f"{type(trainer).__name__} computes its loss itself (compute_loss)"
+    if trainer.compute_loss_func is not None:
+        return "compute_loss_func reads them"
+    if trainer.label_smoother is not None:
+        return "label smoothing reads them"
+    if getattr(causal_lm(trainer.model).config.get_text_config(), "output_router_logits", False):
+        return "the trainer adds the router's auxiliary loss of each microbatch in full"
+    return sft.why_logits(trainer) if of_trl else None
 
 
 def warn_of_means(trainer: Any) -> None:

@@ -26,6 +26,11 @@ LEFT_OUT = (
     "enable_packing(trainer, fast=False) logs them in training too"
 )
 
+LEFT_OUT_OVER_RANKS = (
+    "TRL's entropy and mean_token_accuracy need the logits of whole documents, which are cut over ranks, so neither "
+    "training nor evaluation logs them"
+)
+
 
 def defines(trainer: Any, method: str) -> bool:
     """Returns whether a method of a trainer's class is the one that TRL's ``SFTTrainer`` defines."""
@@ -67,12 +72,18 @@ def warn_of_room(trainer: Any) -> None:
 
 
 class TokenCounter:
-    """``num_tokens`` of an ``SFTTrainer``: tokens trained on so far, on all ranks, padding not counted."""
+    """``num_tokens`` of an ``SFTTrainer``: tokens trained on so far, on all ranks, padding not counted.
 
-    def __init__(self, trainer: Any) -> None:
+    Args:
+        trainer: the trainer.
+        context_ranks: ranks that get the same rows, beside those of tensor parallelism.
+    """
+
+    def __init__(self, trainer: Any, context_ranks: int = 1) -> None:
         self.trainer = trainer
         self.stock_log = trainer.log
         self.total = trainer._total_train_tokens
+        self.copies = getattr(trainer, "_tp_size", 1) * context_ranks
         self.new: int | Tensor = 0  # counted since the last update
         trainer.log = self.log
         collator = trainer.data_collator
@@ -92,7 +103,7 @@ class TokenCounter:
             return
         accelerator = self.trainer.accelerator
         new = torch.as_tensor(self.new, device=accelerator.device)
-        self.total += int(accelerator.reduce(new)) // getattr(self.trainer, "_tp_size", 1)
+        self.total += int(accelerator.reduce(new)) // self.copies
         self.new = 0
         self.trainer._total_train_tokens = self.total
         self.trainer._metrics["train"]["num_tokens"] = [self.total]

@@ -18,6 +18,7 @@ for _name in (
     "model",
     "trainer",
     "trees",
+    "context",
     "larger",
     "combined",
 ):

@@ -128,19 +128,22 @@ def _parents(found: Mapping[str, Any], row_length: int) -> tuple[int, ...] | Non
     return tuple(parents.tolist()) if len(children) else None
 
 
-def refuse_split_rows(parallelism: Any) -> None:
+def refuse_split_rows(parallelism: Any, *, kinds: Sequence[str] = ("context", "sequence")) -> None:
     """Raise for context or sequence parallelism, which gives every rank a part of each row.
 
     Args:
         parallelism: an ``accelerate.ParallelismConfig``, or None.
+        kinds: which of them are refused; where "context" is not, the error names it as the way out.
 
     Raises:
         UnsupportedError
     """
-    for kind, short in (("context", "cp"), ("sequence", "sp")):
+    for kind in kinds:
+        short = f"{kind[0]}p"
         if getattr(parallelism, f"{short}_enabled", False):
             size = getattr(parallelism, f"{short}_size")
-            raise UnsupportedError(f"{kind} parallelism ({short}_size={size}) {SPLIT_ROWS}")
+            way_out = "" if "context" in kinds else f", or context parallelism, cp_size={size}"
+            raise UnsupportedError(f"{kind} parallelism ({short}_size={size}) {SPLIT_ROWS}{way_out}")
 
 
 def check_forms(found: Mapping[str, Any]) -> None:

@@ -88,14 +88,13 @@ def why_not_now(anatomy: Anatomy) -> str | None:
     return None
 
 
-def refuse_over_ranks(root: Any, kwargs: Mapping[str, Any], *, shared: bool) -> None:
+def refuse_over_ranks(root: Any) -> None:
     """Refuse shared prefixes in a batch whose documents are cut over ranks.
 
     Raises:
-        UnsupportedModelError: the batch has parents, or its row was ``shared``.
+        UnsupportedModelError
     """
-    if shared or kwargs.get("packed_parents") is not None:
-        _refuse(root, "the documents of its batches are cut over ranks (mesh)")
+    _refuse(root, "the documents of its batches are cut over ranks (mesh)")
 
 
 def _refuse(root: Any, reason: str | None) -> None:

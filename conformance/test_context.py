@@ -1,0 +1,23 @@
+"""CUT: documents that are cut over the ranks of a context-parallel group."""
+
+from __future__ import annotations
+
+import pytest
+
+from conformance import models
+from conformance.draws import documents
+from conformance.judge import Judge
+
+requirement = pytest.mark.requirement
+
+
+@requirement("CUT-01")
+@pytest.mark.parametrize("ranks", [2, 3], ids="{} ranks".format)
+def test_documents_over_several_ranks(judge: Judge, ranks: int) -> None:
+    # the shares of two ranks end inside the document of 70; on three it has pieces on all of them
+    models.check_cut(judge, documents(9, 70, 1, 14, seed=3), ranks)
+
+
+@requirement("CUT-02")
+def test_windows_over_several_ranks(judge: Judge) -> None:
+    models.check_cut(judge, documents(5, 60, 17, seed=4), 2, window=8)

@@ -1,0 +1,85 @@
+"""Trainers whose documents are cut over ranks, by accelerate's ``cp_size``: the steps of one process, and refusals."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.torch_backend.torchrun import torchrun
+from tests.torch_backend.torchrun_context_trainer import CASES, ON_FOUR, Case, train
+
+pytestmark = pytest.mark.slow  # starts processes that train
+
+
+def results_of(target: Path, ranks: int) -> dict[str, Any]:
+    torchrun("torchrun_context_trainer.py", str(target), ranks=ranks)
+    found: dict[str, Any] = torch.load(target)
+    return found
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Results of two ranks, by case."""
+    return results_of(tmp_path_factory.mktemp("context") / "results.pt", 2)
+
+
+def assert_same_run(many: Any, case: Case) -> None:
+    """The ranks have logged and trained what one process logs and trains."""
+    assert not isinstance(many, str), many  # the text of an error
+    one = train(case)
+    assert "straddling documents exchange" in many["explained"]
+    assert re.search(r"in 18 rows of 96 tokens, 76.1% full, by PackedCollator .*, cut over 2 ranks", many["explained"])
+    assert len(many["loss"]) == 2
+    assert many["loss"] == pytest.approx(one["loss"], rel=1e-5)
+    assert many["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+    assert many["num_tokens"] == one["num_tokens"]
+    assert many["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-5)
+    for name, weight in one["weights"].items():
+        assert float((many["weights"][name] - weight).abs().max()) <= 1e-6 * max(1.0, float(weight.abs().max())), name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_train_as_one_process_does(two: dict[str, Any], name: str) -> None:
+    assert_same_run(two[name], CASES[name])
+
+
+@pytest.mark.parametrize("name", ON_FOUR)
+def test_two_groups_of_two_ranks_train_as_one_process_does(name: str, tmp_path: Path) -> None:
+    assert_same_run(results_of(tmp_path / "results.pt", 4)[name], ON_FOUR[name]._replace(groups=1))
+
+
+@pytest.mark.parametrize("name", ["Trainer", "SFTTrainer", "broken"])
+def test_an_audit_of_a_trainer_tells_what_is_exact(two: dict[str, Any], name: str) -> None:
+    assert not isinstance(two[f"audit, {name}"], str), two[f"audit, {name}"]
+    verdict, words = two[f"audit, {name}"]
+    assert verdict == ("contaminated" if name == "broken" else "exact"), words
+    assert "rows cut over 2 ranks" in words
+
+
+WITHOUT_LOGITS = "every rank computes its part of the loss without logits"
+REFUSALS = {
+    "label smoothing": f"{WITHOUT_LOGITS}: label smoothing reads them",
+    "compute_loss_func": f"{WITHOUT_LOGITS}: compute_loss_func reads them",
+    "compute_metrics": "no rank has the logits of whole ones: leave compute_metrics",
+    "loss of TRL": f"{WITHOUT_LOGITS}: loss_type='dft' is a loss of TRL's own",
+    "NEFTune": "NEFTune's noise depends on their lengths: leave neftune_noise_alpha out",
+    "counts of a rank": "their targets are counted on all ranks: leave average_tokens_across_devices=False out",
+    "torch_compile": "their pieces differ in every batch: leave torch_compile out",
+    "slow step": "the trainer's own step runs whole ones: leave fast=False out",
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_trainers_that_need_whole_documents_are_refused(two: dict[str, Any], name: str) -> None:
+    start = re.escape("UnsupportedError: context parallelism (cp_size=2) cuts documents over ranks, and ")
+    assert re.match(start + re.escape(REFUSALS[name]), two[f"refuse, {name}"])
+
+
+def test_predictions_of_logits_are_refused(two: dict[str, Any]) -> None:
+    assert re.match(
+        r"UnsupportedError: documents are cut over 2 ranks, and no rank has the logits", two["refuse, logits"]
+    )

@@ -1,0 +1,191 @@
+"""Run by ``torchrun`` in test_context_trainer: trainers whose documents are cut over ranks; rank 0 writes.
+
+Argument: the file to write to.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+from unittest.mock import patch as mocked
+
+import datasets
+import numpy as np
+import torch
+import torch.distributed as dist
+import transformers
+import trl
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, ParallelismConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from tests.torch_backend.models import tiny
+from tests.torch_backend.test_trainer import arguments, tiny_tokenizer
+from tests.torch_backend.torchrun import leave, whole
+from torch_backend import audit, enable_packing, explain
+from torch_backend.context_parallel.share import RankShare
+
+CAPACITY = 96
+ROWS, MICROBATCHES = 4, 2  # of a step
+
+
+class Case(NamedTuple):
+    """A trainer that is packed under context parallelism.
+
+    Attributes:
+        family: of the model.
+        kind: of the trainer.
+        groups: of ranks, which train on different rows.
+    """
+
+    family: str = "qwen3"
+    kind: str = "Trainer"
+    groups: int = 1
+
+
+CASES = {
+    "Trainer": Case(),
+    "Trainer, hybrid": Case("qwen3_5_text"),
+    "SFTTrainer": Case(kind="SFTTrainer"),
+}
+ON_FOUR = {"Trainer, two groups": Case(groups=2)}
+
+
+def documents(count: int = 24) -> datasets.Dataset:
+    """Documents, many of them longer than half a row."""
+    rng = np.random.default_rng(0)
+    return of_lengths(rng.choice([3, 20, 70, 90], count).tolist())
+
+
+def of_lengths(lengths: Sequence[int]) -> datasets.Dataset:
+    """Random documents whose first third is a prompt."""
+    rng = np.random.default_rng(1)
+    ids = [rng.integers(3, 64, length).tolist() for length in lengths]
+    labels = [[-100] * (len(x) // 3) + x[len(x) // 3 :] for x in ids]
+    return datasets.Dataset.from_dict({"input_ids": ids, "labels": labels})
+
+
+def trainer_of(case: Case, folder: str, **changes: Any) -> Any:
+    """The trainer of a case before it packs; its ranks are those of the process group, or one."""
+    model, ranks = tiny(case.family), dist.get_world_size() if dist.is_initialized() else 1
+    options: dict[str, Any] = {
+        "max_steps": 2,
+        "max_grad_norm": 0.5,
+        "train_sampling_strategy": "sequential",
+        "per_device_train_batch_size": ROWS // MICROBATCHES // case.groups,
+        "per_device_eval_batch_size": 8 // case.groups,
+        "gradient_accumulation_steps": MICROBATCHES,
+    }
+    if ranks > 1:
+        options["parallelism_config"] = ParallelismConfig(cp_size=ranks // case.groups, dp_shard_size=case.groups)
+        layers = {type(m).__name__ for m in model.modules() if isinstance(m, GradientCheckpointingLayer)}
+        options["fsdp"] = True
+        options["fsdp_config"] = {"version": 2, "transformer_layer_cls_to_wrap": sorted(layers)}
+    trains_text = case.kind == "SFTTrainer"
+    if trains_text:
+        options |= {"max_length": CAPACITY, "loss_type": "nll", "bf16": False, "shuffle_dataset": False}
+    kind = trl.SFTConfig if trains_text else transformers.TrainingArguments
+    given = arguments(kind, folder, **{**options, **changes})
+    if ranks > 1:
+        # accelerate has both for ranks with an accelerator alone, so these ranks say that they have one.
+        assert given.device.type == "cpu"
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+    data = {"train_dataset": documents(), "eval_dataset": documents(8)}
+    if trains_text:
+        return trl.SFTTrainer(model, given, processing_class=tiny_tokenizer(), **data)
+    return transformers.Trainer(model, given, **data)
+
+
+def train(case: Case) -> dict[str, Any]:
+    """Losses, weights and the evaluation of two steps."""
+    with TemporaryDirectory() as folder:
+        trainer = trainer_of(case, folder)
+        enable_packing(trainer, capacity=CAPACITY, verify=False)
+        trainer.train()
+        explained = str(explain(trainer))
+        evaluated = trainer.evaluate()["eval_loss"]
+    history = trainer.state.log_history
+    return {
+        **{key: [x[key] for x in history if key in x] for key in ("loss", "grad_norm", "num_tokens")},
+        "eval_loss": evaluated,
+        "weights": whole({name: p.detach() for name, p in trainer.model.named_parameters()}),
+        "explained": explained,
+    }
+
+
+def audited(kind: str, broken: bool = False) -> tuple[str, str]:
+    """The verdict on a trainer before it trains, and the report in words."""
+    with TemporaryDirectory() as folder:
+        trainer = trainer_of(Case(kind=kind), folder)
+        trainer.train_dataset = of_lengths((70, 20, 6))  # of which two ranks cut the first
+        enable_packing(trainer, capacity=CAPACITY, verify=False)
+        with mocked.object(RankShare, "positions", property(_restarting)) if broken else nullcontext():
+            report = audit(trainer)
+    return report.verdict, str(report)
+
+
+def _restarting(share: RankShare) -> Any:
+    """Replaces positions in whole documents: they count from 0 in every piece."""
+    return np.concatenate([np.arange(n) for n in share.lengths])
+
+
+def pack(kind: str = "Trainer", fast: bool = True, replaced: Any = None, **changes: Any) -> None:
+    """Packs a trainer that has other arguments, or another attribute."""
+    with TemporaryDirectory() as folder:
+        trainer = trainer_of(Case(kind=kind), folder, **changes)
+        for name, value in (replaced or {}).items():
+            setattr(trainer, name, value)
+        enable_packing(trainer, capacity=CAPACITY, verify=False, fast=fast)
+
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    "label smoothing": partial(pack, label_smoothing_factor=0.1),
+    "compute_loss_func": partial(pack, replaced={"compute_loss_func": max}),
+    "compute_metrics": partial(pack, replaced={"compute_metrics": max}),
+    "loss of TRL": partial(pack, kind="SFTTrainer", loss_type="dft"),
+    "NEFTune": partial(pack, neftune_noise_alpha=5.0),
+    "counts of a rank": partial(pack, average_tokens_across_devices=False),
+    "torch_compile": partial(pack, torch_compile=True),
+    "slow step": partial(pack, fast=False),
+}
+
+
+def predicted() -> None:
+    """Asks for the logits of documents that are cut."""
+    with TemporaryDirectory() as folder:
+        trainer = trainer_of(Case(), folder, max_steps=1)
+        enable_packing(trainer, capacity=CAPACITY, verify=False)
+        trainer.train()
+        trainer.predict(documents(8))
+
+
+def attempt(what: Callable[[], Any]) -> Any:
+    """Returns what the call returns, or the text of its error."""
+    try:
+        return what()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def main(target: Path) -> None:
+    dist.init_process_group("gloo")
+    if dist.get_world_size() == 4:
+        results = {name: attempt(partial(train, case)) for name, case in ON_FOUR.items()}
+    else:
+        results = {name: attempt(partial(train, case)) for name, case in CASES.items()}
+        results |= {f"refuse, {name}": attempt(what) for name, what in REFUSED.items()}
+        results |= {f"audit, {kind}": attempt(partial(audited, kind)) for kind in ("Trainer", "SFTTrainer")}
+        results["audit, broken"] = attempt(partial(audited, "Trainer", True))
+        results["refuse, logits"] = attempt(predicted)
+    if dist.get_rank() == 0:
+        torch.save(results, target)
+    leave()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

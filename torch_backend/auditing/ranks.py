@@ -1,0 +1,94 @@
+"""Audits over the ranks of a context-parallel group: what each computes of its part, as one process has it of all.
+
+Outputs of a rank's tokens -> :func:`whole_outputs`, those of the whole batch on every rank; gradients of the ranks ->
+:func:`averaged`. Every rank then compares the same figures with each document alone, which every rank runs itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from packing_core.errors import UnsupportedError
+from torch_backend.context_parallel.group import ContextGroup
+from torch_backend.context_parallel.share import RankShare
+from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.inputs.context import SHARE
+from torch_backend.hf.patch import cut_over_ranks, state_of
+
+
+def context_of(model: nn.Module) -> ContextGroup | None:
+    """Returns the ranks over which the documents of a model are cut; None where each lies on one."""
+    state = state_of(causal_lm(model))
+    return None if state is None else state.context
+
+
+def whole_outputs(model: nn.Module, batch: Mapping[str, Any], outputs: Tensor) -> Tensor:
+    """Outputs [T, ...] of the rank's part of a packed batch as those of the whole batch [B * S, ...], on every rank.
+
+    Gradients that are averaged over ranks are those of one process, if every rank takes the same loss of the result.
+    """
+    share: RankShare = cut_over_ranks(model, batch)[SHARE]
+    found: Tensor = _Whole.apply(outputs, share)
+    return found
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: RankShare) -> Tensor:
+        ctx.share = share
+        whole = x.new_zeros(int(share.plan.lengths.sum()), *x.shape[1:])
+        whole[torch.from_numpy(share.tokens).to(x.device)] = x
+        dist.all_reduce(whole, group=share.group)  # of zeros but for the rank that has the token
+        return whole
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        share: RankShare = ctx.share
+        return gradient[torch.from_numpy(share.tokens).to(gradient.device)] * share.ranks, None
+
+
+def mean_over(context: ContextGroup, x: Tensor) -> float:
+    """Returns the mean of a number over the ranks."""
+    total = x.clone()
+    dist.all_reduce(total, group=context.group)
+    return float(total) / context.ranks
+
+
+def averaged(model: nn.Module, gradients: Mapping[str, Tensor], context: ContextGroup) -> dict[str, Tensor]:
+    """Returns the mean over ranks of a model's gradients; a rank without one of a parameter counts as zero."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            total = gradients[name].clone() if name in gradients else torch.zeros_like(parameter)
+            dist.all_reduce(total, group=context.group)
+            found[name] = total / context.ranks
+    return found
+
+
+def refuse_several_devices(trainer: Any) -> None:
+    """Raise if a rank of a trainer has parts of the model or batches of its own.
+
+    Raises:
+        UnsupportedError
+    """
+    context = context_of(trainer.model)
+    if context is not None:
+        if trainer.args.world_size > context.ranks or any(isinstance(p, DTensor) for p in trainer.model.parameters()):
+            raise UnsupportedError(
+                f"audit {type(trainer).__name__} on one group of {context.ranks} ranks, before train() shards its model"
+            )
+        return
+    shards = any(getattr(trainer, kind, False) for kind in ("is_deepspeed_enabled", "is_fsdp_enabled"))
+    if shards or trainer.args.world_size > 1 or trainer.args.n_gpu > 1:
+        raise UnsupportedError(
+            f"{type(trainer).__name__} spreads its model or its batches over devices: "
+            "audit it in one process that sees one"
+        )

@@ -1,0 +1,149 @@
+"""Context parallelism inside a ``Trainer``: groups of ranks get the same rows, and each rank trains a part of them.
+
+``ParallelismConfig(cp_size=N)`` of accelerate -> :func:`context_mesh`, over which the model is patched -> :class:`
+OverRanks`, which cuts each batch of a step and computes this rank's part of the loss. Accelerate deals the rows to the
+groups, wraps the model and averages gradients over all ranks. Its own context parallelism is turned off: it replaces
+attention masks by ``is_causal``, so the documents of a row would see each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from packing_core.errors import UnsupportedError
+from torch_backend.context_parallel.group import ContextGroup
+from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.inputs.boundaries import refuse_split_rows
+from torch_backend.hf.patch import cut_over_ranks, refuse_context_of, state_of
+from torch_backend.losses.causal_lm import LOSS_WEIGHTS, causal_lm_loss
+from torch_backend.trainers.own_loss import why_logits
+
+WEIGHTS_REFUSED = (
+    'a Trainer divides its loss by the number of targets, and rows with weighting="document" weigh them: '
+    'train by crosspack.make_train_step(model, optimizer), or pack with weighting="token"'
+)
+
+
+def context_mesh(trainer: Any, *, fast: bool) -> Any:
+    """Returns the ranks over which a trainer cuts its rows, as a mesh of one dimension; None without any.
+
+    Args:
+        trainer: a ``transformers.Trainer``.
+        fast: whether it gets the fast step, which alone knows of ranks.
+
+    Raises:
+        UnsupportedError: the trainer's loss or arguments do not compute over ranks.
+        UnsupportedModelError: its model was patched with a mesh, and its rows are not dealt to groups of ranks.
+    """
+    parallelism = trainer.accelerator.parallelism_config
+    refuse_split_rows(parallelism, kinds=("sequence",))
+    size = trainer.get_cp_size() if hasattr(trainer, "get_cp_size") else getattr(parallelism, "cp_size", 1)
+    if size == 1:
+        refuse_context_of(trainer.model, "enable_packing(trainer)")
+        return None
+    if (reason := _why_not(trainer, fast)) is not None:
+        raise UnsupportedError(f"context parallelism (cp_size={size}) cuts documents over ranks, and {reason}")
+    if getattr(parallelism, "cp_enabled", False):
+        return trainer.accelerator.torch_device_mesh["cp"]
+    state = state_of(causal_lm(trainer.model))
+    assert state is not None and state.context is not None  # a trainer that says so itself has patched its model
+    return state.context.mesh
+
+
+def _why_not(trainer: Any, fast: bool) -> str | None:
+    """Explains why a trainer cannot train parts of documents; None if it can."""
+    args, parallelism = trainer.args, trainer.accelerator.parallelism_config
+    if not fast:
+        return "the trainer's own step runs whole ones: leave fast=False out"
+    if (reason := why_logits(trainer)) is not None:
+        return f"every rank computes its part of the loss without logits: {reason}"
+    if trainer.compute_metrics is not None or trainer.preprocess_logits_for_metrics is not None:
+        return "no rank has the logits of whole ones: leave compute_metrics and preprocess_logits_for_metrics out"
+    if args.neftune_noise_alpha is not None:
+        return "NEFTune's noise depends on their lengths: leave neftune_noise_alpha out"
+    if not args.average_tokens_across_devices:
+        return "their targets are counted on all ranks: leave average_tokens_across_devices=False out"
+    if args.torch_compile:
+        return "their pieces differ in every batch: leave torch_compile out"
+    if trainer.is_deepspeed_enabled:
+        return "DeepSpeed averages gradients over ranks of its own choice: use DDP or FSDP2"
+    if getattr(parallelism, "tp_enabled", False):
+        return f"tensor parallelism beside it is not tested: leave tp_size={parallelism.tp_size} out"
+    return None
+
+
+class OverRanks:
+    """This rank's part of the batches and losses of a trainer.
+
+    Args:
+        trainer: whose model is patched with a mesh; its own context parallelism is turned off.
+        context: the group of ranks.
+    """
+
+    def __init__(self, trainer: Any, context: ContextGroup) -> None:
+        self.context = context
+        trainer._prepare_context_parallel_inputs = _as_they_are
+        trainer.accelerator._prepare_cp = _not_prepared
+        trainer.model_accepts_loss_kwargs = True  # so that it counts the targets of a step
+
+    @staticmethod
+    def of(trainer: Any) -> OverRanks | None:
+        """Returns None for a trainer whose documents lie on one rank."""
+        state = state_of(causal_lm(trainer.model))
+        return None if state is None or state.context is None else OverRanks(trainer, state.context)
+
+    def cut(self, batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+        """Returns this rank's part of a batch."""
+        if LOSS_WEIGHTS in batch:
+            raise UnsupportedError(WEIGHTS_REFUSED)
+        return cut_over_ranks(model, batch)
+
+    def in_place_of(self, model: nn.Module) -> Callable[..., dict[str, Tensor]]:
+        """Returns a replacement for the model in ``Trainer.compute_loss``, which returns the loss alone.
+
+        It is this rank's part of the sum, divided by the targets that the trainer has counted on all ranks. Without
+        their number it is such that the mean over the group is the loss of the batch. In evaluation every rank of the
+        group returns that mean.
+        """
+
+        def call(num_items_in_batch: Any = None, **inputs: Any) -> dict[str, Tensor]:
+            group, ranks = self.context.group, self.context.ranks
+            total, weight = causal_lm_loss(model, self.cut(inputs, model))
+            if num_items_in_batch is None:
+                dist.all_reduce(weight, group=group)
+                loss = total * ranks / weight.clamp(min=1)
+            else:
+                loss = total / num_items_in_batch
+            if not model.training:
+                loss = loss.detach().clone()
+                dist.all_reduce(loss, group=group)
+                loss /= ranks
+            return {"loss": loss}
+
+        return call
+
+    def refuse_outputs(self) -> None:
+        """Raise for a prediction of logits, of which every rank has a part.
+
+        Raises:
+            UnsupportedError
+        """
+        raise UnsupportedError(
+            f"documents are cut over {self.context.ranks} ranks, and no rank has the logits of whole ones: pass "
+            "prediction_loss_only=True, or predict with a model that is patched without a mesh"
+        )
+
+
+def _as_they_are(model: nn.Module, inputs: Any) -> tuple[Any, Any]:
+    """Replaces ``Trainer._prepare_context_parallel_inputs``."""
+    return nullcontext, inputs
+
+
+def _not_prepared(*objects: Any) -> tuple[Any, ...]:
+    """Replaces ``Accelerator._prepare_cp``."""
+    return objects
