@@ -22,6 +22,7 @@ from packing_core.errors import UnsupportedError, UnsupportedModelError
 from packing_core.extras import require
 from torch_backend.collate import PackedCollator
 from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.patch import install, state_of
 from torch_backend.losses.causal_lm import LOSS_WEIGHTS, causal_lm_loss
 from torch_backend.steps.fast_backward import (
     GRAPH,
@@ -79,7 +80,7 @@ class PackedStep:
             trainer.compute_loss = self.compute_loss
             if is_stock(trainer, "prediction_step"):
                 trainer.prediction_step = self.prediction_step
-        if trainer.args.torch_compile:
+        if trainer.args.torch_compile or trainer.args.use_liger_kernel:
             trainer.accelerator.prepare_model = partial(self._prepare_model, trainer.accelerator.prepare_model)
 
     @property
@@ -156,7 +157,15 @@ class PackedStep:
         )
 
     def _prepare_model(self, prepare: Any, model: nn.Module, *args: Any, **options: Any) -> Any:
-        """As ``Accelerator.prepare_model``, which would compile the model as a whole, also if its layers can be."""
+        """As ``Accelerator.prepare_model``, which would compile the model as a whole, also if its layers can be.
+
+        Liger's forward of a model was set when training began, after the patch, and is wrapped from here on.
+        """
+        state = state_of(causal_lm(model))
+        if state is not None and not state.in_force:
+            install(model, state.implementation)
+        if not self.trainer.args.torch_compile:
+            return prepare(model, *args, **options)
         trainer, plugin = self.trainer, self.trainer.accelerator.state.dynamo_plugin
         backend, reason = plugin.backend, _why_not_layers(trainer) or why_not_compiled(trainer.model)
         self.in_place_of_compile = reason is None
