@@ -51,7 +51,7 @@ def norms(model: Any) -> list[nn.Module]:
 
 
 def on_instances(model: Any, forward: bool = True) -> None:
-    """Sets forwards on the modules of a model and replaces names of its file, as Liger does to a model that is there."""
+    """Sets forwards on the modules of a model and replaces names of its file, as Liger does."""
     for module in (*norms(model), *(layer.mlp for layer in model.model.layers)):
         own = kernel(f"Liger{type(module).__name__}.forward", probed=type(module).forward)
         module.__dict__["forward"] = MethodType(own, module)

@@ -18,7 +18,7 @@ from packing_core.errors import UnsupportedError
 from tests.torch_backend.models import PLAIN_SGD
 from tests.torch_backend.test_train_step import graphs as graphs
 from tests.torch_backend.test_trainer import CAPACITY, differences, documents, gpt_oss, llama, peft
-from torch_backend import audit, explain, patch
+from torch_backend import audit, explain
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.trainers import fast_step as packed_step
 from torch_backend.trainers.enable_packing import enable_packing

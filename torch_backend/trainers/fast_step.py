@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from packing_core import PackedDataset
@@ -38,6 +39,7 @@ from torch_backend.steps.fast_backward import (
     why_not_compiled,
 )
 from torch_backend.steps.fixed_shapes import FixedShapes
+from torch_backend.steps.memory_fit import FittedLevel, describe, naming_the_level, tokens_of
 from torch_backend.trainers import sft
 from torch_backend.trainers.dataloader import rows_of
 from torch_backend.trainers.epoch_rows import EpochRows
@@ -71,6 +73,7 @@ class PackedStep:
         self.capture: Choice = "auto"
         self.fixed: FixedShapes | None = None
         self.in_place_of_compile = False  # of the whole model, torch_compile=True
+        self.fitted: FittedLevel | None = None  # memory="auto"
         self.gradients: Gradients | None = None
         self.size = 0  # of the batches that it was made for
         self.metrics = sft.TokenCounter(trainer) if loss_is_of_trl(trainer) else None
@@ -100,7 +103,14 @@ class PackedStep:
             parts[LAYERS] += ", one by one, in place of the model as a whole (torch_compile=True)"
         if self.metrics is not None and self.refused is None:
             parts["metrics"] = sft.LEFT_OUT
+        if (memory := describe(self.model, self.trainer.optimizer, self.autocast)) is not None:
+            parts["memory"] = memory
         return parts
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """Returns the dtype of activations, where the trainer casts them."""
+        return torch.bfloat16 if self.trainer.args.bf16 else torch.float16 if self.trainer.args.fp16 else None
 
     def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:
         """As ``Trainer.training_step``."""
@@ -108,12 +118,19 @@ class PackedStep:
         if callable(getattr(self.trainer.optimizer, "train", None)):
             self.trainer.optimizer.train()
         size = self.trainer._train_batch_size  # auto_find_batch_size reduces it
-        if self.gradients is None or self.gradients.model is not model or size != self.size:
+        fresh = self.gradients is None or self.gradients.model is not model or size != self.size
+        if self.fitted is not None:
+            if fresh:
+                self.fitted.tokens = 0
+            fresh |= self.fitted.fit(self.model, tokens_of(inputs), self.trainer.optimizer, self.autocast)
+        if fresh:
             self.size, self.gradients = size, self._gradients(model)
         if self.metrics is not None:
             inputs = self.metrics.count(inputs)
         last = self.trainer.accelerator.sync_gradients
-        return self.losses(self.gradients(StepInputs(inputs, num_items_in_batch), last=last))
+        assert self.gradients is not None
+        with naming_the_level(self.model, partial(tokens_of, inputs), self.trainer.optimizer, self.autocast):
+            return self.losses(self.gradients(StepInputs(inputs, num_items_in_batch), last=last))
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
