@@ -14,13 +14,14 @@ and an MLP of W inner columns (both halves of a gated one), the backward reads
 
 and the softmax statistics, 4 bytes a head. Norms of queries and keys read those before the rotation too, and norms
 behind attention and MLP their inputs. While a layer computes its gradients it holds what it recomputed, the gradient of
-the MLP's product and of both its halves. Figures that this was compared with: benchmarks/RESULTS.md, levels of memory.
+the MLP's product and of both its halves, for the row or, where it is long, for a tile of it. Figures that this was
+compared with: benchmarks/RESULTS.md, levels of memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from packing_core.errors import PackingError, UnsupportedModelError
@@ -33,6 +34,8 @@ USABLE = 0.95  # of a device: its own context, and what the allocator cannot use
 # Chunks of the loss take a seventh of all logits, within these bounds: few sums in float32 where rows are long, and
 # little memory beside the activations where they are not. Each chunk reads and writes the gradient of the weight once.
 _CHUNKS, _LEAST_BYTES, _MOST_BYTES = 7, 2**29, 2**31
+# Rows from this length on compute their MLPs by tiles of so many tokens, at the levels that recompute them.
+TILED_FROM, TILE = 65_536, 8_192
 _ON_THEIR_WAY = 4  # inputs of layers that offloading holds on the device: two leave, two come back
 
 _NORMS_BEHIND = ("gemma2", "gemma3", "gemma3_text", "gemma4_text", "glm4", "olmo2", "olmo3")
@@ -57,6 +60,8 @@ class MemoryModel:
         fixed: weights, gradients and states of the optimizer.
         kept: at each level, what all layers keep for a token.
         work: at each level, what one layer holds beside that for a token while it computes its gradients.
+        tiled: as ``work`` in rows whose MLPs are computed by tiles, without these; empty where none are.
+        tile: of a layer, for a tile of its MLP and the sums of its weights' gradients.
         outside: of a token outside of the layers: hidden states and their gradient around the loss.
         logits: of a token, in the dtype of the activations.
         host: of a token, on the host, at ``"offload"``.
@@ -68,11 +73,16 @@ class MemoryModel:
     outside: int
     logits: int
     host: int
+    tiled: Mapping[str, int] = field(default_factory=dict)
+    tile: int = 0
 
     def bytes(self, level: str, tokens: int) -> int:
         """Returns the most that a step with ``tokens`` in its largest microbatch holds at a level."""
         loss = min(loss_chunk(tokens, self.logits), tokens * self.logits)
-        return self.fixed + tokens * (self.kept[level] + self.outside) + max(loss, tokens * self.work[level])
+        work = tokens * self.work[level]
+        if tokens >= TILED_FROM and level in self.tiled:
+            work = tokens * self.tiled[level] + self.tile
+        return self.fixed + tokens * (self.kept[level] + self.outside) + max(loss, work)
 
     def longest(self, level: str, device_bytes: int, host_bytes: int | None = None) -> int:
         """Returns the most tokens of a row, or of one document, that fit; 0 if none does.
@@ -81,7 +91,10 @@ class MemoryModel:
             device_bytes: what a device has, all of it; :data:`USABLE` of it is used.
             host_bytes: what can be page-locked on the host for ``"offload"``; None for any amount.
         """
+        # a row that is just long enough for tiles may fit where shorter ones do not
         low, high = 0, 1
+        if level in self.tiled and self._fits(level, TILED_FROM, device_bytes, host_bytes):
+            low, high = TILED_FROM, TILED_FROM + 1
         while self._fits(level, high, device_bytes, host_bytes):
             low, high = high, 2 * high
         while high - low > 1:
@@ -149,6 +162,9 @@ class MemoryModel:
             "full": per_layer["none"] - per_layer["full"] + itemsize * half,
         }
         work["offload"] = work["full"]
+        recomputed = itemsize * (narrow - sizes.width + sizes.attention) + statistics
+        tiled = {"selective": itemsize * sizes.attention, "full": recomputed, "offload": recomputed}
+        columns = itemsize * TILE * (2 * sizes.inner + half)
         return cls(
             fixed=fixed,
             kept=kept,
@@ -156,12 +172,14 @@ class MemoryModel:
             outside=2 * itemsize * sizes.width,
             logits=itemsize * sizes.vocabulary,
             host=kept["full"],
+            tiled=tiled if sizes.tiles else {},
+            tile=columns + (0 if adapted else 4 * 3 * sizes.width * half),
         )
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What the formula reads of a config. Columns of a token in a layer, where nothing else is said.
+    """Sizes that the formula reads of a config: columns of a token in a layer, where nothing else is said.
 
     Attributes:
         attention: Q + K + V + O, and Q + K again under norms of queries and keys.
@@ -182,6 +200,11 @@ class _Sizes:
     vocabulary: int
     parameters: int
     adapter_width: int
+
+    @property
+    def tiles(self) -> bool:
+        """Returns whether long rows compute MLPs by tiles: gated ones, and no experts."""
+        return self.gated and not self.routed
 
     @classmethod
     def read(cls, config: Any) -> _Sizes:

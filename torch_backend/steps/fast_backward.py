@@ -45,6 +45,7 @@ from torch_backend.steps.memory import (
     level_of,
     recomputing_inside,
 )
+from torch_backend.steps.tiled_layers import tiled, tiled_modules
 
 Choice = bool | Literal["auto"]
 Batch = Mapping[str, Any]
@@ -133,6 +134,7 @@ class Gradients:
         self.path: LossPath | None = None
         self.layers: dict[nn.Module, Any] = {}  # compiled ones, each with its compiled call
         self.foreign: dict[nn.Module, Any] = {}  # modules in them that run a library's kernels otherwise
+        self.tiles: dict[int, list[nn.Module]] = {}  # MLPs that batches of so many tokens compute by tiles
         self.recomputed: list[Any] = []  # of them, those that do not keep all that their backward reads
         self.host = Host()
         self.requests: Any = set()
@@ -146,7 +148,7 @@ class Gradients:
         """Returns the loss as the path's ``backward`` does."""
         try:
             path = self.path or self._prepare(inputs.batch)
-            with self.exchange.around(last=last):
+            with self.exchange.around(last=last), tiled(self._tiled(inputs.batch)):
                 if self.fixed is None:
                     return path.backward(inputs)
                 return self._by_form(path, replace(inputs, batch=self.fixed(inputs.batch)))
@@ -155,6 +157,14 @@ class Gradients:
             self.graphs = self.form = self.last = None
             self.shapes.forget_rows()
             raise
+
+    def _tiled(self, batch: Batch) -> list[nn.Module]:
+        """The MLPs that this batch computes by tiles; looked for once for all batches of a size."""
+        given = batch.get("input_ids")
+        tokens = 0 if given is None else given.numel()
+        if tokens not in self.tiles:
+            self.tiles[tokens] = tiled_modules(self.model, tokens)
+        return self.tiles[tokens]
 
     def _by_form(self, path: LossPath, inputs: StepInputs) -> Tensor:
         form = form_of(inputs.flat())
