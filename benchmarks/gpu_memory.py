@@ -1,5 +1,7 @@
 """Traces the GPU memory of ``crosspack train``: stage by stage, and what is alive when it holds most.
 
+:mod:`benchmarks.gpu_levels` compares the memory of every level with what is told beforehand.
+
     python -m benchmarks.gpu_memory                        # Qwen2-0.5B shape, rows of 16,384, three kinds of weights
     python -m benchmarks.gpu_memory --weights master --chunk 0.5   # chunks of the loss of 0.5 GiB and not of 1
     python -m benchmarks.gpu_memory --tiny                 # on the CPU, to see that it runs

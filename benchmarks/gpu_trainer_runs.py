@@ -89,8 +89,8 @@ def stock_trainer(run: Run, model: Any) -> None:
     _run_trainer(run, model, StockRows(run.rows), packed=False)
 
 
-def packed_trainer(run: Run, model: Any) -> None:
-    _run_trainer(run, model, run.rows, packed=True)
+def packed_trainer(run: Run, model: Any, *, liger: bool = False) -> None:
+    _run_trainer(run, model, run.rows, packed=True, liger=liger)
 
 
 def train_step(run: Run, model: Any) -> None:
@@ -133,6 +133,7 @@ def sft(
     checkpointing: bool = False,
     packing: bool = True,
     memory: Any = None,
+    liger: bool = False,
 ) -> None:
     """TRL packs the documents in rows of the same length, or leaves it to Crosspack; checkpointing is its default."""
     import datasets
@@ -143,7 +144,7 @@ def sft(
         options = _options(run) if packing else _options(run) | {"train_sampling_strategy": "random"}
         arguments = trl.SFTConfig(
             folder, **options, packing=packing, max_length=run.rows.plan.capacity, bf16=not TOY,
-            gradient_checkpointing=checkpointing,
+            gradient_checkpointing=checkpointing, use_liger_kernel=liger,
         )  # fmt: skip
         trainer = trl.SFTTrainer(
             model, arguments, train_dataset=documents, processing_class=_tokenizer(), callbacks=[_clock(run)]
@@ -163,6 +164,8 @@ CONTENDERS: dict[str, Callable[[Run, Any], None]] = {
     "SFTTrainer(packing=False), enable_packing": partial(sft, packing=False),
     "SFTTrainer(packing=True), enable_packing, checkpointing": partial(sft, fast=True, checkpointing=True),
     **{f'SFTTrainer(packing=True), enable_packing(memory="{level}")': partial(sft, memory=level) for level in LEVELS},
+    "Trainer(use_liger_kernel=True), enable_packing": partial(packed_trainer, liger=True),
+    "SFTTrainer(packing=True, use_liger_kernel=True), enable_packing": partial(sft, liger=True),
     "SFTTrainer(packing=True), enable_packing(fast=False)": partial(sft, fast=False),
     "SFTTrainer(packing=True), enable_packing(fast=False), checkpointing": partial(sft, fast=False, checkpointing=True),
     "SFTTrainer(packing=True), stock SDPA": partial(sft, packed=False),
@@ -197,11 +200,11 @@ def _loop(run: Run, loader: Any, step: Callable[[Any], torch.Tensor]) -> None:
     run.last_loss = float(loss)
 
 
-def _run_trainer(run: Run, model: Any, rows: Any, *, packed: bool) -> None:
+def _run_trainer(run: Run, model: Any, rows: Any, *, packed: bool, liger: bool = False) -> None:
     from transformers import Trainer, TrainingArguments
 
     with TemporaryDirectory() as folder:
-        arguments = TrainingArguments(folder, **_options(run), remove_unused_columns=False)
+        arguments = TrainingArguments(folder, **_options(run), remove_unused_columns=False, use_liger_kernel=liger)
         trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[_clock(run)])
         if packed:
             enable_packing(trainer, verify=False)

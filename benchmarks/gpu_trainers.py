@@ -16,6 +16,8 @@ Sections, each of one to four minutes:
                 best stock step
     memory      SFTTrainer after enable_packing at every level of memory, and with gradient checkpointing without the
                 fast step, rows of 16,384
+    liger       Trainer and SFTTrainer after enable_packing without Liger, with use_liger_kernel=True, and without it in
+                the process that Liger changed, rows of 16,384; needs liger-kernel
     lora        Trainer with LoRA adapters on the Llama-3-8B shape, rows of 8,192, beside the best stock step
     start       from train() to the end of the first step, with no compile cache and with the one of the run before
     train       crosspack train on the Qwen2-0.5B shape, float32 weights under autocast and bfloat16 weights
@@ -38,6 +40,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -62,6 +65,8 @@ STOCK = [
     *([Contender("stock packed: SDPA", stock, "stock")] if TOY else []),
 ]
 TRAINER, SFT = "Trainer, enable_packing", "SFTTrainer(packing=True), enable_packing"
+TRAINER_LIGER = "Trainer(use_liger_kernel=True), enable_packing"
+SFT_LIGER = "SFTTrainer(packing=True, use_liger_kernel=True), enable_packing"
 SFT_FULL = "SFTTrainer(packing=False), enable_packing"
 LIMIT = 300  # seconds for a process
 
@@ -80,6 +85,15 @@ def sft(chosen: argparse.Namespace) -> Iterator[Result]:
 def memory(chosen: argparse.Namespace) -> Iterator[Result]:
     for name in filter(wanted, (name for name in CONTENDERS if "memory=" in name or "fast=False), check" in name)):
         yield from _measured(SMALL, name, SMALL.capacities[0], 1, 1 if TOY else 10)
+
+
+def liger(chosen: argparse.Namespace) -> Iterator[Result]:
+    """Plain trainers come first and last: Liger changes the process."""
+    for name in filter(wanted, (TRAINER, SFT, TRAINER_LIGER, SFT_LIGER)):
+        yield from _measured(SMALL, name, SMALL.capacities[0], 1, 1 if TOY else 10)
+    for name in filter(wanted, (TRAINER, SFT)):
+        for found in _measured(SMALL, name, SMALL.capacities[0], 1, 1 if TOY else 10):
+            yield replace(found, contender=f"{found.contender}, after Liger")
 
 
 def lora(chosen: argparse.Namespace) -> Iterator[Result]:
@@ -166,6 +180,7 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], Iterator[Result]]] = {
     "trainers": trainers,
     "sft": sft,
     "memory": memory,
+    "liger": liger,
     "lora": lora,
     "start": start,
     "train": train,

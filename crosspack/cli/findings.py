@@ -12,12 +12,14 @@ from packing_core.errors import PackingError
 from packing_core.planning.balance import Cost, balance
 from packing_core.planning.packplan import PackPlan
 from packing_core.planning.plan import Strategy, plan
+from packing_core.training.memory_model import GIB, LEVELS, MemoryModel
 
 Int64 = NDArray[np.int64]
 
 STRATEGIES: tuple[Strategy, ...] = ("mixed", "best_fit", "first_fit", "sequential")
 # Dense bfloat16 operations per second, as the makers state them.
 GPUS = {"a100": 312e12, "h100": 989e12, "h200": 989e12, "b200": 2250e12, "l4": 121e12, "rtx4090": 165e12}
+GIB_OF = {"a100": 80, "h100": 80, "h200": 141, "b200": 180, "l4": 24, "rtx4090": 24}  # of the larger card of a name
 UTILISATION = 0.4  # of it that training of such models reaches
 _LLAMA = {"vocab_size": 128_256, "head_dim": 128, "num_key_value_heads": 8}
 SHAPES: dict[str, dict[str, int]] = {
@@ -29,6 +31,29 @@ SHAPES: dict[str, dict[str, int]] = {
     "llama-70b": _LLAMA
     | {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "intermediate_size": 28_672},
 }
+
+
+def gpu_of(name: str) -> tuple[str, float]:
+    """Returns the card whose speed is estimated, and GiB of its memory: the name of a card, or a number of GiB.
+
+    Raises:
+        PackingError: it is neither.
+    """
+    if name in GPUS:
+        return name, float(GIB_OF[name])
+    try:
+        gib = float(name)
+    except ValueError:
+        gib = 0.0
+    if not 0 < gib < float("inf"):
+        raise PackingError(f"--gpu {name}: name one of {', '.join(GPUS)}, or its memory in GiB")
+    return "h100", gib
+
+
+def longest_rows(config: Any, gib: float, rank: int | None) -> dict[str, int]:
+    """Computes the longest row that trains in a memory of ``gib`` at each level, in bfloat16 with AdamW."""
+    memory = MemoryModel.from_config(config, rank=rank)
+    return {level: memory.longest(level, int(gib * GIB)) for level in LEVELS}
 
 
 def by_strategy(lengths: Int64, capacity: int, overflow: Any, seed: int) -> list[dict[str, Any]]:

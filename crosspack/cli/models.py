@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from crosspack.encoding.tokenizer import entries
-from packing_core.errors import PackingError
+from packing_core.errors import PackingError, first_line
+from packing_core.extras import require
 from packing_core.training.job import is_hub_name
 
 # The model that is trained from random weights when none is named: small enough for two cores.
@@ -39,6 +40,23 @@ def model_source(model: str | None) -> tuple[str | dict[str, Any], str | None]:
     except (ValueError, KeyError, TypeError) as error:
         raise PackingError(f"--model {model}: a file must be a config.json with a model_type") from error
     return config, str(path.parent) if (path.parent / "tokenizer_config.json").is_file() else None
+
+
+def model_config(model: str) -> Any:
+    """Returns the config of a model with all defaults, as an object of transformers.
+
+    Raises:
+        PackingError: there is none.
+        MissingExtraError: transformers is absent.
+    """
+    source, _ = model_source(model)
+    transformers = require("transformers", extra="hf")
+    try:
+        if isinstance(source, dict):
+            return transformers.AutoConfig.for_model(**source).get_text_config()
+        return transformers.AutoConfig.from_pretrained(source).get_text_config()
+    except Exception as error:  # files of the folder may hold anything, and so may what reading them raises
+        raise PackingError(f"--model {model}: {first_line(error)}") from error
 
 
 def check_name(option: str, name: str | None) -> None:

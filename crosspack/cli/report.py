@@ -18,12 +18,22 @@ from crosspack.cli import options
 from crosspack.cli.charts import Segment
 from crosspack.cli.console import OUT, figures
 from crosspack.cli.figures import report_figure
-from crosspack.cli.findings import SHAPES, UTILISATION, by_policy, by_rank, by_strategy, histogram, hours
-from crosspack.cli.models import check_name
+from crosspack.cli.findings import (
+    SHAPES,
+    UTILISATION,
+    by_policy,
+    by_rank,
+    by_strategy,
+    gpu_of,
+    histogram,
+    hours,
+    longest_rows,
+)
+from crosspack.cli.models import check_name, model_config
 from crosspack.cli.options import EncodedRecords, check_data
 from crosspack.cli.page import page
 from crosspack.cli.progress import counted
-from crosspack.cli.tables import composition_table, computed_tokens, lengths_table, savings_table
+from crosspack.cli.tables import composition_table, computed_tokens, lengths_table, memory_table, savings_table
 from crosspack.encoding.kinds import kind_of
 from crosspack.encoding.layouts import canonical
 from crosspack.encoding.text import Policy
@@ -40,7 +50,6 @@ PAGES, PICTURES = (".html",), (".png", ".pdf", ".svg")
 KEPT = 20_000  # documents of which it is remembered which tokens carry loss, for the rows that the page shows
 SHOWN = 16  # rows that the page shows
 Shape = Literal["llama-1b", "llama-8b", "llama-70b"]
-Gpu = Literal["a100", "h100", "h200", "b200", "l4", "rtx4090"]
 
 
 def report(
@@ -59,7 +68,16 @@ def report(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file that --output names.")] = False,
     shape: Annotated[Shape, typer.Option(help="The model whose time is estimated.")] = "llama-8b",
-    gpu: Annotated[Gpu, typer.Option(help="The GPU whose time is estimated.")] = "h100",
+    gpu: Annotated[
+        str,
+        typer.Option(help="The GPU whose time and memory are estimated: a100, h100, h200, b200, l4, rtx4090, or GiB."),
+    ] = "h100",
+    model: Annotated[
+        str | None, typer.Option(help="Also show the longest rows of this model that fit: a folder, file or hub name.")
+    ] = None,
+    adapters: Annotated[
+        int | None, typer.Option(min=1, help="With --model: only low-rank adapters of this rank are trained.")
+    ] = None,
     ranks: Annotated[int, typer.Option(min=2, max=1 << 16, help="Ranks that rows are balanced over.")] = 8,
     trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
@@ -67,6 +85,13 @@ def report(
     if output is not None:
         _check_output(output, overwrite=overwrite)
     check_name("--tokenizer", tokenizer)
+    card, gib = gpu_of(gpu)
+    memory = None if model is None else longest_rows(model_config(model), gib, adapters)
+    if memory is not None:
+        OUT.print(memory_table(memory, gib, adapters=adapters))
+        if data is None:
+            figures({"model": model, "gpu_gib": gib, "longest_rows": memory})
+            return
     opened = _open(data, split, tokenizer, Policy(loss, bos, eos), trust_remote_code=trust_remote_code)
     masks: list[NDArray[np.uint8]] = []
     lengths, trained = [], 0
@@ -115,12 +140,12 @@ def report(
         "ranks": by_rank(packed, ranks, Cost.from_config(SHAPES[shape]), seed),
         "time": {
             "shape": shape,
-            "gpu": gpu,
+            "gpu": card,
             "utilisation": UTILISATION,
-            "hours": hours(packed, SHAPES[shape], gpu, BATCHES, seed),
+            "hours": hours(packed, SHAPES[shape], card, BATCHES, seed),
         },
     }
-    figures(found)
+    figures(found if memory is None else found | {"model": model, "gpu_gib": gib, "longest_rows": memory})
     if output is None:
         return
     if output.suffix.lower() in PAGES:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
 import numpy as np
@@ -28,6 +28,15 @@ def lengths_table(lengths: Int64, *, trained: int | None = None) -> Table:
         "-" if trained is None else f"{trained:,}",
         *(f"{number:,.0f}" for number in (lengths.mean(), middle, p99, lengths.max())),
     )
+    return table
+
+
+def memory_table(longest: Mapping[str, int], gib: float, *, adapters: int | None) -> Table:
+    """Tabulates the longest row, or single document, that trains at each level of memory."""
+    what = "all weights" if adapters is None else f"adapters of rank {adapters}"
+    table = _table(f"memory=, {what} in bfloat16, AdamW", f"longest row or document in {gib:g} GiB")
+    for level, tokens in longest.items():
+        table.add_row(level, f"{tokens:,}" if tokens else "none fits")
     return table
 
 

@@ -141,6 +141,26 @@ def test_report_says_what_packing_saves(report, tmp_path):
     assert f"{computed['batches of 16, random']:,}" in lines["batches of 16, random"]
 
 
+def test_report_says_the_longest_row_of_a_model(report, model):
+    alone = run("report", "--model", model, "--gpu", 2, "--json")
+    assert alone.exit_code == 0, alone.output
+    found = json.loads(alone.stdout)
+    none, *_, offload = rows = list(found["longest_rows"].values())
+    assert 1_000 < none < offload and rows == sorted(rows) and found["gpu_gib"] == 2
+    adapted = json.loads(run("report", "--model", model, "--gpu", 2, "--adapters", 4, "--json").stdout)
+    assert adapted["longest_rows"]["none"] < none  # such a small model has few weights
+    both = json.loads(run(*report, "--model", model, "--gpu", "h100", "--json").stdout)
+    assert both["documents"] and both["gpu_gib"] == 80 and both["time"]["gpu"] == "h100"
+    assert f"{none:,}" in run("report", "--model", model, "--gpu", 2).output
+
+
+def test_report_refuses_a_gpu_that_is_neither_a_name_nor_a_size():
+    for gpu in ("h900", 0, -1, "inf", "nan"):
+        result = run("report", f"--gpu={gpu}")
+        assert result.exit_code == 2
+        assert "name one of a100, h100, h200, b200, l4, rtx4090, or its memory in GiB" in words(result)
+
+
 def test_report_says_what_rows_are_made_of(report):
     by_length, mixed = (json.loads(run(*report, "--packing", s, "--json").stdout) for s in ("best_fit", "mixed"))
     assert mixed["packing"] == "mixed" and by_length["packing"] == "best_fit"

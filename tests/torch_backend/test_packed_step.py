@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import MethodType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,50 +13,18 @@ import torch
 import transformers
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn import functional as F
-from transformers.models.llama import modeling_llama
 
 from packing_core.errors import UnsupportedError
 from tests.torch_backend.models import PLAIN_SGD
 from tests.torch_backend.test_train_step import graphs as graphs
 from tests.torch_backend.test_trainer import CAPACITY, differences, documents, gpt_oss, llama, peft
-from torch_backend import audit, explain, patch
+from torch_backend import audit, explain
 from torch_backend.losses.causal_lm import causal_lm_loss
-from torch_backend.steps.fast_backward import why_not_compiled
 from torch_backend.trainers import fast_step as packed_step
 from torch_backend.trainers.enable_packing import enable_packing
 
 FAST = "without logits"
 OF_THE_TRAINER = ("compute_loss_func", "compute_metrics", "callbacks")
-
-
-LIGER = {
-    "the forward of a module": lambda model, norm: setattr(norm, "forward", MethodType(ligers(), norm)),
-    "the class of a module": lambda model, norm: setattr(
-        norm, "__class__", type("LigerRMSNorm", (type(norm),), FROM_LIGER)
-    ),
-}
-FROM_LIGER = {"__module__": "liger_kernel.transformers.rms_norm"}
-
-
-def ligers() -> Callable[..., Any]:
-    """A function that says it is Liger's."""
-    function = lambda *args: args[-1]  # noqa: E731
-    function.__module__ = FROM_LIGER["__module__"]
-    return function
-
-
-@pytest.mark.parametrize("where", LIGER)
-def test_layers_with_ligers_kernels_are_not_compiled(where: str) -> None:
-    model = patch(llama(), verify=False)
-    assert "Liger" not in (why_not_compiled(model) or "")
-    LIGER[where](model, model.model.layers[0].input_layernorm)
-    assert "Liger's kernels stand in them (model.layers.0.input_layernorm)" in (why_not_compiled(model) or "")
-
-
-def test_layers_with_ligers_rotation_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = patch(llama(), verify=False)
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", ligers())
-    assert "Liger's kernels stand in them (apply_rotary_pos_emb)" in (why_not_compiled(model) or "")
 
 
 def built(folder: Path, fast: bool, make: Callable[[], Any] = llama, kind: Any = None, **options: Any) -> Any:

@@ -28,6 +28,7 @@ from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
 from torch_backend.hf.anatomy.heads import takes_next_token_loss
 from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.foreign_kernels import has_ligers_forward, own_forward, without_library_arguments
 from torch_backend.hf.inputs.forests import TAKES_PARENTS
 from torch_backend.hf.patch import cut_over_ranks, refuse_context_of
 from torch_backend.losses.next_tokens import NextTokens
@@ -147,7 +148,9 @@ def _called_with_shortcut(
     shortcut.pairs = NextTokens(batch)
     # The first call compares values, which a compiled model cannot do.
     eager = nullcontext() if shortcut.tail is not None else torch.compiler.set_stance("force_eager")
-    with eager, _installed(root, shortcut):
+    if has_ligers_forward(root):
+        batch = without_library_arguments(batch)
+    with eager, own_forward(root), _installed(root, shortcut):
         try:
             output = model(**{**batch, "use_cache": False})
         except PackingError:

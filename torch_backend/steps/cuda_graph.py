@@ -62,14 +62,18 @@ def compile_layers(
     if state is None or not state.requests:
         raise LayoutError("compile_layers takes a patched model that has run a packed batch: call patch(model) and it")
     state.compiled = {replace(request, requires_grad=True) for request in state.requests}
-    decoder = state.decoder
-    layers = [module for module in decoder.modules() if isinstance(module, DecoderLayer)]
     chosen = _recompute_cheap if recompute and backend == "inductor" else backend
     by_level = marked(_inductor if chosen == "inductor" else chosen, memory)
-    for module in (*layers, getattr(decoder, "norm", None)):
-        if module is not None:
-            recomputed = getattr(module, "gradient_checkpointing", False) and memory != "none"
-            module.compile(backend=by_level if recomputed else chosen, dynamic=dynamic)
+    for module in layers_of(state.decoder):
+        recomputed = getattr(module, "gradient_checkpointing", False) and memory != "none"
+        module.compile(backend=by_level if recomputed else chosen, dynamic=dynamic)
+
+
+def layers_of(decoder: nn.Module) -> list[nn.Module]:
+    """Returns what is compiled of a decoder: its layers, and the last norm."""
+    layers = [module for module in decoder.modules() if isinstance(module, DecoderLayer)]
+    norm = getattr(decoder, "norm", None)
+    return layers if norm is None else [*layers, norm]
 
 
 def _inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:

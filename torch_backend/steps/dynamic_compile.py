@@ -18,6 +18,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.foreign_kernels import replaced_modules, without_kernels
 from torch_backend.hf.forward import PackedForward, forward_among
 from torch_backend.hf.patch import Patched, state_of
 from torch_backend.steps.cuda_graph import compile_layers
@@ -76,6 +77,7 @@ class _Call:
 
     def __init__(self, owner: CompiledCalls, module: nn.Module, compiled: Callable[..., Any]) -> None:
         self.owner, self.plain, self.compiled = owner, module._call_impl, compiled
+        self.foreign = replaced_modules([module])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Checkpointing recomputes a layer outside of the model's call, so its own arguments decide first.
@@ -83,7 +85,7 @@ class _Call:
         if self.owner.failed or forward is None or not forward.prepared:
             return self.plain(*args, **kwargs)
         try:
-            with torch._dynamo.config.patch(recompile_limit=GRAPHS):
+            with torch._dynamo.config.patch(recompile_limit=GRAPHS), without_kernels(self.foreign):
                 return self.compiled(*args, **kwargs)
         except TorchDynamoException as error:
             self.owner.fail(error)

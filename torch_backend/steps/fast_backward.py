@@ -7,7 +7,6 @@ a CUDA graph. What a part cannot do runs as usual, and :attr:`Gradients.parts` s
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,14 +23,19 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from packing_core.errors import UnsupportedError, UnsupportedModelError
 from torch_backend.hf.anatomy.experts import find_experts, makes_weights
 from torch_backend.hf.anatomy.structure import causal_lm
-from torch_backend.hf.attention import DecoderLayer
 from torch_backend.hf.edits.experts import why_experts_read
-from torch_backend.hf.edits.override import original_class
+from torch_backend.hf.foreign_kernels import (
+    has_ligers_forward,
+    library_of,
+    replaced_modules,
+    unknown_part,
+    without_kernels,
+)
 from torch_backend.hf.forward import RowChoice
 from torch_backend.hf.patch import Patched, state_of
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.steps import cuda_graph as captured
-from torch_backend.steps.cuda_graph import CapturedBackward, compile_layers, form_of
+from torch_backend.steps.cuda_graph import CapturedBackward, compile_layers, form_of, layers_of
 from torch_backend.steps.fixed_shapes import FixedShapes
 from torch_backend.steps.graph_collectives import Exchange, exchange_of, place_of, why_not_recorded
 from torch_backend.steps.memory import (
@@ -42,6 +46,7 @@ from torch_backend.steps.memory import (
     level_of,
     recomputing_inside,
 )
+from torch_backend.steps.tiled_layers import tiled, tiled_modules
 
 Choice = bool | Literal["auto"]
 Batch = Mapping[str, Any]
@@ -129,6 +134,8 @@ class Gradients:
         self.fixed: FixedShapes | None = None
         self.path: LossPath | None = None
         self.layers: dict[nn.Module, Any] = {}  # compiled ones, each with its compiled call
+        self.foreign: dict[nn.Module, Any] = {}  # modules in them that run a library's kernels otherwise
+        self.tiles: dict[int, list[nn.Module]] = {}  # MLPs that batches of so many tokens compute by tiles
         self.recomputed: list[Any] = []  # of them, those that do not keep all that their backward reads
         self.host = Host()
         self.requests: Any = set()
@@ -142,7 +149,7 @@ class Gradients:
         """Returns the loss as the path's ``backward`` does."""
         try:
             path = self.path or self._prepare(inputs.batch)
-            with self.exchange.around(last=last):
+            with self.exchange.around(last=last), tiled(self._tiled(inputs.batch)):
                 if self.fixed is None:
                     return path.backward(inputs)
                 return self._by_form(path, replace(inputs, batch=self.fixed(inputs.batch)))
@@ -151,6 +158,14 @@ class Gradients:
             self.graphs = self.form = self.last = None
             self.shapes.forget_rows()
             raise
+
+    def _tiled(self, batch: Batch) -> list[nn.Module]:
+        """The MLPs that this batch computes by tiles; looked for once for all batches of a size."""
+        given = batch.get("input_ids")
+        tokens = 0 if given is None else given.numel()
+        if tokens not in self.tiles:
+            self.tiles[tokens] = tiled_modules(self.model, tokens)
+        return self.tiles[tokens]
 
     def _by_form(self, path: LossPath, inputs: StepInputs) -> Tensor:
         form = form_of(inputs.flat())
@@ -193,6 +208,7 @@ class Gradients:
         if not self.layers:
             level = _level_inside(self.model)
             self.recomputed = [] if level == "none" else level_layers(self.model)
+            self.foreign = replaced_modules(layers_of(state.decoder))
             compile_layers(self.model, memory=level)
             self.layers = {m: m._compiled_call_impl for m in self.model.modules() if m._compiled_call_impl is not None}
             if level == "offload":
@@ -203,7 +219,7 @@ class Gradients:
         state.compiled = self.requests
         self.host.begin()
         try:
-            with recomputing_inside(self.recomputed):
+            with recomputing_inside(self.recomputed), without_kernels(self.foreign):
                 yield
         finally:
             for module in self.layers:
@@ -260,9 +276,11 @@ class Gradients:
             self.exchange, graph = exchange_of(self.model, graph)
             graph = _refused("capture", self.capture, graph)
             self.shapes.largest = self.exchange.largest
+        fast = f"without logits{_in_place_of_loss(self.model)}"
+        compiled = f"compiled{_memory_of(self.model)}{_in_place_of_kernels(self.model)}"
         self.parts = {
-            LOSS: "without logits" if path.why_logits is None else f"with logits: {path.why_logits}",
-            LAYERS: f"compiled{_memory_of(self.model)}" if layers is None else f"not compiled: {layers}",
+            LOSS: fast if path.why_logits is None else f"with logits: {path.why_logits}",
+            LAYERS: compiled if layers is None else f"not compiled: {layers}",
             GRAPH: "CUDA graph" if graph is None else f"no CUDA graph: {graph}",
         }
         self.compile, self.capture = layers is None and self.compile, graph is None and self.capture
@@ -297,31 +315,9 @@ def why_not_compiled(model: nn.Module, batch: Batch | None = None) -> str | None
     state = state_of(causal_lm(model))
     if state is not None and not state.anatomy.attention:
         return "it has recurrent layers alone"
-    if (part := _liger_part(model)) is not None:
-        return f"Liger's kernels stand in them ({part}), which torch.compile runs wrongly: leave use_liger_kernel out"
+    if state is not None and (part := unknown_part(layers_of(state.decoder))) is not None:
+        return f"{part} stands in them, which torch.compile may run wrongly: leave it out"
     return _why_not_fixed(model, batch)
-
-
-def _liger_part(model: nn.Module) -> str | None:
-    """Returns a part of the model's layers that runs Liger's kernels, None if none does.
-
-    Liger replaces the ``forward`` of modules, their classes, and functions of the modeling file, such as the rotation.
-    Its operators change their inputs in place, which ``torch.compile`` does not see (torch 2.11, liger-kernel 0.8.5: a
-    loss of 4.92 in place of 4.76).
-    """
-    for name, module in causal_lm(model).named_modules():
-        own = module.__dict__.get("forward")
-        if _is_ligers(type(module)) or _is_ligers(getattr(own, "__func__", own)):
-            return name
-        if isinstance(module, DecoderLayer):
-            modeling = sys.modules[original_class(module).__module__]
-            if (function := next((n for n, value in vars(modeling).items() if _is_ligers(value)), None)) is not None:
-                return function
-    return None
-
-
-def _is_ligers(value: Any) -> bool:
-    return str(getattr(value, "__module__", "")).partition(".")[0] == "liger_kernel"
 
 
 def why_not_captured(model: nn.Module, batch: Batch) -> str | None:
@@ -340,6 +336,22 @@ def _level_inside(model: nn.Module) -> Level:
 
 def _memory_of(model: nn.Module) -> str:
     return "" if (level := level_of(model)) == "none" else f', memory="{level}"'
+
+
+def _in_place_of_loss(model: nn.Module) -> str:
+    return ", in place of Liger's forward of the model" if has_ligers_forward(causal_lm(model)) else ""
+
+
+def _in_place_of_kernels(model: nn.Module) -> str:
+    """Names the modules that compiled layers run without the kernels of a library."""
+    state = state_of(causal_lm(model))
+    found = {} if state is None else replaced_modules(layers_of(state.decoder))
+    if not found:
+        return ""
+    names = sorted({name.rpartition(".")[2] for name, module in state.decoder.named_modules() if module in found})
+    first = next(iter(found))
+    library = library_of(type(first)) or library_of(first.__dict__.get("forward"))
+    return f", {', '.join(names)} by plain operations in place of {library}'s kernels, which torch.compile runs wrongly"
 
 
 def _why_not_recomputed(model: nn.Module, *, compiled: bool) -> str | None:

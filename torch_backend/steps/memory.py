@@ -27,6 +27,8 @@ from torch_backend.hf.attention import DecoderLayer
 
 Level = Literal["none", "selective", "full", "offload"]
 LEVELS: tuple[Level, ...] = get_args(Level)
+AUTO = "auto"  # in place of a level: the fastest that fits (:mod:`.memory_fit`)
+Memory = Level | Literal["auto"]
 
 # Operators that pass over memory once; recomputing them costs less than what they would keep.
 _CHEAP = ("rope", "norm")
@@ -67,8 +69,8 @@ def check_level(model: nn.Module, level: str) -> None:
         PackingError: there is no such level.
         UnsupportedError: the layers of the family cannot recompute.
     """
-    if level not in LEVELS:
-        raise PackingError(f"memory={level!r} is no level: pass one of {', '.join(map(repr, LEVELS))}")
+    if level not in (*LEVELS, AUTO):
+        raise PackingError(f"memory={level!r} is no level: pass one of {', '.join(map(repr, (*LEVELS, AUTO)))}")
     root = causal_lm(model)
     if level != "none" and not getattr(root, "supports_gradient_checkpointing", False):
         raise UnsupportedError(

@@ -38,7 +38,8 @@ from torch_backend.steps.fast_backward import (
     run_layers,
 )
 from torch_backend.steps.fixed_shapes import FixedShapes
-from torch_backend.steps.memory import Level, set_level
+from torch_backend.steps.memory import AUTO, Memory, check_level, level_of, set_level
+from torch_backend.steps.memory_fit import FittedLevel, check_host, describe, naming_the_level, tokens_of
 
 _DATA_PARALLEL = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
 
@@ -76,9 +77,11 @@ class TrainStep:
 
     Args:
         fixed: shapes that the data are known to need, so that no later batch needs others.
+        fitted: chooses the level of memory; None leaves it as it is.
 
     Attributes:
-        parts: "loss", "layers" and "graph": what of the step is fast, and why the rest is not; known after a step.
+        parts: "loss", "layers" and "graph": what of the step is fast, and why the rest is not; known after a step. On
+            a GPU also "memory": the longest row that fits at each level.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class TrainStep:
         capture: Choice,
         group: dist.ProcessGroup | None = None,
         fixed: FixedShapes | None = None,
+        fitted: FittedLevel | None = None,
     ) -> None:
         if any(base.__name__ == "DeepSpeedEngine" for base in type(model).__mro__):
             raise UnsupportedError(
@@ -120,11 +124,14 @@ class TrainStep:
         self._labels_documents = labels_documents(model)
         self._first_token = 0 if trains_first_token(model) or self._labels_documents else 1
         self._takes_count = _takes_count(causal_lm(model))
-        self._gradients = Gradients(model, self._choose, compile=compile, capture=capture, fixed=fixed)
+        self._autocast, self._fitted, self._largest = autocast, fitted, 0
+        self._new_gradients = partial(Gradients, model, self._choose, compile=compile, capture=capture, fixed=fixed)
+        self._gradients = self._new_gradients()
 
     @property
     def parts(self) -> dict[str, str]:
-        return dict(self._gradients.parts)
+        memory = describe(self.model, self.optimizer, self._autocast)
+        return dict(self._gradients.parts) | ({} if memory is None else {"memory": memory})
 
     def __call__(self, batch: Batch | Sequence[Batch]) -> Metrics:
         """Take one optimizer step.
@@ -140,6 +147,7 @@ class TrainStep:
         if not microbatches or any(each.get("labels") is None for each in microbatches):
             raise LayoutError("a step takes a batch with labels, or a list of at least one")
         check_trainable(self.model)  # it may have been frozen since
+        self._check_memory(max(map(tokens_of, microbatches)))
         tokens = self._reduced(torch.stack([self._count(each) for each in microbatches]).sum())
         weighted = any(LOSS_WEIGHTS in each for each in microbatches)
         weight = self._reduced(torch.stack([self._weight(each) for each in microbatches]).sum()) if weighted else tokens
@@ -148,7 +156,7 @@ class TrainStep:
         for number, each in enumerate(microbatches):
             given = self._on_device(each)
             last = number == len(microbatches) - 1
-            with accumulating(self.wrappers, last=last):
+            with accumulating(self.wrappers, last=last), self._naming_the_level(each):
                 loss += self._gradients(StepInputs(given, weight), last=last)
         norm = self._clip()
         rate = self.optimizer.param_groups[0]["lr"]
@@ -180,6 +188,19 @@ class TrainStep:
             self.model.train(training)
         loss, weight, tokens = self._reduced(sums)
         return {"loss": loss / torch.where(weight > 0, weight, 1), "tokens": tokens.long()}
+
+    def _check_memory(self, tokens: int) -> None:
+        """Choose the level for microbatches of so many tokens, if they are the longest so far, or check it."""
+        if tokens <= self._largest:
+            return
+        if self._fitted is not None and self._fitted.fit(self.model, tokens, self.optimizer, self._autocast):
+            self._gradients = self._new_gradients()
+        if level_of(self.model) == "offload" and self.device.type == "cuda":
+            check_host(self.model, tokens)
+        self._largest = tokens
+
+    def _naming_the_level(self, batch: Batch) -> AbstractContextManager[None]:
+        return naming_the_level(self.model, partial(tokens_of, batch), self.optimizer, self._autocast)
 
     def _count(self, batch: Batch) -> Tensor:
         """Counts the targets of a batch."""
@@ -285,7 +306,7 @@ def make_train_step(
     compile: Choice = "auto",
     capture: Choice = "auto",
     group: dist.ProcessGroup | None = None,
-    memory: Level | None = None,
+    memory: Memory | None = None,
 ) -> TrainStep:
     """Build the training step of a model: batch in, metrics out.
 
@@ -311,8 +332,9 @@ def make_train_step(
             the same microbatches.
         memory: what each layer keeps between forward and backward: everything (``"none"``); the results of attention,
             scans and narrow products (``"selective"``); its input (``"full"``, as gradient checkpointing does); its
-            input, on the host (``"offload"``). The rest is recomputed. None leaves the model as it is set, for example
-            by ``gradient_checkpointing_enable``.
+            input, on the host (``"offload"``). The rest is recomputed. ``"auto"`` takes the fastest level at which
+            the longest microbatch fits, and prints it. None leaves the model as it is set, for example by
+            ``gradient_checkpointing_enable``.
 
     Raises:
         PackingError: ``memory`` is no level.
@@ -336,6 +358,7 @@ def make_train_step(
         compile=compile,
         capture=capture,
         group=group,
+        fitted=FittedLevel() if memory == AUTO else None,
     )
     if state_of(root := causal_lm(model)) is None:
         raise UnsupportedModelError(
@@ -343,7 +366,9 @@ def make_train_step(
             "crosspack.patch(model) before make_train_step"
         )
     check_optimizer(model, optimizer, scheduler)
-    if memory is not None:
+    if memory == AUTO:
+        check_level(model, AUTO)
+    elif memory is not None:
         set_level(model, memory)
     return step
 

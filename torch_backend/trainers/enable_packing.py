@@ -23,7 +23,8 @@ from torch_backend.hf.anatomy.heads import labels_documents, targets_among, trai
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.inputs.trl_trainers import kind_of
 from torch_backend.patching import patch
-from torch_backend.steps.memory import Level, check_level, set_level
+from torch_backend.steps.memory import AUTO, Level, Memory, check_level, set_level
+from torch_backend.steps.memory_fit import FittedLevel
 from torch_backend.trainers import preference, sft
 from torch_backend.trainers.dataloader import use_rows
 from torch_backend.trainers.fast_step import speed_up
@@ -44,7 +45,7 @@ def enable_packing(
     implementation: str | Sequence[str] = "auto",
     verify: bool = True,
     fast: bool = True,
-    memory: Level | None = None,
+    memory: Memory | None = None,
     share_prefix: bool | Literal["auto"] = False,
 ) -> Trainer:
     """Make a trainer train packed documents without contamination; call it once, between building and ``train()``.
@@ -102,6 +103,11 @@ def enable_packing(
     any_trainer: Any = trainer
     if memory is not None:
         check_level(any_trainer.model, memory)
+        if memory == AUTO and (kind_of(trainer) is not None or not fast):
+            raise UnsupportedError(
+                'memory="auto" follows from rows that the fast step trains, and here it trains none: name a level, '
+                'memory="full" for example'
+            )
     if share_prefix not in (True, False, "auto"):
         raise PackingError(f'share_prefix is {share_prefix!r}: pass True, False or "auto"')
     if kind_of(trainer) is not None:
@@ -160,8 +166,11 @@ def _count_targets(trainer: Any, count: Callable[..., Any], batches: list[Any], 
     return count([{"labels": torch.where(found, 0, IGNORE_INDEX)} for found in labels], device)
 
 
-def _use_memory(trainer: Any, level: Level) -> None:
+def _use_memory(trainer: Any, memory: Memory) -> None:
     """Set the level of a trainer's model, and of every model that ``model_init`` makes later."""
+    level: Level = "none" if memory == AUTO else memory
+    if memory == AUTO:
+        trainer.packed_step.fitted = FittedLevel()
     set_level(trainer.model, level)
     for name in ("activation_checkpointing", "gradient_checkpointing"):  # train() would set its own over it
         if hasattr(trainer.args, name):

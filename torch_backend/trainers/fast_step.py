@@ -15,12 +15,15 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from packing_core import PackedDataset
 from packing_core.errors import UnsupportedError, UnsupportedModelError
 from packing_core.extras import require
 from torch_backend.collate import PackedCollator
+from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.patch import install, state_of
 from torch_backend.losses.causal_lm import LOSS_WEIGHTS, causal_lm_loss
 from torch_backend.steps.fast_backward import (
     GRAPH,
@@ -36,6 +39,7 @@ from torch_backend.steps.fast_backward import (
     why_not_compiled,
 )
 from torch_backend.steps.fixed_shapes import FixedShapes
+from torch_backend.steps.memory_fit import FittedLevel, describe, naming_the_level, tokens_of
 from torch_backend.trainers import sft
 from torch_backend.trainers.dataloader import rows_of
 from torch_backend.trainers.epoch_rows import EpochRows
@@ -71,6 +75,7 @@ class PackedStep:
         self.capture: Choice = "auto"
         self.fixed: FixedShapes | None = None
         self.in_place_of_compile = False  # of the whole model, torch_compile=True
+        self.fitted: FittedLevel | None = None  # memory="auto"
         self.gradients: Gradients | None = None
         self.size = 0  # of the batches that it was made for
         copies = 1 if self.over_ranks is None else self.over_ranks.context.ranks
@@ -81,7 +86,7 @@ class PackedStep:
             trainer.compute_loss = self.compute_loss
             if is_stock(trainer, "prediction_step"):
                 trainer.prediction_step = self.prediction_step
-        if trainer.args.torch_compile:
+        if trainer.args.torch_compile or trainer.args.use_liger_kernel:
             trainer.accelerator.prepare_model = partial(self._prepare_model, trainer.accelerator.prepare_model)
 
     @property
@@ -101,7 +106,14 @@ class PackedStep:
             parts[LAYERS] += ", one by one, in place of the model as a whole (torch_compile=True)"
         if self.metrics is not None and self.refused is None:
             parts["metrics"] = sft.LEFT_OUT if self.over_ranks is None else sft.LEFT_OUT_OVER_RANKS
+        if (memory := describe(self.model, self.trainer.optimizer, self.autocast)) is not None:
+            parts["memory"] = memory
         return parts
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """Returns the dtype of activations, where the trainer casts them."""
+        return torch.bfloat16 if self.trainer.args.bf16 else torch.float16 if self.trainer.args.fp16 else None
 
     def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:
         """As ``Trainer.training_step``."""
@@ -109,14 +121,21 @@ class PackedStep:
         if callable(getattr(self.trainer.optimizer, "train", None)):
             self.trainer.optimizer.train()
         size = self.trainer._train_batch_size  # auto_find_batch_size reduces it
-        if self.gradients is None or self.gradients.model is not model or size != self.size:
+        fresh = self.gradients is None or self.gradients.model is not model or size != self.size
+        if self.fitted is not None:
+            if fresh:
+                self.fitted.tokens = 0
+            fresh |= self.fitted.fit(self.model, tokens_of(inputs), self.trainer.optimizer, self.autocast)
+        if fresh:
             self.size, self.gradients = size, self._gradients(model)
         if self.metrics is not None:
             inputs = self.metrics.count(inputs)
         if self.over_ranks is not None:
             inputs = self.over_ranks.cut(inputs, model)
         last = self.trainer.accelerator.sync_gradients
-        return self.losses(self.gradients(StepInputs(inputs, num_items_in_batch), last=last))
+        assert self.gradients is not None
+        with naming_the_level(self.model, partial(tokens_of, inputs), self.trainer.optimizer, self.autocast):
+            return self.losses(self.gradients(StepInputs(inputs, num_items_in_batch), last=last))
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -165,7 +184,15 @@ class PackedStep:
         )
 
     def _prepare_model(self, prepare: Any, model: nn.Module, *args: Any, **options: Any) -> Any:
-        """As ``Accelerator.prepare_model``, which would compile the model as a whole, also if its layers can be."""
+        """As ``Accelerator.prepare_model``, which would compile the model as a whole, also if its layers can be.
+
+        Liger's forward of a model was set when training began, after the patch, and is wrapped from here on.
+        """
+        state = state_of(causal_lm(model))
+        if state is not None and not state.in_force:
+            install(model, state.implementation)
+        if not self.trainer.args.torch_compile:
+            return prepare(model, *args, **options)
         trainer, plugin = self.trainer, self.trainer.accelerator.state.dynamo_plugin
         backend, reason = plugin.backend, _why_not_layers(trainer) or why_not_compiled(trainer.model)
         self.in_place_of_compile = reason is None

@@ -17,7 +17,8 @@ from typing import Any
 
 from torch import nn
 
-_ACTIVE, _ATTRIBUTES, _OUTER = "_crosspack_active", "_crosspack_attributes", "_crosspack_outer_forward"
+_ACTIVE, _ATTRIBUTES = "_crosspack_active", "_crosspack_attributes"
+OUTER = "_crosspack_outer_forward"  # the forward that the instance had of its own
 _ORIGINAL, _PARTS = "_crosspack_original", "_crosspack_parts"
 
 # forward(layer, call, *args, **kwargs), where call(*args, **kwargs) is the layer's own forward
@@ -43,7 +44,7 @@ def override(layer: nn.Module, forward: Forward, prepare: Prepare = _nothing) ->
     own = layer.__dict__.get(name)
     if own is not None:
         if not _is_method_of(own, type(layer)):
-            layer.__dict__[_OUTER] = own
+            layer.__dict__[OUTER] = own
         layer.__dict__[name] = MethodType(subclass.forward, layer)
     layer.__class__ = subclass
     layer.__dict__[_ACTIVE] = True
@@ -58,8 +59,8 @@ def restore(layer: nn.Module) -> None:
         del layer.__dict__[name]
     for name in ("_old_forward", "forward"):
         if _is_method_of(layer.__dict__.get(name), type(layer)):
-            if _OUTER in layer.__dict__:
-                layer.__dict__[name] = layer.__dict__.pop(_OUTER)
+            if OUTER in layer.__dict__:
+                layer.__dict__[name] = layer.__dict__.pop(OUTER)
             elif name == "_old_forward":
                 layer.__dict__[name] = MethodType(original.forward, layer)
             else:
@@ -78,7 +79,7 @@ def original_class(layer: nn.Module) -> type[nn.Module]:
 def has_own_forward(layer: nn.Module) -> bool:
     """Returns whether the instance has a forward that hides its class's; accelerate's hooks do not count."""
     if _ACTIVE in layer.__dict__:
-        return _OUTER in layer.__dict__
+        return OUTER in layer.__dict__
     own = layer.__dict__.get("_old_forward", layer.__dict__.get("forward"))
     return own is not None and not _is_method_of(own, type(layer))
 
@@ -102,7 +103,7 @@ def _subclass(original: type[nn.Module], forward: Forward, prepare: Prepare) -> 
 
     @wraps(original.forward)
     def dispatch(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        outer = self.__dict__.get(_OUTER)
+        outer = self.__dict__.get(OUTER)
         call = partial(original.forward, self) if outer is None else outer
         if _ACTIVE not in self.__dict__:
             return call(*args, **kwargs)

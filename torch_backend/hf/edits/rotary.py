@@ -24,6 +24,7 @@ from torch_backend.context_parallel.share import RankShare
 from torch_backend.hf.anatomy.families import ROTATION
 from torch_backend.hf.edits.override import has_own_forward, original_class, override
 from torch_backend.hf.edits.rebinding import called, rebound
+from torch_backend.hf.foreign_kernels import half_rotation, is_half_rotation
 from torch_backend.hf.forward import PackedForward, forward_among
 from torch_backend.ops.document_batches import OWN, per_document
 from torch_backend.ops.operators import runs_triton
@@ -71,7 +72,9 @@ def _rotated_forward(forward: Callable[..., Any]) -> Callable[..., Any] | str:
     original: Rotation | None = called(forward).get(ROTATION)
     if original is None:
         return f"it does not call {ROTATION}"
-    if (interleaved := interleaving(original)) is None:
+    if is_half_rotation(original):
+        original, interleaved = half_rotation, False
+    elif (interleaved := interleaving(original)) is None:
         return f"its {ROTATION} has a form of its own"
     return rebound(forward, {ROTATION: partial(_rotate, original, interleaved)}) or "a decorator hides its forward"
 

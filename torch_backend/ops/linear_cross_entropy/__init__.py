@@ -20,12 +20,10 @@ from torch.autograd.function import once_differentiable
 
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError
+from packing_core.training.memory_model import loss_chunk
 from torch_backend.ops import operators
 from torch_backend.ops.operators import operator, runs_triton
 
-# Chunks take a seventh of all logits, within these bounds: few sums in float32 where rows are long, and little memory
-# beside the activations where they are not. Each chunk reads and writes the gradient of the weight once.
-_CHUNKS, _LEAST_BYTES, _MOST_BYTES = 7, 2**29, 2**31
 # Of the kernel that reads logits: columns that a program takes at once, and its warps; of the one that makes powers:
 # rows, columns, depth, warps, stages. Measured on an H200 (benchmarks/RESULTS.md).
 _BLOCK, _WARPS = 16_384, 32
@@ -81,7 +79,7 @@ def linear_cross_entropy(
         counted = counted * weights
     per_row = weight.shape[0] * hidden.element_size()
     if chunk_bytes is None:
-        chunk_bytes = min(max(len(hidden) * per_row // _CHUNKS, _LEAST_BYTES), _MOST_BYTES)
+        chunk_bytes = loss_chunk(len(hidden), per_row)
     rows = max(1, chunk_bytes // per_row)
     rows = -(-rows // 128) * 128 if rows > 128 else rows
     options = ignore_index, scale, softcap or 0.0, rows

@@ -1,0 +1,137 @@
+"""Compares the memory that is told beforehand with what a training step takes, at every level of memory.
+
+    python -m benchmarks.gpu_levels                        # Qwen2-0.5B shape, whole, and Llama-3-8B shape with LoRA
+    python -m benchmarks.gpu_levels --match llama --levels full offload --tokens 32768
+    python -m benchmarks.gpu_levels --auto                 # what memory="auto" takes, at growing rows until none fits
+    python -m benchmarks.gpu_levels --tiny                 # on the CPU, to see that it runs
+
+Each level and length of row runs in a process of its own: five steps of ``make_train_step`` on one row of documents of
+2,048 tokens, or with ``--document`` on one document. Measured is the most that was allocated, and beside it the most
+that the allocator reserved, which it gives back before it fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks._report import table
+from benchmarks.gpu_clock import DEVICE, TOY
+from benchmarks.gpu_workload import LONGEST, Shape, llama3, make_model, qwen2, with_adapters
+from packing_core import pack
+from packing_core.training.memory_model import GIB, LEVELS
+from torch_backend import PackedCollator, make_train_step, patch
+from torch_backend.steps.memory import level_of
+from torch_backend.steps.memory_fit import memory_of
+
+SHAPES = {
+    "qwen2": (Shape("Qwen2-0.5B", qwen2, (256,) if TOY else (16_384, 65_536)), False),
+    "llama": (Shape("Llama-3-8B, LoRA", qwen2 if TOY else llama3, (256,) if TOY else (8_192, 32_768)), True),
+}
+STEPS = 5
+
+
+def measure(name: str, level: str, tokens: int, *, document: bool) -> dict[str, Any]:
+    """The figures of one level: predicted and measured GiB, seconds of the first step, tokens per second."""
+    shape, lora = SHAPES[name]
+    model = make_model(shape, "sdpa", few=False)
+    model = patch(with_adapters(model) if lora else model, verify=False).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    predicted = memory_of(model, optimizer)
+    length = tokens if document else min(LONGEST, tokens)
+    vocabulary = int(model.config.vocab_size)
+    docs = [np.random.default_rng(i).integers(1, vocabulary, length) for i in range(tokens // length)]
+    batch = PackedCollator(model, max_seqlen=length)(pack(docs, tokens))
+    step = make_train_step(model, optimizer, max_grad_norm=1.0, memory=level)  # type: ignore[arg-type]
+    times = []
+    for _ in range(STEPS):
+        began = time.perf_counter()
+        loss = float(step(batch)["loss"])
+        times.append(time.perf_counter() - began)
+    used = level_of(model) if level == "auto" else level
+    return {
+        "level": used,
+        "predicted": predicted.bytes(used, tokens) / GIB,
+        "allocated": 0.0 if TOY else torch.cuda.max_memory_allocated() / GIB,
+        "reserved": 0.0 if TOY else torch.cuda.max_memory_reserved() / GIB,
+        "first": times[0],
+        "rate": tokens / min(times),
+        "loss": loss,
+        "graph": step.parts["graph"],
+    }
+
+
+def cases(chosen: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
+    for name in SHAPES:
+        if chosen.match in name:
+            sizes = [chosen.tokens] if chosen.tokens else list(SHAPES[name][0].capacities)
+            if chosen.auto:
+                sizes = [sizes[0] * 2**i for i in range(1 if TOY else 8)]
+                yield from product([name], ["auto"], sizes)
+            else:
+                yield from ((name, level, size) for size in sizes for level in chosen.levels)
+
+
+def row(name: str, level: str, tokens: int, found: dict[str, Any] | str) -> list[str]:
+    if isinstance(found, str):
+        return [name, level, f"{tokens:,}", found, "", "", "", "", ""]
+    allocated = found["allocated"]
+    ratio = f"{found['predicted'] / allocated:.3f}" if allocated else "-"
+    figures = [f"{found['predicted']:.2f}", f"{allocated:.2f}", ratio, f"{found['reserved']:.2f}"]
+    return [name, found["level"], f"{tokens:,}", *figures, f"{found['rate']:,.0f}", f"{found['first']:.0f}"]
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--match", default="", help="shapes whose name has this in it: qwen2, llama")
+    options.add_argument("--levels", nargs="+", default=list(LEVELS))
+    options.add_argument("--tokens", type=int, help="of the row")
+    options.add_argument("--document", action="store_true", help="one document as long as the row")
+    options.add_argument("--auto", action="store_true", help='memory="auto", at rows of twice the length each time')
+    options.add_argument("--limit", type=float, default=150, help="seconds for a process")
+    options.add_argument("--tiny", action="store_true", help="on the CPU, to see that it runs")
+    options.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    chosen = options.parse_args()
+    if chosen.one:
+        name, level, tokens = chosen.one
+        print("\n" + json.dumps(measure(name, level, int(tokens), document=chosen.document)))
+        return
+    if not TOY:
+        print(torch.cuda.get_device_name(), torch.__version__, DEVICE, flush=True)
+    lines = []
+    for name, level, tokens in cases(chosen):
+        command = [sys.executable, "-m", "benchmarks.gpu_levels", "--one", name, level, str(tokens)]
+        command += ["--document"] * chosen.document + ["--tiny"] * TOY
+        try:
+            done = subprocess.run(command, timeout=chosen.limit, capture_output=True, text=True)
+            said = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()[-1:]
+            found = json.loads(said[0]) if done.returncode == 0 else f"{said[0][:200] if said else 'failed'}"
+        except subprocess.TimeoutExpired:
+            found = f"no end after {chosen.limit} s"
+        lines.append(row(name, level, tokens, found))
+        print(" | ".join(lines[-1]), flush=True)
+    header = [
+        "shape",
+        "level",
+        "tokens",
+        "predicted GiB",
+        "allocated",
+        "ratio",
+        "reserved",
+        "tokens/s",
+        "first step, s",
+    ]
+    print("\n" + table(header, lines))
+
+
+if __name__ == "__main__":
+    main()

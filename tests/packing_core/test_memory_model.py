@@ -1,0 +1,102 @@
+"""The memory of a training step by a formula: against measured steps, and against a count of what a layer keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from packing_core.errors import PackingError, UnsupportedModelError
+from packing_core.training.memory_model import GIB, LEVELS, USABLE, MemoryModel, loss_chunk
+
+QWEN2: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "intermediate_size": 4_864,
+    "vocab_size": 151_936,
+    "tie_word_embeddings": True,
+}
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 4_096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14_336,
+    "vocab_size": 128_256,
+}
+
+
+@pytest.mark.parametrize(
+    ("level", "tokens", "measured"),
+    [("none", 16_384, 14.2), ("none", 57_344, 40.1), ("selective", 16_384, 7.1), ("full", 16_384, 5.0)],
+)
+def test_within_five_percent_of_a_measured_step(level: str, tokens: int, measured: float) -> None:
+    """GiB of benchmarks/RESULTS.md, on an H100 and an H200."""
+    assert MemoryModel.from_config(QWEN2).bytes(level, tokens) / GIB == pytest.approx(measured, rel=0.05)
+
+
+def test_within_five_percent_of_a_measured_step_with_adapters() -> None:
+    assert MemoryModel.from_config(LLAMA, rank=16).bytes("none", 8_192) / GIB == pytest.approx(39.9, rel=0.05)
+
+
+def test_a_layer_keeps_what_its_backward_reads() -> None:
+    """By hand: D = 8, two heads of 4 for queries, one for keys and values, an MLP of 2 x 24 columns, 2 bytes each."""
+    config = {"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {"num_key_value_heads": 1, "intermediate_size": 24, "vocab_size": 10}
+    memory = MemoryModel.from_config(config | sizes)
+    inputs_of_norms, queries, keys, values, output, inner, statistics = 2 * 8, 8, 4, 4, 8, 2 * 24, 2 * 4
+    narrow = inputs_of_norms + queries + keys + values + output
+    assert memory.kept["none"] == 2 * (narrow + inner) + statistics
+    assert memory.kept["selective"] == 2 * narrow + statistics
+    assert memory.kept["full"] == memory.host == 2 * 8
+    weights = 2 * 10 * 8 + 8 * (8 + 4 + 4) + 8 * 8 + 3 * 8 * 24 + 2 * 8 + 8
+    assert memory.fixed == 2 * weights * (1 + 1 + 2)
+
+
+def test_norms_of_queries_and_norms_behind_layers_keep_more() -> None:
+    plain, queries, behind = (MemoryModel.from_config(LLAMA | {"model_type": m}) for m in ("llama", "qwen3", "glm4"))
+    assert queries.kept["none"] - plain.kept["none"] == 32 * 2 * (4_096 + 1_024)
+    assert behind.kept["none"] - plain.kept["none"] == 32 * 2 * 2 * 4_096
+
+
+def test_the_longest_row_fits_and_the_next_does_not() -> None:
+    memory, device = MemoryModel.from_config(QWEN2), 80 * GIB
+    found = {level: memory.longest(level, device) for level in LEVELS}
+    assert list(found.values()) == sorted(found.values())
+    for level, tokens in found.items():
+        assert memory.bytes(level, tokens) <= USABLE * device < memory.bytes(level, tokens + 1)
+        assert memory.fastest(tokens, device) == level
+    assert memory.fastest(found["offload"] + 1, device) is None
+    assert memory.longest("none", 2 * GIB) == 0
+
+
+def test_offloading_ends_where_the_host_does() -> None:
+    memory = MemoryModel.from_config(QWEN2)
+    assert memory.longest("offload", 80 * GIB, 10 * GIB) == 10 * GIB // memory.host
+    tokens = memory.longest("full", 80 * GIB) + 1
+    assert memory.fastest(tokens, 80 * GIB, tokens * memory.host) == "offload"
+    assert memory.fastest(tokens, 80 * GIB, tokens * memory.host - 1) is None
+
+
+def test_the_loss_holds_a_seventh_of_the_logits_within_bounds() -> None:
+    assert loss_chunk(1, 10) == 2**29
+    assert loss_chunk(7 * 2**20, 2**10) == 2**30
+    assert loss_chunk(2**40, 2**10) == 2**31
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "reason"),
+    [
+        ({}, PackingError, "names no hidden_size, num_hidden_layers and num_attention_heads"),
+        (QWEN2 | {"hidden_size": 8.5}, PackingError, "hidden_size"),
+        (QWEN2 | {"layer_types": ["linear_attention"]}, UnsupportedModelError, "layers of the kind linear_attention"),
+        (QWEN2 | {"kv_lora_rank": 512}, UnsupportedModelError, "attention or recurrent layers of its own"),
+    ],
+)
+def test_what_is_not_known_is_refused(config: dict[str, Any], error: type[Exception], reason: str) -> None:
+    with pytest.raises(error, match=reason):
+        MemoryModel.from_config(config)

@@ -1,0 +1,159 @@
+"""``memory="auto"``, and what is said of rows that are too long, on devices of stand-in sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from packing_core.errors import CapacityError, PackingError, UnsupportedError
+from packing_core.training.memory_model import LEVELS, USABLE
+from tests.torch_backend.models import collate, documents, tiny
+from tests.torch_backend.test_packed_step import adapted, built
+from tests.torch_backend.test_train_step import graphs as graphs
+from tests.torch_backend.test_trainer import llama
+from torch_backend import enable_packing, explain, make_train_step, patch
+from torch_backend.steps import memory_fit
+from torch_backend.steps.memory import level_of, set_level
+from torch_backend.steps.memory_fit import check_host, choose_level, memory_of
+
+WIDE = {"hidden_size": 64, "intermediate_size": 512, "num_hidden_layers": 6, "layer_types": ["full_attention"] * 6}
+
+
+def batch(capacity: int = 128) -> dict[str, Any]:
+    return collate(documents((5, 19, 33, 71)), capacity=capacity)
+
+
+@pytest.fixture
+def model(graphs: SimpleNamespace) -> Any:
+    """Layers count as compiled, which nothing on the CPU is."""
+    graphs.model = patch(tiny("qwen2", **WIDE), verify=False).train()
+    return graphs.model
+
+
+def give(monkeypatch: pytest.MonkeyPatch, device: float, host: int | None = None) -> None:
+    monkeypatch.setattr(memory_fit, "device_bytes", lambda _: int(device) + 1)
+    monkeypatch.setattr(memory_fit, "host_bytes", lambda: host)
+
+
+def step_of(model: Any, **options: Any) -> Any:
+    return make_train_step(model, torch.optim.AdamW(model.parameters()), **options)
+
+
+def test_weights_gradients_and_states_are_counted(model: Any) -> None:
+    size = sum(p.nbytes for p in model.parameters())
+    buffers = sum(b.nbytes for b in model.buffers())
+    adam, plain = torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters())
+    assert memory_of(model, adam).fixed == 4 * size + buffers
+    assert memory_of(model, plain).fixed == 2 * size + buffers
+    step = step_of(model)
+    step(batch())
+    assert memory_of(model, step.optimizer).fixed == 4 * size + buffers, "as they are"
+
+
+def test_adapters_are_trained_alone_and_kept_beside() -> None:
+    plain, lora = memory_of(llama()), memory_of(adapted())
+    assert lora.kept["none"] - plain.kept["none"] == 2 * 4 * 4, "two layers, an adapter of rank 4, float32"
+    assert lora.fixed < plain.fixed
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_fastest_level_that_fits_is_taken_and_printed(
+    model: Any, level: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    memory = memory_of(model, torch.optim.AdamW(model.parameters()))
+    give(monkeypatch, memory.bytes(level, 128) / USABLE)
+    step = step_of(model, memory="auto")
+    step(batch())
+    assert level_of(model) == level
+    assert f'memory="auto" takes "{level}": 128 tokens need ' in capsys.readouterr().out
+
+
+def test_a_longer_row_takes_another_level_and_a_shorter_one_does_not(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = memory_of(model, torch.optim.AdamW(model.parameters()))
+    give(monkeypatch, memory.bytes("none", 128) / USABLE)
+    step = step_of(model, memory="auto")
+    levels = []
+    for capacity in (128, 256, 128):
+        step(batch(capacity))
+        levels.append(level_of(model))
+    assert levels[0] == "none" and levels[1] == levels[2] != "none"
+
+
+def test_a_row_that_fits_at_no_level_is_refused_before_the_first_step(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = memory_of(model, torch.optim.AdamW(model.parameters()))
+    give(monkeypatch, memory.bytes("offload", 100) / USABLE)
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(CapacityError, match='128 tokens fits .* GiB at no level .* has 100, at memory="offload"'):
+        step_of(model, memory="auto")(batch())
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_an_out_of_memory_error_names_the_level_that_fits(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = memory_of(model, torch.optim.AdamW(model.parameters()))
+    step = step_of(model, memory="none")
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+    step._gradients.path = SimpleNamespace(backward=fail)
+    give(monkeypatch, memory.bytes("full", 128) / USABLE)
+    said = r'CUDA out of memory\. .* Crosspack: a row of 128 tokens ran at memory="none", and fits at memory="'
+    with pytest.raises(torch.OutOfMemoryError, match=said + "full"):
+        step(batch())
+    give(monkeypatch, memory.bytes("offload", 100) / USABLE)
+    with pytest.raises(torch.OutOfMemoryError, match='the longest that fits has 100 tokens, at memory="offload"'):
+        step(batch())
+
+
+def test_the_host_must_hold_what_is_offloaded(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_fit, "host_bytes", lambda: 128 * memory_of(model).host)
+    check_host(model, 128)
+    with pytest.raises(PackingError, match=r'memory="offload" keeps .* GiB of a row of 129 tokens on the host'):
+        check_host(model, 129)
+
+
+def test_layers_that_are_not_compiled_take_full() -> None:
+    model = patch(tiny("qwen2"), verify=False)
+    assert choose_level(model, 128)[0] == "none", "off CUDA nothing is asked"
+    memory_fit_device, memory_fit.device_bytes = memory_fit.device_bytes, lambda _: 1
+    try:
+        level, reason = choose_level(model, 128)
+    finally:
+        memory_fit.device_bytes = memory_fit_device
+    assert (level, "layers are not compiled (the model computes on cpu)" in reason) == ("full", True)
+
+
+def test_a_trainer_takes_the_fastest_level_that_fits(
+    graphs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    trainer = built(tmp_path, True)
+    enable_packing(trainer, capacity=40, verify=False, memory="auto")
+    graphs.model = trainer.model
+    memory = memory_of(trainer.model, torch.optim.SGD(trainer.model.parameters()))
+    give(monkeypatch, memory.bytes("selective", 80) / USABLE)
+    trainer.train()
+    assert level_of(trainer.model) == "selective"
+    assert any("memory of the step: the longest row" in note for note in explain(trainer).notes)
+
+
+def test_auto_is_refused_where_no_level_is_possible_or_the_step_is_not_ours(tmp_path: Path) -> None:
+    trainer = built(tmp_path, True)
+    with pytest.raises(UnsupportedError, match='memory="auto" follows from rows that the fast step trains'):
+        enable_packing(trainer, memory="auto", fast=False)
+    model = patch(tiny("qwen2"), verify=False).train()
+    monkey = type(model)
+    monkey.supports_gradient_checkpointing, before = False, monkey.supports_gradient_checkpointing
+    try:
+        with pytest.raises(UnsupportedError, match='memory="auto" is not possible'):
+            step_of(model, memory="auto")
+    finally:
+        monkey.supports_gradient_checkpointing = before
+    set_level(model, "none")

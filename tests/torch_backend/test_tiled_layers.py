@@ -1,0 +1,194 @@
+"""MLPs by tiles of tokens: outputs and gradients of the whole MLP, and less memory of a long row."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.torch_backend.models import collate, documents, in_float64, tiny
+from tests.torch_backend.test_train_step import graphs as graphs
+from tests.torch_backend.test_trainer import llama, peft
+from torch_backend import make_train_step, patch
+from torch_backend.losses.causal_lm import causal_lm_loss
+from torch_backend.ops import tiled_mlp as tiles
+from torch_backend.ops.tiled_mlp import ACTIVATIONS, Projection, tiled_mlp
+from torch_backend.steps import tiled_layers
+from torch_backend.steps.memory import set_level
+from torch_backend.steps.tiled_layers import tiled, tiled_modules, why_not_tiled
+
+TOKENS, WIDTH, INNER, RANK = 23, 12, 40, 3
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64).mul(0.5).to(dtype).requires_grad_()
+
+
+def projection(out: int, width: int, full: bool) -> Projection:
+    if not full:
+        return Projection(drawn(out, width))
+    return Projection(drawn(out, width), drawn(out), drawn(RANK, width), drawn(out, RANK), 0.7)
+
+
+def of_linear(p: Projection, x: torch.Tensor) -> torch.Tensor:
+    """The linear layer by its weights joined, and not as the tiles compute it."""
+    weight = p.weight if p.a is None else p.weight + p.scale * p.b @ p.a
+    return F.linear(x, weight, p.bias)
+
+
+OWN = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu}
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["weights", "biases and adapters"])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradients_are_those_of_the_whole_mlp(activation: str, gated: bool, full: bool) -> None:
+    torch.manual_seed(0)
+    gate = projection(INNER, WIDTH, full) if gated else None
+    up, down = projection(INNER, WIDTH, full), projection(WIDTH, INNER, full)
+    x, dy = drawn(2, TOKENS, WIDTH), drawn(2, TOKENS, WIDTH)
+    leaves = [x, *(t for p in (gate, up, down) if p is not None for t in p[:4] if t is not None)]
+    raised = of_linear(up, x)
+    inner = OWN[activation](raised) if gate is None else OWN[activation](of_linear(gate, x)) * raised
+    whole = of_linear(down, inner)
+    found = tiled_mlp(x, gate, up, down, activation=activation, tile=7)
+    torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-12)
+    wanted = torch.autograd.grad(whole, leaves, dy)
+    for got, right in zip(torch.autograd.grad(found, leaves, dy), wanted, strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-11, atol=1e-12)
+
+
+def test_frozen_weights_get_no_gradient() -> None:
+    torch.manual_seed(0)
+    gate, up, down = (projection(*shape, True) for shape in ((INNER, WIDTH), (INNER, WIDTH), (WIDTH, INNER)))
+    for p in (gate, up, down):
+        p.weight.requires_grad_(False)
+    tiled_mlp(drawn(TOKENS, WIDTH), gate, up, down, activation="silu", tile=7).sum().backward()
+    assert all(p.weight.grad is None and p.a.grad is not None and p.b.grad is not None for p in (gate, up, down))
+
+
+def test_gradients_of_weights_add_up_in_float32() -> None:
+    """Of 4,096 tokens in tiles of 8: sums in bfloat16 would be 5 times further away from the exact ones."""
+    torch.manual_seed(0)
+    shapes = (INNER, WIDTH), (INNER, WIDTH), (WIDTH, INNER)
+    exact = [Projection(drawn(*shape)) for shape in shapes]
+    rounded = [Projection(p.weight.detach().bfloat16().requires_grad_()) for p in exact]
+    x = drawn(4_096, WIDTH).detach()
+    for given, parts in ((x.bfloat16().double(), exact), (x.bfloat16(), rounded)):
+        tiled_mlp(given, *parts, activation="silu", tile=8).sum().backward()
+    for p, q in zip(rounded, exact, strict=True):
+        assert q.weight.grad is not None and p.weight.grad is not None
+        error = (p.weight.grad.double() - q.weight.grad).norm() / q.weight.grad.norm()
+        assert error < 0.01
+
+
+def test_operators_are_well_formed() -> None:
+    torch.manual_seed(0)
+    parts = [projection(INNER, WIDTH, True), projection(INNER, WIDTH, False), projection(WIDTH, INNER, False)]
+    tensors = [t if t is None else t.detach() for p in parts for t in p[:4]]
+    x, options = drawn(TOKENS, WIDTH).detach(), ([1.0, 0.7, 1.0], "silu", 7)
+    checked = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.crosspack.tiled_mlp_forward, (x, tensors, *options), test_utils=checked)
+    needs = [True, *(t is not None for t in tensors)]
+    torch.library.opcheck(torch.ops.crosspack.tiled_mlp_backward, (x, x, tensors, *options, needs), test_utils=checked)
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows count as long from 64 tokens on, and tiles have 24."""
+    monkeypatch.setattr(tiled_layers, "TILED_FROM", 64)
+    monkeypatch.setattr(tiled_layers, "TILE", 24)
+
+
+def batch(capacity: int = 128) -> dict[str, Any]:
+    given = collate(documents((5, 19, 33, 71) if capacity == 128 else (5, 19)), capacity=capacity)
+    return given | {n: torch.where(given[n] < 0, given[n], given[n] % 64) for n in ("input_ids", "labels")}
+
+
+def adapted() -> Any:
+    torch.manual_seed(0)
+    names = ["q_proj", "gate_proj", "up_proj", "down_proj"]
+    return peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=names, init_lora_weights=False))
+
+
+def gradients(model: Any) -> list[torch.Tensor]:
+    total, weight = causal_lm_loss(model, batch())
+    return list(torch.autograd.grad(total / weight, [p for p in model.parameters() if p.requires_grad]))
+
+
+@pytest.mark.parametrize("make", [llama, adapted, lambda: tiny("gemma3_text")], ids=["llama", "LoRA", "gemma3"])
+def test_layers_give_the_same_gradients_in_float64(short: None, make: Any) -> None:
+    model = in_float64(patch(make(), verify=False).train())
+    exact = gradients(model)
+    set_level(model, "full")
+    modules = tiled_modules(model, 128)
+    assert len(modules) == 2
+    with tiled(modules):
+        torch.testing.assert_close(gradients(model), exact, rtol=1e-10, atol=1e-12)
+    assert not any(m.__class__.forward is tiled_layers._forward for m in modules)
+
+
+def test_a_step_on_a_long_row_runs_by_tiles_and_a_short_one_does_not(
+    graphs: SimpleNamespace, short: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    run = tiles._forward
+    monkeypatch.setattr(tiles, "_forward", lambda x, *others: (calls.append(len(x)), run(x, *others))[1])
+    losses = {}
+    for level in ("none", "full"):
+        model = graphs.model = patch(llama(), verify=False).train()
+        step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), memory=level)  # type: ignore[arg-type]
+        losses[level] = [float(step(batch(capacity))["loss"]) for capacity in (128, 32, 128)]
+        assert (128 in calls) is (level == "full") and 32 not in calls
+    assert losses["full"] == pytest.approx(losses["none"], rel=1e-5)
+
+
+def test_a_compiled_mlp_calls_one_operator(short: None) -> None:
+    torch._dynamo.reset()
+    model = llama()
+    x = torch.randn(1, 70, 32)
+    seen: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    for layer in model.model.layers:
+        with tiled([layer.mlp]):
+            found = torch.compile(layer.mlp, backend=backend, fullgraph=True)(x)
+        torch.testing.assert_close(found, layer.mlp(x))
+    assert len(seen) < 20, "both layers share a graph"
+
+
+def other(change: str) -> nn.Module:
+    mlp = llama().model.layers[0].mlp
+    if change == "its own forward":
+        mlp.forward = mlp.forward
+    elif change == "an activation":
+        mlp.act_fn = nn.Softplus()
+    elif change == "a linear layer":
+        mlp.up_proj = nn.Sequential(mlp.up_proj)
+    elif change == "its formula":
+        mlp.__class__ = type("Scaled", (type(mlp),), {"forward": lambda self, x: self.down_proj(x) * self.scale})
+    return mlp
+
+
+@pytest.mark.parametrize("change", ["its own forward", "an activation", "a linear layer", "its formula"])
+def test_another_mlp_runs_as_it_is(change: str) -> None:
+    assert why_not_tiled(llama().model.layers[0].mlp) is None
+    assert why_not_tiled(other(change)) is not None
+
+
+def test_adapters_with_dropout_run_as_they_are() -> None:
+    config = peft.LoraConfig(r=4, target_modules=["up_proj"], lora_dropout=0.1)
+    model = peft.get_peft_model(llama(), config)
+    assert tiled_modules(model, 10**6) == []
+    mlp = model.base_model.model.model.layers[0].mlp
+    assert why_not_tiled(mlp) == "its linear layers are not plain, nor plain with adapters"

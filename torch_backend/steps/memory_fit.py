@@ -1,0 +1,237 @@
+"""Levels of memory and the device: which rows fit at which level, before the first step and when one was too long.
+
+A model, its optimizer and the tokens of a microbatch -> :class:`packing_core.training.memory_model.MemoryModel`, with
+the weights and states counted -> compared with what the device has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packing_core.errors import CapacityError, PackingError, UnsupportedModelError
+from packing_core.training.memory_model import GIB, LEVELS, USABLE, MemoryModel
+from torch_backend.hf.anatomy.placement import execution_device
+from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.attention import DecoderLayer
+from torch_backend.steps.fast_backward import why_not_compiled
+from torch_backend.steps.memory import Level, level_of, set_level
+
+
+def memory_of(model: nn.Module, optimizer: Any = None, autocast: torch.dtype | None = None) -> MemoryModel:
+    """Returns the memory of a model's training step.
+
+    Args:
+        model: a transformers model, or a wrapper of one.
+        optimizer: whose states are counted if there are any, else expected by its kind; AdamW if None.
+        autocast: the dtype of activations, where it is not that of the weights.
+
+    Raises:
+        UnsupportedModelError: no formula is known for its layers.
+    """
+    root = causal_lm(model)
+    parameters = list(model.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    weights = sum(map(_bytes, (*parameters, *model.buffers())))
+    dtype = autocast or root.dtype
+    copies = sum(_numel(p) for p in parameters if p.dtype != dtype) * dtype.itemsize if autocast else 0
+    states = _states(optimizer, trained)
+    layers = max(1, int(getattr(root.config.get_text_config(), "num_hidden_layers", 1)))
+    return MemoryModel.from_config(
+        root.config.get_text_config(),
+        fixed=weights + copies + sum(map(_bytes, trained)) + states,
+        itemsize=dtype.itemsize,
+        adapted=_ranks(root) // layers,
+    )
+
+
+def choose_level(
+    model: nn.Module, tokens: int, optimizer: Any = None, autocast: torch.dtype | None = None
+) -> tuple[Level, str]:
+    """Returns the fastest level at which a microbatch of ``tokens`` fits the device, and a reason.
+
+    Raises:
+        CapacityError: it fits at none.
+        UnsupportedModelError: as :func:`memory_of`.
+    """
+    device = execution_device(causal_lm(model))
+    there = device_bytes(device)
+    if there is None:
+        return "none", f"the memory of {device.type} is not asked for"
+    if (reason := why_not_compiled(model)) is not None:
+        return "full", f"layers are not compiled ({reason}), so what they keep is not known beforehand"
+    memory, host = memory_of(model, optimizer, autocast), host_bytes()
+    there -= _others(model, optimizer, device)
+    found = memory.fastest(tokens, there, host)
+    if found is None:
+        longest = {level: memory.longest(level, there, host) for level in LEVELS}
+        best = max(longest, key=lambda level: longest[level])
+        raise CapacityError(
+            f"a row of {tokens:,} tokens fits {there / GIB:.1f} GiB at no level of memory: the longest that does has "
+            f'{longest[best]:,}, at memory="{best}". Pack or cut documents to that capacity'
+        )
+    level: Any = found
+    need = memory.bytes(found, tokens) / GIB
+    return level, f"{tokens:,} tokens need {need:.1f} of {there / GIB:.1f} GiB"
+
+
+class FittedLevel:
+    """``memory="auto"`` of one step: the level of a model, chosen again where a longer microbatch comes.
+
+    Attributes:
+        tokens: of the longest microbatch so far; reason: of the level.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.reason = ""
+
+    def fit(self, model: nn.Module, tokens: int, optimizer: Any, autocast: torch.dtype | None = None) -> bool:
+        """Set the level for a microbatch, and return whether it is another one than before."""
+        if tokens <= self.tokens:
+            return False
+        before = level_of(model)
+        level, self.reason = choose_level(model, tokens, optimizer, autocast)
+        self.tokens = tokens
+        set_level(model, level)
+        print(f'crosspack: memory="auto" takes "{level}": {self.reason}', flush=True)
+        return level != before
+
+
+def check_host(model: nn.Module, tokens: int) -> None:
+    """Check that the host has the page-locked memory that ``"offload"`` needs for a microbatch.
+
+    Raises:
+        PackingError: it has not.
+    """
+    there = host_bytes()
+    try:
+        need = tokens * memory_of(model).host
+    except UnsupportedModelError:
+        return
+    if there is not None and need > there:
+        raise PackingError(
+            f'memory="offload" keeps {need / GIB:.1f} GiB of a row of {tokens:,} tokens on the host, which has '
+            f'{there / GIB:.1f} GiB free: pass memory="full", or shorter rows'
+        )
+
+
+def describe(model: nn.Module, optimizer: Any = None, autocast: torch.dtype | None = None) -> str | None:
+    """Describes the longest row that fits at each level; None where that is not known."""
+    there = device_bytes(execution_device(causal_lm(model)))
+    try:
+        memory = None if there is None else memory_of(model, optimizer, autocast)
+    except (PackingError, UnsupportedModelError):
+        return None
+    if memory is None or there is None:
+        return None
+    host = host_bytes()
+    longest = (f'"{level}" {memory.longest(level, there, host):,}' for level in LEVELS)
+    return f"the longest row or document that fits {there / GIB:.1f} GiB compiled, in tokens: {', '.join(longest)}"
+
+
+@contextmanager
+def naming_the_level(
+    model: nn.Module, tokens: Callable[[], int], optimizer: Any, autocast: Any = None
+) -> Iterator[None]:
+    """Inside, an out-of-memory error also says at which level the microbatch would fit."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        error.args = (" ".join(filter(None, (str(error), _way_out(model, tokens(), optimizer, autocast)))),)
+        raise
+
+
+def _way_out(model: nn.Module, tokens: int, optimizer: Any, autocast: Any) -> str | None:
+    there, now = device_bytes(execution_device(causal_lm(model))), level_of(model)
+    try:
+        memory = memory_of(model, optimizer, autocast)
+    except (PackingError, UnsupportedModelError):
+        return None
+    if there is None:
+        return None
+    slower = LEVELS[LEVELS.index(now) + 1 :]
+    host = host_bytes()
+    fits = next((level for level in slower if memory.longest(level, there, host) >= tokens), None)
+    row = f'Crosspack: a row of {tokens:,} tokens ran at memory="{now}"'
+    if fits is not None:
+        return f'{row}, and fits at memory="{fits}"'
+    longest = max((memory.longest(level, there, host), level) for level in LEVELS)
+    return f'{row}; the longest that fits has {longest[0]:,} tokens, at memory="{longest[1]}"'
+
+
+def tokens_of(batch: Mapping[str, Any]) -> int:
+    """Returns the tokens of a microbatch, padding included."""
+    given = batch.get("input_ids")
+    return int((batch["labels"] if given is None else given).numel())
+
+
+def device_bytes(device: torch.device) -> int | None:
+    """Returns what this process can allocate on a device in all; None off CUDA."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device)
+
+
+def host_bytes() -> int | None:
+    """Returns what of the host's memory is free to be page-locked; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    found = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
+    return None if found is None else int(USABLE * 1024 * int(found))
+
+
+def _others(model: nn.Module, optimizer: Any, device: torch.device) -> int:
+    """Bytes that are allocated on a device for something else than this training step."""
+    if device.type != "cuda":
+        return 0
+    ours = sum(_bytes(p) + (0 if p.grad is None else _bytes(p.grad)) for p in model.parameters())
+    return max(0, torch.cuda.memory_allocated(device) - ours - _counted(optimizer))
+
+
+def _states(optimizer: Any, trained: list[nn.Parameter]) -> int:
+    """Bytes of the optimizer's states, as they are or, before its first step, as its kind will have them."""
+    if (counted := _counted(optimizer)) > 0:
+        return counted
+    name = "AdamW" if optimizer is None else type(getattr(optimizer, "optimizer", optimizer)).__name__.lower()
+    if "sgd" in name:
+        groups = getattr(optimizer, "param_groups", [{}])
+        return sum(map(_bytes, trained)) if any(group.get("momentum") for group in groups) else 0
+    if "8bit" in name:
+        return 2 * sum(map(_numel, trained))
+    return 2 * sum(map(_bytes, trained))
+
+
+def _counted(optimizer: Any) -> int:
+    states = getattr(optimizer, "state", None) or {}
+    return sum(_bytes(x) for each in states.values() for x in each.values() if isinstance(x, Tensor) and x.numel() > 1)
+
+
+def _ranks(root: nn.Module) -> int:
+    """The ranks of all adapters in the layers of a model, added up."""
+    found = 0
+    for module in (m for layer in root.modules() if isinstance(layer, DecoderLayer) for m in layer.modules()):
+        ranks = getattr(module, "r", None)
+        if isinstance(ranks, dict) and hasattr(module, "lora_A"):
+            found += sum(ranks[name] for name in module.lora_A)
+    return found
+
+
+def _local(x: Tensor) -> Tensor:
+    return getattr(x, "_local_tensor", x)
+
+
+def _numel(x: Tensor) -> int:
+    return _local(x).numel()
+
+
+def _bytes(x: Tensor) -> int:
+    return _local(x).numel() * x.element_size()
