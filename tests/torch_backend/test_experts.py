@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from packing_core import reference
 from packing_core.errors import LayoutError, UnsupportedError
 from packing_core.reference import ExpertActivation
 from tests.torch_backend.kernels import ONE_DTYPE, Where, assert_within_budget, numpy
+from torch_backend.hf import experts as packed_experts
+from torch_backend.hf.edits import experts as edits
+from torch_backend.ops import experts as ops
 from torch_backend.ops import operators
 from torch_backend.ops.experts import Adapter, experts, grouped_mm, triton
 from torch_backend.ops.experts.dispatch import order
@@ -314,6 +320,54 @@ def test_compiles_into_one_graph(where, implementation):
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     found, right = (torch.autograd.grad(f(*leaves), leaves) for f in (compiled, step))
     assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+
+
+class NothingIsRead(TorchDispatchMode):
+    """Raises at operations whose results the host would have to wait for on a GPU."""
+
+    READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "bincount", "is_nonzero")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.seen.add(name)
+        by_mask = name.startswith("index") and any(
+            isinstance(x, torch.Tensor) and x.dtype == torch.bool for x in args[1] if isinstance(args[1], list)
+        )
+        if name in self.READS or by_mask:
+            raise AssertionError(f"{func} reads from the device")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
+@pytest.mark.parametrize("implementation", ["triton", "grouped_mm"])
+def test_nothing_is_read_by_the_host(where, implementation, monkeypatch):
+    monkeypatch.setattr("torch_backend.ops.experts.request._check_indices", lambda indices, count: None)  # on the CPU
+    for name in ("forward", "backward"):  # an operator would hide what it runs
+        monkeypatch.setattr(ops, f"_{name}", getattr(ops, f"_launch_{name}"))
+    layer = Layer(where, rank=4, biased=True, activation=CLAMPED, **sizes(where, monkeypatch))
+    with NothingIsRead() as mode:
+        layer.found(implementation)
+        assert {"cumsum", "clamp"} <= mode.seen, "of the forward and of the backward"
+        for wrong in (lambda: layer.indices.max().item(), lambda: layer.dy[layer.dy > 0]):
+            with pytest.raises(AssertionError, match="reads from the device"):
+                wrong()
+
+
+def test_no_line_of_what_runs_on_a_gpu_reads_from_it():
+    """Conversions of tensors to lists and numbers, which no dispatch mode sees on the CPU."""
+    reads = {"item", "tolist", "nonzero", "cpu", "numpy", "bincount", "unique", "masked_select", "synchronize"}
+    files = [*Path(ops.__file__).parent.glob("*.py"), Path(packed_experts.__file__), Path(edits.__file__)]
+    found = {
+        (file.name, node.attr)
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in reads
+    }
+    assert len(files) == 12 and found == {("plain.py", "tolist")}, "the plain form alone reads, and says so"
 
 
 def test_no_tokens_give_no_rows():

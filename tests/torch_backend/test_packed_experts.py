@@ -20,7 +20,9 @@ from torch_backend.hf.edits.experts import reasons_against
 from torch_backend.hf.experts import run_within
 from torch_backend.hf.forward import PackedForward
 from torch_backend.hf.patch import Patched
+from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.ops import experts as ops
+from torch_backend.ops.experts import dispatch
 from torch_backend.segments import PackedMetadata
 from torch_backend.steps import cuda_graph
 from torch_backend.steps.fast_backward import why_not_compiled
@@ -81,6 +83,19 @@ def test_padding_is_routed_to_no_expert(monkeypatch: pytest.MonkeyPatch) -> None
     assert all((x[~real] == count).all() and (x[real] < count).all() for x in chosen)
 
 
+def test_tokens_that_ranks_exchanged_are_not_taken_for_those_of_the_row() -> None:
+    model = tiny("qwen3_moe")
+    model.set_experts_implementation("crosspack")
+    module = next(iter(find_experts(model).values()))
+    forward = PackedForward(PackedMetadata.from_lengths((16,)), (1, 16))
+    forward.real = torch.arange(16) < 12
+    given = torch.randn(16, 64), torch.zeros(16, 2, dtype=torch.int64), torch.ones(16, 2)
+    zeros = [bool((run_within(forward, module, *given)[12:] == 0).all())]
+    module._is_expert_parallel = True
+    zeros.append(bool((run_within(forward, module, *given)[12:] == 0).all()))
+    assert zeros == [True, False]
+
+
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
 def test_collators_mark_padding_for_every_model_with_experts(family: str) -> None:
     features = [{"input_ids": d} for d in documents(LENGTHS)]
@@ -119,6 +134,31 @@ def test_a_compiled_layer_keeps_experts_in_its_graph(family: str) -> None:
     parameters = list(model.model.layers[0].mlp.parameters())
     found, right = (torch.autograd.grad(f(x), parameters) for f in (compiled, step))
     assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("first", ["triton", "grouped_mm"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_step_over_experts_waits_for_nothing(family: str, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "MANY_TOKENS", 0 if first == "grouped_mm" else 2**40)
+    model = torch_backend.patch(tiny(family).cuda().bfloat16(), implementation="triton", verify=False)
+    given = with_mask(collate(documents((30, 50, 40)), capacity=128, max_seqlen=128, bucket=16))
+    batch = {name: x.cuda() if torch.is_tensor(x) else x for name, x in given.items() if name != "packed_lengths"}
+
+    def step() -> None:
+        total, weight = causal_lm_loss(model, batch)
+        (total / weight).backward()
+
+    step()  # compiles kernels
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    layers = [x for x in torch_backend.explain(model).layers if x.route == "experts"]
+    assert {x.serves for x in layers} == {first}
 
 
 def test_experts_by_name_without_a_patch() -> None:

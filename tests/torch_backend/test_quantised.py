@@ -27,14 +27,18 @@ DEVICES = pytest.mark.parametrize("device", ["cpu", CUDA])
 NOISE = 2.0  # times the error of bfloat16 itself
 
 
-def adapted(folder: Path, device: str, dtype: torch.dtype, *, prepared: bool = False) -> Any:
-    """A saved model with 4-bit weights that computes in ``dtype``, and adapters of its projections."""
+def loaded(folder: Path, device: str, dtype: torch.dtype) -> Any:
     quantised = transformers.BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
     )
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    return transformers.AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=quantised, device_map={"": device}, dtype=dtype
     )
+
+
+def adapted(folder: Path, device: str, dtype: torch.dtype, *, prepared: bool = False) -> Any:
+    """A saved model with 4-bit weights that computes in ``dtype``, and adapters of its projections."""
+    model = loaded(folder, device, dtype)
     if prepared:
         model = peft.prepare_model_for_kbit_training(model)
     torch.manual_seed(0)
@@ -109,3 +113,29 @@ def test_adapters_of_4_bit_experts_train_as_on_what_the_bits_stand_for(family: s
     assert any("experts" in name for name in exact.gradients)
     batch = {name: x.to(device) if torch.is_tensor(x) else x for name, x in collate(documents()).items()}
     assert_same(packed(patch(model, verify=False), docs, batch), exact, tolerance=2e-5)
+
+
+LORA = {
+    "qwen3_moe": {
+        "target_modules": ["q_proj"],
+        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+    },
+    "llama4_text": {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]},
+}
+
+
+@DEVICES
+@pytest.mark.parametrize("family", LORA)
+def test_adapters_beside_layers_that_load_in_4_bits_are_exact(family: str, device: str, tmp_path: Path) -> None:
+    """``load_in_4bit`` takes linear layers, those of shared experts among them, and leaves stacked experts."""
+    tiny(family).save_pretrained(tmp_path)
+    docs = [document.to(device) for document in documents()]
+    runs = []
+    for _ in range(2):
+        model = loaded(tmp_path, device, torch.float32)
+        torch.manual_seed(0)
+        runs.append(peft.get_peft_model(model, peft.LoraConfig(r=4, init_lora_weights=False, **LORA[family])).train())
+    exact = alone(runs[0], docs)
+    assert any("expert" in name for name in exact.gradients)
+    batch = {name: x.to(device) if torch.is_tensor(x) else x for name, x in collate(documents()).items()}
+    assert_same(packed(patch(runs[1], verify=False), docs, batch), exact, tolerance=2e-5)

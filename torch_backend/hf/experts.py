@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from packing_core.errors import UnsupportedModelError
-from torch_backend.hf.anatomy.experts import ExpertsLayout, layout_of, makes_weights, weights_of
+from torch_backend.hf.anatomy.experts import ExpertsLayout, is_spread, layout_of, makes_weights, weights_of
 from torch_backend.hf.forward import PackedForward
 from torch_backend.ops.experts import Adapter, ExpertsRequest, experts, request_of, select
 
@@ -106,8 +106,10 @@ def run_experts(
         dtype = torch.get_autocast_dtype(hidden.device.type)
     up, down = weights_of(module, layout, dtype)
     dtype = up.dtype
-    if forward is not None and forward.real is not None and forward.real.shape[0] == indices.shape[0]:
-        indices = torch.where(forward.real[:, None], indices, up.shape[0])
+    # where ranks exchange tokens, those that arrive are not those of the row, even if they are as many
+    real = None if forward is None or is_spread(module) else forward.real
+    if real is not None and real.shape[0] == indices.shape[0]:
+        indices = torch.where(real[:, None], indices, up.shape[0])
     tensors = hidden.to(dtype), indices, weights, up, down
     options: dict[str, Any] = {
         "up_bias": None if biases[0] is None else biases[0].to(dtype),

@@ -74,6 +74,11 @@ def weights_of(module: Any, layout: ExpertsLayout, dtype: torch.dtype | None = N
     return up.to(dtype or up.dtype), down.to(dtype or down.dtype)
 
 
+def is_spread(module: nn.Module) -> bool:
+    """Returns whether ranks hold different experts of a module (transformers' expert parallelism)."""
+    return bool(getattr(module, "_is_expert_parallel", False))
+
+
 def makes_weights(module: nn.Module, layout: ExpertsLayout | None = None) -> bool:
     """Returns whether a module computes a weight anew when it is asked for it, as that of 4 bits is (bitsandbytes)."""
     made = getattr(module, "parametrizations", {})

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_backend.hf.anatomy.experts import ExpertsLayout, find_experts, layout_of, makes_weights
+from torch_backend.hf.anatomy.experts import ExpertsLayout, find_experts, is_spread, layout_of, makes_weights
 from torch_backend.hf.attention import DecoderLayer
 from torch_backend.hf.edits.mixers import passes_a_mask, segments_for_mask
 from torch_backend.hf.edits.override import has_own_forward, override
@@ -61,6 +61,8 @@ def why_experts_read(model: nn.Module) -> str | None:
             return f"the experts of {name} run one by one"
         if id(module) not in stacked:
             continue
+        if is_spread(module):
+            return f"the experts of {name} are spread over ranks, which read how many tokens each gets"
         weight = module.down_proj
         if LAYOUT in module.__dict__:
             if weight.is_cuda and not runs_triton(weight):
@@ -103,6 +105,8 @@ def _inside_layers(decoder: nn.Module) -> set[int]:
 def _why_not(module: nn.Module, inside: set[int]) -> str | None:
     if id(module) not in inside:
         return "they are outside of a decoder layer"
+    if is_spread(module):
+        return "expert parallelism spreads them over ranks"
     if has_own_forward(module):
         return "somebody set a forward on this instance"
     layout = layout_of(module)

@@ -156,9 +156,8 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: _Options, again: Any, *operands: Tensor | None) -> Tensor:
         y, *saved = _forward(*operands, *options)
-        kept = _Operands(*operands)  # type: ignore[arg-type]
-        if again is not None:
-            kept = kept._replace(up=None, down=None)
+        made = () if again is None else ("up", "down")
+        kept = (None if name in made else x for name, x in zip(_Operands._fields, operands, strict=True))
         ctx.save_for_backward(*kept, *saved)
         ctx.options, ctx.again = options, again
         result: Tensor = y
@@ -194,11 +193,10 @@ def _launch_forward(*given: Any) -> tuple[Tensor, ...]:
 
 
 def _launch_backward(dy: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    *given, needed = given
     first, second = len(_Operands._fields), len(_Operands._fields) + len(_Saved._fields)
-    call, saved, options = _Operands(*given[:first]), _Saved(*given[first:second]), _Options(*given[second:])
+    call, saved, options = _Operands(*given[:first]), _Saved(*given[first:second]), _Options(*given[second:-1])
     steps, found = load(options.implementation), dict[str, Tensor]()
-    needs = {name for name, need in zip(_GRADIENTS, needed, strict=True) if need}
+    needs = {name for name, need in zip(_GRADIENTS, given[-1], strict=True) if need}
     weights, (up_a, up_b, down_a, down_b) = call.weights.contiguous(), call[6:10]
     routing = Places(saved.order, saved.places, saved.offsets, call.indices.contiguous())
     du = None if down_b is None else steps.rows(dy, Linear(down_b.mT, scale=options.down_scale), routing, gather=True)

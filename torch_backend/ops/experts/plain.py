@@ -53,19 +53,13 @@ class Plain(Products):
     def down_backward(
         self, dy: Tensor, by: Linear, z: Tensor, weights: Tensor, routing: Places, between: Between
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dh = self.rows(dy, replace(by, bias=None), routing, gather=True)
-        h, by_z = activated_with_slopes(z, between)
+        dh, h = self.rows(dy, replace(by, bias=None), routing, gather=True), activated(z, between)
         share = (dh * h).sum(1, dtype=torch.promote_types(torch.float32, dh.dtype))
         if by.bias is not None:
             share += self.rows(dy, Linear(by.bias[:, None]), routing, gather=True)[:, 0]
         weight = weights.flatten()[routing.order].to(dh.dtype)[:, None]
-        dh *= weight
-        dz = torch.empty_like(z)
-        for half, slope in zip(_halves(dz, between), by_z, strict=True):
-            torch.mul(dh, slope, out=half)
-        routed = routing.places >= 0
-        shares = torch.where(routed, share[routing.places.clamp(min=0)], 0)
-        return dz, h.mul_(weight), shares
+        dz = _activation_backward(dh.mul_(weight), z, between)
+        return dz, h.mul_(weight), _at_entries(share, routing)
 
     def outer(
         self, a: Tensor, b: Tensor, routing: Places, like: Tensor, *, gather_a: bool = False, gather_b: bool = False
@@ -90,7 +84,7 @@ class Plain(Products):
         return out
 
     def combine(self, y: Tensor, routing: Places, weights: Tensor | None) -> Tensor:
-        terms = torch.where((routing.places >= 0)[..., None], y[routing.places.clamp(min=0)], 0)
+        terms = _at_entries(y, routing)
         if weights is not None:
             terms = terms * weights[..., None].to(torch.promote_types(weights.dtype, y.dtype))
         return terms.sum(1).to(y.dtype)
@@ -100,42 +94,41 @@ def activated(z: Tensor, between: Between) -> Tensor:
     """The activation of the first product [S, O]."""
     gate, *values = _limited(z, between)
     f = _function(gate, between.activation)
-    return f * (values[0] + between.activation.offset) if values else f
+    return f.mul_(values[0] + between.activation.offset) if values else f
 
 
-def activated_with_slopes(z: Tensor, between: Between) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The activation of the first product [S, O], and its derivatives by the gate, or z, and by the value."""
+def _activation_backward(dh: Tensor, z: Tensor, between: Between) -> Tensor:
+    """The gradient of the first product, from that of its activation."""
     kind, limit = between.activation, between.activation.limit
     gate, *values = _limited(z, between)
-    f, slope = _function(gate, kind), _slope(gate, kind)
     if not values:
-        return f, (slope,)
-    value = values[0] + kind.offset
-    by_gate, by_value = value * slope, f
+        return _function_backward(dh, gate, kind)
+    dz = torch.empty_like(z)
+    by_gate, by_value = _halves(dz, between)
+    by_gate.copy_(_function_backward(dh * (values[0] + kind.offset), gate, kind))
+    torch.mul(dh, _function(gate, kind), out=by_value)
     if limit is not None:
         own_gate, own_value = _halves(z, between)
-        by_gate, by_value = by_gate * (own_gate <= limit), by_value * (own_value.abs() <= limit)
-    return f * value, (by_gate, by_value)
+        by_gate.masked_fill_(own_gate > limit, 0)
+        by_value.masked_fill_(own_value.abs() > limit, 0)
+    return dz
 
 
 def _function(x: Tensor, kind: ExpertActivation) -> Tensor:
     if kind.name == "silu":
-        return x * torch.sigmoid(kind.alpha * x)
+        return F.silu(x) if kind.alpha == 1 else F.silu(kind.alpha * x).div_(kind.alpha)
     if kind.name == "gelu_tanh":
         return F.gelu(x, approximate="tanh")
-    return x.relu().square()
+    return x.relu().square_()
 
 
-def _slope(x: Tensor, kind: ExpertActivation) -> Tensor:
-    """The derivative of :func:`_function`."""
+def _function_backward(df: Tensor, x: Tensor, kind: ExpertActivation) -> Tensor:
+    """The product of ``df`` with the derivative of :func:`_function`."""
     if kind.name == "silu":
-        s = torch.sigmoid(kind.alpha * x)
-        return s * (1 + kind.alpha * x * (1 - s))
+        return torch.ops.aten.silu_backward(df, kind.alpha * x if kind.alpha != 1 else x)
     if kind.name == "gelu_tanh":
-        scale = (2 / torch.pi) ** 0.5
-        t = torch.tanh(scale * (x + 0.044715 * x**3))
-        return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * scale * (1 + 3 * 0.044715 * x * x)
-    return 2 * x.relu()
+        return torch.ops.aten.gelu_backward(df, x, approximate="tanh")
+    return df * x.relu() * 2
 
 
 def _limited(z: Tensor, between: Between) -> tuple[Tensor, ...]:
@@ -156,6 +149,15 @@ def _halves(z: Tensor, between: Between) -> tuple[Tensor, ...]:
 def _gathered(x: Tensor, routing: Places) -> Tensor:
     """[S, D]: each place's token of x [T, D]."""
     return x[routing.order // routing.top_k]
+
+
+def _at_entries(x: Tensor, routing: Places) -> Tensor:
+    """[T, K, ...]: what x [S, ...] holds at the place of each choice, and 0 for a choice of no expert."""
+    missing = routing.places < 0
+    found = x[routing.places.clamp(min=0)]
+    if not missing.any():
+        return found
+    return found.masked_fill_(missing.view(*missing.shape, *[1] * (x.ndim - 1)), 0)
 
 
 def _spans(routing: Places) -> list[tuple[int, int, int]]:
