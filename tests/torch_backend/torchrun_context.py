@@ -42,6 +42,8 @@ from torch_backend.hf.edits import stand_ins
 from torch_backend.hf.patch import Patched, state_of
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.segments import PackedMetadata, host_lengths
+from torch_backend.steps import cuda_graph, fast_backward
+from torch_backend.steps.cuda_graph import compile_layers
 from torch_backend.trainers.over_ranks import OverRanks
 
 # On two ranks the document of 190 has one cut, on four three; of the few tokens each rank has one or two.
@@ -172,6 +174,21 @@ def train(
     return {"metrics": metrics, "evaluated": evaluated, "weights": weights, "explained": str(explain(step))}
 
 
+def compiled(wrap: Callable[[Any], Any], mesh: Any, **options: Any) -> dict[str, Any]:
+    """As :func:`train`, with layers that are compiled on the CPU, and how many graphs were made."""
+    made: set[Any] = set()
+
+    def backend(graph: Any, inputs: list[Any]) -> Any:
+        made.add(graph)
+        return graph.forward
+
+    def compile_eagerly(model: Any, **given: Any) -> None:
+        compile_layers(model, **{**given, "backend": backend})
+
+    with mocked.object(cuda_graph, "DEVICE", "cpu"), mocked.object(fast_backward, "compile_layers", compile_eagerly):
+        return {**train(wrap, mesh, **options), "graphs": len(made)}
+
+
 def refusals(mesh: Any, world: Any) -> dict[str, Callable[[], Any]]:
     """Calls that must raise on all ranks alike, so that none of them waits."""
     batch = collate(documents(LENGTHS), capacity=None)
@@ -294,6 +311,9 @@ def main(target: Path) -> None:
     for name, (family, memory) in MEMORY.items():
         recomputing = partial(train, DistributedDataParallel, mesh, family=family, memory=memory)
         results[f"memory, {name}"] = attempt(recomputing)
+    results |= {f"compiled, {name}": attempt(partial(compiled, wrap, mesh)) for name, wrap in WRAPPERS.items()}
+    results["compiled, recomputing"] = attempt(partial(compiled, DistributedDataParallel, mesh, memory="full"))
+    results["compiled, hybrid"] = attempt(partial(compiled, DistributedDataParallel, mesh, family="qwen3_5_text"))
     if ranks == 4:
         several = partial(train, DistributedDataParallel, world["cp"], 2, world.get_local_rank("dp"))
         results["step, two groups"] = attempt(several)

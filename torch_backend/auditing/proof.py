@@ -33,10 +33,11 @@ from torch_backend.auditing.compare import (
     replaced,
     run,
 )
-from torch_backend.auditing.ranks import averaged, context_of, whole_outputs
+from torch_backend.auditing.ranks import averaged, whole_outputs
 from torch_backend.collate import PackedCollator
 from torch_backend.hf.anatomy.heads import head_of
 from torch_backend.hf.inputs.arguments import forward_names
+from torch_backend.hf.patch import context_of
 from torch_backend.hf.router import asks_for_router_loss, no_router_loss
 from torch_backend.losses.cross_entropy import packed_cross_entropy
 
