@@ -10,7 +10,7 @@ import torch
 
 from tests.torch_backend.test_torchrun import RANKS
 from tests.torch_backend.torchrun import torchrun
-from tests.torch_backend.torchrun_context import AUDITS, CASES, MEMORY, run, train
+from tests.torch_backend.torchrun_context import AUDITS, CASES, MEMORY, METHODS, run, train
 
 pytestmark = pytest.mark.slow  # starts processes that train
 
@@ -86,6 +86,14 @@ def test_an_audit_over_ranks_tells_what_is_exact(ranks: dict[str, Any], name: st
     verdict, words, count = ranks[f"audit, {name}"]
     assert verdict == ("exact" if AUDITS[name][1] is None else "contaminated"), words
     assert f"documents cut over {count} ranks" in words
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_layers_send_what_the_formula_says_and_as_much_back(ranks: dict[str, Any], method: str) -> None:
+    found = ranks[f"sent, {method}"]
+    assert not isinstance(found, str), found
+    assert found["layers"] == 2 and found["expected"] > 0
+    assert found["forward"] == found["backward"] == found["expected"]
 
 
 REFUSALS = {
