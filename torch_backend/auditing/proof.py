@@ -186,7 +186,7 @@ class _Proof:
         return self._over_ranks(run(self.model, outputs, _projected(outputs[1::2])))
 
     def _over_ranks(self, found: Computation) -> Computation:
-        """What one process computes, from what each rank computes of packed documents that are cut over them."""
+        """Returns what one process computes, from what each rank computes of its part of the documents."""
         context = context_of(self.model)
         if context is None:
             return found
