@@ -19,7 +19,7 @@ import numpy as np
 from conformance import decoder as numpy_decoder
 from conformance.decoder import Sums
 from conformance.draws import round_to
-from conformance.reference_context import ContextMethods
+from conformance.reference_context import CutMethods
 from conformance.reference_documents import DocumentMethods
 from conformance.reference_experts import ExpertMethods
 from conformance.reference_scans import ScanMethods
@@ -44,7 +44,7 @@ def backends() -> Mapping[str, BackendFactory]:
     return {"reference": Reference}
 
 
-class Reference(DocumentMethods, ScanMethods, ExpertMethods, TreeMethods, ContextMethods):
+class Reference(DocumentMethods, ScanMethods, ExpertMethods, TreeMethods, CutMethods):
     """Every level and every option of the protocol, in dense numpy."""
 
     description = f"numpy {np.__version__}"

@@ -36,7 +36,7 @@ class Cut:
     targets: Array
 
 
-class ContextMethods(Backend):
+class CutMethods(Backend):
     """`context_gradients` of a backend that runs the suite's decoder."""
 
     def context_gradients(

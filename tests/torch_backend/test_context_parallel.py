@@ -10,7 +10,7 @@ import torch
 
 from tests.torch_backend.test_torchrun import RANKS
 from tests.torch_backend.torchrun import torchrun
-from tests.torch_backend.torchrun_context import AUDITS, CASES, MEMORY, run, train
+from tests.torch_backend.torchrun_context import AUDITS, CASES, MEMORY, METHODS, run, train
 
 pytestmark = pytest.mark.slow  # starts processes that train
 
@@ -47,6 +47,27 @@ def test_layers_that_recompute_exchange_again_and_train_the_same(ranks: dict[str
     assert_same_steps(ranks[f"memory, {case}"], train(family=MEMORY[case][0]))
 
 
+@pytest.mark.parametrize("case", ["DDP", "FSDP2"])
+def test_layers_are_compiled_around_the_attention_that_exchanges(ranks: dict[str, Any], case: str) -> None:
+    found = ranks[f"compiled, {case}"]
+    assert_same_steps(found, train())
+    assert "layers of the step: compiled, around the attention that exchanges between ranks" in found["explained"]
+    assert found["graphs"] > 0
+
+
+@pytest.mark.parametrize(
+    ("case", "family", "reason"),
+    [
+        ("recomputing", "qwen3", 'exchanges between graphs, each of which would keep more than memory="full" says'),
+        ("hybrid", "qwen3_5_text", "its recurrent layers are compiled for rows of one length alone, and ranks hold"),
+    ],
+)
+def test_other_layers_are_not_compiled_over_ranks(ranks: dict[str, Any], case: str, family: str, reason: str) -> None:
+    found = ranks[f"compiled, {case}"]
+    assert_same_steps(found, train(family=family))
+    assert reason in found["explained"] and found["graphs"] == 0
+
+
 def assert_same_steps(many: Any, one: dict[str, Any], groups: int = 1) -> None:
     """The ranks have taken the steps of one process."""
     assert not isinstance(many, str), many
@@ -56,7 +77,7 @@ def assert_same_steps(many: Any, one: dict[str, Any], groups: int = 1) -> None:
     assert many["evaluated"]["tokens"] == one["evaluated"]["tokens"] * groups
     for name, weight in one["weights"].items():
         assert float((many["weights"][name] - weight).abs().max()) <= 1e-6, name
-    assert "not compiled: its documents are cut over ranks, into other pieces in every batch" in many["explained"]
+    assert "no CUDA graph: its documents are cut over ranks, into other pieces in every batch" in many["explained"]
 
 
 @pytest.mark.parametrize("name", AUDITS)
@@ -65,6 +86,14 @@ def test_an_audit_over_ranks_tells_what_is_exact(ranks: dict[str, Any], name: st
     verdict, words, count = ranks[f"audit, {name}"]
     assert verdict == ("exact" if AUDITS[name][1] is None else "contaminated"), words
     assert f"documents cut over {count} ranks" in words
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_layers_send_what_the_formula_says_and_as_much_back(ranks: dict[str, Any], method: str) -> None:
+    found = ranks[f"sent, {method}"]
+    assert not isinstance(found, str), found
+    assert found["layers"] == 2 and found["expected"] > 0
+    assert found["forward"] == found["backward"] == found["expected"]
 
 
 REFUSALS = {

@@ -37,11 +37,15 @@ from torch_backend import (
     token_logprobs,
     unpad,
 )
+from torch_backend.context_parallel import exchange
 from torch_backend.context_parallel.share import KeyLayout, RankShare
 from torch_backend.hf.edits import stand_ins
+from torch_backend.hf.forward import AttentionChoice
 from torch_backend.hf.patch import Patched, state_of
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.segments import PackedMetadata, host_lengths
+from torch_backend.steps import cuda_graph, fast_backward
+from torch_backend.steps.cuda_graph import compile_layers
 from torch_backend.trainers.over_ranks import OverRanks
 
 # On two ranks the document of 190 has one cut, on four three; of the few tokens each rank has one or two.
@@ -79,11 +83,12 @@ LONGROPE: dict[str, Any] = {
     },
     "original_max_position_embeddings": 160,
 }
+FOUR_HEADS_OF_KEYS: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4}
 CASES: dict[str, Case] = {
     "qwen3": Case("qwen3"),
     "qwen3, whole documents": Case("qwen3", lengths=(40, 40, 40, 40)),
     "qwen3, a few tokens": Case("qwen3", lengths=FEW),
-    "qwen3, heads": Case("qwen3", {"num_attention_heads": 8, "num_key_value_heads": 4}, method="heads"),
+    "qwen3, heads": Case("qwen3", FOUR_HEADS_OF_KEYS, method="heads"),
     "gpt_oss, window of 5": Case("gpt_oss", {"sliding_window": 5}),
     "gpt_oss, window of 100": Case("gpt_oss", {"sliding_window": 100}),
     "gpt_oss, heads": Case(
@@ -172,6 +177,21 @@ def train(
     return {"metrics": metrics, "evaluated": evaluated, "weights": weights, "explained": str(explain(step))}
 
 
+def compiled(wrap: Callable[[Any], Any], mesh: Any, **options: Any) -> dict[str, Any]:
+    """As :func:`train`, with layers that are compiled on the CPU, and how many graphs were made."""
+    made: set[Any] = set()
+
+    def backend(graph: Any, inputs: list[Any]) -> Any:
+        made.add(graph)
+        return graph.forward
+
+    def compile_eagerly(model: Any, **given: Any) -> None:
+        compile_layers(model, **{**given, "backend": backend})
+
+    with mocked.object(cuda_graph, "DEVICE", "cpu"), mocked.object(fast_backward, "compile_layers", compile_eagerly):
+        return {**train(wrap, mesh, **options), "graphs": len(made)}
+
+
 def refusals(mesh: Any, world: Any) -> dict[str, Callable[[], Any]]:
     """Calls that must raise on all ranks alike, so that none of them waits."""
     batch = collate(documents(LENGTHS), capacity=None)
@@ -252,6 +272,36 @@ def _boundaries_divided_by_ranks(share: RankShare, reach: int | None) -> KeyLayo
     return replace(layout, beginning=PackedMetadata.from_lengths(lengths))
 
 
+METHODS = ("keys", "heads")
+
+
+def sent(method: str, mesh: Any) -> dict[str, int]:
+    """The numbers that leave ranks in the forward and the backward of a model, and what its layers expect to send."""
+    model = patch(tiny("qwen3", **FOUR_HEADS_OF_KEYS), verify=False, mesh=mesh, context_method=method)
+    counted, rank = [0], mesh.get_local_rank()
+
+    def counting(output: Tensor, x: Tensor, receive: list[int], send: list[int], **options: Any) -> Any:
+        own = send[rank] * x[:1].numel()
+        counted[0] += x.numel() - own
+        return dist.all_to_all_single(output, x, receive, send, **options)
+
+    def total() -> int:
+        everywhere = torch.tensor(counted.pop())
+        counted.append(0)
+        dist.all_reduce(everywhere)
+        return int(everywhere)
+
+    with mocked.object(exchange, "dist", Mock(all_to_all_single=counting)):
+        output = model(**collate(documents(LENGTHS), capacity=None))
+        forward = total()
+        output.loss.backward()
+    state = state_of(model)
+    assert state is not None
+    crossings = [choice.crossing for choice in state.choices.values() if isinstance(choice, AttentionChoice)]
+    expected = sum(crossing.sent[method] or 0 for crossing in crossings if crossing is not None)
+    return {"forward": forward, "backward": total(), "expected": expected, "layers": len(crossings)}
+
+
 # name -> the family that is audited, and what is broken in it, if anything
 AUDITS: dict[str, tuple[str, tuple[Any, str, Any] | None]] = {
     "qwen3": ("qwen3", None),
@@ -294,6 +344,10 @@ def main(target: Path) -> None:
     for name, (family, memory) in MEMORY.items():
         recomputing = partial(train, DistributedDataParallel, mesh, family=family, memory=memory)
         results[f"memory, {name}"] = attempt(recomputing)
+    results |= {f"compiled, {name}": attempt(partial(compiled, wrap, mesh)) for name, wrap in WRAPPERS.items()}
+    results["compiled, recomputing"] = attempt(partial(compiled, DistributedDataParallel, mesh, memory="full"))
+    results["compiled, hybrid"] = attempt(partial(compiled, DistributedDataParallel, mesh, family="qwen3_5_text"))
+    results |= {f"sent, {method}": attempt(partial(sent, method, mesh)) for method in METHODS}
     if ranks == 4:
         several = partial(train, DistributedDataParallel, world["cp"], 2, world.get_local_rank("dp"))
         results["step, two groups"] = attempt(several)

@@ -23,14 +23,13 @@ from torch import nn
 from packing_core.errors import ContaminationError, PackingError, UnsupportedModelError, first_line
 from torch_backend.auditing.compare import MOVED
 from torch_backend.auditing.proof import CUT, LONG, SHORT, RowLayout, measure
-from torch_backend.auditing.ranks import context_of
 from torch_backend.auditing.tiny import tiny_config, tiny_model
 from torch_backend.hf.anatomy.heads import head_of
 from torch_backend.hf.anatomy.model import anatomy_of
 from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.attention import stands_over, unregistered
-from torch_backend.hf.patch import Patched, install, state_of
+from torch_backend.hf.patch import Patched, context_of, install, state_of
 
 if TYPE_CHECKING:
     from torch_backend.auditing.trainer import TrainerReport

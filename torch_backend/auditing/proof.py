@@ -33,10 +33,11 @@ from torch_backend.auditing.compare import (
     replaced,
     run,
 )
-from torch_backend.auditing.ranks import averaged, context_of, whole_outputs
+from torch_backend.auditing.ranks import averaged, whole_outputs
 from torch_backend.collate import PackedCollator
 from torch_backend.hf.anatomy.heads import head_of
 from torch_backend.hf.inputs.arguments import forward_names
+from torch_backend.hf.patch import context_of
 from torch_backend.hf.router import asks_for_router_loss, no_router_loss
 from torch_backend.losses.cross_entropy import packed_cross_entropy
 
@@ -185,7 +186,7 @@ class _Proof:
         return self._over_ranks(run(self.model, outputs, _projected(outputs[1::2])))
 
     def _over_ranks(self, found: Computation) -> Computation:
-        """What one process computes, from what each rank computes of packed documents that are cut over them."""
+        """Returns what one process computes, from what each rank computes of its part of the documents."""
         context = context_of(self.model)
         if context is None:
             return found

@@ -18,15 +18,8 @@ from torch.distributed.tensor import DTensor
 from packing_core.errors import UnsupportedError
 from torch_backend.context_parallel.group import ContextGroup
 from torch_backend.context_parallel.share import RankShare
-from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.inputs.context import SHARE
-from torch_backend.hf.patch import cut_over_ranks, state_of
-
-
-def context_of(model: nn.Module) -> ContextGroup | None:
-    """Returns the ranks over which the documents of a model are cut; None where each lies on one."""
-    state = state_of(causal_lm(model))
-    return None if state is None else state.context
+from torch_backend.hf.patch import context_of, cut_over_ranks
 
 
 def whole_outputs(model: nn.Module, batch: Mapping[str, Any], outputs: Tensor) -> Tensor:

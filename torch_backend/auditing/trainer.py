@@ -24,13 +24,14 @@ from packing_core.batches.columns import documents_of
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError, UnsupportedError
 from torch_backend.auditing.compare import MOVED, cosine, gradients_error
-from torch_backend.auditing.ranks import averaged, context_of, mean_over, refuse_several_devices
+from torch_backend.auditing.ranks import averaged, mean_over, refuse_several_devices
 from torch_backend.auditing.scored import ScoredStep, scored_batches, without_workers
 from torch_backend.collate import Batch
 from torch_backend.hf.anatomy.heads import labels_documents, trains_first_token
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.inputs.boundaries import is_packed
 from torch_backend.hf.inputs.trl_trainers import kind_of
+from torch_backend.hf.patch import context_of
 from torch_backend.hf.router import no_router_loss
 
 FLOAT32, HALF = 1e-4, 2e-2  # what figures may be in float32, and where anything is computed in fewer bits

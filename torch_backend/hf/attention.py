@@ -192,18 +192,19 @@ def _packed(
         out = attend(q, k, v, packed, s_aux)
     else:
         _refuse_across_ranks(module, causal=causal, dropout=dropout)
-        crossing = choose_method(mask.context, q, k, v, sliding_window, mask.method)
-        out = context_attention(
-            q,
-            k,
-            v,
-            mask.context,
-            partial(attend, crossing=crossing),
-            window=sliding_window,
-            sinks=s_aux,
-            method=crossing.method,
-        )
+        out = _across_ranks(q, k, v, mask, attend, sliding_window, s_aux)
     return out.view(rows, length, heads, -1), None
+
+
+@torch.compiler.disable  # each batch has other pieces, which a graph would be made of anew
+def _across_ranks(
+    q: Tensor, k: Tensor, v: Tensor, mask: PackedForward, attend: Any, window: int | None, sinks: Tensor | None
+) -> Tensor:
+    share = mask.context
+    assert share is not None
+    crossing = choose_method(share, q, k, v, window, mask.method)
+    attend = partial(attend, crossing=crossing)
+    return context_attention(q, k, v, share, attend, window=window, sinks=sinks, method=crossing.method)
 
 
 def _refuse_across_ranks(module: nn.Module, *, causal: bool, dropout: float) -> None:

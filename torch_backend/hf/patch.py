@@ -104,14 +104,19 @@ def state_of(root: nn.Module) -> Patched | None:
     return root.__dict__.get(_STATE)
 
 
+def context_of(model: nn.Module) -> ContextGroup | None:
+    """Returns the ranks over which the documents of a model are cut; None where each lies on one."""
+    state = state_of(causal_lm(model))
+    return None if state is None else state.context
+
+
 def refuse_context_of(model: nn.Module, what: str) -> None:
     """Raise if the documents of a model are cut over ranks, which ``what`` does not know.
 
     Raises:
         UnsupportedModelError
     """
-    state = state_of(causal_lm(model))
-    if state is not None and state.context is not None:
+    if context_of(model) is not None:
         raise UnsupportedModelError(
             f"{what} does not compute over ranks that hold parts of documents, and the model was patched with a mesh: "
             "train by crosspack.make_train_step(model, optimizer), or call crosspack.unpatch(model) and patch(model)"

@@ -32,7 +32,7 @@ from torch_backend.hf.foreign_kernels import (
     without_kernels,
 )
 from torch_backend.hf.forward import RowChoice
-from torch_backend.hf.patch import Patched, state_of
+from torch_backend.hf.patch import Patched, context_of, state_of
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.steps import cuda_graph as captured
 from torch_backend.steps.cuda_graph import CapturedBackward, compile_layers, form_of, layers_of
@@ -53,6 +53,7 @@ Batch = Mapping[str, Any]
 log = logging.getLogger("crosspack")
 
 LOSS, LAYERS, GRAPH = "loss", "layers", "graph"  # the parts of a step that can be fast
+GRAPHS = 64  # of one piece of a layer's code, for layers that run pieces of documents, of any length
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,9 @@ class Gradients:
 
     Graphs are recorded for one form of batches at a time: that of the first batch, and later any that comes twice in a
     row. Compiled layers also run batches of as many tokens that differ in their segments, so that no step takes more
-    memory than a compiled one. Batches of another size run as usual. Outside of a call the layers are as they were, so
-    evaluation and generation run as usual too.
+    memory than a compiled one. Batches of another size run as usual. Layers of documents that are cut over ranks are
+    compiled for any number of tokens; their attention, which exchanges other pieces in every batch, runs between their
+    graphs. Outside of a call the layers are as they were, so evaluation and generation run as usual too.
 
     Args:
         model: what is called, with all its wrappers.
@@ -132,6 +134,7 @@ class Gradients:
         self.shapes = fixed or FixedShapes()
         self.parts = dict.fromkeys((LOSS, LAYERS, GRAPH), "decided at the first step")
         self.fixed: FixedShapes | None = None
+        self.pieces = False  # whether compiled layers run the pieces of documents that are cut over ranks
         self.path: LossPath | None = None
         self.layers: dict[nn.Module, Any] = {}  # compiled ones, each with its compiled call
         self.foreign: dict[nn.Module, Any] = {}  # modules in them that run a library's kernels otherwise
@@ -150,6 +153,8 @@ class Gradients:
         try:
             path = self.path or self._prepare(inputs.batch)
             with self.exchange.around(last=last), tiled(self._tiled(inputs.batch)):
+                if self.pieces:
+                    return self._of_pieces(path, inputs)
                 if self.fixed is None:
                     return path.backward(inputs)
                 return self._by_form(path, replace(inputs, batch=self.fixed(inputs.batch)))
@@ -166,6 +171,11 @@ class Gradients:
         if tokens not in self.tiles:
             self.tiles[tokens] = tiled_modules(self.model, tokens)
         return self.tiles[tokens]
+
+    def _of_pieces(self, path: LossPath, inputs: StepInputs) -> Tensor:
+        """Through compiled layers. What fails on one rank is raised there: trying again, it would exchange alone."""
+        with torch._dynamo.config.patch(recompile_limit=GRAPHS), self._compiled():
+            return path.backward(inputs)
 
     def _by_form(self, path: LossPath, inputs: StepInputs) -> Tensor:
         form = form_of(inputs.flat())
@@ -209,7 +219,9 @@ class Gradients:
             level = _level_inside(self.model)
             self.recomputed = [] if level == "none" else level_layers(self.model)
             self.foreign = replaced_modules(layers_of(state.decoder))
-            compile_layers(self.model, memory=level)
+            compile_layers(self.model, memory=level, dynamic=None if self.pieces else False)
+            if self.pieces:
+                state.compiled = set()  # attention runs between the graphs
             self.layers = {m: m._compiled_call_impl for m in self.model.modules() if m._compiled_call_impl is not None}
             if level == "offload":
                 self.layers |= {m: self.host.around(self.layers[m]) for m in self.recomputed if m in self.layers}
@@ -259,12 +271,18 @@ class Gradients:
         self.exchange.end_recording()
         return loss
 
+    @property
+    def _compiled_how(self) -> str:
+        around = ", around the attention that exchanges between ranks" if self.pieces else ""
+        return f"compiled{_memory_of(self.model)}{_in_place_of_kernels(self.model)}{around}"
+
     def _prepare(self, batch: Batch) -> LossPath:
         """Choose what is fast, and try the loss on the first batch."""
         layers = _refused("compile", self.compile, self.no_layers or why_not_compiled(self.model, batch))
         graph = self.no_graph or why_not_captured(self.model, batch)
         graph = _refused("capture", self.capture, graph or _why_not_recomputed(self.model, compiled=layers is None))
-        if layers is None or graph is None:
+        self.pieces = layers is None and context_of(self.model) is not None
+        if (layers is None or graph is None) and not self.pieces:
             self.fixed = self.shapes
         with torch.random.fork_rng(_cuda_devices()), torch.no_grad():
             path = self.choose(batch if self.fixed is None else self.fixed(batch), layers is None)
@@ -277,10 +295,9 @@ class Gradients:
             graph = _refused("capture", self.capture, graph)
             self.shapes.largest = self.exchange.largest
         fast = f"without logits{_in_place_of_loss(self.model)}"
-        compiled = f"compiled{_memory_of(self.model)}{_in_place_of_kernels(self.model)}"
         self.parts = {
             LOSS: fast if path.why_logits is None else f"with logits: {path.why_logits}",
-            LAYERS: compiled if layers is None else f"not compiled: {layers}",
+            LAYERS: self._compiled_how if layers is None else f"not compiled: {layers}",
             GRAPH: "CUDA graph" if graph is None else f"no CUDA graph: {graph}",
         }
         self.compile, self.capture = layers is None and self.compile, graph is None and self.capture
@@ -317,7 +334,20 @@ def why_not_compiled(model: nn.Module, batch: Batch | None = None) -> str | None
         return "it has recurrent layers alone"
     if state is not None and (part := unknown_part(layers_of(state.decoder))) is not None:
         return f"{part} stands in them, which torch.compile may run wrongly: leave it out"
-    return _why_not_fixed(model, batch)
+    return _why_not_fixed(model, batch) if context_of(model) is None else _why_not_pieces(model)
+
+
+def _why_not_pieces(model: nn.Module) -> str | None:
+    """Explains why layers cannot be compiled for pieces of documents that are cut over ranks; None if they can."""
+    state = state_of(causal_lm(model))
+    assert state is not None
+    if state.anatomy.mixers:
+        return (
+            "its recurrent layers are compiled for rows of one length alone, and ranks hold other pieces in every batch"
+        )
+    if (level := level_of(model)) != "none":
+        return f'its attention exchanges between graphs, each of which would keep more than memory="{level}" says'
+    return _why_not_here(state)
 
 
 def why_not_captured(model: nn.Module, batch: Batch) -> str | None:
@@ -372,16 +402,12 @@ def _why_not_fixed(model: nn.Module, batch: Batch | None) -> str | None:
         return "the model is not patched"
     if state.context is not None:
         return "its documents are cut over ranks, into other pieces in every batch"
-    if state.device.type != captured.DEVICE:
-        return f"the model computes on {state.device.type}"
+    if (reason := _why_not_here(state)) is not None:
+        return reason
     if state.layers_need_lengths:
         return "its layers need the lengths of documents on the host, which differ from batch to batch"
-    if getattr(root, "is_quantized", False):
-        return "its weights are quantised"
     if any(makes_weights(module) for module in find_experts(root).values()):
         return "the weights of its experts are made in every call, from 4 bits for example"
-    if len({parameter.device for parameter in root.parameters()}) > 1:
-        return "its weights lie on several devices"
     marked = batch is not None and batch.get("attention_mask") is not None
     if getattr(root.config.get_text_config(), "output_router_logits", False) and not marked:
         return "its router's auxiliary loss would count the padding that fixed shapes need"
@@ -389,6 +415,17 @@ def _why_not_fixed(model: nn.Module, batch: Batch | None) -> str | None:
         return "attention of shared prefixes has other lists for every batch"
     if batch is not None and not FixedShapes.takes(batch):
         return "batches do not carry the lengths of their documents (packed_lengths)"
+    return None
+
+
+def _why_not_here(state: Patched) -> str | None:
+    """Explains why neither layers nor graphs are compiled for where the weights of a model are, and what they are."""
+    if state.device.type != captured.DEVICE:
+        return f"the model computes on {state.device.type}"
+    if getattr(state.root, "is_quantized", False):
+        return "its weights are quantised"
+    if len({parameter.device for parameter in state.root.parameters()}) > 1:
+        return "its weights lie on several devices"
     return None
 
 

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from packing_core.errors import UnsupportedError
 from torch_backend.context_parallel.group import ContextGroup
-from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.inputs.boundaries import refuse_split_rows
-from torch_backend.hf.patch import cut_over_ranks, refuse_context_of, state_of
+from torch_backend.hf.patch import context_of, cut_over_ranks, refuse_context_of
 from torch_backend.losses.causal_lm import LOSS_WEIGHTS, causal_lm_loss
 from torch_backend.trainers.own_loss import why_logits
 
@@ -50,9 +49,9 @@ def context_mesh(trainer: Any, *, fast: bool) -> Any:
         raise UnsupportedError(f"context parallelism (cp_size={size}) cuts documents over ranks, and {reason}")
     if getattr(parallelism, "cp_enabled", False):
         return trainer.accelerator.torch_device_mesh["cp"]
-    state = state_of(causal_lm(trainer.model))
-    assert state is not None and state.context is not None  # a trainer that says so itself has patched its model
-    return state.context.mesh
+    context = context_of(trainer.model)
+    assert context is not None  # a trainer that says so itself has patched its model
+    return context.mesh
 
 
 def _why_not(trainer: Any, fast: bool) -> str | None:
@@ -94,8 +93,8 @@ class OverRanks:
     @staticmethod
     def of(trainer: Any) -> OverRanks | None:
         """Returns None for a trainer whose documents lie on one rank."""
-        state = state_of(causal_lm(trainer.model))
-        return None if state is None or state.context is None else OverRanks(trainer, state.context)
+        context = context_of(trainer.model)
+        return None if context is None else OverRanks(trainer, context)
 
     def cut(self, batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
         """Returns this rank's part of a batch."""

@@ -89,7 +89,7 @@ class HaloLost(Mutant, rejected_by="CUT-02"):
 
 
 class WindowOfAllBefore(Mutant, rejected_by="CUT-02"):
-    """What is fetched from other ranks is seen whole, beyond the window."""
+    """Tokens that were fetched from other ranks are seen beyond the window too."""
 
     def seen_over_ranks(self, cut, window):
         return super().seen_over_ranks(cut, window) | (super().seen_over_ranks(cut, None) & ~same_rank(cut))
