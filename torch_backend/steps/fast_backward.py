@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from traceback import format_exception
@@ -45,6 +45,7 @@ from torch_backend.steps.memory import (
     level_of,
     recomputing_inside,
 )
+from torch_backend.steps.progress import announced
 from torch_backend.steps.tiled_layers import tiled, tiled_modules
 
 Choice = bool | Literal["auto"]
@@ -180,8 +181,9 @@ class Gradients:
     def _through_layers(self, path: LossPath, inputs: StepInputs, run: Callable[[StepInputs], Tensor]) -> Tensor:
         """``run`` with compiled layers, or with plain ones if these turn out not to compile."""
         started = any(parameter.grad is not None for parameter in self.model.parameters())
+        first = bool(self.compile) and not self.layers
         try:
-            with self._compiled():
+            with announced("first batch through compiled layers") if first else nullcontext(), self._compiled():
                 return run(inputs)
         except TorchDynamoException as error:
             if self.compile != "auto" or started:
