@@ -72,7 +72,7 @@ def test_frozen_weights_get_no_gradient() -> None:
 
 
 def test_weights_sum_their_gradients_in_float32() -> None:
-    """Of 4,096 tokens in tiles of 8: sums in bfloat16 would be 5 times further away from the exact ones."""
+    """4,096 tokens in tiles of 8: sums in bfloat16 would be 5 times further away from the exact ones."""
     torch.manual_seed(0)
     shapes = (INNER, WIDTH), (INNER, WIDTH), (WIDTH, INNER)
     exact = [Projection(drawn(*shape)) for shape in shapes]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from itertools import product
 from typing import Any
 
 import pytest
 
+from tests.processes import run
 from torch_backend.ops.attention.triton import _LARGE, _SMALL
 
 HOPPER, CONSUMER = 227 * 1024, 99 * 1024  # bytes that one program can have
@@ -65,7 +65,7 @@ def test_tiles_of_512_channels_fit_the_shared_memory(tiles: Any, most: int) -> N
     ]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.torch_backend.test_triton_compiled", json.dumps(cases)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    done = run(command, env=environment, limit=600)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert len(found) == 6 and max(found) <= most

@@ -138,6 +138,7 @@ class Gradients:
         self.tiles: dict[int, list[nn.Module]] = {}  # MLPs that batches of so many tokens compute by tiles
         self.recomputed: list[Any] = []  # of them, those that do not keep all that their backward reads
         self.host = Host()
+        self.announced = False  # that layers are being compiled
         self.requests: Any = set()
         self.form: Any = None  # of the batches that graphs serve
         self.last: Any = None
@@ -181,7 +182,7 @@ class Gradients:
     def _through_layers(self, path: LossPath, inputs: StepInputs, run: Callable[[StepInputs], Tensor]) -> Tensor:
         """``run`` with compiled layers, or with plain ones if these turn out not to compile."""
         started = any(parameter.grad is not None for parameter in self.model.parameters())
-        first = bool(self.compile) and not self.layers
+        first, self.announced = bool(self.compile) and not self.announced, True
         try:
             with announced("first batch through compiled layers") if first else nullcontext(), self._compiled():
                 return run(inputs)
