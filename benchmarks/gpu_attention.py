@@ -21,6 +21,7 @@ LIMIT = 1.5e-2  # of bfloat16 results, in norm
 Shape = tuple[int, int, int]
 LLAMA: Shape = (4, 2, 32) if TOY else (32, 8, 128)
 QWEN: Shape = (4, 2, 16) if TOY else (14, 2, 64)
+GEMMA: Shape = (4, 2, 64) if TOY else (32, 4, 512)  # the layers of Gemma 4 that see the whole document
 # what takes long to compile comes last
 IMPLEMENTATIONS = ("sdpa",) if TOY else ("triton", "varlen", "flash4", "xformers", "sdpa", "flex")
 
@@ -56,6 +57,10 @@ def run() -> Iterator[Result]:
     for name in ("16k short", "64k short"):
         if name in sets():
             yield from compare("attention, 14 heads of 64 over 2", name, QWEN, sets()[name])
+    for name in ("toy", "16k short", "16k middling"):
+        if name in sets():
+            wide = ("sdpa",) if TOY else ("triton", "sdpa")  # nothing else takes heads of 512
+            yield from compare("attention, 32 heads of 512 over 4", name, GEMMA, sets()[name], wide)
 
 
 def compare(

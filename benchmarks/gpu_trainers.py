@@ -19,7 +19,8 @@ Sections, each of one to four minutes:
     liger       Trainer and SFTTrainer after enable_packing without Liger, with use_liger_kernel=True, and without it in
                 the process that Liger changed, rows of 16,384; needs liger-kernel
     lora        Trainer with LoRA adapters on the Llama-3-8B shape, rows of 8,192, beside the best stock step
-    start       from train() to the end of the first step, with no compile cache and with the one of the run before
+    start       from train() to the end of the first step, with no compile cache and with the one of the run before;
+                of DPO and GRPO after enable_packing: benchmarks.gpu_first_step
     train       crosspack train on the Qwen2-0.5B shape, float32 weights under autocast and bfloat16 weights
     slots       which share of all slots of an epoch of GSM8K are real tokens, padded and packed; needs no GPU
 

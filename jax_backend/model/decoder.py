@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_policies
+from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_backend.attention import segment_attention
@@ -33,15 +33,37 @@ from jax_backend.placement import auto_axes, explicit_mesh, spec_of, takes_expli
 from jax_backend.segments import check_positions, find_segments
 from packing_core.errors import PackingError, UnsupportedError
 
-# what a recomputed layer keeps for its backward; "attention" is what the attention's own backward reads of its forward
 _DOTS = checkpoint_policies.dots_with_no_batch_dims_saveable
+_WIDE = 2  # times as many columns out of a product as into it
+_INPUT = "layer input"
+_BY_NAME = checkpoint_policies.save_only_these_names
+
+
+def _narrow_dots(primitive: Any, *operands: Any, **params: Any) -> Any:
+    """Keeps products of activations and weights that are at most twice as wide as the activations."""
+    if not _DOTS(primitive, *operands, **params):
+        return False
+    (left, right), _ = params["dimension_numbers"]
+    width = math.prod(operands[0].shape[i] for i in left)
+    columns = math.prod(size for i, size in enumerate(operands[1].shape) if i not in right)
+    return columns <= _WIDE * width
+
+
+# What a recomputed layer keeps for its backward. The first four are the levels of torch_backend's ``memory``;
+# "attention" is what the attention's own backward reads of its forward.
 REMAT: dict[str, Any] = {
+    "none": None,
+    "selective": checkpoint_policies.save_from_both_policies(_narrow_dots, _BY_NAME(IN_PLACE, SAVED)),
     "full": checkpoint_policies.nothing_saveable,
-    "attention": checkpoint_policies.save_only_these_names(SAVED),
-    "dots": checkpoint_policies.save_from_both_policies(_DOTS, checkpoint_policies.save_only_these_names(IN_PLACE)),
-    "dots_and_attention": checkpoint_policies.save_from_both_policies(
-        _DOTS, checkpoint_policies.save_only_these_names(IN_PLACE, SAVED)
+    "offload": checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[_INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
     ),
+    "attention": _BY_NAME(SAVED),
+    "dots": checkpoint_policies.save_from_both_policies(_DOTS, _BY_NAME(IN_PLACE)),
+    "dots_and_attention": checkpoint_policies.save_from_both_policies(_DOTS, _BY_NAME(IN_PLACE, SAVED)),
 }
 
 
@@ -120,8 +142,10 @@ class Decoder(nnx.Module):
         dtype: what the layers compute in; norm statistics, rotary angles and logits' softmax stay float32.
         param_dtype: what the weights are kept in; float32 master weights with ``dtype=jnp.bfloat16`` is mixed
             precision.
-        remat: what each layer recomputes in the backward instead of keeping it: False for nothing, True or "full" for
-            everything; "attention" recomputes all but the attention, "dots" all but products of activations and
+        remat: what each layer recomputes in the backward instead of keeping it: False or "none" for nothing, True or
+            "full" for everything; "selective" recomputes all but the attention and products of activations and weights
+            that are at most twice as wide as the activations, "offload" everything, from inputs of the layers that
+            wait in the host's memory; "attention" all but the attention, "dots" all but products of activations and
             weights, "dots_and_attention" all but both.
         scan_layers: run the layers in a `jax.lax.scan` over stacked weights, so that compile time does not grow with
             their number. `load` and `save` read and write the same folders.
@@ -190,6 +214,7 @@ class Decoder(nnx.Module):
             return segment_attention(q_BSND, k_BSKD, v_BSKD, segments, **options)
 
         def run(layer: Layer, x_BSM: jax.Array, balance: Balance) -> tuple[jax.Array, Balance]:
+            x_BSM = checkpoint_name(x_BSM, _INPUT)
             x_BSM, more = layer(x_BSM, rotate, attend, segment_ids, together=heads is None)
             if isinstance(self.mesh, NamedSharding) and heads is not None:
                 # Otherwise the compiler may gather the weights that the axis cuts.
@@ -202,8 +227,8 @@ class Decoder(nnx.Module):
         segments = find_segments(segment_ids)  # once, for all layers
         lengths = segments.key_end - segments.key_begin
         turns = [(rope.frequencies(lengths), rope.scale) for rope in (config.rope, config.local_rope) if rope]
-        policy = "full" if self.remat is True else self.remat
-        step = nnx.remat(run, policy=REMAT[policy]) if policy else run
+        level = "full" if self.remat is True else self.remat or "none"
+        step = run if level == "none" else nnx.remat(run, policy=REMAT[level])
         x_BSM = self.model.embed_tokens(input_ids)
         if config.padding_id is not None:
             is_padding_BS = input_ids == config.padding_id % config.vocab_size

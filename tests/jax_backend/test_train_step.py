@@ -15,7 +15,7 @@ from flax import nnx
 import packing_core
 from jax_backend.batches import to_batch
 from jax_backend.model import weights
-from jax_backend.model.decoder import Decoder, DecoderConfig
+from jax_backend.model.decoder import REMAT, Decoder, DecoderConfig
 from jax_backend.training.checkpoint import restore_state, save_state
 from jax_backend.training.objective import causal_lm_loss
 from jax_backend.training.train_step import make_train_step
@@ -185,7 +185,7 @@ def test_gradients_of_bfloat16_weights_add_up_in_float32() -> None:
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
-@pytest.mark.parametrize("remat", ["full", "attention", "dots", "dots_and_attention"])
+@pytest.mark.parametrize("remat", list(REMAT))
 def test_recomputed_layers_under_scan_take_the_same_step(remat) -> None:
     _, kept, wanted = run(BATCHES[:2], tx=optax.sgd(0.1), scan_layers=True)
     _, recomputed, found = run(BATCHES[:2], tx=optax.sgd(0.1), remat=remat, scan_layers=True)
@@ -202,8 +202,30 @@ def test_a_policy_that_keeps_attention_does_not_run_it_again() -> None:
         return str(jax.make_jaxpr(lambda params: train_step.accumulate(state, None, rows(1)))(0)).count("while[")
 
     assert attention_loops("attention") < attention_loops("full")
-    with pytest.raises(PackingError, match="remat is 'some': pass True, False or one of full, attention, dots"):
+    with pytest.raises(
+        PackingError, match="remat is 'some': pass True, False or one of none, selective, full, offload"
+    ):
         decoder(remat="some")
+
+
+def test_the_selective_level_keeps_narrow_products_and_no_wide_ones() -> None:
+    def kept(columns: int, batch: tuple[int, ...] = ()) -> bool:
+        x, weight = jnp.zeros((2, 3, 8)), jnp.zeros((8, columns) if not batch else (2, 8, columns))
+        dimensions = ((2,), (0 if not batch else 1,)), (batch, batch)
+        found: bool = REMAT["selective"](jax.lax.dot_general_p, x, weight, dimension_numbers=dimensions)
+        return found
+
+    assert [kept(columns) for columns in (8, 16, 17)] == [True, True, False]
+    assert not kept(8, batch=(0,)), "scores of attention"
+
+
+def test_the_inputs_of_offloaded_layers_wait_on_the_host() -> None:
+    def traced(remat: str) -> str:
+        train_step = make_train_step(decoder(remat=remat), optax.sgd(0.1))
+        state = train_step.init()
+        return str(jax.make_jaxpr(lambda params: train_step.accumulate(state, None, rows(1)))(0))
+
+    assert "Host" in traced("offload") and "Host" not in traced("full")
 
 
 def test_a_step_in_which_nothing_is_trained_moves_nothing() -> None:

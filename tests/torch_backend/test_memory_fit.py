@@ -69,7 +69,15 @@ def test_the_fastest_level_that_fits_is_taken_and_printed(
     step = step_of(model, memory="auto")
     step(batch())
     assert level_of(model) == level
-    assert f'memory="auto" takes "{level}": 128 tokens need ' in capsys.readouterr().out
+    assert f'memory="auto" takes "{level}": 128 tokens need ' in capsys.readouterr().err
+
+
+def test_the_first_batch_through_compiled_layers_is_announced(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    step = step_of(model)
+    for _ in range(3):
+        step(batch())
+    lines = [line for line in capsys.readouterr().err.splitlines() if "first batch through compiled layers" in line]
+    assert len(lines) == 2 and lines[0].endswith("...") and lines[1].endswith(" s")
 
 
 def test_a_longer_row_takes_another_level_and_a_shorter_one_does_not(

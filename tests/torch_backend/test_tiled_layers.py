@@ -71,8 +71,8 @@ def test_frozen_weights_get_no_gradient() -> None:
     assert all(p.weight.grad is None and p.a.grad is not None and p.b.grad is not None for p in (gate, up, down))
 
 
-def test_gradients_of_weights_add_up_in_float32() -> None:
-    """Of 4,096 tokens in tiles of 8: sums in bfloat16 would be 5 times further away from the exact ones."""
+def test_weights_sum_their_gradients_in_float32() -> None:
+    """4,096 tokens in tiles of 8: sums in bfloat16 would be 5 times further away from the exact ones."""
     torch.manual_seed(0)
     shapes = (INNER, WIDTH), (INNER, WIDTH), (WIDTH, INNER)
     exact = [Projection(drawn(*shape)) for shape in shapes]

@@ -101,10 +101,31 @@ def test_every_shape_is_the_oracle(where, small_tiles, shape):
 
 
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
-@pytest.mark.parametrize(("heads", "width"), [(8, 16), (4, 64), (4, 128), (2, 256)])
+@pytest.mark.parametrize(("heads", "width"), [(8, 16), (4, 64), (4, 128), (2, 256), (4, 512)])
 def test_the_tiles_of_the_table_are_the_oracle(where, no_trial, heads, width):
     lengths = (5, 150, 64, 1) if where.device.type == "cuda" else (3, 9)
     assert_is_the_oracle(where, (heads, 2, width, width), {}, lengths)
+
+
+@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
+def test_the_large_tiles_of_512_channels_are_the_oracle(where, monkeypatch, no_trial):
+    monkeypatch.setattr(implementation, "choose_tiles", lambda request: implementation._LARGE[512])
+    assert_is_the_oracle(where, (4, 2, 512, 512), {}, (5, 150, 64, 1) if where.device.type == "cuda" else (3, 37))
+
+
+@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((4, 2, 192, 128), {}),
+        ((2, 1, 256, 192), {"window": 7}),
+        ((4, 1, 512, 256), {"softcap": 5.0}),
+        ((2, 1, 256, 512), {"causal": False}),
+    ],
+)
+def test_wide_heads_with_values_of_their_own_width_are_the_oracle(where, no_trial, shape, options):
+    lengths = (5, 150, 64, 1) if where.device.type == "cuda" else (3, 19)
+    assert_is_the_oracle(where, shape, options, lengths)
 
 
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
@@ -234,7 +255,7 @@ def test_work_lists_are_made_once_per_batch():
     ("shape", "options", "reason"),
     [
         ((2, 1, 16, 16), {"dropout": 0.1}, "no dropout"),
-        ((2, 1, 264, 16), {}, "heads of at most 256 channels"),
+        ((2, 1, 520, 16), {}, "heads of at most 512 channels"),
         ((129, 1, 16, 16), {}, "at most 128 query heads per key head"),
         ((2, 1, 16, 16), {"scale": -1.0}, "needs a positive scale"),
     ],
@@ -262,7 +283,7 @@ def test_slopes_that_want_a_gradient_are_refused(where, small_tiles):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("width", [8, 64, 128, 256])
+@pytest.mark.parametrize("width", [8, 64, 128, 256, 512])
 def test_tiles_hold_at_least_one_token_of_every_group(dtype, width):
     for heads in (1, 7, 71, 128):
         request = AttentionRequest(
@@ -275,7 +296,7 @@ def test_tiles_hold_at_least_one_token_of_every_group(dtype, width):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("width", [64, 128, 256, 512])
 def test_the_small_tiles_fit_the_shared_memory_of_consumer_cards(monkeypatch, no_trial, width):
     monkeypatch.setattr(implementation, "shared_memory", lambda device: 99 * 1024)
     kernels = import_module("torch_backend.ops.attention.triton_kernels")

@@ -26,6 +26,7 @@ from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.attention import DecoderLayer
 from torch_backend.hf.patch import state_of
 from torch_backend.steps.memory import Level, marked
+from torch_backend.steps.progress import announced
 
 # Host values that follow a batch around; inside a graph they would stay those of the batch that was recorded.
 _HOST_ONLY = ("packed_lengths", "packed_documents", "packed_parents")
@@ -79,7 +80,8 @@ def layers_of(decoder: nn.Module) -> list[nn.Module]:
 def _inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx(graph, inputs)
+    with announced("compiling the forward of a kind of layer"):
+        return compile_fx(graph, inputs)
 
 
 def _recompute_cheap(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:

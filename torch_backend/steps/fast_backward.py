@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from traceback import format_exception
@@ -46,6 +46,7 @@ from torch_backend.steps.memory import (
     level_of,
     recomputing_inside,
 )
+from torch_backend.steps.progress import announced
 from torch_backend.steps.tiled_layers import tiled, tiled_modules
 
 Choice = bool | Literal["auto"]
@@ -141,6 +142,7 @@ class Gradients:
         self.tiles: dict[int, list[nn.Module]] = {}  # MLPs that batches of so many tokens compute by tiles
         self.recomputed: list[Any] = []  # of them, those that do not keep all that their backward reads
         self.host = Host()
+        self.announced = False  # that layers are being compiled
         self.requests: Any = set()
         self.form: Any = None  # of the batches that graphs serve
         self.last: Any = None
@@ -191,8 +193,9 @@ class Gradients:
     def _through_layers(self, path: LossPath, inputs: StepInputs, run: Callable[[StepInputs], Tensor]) -> Tensor:
         """``run`` with compiled layers, or with plain ones if these turn out not to compile."""
         started = any(parameter.grad is not None for parameter in self.model.parameters())
+        first, self.announced = bool(self.compile) and not self.announced, True
         try:
-            with self._compiled():
+            with announced("first batch through compiled layers") if first else nullcontext(), self._compiled():
                 return run(inputs)
         except TorchDynamoException as error:
             if self.compile != "auto" or started:

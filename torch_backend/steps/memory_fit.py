@@ -21,6 +21,7 @@ from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.attention import DecoderLayer
 from torch_backend.steps.fast_backward import why_not_compiled
 from torch_backend.steps.memory import Level, level_of, set_level
+from torch_backend.steps.progress import announce
 
 
 def memory_of(model: nn.Module, optimizer: Any = None, autocast: torch.dtype | None = None) -> MemoryModel:
@@ -99,7 +100,7 @@ class FittedLevel:
         level, self.reason = choose_level(model, tokens, optimizer, autocast)
         self.tokens = tokens
         set_level(model, level)
-        print(f'crosspack: memory="auto" takes "{level}": {self.reason}', flush=True)
+        announce(f'memory="auto" takes "{level}": {self.reason}')
         return level != before
 
 
