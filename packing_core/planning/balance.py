@@ -9,7 +9,8 @@ one row per rank there is nothing to bundle: a step then holds rows of close cos
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
@@ -17,7 +18,7 @@ from numbers import Real
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from packing_core.errors import LayoutError, PackingError, within_memory
 from packing_core.hints import hinted
@@ -110,12 +111,31 @@ class Cost:
         tokens = layers * per_layer + 2 * hidden * read("vocab_size", default=0)
         return cls(tokens=float(tokens), squares=float(layers * 2 * heads * width))
 
+    def of_segments(self, lengths: ArrayLike, before: ArrayLike = 0) -> Float64:
+        """float64 [S]: the cost of each segment, where its queries see ``before`` earlier tokens beside itself.
+
+        A segment of n tokens after b of its ancestors has n (n + 2 b) = (b + n)^2 - b^2 squares, so the segments on a
+        path cost together what the whole path does.
+
+        >>> Cost(tokens=0, squares=1).of_segments([4, 2], before=[0, 4]).tolist()
+        [16.0, 20.0]
+        """
+        length = np.asarray(lengths, np.float64)
+        return length * (self.tokens + self.squares * (length + 2 * np.asarray(before)))
+
     def of_rows(self, plan: PackPlan) -> Float64:
         """float64 [R]: the cost of each row of the plan."""
-        length = plan.length.astype(np.float64)
-        length *= self.tokens + self.squares * length
-        row_costs: Float64 = np.add.reduceat(length, plan.row_offsets[:-1])  # a plan has no empty row
+        # a plan has no empty row
+        row_costs: Float64 = np.add.reduceat(self.of_segments(plan.length), plan.row_offsets[:-1])
         return row_costs
+
+
+def cost_of(configs: Sequence[Any]) -> Cost:
+    """The cost of a row by the last of a model's configurations that says how large it is; ``Cost()`` if none does."""
+    for config in reversed(configs):
+        with suppress(PackingError):
+            return Cost.from_config(config)
+    return Cost()
 
 
 @dataclass(frozen=True, eq=False)

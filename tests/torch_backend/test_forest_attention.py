@@ -14,7 +14,6 @@ from tests.torch_backend.kernels import FLOAT32, ONE_DTYPE, Where, assert_within
 from tests.torch_backend.test_triton_attention import OPTIONS, SMALL, drawn, with_tensors
 from torch_backend.ops.attention import IMPLEMENTATIONS, attention
 from torch_backend.ops.attention.triton import TRITON
-from torch_backend.ops.conv import short_convolution
 from torch_backend.segments import PackedMetadata
 
 implementation = import_module("torch_backend.ops.attention.triton")
@@ -119,8 +118,6 @@ def test_what_would_not_be_exact_is_refused(where):
         attention(q, k, v, forest(where), causal=False)
     with pytest.raises(LayoutError, match=r"parents\[1\] is 1: a parent stands before its children"):
         PackedMetadata.from_lengths([2, 3], parents=[-1, 1])
-    with pytest.raises(UnsupportedError, match="short_convolution cannot run shared prefixes"):
-        short_convolution(q[:, 0], torch.ones(16, 4, device=where.device), forest(where))
 
 
 def test_positions_count_on_from_the_parent_on_any_device():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -40,10 +42,11 @@ def policy(name, path, family="qwen3", adapter=True, lora_dropout=0.0, **options
     )
 
 
-def dpo(path, family="qwen3", **options):
+def dpo(path, family="qwen3", answers=(2, 30), **options):
+    """Pairs of two answers of so many words to a prompt of 70."""
     rng = np.random.default_rng(0)
     rows = [
-        {"prompt": text(rng, 70, 71), "chosen": f" {text(rng, 2, 30)} w2", "rejected": f" {text(rng, 2, 30)} w2"}
+        {"prompt": text(rng, 70, 71), "chosen": f" {text(rng, *answers)} w2", "rejected": f" {text(rng, *answers)} w2"}
         for _ in range(6)
     ]
     return trl.DPOTrainer(
@@ -87,9 +90,26 @@ def test_auto_shares_long_prompts_and_leaves_short_ones_and_other_models_alone(t
     found = trained(enable_packing(short, verify=False, share_prefix="auto"))
     assert short.packed_step.parts["shared prefixes"].startswith("0 of ")
     assert_same_training(found, policy_alone(policy("GRPO", tmp_path)))
-    state = policy("GRPO", tmp_path, "bloom")
-    trained(enable_packing(state, verify=False, share_prefix="auto"))
-    assert "it runs on batches of documents" in state.packed_step.parts["shared prefixes"]
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "reason"),
+    [
+        ("bloom", {}, "not shared: it runs on batches of documents"),
+        ("qwen3", {"lora_dropout": 0.1}, "not shared: dropout .* is on, and documents that share a prefix"),
+    ],
+)
+def test_auto_says_why_it_shares_nothing(tmp_path, family, options, reason) -> None:
+    trainer = policy("GRPO", tmp_path, family, **options)
+    trained(enable_packing(trainer, verify=False, share_prefix="auto"))
+    assert re.match(reason, trainer.packed_step.parts["shared prefixes"])
+
+
+def test_auto_declines_what_saves_little(tmp_path) -> None:
+    trainer = dpo(tmp_path, answers=(400, 410))
+    trained(enable_packing(trainer, verify=False, share_prefix="auto"))
+    said = trainer.packed_step.parts["shared prefixes"]
+    assert re.match(r"0 of .*calls that would save less than 10% of their work are left as they are, the last", said)
 
 
 def test_what_would_not_be_exact_is_refused(tmp_path) -> None:
@@ -110,8 +130,9 @@ def test_other_trainers_name_what_shares_prefixes(tmp_path) -> None:
         train_dataset=datasets.Dataset.from_list([{"text": text(rng, 2, 10)} for _ in range(4)]),
         processing_class=tokenizer(),
     )
-    for wanted in (True, "auto"):
-        with pytest.raises(
-            UnsupportedError, match="SFTTrainer shares no prefixes: TRL's DPO, KTO, GRPO and RLOO trainers do"
-        ):
-            enable_packing(trainer, share_prefix=wanted)
+    with pytest.raises(
+        UnsupportedError, match="SFTTrainer shares no prefixes: TRL's DPO, KTO, GRPO and RLOO trainers do"
+    ):
+        enable_packing(trainer, share_prefix=True)
+    enable_packing(trainer, share_prefix="auto", verify=False)
+    assert "no prefix is shared: TRL's DPO, KTO, GRPO and RLOO trainers do so" in str(explain(trainer))

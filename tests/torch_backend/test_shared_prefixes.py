@@ -9,7 +9,10 @@ import torch
 from torch import nn
 
 import torch_backend
+from packing_core import Cost
+from packing_core.batches.trees import part_saved
 from packing_core.errors import LayoutError, PackingError, UnsupportedError, UnsupportedModelError
+from packing_core.storage.forest import lineage
 from tests.torch_backend.models import alone, documents, error, patched, tiny
 from torch_backend import PackedCollator, next_token_pairs, packed_cross_entropy, reduce, spread, token_logprobs
 from torch_backend.losses.causal_lm import causal_lm_loss
@@ -191,6 +194,28 @@ def test_auto_shares_where_it_saves():
     assert max(parents((20, 9))) == -1
     assert max(PackedCollator(share_prefix=True)(answers((20, 9)))["packed_parents"]) >= 0
     assert "packed_parents" not in PackedCollator()(answers())
+
+
+@pytest.mark.parametrize("changes", [{"attention_dropout": 0.1}, {"output_router_logits": True}], ids=str)
+def test_auto_shares_nothing_in_a_model_that_would_refuse_it_in_training(changes):
+    model = patched("mixtral", **changes)
+    assert PackedCollator(model.eval(), share_prefix="auto").share_prefix is False
+    assert PackedCollator(model, share_prefix=True).share_prefix is True  # and the model raises where it is on
+
+
+@pytest.mark.parametrize(
+    ("lengths", "parents", "whole"),
+    [([100, 30, 20], [-1, 0, 0], [130, 120]), ([8, 5, 3, 4, 6], [-1, 0, 1, 1, 0], [16, 17, 14])],
+)
+def test_the_work_saved_is_that_of_the_tokens_and_pairs_that_are_not_computed(lengths, parents, whole):
+    def pairs(length, before=0):
+        return sum(2 * (before + i) + 1 for i in range(length))  # twice the keys that each query sees, less itself
+
+    before = [sum(lengths[above] for above in lineage(parents, s)[:-1]) for s in range(len(lengths))]
+    shared = sum(lengths) + 0.25 * sum(map(pairs, lengths, before))
+    unshared = sum(whole) + 0.25 * sum(map(pairs, whole))
+    saved = part_saved(lengths, parents, whole, Cost(tokens=1, squares=0.25))
+    assert saved == pytest.approx(1 - shared / unshared, rel=1e-12)
 
 
 @pytest.mark.parametrize(

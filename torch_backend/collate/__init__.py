@@ -26,6 +26,7 @@ from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.batches.views import KernelView
 from packing_core.errors import LayoutError, PackingError, UnsupportedError
 from packing_core.hints import hinted
+from packing_core.planning.balance import cost_of
 from packing_core.planning.pieces import positive
 from torch_backend.collate.document_labels import LABELS, check_whole, in_order, take_numbers
 from torch_backend.collate.shared import pack_shared, sharing
@@ -57,9 +58,11 @@ class PackedCollator:
         padding_free: puts rows that come packed into one row, without their padding.
         max_seqlen, bucket: fixed sizes for compiled kernels, see ``PackedBatch.kernel_view``.
         share_prefix: computes a common beginning of a batch's documents once (``packing_core.pack_tree``). True shares
-            every one that no target is in, from 16 tokens on; ``"auto"`` those of 64 and more in batches that lose a
-            tenth of their tokens or more by it, where the model can run them. Losses are then computed by
-            ``make_train_step``, ``causal_lm_loss`` or ``token_logprobs``.
+            every one that no target is in, from 16 tokens on. ``"auto"`` shares those of 64 and more in batches that
+            save a tenth of their work or more by it, where the model can run them and has no dropout. The work of
+            segments of n tokens after b tokens of their ancestors is ``a sum(n) + s sum(n (n + 2 b))``: a token and an
+            attention pair by ``Cost.from_config(model.config)``. Losses are then computed by ``make_train_step``,
+            ``causal_lm_loss`` or ``token_logprobs``.
         masking: a ``DataCollatorForLanguageModeling`` with ``mlm=True``, which hides tokens of every batch and makes
             the labels, for masked language models.
         plan_options: ``overflow``, ``max_segments`` and the other options of ``packing_core.plan``.
@@ -101,6 +104,7 @@ class PackedCollator:
         self.bucket = bucket
         self.masking = masking
         self.share_prefix = sharing(share_prefix, model, masking)
+        self.cost = cost_of(configs)
         self.plan_options = {"seed": None, **plan_options}
         self._warned = False
 
@@ -188,7 +192,7 @@ class PackedCollator:
         if self.share_prefix is False:
             packed = pack(documents.input_ids, capacity, **given)
         else:
-            packed = pack_shared(documents.input_ids, capacity, self.share_prefix, **given)
+            packed = pack_shared(documents.input_ids, capacity, self.share_prefix, self.cost, **given)
         if self.capacity and packed.efficiency < FULL and not self._warned:
             self._warned = True
             logger.warning(

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from torch import nn
 
-from packing_core import PackedBatch, pack_tree
-from packing_core.batches.trees import LEAST_SAVED, LONG, SHORTEST
+from packing_core import Cost, PackedBatch, pack_tree
+from packing_core.batches.trees import LEAST_SAVED, LONG, SHORTEST, part_saved
 from packing_core.errors import PackingError, UnsupportedError, UnsupportedModelError
 from packing_core.storage.ragged import Ragged
 
@@ -30,7 +30,7 @@ def sharing(share_prefix: Any, model: Any, masking: Any) -> Sharing:
     """
     if share_prefix not in (True, False, "auto"):
         raise PackingError(f'share_prefix is {share_prefix!r}: pass True, False or "auto"')
-    reason = None if share_prefix is False else _why_not(model, masking)
+    reason = None if share_prefix is False else _why_not(model, masking, always=share_prefix == "auto")
     if reason is None:
         answer: Sharing = share_prefix
         return answer
@@ -43,7 +43,7 @@ def sharing(share_prefix: Any, model: Any, masking: Any) -> Sharing:
     return False
 
 
-def pack_shared(documents: Ragged, capacity: int, share_prefix: Sharing, **options: Any) -> PackedBatch:
+def pack_shared(documents: Ragged, capacity: int, share_prefix: Sharing, cost: Cost, **options: Any) -> PackedBatch:
     """Pack documents, and share their common beginnings if they gain by it; see :class:`~.PackedCollator`.
 
     Every batch has parents, so that batches of one run have one form.
@@ -52,24 +52,27 @@ def pack_shared(documents: Ragged, capacity: int, share_prefix: Sharing, **optio
     packed = pack_tree(documents, capacity, shortest=SHORTEST if share_prefix is True else LONG, **options)
     if share_prefix is True:
         return packed
-    whole = int(documents.lengths.sum())
-    if packed.n_tokens > (1 - LEAST_SAVED) * whole:
-        return pack_tree(documents, capacity, shortest=whole, **options)  # longer than any beginning
+    assert packed.parents is not None
+    if part_saved(packed.lengths, packed.parents, documents.lengths, cost) < LEAST_SAVED:
+        longer_than_any = int(documents.lengths.sum())
+        return pack_tree(documents, capacity, shortest=longer_than_any, **options)
     return packed
 
 
-def _why_not(model: Any, masking: Any) -> str | None:
+def _why_not(model: Any, masking: Any, *, always: bool) -> str | None:
+    """Explains why a model cannot run shared prefixes; with ``always``, whether or not it is in training now."""
     if masking is not None:
         return "a masked language model sees what comes after a token"
     if not isinstance(model, nn.Module):
         return None
     from torch_backend.hf.anatomy.model import anatomy_of
     from torch_backend.hf.anatomy.structure import causal_lm
-    from torch_backend.hf.inputs.forests import why_no_forest
+    from torch_backend.hf.inputs.forests import why_no_forest, why_not_in_training
 
     root = causal_lm(model)
     try:
-        reason = why_no_forest(anatomy_of(root))
+        anatomy = anatomy_of(root)
+        reason = why_no_forest(anatomy) or (why_not_in_training(root) if always else None)
     except UnsupportedModelError as refusal:
         return str(refusal)
     return None if reason is None else f"{type(root).__name__} cannot run shared prefixes: {reason}"

@@ -60,6 +60,12 @@ class Explanation:
         return "\n".join([*lines, *self.notes])
 
 
+SHARERS = (  # of common beginnings
+    "TRL's DPO, KTO, GRPO and RLOO trainers do so; elsewhere use PackedCollator(model, share_prefix=True) and "
+    "make_train_step"
+)
+
+
 def explain(model: Any) -> Explanation:
     """Explains which implementation runs each attention and mixer layer of a patched model, and why.
 
@@ -134,7 +140,7 @@ def _explain_step(trainer: Any) -> Explanation:
             f"got a {type(trainer).__name__}"
         )
     found = explain(step.model)
-    notes = [] if plan is None else [f"trains {plan}"]
+    notes = [] if plan is None else [f"trains {plan}", f"no prefix is shared: {SHARERS}"]
     if parts is None:
         notes.append("the training step is the trainer's own: fast=False")
     else:

@@ -23,9 +23,8 @@ from torch_backend.context_parallel.share import RankShare
 from torch_backend.hf.document_rows import DocumentRows
 from torch_backend.hf.shared_rows import SharedRow
 from torch_backend.ops.attention import AttentionRequest
-from torch_backend.ops.attention.forest import documents
 from torch_backend.ops.document_batches import FINE, PerBatch, per_document
-from torch_backend.ops.repeated import repeated
+from torch_backend.ops.forests import along_documents, documents
 from torch_backend.ops.scan import TRITON, ScanChoice
 from torch_backend.segments import PackedMetadata
 
@@ -219,27 +218,13 @@ class PackedForward(BlockMask):
             function: takes tensors [B, S, ...], and returns such.
             args, kwargs: of the call; this object among them becomes that of the documents.
         """
-        found = documents(self.segments)
-        whole = PackedForward(found.packed, (1, found.packed.tokens), self.implementation, sizes=self.sizes)
+        packed = documents(self.segments).packed
+        whole = PackedForward(packed, (1, packed.tokens), self.implementation, sizes=self.sizes)
         whole.choices, whole.reached = self.choices, self.reached
+        args = tuple(whole if value is self else value for value in args)
+        kwargs = {name: whole if value is self else value for name, value in kwargs.items()}
         shape = (self._shape[0], self._shape[2])
-
-        def along(value: Any, lead: tuple[int, int], change: Callable[[Tensor], Tensor]) -> Any:
-            if isinstance(value, tuple | list):
-                return tuple(along(each, lead, change) for each in value)
-            if isinstance(value, Tensor) and tuple(value.shape[:2]) == lead:
-                return change(value)
-            return whole if value is self else value
-
-        def to_documents(x: Tensor) -> Tensor:
-            return repeated(x.flatten(0, 1), found.gather)[None]
-
-        def to_segments(x: Tensor) -> Tensor:
-            return x[0].index_select(0, found.places).unflatten(0, shape)
-
-        args, named = (along(value, shape, to_documents) for value in (args, tuple(kwargs.values())))
-        output = function(*args, **dict(zip(kwargs, named, strict=True)))
-        return along(output, (1, found.packed.tokens), to_segments)
+        return along_documents(self.segments, function, args, kwargs, shape=shape)
 
     def __repr__(self) -> str:
         return f"PackedForward({list(self._shape)}, {self.segments.tokens} tokens)"

@@ -46,19 +46,22 @@ class SharedRow:
         """A decoder's arguments at the T tokens.
 
         Raises:
-            UnsupportedModelError: one of them is not [1, T'], so that nothing says which token its values belong to.
+            UnsupportedModelError: one of them is neither [1, T', ...] nor positions on several axes [3, 1, T'], so that
+            nothing says which token its values belong to.
         """
         return {name: self._shrunk(name, x) if isinstance(x, Tensor) else x for name, x in kwargs.items()}
 
     def _shrunk(self, name: str, x: Tensor) -> Tensor:
         if x.ndim == 0 or name == "cache_position":
             return x
-        if x.shape[:2] != (1, len(self.give)):
-            raise UnsupportedModelError(
-                f"its decoder takes {name} {list(x.shape)}, which shared prefixes cannot shorten: leave "
-                "share_prefix out"
-            )
-        return x.index_select(1, self.take)
+        row = 1, len(self.give)
+        if x.shape[:2] == row:
+            return x.index_select(1, self.take)
+        if x.ndim == 3 and x.shape[1:] == row:
+            return x.index_select(2, self.take)
+        raise UnsupportedModelError(
+            f"its decoder takes {name} {list(x.shape)}, which shared prefixes cannot shorten: pass share_prefix=False"
+        )
 
     def grow(self, output: Any) -> Any:
         """A decoder's output at the T' places of the row."""

@@ -21,6 +21,7 @@ from packing_core.planning.plan import Overflow
 from torch_backend.collate import PackedCollator
 from torch_backend.hf.anatomy.heads import labels_documents, targets_among, trains_first_token
 from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.explaining import SHARERS
 from torch_backend.hf.inputs.trl_trainers import kind_of
 from torch_backend.patching import patch
 from torch_backend.steps.memory import AUTO, Level, Memory, check_level, set_level
@@ -83,9 +84,12 @@ def enable_packing(
         memory: what each layer keeps between forward and backward, as in :func:`torch_backend.make_train_step`, in
             place of the trainer's ``gradient_checkpointing``. None leaves that in force: True is ``"full"``.
         share_prefix: TRL's DPO, KTO, GRPO and RLOO trainers compute a common beginning of a micro-batch's documents,
-            such as the prompt of several answers, once. ``"auto"`` does so in calls where it saves a tenth of the
-            tokens or more and the model can; True raises where it cannot. Layers run uncompiled in such calls, and
-            token ids are read from the device. ``explain(trainer)`` says how many tokens it saved.
+            such as the prompt of several answers, once. ``"auto"`` does so for beginnings of 64 tokens and more, in
+            calls where it saves a tenth of the work or more, and where the model can: the work of segments of n tokens
+            after b tokens of their ancestors is ``a sum(n) + s sum(n (n + 2 b))``, a token and an attention pair by
+            ``Cost.from_config(model.config)``. True shares 16 tokens and more, and raises where the model cannot.
+            Layers run uncompiled in such calls, and token ids are read from the device. ``explain(trainer)`` says how
+            many tokens it saved, or why none.
 
     Returns:
         ``trainer`` itself.
@@ -121,11 +125,8 @@ def enable_packing(
             share_prefix=share_prefix,
         )
     else:
-        if share_prefix:
-            raise UnsupportedError(
-                f"{type(trainer).__name__} shares no prefixes: TRL's DPO, KTO, GRPO and RLOO trainers do; elsewhere "
-                "use PackedCollator(model, share_prefix=True) and make_train_step"
-            )
+        if share_prefix is True:
+            raise UnsupportedError(f"{type(trainer).__name__} shares no prefixes: {SHARERS}")
         plan = inspect(any_trainer, capacity=capacity, overflow=overflow, fast=fast)
         options: Any = {"implementation": implementation, "verify": verify, "mesh": plan.mesh}
         patch(any_trainer.model, **options)

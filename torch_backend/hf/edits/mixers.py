@@ -4,8 +4,10 @@ A layer whose forward mixes tokens only through functions that are known by name
 scans) runs once on the whole row, with its projections, norms and gates as they are; in a copy of its forward
 (:mod:`.rebinding`) these names mean the functions of :mod:`.stand_ins`, which receive the segment boundaries. Any other
 layer runs as a whole on padded batches of documents of similar length. A whole decoder can be run the same way.
-Where segments continue others, the layer runs on the path to each segment as a document of its own, so its state at a
-segment's start is the one in which the parent ends. Calls without segments run the layer's own forward.
+Where segments continue others, a layer on the row hands the convolution's last tokens and the scan's state on from
+parent to child (:mod:`torch_backend.ops.forests`); any other runs on the path to each segment as a document of its own,
+so its state at a segment's start is the one in which the parent ends. Calls without segments run the layer's own
+forward.
 """
 
 from __future__ import annotations
@@ -162,10 +164,10 @@ def _mixer_forward(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwa
     forward = forward_among((*args, *kwargs.values()))
     if forward is None:
         return call(*args, **kwargs)
-    if forward.segments.parents is not None:
-        return forward.over_documents(partial(_mixer_forward, layer, call), args, kwargs)
     hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
     reason = _why_not_now(layer, kwargs, hidden.dtype)
+    if forward.segments.parents is not None and reason is not None:
+        return forward.over_documents(partial(_mixer_forward, layer, call), args, kwargs)
     of_class = layer.__dict__
     if forward.context is not None and (reason is not None or of_class[_OURS] or of_class[_SCANS_ALONE]):
         return _run_whole(layer, forward, call, args, kwargs)

@@ -21,6 +21,7 @@ from torch_backend.hf.forward import TRITON_SCAN
 from torch_backend.ops import scan as scans
 from torch_backend.ops.conv import short_convolution
 from torch_backend.ops.document_batches import per_document
+from torch_backend.ops.forests import tails
 from torch_backend.ops.operators import runs_triton
 from torch_backend.ops.scan import ScanChoice
 from torch_backend.ops.scan.selective import operators as selective
@@ -88,6 +89,14 @@ def convolve(
 
         return convolve_pieces(tokens[0], segments.context, weight.shape[-1], convolved).T[None]
     packed = segments.packed
+    if packed.parents is not None:
+        unfolded = tails(packed, weight.shape[-1])
+
+        def on_tails(flat: Tensor) -> Tensor:
+            unshared = LayerSegments(unfolded.packed)
+            return convolve(function, flat.T[None], weight, bias, activation, segments=unshared)[0].T
+
+        return unfolded.run(on_tails, tokens.flatten(0, 1)).view(tokens.shape).transpose(1, 2)
     if runs_triton(x) and activation in (None, "silu", "swish"):
         y = short_convolution(tokens.flatten(0, 1), weight, packed, bias=bias, silu=activation is not None)
         return y.view(tokens.shape).transpose(1, 2)

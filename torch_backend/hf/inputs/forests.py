@@ -19,6 +19,7 @@ from torch_backend.hf.router import asks_for_router_loss
 from torch_backend.segments import PackedMetadata, to_device
 
 WAY_OUT = "pack without shared prefixes (share_prefix=False)"
+ROUTER_LOSS = "its router's auxiliary loss would count a shared token once"
 TAKES_PARENTS = "takes_parents"  # marks a loss function that knows which token predicts the first one of a segment
 
 
@@ -75,8 +76,13 @@ def check_shared_row(
 
     Args, Raises: as :func:`check_forest`; ``packed`` are the whole documents.
     """
-    _refuse(anatomy.root, why_not_now(anatomy) or _why_not_these(anatomy.root, kwargs))
+    _refuse(anatomy.root, why_not_this_call(anatomy, kwargs))
     _check_positions(kwargs.get("position_ids"), packed, guard, wait=wait)
+
+
+def why_not_this_call(anatomy: Anatomy, kwargs: Mapping[str, Any]) -> str | None:
+    """Explains why a call of a model, with all its arguments, cannot share prefixes; None if it can."""
+    return why_not_now(anatomy) or _why_not_these(anatomy.root, kwargs)
 
 
 def why_not_now(anatomy: Anatomy) -> str | None:
@@ -104,7 +110,7 @@ def _refuse(root: Any, reason: str | None) -> None:
 
 def _why_not_these(root: Any, kwargs: Mapping[str, Any]) -> str | None:
     if asks_for_router_loss(root, kwargs):
-        return "its router's auxiliary loss would count a shared token once"
+        return ROUTER_LOSS
     tensors = sorted(name for name, x in kwargs.items() if isinstance(x, Tensor) and name not in HARMLESS)
     if tensors:
         return f"the batch came with {tensors[0]}"
@@ -130,12 +136,19 @@ def _check_positions(positions: Any, packed: PackedMetadata, guard: Guard, *, wa
     guard.check("position_ids of shared prefixes", find, error, wait=wait)
 
 
-def find_dropout(root: nn.Module) -> str | None:
-    """Names a dropout of a model that is on; None if there is none."""
-    if not root.training:
+def why_not_in_training(root: nn.Module) -> str | None:
+    """Explains why a model cannot train with shared prefixes as it is set up; None if it can."""
+    if (dropout := find_dropout(root, ever=True)) is not None:
+        return f"{dropout} may be on in training, and documents that share a prefix would share its mask"
+    return ROUTER_LOSS if asks_for_router_loss(root, {}) else None
+
+
+def find_dropout(root: nn.Module, *, ever: bool = False) -> str | None:
+    """Names a dropout of a model that is on, or with ``ever`` one that training would turn on; None without one."""
+    if not (root.training or ever):
         return None
     for name, module in root.named_modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
+        if isinstance(module, nn.modules.dropout._DropoutNd) and (module.training or ever) and module.p > 0:
             return f"dropout ({name}, p={module.p:g})"
     config: Any = root.config
     for name, value in config.get_text_config().to_dict().items():

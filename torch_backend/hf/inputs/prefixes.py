@@ -6,14 +6,13 @@ SharedRow where it is worth it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from torch import Tensor
-
-from packing_core.batches.trees import LEAST_SAVED, LONG, SHORTEST
+from packing_core.batches.trees import LEAST_SAVED, LONG, SHORTEST, part_saved
 from packing_core.errors import UnsupportedModelError
-from torch_backend.hf.inputs.forests import WAY_OUT, why_not_now
+from packing_core.planning.balance import cost_of
+from torch_backend.hf.inputs.forests import WAY_OUT, why_not_this_call
 from torch_backend.hf.shared_rows import SharedRow, share_row
 
 Sharing = bool | Literal["auto"]
@@ -24,11 +23,13 @@ class Prefixes:
 
     Args:
         state: of the patched model.
-        sharing: True, or ``"auto"``, which leaves calls as they are where the model cannot or little is saved.
+        sharing: True, or ``"auto"``, which leaves calls as they are where the model cannot share, or where it saves
+            less than ``LEAST_SAVED`` of a call's work, as :func:`packing_core.batches.trees.part_saved` counts it.
 
     Attributes:
         given, computed: tokens of the calls so far, and those that the layers computed of them.
         refused: why the last call that could not share did not; None if there was none.
+        declined: the part of its work that the last call would have saved, which was too little; None without one.
     """
 
     def __init__(self, state: Any, sharing: Sharing) -> None:
@@ -36,30 +37,40 @@ class Prefixes:
         self.sharing = sharing
         self.given = self.computed = 0
         self.refused: str | None = None
+        self.declined: float | None = None
+        self.cost = cost_of([state.decoder.config])
 
-    def of(self, ids: Tensor, lengths: Sequence[int]) -> SharedRow | None:
-        """The shared row of documents whose ids are [1, T], None where they run as they are.
+    def of(self, kwargs: Mapping[str, Any]) -> SharedRow | None:
+        """The shared row of a call, None where its documents run as they are.
+
+        Args:
+            kwargs: all arguments of the packed call, whose ids are [1, T].
 
         Raises:
             UnsupportedModelError: the model cannot, and ``sharing`` is True.
         """
+        lengths, ids = kwargs["packed_lengths"], kwargs["input_ids"]
         self.given += sum(lengths)
         self.computed += sum(lengths)
-        if (reason := why_not_now(self.state.anatomy)) is not None:
+        if (reason := why_not_this_call(self.state.anatomy, kwargs)) is not None:
             if self.sharing is True:
                 name = type(self.state.root).__name__
                 raise UnsupportedModelError(f"{name} cannot run shared prefixes: {reason}; {WAY_OUT}")
             self.refused = reason
             return None
-        if len(lengths) == 1:
+        shortest = LONG if self.sharing == "auto" else SHORTEST
+        if len(lengths) == 1 or sorted(lengths)[-2] <= shortest:
             return None
-        shared = share_row(
-            ids[0].cpu().numpy(), lengths, shortest=LONG if self.sharing == "auto" else SHORTEST, device=ids.device
-        )
-        saved = sum(lengths) - shared.segments.tokens
-        if shared.segments.parents is None or (self.sharing == "auto" and saved < LEAST_SAVED * sum(lengths)):
+        shared = share_row(ids[0].cpu().numpy(), lengths, shortest=shortest, device=ids.device)
+        segments = shared.segments
+        if segments.parents is None:
             return None
-        self.computed -= saved
+        assert segments.lengths is not None
+        saved = part_saved(segments.lengths, segments.parents, lengths, self.cost)
+        if self.sharing == "auto" and saved < LEAST_SAVED:
+            self.declined = saved
+            return None
+        self.computed -= sum(lengths) - segments.tokens
         return shared
 
     def __str__(self) -> str:
@@ -68,4 +79,10 @@ class Prefixes:
         if not self.given:
             return "decided at the first packed call"
         saved = self.given - self.computed
-        return f"{saved:,} of {self.given:,} tokens saved ({100 * saved / self.given:.0f}%)"
+        found = f"{saved:,} of {self.given:,} tokens saved ({100 * saved / self.given:.0f}%)"
+        if self.declined is None:
+            return found
+        return (
+            f"{found}; calls that would save less than {LEAST_SAVED:.0%} of their work are left as they are, the last "
+            f"of them {self.declined:.0%}"
+        )

@@ -49,8 +49,8 @@ def unpad_calls(model: nn.Module, *, always: bool = False, share_prefix: Sharing
     """Run the padded calls of a patched model packed, in place; calling it again changes the options alone.
 
     Args:
-        share_prefix: compute a common beginning of a call's documents once; ``"auto"`` where it saves more than a tenth
-            of the tokens and the model can.
+        share_prefix: compute a common beginning of a call's documents once; ``"auto"`` where it saves a tenth of the
+            work or more and the model can.
         always: every call with an ``attention_mask`` [B, S] and without a cache, and not only those that ask for it.
     """
     state = state_of(causal_lm(model))
@@ -237,9 +237,9 @@ class Unpadding:
         if as_tuple:
             kwargs["return_dict"] = True  # by whose names the outputs are put back
         expected = PaddedOutput(padded, kept, as_tuple, caches=_caches(root, state, kwargs) and not by_trainer)
-        shared = None if self.prefixes is None else self.prefixes.of(row["input_ids"], padded.lengths)
-        given = {} if shared is None else {SHARED_ROW: shared}
-        return expected, {**kwargs, **row, "packed_lengths": padded.lengths, **given}
+        kwargs = {**kwargs, **row, "packed_lengths": padded.lengths}
+        shared = None if self.prefixes is None else self.prefixes.of(kwargs)
+        return expected, kwargs if shared is None else {**kwargs, SHARED_ROW: shared}
 
     def put_back(self, expected: PaddedOutput, output: Any) -> Any:
         """The output of a packed call as the caller of the padded one expects it."""

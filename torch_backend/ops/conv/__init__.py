@@ -1,4 +1,4 @@
-"""The causal short convolution of state-space and linear-attention layers, restarted at every segment.
+"""The causal short convolution of state-space and linear-attention layers, restarted at every document.
 
 x [T, C] and the batch's metadata -> :func:`short_convolution` -> [T, C], forward by one Triton kernel and backward by
 two, so that hybrid models train packed without ``causal_conv1d``, whose build is what stops people; plain torch where
@@ -15,8 +15,9 @@ from torch.autograd.function import once_differentiable
 
 from packing_core.errors import LayoutError
 from torch_backend.ops.conv import reference
+from torch_backend.ops.forests import tails
 from torch_backend.ops.operators import operator, runs_triton
-from torch_backend.segments import PackedMetadata, refuse_parents
+from torch_backend.segments import PackedMetadata
 
 # A tile's tokens and channels (256 bytes of bfloat16 a row), its warps, and how many tiles a program of the backward
 # sums its weight gradient over.
@@ -29,7 +30,7 @@ def short_convolution(
     """Convolve each channel with its W weights over the tokens of the same segment, zeros before the first.
 
     ``y[t] = f(bias + sum over w of weight[W - 1 - w] x[t - w])`` over the lags w that stay in the segment: Gu and Dao
-    2023, "Mamba", section 3.4.
+    2023, "Mamba", section 3.4. A segment that continues another sees the last W - 1 tokens of that.
 
     Args:
         x: [T, C], any strides, bfloat16, float16, float32 or float64.
@@ -53,7 +54,9 @@ def short_convolution(
         raise LayoutError(f"short_convolution takes bias [C], got {given}")
     if packed.tokens != x.shape[0]:
         raise LayoutError(f"the segments cover {packed.tokens:,} tokens and x holds {x.shape[0]:,}")
-    refuse_parents(packed, "short_convolution")
+    if packed.parents is not None:
+        unfolded = tails(packed, weight.shape[1])
+        return unfolded.run(lambda row: short_convolution(row, weight, unfolded.packed, bias=bias, silu=silu), x)
     if not runs_triton(x):
         return reference.short_convolution(x, weight, bias, packed.position_ids, silu)
     return _ShortConvolution.apply(x, weight, bias, packed.position_ids, silu)

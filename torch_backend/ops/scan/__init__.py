@@ -9,6 +9,9 @@ first of these that serves the call runs, in the order of :mod:`.order`:
     documents              the function itself on batches of documents of similar length; if a library is beneath it and
                            fails there too, the plain torch beneath that
 
+Segments that continue others start from the state in which their parent ended, by our own kernels; all else scans them
+as whole documents, which saves nothing there.
+
 All but the last two read nothing back and run in shapes that do not depend on documents, so compiled layers and CUDA
 graphs hold them. A compiled layer cannot make a trial: it runs what the first uncompiled call chose for such heads. So
 does a call of whose documents the host does not know the number, as in a step that is recorded as a graph.
@@ -24,12 +27,13 @@ from typing import Any
 import torch
 
 from torch_backend.ops.document_batches import COARSE, FINE, per_document
+from torch_backend.ops.forests import along_documents, documents
 from torch_backend.ops.operators import runs_triton
 from torch_backend.ops.scan import modeling_calls as triton
 from torch_backend.ops.scan.libraries import fla, flash_qla, mamba_ssm
 from torch_backend.ops.scan.order import by_time, measured
 from torch_backend.ops.scan.request import ABSENT, ScanRequest, Way, parameters, refused, request_of
-from torch_backend.segments import PackedMetadata, refuse_parents
+from torch_backend.segments import PackedMetadata
 
 TRITON, DOCUMENTS = "triton", "documents"
 # How a library scans a row.
@@ -88,7 +92,9 @@ def choose(
             found = TRITON
         return ScanChoice(DOCUMENTS if found == TRITON and triton.refused(name, args, kwargs) else found)
     found, rejected = DOCUMENTS, dict[str, str]()
-    names = by_time(name, (TRITON, *libraries), packed)
+    names = (TRITON, *libraries)
+    if packed.parents is None:
+        names = by_time(name, names, packed)
     before = _chosen.get(key) if key is not None and packed.lengths is None else None
     if before is not None:
         names = tuple(sorted(names, key=lambda each: each != before))
@@ -102,14 +108,18 @@ def choose(
             found = each
             break
         rejected[each] = reason
-    if key is not None:
+    if key is not None and packed.parents is None:
         _chosen.setdefault(key, found)
     words = f"scan by {'Triton' if found == TRITON else found}"
     if found == DOCUMENTS:
         words = _divided(_request(function, libraries[-1], args, kwargs))[1]
     if TRITON in rejected:
         words = f"{words}, not by Triton: {rejected.pop(TRITON)}"
-    return ScanChoice(found, words + measured(name, found, packed), tuple(rejected.items()))
+    if packed.parents is None:
+        words += measured(name, found, packed)
+    else:
+        words += ", which hands states on" if found == TRITON else ", on whole documents"
+    return ScanChoice(found, words, tuple(rejected.items()))
 
 
 def run(
@@ -126,9 +136,14 @@ def run(
     Returns:
         What ``function`` returns, states None.
     """
-    refuse_parents(packed, "a scan")
     if choice.implementation == TRITON:
         return triton.scan(name, packed, args, kwargs)
+    if packed.parents is not None:
+
+        def on_documents(*args: Any, **kwargs: Any) -> Any:
+            return run(choice, name, function, libraries, documents(packed).packed, args, kwargs)
+
+        return along_documents(packed, on_documents, args, kwargs, shape=tuple(args[0].shape[:2]))
     if choice.fixed:
         return LIBRARIES[choice.implementation](packed, function, args, kwargs)
     return _uncompiled(choice.implementation, function, libraries, packed, args, kwargs)

@@ -8,9 +8,12 @@ device and shapes depend on T and the number of segments alone, so it runs in co
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from packing_core.errors import LayoutError, UnsupportedError
+from torch_backend.ops.forests import by_levels
 from torch_backend.ops.scan.chunks import chunk_length, scan, scan_with_states, unsupported
 from torch_backend.ops.scan.gated_delta import operators as delta
 from torch_backend.ops.scan.linear_attention import any_width as decay
@@ -42,7 +45,7 @@ def gated_delta_rule(
         v: [T, H, V], H a multiple of Q; head h of v reads head h // (H / Q) of q and k.
         g: [T, H], the log of the decay, at most 0.
         beta: [T, H], the strength with which v is written, or None for 1, and then nothing is corrected.
-        packed: the segments; they cover all T tokens.
+        packed: the segments; they cover all T tokens. One that continues another starts from the state of that.
         scale: of the output; K ** -0.5 by default.
         corrects: whether what the state holds for k is taken off v first.
         skip: [H], how much of v is added to the output as it is: D of Mamba-2. None for nothing.
@@ -58,6 +61,10 @@ def gated_delta_rule(
     if skip is not None and skip.shape != v.shape[1:2]:
         raise LayoutError(f"skip must be {list(v.shape[1:2])}, a number for each head of v, got {list(skip.shape)}")
     linearly = beta is None or not corrects
+    if packed.parents is not None:
+        with_states = partial(gated_delta_rule_with_states, scale=scale, corrects=corrects)
+        out = by_levels(packed, with_states, q, k, v, g, beta)
+        return out if skip is None else out + (skip[:, None] * v).to(out.dtype)
     if linearly and linear.serves(q, v):
         return linear.linear_attention(q, k, v, g, beta, skip, packed, scale)
     out = scan(decay.decayed_scan if linearly else delta.delta_scan, (q, k, v, g, beta), packed, scale)

@@ -6,10 +6,13 @@ Triton kernels of :mod:`.kernels`, as :mod:`torch_backend.ops.scan.gated_delta.d
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from packing_core.errors import LayoutError, UnsupportedError
+from torch_backend.ops.forests import by_levels
 from torch_backend.ops.operators import operator
 from torch_backend.ops.scan.chunks import (
     CHUNK,
@@ -48,6 +51,8 @@ def kimi_delta_rule(
         UnsupportedError: Triton does not run on these tensors, or their heads are of other widths.
     """
     _check(q, k, v, g, beta, packed)
+    if packed.parents is not None:
+        return by_levels(packed, partial(kimi_delta_rule_with_states, scale=scale), q, k, v, g, beta)
     return scan(_scan, (q, k, v, g, beta), packed, scale)
 
 

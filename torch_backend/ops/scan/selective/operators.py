@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from packing_core.errors import LayoutError, UnsupportedError
+from torch_backend.ops.forests import by_levels
 from torch_backend.ops.operators import operator, runs_triton
 from torch_backend.ops.scan.chunks import in_whole_chunks, like, placed
 from torch_backend.segments import PackedMetadata
@@ -109,6 +110,12 @@ def diagonal_scan(u: Tensor, g: Tensor, A: Tensor, B: Tensor, C: Tensor, packed:
         UnsupportedError: Triton does not run on these tensors, or N is another.
     """
     _check(u, g, A, B, C, packed)
+    if packed.parents is not None:
+
+        def with_states(u: Tensor, g: Tensor, B: Tensor, C: Tensor, *rest: Any, **initial: Any) -> Any:
+            return diagonal_scan_with_states(u, g, A, B, C, *rest, **initial)
+
+        return by_levels(packed, with_states, u, g, B, C)
     return _DiagonalScan.apply(u, g, A, B, C, None, packed.cu_seqlens, packed.seq_idx)[0]
 
 
