@@ -163,6 +163,9 @@ if TYPE_CHECKING:
         PackedRows as PackedRows,
     )
     from torch_backend import (
+        PackedVisionDataset as PackedVisionDataset,
+    )
+    from torch_backend import (
         RoutingRecord as RoutingRecord,
     )
     from torch_backend import (

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from torch_backend.auditing.trainer import TrainerReport
     from torch_backend.collate import PackedCollator, with_boundaries
     from torch_backend.collate.loading import PackedRows, StreamedRows
+    from torch_backend.collate.vision_dataset import PackedVisionDataset
     from torch_backend.hf.explaining import explain
     from torch_backend.hf.routing.contexts import record_routing, replay_routing
     from torch_backend.hf.routing.record import RoutingRecord
@@ -30,6 +31,7 @@ _HOME: dict[str, str] = {
     "PackedCollator": "torch_backend.collate",
     "PackedMetadata": "torch_backend.segments",
     "PackedRows": "torch_backend.collate.loading",
+    "PackedVisionDataset": "torch_backend.collate.vision_dataset",
     "RoutingRecord": "torch_backend.hf.routing.record",
     "StreamedRows": "torch_backend.collate.loading",
     "TokenLogprobs": "torch_backend.losses.token_logprobs",
@@ -60,6 +62,7 @@ __all__ = [
     "PackedCollator",
     "PackedMetadata",
     "PackedRows",
+    "PackedVisionDataset",
     "RoutingRecord",
     "StreamedRows",
     "TokenLogprobs",

@@ -34,6 +34,7 @@ def test_every_example_is_run_here():
         "reward.py",
         "grpo.py",
         "shared_prefixes.py",
+        "vision.py",
         "fsdp2.py",
         "context_parallel.py",
         "deepspeed_zero3.py",
@@ -239,6 +240,13 @@ def test_the_gate_rejects_a_causal_mask_and_passes_the_document_mask():
 def test_other_stacks_are_audited_as_they_are(capsys):
     text = output_here("audit_other_stack.py", capsys)
     assert "by hand: contaminated" in text and "DataCollatorWithFlattening: " in text
+
+
+@pytest.mark.slow
+def test_chats_with_images_train_in_packed_rows():
+    text = output("vision.py")
+    losses = [float(line.split()[-1]) for line in text.splitlines()[-3:]]
+    assert "24 chats in 5 rows, 98% full" in text and losses == sorted(losses, reverse=True)
 
 
 @pytest.mark.slow

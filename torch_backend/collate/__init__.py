@@ -31,6 +31,7 @@ from packing_core.planning.pieces import positive
 from torch_backend.collate.document_labels import LABELS, check_whole, in_order, take_numbers
 from torch_backend.collate.shared import pack_shared, sharing
 from torch_backend.collate.tokens import EVERY_LABEL, check_first_labels, every_label, masked, with_every_label
+from torch_backend.collate.vision import Loss, VisionReader
 from torch_backend.seal import SEALED
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,10 @@ class PackedCollator:
             segments of n tokens after b tokens of their ancestors is ``a sum(n) + s sum(n (n + 2 b))``: a token and an
             attention pair by ``Cost.from_config(model.config)``. Losses are then computed by ``make_train_step``,
             ``causal_lm_loss`` or ``token_logprobs``.
+        processor: of a vision-language model. Features are then examples with images, raw or processed, or rows of a
+            ``PackedVisionDataset`` (:class:`torch_backend.collate.vision.VisionReader`). Image tokens are never trained
+            and images never cut.
+        loss: what is trained of a chat with images, ``"all"`` or the ``"assistant"``'s turns.
         masking: a ``DataCollatorForLanguageModeling`` with ``mlm=True``, which hides tokens of every batch and makes
             the labels, for masked language models.
         plan_options: ``overflow``, ``max_segments`` and the other options of ``packing_core.plan``.
@@ -83,6 +88,8 @@ class PackedCollator:
         bucket: int = 1,
         share_prefix: bool | Literal["auto"] = False,
         masking: Any = None,
+        processor: Any = None,
+        loss: Loss = "all",
         **plan_options: Any,
     ) -> None:
         configs = _checked_configs(model)
@@ -106,6 +113,10 @@ class PackedCollator:
         self.share_prefix = sharing(share_prefix, model, masking)
         self.cost = cost_of(configs)
         self.plan_options = {"seed": None, **plan_options}
+        self.vision = None if processor is None else VisionReader(model, processor, loss=loss)
+        if self.vision is not None:
+            self._check_options_with_images()
+            self.pad_id = self.vision.pad_id(self.pad_id)
         self._warned = False
 
     def __call__(self, features: PackedBatch | Sequence[Any]) -> Batch:
@@ -127,6 +138,9 @@ class PackedCollator:
             LayoutError: the features contradict each other, or a document is split or there twice and the model
                 classifies documents.
         """
+        if self.vision is not None and len(features):
+            rows = self.vision.rows(features, self.pack, self.capacity, self.plan_options.get("overflow", "error"))
+            return self.vision.emit(self._emit(rows.batch), rows)
         if isinstance(features, PackedBatch):
             return self._emit(features)
         if len(features) == 0:
@@ -134,6 +148,13 @@ class PackedCollator:
         if isinstance(features[0], PackedBatch):
             return self._emit(concatenate(features))
         return self._emit(self.pack(features))
+
+    def _check_options_with_images(self) -> None:
+        """Raise if an option has no meaning for documents with images."""
+        if self.share_prefix is not False or self.masking is not None:
+            raise UnsupportedError("documents with images share no prefixes and hide no tokens: leave the option out")
+        if self.labels_every_token or self.labels_documents:
+            raise UnsupportedError("processor= serves models of the next token: pack text alone for classifiers")
 
     def _emit(self, batch: PackedBatch) -> Batch:
         every_token = self.labels_every_token and self.masking is None

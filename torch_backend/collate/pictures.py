@@ -1,0 +1,74 @@
+"""The images of a raw example, decoded: those in its messages, and those of its columns ``images`` and ``image``."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from packing_core.errors import LayoutError, PackingError, first_line
+from packing_core.extras import require
+
+_SOURCES = ("image", "path", "url", "base64")  # where a part of a message may have its image
+
+
+def pictures_of(example: Mapping[str, Any], where: str) -> list[Any]:
+    """Decodes the images of an example as RGB, in the order of their places.
+
+    Args:
+        example: ``images``, a list, or ``image``; and ``messages`` or a ``prompt`` whose parts may have images of their
+            own (``{"type": "image", "image": ...}``, ``path`` or ``url``). Each is a PIL image, a path, a URL, an array
+            [H, W, 3] or [H, W] of bytes, or ``{"bytes": ..., "path": ...}`` as ``datasets`` stores them.
+        where: what messages call the example.
+
+    Raises:
+        PackingError: an image cannot be decoded.
+        LayoutError: there are more or fewer images than places without one.
+    """
+    given = example.get("images")
+    if given is None:
+        given = [] if example.get("image") is None else [example["image"]]
+    listed = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    chat = example.get("messages") if example.get("messages") is not None else example.get("prompt")
+    parts = [part for part in _parts(() if isinstance(chat, str) else chat or ()) if part.get("type") == "image"]
+    own = [next((part[name] for name in _SOURCES if part.get(name) is not None), None) for part in parts]
+    free = sum(one is None for one in own)
+    if parts and free != len(listed):
+        raise LayoutError(f"{where} has {free} places for images and {len(listed)} images: they must agree")
+    rest = iter(listed)
+    images = [one if one is not None else next(rest) for one in own] if parts else listed
+    return [_decode(image, f"{where}: image {number}") for number, image in enumerate(images)]
+
+
+def asks_for_video(example: Mapping[str, Any], turns: Iterable[Mapping[str, Any]]) -> bool:
+    """Returns whether an example has videos, in its columns or in its messages."""
+    shown = any(example.get(name) is not None and len(example[name]) for name in ("videos", "video"))
+    return shown or any(part.get("type") == "video" for part in _parts(turns))
+
+
+def _parts(turns: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    contents = [turn.get("content") for turn in turns]
+    return [part for content in contents if content and not isinstance(content, str) for part in content]
+
+
+def _decode(image: Any, what: str) -> Any:
+    pil = require("PIL.Image", extra="hf", distribution="pillow")
+    try:
+        if isinstance(image, Mapping):
+            image = image["bytes"] if image.get("bytes") is not None else image["path"]
+        if isinstance(image, bytes):
+            image = pil.open(io.BytesIO(image))
+        elif isinstance(image, str) and image.startswith(("http://", "https://", "data:")):
+            image = require("transformers.image_utils", extra="hf").load_image(image)
+        elif hasattr(image, "__array__") and not isinstance(image, pil.Image):
+            image = pil.fromarray(np.asarray(image))
+        elif not isinstance(image, pil.Image):
+            image = pil.open(image)
+        return image.convert("RGB")
+    except Exception as error:
+        raise PackingError(
+            f"{what} cannot be decoded ({type(error).__name__}: {first_line(error)}): repair it or leave out "
+            "the example"
+        ) from error

@@ -1,0 +1,330 @@
+"""Examples with images to documents: token ids, what is trained, positions, and the tensors of the images.
+
+A raw or processed example -> :class:`VisionReader`, which runs the processor and checks its result ->
+:class:`VisionDocument`. The documents' columns are packed like any others; their image tensors stay beside the rows
+(:class:`VisionRows`), and :meth:`VisionReader.emit` puts them into the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from packing_core import PackedBatch
+from packing_core.batches.columns import TRAINED, trained_tokens
+from packing_core.batches.joining import concatenate
+from packing_core.errors import CapacityError, LayoutError, PackingError, UnsupportedError, first_line
+from torch_backend.collate.image_tensors import Images, join_images
+from torch_backend.collate.pictures import asks_for_video, pictures_of
+
+if TYPE_CHECKING:  # a collator is used where transformers is not installed, too
+    from torch_backend.hf.anatomy.vision import Vision
+
+Loss = Literal["all", "assistant"]
+Pack = Callable[[Sequence[Mapping[str, Any]]], PackedBatch]
+# Columns with the three axes of a document's positions, less those of text: 0 at text and in padding.
+AXES = ("_axis_0", "_axis_1", "_axis_2")
+RAW = ("messages", "prompt", "completion", "text", "images", "image", "videos", "video")
+_TYPES = ("mm_token_type_ids", "token_type_ids")
+# What a processor says of the characters of its text, and no model reads.
+_OF_CHARACTERS = ("offset_mapping", "text_replacement_offsets")
+_WITHOUT_SPECIAL = {"add_special_tokens": False}  # chat templates write them
+
+
+@dataclass(frozen=True)
+class VisionDocument:
+    """One document: its columns as ``read_examples`` takes them, [L] each, and the tensors of its images."""
+
+    columns: dict[str, Any]
+    images: Images
+
+
+@dataclass(frozen=True)
+class VisionRows:
+    """Packed rows, and the images of each of their segments; what a ``PackedVisionDataset`` gives."""
+
+    batch: PackedBatch
+    images: tuple[Images, ...]
+
+
+class VisionReader:
+    """Reads examples with images for one model.
+
+    Args:
+        model: the model.
+        processor: makes tokens and image tensors of raw examples. None takes processed examples alone.
+        loss: what is trained of ``messages``: every text token, or the assistant's turns, which the chat template has
+            to mark by ``{% generation %}``. Of ``prompt`` and ``completion`` it is the completion.
+        collate: makes a batch of one example in place of the processor, such as the collator of a trainer; its labels
+            are kept as they are.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        processor: Any = None,
+        *,
+        loss: Loss = "all",
+        collate: Callable[[list[Any]], Mapping[str, Any]] | None = None,
+    ) -> None:
+        from torch_backend.hf.anatomy.vision import check_processor, vision_of
+
+        if not isinstance(model, nn.Module):
+            raise PackingError("processor= needs the model, by which documents get their positions: pass it first")
+        if loss not in get_args(Loss):
+            raise PackingError(f'loss is {loss!r}: pass "all" or "assistant"')
+        self.vision: Vision = vision_of(model)
+        if processor is not None:
+            check_processor(processor, model)
+        self.processor = processor
+        self.loss = loss
+        self.collate = collate
+        self.name = type(processor or collate).__name__
+
+    def pad_id(self, default: int) -> int:
+        """Returns the token that fills padding, which the processor's tokeniser knows better than some configs."""
+        known = getattr(getattr(self.processor, "tokenizer", None), "pad_token_id", None)
+        return default if known is None else int(known)
+
+    def read(self, example: Mapping[str, Any], where: str) -> VisionDocument:
+        """The document of an example.
+
+        Args:
+            example: ``messages``, ``prompt`` and ``completion`` or ``text``, with ``images`` or ``image``; or what the
+                processor makes of them, ``input_ids`` and the tensors of the images.
+            where: what messages call the example.
+
+        Raises:
+            PackingError: the example cannot be used; the message says where and why.
+        """
+        if not isinstance(example, Mapping):
+            raise LayoutError(f"{where} is a {type(example).__name__}: pass a mapping")
+        if self.collate is not None:
+            found = self._called(where, self.collate, [dict(example)])
+        elif example.get("input_ids") is not None:
+            found = {name: value for name, value in example.items() if name not in RAW}
+        else:
+            found = self._process(example, where)
+        return self._checked(found, where)
+
+    def rows(self, features: Any, pack: Pack, capacity: int | None, overflow: str) -> VisionRows:
+        """The rows of features: :class:`VisionRows`, or examples that ``pack`` packs under ``overflow``."""
+        if isinstance(features, VisionRows):
+            return features
+        if len(features) and isinstance(features[0], VisionRows):
+            joined = concatenate([rows.batch for rows in features])
+            return VisionRows(joined, tuple(images for rows in features for images in rows.images))
+        documents = []
+        for number, example in enumerate(features):
+            documents.append(self.read(example, f"example {number}"))
+            self.check_length(documents[-1], capacity, overflow, f"example {number}")
+        return rows_of(pack([document.columns for document in documents]), documents.__getitem__)
+
+    def check_length(self, document: VisionDocument, capacity: int | None, overflow: str, where: str) -> None:
+        """Raises CapacityError if a row cannot hold a document's images, which are never cut."""
+        ids = torch.as_tensor(document.columns["input_ids"])
+        if not document.images or capacity is None or len(ids) <= capacity or overflow == "drop":
+            return
+        shown = torch.isin(ids, torch.tensor(sorted(self.vision.placeholders))).nonzero()[:, 0]
+        if overflow == "truncate" and int(shown[-1]) < capacity:
+            return
+        cuts = "" if overflow == "error" else f', and overflow="{overflow}" would cut an image or part it from its text'
+        raise CapacityError(
+            f"{where} has {len(ids):,} tokens, {len(shown):,} of them of images, and capacity is {capacity:,}{cuts}: "
+            'raise capacity, let the processor make images smaller, or pass overflow="drop"'
+        )
+
+    def emit(self, batch: dict[str, Any], rows: VisionRows) -> dict[str, Any]:
+        """A collated batch with the images of its rows and, in M-RoPE families, positions on three axes."""
+        axes = [batch.pop(name) for name in AXES if name in batch]
+        if axes:
+            batch["position_ids"] = batch["position_ids"] + torch.stack(axes)
+        count = len(batch["input_ids"])
+        numbers = rows.batch.rows.tolist() if count == len(rows.batch) else [0] * rows.batch.n_segments
+        return batch | join_images(rows.images, numbers, count, in_rows=self.vision.in_rows)
+
+    # -- raw examples --------------------------------------------------------------------------------------------------
+
+    def _process(self, example: Mapping[str, Any], where: str) -> dict[str, Any]:
+        if self.processor is None:
+            raise LayoutError(f"{where} has no input_ids, only {', '.join(example)}: pass processor=, or process it")
+        turns = [turn for name in ("messages", "prompt", "completion") for turn in _turns(example.get(name))]
+        if asks_for_video(example, turns):
+            raise UnsupportedError(
+                f"{where} has a video: run the processor on it first, and pass input_ids with pixel_values_videos"
+            )
+        pictures = pictures_of(example, where)
+        if example.get("messages") is not None:
+            return self._messages(_with_pictures(example["messages"], pictures, where), where)
+        if example.get("prompt") is not None and example.get("completion") is not None:
+            return self._completion(example["prompt"], example["completion"], pictures, where)
+        if example.get("text") is not None:
+            return self._tokens(example["text"], pictures, where)
+        raise LayoutError(
+            f"{where} has neither messages, prompt and completion, text nor input_ids, only {', '.join(example)}"
+        )
+
+    def _messages(self, messages: list[dict[str, Any]], where: str) -> dict[str, Any]:
+        marks = self.loss == "assistant"
+        found = self._called(
+            where,
+            self.processor.apply_chat_template,
+            [messages],
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            return_assistant_tokens_mask=marks,
+            processor_kwargs=dict(_WITHOUT_SPECIAL),
+        )
+        if marks and not np.asarray(found["assistant_masks"]).any():
+            raise PackingError(
+                f"{where}: the chat template marks no turn of the assistant by {{% generation %}}: pass such a "
+                'template, loss="all", or prompt and completion'
+            )
+        return found
+
+    def _completion(self, prompt: Any, completion: Any, pictures: list[Any], where: str) -> dict[str, Any]:
+        if not isinstance(prompt, str):
+            turns = _with_pictures(prompt, pictures, where)
+            pictures = [part["image"] for turn in turns for part in turn["content"] if part["type"] == "image"]
+            write = self.processor.apply_chat_template
+            whole = self._called(where, write, [*turns, *_with_pictures(completion, [], where)], tokenize=False)
+            prompt = self._called(where, write, turns, tokenize=False, add_generation_prompt=True)
+            if not whole.startswith(prompt):
+                raise PackingError(
+                    f"{where}: the chat template writes the prompt differently when a completion follows: pass strings"
+                )
+            completion = whole[len(prompt) :]
+        found = self._tokens(prompt, pictures, where)
+        ids = self.processor.tokenizer(completion, **_WITHOUT_SPECIAL)["input_ids"]
+        before = len(np.asarray(found["input_ids"]).reshape(-1))
+        for name, values in {"input_ids": ids, **dict.fromkeys(_TYPES, [0] * len(ids))}.items():
+            if name in found:
+                found[name] = np.append(np.asarray(found[name]).reshape(-1), np.array(values, np.int64))
+        found.pop("attention_mask", None)
+        return {**found, "completion_mask": np.arange(before + len(ids)) >= before}
+
+    def _tokens(self, text: str, pictures: list[Any], where: str) -> dict[str, Any]:
+        mark = getattr(self.processor, "image_token", None)
+        if mark is not None and text.count(mark) != len(pictures):
+            raise LayoutError(
+                f"{where} has {text.count(mark)} placeholders {mark} and {len(pictures)} images: they must agree"
+            )
+        images = [pictures] if pictures else None
+        return self._called(where, self.processor, text=[text], images=images, return_tensors="pt", **_WITHOUT_SPECIAL)
+
+    def _called(self, where: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """The result of another library's function, whose errors say where."""
+        try:
+            found = function(*args, **options)
+        except PackingError:
+            raise
+        except Exception as error:
+            raise PackingError(f"{where}: {self.name} raised {type(error).__name__}: {first_line(error)}") from error
+        return dict(found) if isinstance(found, Mapping) else found
+
+    # -- processed examples --------------------------------------------------------------------------------------------
+
+    def _checked(self, found: Mapping[str, Any], where: str) -> VisionDocument:
+        """The document of a processor's result for one example."""
+        found = {name: value for name, value in found.items() if value is not None and name not in _OF_CHARACTERS}
+        ids = np.asarray(found.pop("input_ids")).reshape(-1).astype(np.int64)
+        columns: dict[str, Any] = {"input_ids": ids}
+        images: dict[str, Tensor] = {}
+        for name, value in found.items():
+            if name in self.vision.keys:
+                images[name] = self._tensor(name, value)
+            elif (column := np.asarray(value)).size == len(ids) and column.shape in (ids.shape, (1, len(ids))):
+                columns[name] = column.reshape(-1)
+            else:
+                raise UnsupportedError(
+                    f"{where} has {name} of shape {list(column.shape)}, which {self.vision.model} is not known to be "
+                    f"exact with in packed rows: leave it out, or pass the processor of the model"
+                )
+        images = images if any(name.startswith("pixel_values") for name in images) else {}
+        columns = _without_padding(columns, where)
+        types = columns.pop(_TYPES[0], None)
+        columns.pop(_TYPES[1], None)
+        ids_L = torch.from_numpy(columns["input_ids"])
+        self.vision.check(ids_L, images, where)
+        if self.collate is None:  # image tokens are never trained
+            trained = trained_tokens(columns)
+            columns = {name: column for name, column in columns.items() if name not in TRAINED}
+            shown = np.isin(columns["input_ids"], list(self.vision.placeholders))
+            columns["loss_mask"] = ~shown if trained is None else trained & ~shown
+        if self.vision.indexer is not None:
+            columns |= self._axes(ids_L, images, types, where)
+        return VisionDocument(columns, images)
+
+    def _tensor(self, name: str, value: Any) -> Tensor:
+        tensor = value if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))
+        if tensor.dtype == torch.float64:
+            tensor = tensor.float()
+        rows_of_images = {"pixel_values": 5, "pixel_attention_mask": 4}.get(name)
+        return tensor[None] if self.vision.in_rows and tensor.ndim + 1 == rows_of_images else tensor
+
+    def _axes(self, ids: Tensor, images: Images, types: Any, where: str) -> dict[str, NDArray[np.int64]]:
+        positions = torch.arange(len(ids)).expand(3, -1)
+        if images:
+            given = None if types is None else torch.as_tensor(types).long()
+            positions = self._called(where, self.vision.positions, ids, images, given)
+        text = torch.arange(len(ids))
+        return {name: (axis - text).numpy() for name, axis in zip(AXES, positions, strict=True)}
+
+
+def rows_of(batch: PackedBatch, document: Callable[[int], VisionDocument]) -> VisionRows:
+    """Rows with the images of their segments; ``document`` gives that of a source."""
+    return VisionRows(batch, tuple(document(source).images for source in batch.sources.tolist()))
+
+
+def _turns(value: Any) -> Sequence[Any]:
+    return () if value is None or isinstance(value, str) else value
+
+
+def _with_pictures(messages: Any, pictures: list[Any], where: str) -> list[dict[str, Any]]:
+    """Messages whose content is a list of parts, with the images of the example in them.
+
+    Images without a place stand before the text of the first user's message, as in TRL.
+    """
+    left, turns, placed = list(pictures), [], False
+    marked = any(_is_picture(part) for turn in messages for part in _parts(turn))
+    for turn in messages:
+        parts = [dict(part) for part in _parts(turn)]
+        if turn.get("role") == "user" and not marked and not placed:
+            parts, placed = [{"type": "image"} for _ in left] + parts, True
+        turns.append({**turn, "content": parts})
+    places = [part for turn in turns for part in turn["content"] if _is_picture(part)]
+    if len(places) != len(left):
+        raise LayoutError(f"{where} has {len(places)} places for images and {len(left)} images: they must agree")
+    for part, picture in zip(places, left, strict=True):
+        part.clear()
+        part.update(type="image", image=picture)
+    return turns
+
+
+def _parts(turn: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    content = turn.get("content")
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return [{name: value for name, value in part.items() if value is not None} for part in content or ()]
+
+
+def _is_picture(part: Mapping[str, Any]) -> bool:
+    return part.get("type") == "image"
+
+
+def _without_padding(columns: dict[str, Any], where: str) -> dict[str, Any]:
+    """Columns of the real tokens, which the attention mask marks."""
+    mask = columns.pop("attention_mask", None)
+    if mask is None or np.all(mask == 1):
+        return columns
+    real = np.flatnonzero(mask)
+    if not len(real) or real[-1] - real[0] + 1 != len(real):
+        raise LayoutError(f"{where} has an attention_mask with a hole, or of zeros: it marks padding at either end")
+    return {name: column[real] for name, column in columns.items()}

@@ -1,0 +1,150 @@
+"""Describes how a family takes images: which tensors, which tokens stand for them, and at which positions.
+
+A model -> :func:`vision_of` -> :class:`Vision`, which holds no weights, so a collator with one pickles into a worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
+from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE
+from torch_backend.hf.anatomy.structure import causal_lm
+
+PIXELS = ("pixel_values", "pixel_values_videos")
+GRIDS = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
+# Families whose processors give a row of images to each row of tokens, pixel_values [B, images, ...].
+ROWS_OF_IMAGES = ("idefics2", "idefics3", "smolvlm")
+_PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+# Sizes that a processor and a vision tower must agree on: attribute of the image processor, fields of the tower.
+_SIZES = {
+    "patch_size": ("patch_size",),
+    "temporal_patch_size": ("temporal_patch_size",),
+    "merge_size": ("spatial_merge_size",),
+}
+
+
+@dataclass(frozen=True)
+class Vision:
+    """Describes the images of a family.
+
+    Attributes:
+        model: the class of the model, for messages.
+        keys: the tensors that images and videos come as.
+        placeholders: ids of the tokens whose embeddings are replaced by those of images.
+        in_rows: whether ``pixel_values`` has the images of each row of tokens in a row of its own.
+        merge: tokens of a grid are its patches divided by this; None where there are no grids.
+        indexer: an object without weights whose ``get_rope_index`` numbers a document; None without M-RoPE.
+    """
+
+    model: str
+    keys: frozenset[str]
+    placeholders: frozenset[int]
+    in_rows: bool
+    merge: int | None
+    indexer: Any
+
+    def positions(self, ids: Tensor, images: Mapping[str, Tensor], types: Tensor | None) -> Tensor:
+        """Returns the positions of one document [3, L], by the family's own ``get_rope_index``.
+
+        Args:
+            ids: int64 [L].
+            images: the tensors of its images and videos.
+            types: int64 [L], 0 for text, 1 for images and 2 for videos; by default as the token ids say.
+        """
+        if types is None:
+            config = self.indexer.config
+            types = (ids == config.image_token_id).long() + 2 * (ids == getattr(config, "video_token_id", -1)).long()
+        given = {name: images.get(name) for name in (*GRIDS.values(), "second_per_grid_ts") if name in images}
+        found: Tensor = self.indexer.get_rope_index(ids[None], mm_token_type_ids=types[None], **given)[0]
+        return found[:, 0].long()
+
+    def check(self, ids: Tensor, images: Mapping[str, Tensor], where: str) -> None:
+        """Raises LayoutError if a document's placeholders and its images disagree."""
+        marked = int(torch.isin(ids, torch.tensor(sorted(self.placeholders))).sum())
+        pixels = [name for name in PIXELS if name in images]
+        if self.merge is not None:
+            for name in pixels:
+                if GRIDS[name] not in images:
+                    raise LayoutError(f"{where} has {name} without {GRIDS[name]}: pass both, as the processor does")
+            grids = [images[GRIDS[name]] for name in pixels]
+            tokens = sum(int(grid.prod(-1).sum()) for grid in grids) // self.merge
+            patches = sum(int(grid.prod(-1).sum()) for grid in grids)
+            given = sum(len(images[name]) for name in pixels)
+            if patches != given:
+                raise LayoutError(f"{where} has {given:,} patches of pixels and grids of {patches:,}: they must agree")
+            if tokens != marked:
+                raise LayoutError(
+                    f"{where} has {marked:,} image tokens and images of {tokens:,}: placeholders and images must agree"
+                )
+        elif bool(marked) != bool(pixels):
+            has = f"{marked:,} image tokens and no pixel_values" if marked else "pixel_values and no image tokens"
+            raise LayoutError(f"{where} has {has}: placeholders and images must agree")
+
+
+def vision_of(model: nn.Module) -> Vision:
+    """Describes how a model takes images.
+
+    Raises:
+        UnsupportedModelError: it takes none, or is not known to be exact with packed images.
+    """
+    root = causal_lm(model)
+    config: Any = root.config
+    keys = EXACT_KEYS.get(config.model_type, frozenset())
+    if "pixel_values" not in keys:
+        raise UnsupportedModelError(
+            f"{type(root).__name__} is not known to be exact with images in packed rows: pack text alone, without "
+            "processor=, and give the model documents with images unpacked"
+        )
+    indexer = None
+    if config.model_type in M_ROPE:
+        own = next(module for module in root.modules() if hasattr(type(module), "get_rope_index"))
+        indexer = object.__new__(type(own))
+        nn.Module.__init__(indexer)
+        indexer.config = own.config
+    merge = getattr(config.vision_config, "spatial_merge_size", None) if indexer is not None else None
+    return Vision(
+        model=type(root).__name__,
+        keys=keys - {"mm_token_type_ids"},
+        placeholders=frozenset(
+            number for name in _PLACEHOLDERS if isinstance(number := getattr(config, name, None), int)
+        ),
+        in_rows=config.model_type in ROWS_OF_IMAGES,
+        merge=None if merge is None else merge**2,
+        indexer=indexer,
+    )
+
+
+def check_processor(processor: Any, model: nn.Module) -> None:
+    """Raises PackingError if a processor is not one for a model: other image tokens, or other sizes of patches."""
+    root = causal_lm(model)
+    config: Any = root.config
+    name, kind = type(processor).__name__, type(root).__name__
+    tokenizer = getattr(processor, "tokenizer", None)
+    if tokenizer is None or getattr(processor, "image_processor", None) is None:
+        raise PackingError(
+            f"processor is a {name}, which has no tokenizer and image_processor: pass transformers.AutoProcessor"
+            ".from_pretrained(...) of the model"
+        )
+    known = [getattr(config, field, None) for field in _PLACEHOLDERS]
+    its = {getattr(processor, "image_token_id", None), getattr(tokenizer, "image_token_id", None)}
+    its |= {*(getattr(processor, "image_token_ids", None) or ())}
+    if not its & {number for number in known if number is not None}:
+        raise PackingError(
+            f"{name} marks images by the token {sorted(x for x in its if x is not None)} and {kind} expects "
+            f"{sorted(x for x in known if x is not None)}: pass the processor of the model"
+        )
+    tower = getattr(config, "vision_config", None)
+    for field, names in _SIZES.items():
+        ours = getattr(processor.image_processor, field, None)
+        theirs = next((x for one in names if isinstance(x := getattr(tower, one, None), int)), None)
+        if isinstance(ours, int) and theirs is not None and ours != theirs:
+            raise PackingError(
+                f"the image processor of {name} has {field}={ours} and the tower of {kind} {theirs}: pass the "
+                "processor of the model"
+            )
