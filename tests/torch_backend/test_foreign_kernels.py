@@ -21,7 +21,7 @@ from tests.torch_backend.test_train_step import graphs as graphs
 from tests.torch_backend.test_trainer import llama
 from torch_backend import explain, make_train_step, patch
 from torch_backend.hf.edits.rebinding import rebound
-from torch_backend.hf.foreign_kernels import replaced_modules, without_kernels
+from torch_backend.hf.foreign_kernels import replaced_modules, unknown_part, without_kernels
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.steps.fast_backward import why_not_compiled
 
@@ -103,6 +103,27 @@ def test_a_model_that_was_there_before_is_compiled_as_it_is(graphs: SimpleNamesp
     on_instances(llama())
     graphs.model = earlier
     assert trained(earlier)[1]["layers"] == "compiled"
+
+
+_dispatch = kernel("_swiglu_dispatch")
+
+
+def _swiglu_forward(self: Any, x: torch.Tensor) -> Any:
+    return self.down_proj(_dispatch(self.gate_proj(x), self.up_proj(x)))
+
+
+def test_functions_of_a_forward_that_gives_way_do_not_matter() -> None:
+    """A model that was made after Liger replaced the class of its MLP."""
+    members = {"__module__": "liger_kernel.transformers", "forward": _swiglu_forward}
+    model, kind = llama(), type("LigerSwiGLUMLP", (nn.Module,), members)
+    for layer in model.model.layers:
+        layer.mlp.__class__ = kind
+    assert unknown_part(model.model.layers) is None
+    mlp, x = model.model.layers[0].mlp, torch.randn(2, 32)
+    with without_kernels(replaced_modules(model.model.layers)):
+        torch.testing.assert_close(mlp(x), llama().model.layers[0].mlp(x))
+    with pytest.raises(Reached, match="_swiglu_dispatch"):
+        mlp(x)
 
 
 def test_unsloths_class_gives_way_to_the_one_it_derives_from() -> None:

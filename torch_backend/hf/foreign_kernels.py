@@ -55,15 +55,16 @@ def replaced_modules(layers: Iterable[nn.Module]) -> dict[nn.Module, type[nn.Mod
 def unknown_part(layers: Iterable[nn.Module]) -> str | None:
     """Describes a module or a function in some layers that plain operations cannot replace; None if there is none."""
     layers = list(layers)
-    for module, plain in replaced_modules(layers).items():
+    replaced = replaced_modules(layers)
+    for module, plain in replaced.items():
         if plain is None:
             return f"{library_of(type(module))}'s {type(module).__name__}"
-    for layer in layers:
-        for module in layer.modules():
-            functions = {n: f for n, f in called(original_class(module).forward).items() if not isclass(f)}
-            name = next((n for n, f in functions.items() if library_of(f) and not _is_plain_here(module, n, f)), None)
-            if name is not None:
-                return f"{library_of(functions[name])}'s {name}"
+    for module in (m for layer in layers for m in layer.modules()):
+        kind = replaced.get(module) or original_class(module)
+        functions = {n: f for n, f in called(kind.forward).items() if not isclass(f)}
+        name = next((n for n, f in functions.items() if library_of(f) and not _is_plain_here(module, n, f)), None)
+        if name is not None:
+            return f"{library_of(functions[name])}'s {name}"
     return None
 
 
