@@ -111,7 +111,7 @@ def _rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
     if self.casting_mode == "gemma":
         return ((self.offset + self.weight.float()) * x).to(hidden_states.dtype)
     weight = self.offset + self.weight if self.offset else self.weight
-    return weight * x.to(hidden_states.dtype)  # type: ignore[no-any-return]
+    return weight * x.to(hidden_states.dtype)
 
 
 def _swiglu(self: Any, x: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ def own_forward(root: nn.Module) -> Iterator[None]:
     written, added = original_class(root), None
     if library_of(written.forward) == "Liger":  # the class itself was changed
         added = "forward" if type(root) is written else OUTER
-        root.__dict__[added] = MethodType(_in_file(written).forward, root)
+        root.__dict__[added] = MethodType(_in_file(written).forward, root)  # type: ignore[arg-type] # a class is hashable
     try:
         yield
     finally:

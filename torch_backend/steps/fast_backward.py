@@ -347,8 +347,7 @@ def _in_place_of_loss(model: nn.Module) -> str:
 def _in_place_of_kernels(model: nn.Module) -> str:
     """Names the modules that compiled layers run without the kernels of a library."""
     state = state_of(causal_lm(model))
-    found = {} if state is None else replaced_modules(layers_of(state.decoder))
-    if not found:
+    if state is None or not (found := replaced_modules(layers_of(state.decoder))):
         return ""
     names = sorted({name.rpartition(".")[2] for name, module in state.decoder.named_modules() if module in found})
     first = next(iter(found))
