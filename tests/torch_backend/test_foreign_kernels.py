@@ -98,6 +98,30 @@ def test_compiled_layers_run_the_forward_of_the_class(graphs: SimpleNamespace) -
         model.model(input_ids=torch.ones(1, 3, dtype=torch.long))
 
 
+def test_layers_without_kernels_share_one_graph() -> None:
+    torch._dynamo.reset()
+    model = llama()
+    on_instances(model)
+    liger = of_library(modeling_llama.LlamaRMSNorm, "LigerRMSNorm")
+    for layer in model.model.layers:  # as in a model that was made after Liger came
+        layer.input_layernorm.__dict__.pop("forward")
+        layer.input_layernorm.__class__ = liger
+    x = torch.randn(1, 7, 32)
+    graphs: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    with without_kernels(replaced_modules([model.model])):
+        for layer in model.model.layers:
+            for part in (layer.input_layernorm, layer.mlp):
+                part.compile(backend=backend, fullgraph=True, dynamic=False)
+                part(x)
+    torch._dynamo.reset()
+    assert len(graphs) == 2, "one of the norms, one of the MLPs"
+
+
 def test_a_model_that_was_there_before_is_compiled_as_it_is(graphs: SimpleNamespace) -> None:
     earlier = patch(llama(), verify=False).train()
     on_instances(llama())
