@@ -20,8 +20,9 @@ from tests.torch_backend.test_packed_step import assert_same, built
 from tests.torch_backend.test_train_step import graphs as graphs
 from tests.torch_backend.test_trainer import llama
 from torch_backend import explain, make_train_step, patch
+from torch_backend.hf.edits.override import override
 from torch_backend.hf.edits.rebinding import rebound
-from torch_backend.hf.foreign_kernels import replaced_modules, without_kernels
+from torch_backend.hf.foreign_kernels import replaced_modules, unknown_part, without_kernels
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.steps.fast_backward import why_not_compiled
 
@@ -142,6 +143,22 @@ def test_unsloths_class_gives_way_to_the_one_it_derives_from() -> None:
         model.model.norm(x)
 
 
+def passed_on(layer: nn.Module, call: Callable[..., Any], *args: Any) -> Any:
+    return call(*args)
+
+
+def test_a_forward_behind_an_override_of_ours_gives_way_too() -> None:
+    """Experts are overridden, and Liger may have come before."""
+    norm, right = llama().model.norm, llama().model.norm
+    norm.__dict__["forward"] = MethodType(kernel("LigerRMSNorm.forward"), norm)
+    override(norm, passed_on)
+    x = torch.randn(2, 32)
+    with without_kernels(replaced_modules([norm])):
+        torch.testing.assert_close(norm(x), right(x), rtol=0, atol=0)
+    with pytest.raises(Reached):
+        norm(x)
+
+
 @pytest.mark.parametrize("options", [{}, {"bf16": True}], ids=["float32", "autocast"])
 @pytest.mark.parametrize("forward", [True, False], ids=["with its loss", "without"])
 def test_a_trainer_that_applies_it_trains_as_without(
@@ -238,7 +255,7 @@ def test_ligers_classes_compute_what_the_replaced_class_does(kind: str, dtype: t
     ligers.load_state_dict(own.state_dict())
     x = torch.randn(3, 7, 32, dtype=dtype)
     found = replaced_modules([ligers])
-    assert list(found) == [ligers]
+    assert list(found) == [ligers] and unknown_part([ligers]) is None
     with without_kernels(found):
         torch.testing.assert_close(ligers(x), own(x), rtol=0, atol=0)
     assert type(ligers).__module__.startswith("liger_kernel.")

@@ -47,20 +47,28 @@ def replaced_modules(layers: Iterable[nn.Module]) -> dict[nn.Module, type[nn.Mod
     """
     found: dict[nn.Module, type[nn.Module] | None] = {}
     for module in (m for layer in layers for m in layer.modules()):
-        if library_of(type(module)) or library_of(module.__dict__.get("forward")):
+        if library_in(module):
             found[module] = _plain_class(type(module))  # type: ignore[arg-type] # a class is hashable
     return found
+
+
+def library_in(module: nn.Module) -> str | None:
+    """Names the library whose forward a module runs, None if it runs its own."""
+    own = [library_of(module.__dict__[name]) for name in _own_names(module)]
+    return library_of(type(module)) or next(iter(own), None)
 
 
 def unknown_part(layers: Iterable[nn.Module]) -> str | None:
     """Describes a module or a function in some layers that plain operations cannot replace; None if there is none."""
     layers = list(layers)
-    for module, plain in replaced_modules(layers).items():
+    replaced = replaced_modules(layers)
+    for module, plain in replaced.items():
         if plain is None:
             return f"{library_of(type(module))}'s {type(module).__name__}"
     for layer in layers:
         for module in layer.modules():
-            functions = {n: f for n, f in called(original_class(module).forward).items() if not isclass(f)}
+            written = replaced.get(module) or original_class(module)
+            functions = {n: f for n, f in called(written.forward).items() if not isclass(f)}
             name = next((n for n, f in functions.items() if library_of(f) and not _is_plain_here(module, n, f)), None)
             if name is not None:
                 return f"{library_of(functions[name])}'s {name}"
@@ -75,18 +83,22 @@ def _is_plain_here(module: nn.Module, name: str, function: Any) -> bool:
 @contextmanager
 def without_kernels(modules: Mapping[nn.Module, type[nn.Module] | None]) -> Iterator[None]:
     """Inside, modules found by :func:`replaced_modules` run plain operations."""
-    before = [(m, type(m), m.__dict__.pop("forward", None)) for m in modules]
+    before = [(m, type(m), {name: m.__dict__.pop(name) for name in _own_names(m)}) for m in modules]
     for module, plain in modules.items():
         if plain is not None and plain is not type(module):
             module.__class__ = plain
     try:
         yield
     finally:
-        for module, kind, forward in before:
+        for module, kind, own in before:
             if type(module) is not kind:
                 module.__class__ = kind
-            if forward is not None:
-                module.__dict__["forward"] = forward
+            module.__dict__.update(own)
+
+
+def _own_names(module: nn.Module) -> list[str]:
+    """Attributes of an instance that hold a library's forward; one that a patch found is behind its override."""
+    return [name for name in ("forward", OUTER) if library_of(module.__dict__.get(name))]
 
 
 @cache

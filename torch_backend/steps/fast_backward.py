@@ -25,7 +25,7 @@ from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.edits.experts import why_experts_read
 from torch_backend.hf.foreign_kernels import (
     has_ligers_forward,
-    library_of,
+    library_in,
     replaced_modules,
     unknown_part,
     without_kernels,
@@ -350,8 +350,7 @@ def _in_place_of_kernels(model: nn.Module) -> str:
     if state is None or not (found := replaced_modules(layers_of(state.decoder))):
         return ""
     names = sorted({name.rpartition(".")[2] for name, module in state.decoder.named_modules() if module in found})
-    first = next(iter(found))
-    library = library_of(type(first)) or library_of(first.__dict__.get("forward"))
+    library = library_in(next(iter(found)))
     return f", {', '.join(names)} by plain operations in place of {library}'s kernels, which torch.compile runs wrongly"
 
 
