@@ -20,6 +20,7 @@ from tests.torch_backend.test_packed_step import assert_same, built
 from tests.torch_backend.test_train_step import graphs as graphs
 from tests.torch_backend.test_trainer import llama
 from torch_backend import explain, make_train_step, patch
+from torch_backend.hf.edits.override import override
 from torch_backend.hf.edits.rebinding import rebound
 from torch_backend.hf.foreign_kernels import replaced_modules, unknown_part, without_kernels
 from torch_backend.losses.causal_lm import causal_lm_loss
@@ -98,6 +99,30 @@ def test_compiled_layers_run_the_forward_of_the_class(graphs: SimpleNamespace) -
         model.model(input_ids=torch.ones(1, 3, dtype=torch.long))
 
 
+def test_layers_without_kernels_share_one_graph() -> None:
+    torch._dynamo.reset()
+    model = llama()
+    on_instances(model)
+    liger = of_library(modeling_llama.LlamaRMSNorm, "LigerRMSNorm")
+    for layer in model.model.layers:  # as in a model that was made after Liger came
+        layer.input_layernorm.__dict__.pop("forward")
+        layer.input_layernorm.__class__ = liger
+    x = torch.randn(1, 7, 32)
+    graphs: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    with without_kernels(replaced_modules([model.model])):
+        for layer in model.model.layers:
+            for part in (layer.input_layernorm, layer.mlp):
+                part.compile(backend=backend, fullgraph=True, dynamic=False)
+                part(x)
+    torch._dynamo.reset()
+    assert len(graphs) == 2, "one of the norms, one of the MLPs"
+
+
 def test_a_model_that_was_there_before_is_compiled_as_it_is(graphs: SimpleNamespace) -> None:
     earlier = patch(llama(), verify=False).train()
     on_instances(llama())
@@ -137,6 +162,22 @@ def test_unsloths_class_gives_way_to_the_one_it_derives_from() -> None:
         torch.testing.assert_close(model.model.norm(x), llama().model.norm(x), rtol=0, atol=0)
     with pytest.raises(Reached):
         model.model.norm(x)
+
+
+def passed_on(layer: nn.Module, call: Callable[..., Any], *args: Any) -> Any:
+    return call(*args)
+
+
+def test_a_forward_behind_an_override_of_ours_gives_way_too() -> None:
+    """Experts are overridden, and Liger may have come before."""
+    norm, right = llama().model.norm, llama().model.norm
+    norm.__dict__["forward"] = MethodType(kernel("LigerRMSNorm.forward"), norm)
+    override(norm, passed_on)
+    x = torch.randn(2, 32)
+    with without_kernels(replaced_modules([norm])):
+        torch.testing.assert_close(norm(x), right(x), rtol=0, atol=0)
+    with pytest.raises(Reached):
+        norm(x)
 
 
 @pytest.mark.parametrize("options", [{}, {"bf16": True}], ids=["float32", "autocast"])
@@ -235,7 +276,7 @@ def test_ligers_classes_compute_what_the_replaced_class_does(kind: str, dtype: t
     ligers.load_state_dict(own.state_dict())
     x = torch.randn(3, 7, 32, dtype=dtype)
     found = replaced_modules([ligers])
-    assert list(found) == [ligers]
+    assert list(found) == [ligers] and unknown_part([ligers]) is None
     with without_kernels(found):
         torch.testing.assert_close(ligers(x), own(x), rtol=0, atol=0)
     assert type(ligers).__module__.startswith("liger_kernel.")

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.torch_backend.models import collate, documents, in_float64, tiny
+from tests.torch_backend.test_memory import recording
 from tests.torch_backend.test_train_step import graphs as graphs
 from tests.torch_backend.test_trainer import llama, peft
 from torch_backend import make_train_step, patch
@@ -18,7 +19,7 @@ from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.ops import tiled_mlp as tiles
 from torch_backend.ops.tiled_mlp import ACTIVATIONS, Projection, tiled_mlp
 from torch_backend.steps import tiled_layers
-from torch_backend.steps.memory import set_level
+from torch_backend.steps.memory import marked, set_level
 from torch_backend.steps.tiled_layers import tiled, tiled_modules, why_not_tiled
 
 TOKENS, WIDTH, INNER, RANK = 23, 12, 40, 3
@@ -150,21 +151,43 @@ def test_a_step_on_a_long_row_runs_by_tiles_and_a_short_one_does_not(
     assert losses["full"] == pytest.approx(losses["none"], rel=1e-5)
 
 
-def test_a_compiled_mlp_calls_one_operator(short: None) -> None:
+@pytest.mark.parametrize("make", [llama, adapted], ids=["llama", "LoRA"])
+def test_compiled_layers_share_one_graph_with_the_operator(short: None, make: Any) -> None:
     torch._dynamo.reset()
-    model = llama()
+    model = make()
+    layers = model.get_submodule("base_model.model.model.layers" if make is adapted else "model.layers")
     x = torch.randn(1, 70, 32)
-    seen: list[str] = []
+    whole = [layer.mlp(x) for layer in layers]
+    graphs: list[list[str]] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        graphs.append([str(node.target) for node in graph.graph.nodes])
         return graph
 
-    for layer in model.model.layers:
-        with tiled([layer.mlp]):
-            found = torch.compile(layer.mlp, backend=backend, fullgraph=True)(x)
-        torch.testing.assert_close(found, layer.mlp(x))
-    assert len(seen) < 20, "both layers share a graph"
+    with tiled([layer.mlp for layer in layers]):
+        for layer, right in zip(layers, whole, strict=True):
+            layer.mlp.compile(backend=backend, fullgraph=True, dynamic=False)
+            torch.testing.assert_close(layer.mlp(x), right)
+    torch._dynamo.reset()
+    (only,) = graphs
+    assert any("autograd_function_apply" in target for target in only)
+
+
+@pytest.mark.parametrize("level", ["selective", "full"])
+def test_a_compiled_layer_keeps_no_inner_columns_and_has_the_same_gradients(short: None, level: Any) -> None:
+    torch._dynamo.reset()
+    mlp = llama().model.layers[0].mlp
+    x = torch.randn(1, 70, 32, requires_grad=True)
+    leaves = [x, *mlp.parameters()]
+    exact = torch.autograd.grad(mlp(x).square().sum(), leaves)
+    names: list[list[str]] = []
+    with tiled([mlp]):
+        mlp.compile(backend=marked(recording(names), level), fullgraph=True, dynamic=False)
+        found = torch.autograd.grad(mlp(x).square().sum(), leaves)
+    torch._dynamo.reset()
+    torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
+    (kept,) = names
+    assert len(kept) <= 2, "its output, and a view of its input"
 
 
 def other(change: str) -> nn.Module:

@@ -47,9 +47,15 @@ def replaced_modules(layers: Iterable[nn.Module]) -> dict[nn.Module, type[nn.Mod
     """
     found: dict[nn.Module, type[nn.Module] | None] = {}
     for module in (m for layer in layers for m in layer.modules()):
-        if library_of(type(module)) or library_of(module.__dict__.get("forward")):
+        if library_in(module):
             found[module] = _plain_class(type(module))  # type: ignore[arg-type] # a class is hashable
     return found
+
+
+def library_in(module: nn.Module) -> str | None:
+    """Names the library whose forward a module runs, None if it runs its own."""
+    own = [library_of(module.__dict__[name]) for name in _own_names(module)]
+    return library_of(type(module)) or next(iter(own), None)
 
 
 def unknown_part(layers: Iterable[nn.Module]) -> str | None:
@@ -76,18 +82,22 @@ def _is_plain_here(module: nn.Module, name: str, function: Any) -> bool:
 @contextmanager
 def without_kernels(modules: Mapping[nn.Module, type[nn.Module] | None]) -> Iterator[None]:
     """Inside, modules found by :func:`replaced_modules` run plain operations."""
-    before = [(m, type(m), m.__dict__.pop("forward", None)) for m in modules]
+    before = [(m, type(m), {name: m.__dict__.pop(name) for name in _own_names(m)}) for m in modules]
     for module, plain in modules.items():
         if plain is not None and plain is not type(module):
             module.__class__ = plain
     try:
         yield
     finally:
-        for module, kind, forward in before:
+        for module, kind, own in before:
             if type(module) is not kind:
                 module.__class__ = kind
-            if forward is not None:
-                module.__dict__["forward"] = forward
+            module.__dict__.update(own)
+
+
+def _own_names(module: nn.Module) -> list[str]:
+    """Attributes of an instance that hold a library's forward; one that a patch found is behind its override."""
+    return [name for name in ("forward", OUTER) if library_of(module.__dict__.get(name))]
 
 
 @cache
@@ -112,7 +122,7 @@ def _rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
     if self.casting_mode == "gemma":
         return ((self.offset + self.weight.float()) * x).to(hidden_states.dtype)
     weight = self.offset + self.weight if self.offset else self.weight
-    return weight * x.to(hidden_states.dtype)  # type: ignore[no-any-return]
+    return weight * x.to(hidden_states.dtype)
 
 
 def _swiglu(self: Any, x: Tensor) -> Tensor:
@@ -185,7 +195,7 @@ def own_forward(root: nn.Module) -> Iterator[None]:
     written, added = original_class(root), None
     if library_of(written.forward) == "Liger":  # the class itself was changed
         added = "forward" if type(root) is written else OUTER
-        root.__dict__[added] = MethodType(_in_file(written).forward, root)
+        root.__dict__[added] = MethodType(_in_file(written).forward, root)  # type: ignore[arg-type] # a class is hashable
     try:
         yield
     finally:

@@ -72,7 +72,7 @@ def compile_layers(
 
 def layers_of(decoder: nn.Module) -> list[nn.Module]:
     """Returns what is compiled of a decoder: its layers, and the last norm."""
-    layers = [module for module in decoder.modules() if isinstance(module, DecoderLayer)]
+    layers: list[nn.Module] = [module for module in decoder.modules() if isinstance(module, DecoderLayer)]
     norm = getattr(decoder, "norm", None)
     return layers if norm is None else [*layers, norm]
 

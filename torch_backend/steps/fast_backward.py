@@ -26,7 +26,7 @@ from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.edits.experts import why_experts_read
 from torch_backend.hf.foreign_kernels import (
     has_ligers_forward,
-    library_of,
+    library_in,
     replaced_modules,
     unknown_part,
     without_kernels,
@@ -378,12 +378,10 @@ def _in_place_of_loss(model: nn.Module) -> str:
 def _in_place_of_kernels(model: nn.Module) -> str:
     """Names the modules that compiled layers run without the kernels of a library."""
     state = state_of(causal_lm(model))
-    found = {} if state is None else replaced_modules(layers_of(state.decoder))
-    if not found:
+    if state is None or not (found := replaced_modules(layers_of(state.decoder))):
         return ""
     names = sorted({name.rpartition(".")[2] for name, module in state.decoder.named_modules() if module in found})
-    first = next(iter(found))
-    library = library_of(type(first)) or library_of(first.__dict__.get("forward"))
+    library = library_in(next(iter(found)))
     return f", {', '.join(names)} by plain operations in place of {library}'s kernels, which torch.compile runs wrongly"
 
 

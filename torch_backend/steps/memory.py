@@ -27,8 +27,7 @@ from torch_backend.hf.attention import DecoderLayer
 
 Level = Literal["none", "selective", "full", "offload"]
 LEVELS: tuple[Level, ...] = get_args(Level)
-AUTO = "auto"  # in place of a level: the fastest that fits (:mod:`.memory_fit`)
-Memory = Level | Literal["auto"]
+Memory = Level | Literal["auto"]  # the fastest level that fits (:mod:`.memory_fit`)
 
 # Operators that pass over memory once; recomputing them costs less than what they would keep.
 _CHEAP = ("rope", "norm")
@@ -69,8 +68,8 @@ def check_level(model: nn.Module, level: str) -> None:
         PackingError: there is no such level.
         UnsupportedError: the layers of the family cannot recompute.
     """
-    if level not in (*LEVELS, AUTO):
-        raise PackingError(f"memory={level!r} is no level: pass one of {', '.join(map(repr, (*LEVELS, AUTO)))}")
+    if level not in (*LEVELS, "auto"):
+        raise PackingError(f"memory={level!r} is no level: pass one of {', '.join(map(repr, (*LEVELS, 'auto')))}")
     root = causal_lm(model)
     if level != "none" and not getattr(root, "supports_gradient_checkpointing", False):
         raise UnsupportedError(

@@ -219,7 +219,8 @@ def _counted(optimizer: Any) -> int:
 def _ranks(root: nn.Module) -> int:
     """The ranks of all adapters in the layers of a model, added up."""
     found = 0
-    for module in (m for layer in root.modules() if isinstance(layer, DecoderLayer) for m in layer.modules()):
+    inside: Iterator[Any] = (m for layer in root.modules() if isinstance(layer, DecoderLayer) for m in layer.modules())
+    for module in inside:
         ranks = getattr(module, "r", None)
         if isinstance(ranks, dict) and hasattr(module, "lora_A"):
             found += sum(ranks[name] for name in module.lora_A)

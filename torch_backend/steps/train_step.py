@@ -38,7 +38,7 @@ from torch_backend.steps.fast_backward import (
     run_layers,
 )
 from torch_backend.steps.fixed_shapes import FixedShapes
-from torch_backend.steps.memory import AUTO, Memory, check_level, level_of, set_level
+from torch_backend.steps.memory import Memory, check_level, level_of, set_level
 from torch_backend.steps.memory_fit import FittedLevel, check_host, describe, naming_the_level, tokens_of
 
 _DATA_PARALLEL = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
@@ -358,7 +358,7 @@ def make_train_step(
         compile=compile,
         capture=capture,
         group=group,
-        fitted=FittedLevel() if memory == AUTO else None,
+        fitted=FittedLevel() if memory == "auto" else None,
     )
     if state_of(root := causal_lm(model)) is None:
         raise UnsupportedModelError(
@@ -366,8 +366,8 @@ def make_train_step(
             "crosspack.patch(model) before make_train_step"
         )
     check_optimizer(model, optimizer, scheduler)
-    if memory == AUTO:
-        check_level(model, AUTO)
+    if memory == "auto":
+        check_level(model, memory)
     elif memory is not None:
         set_level(model, memory)
     return step

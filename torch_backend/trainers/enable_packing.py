@@ -24,7 +24,7 @@ from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.explaining import SHARERS
 from torch_backend.hf.inputs.trl_trainers import kind_of
 from torch_backend.patching import patch
-from torch_backend.steps.memory import AUTO, Level, Memory, check_level, set_level
+from torch_backend.steps.memory import Level, Memory, check_level, set_level
 from torch_backend.steps.memory_fit import FittedLevel
 from torch_backend.trainers import preference, sft
 from torch_backend.trainers.dataloader import use_rows
@@ -107,7 +107,7 @@ def enable_packing(
     any_trainer: Any = trainer
     if memory is not None:
         check_level(any_trainer.model, memory)
-        if memory == AUTO and (kind_of(trainer) is not None or not fast):
+        if memory == "auto" and (kind_of(trainer) is not None or not fast):
             raise UnsupportedError(
                 'memory="auto" follows from rows that the fast step trains, and here it trains none: name a level, '
                 'memory="full" for example'
@@ -169,8 +169,8 @@ def _count_targets(trainer: Any, count: Callable[..., Any], batches: list[Any], 
 
 def _use_memory(trainer: Any, memory: Memory) -> None:
     """Set the level of a trainer's model, and of every model that ``model_init`` makes later."""
-    level: Level = "none" if memory == AUTO else memory
-    if memory == AUTO:
+    level: Level = "none" if memory == "auto" else memory
+    if memory == "auto":
         trainer.packed_step.fitted = FittedLevel()
     set_level(trainer.model, level)
     for name in ("activation_checkpointing", "gradient_checkpointing"):  # train() would set its own over it

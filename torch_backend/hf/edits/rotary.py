@@ -72,9 +72,8 @@ def _rotated_forward(forward: Callable[..., Any]) -> Callable[..., Any] | str:
     original: Rotation | None = called(forward).get(ROTATION)
     if original is None:
         return f"it does not call {ROTATION}"
-    if is_half_rotation(original):
-        original, interleaved = half_rotation, False
-    elif (interleaved := interleaving(original)) is None:
+    original = half_rotation if is_half_rotation(original) else original
+    if (interleaved := interleaving(original)) is None:
         return f"its {ROTATION} has a form of its own"
     return rebound(forward, {ROTATION: partial(_rotate, original, interleaved)}) or "a decorator hides its forward"
 
