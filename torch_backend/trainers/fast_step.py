@@ -145,7 +145,7 @@ class PackedStep:
         if self.over_ranks is not None:
             if logits_wanted:
                 self.over_ranks.refuse_outputs()
-            of_part = self.over_ranks.in_place_of(model)
+            of_part: Any = self.over_ranks.in_place_of(model)
             return Trainer.compute_loss(self.trainer, of_part, inputs, return_outputs, num_items_in_batch)
         if self.metrics is not None and not self.model.training:
             self.metrics.update()
