@@ -370,6 +370,7 @@ def test_gradients_of_bfloat16_layers_are_added_over_devices_in_float32(family, 
     assert_added_in_float32(over_devices, bfloat16_step_on_one_device(family))
 
 
+@pytest.mark.slow
 def test_gradients_of_adapters_of_bfloat16_layers_are_added_over_devices_in_float32() -> None:
     over_devices = bfloat16_step("llama", jax.make_mesh((2,), ("data",)), rank=4)
     assert_added_in_float32(over_devices, bfloat16_step("llama", None, rank=4))
