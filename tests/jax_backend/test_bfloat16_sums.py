@@ -63,6 +63,7 @@ def test_gradients_of_layers_are_added_over_devices_in_float32(family: str, devi
     assert not differing(step(family, jax.make_mesh((devices,), (axis,))), step_on_one_device(family))
 
 
+@pytest.mark.slow
 def test_gradients_of_adapters_are_added_over_devices_in_float32() -> None:
     assert not differing(step("llama", jax.make_mesh((2,), ("data",)), rank=4), step("llama", None, rank=4))
 

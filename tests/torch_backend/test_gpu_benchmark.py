@@ -122,6 +122,7 @@ def test_shared_prefixes_are_compared_on_the_same_answers():
     assert len(lines) == 4 and sum("WRONG" in line for line in lines) == 2
 
 
+@pytest.mark.slow
 def test_experts_that_are_wrong_have_no_figure(monkeypatch):
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 

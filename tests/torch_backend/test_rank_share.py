@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from packing_core.planning.context import context_plan
 from torch_backend.context_parallel.share import RankShare
-from torch_backend.segments import host_lengths
+from torch_backend.hf.inputs.context import cut_batch
+from torch_backend.segments import PackedMetadata, host_lengths
 
 CPU = torch.device("cpu")
 lengths = st.lists(st.integers(1, 9) | st.integers(20, 90), min_size=1, max_size=8).filter(lambda x: sum(x) >= 8)
@@ -91,3 +93,26 @@ def test_only_neighbours_inside_the_window_send(reach: Any) -> None:
     share = shares([90], 3, contiguous=True)[2]
     first, second, _ = np.bincount(share.plan.rank, share.plan.length).astype(int)
     assert share.earlier(reach).receive == ([first, second, 0] if reach is None else [0, 3, 0])
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_every_token_comes_to_its_rank_with_its_target_and_its_weight(shifted: bool) -> None:
+    # two documents, the first on both ranks: token 10 is to predict 11 with its weight, the last of a document nothing
+    lengths = (6, 2)
+    batch = {"input_ids": [10, 11, 12, 13, 14, 15, 20, 21], "loss_weights": [9, 1, 2, 3, 4, 5, 8, 6]}
+    targets = [11, 12, 13, 14, 15, -100, 21, -100]
+    weights = [1, 2, 3, 4, 5, 0, 6, 0]
+    if shifted:
+        batch |= {"shift_labels": targets, "loss_weights": weights}
+    else:
+        batch["labels"] = batch["input_ids"]
+    found: dict[int, tuple[int, int, int]] = {}
+    for share in shares(list(lengths), 2, contiguous=False):
+        group: Any = SimpleNamespace(share=lambda lengths, tokens, share=share: share)
+        given = {name: torch.tensor([values]) for name, values in batch.items()}
+        cut = cut_batch(given, PackedMetadata.from_lengths(lengths, device=CPU), group)
+        names = ("input_ids", "position_ids", "shift_labels", "loss_weights")
+        ids, *others = (cut[name][0].tolist() for name in names)
+        assert 0 < len(ids) < 8
+        found |= dict(zip(ids, zip(*others, strict=True), strict=True))
+    assert found == dict(zip(batch["input_ids"], zip([*range(6), 0, 1], targets, weights), strict=True))

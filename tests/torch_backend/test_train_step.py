@@ -136,6 +136,8 @@ def test_without_targets_only_weight_decay_acts(own_loss: bool) -> None:
     step = make_train_step(model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5))
     metrics = step(nothing)
     assert metrics["loss"] == metrics["tokens"] == metrics["grad_norm"] == 0
+    evaluation = step.evaluate([nothing])
+    assert evaluation["loss"] == evaluation["tokens"] == 0
     with torch.no_grad():
         for parameter in before.parameters():
             parameter *= 1 - 0.1 * 0.5
