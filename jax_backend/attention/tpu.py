@@ -8,13 +8,15 @@ back to them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_backend.attention.request import Request
+from jax_backend.attention.request import SECOND_ORDER, Request
+from jax_backend.differentiation import constant
 from jax_backend.segments import Segments, run_numbers
 
 LANES = 128  # a block is a multiple of this, and vector memory keeps an axis of channels as one
@@ -72,11 +74,26 @@ def attend(
         return jax.vmap(row)(q, k, v, numbers)
 
     compiled, interpreted = (partial(rows, interpret=interpret) for interpret in (False, True))
-    if request.platform == "cpu":  # the platform that a trace is exported for is known when it is lowered
-        out = jax.lax.platform_dependent(q, k, v, numbers, tpu=compiled, default=interpreted)
-    else:
-        out = compiled(q, k, v, numbers)
+
+    def run(numbers: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        if request.platform == "cpu":  # the platform that a trace is exported for is known when it is lowered
+            return jax.lax.platform_dependent(q, k, v, numbers, tpu=compiled, default=interpreted)
+        return compiled(q, k, v, numbers)
+
+    out = _differentiable_once(run, numbers, q, k, v)
     return jnp.where((numbers != 0)[:, :tokens, None, None], out, 0).astype(q.dtype), None
+
+
+def _differentiable_once(run: Callable[..., jax.Array], numbers: jax.Array, *operands: jax.Array) -> jax.Array:
+    """``run(numbers, *operands)``, which names the way out of second derivatives; the library's kernels raise without
+    a word."""
+
+    def forward(numbers: jax.Array, *operands: jax.Array) -> Any:
+        return jax.vjp(partial(run, numbers), *(constant(x, SECOND_ORDER) for x in operands))
+
+    call = jax.custom_vjp(run)
+    call.defvjp(forward, lambda pullback, gradient: (None, *pullback(gradient)))
+    return call(numbers, *operands)
 
 
 def _kernel(tokens: int, request: Request, interpret: bool) -> Any:

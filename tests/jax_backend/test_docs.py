@@ -18,6 +18,8 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+import jax_backend
+import packing_core
 from jax_backend import find_segments, segment_attention
 from jax_backend.attention import IMPLEMENTATIONS, ORDER, choose, cudnn
 from jax_backend.attention.request import Request
@@ -274,3 +276,23 @@ def test_the_function_for_named_axes_takes_them_in_any_order(monkeypatch: pytest
     found = module("packed_levanter.py").packed_attention(query, key, value, segment_ids, **names)
     assert found.axes == axes
     np.testing.assert_allclose(found.array.reshape(q.shape), segment_attention(q, k, v, segment_ids), atol=1e-6)
+
+
+def test_the_functions_for_tunix_give_the_loss_of_each_document() -> None:
+    """On a stand-in for its models: ``(input_tokens, positions, cache, attention_mask) -> (logits, cache)``."""
+    page = module("packed_tunix.py")
+    table, places = (jax.random.normal(jax.random.key(i), (16, 8)) for i in range(2))
+
+    def model(tokens: jax.Array, positions: jax.Array, cache: None, attention_mask: jax.Array) -> Any:
+        x = table[tokens] + places[positions]
+        scores = jnp.where(attention_mask, x @ x.swapaxes(1, 2), -2.3e38)
+        return jax.nn.softmax(scores) @ x @ table.T, cache
+
+    documents = [np.arange(5), np.arange(7)[::-1].copy()]
+
+    def loss(documents: list[np.ndarray]) -> float:
+        batch = jax_backend.to_batch(packing_core.pack(documents, 16))
+        return float(page.packed_loss(model, **page.packed_inputs(batch)))
+
+    alone = [loss([document]) * (len(document) - 1) for document in documents]
+    assert abs(loss(documents) - sum(alone) / (4 + 6)) < 1e-5

@@ -116,3 +116,19 @@ def test_a_decoder_with_random_streams_is_refused_over_explicit_axes() -> None:
     batch = jax.device_put(operands()[2], NamedSharding(mesh, ROWS))
     with pytest.raises(UnsupportedError, match="random streams .* explicit axes .* make_train_step"):
         model.loss(batch)
+
+
+@pytest.mark.parametrize("implementation", ["chunked", "pallas", "tpu"])
+def test_gradients_of_attention_keep_the_axes(implementation: str) -> None:
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
+    ids = jnp.repeat(jnp.array([[1, 2]]), 8, axis=1).repeat(2, axis=0)
+    q = jax.random.normal(jax.random.key(0), (2, 16, 2, 8))
+
+    def loss(q: jax.Array) -> jax.Array:
+        return (jax_backend.segment_attention(q, q, q, ids, implementation=implementation) ** 2).sum()
+
+    wanted = jax.grad(loss)(q)
+    with jax.set_mesh(mesh):
+        found = jax.jit(jax.grad(loss))(jax.device_put(q, P("data", None, "tensor")))
+    assert tuple(found.sharding.spec)[:3] == ("data", None, "tensor")
+    assert np.abs(found - wanted).max() < 1e-6 * np.abs(wanted).max()

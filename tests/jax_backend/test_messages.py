@@ -138,6 +138,26 @@ def test_forward_mode_names_what_has_it(function: str, jitted: bool) -> None:
     assert np.isfinite(jax.grad(call)(1.0))
 
 
+@pytest.mark.parametrize("function", FORWARD)
+def test_compiled_jacobians_in_forward_mode_name_what_has_it(function: str) -> None:
+    call, message = FORWARD[function]
+    for jacobian in (jax.jit(jax.jacfwd(call)), jax.jacfwd(jax.jit(call))):
+        with pytest.raises(UnsupportedError, match=message):
+            jacobian(1.0)
+
+
+@pytest.mark.parametrize("implementation", ["chunked", "pallas", "tpu"])
+def test_gradients_of_rows_under_vmap_are_no_forward_mode(implementation: str) -> None:
+    call = squares(implementation)
+    found = jax.grad(lambda x: jax.vmap(call)(x * jnp.array([1.0, 2.0])).sum())(1.0)
+    assert abs(found - jax.grad(lambda x: call(x) + call(2 * x))(1.0)) < 1e-4 * abs(found)
+    each = jax.jit(jax.vmap(jax.grad(jax.jit(call))))(jnp.array([1.0, 2.0]))
+    assert abs(each[0] + 2 * each[1] - found) < 1e-4 * abs(found)
+    assert abs(jax.jacrev(call)(1.0) - each[0]) < 1e-4 * abs(each[0])
+    twice = jax.grad(lambda x: jax.vmap(jax.vmap(call))(x * jnp.array([[1.0, 2.0]])).sum())(1.0)
+    assert abs(twice - found) < 1e-4 * abs(found)
+
+
 def test_forward_mode_of_a_decoder_says_that_there_is_none() -> None:
     graph, weights = nnx.split(decoder(implementation="xla"))
 
@@ -153,10 +173,12 @@ def test_forward_mode_of_a_decoder_says_that_there_is_none() -> None:
 SECOND: dict[str, Callable[[Any], Any]] = {
     "reverse over reverse": lambda f: jax.grad(jax.grad(f)),
     "forward over reverse": lambda f: lambda x: jax.jvp(jax.grad(f), (x,), (1.0,))[1],
+    "hessian": jax.hessian,
+    "hessian of a compiled function": lambda f: jax.hessian(jax.jit(f)),
 }
 
 
-@pytest.mark.parametrize("implementation", ["chunked", "pallas"])
+@pytest.mark.parametrize("implementation", ["chunked", "pallas", "tpu"])
 @pytest.mark.parametrize("order", SECOND)
 def test_second_derivatives_name_xla_which_has_them(order: str, implementation: str) -> None:
     for jitted in (lambda f: f, jax.jit):
