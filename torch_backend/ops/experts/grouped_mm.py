@@ -31,6 +31,8 @@ class GroupedMM(TritonExperts):
                 return "it needs compute capability 8.0"
         if not request.aligned:
             return "rows of an operand are no multiple of 16 bytes"
+        if min(request.width, request.inner) < _NARROW:
+            return f"products are narrower than {_NARROW}"
         return super().supports(request)
 
     def rows(self, a: Tensor, by: Linear, routing: Places, *, gather: bool = False) -> Tensor:
