@@ -86,7 +86,7 @@ class TritonExperts(Products):
 
         n, depth = by.w.shape[1:]
         y = a.new_empty(routing.order.shape[0], n)
-        tile = _tile(ROWS, routing, y)
+        tile = _tile(ROWS, routing, y, rank=by.rank)
         block_n = min(tile.n, max(16, _power(n)))
         tiles = _tiles(routing, tile.m)
         kernels.rows[tiles * -(-n // block_n),](
@@ -103,7 +103,7 @@ class TritonExperts(Products):
         gated = between.activation.gated
         inner = outer // 2 if gated else outer
         z, h = x.new_empty(places, outer), x.new_empty(places, inner)
-        tile = _tile(GATED if gated else ROWS, routing, x, columns=2 if gated else 1)
+        tile = _tile(GATED if gated else ROWS, routing, x, columns=2 if gated else 1, rank=by.rank)
         block_n = min(tile.n, max(16, _power(inner)))
         tiles = _tiles(routing, tile.m)
         kernels.up[tiles * -(-inner // block_n),](
@@ -135,7 +135,7 @@ class TritonExperts(Products):
         from torch_backend.ops.experts import place_kernels, product_kernels
 
         inner, places, depth = by.w.shape[1], z.shape[0], dy.shape[1] if multiply else 0
-        tile = _tile(BACKWARD, routing, z)
+        tile = _tile(BACKWARD, routing, z, rank=by.rank)
         block_n = min(tile.n, max(16, _power(inner)))
         tiles, wide = _tiles(routing, tile.m), -(-inner // block_n)
         dz = torch.empty_like(z)
@@ -222,18 +222,22 @@ def activate(z: Tensor, bias: Tensor | None, routing: Places, between: Between) 
     return h
 
 
-def _tile(table: tuple[tuple[int, TileSize], ...], routing: Places, x: Tensor, columns: int = 1) -> TileSize:
+def _tile(
+    table: tuple[tuple[int, TileSize], ...], routing: Places, x: Tensor, *, columns: int = 1, rank: int = 0
+) -> TileSize:
     """The tile of a product of x, with as many stages of its operands as shared memory holds.
 
     Args:
         columns: tiles of weights side by side.
+        rank: of an adapter, whose operands may be held beside the weights'.
     """
     if operators.INTERPRETED:  # small, so that tests of a few tokens have several
         return TileSize(16, 16, 16, 4, 1, 2)
     if x.element_size() > 2:  # float32 by exact products, which take twice the memory
         return TileSize(64, 64, 32, 4, 2)
     tile = next(tile for up_to, tile in table if routing.mean <= up_to)
-    stage = (tile.m + columns * tile.n) * tile.k * x.element_size()
+    depth = tile.k + (_depth(tile.k, rank) if rank else 0)
+    stage = (tile.m + columns * tile.n) * depth * x.element_size()
     return tile._replace(stages=max(1, min(tile.stages, operators.shared_memory(x.device) // stage)))
 
 
