@@ -151,7 +151,7 @@ def test_plain_is_the_oracle(options):
 
 
 def sizes(where: Where, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Of products that torch's grouped one serves: wide ones on a GPU, and those of every layer on the CPU."""
+    """Returns sizes that torch's grouped product serves: wide ones on a GPU, and those of every layer on the CPU."""
     if where.device.type == "cuda":
         return {"tokens": 190, "width": 128, "inner": 64}
     monkeypatch.setattr(grouped_mm, "_NARROW", 16)

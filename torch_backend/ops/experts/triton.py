@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_backend.ops import operators
-from torch_backend.ops.experts.products import Between, Linear, Places, Products
+from torch_backend.ops.experts.products import Between, ExpertProduct, Places, Products
 from torch_backend.ops.experts.request import ExpertsRequest
 from torch_backend.ops.operators import TRITON, runs_triton
 
@@ -81,7 +81,7 @@ class TritonExperts(Products):
         )
         return Places(order, places, offsets, indices)
 
-    def rows(self, a: Tensor, by: Linear, routing: Places, *, gather: bool = False) -> Tensor:
+    def rows(self, a: Tensor, by: ExpertProduct, routing: Places, *, gather: bool = False) -> Tensor:
         from torch_backend.ops.experts import product_kernels as kernels
 
         n, depth = by.w.shape[1:]
@@ -96,7 +96,7 @@ class TritonExperts(Products):
         )  # fmt: skip
         return y
 
-    def up(self, x: Tensor, by: Linear, routing: Places, between: Between) -> tuple[Tensor, Tensor]:
+    def up(self, x: Tensor, by: ExpertProduct, routing: Places, between: Between) -> tuple[Tensor, Tensor]:
         from torch_backend.ops.experts import product_kernels as kernels
 
         places, (outer, depth) = routing.order.shape[0], by.w.shape[1:]
@@ -114,7 +114,7 @@ class TritonExperts(Products):
         return z, h
 
     def down_backward(
-        self, dy: Tensor, by: Linear, z: Tensor, weights: Tensor, routing: Places, between: Between
+        self, dy: Tensor, by: ExpertProduct, z: Tensor, weights: Tensor, routing: Places, between: Between
     ) -> tuple[Tensor, Tensor, Tensor]:
         weighted = z.new_empty(z.shape[0], by.w.shape[1])
         return self.activation_backward(dy, by, z, weighted, weights, routing, between, multiply=True)
@@ -122,7 +122,7 @@ class TritonExperts(Products):
     def activation_backward(
         self,
         dy: Tensor,
-        by: Linear,
+        by: ExpertProduct,
         z: Tensor,
         weighted: Tensor,
         weights: Tensor,
@@ -275,12 +275,12 @@ def _numbers(between: Between) -> tuple[float, float, float]:
     return kind.alpha, kind.limit or 0.0, kind.offset
 
 
-def _pair(by: Linear) -> tuple[Tensor | None, Tensor | None]:
+def _pair(by: ExpertProduct) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if by.adapter is None else (by.adapter.t, by.adapter.b)
 
 
-def _strides(by: Linear) -> tuple[int, ...]:
-    """Of the weights and of the adapter's second half."""
+def _strides(by: ExpertProduct) -> tuple[int, ...]:
+    """Returns the strides of the weights and of the adapter's second half."""
     return *by.w.stride(), *((0, 0, 0) if by.adapter is None else by.adapter.b.stride())
 
 
