@@ -21,7 +21,7 @@ from benchmarks.gpu_moe_shapes import SHAPES, Experts
 from benchmarks.gpu_workload import DTYPE
 from packing_core.reference import ExpertActivation
 from torch_backend.ops.experts import triton as kernels
-from torch_backend.ops.experts.products import Between, Linear
+from torch_backend.ops.experts.products import Between, ExpertProduct
 from torch_backend.ops.experts.triton import TileSize
 
 Run = Callable[[], Any]
@@ -62,7 +62,7 @@ def _of_shape(shape: Experts, tokens: int) -> Iterator[Result]:
     x, dy, weights = random(tokens, d), random(tokens, d), weights.to(DTYPE)
     steps, between = kernels.TRITON_EXPERTS, Between(ExpertActivation())
     routing = steps.route(indices, shape.experts)
-    z, h = steps.up(x, Linear(up), routing, between)
+    z, h = steps.up(x, ExpertProduct(up), routing, between)
     pairs, label = tokens * shape.top_k, f"{shape.name}, {tokens * shape.top_k // shape.experts} per expert"
     gathered = kernels.gathered(x, routing)
 
@@ -72,16 +72,19 @@ def _of_shape(shape: Experts, tokens: int) -> Iterator[Result]:
     products: dict[str, tuple[str, list[TileSize], Run, Run, float]] = {
         "up": (
             "GATED", GATED,
-            lambda: steps.up(x, Linear(up), routing, between),
+            lambda: steps.up(x, ExpertProduct(up), routing, between),
             library(gathered, up.mT), 4 * d * i * pairs,
         ),
-        "down": ("ROWS", WIDE, lambda: steps.rows(h, Linear(down), routing), library(h, down.mT), 2 * d * i * pairs),
+        "down": (
+            "ROWS", WIDE, lambda: steps.rows(h, ExpertProduct(down), routing),
+            library(h, down.mT), 2 * d * i * pairs,
+        ),
         "down backward": (
             "BACKWARD", BACKWARD,
-            lambda: steps.down_backward(dy, Linear(down.mT), z, weights, routing, between),
+            lambda: steps.down_backward(dy, ExpertProduct(down.mT), z, weights, routing, between),
             library(gathered, down), 2 * d * i * pairs,
         ),
-        "dx": ("ROWS", WIDE, lambda: steps.rows(z, Linear(up.mT), routing), library(z, up), 4 * d * i * pairs),
+        "dx": ("ROWS", WIDE, lambda: steps.rows(z, ExpertProduct(up.mT), routing), library(z, up), 4 * d * i * pairs),
         "d up": (
             "OUTER", OUTER, lambda: steps.outer(z, x, routing, up, gather_b=True),
             library(z.t(), gathered), 4 * d * i * pairs,

@@ -151,7 +151,7 @@ def test_plain_is_the_oracle(options):
 
 
 def sizes(where: Where, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Of products that torch's grouped one serves: wide ones on a GPU, and those of every layer on the CPU."""
+    """Returns sizes that torch's grouped product serves: wide ones on a GPU, and those of every layer on the CPU."""
     if where.device.type == "cuda":
         return {"tokens": 190, "width": 128, "inner": 64}
     monkeypatch.setattr(grouped_mm, "_NARROW", 16)
@@ -186,14 +186,14 @@ def test_what_runs_first_depends_on_the_tokens_of_an_expert():
     assert [first(tokens) for tokens in (4, 255, 256, 9_000)] == ["triton", "triton", "grouped_mm", "grouped_mm"]
 
 
-@pytest.mark.parametrize(("bytes_of_memory", "stages"), [(227, 4), (163, 3), (99, 2), (16, 1)])
-def test_tiles_have_as_many_stages_as_shared_memory_holds(bytes_of_memory, stages, monkeypatch):
-    monkeypatch.setattr(operators, "shared_memory", lambda device: bytes_of_memory * 1_024)
+@pytest.mark.parametrize(("kib", "rank", "stages"), [(227, 0, 4), (227, 16, 3), (163, 0, 3), (99, 0, 2), (16, 0, 1)])
+def test_tiles_have_as_many_stages_as_shared_memory_holds(kib, rank, stages, monkeypatch):
+    monkeypatch.setattr(operators, "shared_memory", lambda device: kib * 1_024)
     monkeypatch.setattr(operators, "INTERPRETED", False)
     routing = Places(torch.empty(8_192), torch.empty(4_096, 2), torch.empty(9), torch.empty(4_096, 2))
     for table, columns in ((triton.ROWS, 1), (triton.GATED, 2)):
-        tile = triton._tile(table, routing, torch.empty(0, dtype=torch.bfloat16), columns)
-        assert tile.stages == stages and tile.stages <= table[-1][1].stages
+        tile = triton._tile(table, routing, torch.empty(0, dtype=torch.bfloat16), columns=columns, rank=rank)
+        assert tile.stages == stages <= table[-1][1].stages
 
 
 @pytest.mark.gpu

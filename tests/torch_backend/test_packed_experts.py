@@ -139,10 +139,15 @@ def test_a_compiled_layer_keeps_experts_in_its_graph(family: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("first", ["triton", "grouped_mm"])
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_a_step_over_experts_waits_for_nothing(family: str, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("family", "width"), [("qwen3_moe", "moe_intermediate_size"), ("gpt_oss", "intermediate_size")]
+)
+def test_a_step_over_experts_waits_for_nothing(
+    family: str, width: str, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dispatch, "MANY_TOKENS", 0 if first == "grouped_mm" else 2**40)
-    model = torch_backend.patch(tiny(family).cuda().bfloat16(), implementation="triton", verify=False)
+    model = tiny(family, **{width: 64}).cuda().bfloat16()
+    torch_backend.patch(model, implementation="triton", verify=False)
     given = with_mask(collate(documents((30, 50, 40)), capacity=128, max_seqlen=128, bucket=16))
     batch = {name: x.cuda() if torch.is_tensor(x) else x for name, x in given.items() if name != "packed_lengths"}
 

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from packing_core.errors import LayoutError
 from packing_core.reference import ExpertActivation
 from torch_backend.ops.experts.dispatch import IMPLEMENTATIONS, describe, load, rejections, select
-from torch_backend.ops.experts.products import Between, Linear, LowRank, Places
+from torch_backend.ops.experts.products import Between, ExpertProduct, LowRank, Places
 from torch_backend.ops.experts.request import Adapter, ExpertsRequest, request_of
 from torch_backend.ops.operators import operator
 
@@ -139,7 +139,7 @@ class _Options(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """What the forward keeps for the backward: the first product, halves of adapters, the places."""
+    """Tensors that the forward keeps for the backward: the first product, halves of adapters, the places."""
 
     z: Tensor
     t: Tensor
@@ -183,10 +183,10 @@ def _launch_forward(*given: Any) -> tuple[Tensor, ...]:
     steps = load(options.implementation)
     x, up_a, down_a = call.x, call.up_a, call.down_a
     routing = steps.route(call.indices.contiguous(), call.up.shape[0])
-    t = None if up_a is None else steps.rows(x, Linear(up_a, scale=options.up_scale), routing, gather=True)
-    z, h = steps.up(x, Linear(call.up, call.up_bias, _low_rank(t, call.up_b)), routing, options.between)
-    u = None if down_a is None else steps.rows(h, Linear(down_a, scale=options.down_scale), routing)
-    y = steps.rows(h, Linear(call.down, call.down_bias, _low_rank(u, call.down_b)), routing)
+    t = None if up_a is None else steps.rows(x, ExpertProduct(up_a, scale=options.up_scale), routing, gather=True)
+    z, h = steps.up(x, ExpertProduct(call.up, call.up_bias, _low_rank(t, call.up_b)), routing, options.between)
+    u = None if down_a is None else steps.rows(h, ExpertProduct(down_a, scale=options.down_scale), routing)
+    y = steps.rows(h, ExpertProduct(call.down, call.down_bias, _low_rank(u, call.down_b)), routing)
     t, u = (x.new_empty(0) if half is None else half for half in (t, u))
     combined = steps.combine(y, routing, call.weights.contiguous())
     return combined, *_Saved(z, t, u, routing.order, routing.places, routing.offsets)
@@ -199,9 +199,13 @@ def _launch_backward(dy: Tensor, *given: Any) -> tuple[Tensor, ...]:
     needs = {name for name, need in zip(_GRADIENTS, given[-1], strict=True) if need}
     weights, (up_a, up_b, down_a, down_b) = call.weights.contiguous(), call[6:10]
     routing = Places(saved.order, saved.places, saved.offsets, call.indices.contiguous())
-    du = None if down_b is None else steps.rows(dy, Linear(down_b.mT, scale=options.down_scale), routing, gather=True)
+    du = (
+        None
+        if down_b is None
+        else steps.rows(dy, ExpertProduct(down_b.mT, scale=options.down_scale), routing, gather=True)
+    )
     bias = call.down_bias if "weights" in needs else None
-    by = Linear(call.down.mT, bias, _low_rank(du, None if down_a is None else down_a.mT))
+    by = ExpertProduct(call.down.mT, bias, _low_rank(du, None if down_a is None else down_a.mT))
     dz, weighted, dweights = steps.down_backward(dy, by, saved.z, weights, routing, options.between)
     found["weights"] = dweights.to(weights.dtype)
     if "down" in needs:
@@ -215,7 +219,7 @@ def _launch_backward(dy: Tensor, *given: Any) -> tuple[Tensor, ...]:
             weight = weights.flatten()[routing.order.long()].to(saved.u.dtype)
             found["down_b"] = steps.outer(dy, saved.u * weight[:, None], routing, down_b, gather_a=True)
     del weighted
-    dt = None if up_b is None else steps.rows(dz, Linear(up_b.mT, scale=options.up_scale), routing)
+    dt = None if up_b is None else steps.rows(dz, ExpertProduct(up_b.mT, scale=options.up_scale), routing)
     if "up" in needs:
         found["up"] = steps.outer(dz, call.x, routing, call.up, gather_b=True)
     if "up_bias" in needs and call.up_bias is not None:
@@ -226,7 +230,7 @@ def _launch_backward(dy: Tensor, *given: Any) -> tuple[Tensor, ...]:
         if "up_b" in needs:
             found["up_b"] = steps.outer(dz, saved.t, routing, up_b)
     if "x" in needs:
-        by = Linear(call.up.mT, adapter=_low_rank(dt, None if up_a is None else up_a.mT))
+        by = ExpertProduct(call.up.mT, adapter=_low_rank(dt, None if up_a is None else up_a.mT))
         found["x"] = steps.combine(steps.rows(dz, by, routing), routing, None)
     return tuple(found[name] if name in found else dy.new_empty(0) for name in _GRADIENTS)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_backend.ops.experts.products import Between, Linear, Places
+from torch_backend.ops.experts.products import Between, ExpertProduct, Places
 from torch_backend.ops.experts.request import ExpertsRequest
 from torch_backend.ops.experts.triton import TritonExperts, activate, gathered
 
@@ -31,21 +31,23 @@ class GroupedMM(TritonExperts):
                 return "it needs compute capability 8.0"
         if not request.aligned:
             return "rows of an operand are no multiple of 16 bytes"
+        if min(request.width, request.inner) < _NARROW:
+            return f"products are narrower than {_NARROW}"
         return super().supports(request)
 
-    def rows(self, a: Tensor, by: Linear, routing: Places, *, gather: bool = False) -> Tensor:
+    def rows(self, a: Tensor, by: ExpertProduct, routing: Places, *, gather: bool = False) -> Tensor:
         if by.bias is not None or by.adapter is not None or by.scale != 1 or min(by.w.shape[1:]) < _NARROW:
             return super().rows(a, by, routing, gather=gather)
         return _product(gathered(a, routing) if gather else a, by.w.mT, routing)
 
-    def up(self, x: Tensor, by: Linear, routing: Places, between: Between) -> tuple[Tensor, Tensor]:
+    def up(self, x: Tensor, by: ExpertProduct, routing: Places, between: Between) -> tuple[Tensor, Tensor]:
         if by.adapter is not None or routing.mean < WIDE_UP:
             return super().up(x, by, routing, between)
         z = _product(gathered(x, routing), by.w.mT, routing)
         return z, activate(z, by.bias, routing, between)
 
     def down_backward(
-        self, dy: Tensor, by: Linear, z: Tensor, weights: Tensor, routing: Places, between: Between
+        self, dy: Tensor, by: ExpertProduct, z: Tensor, weights: Tensor, routing: Places, between: Between
     ) -> tuple[Tensor, Tensor, Tensor]:
         dh = _product(gathered(dy, routing), by.w.mT, routing)
         return self.activation_backward(dy, by, z, dh, weights, routing, between, multiply=False)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from packing_core.reference import ExpertActivation
-from torch_backend.ops.experts.products import Between, Linear, Places, Products
+from torch_backend.ops.experts.products import Between, ExpertProduct, Places, Products
 from torch_backend.ops.experts.request import ExpertsRequest
 
 
@@ -33,7 +33,7 @@ class Plain(Products):
         places = torch.where(routed, places, -1).view(indices.shape)
         return Places(order.int(), places.int(), F.pad(counts.cumsum(0), (1, 0)).int(), indices)
 
-    def rows(self, a: Tensor, by: Linear, routing: Places, *, gather: bool = False) -> Tensor:
+    def rows(self, a: Tensor, by: ExpertProduct, routing: Places, *, gather: bool = False) -> Tensor:
         x = _gathered(a, routing) if gather else a
         y = x.new_empty(x.shape[0], by.w.shape[1])
         for e, start, end in _spans(routing):
@@ -46,17 +46,17 @@ class Plain(Products):
                 y[start:end] += by.bias[e]
         return y
 
-    def up(self, x: Tensor, by: Linear, routing: Places, between: Between) -> tuple[Tensor, Tensor]:
+    def up(self, x: Tensor, by: ExpertProduct, routing: Places, between: Between) -> tuple[Tensor, Tensor]:
         z = self.rows(x, by, routing, gather=True)
         return z, activated(z, between)
 
     def down_backward(
-        self, dy: Tensor, by: Linear, z: Tensor, weights: Tensor, routing: Places, between: Between
+        self, dy: Tensor, by: ExpertProduct, z: Tensor, weights: Tensor, routing: Places, between: Between
     ) -> tuple[Tensor, Tensor, Tensor]:
         dh, h = self.rows(dy, replace(by, bias=None), routing, gather=True), activated(z, between)
         share = (dh * h).sum(1, dtype=torch.promote_types(torch.float32, dh.dtype))
         if by.bias is not None:
-            share += self.rows(dy, Linear(by.bias[:, None]), routing, gather=True)[:, 0]
+            share += self.rows(dy, ExpertProduct(by.bias[:, None]), routing, gather=True)[:, 0]
         weight = weights.flatten()[routing.order].to(dh.dtype)[:, None]
         dz = _activation_backward(dh.mul_(weight), z, between)
         return dz, h.mul_(weight), _at_entries(share, routing)

@@ -51,7 +51,7 @@ class LowRank(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Linear:
+class ExpertProduct:
     """One product of a layer, ``scale w_e a + b_e t + bias_e`` at a place of expert e.
 
     Attributes:
@@ -94,16 +94,16 @@ class Products(Protocol):
         """Sort by expert; entries of one expert keep their order."""
         ...
 
-    def rows(self, a: Tensor, by: Linear, routing: Places, *, gather: bool = False) -> Tensor:
+    def rows(self, a: Tensor, by: ExpertProduct, routing: Places, *, gather: bool = False) -> Tensor:
         """The product [S, N] of a [S, K], or with ``gather`` [T, K]."""
         ...
 
-    def up(self, x: Tensor, by: Linear, routing: Places, between: Between) -> tuple[Tensor, Tensor]:
+    def up(self, x: Tensor, by: ExpertProduct, routing: Places, between: Between) -> tuple[Tensor, Tensor]:
         """The first product [S, O] and its activation [S, I], x [T, D]."""
         ...
 
     def down_backward(
-        self, dy: Tensor, by: Linear, z: Tensor, weights: Tensor, routing: Places, between: Between
+        self, dy: Tensor, by: ExpertProduct, z: Tensor, weights: Tensor, routing: Places, between: Between
     ) -> tuple[Tensor, Tensor, Tensor]:
         """From dy [T, D] and the first product z: its gradient [S, O], ``weight * h`` [S, I], and that of the weights.
 

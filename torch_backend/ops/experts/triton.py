@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_backend.ops import operators
-from torch_backend.ops.experts.products import Between, Linear, Places, Products
+from torch_backend.ops.experts.products import Between, ExpertProduct, Places, Products
 from torch_backend.ops.experts.request import ExpertsRequest
 from torch_backend.ops.operators import TRITON, runs_triton
 
@@ -81,12 +81,12 @@ class TritonExperts(Products):
         )
         return Places(order, places, offsets, indices)
 
-    def rows(self, a: Tensor, by: Linear, routing: Places, *, gather: bool = False) -> Tensor:
+    def rows(self, a: Tensor, by: ExpertProduct, routing: Places, *, gather: bool = False) -> Tensor:
         from torch_backend.ops.experts import product_kernels as kernels
 
         n, depth = by.w.shape[1:]
         y = a.new_empty(routing.order.shape[0], n)
-        tile = _tile(ROWS, routing, y)
+        tile = _tile(ROWS, routing, y, rank=by.rank)
         block_n = min(tile.n, max(16, _power(n)))
         tiles = _tiles(routing, tile.m)
         kernels.rows[tiles * -(-n // block_n),](
@@ -96,14 +96,14 @@ class TritonExperts(Products):
         )  # fmt: skip
         return y
 
-    def up(self, x: Tensor, by: Linear, routing: Places, between: Between) -> tuple[Tensor, Tensor]:
+    def up(self, x: Tensor, by: ExpertProduct, routing: Places, between: Between) -> tuple[Tensor, Tensor]:
         from torch_backend.ops.experts import product_kernels as kernels
 
         places, (outer, depth) = routing.order.shape[0], by.w.shape[1:]
         gated = between.activation.gated
         inner = outer // 2 if gated else outer
         z, h = x.new_empty(places, outer), x.new_empty(places, inner)
-        tile = _tile(GATED if gated else ROWS, routing, x, columns=2 if gated else 1)
+        tile = _tile(GATED if gated else ROWS, routing, x, columns=2 if gated else 1, rank=by.rank)
         block_n = min(tile.n, max(16, _power(inner)))
         tiles = _tiles(routing, tile.m)
         kernels.up[tiles * -(-inner // block_n),](
@@ -114,7 +114,7 @@ class TritonExperts(Products):
         return z, h
 
     def down_backward(
-        self, dy: Tensor, by: Linear, z: Tensor, weights: Tensor, routing: Places, between: Between
+        self, dy: Tensor, by: ExpertProduct, z: Tensor, weights: Tensor, routing: Places, between: Between
     ) -> tuple[Tensor, Tensor, Tensor]:
         weighted = z.new_empty(z.shape[0], by.w.shape[1])
         return self.activation_backward(dy, by, z, weighted, weights, routing, between, multiply=True)
@@ -122,7 +122,7 @@ class TritonExperts(Products):
     def activation_backward(
         self,
         dy: Tensor,
-        by: Linear,
+        by: ExpertProduct,
         z: Tensor,
         weighted: Tensor,
         weights: Tensor,
@@ -135,7 +135,7 @@ class TritonExperts(Products):
         from torch_backend.ops.experts import place_kernels, product_kernels
 
         inner, places, depth = by.w.shape[1], z.shape[0], dy.shape[1] if multiply else 0
-        tile = _tile(BACKWARD, routing, z)
+        tile = _tile(BACKWARD, routing, z, rank=by.rank)
         block_n = min(tile.n, max(16, _power(inner)))
         tiles, wide = _tiles(routing, tile.m), -(-inner // block_n)
         dz = torch.empty_like(z)
@@ -222,18 +222,22 @@ def activate(z: Tensor, bias: Tensor | None, routing: Places, between: Between) 
     return h
 
 
-def _tile(table: tuple[tuple[int, TileSize], ...], routing: Places, x: Tensor, columns: int = 1) -> TileSize:
+def _tile(
+    table: tuple[tuple[int, TileSize], ...], routing: Places, x: Tensor, *, columns: int = 1, rank: int = 0
+) -> TileSize:
     """The tile of a product of x, with as many stages of its operands as shared memory holds.
 
     Args:
         columns: tiles of weights side by side.
+        rank: of an adapter, whose operands may be held beside the weights'.
     """
     if operators.INTERPRETED:  # small, so that tests of a few tokens have several
         return TileSize(16, 16, 16, 4, 1, 2)
     if x.element_size() > 2:  # float32 by exact products, which take twice the memory
         return TileSize(64, 64, 32, 4, 2)
     tile = next(tile for up_to, tile in table if routing.mean <= up_to)
-    stage = (tile.m + columns * tile.n) * tile.k * x.element_size()
+    depth = tile.k + (_depth(tile.k, rank) if rank else 0)
+    stage = (tile.m + columns * tile.n) * depth * x.element_size()
     return tile._replace(stages=max(1, min(tile.stages, operators.shared_memory(x.device) // stage)))
 
 
@@ -271,12 +275,12 @@ def _numbers(between: Between) -> tuple[float, float, float]:
     return kind.alpha, kind.limit or 0.0, kind.offset
 
 
-def _pair(by: Linear) -> tuple[Tensor | None, Tensor | None]:
+def _pair(by: ExpertProduct) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if by.adapter is None else (by.adapter.t, by.adapter.b)
 
 
-def _strides(by: Linear) -> tuple[int, ...]:
-    """Of the weights and of the adapter's second half."""
+def _strides(by: ExpertProduct) -> tuple[int, ...]:
+    """Returns the strides of the weights and of the adapter's second half."""
     return *by.w.stride(), *((0, 0, 0) if by.adapter is None else by.adapter.b.stride())
 
 
