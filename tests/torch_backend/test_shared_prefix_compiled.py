@@ -13,10 +13,10 @@ from packing_core.errors import UnsupportedModelError
 from tests.torch_backend.models import documents, error, tiny
 from tests.torch_backend.test_captured import interpreted as interpreted
 from tests.torch_backend.test_packed_calls import possible as possible
-from torch_backend import patch
+from torch_backend import PackedCollator, make_train_step, patch
 from torch_backend.hf.inputs.unpadding import unpad_calls
 from torch_backend.hf.patch import state_of
-from torch_backend.steps import dynamic_compile
+from torch_backend.steps import cuda_graph, dynamic_compile, fast_backward
 from torch_backend.steps.dynamic_compile import COMPILED, CompiledCalls
 
 
@@ -58,6 +58,33 @@ def test_rows_with_shared_prefixes_share_graphs(
     assert calls.layers == COMPILED
     assert prefixes.computed < 0.8 * prefixes.given
     assert 0 < seen[-1] == seen[-3], seen
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("interpreted")
+def test_a_training_step_compiles_its_layers_for_forests_of_any_shape(monkeypatch: Any) -> None:
+    monkeypatch.setattr(cuda_graph, "DEVICE", "cpu")
+    counter, stock = CompileCounterWithBackend("aot_eager"), fast_backward.compile_layers
+    monkeypatch.setattr(
+        fast_backward, "compile_layers", lambda model, **options: stock(model, backend=counter, **options)
+    )
+    trained = []
+    for choice in ("auto", False):
+        model = patch(tiny("qwen3"), implementation="triton", verify=False)
+        step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.5), compile=choice)
+        collate = PackedCollator(model, share_prefix=True)
+        seen = []
+        for prompt, *lengths in [(17, 3, 2), (18, 4, 1, 2), (20, 2, 5), (16, 1, 3, 2)]:
+            ids = [torch.cat([documents((prompt,))[0], end]).tolist() for end in documents(tuple(lengths), seed=2)]
+            step(collate([{"input_ids": each, "prompt_length": prompt} for each in ids]))
+            seen.append(counter.frame_count)
+        trained.append(list(model.parameters()))
+        if choice == "auto":
+            assert step.parts["layers"] == "compiled, for rows of any length"
+            assert step.parts["graph"].startswith("no CUDA graph: attention of shared prefixes has other lists")
+            assert 0 < seen[-1] == seen[-2], seen
+    for one, other in zip(*trained, strict=True):
+        assert error(one.detach(), other.detach()) <= 1e-5
 
 
 def test_compiled_layers_that_need_lengths_refuse_a_forest_by_name() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from traceback import format_exception
@@ -30,7 +30,7 @@ from torch_backend.hf.forward import RowChoice
 from torch_backend.hf.patch import Patched, state_of
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.steps import cuda_graph as captured
-from torch_backend.steps.cuda_graph import CapturedBackward, compile_layers, form_of
+from torch_backend.steps.cuda_graph import GRAPHS, CapturedBackward, compile_layers, form_of
 from torch_backend.steps.fixed_shapes import FixedShapes
 from torch_backend.steps.graph_collectives import Exchange, exchange_of, place_of, why_not_recorded
 from torch_backend.steps.memory import (
@@ -126,6 +126,7 @@ class Gradients:
         self.shapes = fixed or FixedShapes()
         self.parts = dict.fromkeys((LOSS, LAYERS, GRAPH), "decided at the first step")
         self.fixed: FixedShapes | None = None
+        self.any_length = False  # layers are compiled for batches whose forests differ in shape
         self.path: LossPath | None = None
         self.layers: dict[nn.Module, Any] = {}  # compiled ones, each with its compiled call
         self.recomputed: list[Any] = []  # of them, those that do not keep all that their backward reads
@@ -142,6 +143,8 @@ class Gradients:
         try:
             path = self.path or self._prepare(inputs.batch)
             with self.exchange.around(last=last):
+                if self.any_length and self.compile:
+                    return self._through_layers(path, inputs, path.backward)
                 if self.fixed is None:
                     return path.backward(inputs)
                 return self._by_form(path, replace(inputs, batch=self.fixed(inputs.batch)))
@@ -164,9 +167,10 @@ class Gradients:
 
     def _through_layers(self, path: LossPath, inputs: StepInputs, run: Callable[[StepInputs], Tensor]) -> Tensor:
         """``run`` with compiled layers, or with plain ones if these turn out not to compile."""
+        limit = torch._dynamo.config.patch(recompile_limit=GRAPHS) if self.any_length else nullcontext()
         started = any(parameter.grad is not None for parameter in self.model.parameters())
         try:
-            with self._compiled():
+            with limit, self._compiled():
                 return run(inputs)
         except TorchDynamoException as error:
             if self.compile != "auto" or started:
@@ -192,7 +196,7 @@ class Gradients:
         if not self.layers:
             level = _level_inside(self.model)
             self.recomputed = [] if level == "none" else level_layers(self.model)
-            compile_layers(self.model, memory=level)
+            compile_layers(self.model, memory=level, dynamic=None if self.any_length else False)
             self.layers = {m: m._compiled_call_impl for m in self.model.modules() if m._compiled_call_impl is not None}
             if level == "offload":
                 self.layers |= {m: self.host.around(self.layers[m]) for m in self.recomputed if m in self.layers}
@@ -247,7 +251,8 @@ class Gradients:
         layers = _refused("compile", self.compile, self.no_layers or why_not_compiled(self.model, batch))
         graph = self.no_graph or why_not_captured(self.model, batch)
         graph = _refused("capture", self.capture, graph or _why_not_recomputed(self.model, compiled=layers is None))
-        if layers is None or graph is None:
+        self.any_length = has_parents(batch)
+        if (layers is None or graph is None) and not self.any_length:
             self.fixed = self.shapes
         with torch.random.fork_rng(_cuda_devices()), torch.no_grad():
             path = self.choose(batch if self.fixed is None else self.fixed(batch), layers is None)
@@ -255,13 +260,17 @@ class Gradients:
             layers = layers or _refused("compile", self.compile, waits)
             graph = graph or _refused("capture", self.capture, waits)
             self.fixed = None
+        state = state_of(causal_lm(self.model))
+        if self.any_length and layers is None and state is not None:
+            layers = _refused("compile", self.compile, state.why_no_compiled_forest(state.requests))
         if self.capture:
             self.exchange, graph = exchange_of(self.model, graph)
             graph = _refused("capture", self.capture, graph)
             self.shapes.largest = self.exchange.largest
+        compiled = "compiled, for rows of any length" if self.any_length else "compiled"
         self.parts = {
             LOSS: "without logits" if path.why_logits is None else f"with logits: {path.why_logits}",
-            LAYERS: f"compiled{_memory_of(self.model)}" if layers is None else f"not compiled: {layers}",
+            LAYERS: f"{compiled}{_memory_of(self.model)}" if layers is None else f"not compiled: {layers}",
             GRAPH: "CUDA graph" if graph is None else f"no CUDA graph: {graph}",
         }
         self.compile, self.capture = layers is None and self.compile, graph is None and self.capture
@@ -329,6 +338,8 @@ def why_not_captured(model: nn.Module, batch: Batch) -> str | None:
         return reason
     if (state := state_of(causal_lm(model))) is not None and state.rows.needs_lengths:
         return "its head reads documents, of which each batch has another number"
+    if has_parents(batch):
+        return "attention of shared prefixes has other lists for every batch"
     return _why_not_fixed(model, batch) or why_experts_read(model)
 
 
@@ -370,11 +381,14 @@ def _why_not_fixed(model: nn.Module, batch: Batch | None) -> str | None:
     marked = batch is not None and batch.get("attention_mask") is not None
     if getattr(root.config.get_text_config(), "output_router_logits", False) and not marked:
         return "its router's auxiliary loss would count the padding that fixed shapes need"
-    if batch is not None and batch.get("packed_parents") is not None:
-        return "attention of shared prefixes has other lists for every batch"
     if batch is not None and not FixedShapes.takes(batch):
         return "batches do not carry the lengths of their documents (packed_lengths)"
     return None
+
+
+def has_parents(batch: Batch | None) -> bool:
+    """Returns whether segments of a batch, and of others like it, may continue others."""
+    return batch is not None and batch.get("packed_parents") is not None
 
 
 def _why_not_mixers(model: nn.Module) -> str | None:
