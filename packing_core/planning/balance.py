@@ -121,7 +121,8 @@ class Cost:
         [16.0, 20.0]
         """
         length = np.asarray(lengths, np.float64)
-        return length * (self.tokens + self.squares * (length + 2 * np.asarray(before)))
+        costs: Float64 = length * (self.tokens + self.squares * (length + 2 * np.asarray(before)))
+        return costs
 
     def of_rows(self, plan: PackPlan) -> Float64:
         """float64 [R]: the cost of each row of the plan."""
