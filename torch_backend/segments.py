@@ -213,6 +213,14 @@ class PackedMetadata:
         """Drop what was derived."""
         self._derived.clear()
 
+    def hide_values(self) -> None:
+        """Drop what only this batch has on the host, since a compiled graph would contain it as constants.
+
+        Segments still say that they continue others, though not which: what needs that was derived before.
+        """
+        self.lengths = None
+        self.parents = None if self.parents is None else ()
+
 
 def padding_lengths(begin: int, end: int, row_length: int, longest: int) -> list[int]:
     """Lengths of the segments that stand for the padding from one place of a batch to another: none crosses rows, and

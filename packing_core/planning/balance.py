@@ -121,8 +121,8 @@ class Cost:
         [16.0, 20.0]
         """
         length = np.asarray(lengths, np.float64)
-        earlier = np.asarray(before, np.float64)
-        return np.multiply(length, self.tokens + self.squares * (length + 2 * earlier))
+        costs: Float64 = length * (self.tokens + self.squares * (length + 2 * np.asarray(before)))
+        return costs
 
     def of_rows(self, plan: PackPlan) -> Float64:
         """float64 [R]: the cost of each row of the plan."""

@@ -8,7 +8,7 @@ takes the path it took before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -43,7 +43,7 @@ from torch_backend.hf.inputs.forests import check_forest, check_shared_row, refu
 from torch_backend.hf.inputs.guard import Guard
 from torch_backend.hf.shared_rows import SHARED_ROW
 from torch_backend.ops import scan as scans
-from torch_backend.ops.attention import AttentionRequest, candidates, needs_host_lengths, prepare
+from torch_backend.ops.attention import AttentionRequest, candidates, compiles_parents, needs_host_lengths, prepare
 from torch_backend.ops.operators import runs_triton
 from torch_backend.seal import unseal, unsealed
 
@@ -352,25 +352,42 @@ class Patched:
             if self.anatomy.head == "next token" or kwargs.get("position_ids") is not None:
                 kwargs["position_ids"] = None
             return kwargs
-        if self.compiled and forward.shared_row is None:  # whose attention has other lists in every call
-            forward.prepared = True
-            if not self.layers_need_lengths:
-                if self.rows.needs_lengths:
-                    forward.documents  # noqa: B018  made while the lengths are known
-                forward.segments.lengths = None  # a compiled graph would contain them as constants
-            forward.segments.round_longest(forward.shape[-1])  # which it may contain too
-            # Compiled layers are guarded on what was derived. The checks of a batch derive more, and while a CUDA graph
-            # is recorded none is made: then layers may be compiled again in the recording, where it can fail.
-            forward.segments.forget()
-            for request in self.compiled:
-                prepare(forward.segments, request, self.implementation)
-            if self.anatomy.mixers:
-                forward.segments.seq_idx, forward.segments.position_ids  # noqa: B018  made once, not in every graph
-                scans.prepare(forward.segments)
+        if self.compiled and (forward.segments.parents is None or self.why_no_compiled_forest(self.compiled) is None):
+            self._prepare(forward)
         kwargs["attention_mask"] = forward
         if self.anatomy.mixers:  # some layers pass on what they do not know, some only the argument of fused kernels
             kwargs |= dict.fromkeys(CARRIED, forward)
         return kwargs
+
+    def _prepare(self, forward: PackedForward) -> None:
+        """Derive what compiled layers read of the segments, and drop what their graphs must not contain."""
+        forward.prepared = True
+        segments, shared = forward.segments, forward.segments.parents is not None
+        if self.rows.needs_lengths and not self.layers_need_lengths:
+            forward.documents  # noqa: B018  made while the lengths are known
+        if not (shared or self.layers_need_lengths):
+            segments.hide_values()
+        segments.round_longest(forward.shape[-1])  # a graph may contain it
+        # Compiled layers are guarded on what was derived. The checks of a batch derive more, and while a CUDA graph is
+        # recorded none is made: then layers may be compiled again in the recording, where it can fail.
+        segments.forget()
+        for request in self.compiled:
+            prepare(segments, request, self.implementation)
+        if shared:
+            segments.hide_values()  # lists of shared prefixes are made from them
+        if self.anatomy.mixers:
+            segments.seq_idx, segments.position_ids  # noqa: B018  made once, not in every graph
+            scans.prepare(segments)
+
+    def why_no_compiled_forest(self, requests: Iterable[AttentionRequest]) -> str | None:
+        """Explains why compiled layers that make these requests cannot run shared prefixes; None if they can."""
+        if self.anatomy.mixers:
+            return "recurrent layers hand states on from level to level, of which each batch has others"
+        if self.layers_need_lengths:
+            return "they need the lengths of documents on the host"
+        if not all(compiles_parents(request, self.implementation) for request in requests):
+            return "no attention with lists that are made before serves them"
+        return None
 
     def _check(self, forward: PackedForward) -> None:
         """Every attention and mixer layer that ran must have used the segments."""
@@ -423,7 +440,8 @@ class Patched:
         inputs.check_arguments(module, kwargs, self.guard, wait=wait)
         segments = take_metadata(kwargs, tokens=tokens, host_lengths=self.needs_lengths, guard=self.guard, wait=wait)
         if segments.parents is not None:
-            check_forest(self.anatomy, kwargs, segments, self.guard, compiled=bool(self.compiled), wait=wait)
+            refused = self.why_no_compiled_forest(self.compiled) if self.compiled else None
+            check_forest(self.anatomy, kwargs, segments, self.guard, compiled=refused, wait=wait)
         inputs.check_packed(
             kwargs,
             segments,

@@ -31,6 +31,10 @@ from torch_backend.steps.progress import announced
 # Host values that follow a batch around; inside a graph they would stay those of the batch that was recorded.
 _HOST_ONLY = ("packed_lengths", "packed_documents", "packed_parents")
 DEVICE = "cuda"
+# Graphs of one layer class where rows differ in length: for each kind of layer with gradients and without, with an
+# adapter on and off, with shared prefixes and without, each at the first number of tokens and at any. All classes of
+# layers count together.
+GRAPHS = 64
 
 
 def compile_layers(

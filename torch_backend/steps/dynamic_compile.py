@@ -21,15 +21,12 @@ from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.foreign_kernels import replaced_modules, without_kernels
 from torch_backend.hf.forward import PackedForward, forward_among
 from torch_backend.hf.patch import Patched, state_of
-from torch_backend.steps.cuda_graph import compile_layers
+from torch_backend.steps.cuda_graph import GRAPHS, compile_layers
 from torch_backend.steps.fast_backward import why_not_compiled
 
 log = logging.getLogger("crosspack")
 
 COMPILED = "compiled, for rows of any length"
-# Graphs of one layer class: for each kind of layer with gradients and without, with an adapter on and off, each at the
-# first number of tokens and at any. All classes of layers count together.
-GRAPHS = 64
 
 
 class CompiledCalls:

@@ -35,7 +35,7 @@ from torch_backend.hf.forward import RowChoice
 from torch_backend.hf.patch import Patched, context_of, state_of
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.steps import cuda_graph as captured
-from torch_backend.steps.cuda_graph import CapturedBackward, compile_layers, form_of, layers_of
+from torch_backend.steps.cuda_graph import GRAPHS, CapturedBackward, compile_layers, form_of, layers_of
 from torch_backend.steps.fixed_shapes import FixedShapes
 from torch_backend.steps.graph_collectives import Exchange, exchange_of, place_of, why_not_recorded
 from torch_backend.steps.memory import (
@@ -54,7 +54,6 @@ Batch = Mapping[str, Any]
 log = logging.getLogger("crosspack")
 
 LOSS, LAYERS, GRAPH = "loss", "layers", "graph"  # the parts of a step that can be fast
-GRAPHS = 64  # of one piece of a layer's code, for layers that run pieces of documents, of any length
 
 
 @dataclass(frozen=True)
@@ -136,6 +135,7 @@ class Gradients:
         self.parts = dict.fromkeys((LOSS, LAYERS, GRAPH), "decided at the first step")
         self.fixed: FixedShapes | None = None
         self.pieces = False  # whether compiled layers run the pieces of documents that are cut over ranks
+        self.forests = False  # whether layers are compiled for batches whose forests differ in shape
         self.path: LossPath | None = None
         self.layers: dict[nn.Module, Any] = {}  # compiled ones, each with its compiled call
         self.foreign: dict[nn.Module, Any] = {}  # modules in them that run a library's kernels otherwise
@@ -157,6 +157,8 @@ class Gradients:
             with self.exchange.around(last=last), tiled(self._tiled(inputs.batch)):
                 if self.pieces:
                     return self._of_pieces(path, inputs)
+                if self.forests and self.compile:
+                    return self._through_layers(path, inputs, path.backward)
                 if self.fixed is None:
                     return path.backward(inputs)
                 return self._by_form(path, replace(inputs, batch=self.fixed(inputs.batch)))
@@ -192,10 +194,11 @@ class Gradients:
 
     def _through_layers(self, path: LossPath, inputs: StepInputs, run: Callable[[StepInputs], Tensor]) -> Tensor:
         """``run`` with compiled layers, or with plain ones if these turn out not to compile."""
+        limit = torch._dynamo.config.patch(recompile_limit=GRAPHS) if self.forests else nullcontext()
         started = any(parameter.grad is not None for parameter in self.model.parameters())
         first, self.announced = bool(self.compile) and not self.announced, True
         try:
-            with announced("first batch through compiled layers") if first else nullcontext(), self._compiled():
+            with limit, announced("first batch through compiled layers") if first else nullcontext(), self._compiled():
                 return run(inputs)
         except TorchDynamoException as error:
             if self.compile != "auto" or started:
@@ -222,7 +225,7 @@ class Gradients:
             level = _level_inside(self.model)
             self.recomputed = [] if level == "none" else level_layers(self.model)
             self.foreign = replaced_modules(layers_of(state.decoder))
-            compile_layers(self.model, memory=level, dynamic=None if self.pieces else False)
+            compile_layers(self.model, memory=level, dynamic=None if self.pieces or self.forests else False)
             if self.pieces:
                 state.compiled = set()  # attention runs between the graphs
             self.layers = {m: m._compiled_call_impl for m in self.model.modules() if m._compiled_call_impl is not None}
@@ -277,7 +280,8 @@ class Gradients:
     @property
     def _compiled_how(self) -> str:
         around = ", around the attention that exchanges between ranks" if self.pieces else ""
-        return f"compiled{_memory_of(self.model)}{_in_place_of_kernels(self.model)}{around}"
+        lengths = ", for rows of any length" if self.forests else ""
+        return f"compiled{lengths}{_memory_of(self.model)}{_in_place_of_kernels(self.model)}{around}"
 
     def _prepare(self, batch: Batch) -> LossPath:
         """Choose what is fast, and try the loss on the first batch."""
@@ -285,7 +289,8 @@ class Gradients:
         graph = self.no_graph or why_not_captured(self.model, batch)
         graph = _refused("capture", self.capture, graph or _why_not_recomputed(self.model, compiled=layers is None))
         self.pieces = layers is None and context_of(self.model) is not None
-        if (layers is None or graph is None) and not self.pieces:
+        self.forests = has_parents(batch)
+        if (layers is None or graph is None) and not self.pieces and not self.forests:
             self.fixed = self.shapes
         with torch.random.fork_rng(_cuda_devices()), torch.no_grad():
             path = self.choose(batch if self.fixed is None else self.fixed(batch), layers is None)
@@ -293,6 +298,9 @@ class Gradients:
             layers = layers or _refused("compile", self.compile, waits)
             graph = graph or _refused("capture", self.capture, waits)
             self.fixed = None
+        state = state_of(causal_lm(self.model))
+        if self.forests and layers is None and state is not None:
+            layers = _refused("compile", self.compile, state.why_no_compiled_forest(state.requests))
         if self.capture:
             self.exchange, graph = exchange_of(self.model, graph)
             graph = _refused("capture", self.capture, graph)
@@ -359,6 +367,8 @@ def why_not_captured(model: nn.Module, batch: Batch) -> str | None:
         return reason
     if (state := state_of(causal_lm(model))) is not None and state.rows.needs_lengths:
         return "its head reads documents, of which each batch has another number"
+    if has_parents(batch):
+        return "attention of shared prefixes has other lists for every batch"
     return _why_not_fixed(model, batch) or why_experts_read(model)
 
 
@@ -412,8 +422,6 @@ def _why_not_fixed(model: nn.Module, batch: Batch | None) -> str | None:
     marked = batch is not None and batch.get("attention_mask") is not None
     if getattr(root.config.get_text_config(), "output_router_logits", False) and not marked:
         return "its router's auxiliary loss would count the padding that fixed shapes need"
-    if batch is not None and batch.get("packed_parents") is not None:
-        return "attention of shared prefixes has other lists for every batch"
     if batch is not None and not FixedShapes.takes(batch):
         return "batches do not carry the lengths of their documents (packed_lengths)"
     return None
@@ -428,6 +436,11 @@ def _why_not_here(state: Patched) -> str | None:
     if len({parameter.device for parameter in state.root.parameters()}) > 1:
         return "its weights lie on several devices"
     return None
+
+
+def has_parents(batch: Batch | None) -> bool:
+    """Returns whether segments of a batch, and of others like it, may continue others."""
+    return batch is not None and batch.get("packed_parents") is not None
 
 
 def _why_not_mixers(model: nn.Module) -> str | None:

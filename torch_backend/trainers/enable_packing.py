@@ -88,8 +88,7 @@ def enable_packing(
             calls where it saves a tenth of the work or more, and where the model can: the work of segments of n tokens
             after b tokens of their ancestors is ``a sum(n) + s sum(n (n + 2 b))``, a token and an attention pair by
             ``Cost.from_config(model.config)``. True shares 16 tokens and more, and raises where the model cannot.
-            Layers run uncompiled in such calls, and token ids are read from the device. ``explain(trainer)`` says how
-            many tokens it saved, or why none.
+            Token ids are read from the device for it. ``explain(trainer)`` says how many tokens it saved, or why none.
 
     Returns:
         ``trainer`` itself.

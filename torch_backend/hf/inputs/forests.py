@@ -39,7 +39,13 @@ def why_no_forest(anatomy: Anatomy) -> str | None:
 
 
 def check_forest(
-    anatomy: Anatomy, kwargs: Mapping[str, Any], packed: PackedMetadata, guard: Guard, *, compiled: bool, wait: bool
+    anatomy: Anatomy,
+    kwargs: Mapping[str, Any],
+    packed: PackedMetadata,
+    guard: Guard,
+    *,
+    compiled: str | None,
+    wait: bool,
 ) -> None:
     """Refuse a batch with parents that would not be exact.
 
@@ -48,7 +54,7 @@ def check_forest(
         kwargs: all its arguments.
         packed: the segments, with parents.
         guard, wait: see :meth:`Guard.check`.
-        compiled: whether its layers are compiled.
+        compiled: why its layers, which are compiled, cannot run shared prefixes; None if they can or are not.
 
     Raises:
         UnsupportedModelError: names the reason and the way out.
@@ -56,8 +62,8 @@ def check_forest(
     """
     root = anatomy.root
     _refuse(root, why_not_now(anatomy) or _why_not_these(root, kwargs))
-    if compiled:
-        _refuse(root, "its layers are compiled (pass compile=False)")
+    if compiled is not None:
+        _refuse(root, f"its layers are compiled (pass compile=False), and {compiled}")
     if kwargs.get("shift_labels") is not None:
         _refuse(root, "the batch came with shift_labels, which have one place for all that follows a prefix")
     if kwargs.get("labels") is not None and not getattr(getattr(root, "loss_function", None), TAKES_PARENTS, False):

@@ -125,6 +125,15 @@ def prepare(packed: PackedMetadata, request: AttentionRequest, implementation: s
         make(packed, request)
 
 
+def compiles_parents(request: AttentionRequest, implementation: str | Sequence[str] = "auto") -> bool:
+    """Returns whether compiled layers that ask like ``request`` could run segments that continue others."""
+    try:
+        name = select(replace(request, parents=True, compiling=True), implementation)
+    except UnsupportedError:
+        return False
+    return getattr(load(name), "compiled_parents", False)
+
+
 def rejections(request: AttentionRequest, implementation: str | Sequence[str] = "auto") -> dict[str, str | None]:
     """Every candidate in the order it is tried, with the reason it is not chosen, or None where it can be.
 

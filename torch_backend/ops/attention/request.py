@@ -61,6 +61,7 @@ class Implementation(Protocol):
     Attributes:
         host_lengths: it needs ``packed.lengths``; the collator then carries them.
         parents: it serves requests in which segments continue others; False where it has no such attribute.
+        compiled_parents: it also does so in compiled layers, by what ``prepare`` derived; False likewise.
 
     One that takes queries that are the last tokens of longer key segments (``packed.keys``) has ``more_keys = True``.
     One that derives something from the segments may have ``prepare(packed, request)``, which does so ahead of layers

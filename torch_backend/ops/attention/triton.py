@@ -47,7 +47,7 @@ class KernelTiles(NamedTuple):
 
 
 class Triton(Probed):
-    parents = True
+    parents = compiled_parents = True
 
     def refuses(self, request: AttentionRequest) -> str | None:
         probe = torch.empty(0, dtype=request.dtype, device=request.device)
@@ -61,10 +61,6 @@ class Triton(Probed):
             return "at most 128 query heads per key head"
         if request.scale <= 0:
             return "needs a positive scale"
-        if request.parents and not request.host_lengths:
-            return "needs the segment lengths on the host for shared prefixes"
-        if request.parents and request.compiling:
-            return "no shared prefixes in compiled layers"
         return None
 
     def __call__(
@@ -84,7 +80,7 @@ class Triton(Probed):
         return packed_attention(q, k, v, packed, request, tiles, sinks=sinks, alibi_slopes=alibi_slopes)
 
     def prepare(self, packed: PackedMetadata, request: AttentionRequest) -> None:
-        """Make the work lists, in a shape that does not depend on the segments."""
+        """Make the work lists, in a shape that does not depend on the segments; of shared prefixes in their own."""
         _work_lists(packed, request, choose_tiles(request), fixed_shape=True)
 
 

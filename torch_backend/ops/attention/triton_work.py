@@ -16,9 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from packing_core.errors import UnsupportedError
 from packing_core.storage.forest import lineage, offsets
-from torch_backend.segments import PackedMetadata, most_pieces, pieces, to_device
+from torch_backend.segments import PackedMetadata, host_lengths, most_pieces, pieces, to_device
 
 
 def query_parts(packed: PackedMetadata) -> Tensor | None:
@@ -46,8 +45,8 @@ def key_tiles(packed: PackedMetadata, tokens: int, *, fixed_shape: bool = False)
 
 def _work(packed: PackedMetadata, tokens: int, last_first: bool, fixed_shape: bool) -> Tensor:
     def make(packed: PackedMetadata) -> Tensor:
-        if packed.parents is not None and (packed.lengths is None or torch.compiler.is_compiling()):
-            raise UnsupportedError("shared prefixes need the segment lengths on the host, outside of compiled layers")
+        if packed.parents is not None:
+            host_lengths(packed)
         if packed.lengths is None or (fixed_shape and packed.parents is None) or torch.compiler.is_compiling():
             boundaries = packed.cu_seqlens
             items = most_pieces(packed.tokens, boundaries.shape[0] - 1, tokens)
