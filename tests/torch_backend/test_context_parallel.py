@@ -10,7 +10,7 @@ import torch
 
 from tests.torch_backend.test_torchrun import RANKS
 from tests.torch_backend.torchrun import torchrun
-from tests.torch_backend.torchrun_context import AUDITS, CASES, MEMORY, METHODS, run, train
+from tests.torch_backend.torchrun_context import AUDITS, CASES, MEMORY, METHODS, PARTS, run, train
 
 pytestmark = pytest.mark.slow  # starts processes that train
 
@@ -18,9 +18,12 @@ pytestmark = pytest.mark.slow  # starts processes that train
 @pytest.fixture(scope="module", params=RANKS, ids="{} ranks".format)
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Losses and gradients, by case."""
-    target = tmp_path_factory.mktemp("context") / "results.pt"
-    torchrun("torchrun_context.py", str(target), ranks=request.param)
-    return torch.load(target)
+    found: dict[str, Any] = {}
+    for part in PARTS:
+        target = tmp_path_factory.mktemp("context") / "results.pt"
+        torchrun("torchrun_context.py", str(target), part, ranks=request.param)
+        found |= torch.load(target)
+    return found
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,6 +1,6 @@
 """Run by ``torchrun`` in test_context_parallel: a batch cut over all ranks; rank 0 writes losses and gradients.
 
-Argument: the file to write to.
+Arguments: the file to write to, and which of PARTS.
 """
 
 from __future__ import annotations
@@ -334,12 +334,31 @@ def attempt(what: Callable[[], Any]) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-def main(target: Path) -> None:
+PARTS = ("models", "steps", "audits")  # of what is run, each within the limit of one start
+
+
+def main(target: Path, part: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(minutes=1))
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))["cp"]
     world = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("dp", "cp"))
-    results = {name: attempt(partial(run, case, mesh)) for name, case in CASES.items()}
+    results = {}
+    if part == "models":
+        results |= {name: attempt(partial(run, case, mesh)) for name, case in CASES.items()}
+        results |= {f"refuse, {name}": attempt(what) for name, what in refusals(mesh, world).items()}
+        results |= {f"sent, {method}": attempt(partial(sent, method, mesh)) for method in METHODS}
+    if part == "steps":
+        results |= steps(mesh, world)
+    if part == "audits":
+        results |= {f"audit, {name}": attempt(partial(audited, name, mesh)) for name in AUDITS}
+    if dist.get_rank() == 0:
+        torch.save(results, target)
+    leave()
+
+
+def steps(mesh: Any, world: Any) -> dict[str, Any]:
+    """The runs of :func:`train` and :func:`compiled`, by name."""
+    results = {}
     results |= {f"step, {name}": attempt(partial(train, wrap, mesh)) for name, wrap in WRAPPERS.items()}
     for name, (family, memory) in MEMORY.items():
         recomputing = partial(train, DistributedDataParallel, mesh, family=family, memory=memory)
@@ -347,16 +366,11 @@ def main(target: Path) -> None:
     results |= {f"compiled, {name}": attempt(partial(compiled, wrap, mesh)) for name, wrap in WRAPPERS.items()}
     results["compiled, recomputing"] = attempt(partial(compiled, DistributedDataParallel, mesh, memory="full"))
     results["compiled, hybrid"] = attempt(partial(compiled, DistributedDataParallel, mesh, family="qwen3_5_text"))
-    results |= {f"sent, {method}": attempt(partial(sent, method, mesh)) for method in METHODS}
-    if ranks == 4:
+    if dist.get_world_size() == 4:
         several = partial(train, DistributedDataParallel, world["cp"], 2, world.get_local_rank("dp"))
         results["step, two groups"] = attempt(several)
-    results |= {f"audit, {name}": attempt(partial(audited, name, mesh)) for name in AUDITS}
-    results |= {f"refuse, {name}": attempt(what) for name, what in refusals(mesh, world).items()}
-    if dist.get_rank() == 0:
-        torch.save(results, target)
-    leave()
+    return results
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

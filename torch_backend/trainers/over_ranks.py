@@ -8,7 +8,7 @@ attention masks by ``is_causal``, so the documents of a row would see each other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -102,7 +102,7 @@ class OverRanks:
             raise UnsupportedError(WEIGHTS_REFUSED)
         return cut_over_ranks(model, batch)
 
-    def in_place_of(self, model: nn.Module) -> Callable[..., dict[str, Tensor]]:
+    def in_place_of(self, model: nn.Module) -> Any:
         """Returns a replacement for the model in ``Trainer.compute_loss``, which returns the loss alone.
 
         It is this rank's part of the sum, divided by the targets that the trainer has counted on all ranks. Without
