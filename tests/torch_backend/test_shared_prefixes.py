@@ -15,7 +15,9 @@ from packing_core.errors import LayoutError, PackingError, UnsupportedError, Uns
 from packing_core.storage.forest import lineage
 from tests.torch_backend.models import alone, documents, error, patched, tiny
 from torch_backend import PackedCollator, next_token_pairs, packed_cross_entropy, reduce, spread, token_logprobs
+from torch_backend.hf.shared_rows import SharedRow
 from torch_backend.losses.causal_lm import causal_lm_loss
+from torch_backend.segments import PackedMetadata
 
 # every family here has attention of another kind: plain, sinks and windows, softcaps and windows, one window and others
 FAMILIES = ("llama", "qwen3", "gpt_oss", "gemma2", "gemma3_text", "phi3", "cohere2", "olmo3", "mixtral")
@@ -299,3 +301,13 @@ def test_the_truth_of_these_tests_is_each_document_alone():
     batch = PackedCollator()([{"input_ids": document.tolist()} for document in docs])
     loss, weight = causal_lm_loss(torch_backend.patch(model, verify=False), batch)
     assert error(loss.detach() / weight, right.loss) <= 1e-5
+
+
+def test_arguments_that_belong_to_no_token_are_not_shortened():
+    rows = SharedRow(
+        PackedMetadata.from_lengths((2,), device=torch.device("cpu")), torch.arange(2), torch.tensor([0, 1, 1])
+    )
+    given = {"scale": torch.tensor(2.0), "cache_position": torch.arange(3), "input_ids": torch.tensor([[5, 6, 6]])}
+    shrunk = rows.shrink(given)
+    assert shrunk["scale"] is given["scale"] and shrunk["cache_position"] is given["cache_position"]
+    assert shrunk["input_ids"].tolist() == [[5, 6]]
