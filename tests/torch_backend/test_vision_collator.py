@@ -230,6 +230,12 @@ def bad(kind: str, tmp_path: Any) -> dict[str, Any]:
         "pixels": {"input_ids": [5, *[IMAGE] * 4]},
         "video": {"messages": turns, "videos": ["film.mp4"]},
         "foreign": {"input_ids": [5, IMAGE, 6], "pixel_values": torch.zeros(1, 9), "image_sizes": [[16, 16]]},
+        "side by side": {
+            "input_ids": [5, *[IMAGE] * 8],
+            "pixel_values": torch.zeros(32, 96),
+            "image_grid_thw": [[1, 4, 4]] * 2,
+        },
+        "frames": {"input_ids": [5], "pixel_values_videos": torch.zeros(0, 96), "video_grid_thw": torch.zeros(0, 3)},
         "nothing": {"images": [picture(1)]},
     }[kind]
 
@@ -244,6 +250,8 @@ MESSAGES = {
     "pixels": "example 1 has 4 image tokens and images of 0: placeholders and images must agree",
     "video": "example 1 has a video: run the processor on it first, and pass input_ids with pixel_values_videos",
     "foreign": r"example 1 has image_sizes of shape \[1, 2\], which Qwen2VLForConditionalGeneration is not known to be",
+    "side by side": "example 1: there are 2 images in 1 runs of image tokens: put a token between images",
+    "frames": "example 1 has pixel_values_videos without any pixels: leave it out, with its placeholders",
     "nothing": "example 1 has neither messages, prompt and completion, text nor input_ids, only images",
 }
 

@@ -52,6 +52,9 @@ class VisionRows:
     batch: PackedBatch
     images: tuple[Images, ...]
 
+    def __len__(self) -> int:
+        return len(self.batch)
+
 
 class VisionReader:
     """Reads examples with images for one model.
@@ -85,7 +88,7 @@ class VisionReader:
         self.processor = processor
         self.loss = loss
         self.collate = collate
-        self.name = type(processor or collate).__name__
+        self.name = getattr(collate, "name", type(processor or collate).__name__)
 
     def pad_id(self, default: int) -> int:
         """Returns the token that fills padding, which the processor's tokeniser knows better than some configs."""
@@ -223,8 +226,8 @@ class VisionReader:
         """The result of another library's function, whose errors say where."""
         try:
             found = function(*args, **options)
-        except PackingError:
-            raise
+        except PackingError as error:
+            raise type(error)(f"{where}: {error}") from error
         except Exception as error:
             raise PackingError(f"{where}: {self.name} raised {type(error).__name__}: {first_line(error)}") from error
         return dict(found) if isinstance(found, Mapping) else found

@@ -142,7 +142,7 @@ class Gradients:
         try:
             path = self.path or self._prepare(inputs.batch)
             with self.exchange.around(last=last):
-                if self.fixed is None:
+                if self.fixed is None or _holds_images(inputs.batch):
                     return path.backward(inputs)
                 return self._by_form(path, replace(inputs, batch=self.fixed(inputs.batch)))
         except torch.OutOfMemoryError:
@@ -370,11 +370,18 @@ def _why_not_fixed(model: nn.Module, batch: Batch | None) -> str | None:
     marked = batch is not None and batch.get("attention_mask") is not None
     if getattr(root.config.get_text_config(), "output_router_logits", False) and not marked:
         return "its router's auxiliary loss would count the padding that fixed shapes need"
+    if batch is not None and _holds_images(batch):
+        return "its batches hold images, whose number and sizes differ"
     if batch is not None and batch.get("packed_parents") is not None:
         return "attention of shared prefixes has other lists for every batch"
     if batch is not None and not FixedShapes.takes(batch):
         return "batches do not carry the lengths of their documents (packed_lengths)"
     return None
+
+
+def _holds_images(batch: Batch) -> bool:
+    """Returns whether a batch has tensors of images or videos, which a vision tower runs in shapes of their own."""
+    return any(name.startswith("pixel_values") for name in batch)
 
 
 def _why_not_mixers(model: nn.Module) -> str | None:
