@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # a collator is used where transformers is not installed, too
 
 Loss = Literal["all", "assistant"]
 Pack = Callable[[Sequence[Mapping[str, Any]]], PackedBatch]
+SECONDS = "second_per_grid_ts"  # of videos, read by get_rope_index and by nothing else
 # Columns with the three axes of a document's positions, less those of text: 0 at text and in padding.
 AXES = ("_axis_0", "_axis_1", "_axis_2")
 RAW = ("messages", "prompt", "completion", "text", "images", "image", "videos", "video")
@@ -238,6 +239,7 @@ class VisionReader:
         """The document of a processor's result for one example."""
         found = {name: value for name, value in found.items() if value is not None and name not in _OF_CHARACTERS}
         ids = np.asarray(found.pop("input_ids")).reshape(-1).astype(np.int64)
+        seconds = found.pop(SECONDS, None) if self.vision.indexer is not None else None
         columns: dict[str, Any] = {"input_ids": ids}
         images: dict[str, Tensor] = {}
         for name, value in found.items():
@@ -262,7 +264,8 @@ class VisionReader:
             shown = np.isin(columns["input_ids"], list(self.vision.placeholders))
             columns["loss_mask"] = ~shown if trained is None else trained & ~shown
         if self.vision.indexer is not None:
-            columns |= self._axes(ids_L, images, types, where)
+            timed = images if seconds is None else {**images, SECONDS: torch.as_tensor(seconds)}
+            columns |= self._axes(ids_L, timed, types, where)
         return VisionDocument(columns, images)
 
     def _tensor(self, name: str, value: Any) -> Tensor:
