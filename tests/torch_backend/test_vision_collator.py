@@ -148,6 +148,38 @@ def test_images_of_unequal_sizes_equal_each_document_alone() -> None:
     assert_same(update(torch_backend.patch(model, verify=False), [batch]), truth)
 
 
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_processed_videos_equal_each_document_alone(family: str) -> None:
+    """Two frames a document, of which Qwen2.5-VL's positions also read the seconds between them."""
+    model, random = vision_model(family), torch.Generator().manual_seed(4)
+    examples = []
+    for before, seconds in ((3, 1.0), (6, 3.0)):
+        text = torch.randint(4, 70, (before + 3,), generator=random)
+        ids = torch.cat([text[:before], torch.full((8,), VIDEO), text[before:]])
+        pixels = {"pixel_values_videos": torch.randn(32, 96, generator=random), "video_grid_thw": [[2, 4, 4]]}
+        examples.append({"input_ids": ids[None], "mm_token_type_ids": 2 * (ids == VIDEO).int()[None], **pixels})
+        if family == "qwen2_5_vl":
+            examples[-1]["second_per_grid_ts"] = torch.tensor([seconds])
+    truth = update(
+        model,
+        [
+            {
+                **example,
+                "labels": example["input_ids"].masked_fill(example["input_ids"] == VIDEO, -100),
+                "video_grid_thw": torch.tensor(example["video_grid_thw"]),
+            }
+            for example in examples
+        ],
+    )
+    collate = collator_of_processed(model, 40)
+    batch = collate([examples[0], {"input_ids": torch.arange(4, 9)}, examples[1]])
+    assert "second_per_grid_ts" not in batch
+    # the last frame at 6 + 3 seconds of 4 tokens each; else the last word at 6 + a grid of 2 + 2 words before it
+    assert int(batch["position_ids"].max()) == (18 if family == "qwen2_5_vl" else 10)
+    batch = collate(examples)
+    assert_same(update(torch_backend.patch(model, verify=False), [batch]), truth)
+
+
 def test_every_form_of_an_image_and_of_an_example_gives_the_same_batch(tmp_path: Any) -> None:
     model, processor = vision_model("qwen2_vl"), tiny_processor("qwen2_vl")
     collate, image = PackedCollator(model, processor=processor), picture(1)
@@ -230,6 +262,12 @@ def bad(kind: str, tmp_path: Any) -> dict[str, Any]:
         "pixels": {"input_ids": [5, *[IMAGE] * 4]},
         "video": {"messages": turns, "videos": ["film.mp4"]},
         "foreign": {"input_ids": [5, IMAGE, 6], "pixel_values": torch.zeros(1, 9), "image_sizes": [[16, 16]]},
+        "side by side": {
+            "input_ids": [5, *[IMAGE] * 8],
+            "pixel_values": torch.zeros(32, 96),
+            "image_grid_thw": [[1, 4, 4]] * 2,
+        },
+        "frames": {"input_ids": [5], "pixel_values_videos": torch.zeros(0, 96), "video_grid_thw": torch.zeros(0, 3)},
         "nothing": {"images": [picture(1)]},
     }[kind]
 
@@ -244,6 +282,8 @@ MESSAGES = {
     "pixels": "example 1 has 4 image tokens and images of 0: placeholders and images must agree",
     "video": "example 1 has a video: run the processor on it first, and pass input_ids with pixel_values_videos",
     "foreign": r"example 1 has image_sizes of shape \[1, 2\], which Qwen2VLForConditionalGeneration is not known to be",
+    "side by side": "example 1: there are 2 images in 1 runs of image tokens: put a token between images",
+    "frames": "example 1 has pixel_values_videos without any pixels: leave it out, with its placeholders",
     "nothing": "example 1 has neither messages, prompt and completion, text nor input_ids, only images",
 }
 

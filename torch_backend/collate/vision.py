@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # a collator is used where transformers is not installed, too
 
 Loss = Literal["all", "assistant"]
 Pack = Callable[[Sequence[Mapping[str, Any]]], PackedBatch]
+SECONDS = "second_per_grid_ts"  # of videos, read by get_rope_index and by nothing else
 # Columns with the three axes of a document's positions, less those of text: 0 at text and in padding.
 AXES = ("_axis_0", "_axis_1", "_axis_2")
 RAW = ("messages", "prompt", "completion", "text", "images", "image", "videos", "video")
@@ -51,6 +52,9 @@ class VisionRows:
 
     batch: PackedBatch
     images: tuple[Images, ...]
+
+    def __len__(self) -> int:
+        return len(self.batch)
 
 
 class VisionReader:
@@ -85,7 +89,7 @@ class VisionReader:
         self.processor = processor
         self.loss = loss
         self.collate = collate
-        self.name = type(processor or collate).__name__
+        self.name = getattr(collate, "name", type(processor or collate).__name__)
 
     def pad_id(self, default: int) -> int:
         """Returns the token that fills padding, which the processor's tokeniser knows better than some configs."""
@@ -223,8 +227,8 @@ class VisionReader:
         """The result of another library's function, whose errors say where."""
         try:
             found = function(*args, **options)
-        except PackingError:
-            raise
+        except PackingError as error:
+            raise type(error)(f"{where}: {error}") from error
         except Exception as error:
             raise PackingError(f"{where}: {self.name} raised {type(error).__name__}: {first_line(error)}") from error
         return dict(found) if isinstance(found, Mapping) else found
@@ -235,6 +239,7 @@ class VisionReader:
         """The document of a processor's result for one example."""
         found = {name: value for name, value in found.items() if value is not None and name not in _OF_CHARACTERS}
         ids = np.asarray(found.pop("input_ids")).reshape(-1).astype(np.int64)
+        seconds = found.pop(SECONDS, None) if self.vision.indexer is not None else None
         columns: dict[str, Any] = {"input_ids": ids}
         images: dict[str, Tensor] = {}
         for name, value in found.items():
@@ -259,7 +264,8 @@ class VisionReader:
             shown = np.isin(columns["input_ids"], list(self.vision.placeholders))
             columns["loss_mask"] = ~shown if trained is None else trained & ~shown
         if self.vision.indexer is not None:
-            columns |= self._axes(ids_L, images, types, where)
+            timed = images if seconds is None else {**images, SECONDS: torch.as_tensor(seconds)}
+            columns |= self._axes(ids_L, timed, types, where)
         return VisionDocument(columns, images)
 
     def _tensor(self, name: str, value: Any) -> Tensor:

@@ -7,7 +7,7 @@ those of the rows in flight: a ``DataLoader`` with workers decodes them ahead, i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -123,7 +123,7 @@ def read_all(
     return read_examples(columns), np.array(numbers, np.int64), skipped
 
 
-def read_again(reader: VisionReader, examples: Any, number: int, tokens: Sequence[int]) -> VisionDocument:
+def read_again(reader: VisionReader, examples: Any, number: int, tokens: Any) -> VisionDocument:
     """Reads an example whose tokens are known, for its images.
 
     Raises:

@@ -159,7 +159,7 @@ class Gradients:
                     return self._of_pieces(path, inputs)
                 if self.forests and self.compile:
                     return self._through_layers(path, inputs, path.backward)
-                if self.fixed is None:
+                if self.fixed is None or _holds_images(inputs.batch):
                     return path.backward(inputs)
                 return self._by_form(path, replace(inputs, batch=self.fixed(inputs.batch)))
         except torch.OutOfMemoryError:
@@ -422,6 +422,8 @@ def _why_not_fixed(model: nn.Module, batch: Batch | None) -> str | None:
     marked = batch is not None and batch.get("attention_mask") is not None
     if getattr(root.config.get_text_config(), "output_router_logits", False) and not marked:
         return "its router's auxiliary loss would count the padding that fixed shapes need"
+    if batch is not None and _holds_images(batch):
+        return "its batches hold images, whose number and sizes differ"
     if batch is not None and not FixedShapes.takes(batch):
         return "batches do not carry the lengths of their documents (packed_lengths)"
     return None
@@ -441,6 +443,11 @@ def _why_not_here(state: Patched) -> str | None:
 def has_parents(batch: Batch | None) -> bool:
     """Returns whether segments of a batch, and of others like it, may continue others."""
     return batch is not None and batch.get("packed_parents") is not None
+
+
+def _holds_images(batch: Batch) -> bool:
+    """Returns whether a batch has tensors of images or videos, which a vision tower runs in shapes of their own."""
+    return any(name.startswith("pixel_values") for name in batch)
 
 
 def _why_not_mixers(model: nn.Module) -> str | None:

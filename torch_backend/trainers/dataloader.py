@@ -18,15 +18,17 @@ from torch.utils.data import DataLoader, IterableDataset
 from packing_core import PackedBatch
 from packing_core.batches.columns import READ
 from packing_core.batches.marks import LENGTHS
-from packing_core.errors import PackingError, first_line
+from packing_core.errors import PackingError, UnsupportedError, first_line
 from packing_core.extras import require
 from packing_core.planning.balance import Cost
 from packing_core.planning.plan import Overflow
 from torch_backend.collate import FULL, BoundaryCollator, PackedCollator
 from torch_backend.collate.document_labels import NAMES
+from torch_backend.collate.vision import VisionRows
 from torch_backend.trainers.epoch_rows import EpochRows, RowBatches, RowStream
 from torch_backend.trainers.replaced import ReplacingCollator, name_of
 from torch_backend.trainers.resuming import refuse_other_rows
+from torch_backend.trainers.vision import VisionEpochRows
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +49,8 @@ def pack_training_data(
     if collator.capacity is not None or data is None:
         return _with_capacity(collator, capacity, overflow), None
     first = next(iter(data), None)
-    if isinstance(first, PackedBatch):
+    if isinstance(first, PackedBatch | VisionRows):
+        first = first if isinstance(first, PackedBatch) else first.batch
         if capacity is not None:
             raise PackingError(f"the training data are rows of {first.capacity:,} tokens already: leave capacity out")
         return collator, None
@@ -178,11 +181,19 @@ def _rows(trainer: Any, collator: PackedCollator, capacity: int, overflow: Overf
     read = (*trainer._signature_columns, *READ) if args.remove_unused_columns else None
     seed = args.seed if args.data_seed is None else args.data_seed
     if _is_stream(data):
+        if collator.vision is not None:
+            raise UnsupportedError(
+                "a stream of examples with images is not packed: pass a datasets.Dataset or a list of examples"
+            )
         if args.max_steps <= 0:
             raise PackingError("a stream has no number of rows: pass max_steps to the trainer's arguments")
         if collator.labels_documents:
             raise PackingError("a stream cannot carry one label per document: pass a datasets.Dataset or a list")
         return RowStream(data, read, capacity, overflow=overflow, seed=seed, pad_id=pad_id, replaced=replaced)
+    in_order = getattr(args, "train_sampling_strategy", "random") == "sequential"
+    if collator.vision is not None:
+        of_epoch: Any = {"overflow": overflow, "seed": seed, "cost": _cost(trainer.model), "in_order": in_order}
+        return _announced(VisionEpochRows(data, collator.vision, capacity, pad_id=pad_id, **of_epoch))
     names = data.column_names if hasattr(data, "column_names") else list(dict.fromkeys(n for x in data for n in x))
     names = [name for name in names if (read is None or name in read if replaced is None else replaced.reads(name))]
     per_document = set() if replaced is None else replaced.numbers & {*names}
@@ -198,10 +209,15 @@ def _rows(trainer: Any, collator: PackedCollator, capacity: int, overflow: Overf
         seed=seed,
         pad_id=pad_id,
         cost=_cost(trainer.model),
-        in_order=getattr(args, "train_sampling_strategy", "random") == "sequential",
+        in_order=in_order,
         per_document=sorted(per_document),
         replaced=replaced,
     )
+    return _announced(rows)
+
+
+def _announced(rows: EpochRows) -> EpochRows:
+    """Returns rows, and logs how full they are."""
     logger.info("enable_packing: %s", rows)
     if rows.dealt(0).plan.efficiency < FULL:
         longest = int(rows.documents.input_ids.lengths.max())

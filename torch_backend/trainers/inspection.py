@@ -22,6 +22,7 @@ from packing_core.planning.plan import Overflow
 from torch_backend.auditing.trainer import refuse_cut_documents
 from torch_backend.collate import Batch, BoundaryCollator, PackedCollator
 from torch_backend.collate.document_labels import LABELS, NAMES
+from torch_backend.collate.vision import VisionRows
 from torch_backend.hf.anatomy.heads import head_of, predicts_masked
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.inputs.trl_trainers import why_per_example
@@ -30,6 +31,7 @@ from torch_backend.trainers.epoch_rows import EpochRows, RowStream
 from torch_backend.trainers.over_ranks import context_mesh
 from torch_backend.trainers.own_loss import has_own_loss
 from torch_backend.trainers.replaced import Replaced, ReplacingCollator, name_of
+from torch_backend.trainers.vision import collator_of_images
 
 COMPARED = 64  # examples of each dataset that the present collator and packing are compared on before training
 # Families that DeepSpeed 0.19.8 splits over ranks and whose modeling files then raise, packed or not: they reshape by
@@ -61,7 +63,8 @@ class PackingPlan:
         data = "the documents of each batch" if self.rows is None else str(self.rows)
         if isinstance(self.collator, BoundaryCollator):
             return f"rows as {self.before} packs them, with their boundaries"
-        own = isinstance(self.collator, ReplacingCollator)
+        vision = self.collator.vision
+        own = isinstance(self.collator, ReplacingCollator) or (vision is not None and vision.collate is not None)
         return f"{data}, by {'PackedCollator in place of ' if own else ''}{self.before}"
 
 
@@ -123,6 +126,9 @@ def _packing_collator(trainer: Any, capacity: int | None, overflow: Overflow) ->
             f"{type(trainer).__name__} has neither a train_dataset nor an eval_dataset with examples: pass one, "
             "because its examples show whether its collator packs and what it trains"
         )
+    if (of_images := None if ours else collator_of_images(trainer, [x for _, x in examples])) is not None:
+        of_images.marks_padding |= has_own_loss(trainer)  # which may read the mask
+        return of_images
     packs = ours or _packs(trainer, *examples[0])
     packs_documents = packs and not (isinstance(collator, PackedCollator) and collator.capacity is None)
     if packs_documents and (capacity is not None or overflow != "error"):
@@ -155,9 +161,12 @@ def _refuse_untrained(trainer: Any, collator: PackedCollator | BoundaryCollator)
     data, packs = trainer.train_dataset, PackedCollator(trainer.model)
     if not hasattr(data, "__len__") or len(data) == 0 or getattr(collator, "masking", None) is not None:
         return
-    for example in data:
-        if isinstance(example, PackedBatch):
-            batch = example
+    vision = getattr(collator, "vision", None)
+    for number, example in enumerate(data):
+        if isinstance(example, PackedBatch | VisionRows):
+            batch = example if isinstance(example, PackedBatch) else example.batch
+        elif vision is not None:
+            batch = packs.pack([vision.read(example, f"training example {number}").columns])
         elif isinstance(collator, ReplacingCollator):
             batch = packs.pack([collator.replaced.example(example)])
         else:

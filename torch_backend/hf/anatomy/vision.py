@@ -56,10 +56,20 @@ class Vision:
             ids: int64 [L].
             images: the tensors of its images and videos.
             types: int64 [L], 0 for text, 1 for images and 2 for videos; by default as the token ids say.
+
+        Raises:
+            LayoutError: images stand side by side without a token between them, which the family numbers as one.
         """
         if types is None:
             config = self.indexer.config
             types = (ids == config.image_token_id).long() + 2 * (ids == getattr(config, "video_token_id", -1)).long()
+        shown = torch.cat((types.new_zeros(1), types)) == 1
+        runs, count = int((shown[1:] & ~shown[:-1]).sum()), len(images.get("image_grid_thw", ()))
+        if runs != count:
+            raise LayoutError(
+                f"there are {count} images in {runs} runs of image tokens: put a token between images, as the family's "
+                "chat template does"
+            )
         given = {name: images.get(name) for name in (*GRIDS.values(), "second_per_grid_ts") if name in images}
         found: Tensor = self.indexer.get_rope_index(ids[None], mm_token_type_ids=types[None], **given)[0]
         return found[:, 0].long()
@@ -68,6 +78,9 @@ class Vision:
         """Raises LayoutError if a document's placeholders and its images disagree."""
         marked = int(torch.isin(ids, torch.tensor(sorted(self.placeholders))).sum())
         pixels = [name for name in PIXELS if name in images]
+        for name in pixels:
+            if not images[name].numel():
+                raise LayoutError(f"{where} has {name} without any pixels: leave it out, with its placeholders")
         if self.merge is not None:
             for name in pixels:
                 if GRIDS[name] not in images:
