@@ -48,8 +48,23 @@ Bos = Annotated[
 Eos = Annotated[bool | None, typer.Option("--eos/--no-eos", help="EOS last, trained. Default: if there is one.")]
 Capacity = Annotated[int, typer.Option(min=1, max=1 << 24, help="Tokens a row can hold.")]
 OverflowPolicy = Annotated[
-    Literal["error", "truncate", "split", "drop"],
+    Literal["error", "truncate", "split", "overlap", "restart", "drop"],
     typer.Option("--overflow", help="What to do with a document longer than the capacity."),
+]
+Context = Annotated[
+    int | None,
+    typer.Option(
+        "--context",
+        min=0,
+        help="Under --overflow overlap and restart: tokens that begin each later piece and are not trained there. "
+        "Default: an eighth of the capacity.",
+    ),
+]
+MinPiece = Annotated[
+    int, typer.Option("--min-piece", min=1, help="The least tokens of each piece of a document that is cut.")
+]
+MaxSegments = Annotated[
+    int | None, typer.Option("--max-segments", min=1, help="Most documents, or pieces of them, in a row.")
 ]
 Packing = Annotated[
     Literal["mixed", "best_fit"],

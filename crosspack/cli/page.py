@@ -186,7 +186,9 @@ def _strategies(found: dict[str, Any]) -> str:
     drawn = charts.bars("Packing efficiency by capacity and strategy", bars)
     shown = charts.table("Rows and efficiency", ["capacity, strategy", "rows", "efficiency"], lines)
     caption = f"Real tokens over tokens of the rows; longer documents under --overflow {made[0]['overflow']}."
-    return charts.figure(drawn, caption, shown)
+    caps = [[f"{x['max_segments'] or 'no cap'}", f"{x['rows']:,}", f"{x['efficiency']:.2%}"] for x in found["caps"]]
+    capped = charts.table("Fill under a cap on the documents of a row", ["--max-segments", "rows", "efficiency"], caps)
+    return charts.figure(drawn, caption, shown) + capped
 
 
 def _attention(found: dict[str, Any]) -> str:
@@ -239,7 +241,7 @@ def _hours(hours: float) -> str:
 def _long(found: dict[str, Any]) -> str:
     if not found["longer_than_capacity"]:
         return f"<p>None is longer than {found['capacity']:,} tokens.</p>"
-    header = ["--overflow", "documents", "tokens left out", "of all tokens", "segments made of them"]
+    header = ["--overflow", "documents", "tokens left out", "of all tokens", "segments made of them", "context tokens"]
     lines = [
         [
             x["overflow"],
@@ -247,6 +249,7 @@ def _long(found: dict[str, Any]) -> str:
             f"{x['tokens_left_out']:,}",
             f"{x['share_left_out']:.2%}",
             f"{x['pieces']:,}",
+            f"{x['context_tokens']:,}",
         ]
         for x in found["policies"]
     ]

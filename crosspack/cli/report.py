@@ -18,7 +18,7 @@ from crosspack.cli import options
 from crosspack.cli.charts import Segment
 from crosspack.cli.console import OUT, figures
 from crosspack.cli.figures import report_figure
-from crosspack.cli.findings import SHAPES, UTILISATION, by_policy, by_rank, by_strategy, histogram, hours
+from crosspack.cli.findings import SHAPES, UTILISATION, by_cap, by_policy, by_rank, by_strategy, histogram, hours
 from crosspack.cli.models import check_name
 from crosspack.cli.options import EncodedRecords, check_data
 from crosspack.cli.page import page
@@ -49,6 +49,9 @@ def report(
     tokenizer: options.TokenizerName = None,
     capacity: options.Capacity = 2048,
     overflow: options.OverflowPolicy = "truncate",
+    context: options.Context = None,
+    min_piece: options.MinPiece = 1,
+    max_segments: options.MaxSegments = None,
     packing: options.Packing = "mixed",
     loss: options.LossOn = "completion",
     bos: options.Bos = None,
@@ -78,18 +81,31 @@ def report(
     if not lengths:
         raise PackingError("no document has a token to train on: check --data, its columns and --loss")
     documents = np.array(lengths, np.int64)
-    packed = make_plan(documents, capacity, overflow=overflow, strategy=packing, seed=seed)
+    limits: dict[str, Any] = {
+        "overflow": overflow,
+        "context": context,
+        "min_piece": min_piece,
+        "max_segments": max_segments,
+    }
+    packed = make_plan(documents, capacity, strategy=packing, seed=seed, **limits)
     shuffled = np.random.default_rng(seed).permutation(packed.length)
     random = make_plan(shuffled, capacity, strategy="sequential", seed=None)
     OUT.print(opened.describe(), highlight=False)
     OUT.print(lengths_table(documents, trained=trained))
     long = int(np.count_nonzero(documents > capacity))
-    lost = int(documents.sum()) - packed.n_tokens
+    shown_again = int(packed.context.sum())
+    lost = int(documents.sum()) - packed.n_tokens + shown_again
     composition = packed.composition()
     if long:
         OUT.print(
             f"{plural(long, 'document')} longer than {capacity:,} tokens, under --overflow {overflow}: "
             f"{lost:,} tokens ({lost / documents.sum():.1%}) are left out of the table below",
+            highlight=False,
+        )
+    if shown_again:
+        OUT.print(
+            f"{shown_again:,} tokens ({shown_again / packed.n_tokens:.1%} of those in the rows) are context, "
+            "trained in an earlier piece",
             highlight=False,
         )
     OUT.print(savings_table(packed, batches=BATCHES, seed=seed))
@@ -106,12 +122,15 @@ def report(
         "packing": packing,
         "longer_than_capacity": long,
         "tokens_left_out": lost,
+        "context_tokens": shown_again,
+        "max_segments": max_segments,
+        "caps": by_cap(documents, capacity, {**limits, "strategy": packing, "seed": seed}),
         "computed_tokens": computed_tokens(packed, batches=BATCHES, seed=seed),
         "composition": asdict(composition),
         "length_histogram": _histogram(documents),
         "row_cost_histogram": _histogram(Cost(tokens=0, squares=1).of_rows(packed)),
         "strategies": by_strategy(documents, capacity, overflow, seed),
-        "policies": by_policy(documents, capacity),
+        "policies": by_policy(documents, capacity, context=context, min_piece=min_piece),
         "ranks": by_rank(packed, ranks, Cost.from_config(SHAPES[shape]), seed),
         "time": {
             "shape": shape,
@@ -126,7 +145,7 @@ def report(
     if output.suffix.lower() in PAGES:
         some, said = packed, ""
         if len(documents) > KEPT:
-            some = make_plan(documents[:KEPT], capacity, overflow=overflow, strategy=packing, seed=seed)
+            some = make_plan(documents[:KEPT], capacity, strategy=packing, seed=seed, **limits)
             said = f"They are made of the first {KEPT:,} documents."
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(page({**found, "pictured": said}, pictured(some, masks)), encoding="utf-8")
@@ -141,7 +160,8 @@ def pictured(rows: PackPlan, masks: list[NDArray[np.uint8]]) -> list[list[Segmen
     """The segments of the first rows, with the runs of their tokens that carry loss.
 
     Args:
-        masks: of each document, which tokens are trained, as bits. The first token of a segment never carries loss.
+        masks: of each document, which tokens are trained, as bits. The first token of a segment and its context never
+            carry loss.
     """
     shown = []
     for row in range(min(rows.n_rows, SHOWN)):
@@ -150,7 +170,7 @@ def pictured(rows: PackPlan, masks: list[NDArray[np.uint8]]) -> list[list[Segmen
         for piece in pieces:
             document, start, length = (int(x[piece]) for x in (rows.source, rows.start, rows.length))
             trained = np.unpackbits(masks[document])[start : start + length].astype(np.int8)
-            trained[0] = 0
+            trained[: max(1, int(rows.untrained[piece]))] = 0
             turns = np.flatnonzero(np.diff(trained, prepend=0, append=0)).reshape(-1, 2).tolist()
             segments.append(Segment(document, int(rows.offset[piece]), length, [(a, b) for a, b in turns]))
         shown.append(segments)
