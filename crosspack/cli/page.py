@@ -92,6 +92,8 @@ def page(found: dict[str, Any], pictured: Sequence[Sequence[Segment]]) -> str:
         ("time", "Estimated time of an epoch", _time(found)),
         ("long", "Documents longer than a row", _long(found)),
     ]
+    if found["warnings"]:
+        sections.insert(0, ("warnings", "What will train badly", _warnings(found)))
     links = "".join(f'<li><a href="#{key}">{title}</a></li>' for key, title, _ in sections)
     body = "".join(
         f'<section aria-labelledby="{key}"><h2 id="{key}">{title}</h2>{text}</section>' for key, title, text in sections
@@ -236,6 +238,10 @@ def _hours(hours: float) -> str:
         if hours >= size:
             return f"{hours / size:,.1f} {unit}"
     return f"{hours * 3600:,.2g} s"
+
+
+def _warnings(found: dict[str, Any]) -> str:
+    return "<ul>" + "".join(f"<li>{escape(concern['text'])}</li>" for concern in found["warnings"]) + "</ul>"
 
 
 def _long(found: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ The lengths of the documents are kept, and of the first ones what carries loss; 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from crosspack.cli import options
 from crosspack.cli.charts import Segment
-from crosspack.cli.console import OUT, figures
+from crosspack.cli.concerns import DocumentFigures, concerns
+from crosspack.cli.console import OUT, figures, warn
 from crosspack.cli.figures import report_figure
 from crosspack.cli.findings import SHAPES, UTILISATION, by_cap, by_policy, by_rank, by_strategy, histogram, hours
 from crosspack.cli.models import check_name
@@ -24,7 +25,7 @@ from crosspack.cli.options import EncodedRecords, check_data
 from crosspack.cli.page import page
 from crosspack.cli.progress import counted
 from crosspack.cli.tables import composition_table, computed_tokens, lengths_table, savings_table
-from crosspack.encoding.kinds import kind_of
+from crosspack.encoding.kinds import Where, kind_of
 from crosspack.encoding.layouts import canonical
 from crosspack.encoding.text import Policy
 from crosspack.encoding.tokens import check_length, token_documents
@@ -72,15 +73,14 @@ def report(
     check_name("--tokenizer", tokenizer)
     opened = _open(data, split, tokenizer, Policy(loss, bos, eos), trust_remote_code=trust_remote_code)
     masks: list[NDArray[np.uint8]] = []
-    lengths, trained = [], 0
-    for document in counted(OUT, "documents read", opened.documents(capacity, overflow)):
-        lengths.append(len(document.ids))
-        trained += int(np.count_nonzero(document.trained[1:]))
+    seen = DocumentFigures()
+    for document in counted(OUT, "documents read", opened.documents(capacity, overflow, seen.leave_out)):
+        seen.add(document)
         if len(masks) < KEPT:
             masks.append(np.packbits(document.trained))
-    if not lengths:
+    documents, trained = seen.lengths, int(seen.trained.sum())
+    if not len(documents):
         raise PackingError("no document has a token to train on: check --data, its columns and --loss")
-    documents = np.array(lengths, np.int64)
     limits: dict[str, Any] = {
         "overflow": overflow,
         "context": context,
@@ -110,6 +110,9 @@ def report(
         )
     OUT.print(savings_table(packed, batches=BATCHES, seed=seed))
     OUT.print(composition_table(composition, random.composition()))
+    warnings = concerns(seen, packed)
+    for concern in warnings:
+        warn(concern.text)
     found = {
         "data": opened.name,
         "tokenizer": opened.tokenizer,
@@ -125,6 +128,7 @@ def report(
         "context_tokens": shown_again,
         "max_segments": max_segments,
         "caps": by_cap(documents, capacity, {**limits, "strategy": packing, "seed": seed}),
+        "warnings": [concern._asdict() for concern in warnings],
         "computed_tokens": computed_tokens(packed, batches=BATCHES, seed=seed),
         "composition": asdict(composition),
         "length_histogram": _histogram(documents),
@@ -191,14 +195,15 @@ class _Tokenised:
         left = f"\n{plural(self.left_out, 'document')} with nothing to train on, left out" if self.left_out else ""
         return f"{self.name}, which holds token ids{left}"
 
-    def documents(self, capacity: int, overflow: str) -> Iterator[Document]:
-        """The documents; packed rows are cut into theirs."""
+    def documents(self, capacity: int, overflow: str, left_out: Callable[[Where, int], None]) -> Iterator[Document]:
+        """The documents; packed rows are cut into theirs. See :meth:`.EncodedRecords.documents`."""
         for record in self.records:
             if record.get("input_ids") is None:
                 raise PackingError(f"{record.where} holds no token ids, as the records before it do: pass --tokenizer")
             for document, _ in token_documents(record, record.where):
                 if not document.has_target:
                     self.left_out += 1
+                    left_out(record.where, len(document.ids))
                     continue
                 if overflow == "error":
                     check_length(record.where, document, capacity)

@@ -36,7 +36,7 @@ class Pieces:
     context: Int64 | None = None
 
 
-class Part(NamedTuple):
+class PieceSpan(NamedTuple):
     """Tokens ``begin`` to ``end`` of a document, the first ``context`` of which are trained in an earlier part."""
 
     begin: int
@@ -194,21 +194,23 @@ class OverflowRule:
             )
         return OverflowRule(capacity, overflow, number, least)
 
-    def parts_of(self, length: int) -> list[Part]:
+    def parts_of(self, length: int) -> list[PieceSpan]:
         """The parts of a document that reach the rows.
 
         >>> [part[:2] for part in OverflowRule(8, "split").parts_of(20)]
         [(0, 8), (8, 16), (16, 20)]
-        >>> OverflowRule(8, "overlap", context=2).parts_of(20)
-        [Part(begin=0, end=8, context=0), Part(begin=6, end=14, context=2), Part(begin=12, end=20, context=2)]
+        >>> [tuple(part) for part in OverflowRule(8, "overlap", context=2).parts_of(20)]
+        [(0, 8, 0), (6, 14, 2), (12, 20, 2)]
         >>> [part[:2] for part in OverflowRule(8, "split", min_piece=3).parts_of(17)]
         [(0, 8), (8, 14), (14, 17)]
         """
         if length > self.capacity and self.overflow in CUTS:
             _, start, size, context = self._cut(np.array([length]))
-            return [Part(*part) for part in zip(start.tolist(), (start + size).tolist(), context.tolist(), strict=True)]
+            return [
+                PieceSpan(*part) for part in zip(start.tolist(), (start + size).tolist(), context.tolist(), strict=True)
+            ]
         kept = {"truncate": self.capacity, "drop": 0}.get(self.overflow, length) if length > self.capacity else length
-        return [Part(0, kept, 0)] if kept else []
+        return [PieceSpan(0, kept, 0)] if kept else []
 
     def cut(self, lengths: Int64) -> Pieces:
         """Apply the rule to every document, as :meth:`parts_of` does to one.

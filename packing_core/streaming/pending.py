@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packing_core.errors import LayoutError, PackingError
-from packing_core.planning.pieces import OverflowRule, Part, integer, too_long
+from packing_core.planning.pieces import OverflowRule, PieceSpan, integer, too_long
 
 Int64 = NDArray[np.int64]
 Piece = tuple[int, int, int, int, Any]  # document number, first token, length, context, content
@@ -115,7 +115,7 @@ class Later:
         return (
             document
             if whole
-            else part(document, Part(self.start, self.stop, self.context), self.number, self.context > 0)
+            else part(document, PieceSpan(self.start, self.stop, self.context), self.number, self.context > 0)
         )
 
 
@@ -165,7 +165,7 @@ def cut(number: int, document: Any, length: int, rule: OverflowRule) -> list[Pie
     ]
 
 
-def part(document: Any, one: Part, number: int, restarts: bool) -> Any:
+def part(document: Any, one: PieceSpan, number: int, restarts: bool) -> Any:
     """A part of a document and of all its columns; ``restarts`` puts the document's beginning in place of its context.
 
     Raises:
