@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,8 @@ NEAR_EMPTY = 0.1  # of the targets of the median step
 FEW, TAIL = 0.01, 4  # documents that are the tail, and how many times shorter rows would hold the others
 
 
-class Concern(NamedTuple):
+@dataclass(frozen=True)
+class Concern:
     """A warning.
 
     Attributes:

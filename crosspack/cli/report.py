@@ -128,7 +128,7 @@ def report(
         "context_tokens": shown_again,
         "max_segments": max_segments,
         "caps": by_cap(documents, capacity, {**limits, "strategy": packing, "seed": seed}),
-        "warnings": [concern._asdict() for concern in warnings],
+        "warnings": [asdict(concern) for concern in warnings],
         "computed_tokens": computed_tokens(packed, batches=BATCHES, seed=seed),
         "composition": asdict(composition),
         "length_histogram": _histogram(documents),

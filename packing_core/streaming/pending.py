@@ -30,8 +30,9 @@ class Pending(NamedTuple):
 
     @classmethod
     def of(cls, pieces: Sequence[Piece]) -> Pending:
-        *numbers, contents = zip(*pieces, strict=True) if pieces else ((), (), (), (), ())
-        return cls(*(np.array(column, np.int64) for column in numbers), list(contents))
+        *columns, contents = zip(*pieces, strict=True) if pieces else ((), (), (), (), ())
+        ids, starts, lengths, context = (np.array(column, np.int64) for column in columns)
+        return cls(ids, starts, lengths, context, list(contents))
 
     def and_then(self, other: Pending) -> Pending:
         return Pending(
