@@ -24,6 +24,8 @@ _CALLED = {
     ),
     "pad_id": "pad_token_id pad_token padding_idx padding_value padding_id pad",
     "overflow": "truncation truncate split split_across_pack drop_long drop_too_long on_overflow overflow_strategy",
+    "context": "stride overlap overlap_size chunk_overlap overlap_tokens doc_stride context_tokens",
+    "min_piece": "min_len min_length min_chunk_size min_tokens min_piece_length",
     "strategy": "packing_strategy pack_strategy method algorithm packing_method sample_packing_sequentially",
     "max_segments": (
         "sample_packing_bin_size max_segments_per_seq max_sequences_per_bin max_segments_per_bin max_docs "
@@ -68,7 +70,7 @@ _NEEDLESS = {  # the reason why there is no such argument -> what it is called e
 }
 _HOW = {
     "seed": "an integer shuffles, None keeps the order",
-    "overflow": '"error", "truncate", "split" or "drop"',
+    "overflow": '"error", "truncate", "split", "overlap", "restart" or "drop"',
     "shard": "(index, count)",
     "strategy": '"mixed", "best_fit", "first_fit" or "sequential"',
 }

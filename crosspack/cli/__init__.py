@@ -41,6 +41,12 @@ _UsageError: Any = typer.BadParameter.__base__  # click's in one release of type
 _KEYWORDS = {
     r'\boverflow="(\w+)"': r"--overflow \1",
     r'\bimplementation="(\w+)"': r"--attention \1",
+    r"\bcontext=([\d,]+)": r"--context \1",
+    r"\bmin_piece=([\d,]+)": r"--min-piece \1",
+    r"\bmin_piece is\b": "--min-piece is",
+    r"\bleave context out\b": "leave --context out",
+    r"\bleave min_piece out\b": "leave --min-piece out",
+    r"\blower min_piece or context\b": "lower --min-piece or --context",
     r"^compile=True\b": "--compile",
     r"\bleave split out\b": "leave --split out",
     r"\bpass another split\b": "pass another --split",

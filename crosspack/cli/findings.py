@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from packing_core.errors import PackingError
 from packing_core.planning.balance import Cost, balance
 from packing_core.planning.packplan import PackPlan
+from packing_core.planning.pieces import CUTS, OverflowRule
 from packing_core.planning.plan import Strategy, plan
 from packing_core.training.memory_model import GIB, LEVELS, MemoryModel
 
@@ -71,21 +72,45 @@ def by_strategy(lengths: Int64, capacity: int, overflow: Any, seed: int) -> list
     return found
 
 
-def by_policy(lengths: Int64, capacity: int) -> list[dict[str, Any]]:
-    """Computes the effect of each overflow policy on documents longer than a row."""
+def by_policy(lengths: Int64, capacity: int, *, context: int | None = None, min_piece: int = 1) -> list[dict[str, Any]]:
+    """Computes the effect of each overflow policy on documents longer than a row.
+
+    Args:
+        context, min_piece: as of ``plan``, for the policies on which they have an effect.
+    """
     long = lengths[lengths > capacity]
-    pieces = -(-long // capacity)
-    lost = {"truncate": int((long - capacity).sum()), "split": 0, "drop": int(long.sum())}
-    return [
-        {
-            "overflow": policy,
-            "documents": len(long),
-            "tokens_left_out": left_out,
-            "share_left_out": left_out / int(lengths.sum()),
-            "pieces": int(pieces.sum()) if policy == "split" else len(long) * (policy == "truncate"),
-        }
-        for policy, left_out in lost.items()
-    ]
+    lost = {"truncate": int((long - capacity).sum()), "drop": int(long.sum())}
+    found = []
+    for policy in ("truncate", *CUTS, "drop"):
+        pieces, shown_again = len(long) * (policy == "truncate"), 0
+        if policy in CUTS and len(long):
+            rule = OverflowRule.checked(capacity, policy, None if policy == "split" else context, min_piece)
+            pieces = len(rule.cut(long).length)
+            shown_again = (pieces - len(long)) * rule.context
+        left_out = lost.get(policy, 0)
+        found.append(
+            {
+                "overflow": policy,
+                "documents": len(long),
+                "tokens_left_out": left_out,
+                "share_left_out": left_out / int(lengths.sum()),
+                "pieces": pieces,
+                "context_tokens": shown_again,
+            }
+        )
+    return found
+
+
+def by_cap(lengths: Int64, capacity: int, options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows and efficiency without a cap on the documents of a row, and under caps around their mean number."""
+    found: list[dict[str, Any]] = []
+    free = plan(lengths, capacity, **options | {"max_segments": None})
+    mean = free.n_pieces / free.n_rows
+    caps = {max(1, round(mean * times)) for times in (0.5, 1, 2, 4)} | {options["max_segments"]}
+    for cap in [*sorted(caps - {None}), None]:
+        made = free if cap is None else plan(lengths, capacity, **options | {"max_segments": cap})
+        found.append({"max_segments": cap, "rows": made.n_rows, "efficiency": made.efficiency})
+    return found
 
 
 def by_rank(rows: PackPlan, ranks: int, cost: Cost, seed: int) -> dict[str, Any] | None:

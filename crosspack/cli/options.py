@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from rich.markup import escape
 from crosspack.cli.console import OUT
 from crosspack.cli.progress import counted
 from crosspack.cli.records import join, open_records, weighted
-from crosspack.encoding.kinds import kind_of
+from crosspack.encoding.kinds import Where, kind_of
 from crosspack.encoding.layouts import canonical
 from crosspack.encoding.text import Encoder, Loss, Policy, plain_texts
 from crosspack.encoding.tokenizer import check_tokenizer, load_tokenizer, train_tokenizer
@@ -48,8 +48,23 @@ Bos = Annotated[
 Eos = Annotated[bool | None, typer.Option("--eos/--no-eos", help="EOS last, trained. Default: if there is one.")]
 Capacity = Annotated[int, typer.Option(min=1, max=1 << 24, help="Tokens a row can hold.")]
 OverflowPolicy = Annotated[
-    Literal["error", "truncate", "split", "drop"],
+    Literal["error", "truncate", "split", "overlap", "restart", "drop"],
     typer.Option("--overflow", help="What to do with a document longer than the capacity."),
+]
+Context = Annotated[
+    int | None,
+    typer.Option(
+        "--context",
+        min=0,
+        help="Under --overflow overlap and restart: tokens that begin each later piece and are not trained there. "
+        "Default: an eighth of the capacity.",
+    ),
+]
+MinPiece = Annotated[
+    int, typer.Option("--min-piece", min=1, help="The least tokens of each piece of a document that is cut.")
+]
+MaxSegments = Annotated[
+    int | None, typer.Option("--max-segments", min=1, help="Most documents, or pieces of them, in a row.")
 ]
 Packing = Annotated[
     Literal["mixed", "best_fit"],
@@ -120,16 +135,22 @@ class EncodedRecords:
             records, Encoder(trained, policy), f"byte-level BPE of the data, {len(trained):,} entries"
         )
 
-    def documents(self, capacity: int, overflow: str) -> Iterator[Document]:
+    def documents(
+        self, capacity: int, overflow: str, left_out: Callable[[Where, int], None] | None = None
+    ) -> Iterator[Document]:
         """The documents; one longer than the capacity is an error that names its place if ``overflow`` is ``error``.
+
+        Args:
+            capacity, overflow: as in ``packing_core.plan``.
+            left_out: is called with the place and the tokens of each document that has nothing to train on.
 
         Raises:
             CapacityError: a document is too long.
         """
-        for where, document in self.encoder.located(self.records):
+        for found in self.encoder.encoded(self.records, left_out=left_out):
             if overflow == "error":
-                check_length(where, document, capacity)
-            yield document
+                check_length(str(found.where), found.document, capacity)
+            yield found.document
 
 
 def option_of_split(option: str) -> str:

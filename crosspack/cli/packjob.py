@@ -29,7 +29,7 @@ from crosspack.reading.files import Unchanged, is_url
 from crosspack.reading.lines import SampleBy
 from crosspack.reading.places import Stretch
 from packing_core.errors import PackingError
-from packing_core.planning.pieces import Overflow, check_seed
+from packing_core.planning.pieces import Overflow, OverflowRule, check_seed
 from packing_core.training.files import sync
 
 MANIFEST, NOTES, BAD = "manifest.json", "incomplete.jsonl", "bad_records.jsonl"
@@ -49,6 +49,9 @@ class PackOptions:
     policy: Policy
     capacity: int
     overflow: Overflow
+    context: int | None
+    min_piece: int
+    max_segments: int | None
     packing: Strategy
     form: Format
     rows_per_file: int
@@ -96,6 +99,7 @@ def open_job(given: PackOptions, part: Part) -> Job:
         PackingError: one of them cannot be used.
     """
     check_seed(given.seed)
+    rule = OverflowRule.checked(given.capacity, given.overflow, given.context, given.min_piece)
     if own := [name for name in given.keep if name in PACKED]:
         raise PackingError(
             f"--keep {own[0]}: packed files have a column of that name themselves: rename it in the data"
@@ -133,6 +137,9 @@ def open_job(given: PackOptions, part: Part) -> Job:
         given.block_size or unit_size(size, given.capacity, records),
         "uint16" if source.encoder.entries <= 1 << 16 else "int32",
         given.keep,
+        rule.context,
+        rule.min_piece,
+        given.max_segments,
     )
     run = {
         "kind": "run",
@@ -330,6 +337,9 @@ def finish_job(
         "policy": job.policy,
         "capacity": rules.capacity,
         "overflow": rules.overflow,
+        "context": rules.context,
+        "min_piece": rules.min_piece,
+        "max_segments": rules.max_segments,
         "packing": rules.packing,
         "seed": rules.seed,
         "records": totals.records,

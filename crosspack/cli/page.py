@@ -92,6 +92,8 @@ def page(found: dict[str, Any], pictured: Sequence[Sequence[Segment]]) -> str:
         ("time", "Estimated time of an epoch", _time(found)),
         ("long", "Documents longer than a row", _long(found)),
     ]
+    if found["warnings"]:
+        sections.insert(0, ("warnings", "What will train badly", _warnings(found)))
     links = "".join(f'<li><a href="#{key}">{title}</a></li>' for key, title, _ in sections)
     body = "".join(
         f'<section aria-labelledby="{key}"><h2 id="{key}">{title}</h2>{text}</section>' for key, title, text in sections
@@ -186,7 +188,9 @@ def _strategies(found: dict[str, Any]) -> str:
     drawn = charts.bars("Packing efficiency by capacity and strategy", bars)
     shown = charts.table("Rows and efficiency", ["capacity, strategy", "rows", "efficiency"], lines)
     caption = f"Real tokens over tokens of the rows; longer documents under --overflow {made[0]['overflow']}."
-    return charts.figure(drawn, caption, shown)
+    caps = [[f"{x['max_segments'] or 'no cap'}", f"{x['rows']:,}", f"{x['efficiency']:.2%}"] for x in found["caps"]]
+    capped = charts.table("Fill under a cap on the documents of a row", ["--max-segments", "rows", "efficiency"], caps)
+    return charts.figure(drawn, caption, shown) + capped
 
 
 def _attention(found: dict[str, Any]) -> str:
@@ -236,10 +240,14 @@ def _hours(hours: float) -> str:
     return f"{hours * 3600:,.2g} s"
 
 
+def _warnings(found: dict[str, Any]) -> str:
+    return "<ul>" + "".join(f"<li>{escape(concern['text'])}</li>" for concern in found["warnings"]) + "</ul>"
+
+
 def _long(found: dict[str, Any]) -> str:
     if not found["longer_than_capacity"]:
         return f"<p>None is longer than {found['capacity']:,} tokens.</p>"
-    header = ["--overflow", "documents", "tokens left out", "of all tokens", "segments made of them"]
+    header = ["--overflow", "documents", "tokens left out", "of all tokens", "segments made of them", "context tokens"]
     lines = [
         [
             x["overflow"],
@@ -247,6 +255,7 @@ def _long(found: dict[str, Any]) -> str:
             f"{x['tokens_left_out']:,}",
             f"{x['share_left_out']:.2%}",
             f"{x['pieces']:,}",
+            f"{x['context_tokens']:,}",
         ]
         for x in found["policies"]
     ]

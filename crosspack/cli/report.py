@@ -5,7 +5,7 @@ The lengths of the documents are kept, and of the first ones what carries loss; 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,11 +16,13 @@ from numpy.typing import NDArray
 
 from crosspack.cli import options
 from crosspack.cli.charts import Segment
-from crosspack.cli.console import OUT, figures
+from crosspack.cli.concerns import DocumentFigures, concerns
+from crosspack.cli.console import OUT, figures, warn
 from crosspack.cli.figures import report_figure
 from crosspack.cli.findings import (
     SHAPES,
     UTILISATION,
+    by_cap,
     by_policy,
     by_rank,
     by_strategy,
@@ -34,7 +36,7 @@ from crosspack.cli.options import EncodedRecords, check_data
 from crosspack.cli.page import page
 from crosspack.cli.progress import counted
 from crosspack.cli.tables import composition_table, computed_tokens, lengths_table, memory_table, savings_table
-from crosspack.encoding.kinds import kind_of
+from crosspack.encoding.kinds import Where, kind_of
 from crosspack.encoding.layouts import canonical
 from crosspack.encoding.text import Policy
 from crosspack.encoding.tokens import check_length, token_documents
@@ -58,6 +60,9 @@ def report(
     tokenizer: options.TokenizerName = None,
     capacity: options.Capacity = 2048,
     overflow: options.OverflowPolicy = "truncate",
+    context: options.Context = None,
+    min_piece: options.MinPiece = 1,
+    max_segments: options.MaxSegments = None,
     packing: options.Packing = "mixed",
     loss: options.LossOn = "completion",
     bos: options.Bos = None,
@@ -94,22 +99,28 @@ def report(
             return
     opened = _open(data, split, tokenizer, Policy(loss, bos, eos), trust_remote_code=trust_remote_code)
     masks: list[NDArray[np.uint8]] = []
-    lengths, trained = [], 0
-    for document in counted(OUT, "documents read", opened.documents(capacity, overflow)):
-        lengths.append(len(document.ids))
-        trained += int(np.count_nonzero(document.trained[1:]))
+    seen = DocumentFigures()
+    for document in counted(OUT, "documents read", opened.documents(capacity, overflow, seen.leave_out)):
+        seen.add(document)
         if len(masks) < KEPT:
             masks.append(np.packbits(document.trained))
-    if not lengths:
+    documents, trained = seen.lengths, int(seen.trained.sum())
+    if not len(documents):
         raise PackingError("no document has a token to train on: check --data, its columns and --loss")
-    documents = np.array(lengths, np.int64)
-    packed = make_plan(documents, capacity, overflow=overflow, strategy=packing, seed=seed)
+    limits: dict[str, Any] = {
+        "overflow": overflow,
+        "context": context,
+        "min_piece": min_piece,
+        "max_segments": max_segments,
+    }
+    packed = make_plan(documents, capacity, strategy=packing, seed=seed, **limits)
     shuffled = np.random.default_rng(seed).permutation(packed.length)
     random = make_plan(shuffled, capacity, strategy="sequential", seed=None)
     OUT.print(opened.describe(), highlight=False)
     OUT.print(lengths_table(documents, trained=trained))
     long = int(np.count_nonzero(documents > capacity))
-    lost = int(documents.sum()) - packed.n_tokens
+    shown_again = int(packed.context.sum())
+    lost = int(documents.sum()) - packed.n_tokens + shown_again
     composition = packed.composition()
     if long:
         OUT.print(
@@ -117,8 +128,17 @@ def report(
             f"{lost:,} tokens ({lost / documents.sum():.1%}) are left out of the table below",
             highlight=False,
         )
+    if shown_again:
+        OUT.print(
+            f"{shown_again:,} tokens ({shown_again / packed.n_tokens:.1%} of those in the rows) are context, "
+            "trained in an earlier piece",
+            highlight=False,
+        )
     OUT.print(savings_table(packed, batches=BATCHES, seed=seed))
     OUT.print(composition_table(composition, random.composition()))
+    warnings = concerns(seen, packed)
+    for concern in warnings:
+        warn(concern.text)
     found = {
         "data": opened.name,
         "tokenizer": opened.tokenizer,
@@ -131,12 +151,16 @@ def report(
         "packing": packing,
         "longer_than_capacity": long,
         "tokens_left_out": lost,
+        "context_tokens": shown_again,
+        "max_segments": max_segments,
+        "caps": by_cap(documents, capacity, {**limits, "strategy": packing, "seed": seed}),
+        "warnings": [asdict(concern) for concern in warnings],
         "computed_tokens": computed_tokens(packed, batches=BATCHES, seed=seed),
         "composition": asdict(composition),
         "length_histogram": _histogram(documents),
         "row_cost_histogram": _histogram(Cost(tokens=0, squares=1).of_rows(packed)),
         "strategies": by_strategy(documents, capacity, overflow, seed),
-        "policies": by_policy(documents, capacity),
+        "policies": by_policy(documents, capacity, context=context, min_piece=min_piece),
         "ranks": by_rank(packed, ranks, Cost.from_config(SHAPES[shape]), seed),
         "time": {
             "shape": shape,
@@ -151,7 +175,7 @@ def report(
     if output.suffix.lower() in PAGES:
         some, said = packed, ""
         if len(documents) > KEPT:
-            some = make_plan(documents[:KEPT], capacity, overflow=overflow, strategy=packing, seed=seed)
+            some = make_plan(documents[:KEPT], capacity, strategy=packing, seed=seed, **limits)
             said = f"They are made of the first {KEPT:,} documents."
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(page({**found, "pictured": said}, pictured(some, masks)), encoding="utf-8")
@@ -166,7 +190,8 @@ def pictured(rows: PackPlan, masks: list[NDArray[np.uint8]]) -> list[list[Segmen
     """The segments of the first rows, with the runs of their tokens that carry loss.
 
     Args:
-        masks: of each document, which tokens are trained, as bits. The first token of a segment never carries loss.
+        masks: of each document, which tokens are trained, as bits. The first token of a segment and its context never
+            carry loss.
     """
     shown = []
     for row in range(min(rows.n_rows, SHOWN)):
@@ -175,7 +200,7 @@ def pictured(rows: PackPlan, masks: list[NDArray[np.uint8]]) -> list[list[Segmen
         for piece in pieces:
             document, start, length = (int(x[piece]) for x in (rows.source, rows.start, rows.length))
             trained = np.unpackbits(masks[document])[start : start + length].astype(np.int8)
-            trained[0] = 0
+            trained[: max(1, int(rows.untrained[piece]))] = 0
             turns = np.flatnonzero(np.diff(trained, prepend=0, append=0)).reshape(-1, 2).tolist()
             segments.append(Segment(document, int(rows.offset[piece]), length, [(a, b) for a, b in turns]))
         shown.append(segments)
@@ -196,14 +221,15 @@ class _Tokenised:
         left = f"\n{plural(self.left_out, 'document')} with nothing to train on, left out" if self.left_out else ""
         return f"{self.name}, which holds token ids{left}"
 
-    def documents(self, capacity: int, overflow: str) -> Iterator[Document]:
-        """The documents; packed rows are cut into theirs."""
+    def documents(self, capacity: int, overflow: str, left_out: Callable[[Where, int], None]) -> Iterator[Document]:
+        """The documents; packed rows are cut into theirs. See :meth:`.EncodedRecords.documents`."""
         for record in self.records:
             if record.get("input_ids") is None:
                 raise PackingError(f"{record.where} holds no token ids, as the records before it do: pass --tokenizer")
             for document, _ in token_documents(record, record.where):
                 if not document.has_target:
                     self.left_out += 1
+                    left_out(record.where, len(document.ids))
                     continue
                 if overflow == "error":
                     check_length(record.where, document, capacity)

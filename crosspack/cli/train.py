@@ -48,7 +48,7 @@ Trainer = Callable[[TrainJob], TrainResult]
 
 
 def train(
-    context: typer.Context,
+    command_line: typer.Context,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -83,6 +83,9 @@ def train(
     attention: Annotated[str, typer.Option(help="Attention implementation of the packed run.")] = "auto",
     capacity: options.Capacity = 2048,
     overflow: options.OverflowPolicy = "error",
+    context: options.Context = None,
+    min_piece: options.MinPiece = 1,
+    max_segments: options.MaxSegments = None,
     packing: options.Packing = "mixed",
     rows_per_step: Annotated[int, typer.Option(min=1, help="Packed rows in an optimizer step.")] = 4,
     padded_batch: Annotated[int, typer.Option(min=1, help="Documents in a padded batch of --compare.")] = 8,
@@ -131,7 +134,7 @@ def train(
     trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Fine-tune a causal language model on packed documents; --compare measures it against padding."""
-    command = TrainCommand.of(context, {name: value for name, value in locals().items() if name != "context"})
+    command = TrainCommand.of(command_line, {name: value for name, value in locals().items() if name != "command_line"})
     trainer = _trainer(command)
     if nproc > 1 and launch.world_size() == 1:
         raise typer.Exit(_start_processes(command))

@@ -140,6 +140,7 @@ class Steps:
         """Reads and encodes all documents, and packs them into the rows of every step."""
         given = command.given
         capacity, overflow, seed = given["capacity"], given["overflow"], given["seed"]
+        limits = {name: given[name] for name in ("overflow", "context", "min_piece", "max_segments")}
         policy = Policy(given["loss"], given["bos"], given["eos"])
         source = EncodedRecords.of(
             command.records, command.tokenizer, policy, trust_remote_code=given["trust_remote_code"]
@@ -148,9 +149,7 @@ class Steps:
         pad_id = 0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         corpus = Corpus.collect(counted(OUT, "documents read", source.documents(capacity, overflow)))
         plans = tuple(
-            make_plan(
-                corpus.documents.lengths, capacity, overflow=overflow, strategy=given["packing"], seed=seed + epoch
-            )
+            make_plan(corpus.documents.lengths, capacity, strategy=given["packing"], seed=seed + epoch, **limits)
             for epoch in range(given["epochs"])
         )
         schedule = Schedule(
@@ -165,7 +164,7 @@ class Steps:
         evaluation = None
         if command.held_out is not None:
             held_out = replace(source, records=command.held_out)
-            evaluation = _evaluation(held_out, capacity, overflow, pad_id)
+            evaluation = _evaluation(held_out, capacity, limits, pad_id)
         known = given["model"] is not None
         return Steps(source, command.model if known else SMALL_LLAMA | special_tokens(tokenizer), schedule, evaluation)
 
@@ -187,8 +186,8 @@ def _state(model: str | dict[str, Any] | None) -> Any:
     return [File(str(path)).state() for path in sorted(Path(model).iterdir()) if path.is_file()]
 
 
-def _evaluation(source: EncodedRecords, capacity: int, overflow: Any, pad_id: int) -> Schedule:
+def _evaluation(source: EncodedRecords, capacity: int, limits: Mapping[str, Any], pad_id: int) -> Schedule:
     """The documents to evaluate on, packed; with as many rows at once as there are processes."""
-    corpus = Corpus.collect(source.documents(capacity, overflow), option="--eval-data")
-    rows = make_plan(corpus.documents.lengths, capacity, overflow=overflow)
+    corpus = Corpus.collect(source.documents(capacity, limits["overflow"]), option="--eval-data")
+    rows = make_plan(corpus.documents.lengths, capacity, **limits)
     return Schedule(corpus, (rows,), launch.world_size(), pad_id=pad_id)

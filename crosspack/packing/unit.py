@@ -23,7 +23,7 @@ from crosspack.packing.fit import Fit
 from crosspack.packing.row_files import Gathered, Rows
 from crosspack.reading.places import BadRecord, Piece, Row
 from packing_core.errors import PackingError
-from packing_core.planning.pieces import Overflow
+from packing_core.planning.pieces import Overflow, OverflowRule
 from packing_core.planning.plan import plan
 from packing_core.streaming.rounds import full_rows
 from packing_core.training.files import replace, sync
@@ -53,7 +53,7 @@ class Rules:
     """Settings that decide the content of the rows.
 
     Attributes:
-        capacity, overflow, packing, seed: as in ``packing_core.plan``.
+        capacity, overflow, context, min_piece, packing, max_segments, seed: as in ``packing_core.plan``.
         size: bytes of input of a unit.
         dtype: of the token ids, ``uint16`` or ``int32``.
         keep: columns of the records that are carried into the packed files.
@@ -66,6 +66,14 @@ class Rules:
     size: int
     dtype: str
     keep: tuple[str, ...] = ()
+    context: int = 0
+    min_piece: int = 1
+    max_segments: int | None = None
+
+    @property
+    def overflow_rule(self) -> OverflowRule:
+        """The rule for documents longer than a row."""
+        return OverflowRule(self.capacity, self.overflow, self.context, self.min_piece)
 
 
 @dataclass
@@ -128,7 +136,7 @@ def make_unit(key: Key, piece: Piece, encoder: Encoder, rules: Rules, on_error: 
         text = {"record": found.text[:SHOWN]} if on_error == "quarantine" else {}
         bad.append({"where": found.where, "error": found.reason, **text})
 
-    fit = Fit(rules.capacity, rules.overflow, lambda what, where, n: notes.append(_note(what, where, n)))
+    fit = Fit(rules.overflow_rule, lambda what, where, n: notes.append(_note(what, where, n)))
     gathered = Gathered(np.dtype(rules.dtype).type)
 
     def records() -> Iterator[Row]:
@@ -179,7 +187,7 @@ def pack_documents(documents: Rows, rules: Rules, key: Key, *, all_rows: bool = 
     if not len(documents):
         return documents, documents
     seed = int(np.random.SeedSequence([rules.seed, *key]).generate_state(1)[0])
-    made = plan(documents.segments, rules.capacity, strategy=rules.packing, seed=seed)
+    made = plan(documents.segments, rules.capacity, strategy=rules.packing, max_segments=rules.max_segments, seed=seed)
     counts = np.diff(made.row_offsets)
     if all_rows:
         return documents.take(made.source, counts), documents[:0]

@@ -19,7 +19,7 @@ from packing_core.batches.derived import DerivedBatch, Int32
 from packing_core.batches.select import select, single_rows, slice_rows, without_padding
 from packing_core.errors import LayoutError
 from packing_core.storage.arrays import read_only
-from packing_core.storage.segment_indexing import Array, Int64, chosen
+from packing_core.storage.segment_indexing import Array, Int64, chosen, indexes
 
 
 class PackedBatch(DerivedBatch):
@@ -46,6 +46,9 @@ class PackedBatch(DerivedBatch):
         parents: int64 [S], the segment that each one continues, -1 for none: a row is then a forest, and a document
             the path from a root to a leaf. ``sources`` of a leaf is its document, of any other segment one of those
             that share it. A parent stands before its children and in their row. None if no segment continues another.
+        context: int64 [S], how many first tokens of each segment are context, which another segment trains.
+            ``starts`` counts them as the tokens before the segment's own. None if no segment has context.
+        restarts: the context is the beginning of the document, and not the tokens before the segment's own.
         weighting: ``"token"``: every target weighs 1. ``"document"``: the targets of one document in this batch weigh
             1 together.
 
@@ -78,8 +81,8 @@ class PackedBatch(DerivedBatch):
     def unpack(self, name: str = "input_ids") -> dict[int, Array]:
         """The documents that this batch holds, by id in rising order; a split document is put together again.
 
-        Under ``overflow="error"`` and ``"split"`` the whole pack gives every document exactly as it went in; under
-        ``"truncate"`` and ``"drop"`` what was kept of it. Of a batch of some rows: the pieces that stand in them.
+        The whole pack gives every document exactly as it went in, but under ``overflow="truncate"`` and ``"drop"``,
+        which give what was kept of it. Of a batch of some rows: the pieces that stand in them.
 
         Args:
             name: ``input_ids``, ``labels``, ``loss_mask``, any derived per-token array, or one of ``columns``.
@@ -112,7 +115,11 @@ class PackedBatch(DerivedBatch):
     @property
     def document_positions(self) -> Int32:
         """int32 [R, capacity]: the place of each token in its document, whether that was split or not; 0 in padding."""
-        return read_only(self.position_ids + self._spread(self.starts - self.offsets, 0))
+        positions = self.position_ids + self._spread(self.starts - self.offsets, 0)
+        if self.restarts and self.context is not None:
+            first = indexes(self.flat_starts, self.context)
+            positions.reshape(-1)[first] = self.position_ids.reshape(-1)[first]
+        return read_only(positions)
 
     def reduce(self, values: Any, how: by_document.Reduction, *, where: Any = None) -> Array:
         """One value per document of this batch, from one per token.

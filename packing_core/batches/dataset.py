@@ -176,9 +176,14 @@ class PackedDataset:
         at = row * self.plan.capacity + segment_starts(row, length, self.plan.alignment)
         padding = indexes(*gaps(at, length, shape[0] * shape[1]))
 
+        context = self.plan.context[pieces] if len(self.plan.context) else np.zeros_like(pieces)
+        later = np.flatnonzero(context)  # the pieces with context
+
         def filled(column: Ragged, fill: int, name: str = "", wrong: Wrong | None = None, way: str = "") -> Array:
             tokens = np.empty(shape, column.dtype)
             column.copy_to(tokens.reshape(-1), at, source, start, length)
+            if self.plan.restarts:
+                column.copy_to(tokens.reshape(-1), at[later], source[later], np.zeros_like(later), context[later])
             tokens.reshape(-1)[padding] = fill if wrong is None else 0
             if wrong is not None:
                 if len(bad := np.flatnonzero(wrong(tokens))):
@@ -193,8 +198,12 @@ class PackedDataset:
         if self.loss_mask is not None:
             way = "pass 1 (or True) at tokens that may be trained and 0 at others"
             loss_mask = filled(self.loss_mask, 0, "loss_mask", _no_bool, way).astype(np.bool_)
-        if self.prompt_lengths is not None:
-            prompts = np.clip(self.prompt_lengths[source] - start, 0, length)
+        if self.prompt_lengths is not None or len(self.plan.context):
+            prompts = np.zeros(len(at), np.int64)
+            if self.prompt_lengths is not None:
+                prompts = np.clip(self.prompt_lengths[source] - start, 0, length)
+            if len(self.plan.context):
+                prompts = np.maximum(prompts, self.plan.untrained[pieces])
             answer = spread(np.ones(len(at), np.bool_), at + prompts, length - prompts, shape[0] * shape[1], 0)
             loss_mask = answer.reshape(shape) if loss_mask is None else loss_mask & answer.reshape(shape)
         labels = None
@@ -213,6 +222,8 @@ class PackedDataset:
             pad_id=self.pad_id,
             weighting=self.weighting,
             per_document={name: values[source] for name, values in self.per_document.items()},
+            context=context if len(self.plan.context) else None,
+            restarts=self.plan.restarts,
         )
 
 

@@ -35,8 +35,9 @@ def segments_by_document(batch: DerivedBatch) -> tuple[Int64, Int64, Int64]:
     """
     if batch.parents is not None:
         return _paths(batch, batch.parents)
-    order = np.lexsort((batch.starts, batch.sources))
-    sources, starts, lengths = batch.sources[order], batch.starts[order], batch.lengths[order]
+    _, begins, counts = batch.own
+    order = np.lexsort((begins, batch.sources))
+    sources, starts, lengths = batch.sources[order], begins[order], counts[order]
     again = (np.diff(sources) == 0) & (starts[1:] < (starts + lengths)[:-1])
     if again.any():
         twice = int(sources[int(np.argmax(again))])
@@ -48,10 +49,11 @@ def segments_by_document(batch: DerivedBatch) -> tuple[Int64, Int64, Int64]:
 def unpack(batch: DerivedBatch, array: Array) -> dict[int, Array]:
     """The tokens of a per-token array [R, capacity] by document, whose pieces are put together again."""
     ids, order, counts = segments_by_document(batch)
-    lengths = batch.lengths[order]
+    begins, _, own = batch.own
+    lengths = own[order]
     tokens = np.empty(int(lengths.sum()), array.dtype)
     ends = np.cumsum(lengths)
-    copy_runs(tokens, ends - lengths, array.reshape(-1), batch.flat_starts[order], lengths)
+    copy_runs(tokens, ends - lengths, array.reshape(-1), begins[order], lengths)
     cuts = [0, *ends[np.cumsum(counts) - 1].tolist()]
     return {source: tokens[begin:end] for source, begin, end in zip(ids.tolist(), cuts, cuts[1:], strict=False)}
 
@@ -126,11 +128,12 @@ def _shared(batch: DerivedBatch) -> Int64:
 
 
 def _tokens(batch: DerivedBatch) -> tuple[Int64, Int64]:
-    """int64 [n_tokens] the flat index of every token, document by document; int64 [D] tokens of each document."""
+    """int64 the flat index of every token but context, document by document; int64 [D] tokens of each document."""
     _, order, counts = segments_by_document(batch)
-    lengths = batch.lengths[order]
+    begins, _, own = batch.own
+    lengths = own[order]
     per_document = np.add.reduceat(lengths, np.cumsum(counts) - counts) if len(counts) else lengths
-    return indexes(batch.flat_starts[order], lengths), per_document
+    return indexes(begins[order], lengths), per_document
 
 
 def _per_token(batch: DerivedBatch, name: str, given: Any, kinds: str = NUMBERS) -> Array:

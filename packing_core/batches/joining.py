@@ -65,6 +65,8 @@ def concatenate(batches: Sequence[PackedBatch]) -> PackedBatch:
         pad_id=first.pad_id,
         weighting=first.weighting,
         parents=_parents(batches, segment_offsets),
+        context=joined("context"),
+        restarts=first.restarts,
     )
 
 
@@ -81,8 +83,11 @@ def _parents(batches: Sequence[PackedBatch], segment_offsets: Sequence[int]) -> 
 def _kind(batch: PackedBatch) -> dict[str, Any]:
     """Returns what two batches must have in common, under the names that messages use."""
     return {
-        **{name: getattr(batch, name) for name in ("capacity", "alignment", "pad_id", "weighting")},
-        **{name: "given" if getattr(batch, name) is not None else "missing" for name in ("labels", "loss_mask")},
+        **{name: getattr(batch, name) for name in ("capacity", "alignment", "pad_id", "weighting", "restarts")},
+        **{
+            name: "given" if getattr(batch, name) is not None else "missing"
+            for name in ("labels", "loss_mask", "context")
+        },
         "columns": sorted(batch.columns),
         "per_document": {name: list(array.shape[1:]) for name, array in sorted(batch.per_document.items())},
     }

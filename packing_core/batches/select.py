@@ -45,14 +45,14 @@ def single_rows(batch: StoredBatch, first: int = 0) -> Iterator[dict[str, Any]]:
     They are those of a batch that was checked, so what is made of them need not be checked.
     """
     names = [entry.name for entry in fields(batch)]
-    alike = {name: getattr(batch, name) for name in ("alignment", "pad_id", "weighting")}
+    alike = {name: getattr(batch, name) for name in ("alignment", "pad_id", "weighting", "restarts")}
     whole = [name for name in ("input_ids", "labels", "loss_mask") if getattr(batch, name) is not None]
     absent = dict.fromkeys(set(names) - set(alike) - set(whole))
     bounds = np.searchsorted(batch.rows, np.arange(first, len(batch) + 1))
     zeros = read_only(np.zeros(int(np.diff(bounds).max(initial=0)), np.int64))
     tokens = [(name, getattr(batch, name)) for name in whole]
     cu_seqlens, sources, starts = batch.cu_seqlens, batch.sources, batch.starts
-    columns, per_document = batch.columns.items(), batch.per_document.items()
+    columns, per_document, context = batch.columns.items(), batch.per_document.items(), batch.context
     for row, (begin, end) in enumerate(pairwise(bounds.tolist()), first):
         entries = cu_seqlens[begin : end + 1] - cu_seqlens[begin]
         entries.flags.writeable = False
@@ -64,6 +64,7 @@ def single_rows(batch: StoredBatch, first: int = 0) -> Iterator[dict[str, Any]]:
         made["columns"] = {name: array[row : row + 1] for name, array in columns}
         made["per_document"] = {name: array[begin:end] for name, array in per_document}
         made["parents"] = _moved(batch, slice(begin, end), -begin)
+        made["context"] = None if context is None else context[begin:end]
         yield made
 
 
@@ -76,9 +77,8 @@ def without_padding(batch: StoredBatch) -> dict[str, Any]:
 
     given = {name: flat(getattr(batch, name)) for name in ("input_ids", "labels", "loss_mask")}
     columns = {name: flat(array) for name, array in batch.columns.items()}
-    kept = {
-        name: getattr(batch, name) for name in ("cu_seqlens", "sources", "starts", "pad_id", "weighting", "parents")
-    }
+    names = ("cu_seqlens", "sources", "starts", "pad_id", "weighting", "parents", "context", "restarts")
+    kept = {name: getattr(batch, name) for name in names}
     return {**given, **kept, "columns": columns, "per_document": batch.per_document, "rows": np.zeros_like(batch.rows)}
 
 
@@ -97,4 +97,4 @@ def _part(batch: StoredBatch, name: str, tokens: slice | Int64, picked: slice | 
     if name in ("columns", "per_document"):
         places: slice | NDArray[Any] = tokens if name == "columns" else picked
         return {key: array[places] for key, array in value.items()}
-    return value[picked] if name in ("sources", "starts") else value
+    return value[picked] if name in ("sources", "starts") or (name == "context" and value is not None) else value

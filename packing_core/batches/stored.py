@@ -49,6 +49,8 @@ class StoredBatch:
     weighting: Weighting = "token"
     per_document: Mapping[str, Array] = field(default_factory=dict)
     parents: Int64 | None = None
+    context: Int64 | None = None
+    restarts: bool = False
 
     def __post_init__(self) -> None:
         for name, kinds in (("input_ids", "iu"), ("labels", "i"), ("loss_mask", "b")):
@@ -61,6 +63,8 @@ class StoredBatch:
         self._set("columns", columns)
         for name in ("cu_seqlens", "rows", "sources", "starts"):
             self._set(name, read_only(as_int64(getattr(self, name), name)))
+        if self.context is not None:
+            self._set("context", read_only(as_int64(self.context, "context")))
         self._set("per_document", {name: read_only(np.asarray(x)) for name, x in self.per_document.items()})
         self._set("alignment", positive("alignment", self.alignment))
         self._set("pad_id", check_pad_id(self.pad_id, self.input_ids.dtype))
@@ -107,6 +111,13 @@ class StoredBatch:
         if self.parents is None:
             return read_only(np.zeros(self.n_segments, np.int64))
         return read_only(offsets(self.parents, self.lengths))
+
+    @cached_property
+    def own(self) -> tuple[Int64, Int64, Int64]:
+        """int64 [S] each: where the tokens of a segment that are not context begin in the flattened batch, where they
+        begin in its document, and how many they are."""
+        context = np.zeros(self.n_segments, np.int64) if self.context is None else self.context
+        return self.flat_starts + context, self.starts + context, self.lengths - context
 
     @cached_property
     def segment_starts(self) -> Int64:
@@ -209,6 +220,14 @@ def check_segments(batch: StoredBatch) -> None:
     for name in ("sources", "starts"):
         if (lowest := getattr(batch, name)).min() < 0:
             raise LayoutError(f"{name}[{lowest.argmin()}] is {lowest.min()}: documents and tokens count from 0")
+    if batch.context is not None:
+        if batch.parents is not None:
+            raise LayoutError("segments have parents and context: pass one of them, a parent is seen without context")
+        lengths = np.diff(batch.cu_seqlens)
+        if len(batch.context) != count or batch.context.min() < 0 or (batch.context >= lengths).any():
+            raise LayoutError(
+                "context must say, for each segment, how many of its tokens are context: 0 to its length - 1"
+            )
     if batch.starts.max() > MOST_TOKENS:
         raise LayoutError(f"starts[{batch.starts.argmax()}] is {batch.starts.max():,}: no document is that long")
     over = batch.segment_starts + batch.lengths > batch.capacity

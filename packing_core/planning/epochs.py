@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from packing_core.planning.balance import Cost, ShardedPlan, balance
 from packing_core.planning.mixed import most_rows
 from packing_core.planning.packplan import PackPlan
-from packing_core.planning.pieces import Overflow, check_lengths, cut, positive
+from packing_core.planning.pieces import Overflow, OverflowRule, check_lengths, positive
 from packing_core.planning.plan import plan
 
 Int64 = NDArray[np.int64]
@@ -27,6 +27,9 @@ def plan_epoch(
     seed: int,
     epoch: int = 0,
     overflow: Overflow = "error",
+    context: int | None = None,
+    min_piece: int = 1,
+    max_segments: int | None = None,
     ranks: int = 1,
     cost: Cost | None = None,
     in_order: bool = False,
@@ -46,7 +49,7 @@ def plan_epoch(
         lengths: [N] tokens of each document.
         capacity: tokens a row can hold.
         seed, epoch: what all randomness comes from.
-        overflow: as in ``plan``.
+        overflow, context, min_piece, max_segments: as in ``plan``.
         ranks: the number of rows becomes a multiple of this. Where every row has one document only, and none can be
             cut in two, the last step has idle places, see ``ShardedPlan``.
         cost: what a row costs; the rows of a step cost the same, see ``balance``.
@@ -56,15 +59,18 @@ def plan_epoch(
         PackingError: what ``plan`` raises, or there are fewer documents than ranks.
     """
     ranks = positive("ranks", ranks)
+    rule = OverflowRule.checked(positive("capacity", capacity), overflow, context, min_piece)
     lengths = check_lengths(lengths)
-    pieces = cut(lengths, positive("capacity", capacity), overflow)
+    pieces = rule.cut(lengths)
+    limit = None if max_segments is None else positive("max_segments", max_segments)
     random = np.random.PCG64([seed, epoch])
     if in_order:
-        rows = plan(pieces.length, capacity, strategy="sequential", seed=None)
+        rows = plan(pieces.length, capacity, strategy="sequential", max_segments=limit, seed=None)
         count = rows.n_rows
     else:
-        rows = plan(pieces.length, capacity, strategy="mixed", seed=_draw(random))
-        count = most_rows(pieces.length, capacity, len(pieces.length))
+        rows = plan(pieces.length, capacity, strategy="mixed", max_segments=limit, seed=_draw(random))
+        most = len(pieces.length)
+        count = most_rows(pieces.length, capacity, min(limit or most, most))
     piece = rows.source
     made = PackPlan(
         _cut_in_two(rows.row_offsets, -(-count // ranks) * ranks - rows.n_rows),
@@ -75,6 +81,8 @@ def plan_epoch(
         n_documents=len(lengths),
         dropped=pieces.dropped,
         truncated=pieces.truncated,
+        context=np.zeros(0, np.int64) if pieces.context is None else pieces.context[piece],
+        restarts=pieces.context is not None and overflow == "restart",
         check=False,
     )
     if ranks > 1 and not in_order:

@@ -27,6 +27,7 @@ from packing_core.storage.segment_indexing import indexes, sliced
 Int64 = NDArray[np.int64]
 
 _NUMBERS = ("capacity", "n_documents", "alignment")
+_LATER = ("context", "restarts")  # what files of earlier versions lack
 
 
 def _none() -> Int64:
@@ -55,6 +56,9 @@ class PackPlan:
         n_documents: how many lengths the plan was made from.
         dropped: int64, ids of documents left out under ``overflow="drop"``, ascending.
         truncated: int64, ids of documents cut under ``overflow="truncate"``, ascending.
+        context: int64 [P] how many first tokens of each piece are context, which an earlier piece trains; empty if
+            there is none.
+        restarts: the context of a piece is the beginning of its document, put in place of the tokens before its own.
 
     Args:
         check: False where the caller has made sure of the invariants, as ``plan`` has.
@@ -74,15 +78,18 @@ class PackPlan:
     alignment: int = 1
     dropped: Int64 = field(default_factory=_none)
     truncated: Int64 = field(default_factory=_none)
+    context: Int64 = field(default_factory=_none)
+    restarts: bool = False
     check: InitVar[bool] = True
 
     def __post_init__(self, check: bool) -> None:
         for entry in fields(self):
             value = getattr(self, entry.name)
-            given = (
-                read_only(as_int64(value, entry.name)) if entry.name not in _NUMBERS else positive(entry.name, value)
-            )
-            object.__setattr__(self, entry.name, given)
+            if entry.name in _NUMBERS:
+                value = positive(entry.name, value)
+            else:
+                value = bool(value) if entry.name == "restarts" else read_only(as_int64(value, entry.name))
+            object.__setattr__(self, entry.name, value)
         if check:
             check_alignment(self.capacity, self.alignment)
             self._check_rows()
@@ -117,6 +124,15 @@ class PackPlan:
             )
 
     def _check_documents(self) -> None:
+        if len(self.context) and len(self.context) != len(self.source):
+            raise LayoutError(
+                f"context has {len(self.context)} entries and there are {len(self.source)} pieces: pass one each"
+            )
+        if (piece := _first((self.context < 0) | (self.context >= self.length[: len(self.context)]))) is not None:
+            raise LayoutError(
+                f"piece {piece} has {self.context[piece]} tokens of context and length {self.length[piece]}: a piece "
+                "has a token of its own after its context"
+            )
         if self.source.min() < 0 or self.source.max() >= self.n_documents:
             piece = _first((self.source < 0) | (self.source >= self.n_documents))
             raise LayoutError(
@@ -132,9 +148,10 @@ class PackPlan:
                 raise LayoutError(f"{name} names a document outside 0..{self.n_documents - 1}")
         seen = np.unique(self.source)
         if len(seen) < len(self.source):  # a document in several pieces: they must not overlap
-            order = np.lexsort((self.start, self.source))
-            document, start = self.source[order], self.start[order]
-            overlap = (document[1:] == document[:-1]) & (start[1:] < start[:-1] + self.length[order[:-1]])
+            own = self.start + self.context if len(self.context) else self.start
+            order = np.lexsort((own, self.source))
+            document, start = self.source[order], own[order]
+            overlap = (document[1:] == document[:-1]) & (start[1:] < (self.start + self.length)[order[:-1]])
             if (at := _first(overlap)) is not None:
                 raise LayoutError(
                     f"token {start[at + 1]} of document {document[at]} stands in two pieces, "
@@ -155,8 +172,18 @@ class PackPlan:
 
     @cached_property
     def n_tokens(self) -> int:
-        """Real tokens in all rows."""
+        """Real tokens in all rows, with the context of pieces."""
         return int(self.length.sum())
+
+    @cached_property
+    def untrained(self) -> Int64:
+        """int64 [P] how many first tokens of each piece are no targets because of its context.
+
+        Those are the context, and where a piece restarts its document the first token after it, which does not follow
+        it there.
+        """
+        context = self.context if len(self.context) else np.zeros(self.n_pieces, np.int64)
+        return _frozen(context + (self.restarts & (context > 0)))
 
     @property
     def efficiency(self) -> float:
@@ -185,8 +212,10 @@ class PackPlan:
     def fingerprint(self) -> str:
         """Digest of which tokens stand in which row: plans are equal if theirs are."""
         hashed = blake2b(repr((self.capacity, self.n_documents)).encode(), digest_size=16)
-        for array in (self.row_offsets, self.source, self.start, self.length):
+        for array in (self.row_offsets, self.source, self.start, self.length, self.context):
             hashed.update(array.tobytes())
+        if self.restarts:
+            hashed.update(b"restarts")
         return hashed.hexdigest()
 
     def composition(self, rows_per_step: int = 8) -> Composition:
@@ -245,6 +274,8 @@ class PackPlan:
             alignment=self.alignment,
             dropped=self.dropped,
             truncated=self.truncated,
+            context=self.context[pieces] if len(self.context) else self.context,
+            restarts=self.restarts,
             check=False,
         )
 
@@ -273,10 +304,10 @@ class PackPlan:
                 raise LayoutError(f"{os.fspath(path)!r} is not a saved plan: PackPlan.save writes .npz archives")
             file.seek(0)
             stored = np.load(file, allow_pickle=False)
+            values: dict[str, Any] = {entry.name: stored[entry.name] for entry in fields(cls) if entry.name in stored}
             for entry in fields(cls):
-                if entry.name not in stored:
+                if entry.name not in values and entry.name not in _LATER:
                     raise LayoutError(f"{os.fspath(path)!r} is not a saved plan: it has no {entry.name!r}")
-            values: dict[str, Any] = {entry.name: stored[entry.name] for entry in fields(cls)}
             return cls(**values)
 
     def __reduce__(self) -> tuple[Any, ...]:  # pickling arrays would make them writeable

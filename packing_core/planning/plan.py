@@ -18,7 +18,15 @@ from packing_core.planning import assignment
 from packing_core.planning.assignment import RowAssignment, Shuffle
 from packing_core.planning.mixed import mixed
 from packing_core.planning.packplan import PackPlan
-from packing_core.planning.pieces import Overflow, check_alignment, check_lengths, check_seed, choice, cut, positive
+from packing_core.planning.pieces import (
+    Overflow,
+    OverflowRule,
+    check_alignment,
+    check_lengths,
+    check_seed,
+    choice,
+    positive,
+)
 
 __all__ = ["Effort", "Overflow", "PackPlan", "Strategy", "plan"]
 
@@ -35,6 +43,8 @@ def plan(
     strategy: Strategy | None = None,
     effort: Effort = "fast",
     overflow: Overflow = "error",
+    context: int | None = None,
+    min_piece: int = 1,
     max_segments: int | None = None,
     alignment: int = 1,
     seed: int | None = 0,
@@ -62,7 +72,16 @@ def plan(
             0.5%, at the cost of up to a second; the plan never gets worse. It takes no other strategy.
         overflow: what to do with a document longer than ``capacity``. ``error`` raises, ``truncate`` keeps its first
             ``capacity`` tokens, ``split`` cuts it into pieces that become segments of their own, ``drop`` omits it.
-        max_segments: most pieces in a row; None for no limit.
+            ``overlap`` splits it too, and each later piece begins with the ``context`` tokens before it; ``restart``
+            splits it, and each later piece begins with the first ``context`` tokens of the document. Tokens of context
+            are seen and not trained, so every token is trained at most once. Two pieces of one document never share a
+            row.
+        context: tokens of context under ``overlap`` and ``restart``; None is an eighth of the capacity. Rows hold them
+            beside the tokens that they train.
+        min_piece: the least tokens, without context, of each piece of a document that is cut. A last piece that would
+            be shorter takes the missing ones from the piece before it. At most half of ``capacity - context``.
+        max_segments: most pieces in a row; None for no limit. Short documents then leave rows partly empty: compare
+            ``PackPlan.efficiency``.
         alignment: every piece starts at a multiple of this within its row; it must divide ``capacity``.
         seed: shuffles the finished rows, so that planning order is not training order; None keeps the planner's.
             Under ``mixed`` it also draws the documents; None takes them in their own order as the draw.
@@ -87,9 +106,10 @@ def plan(
         raise PackingError(f'effort="max" improves on strategy="best_fit" and cannot be combined with {strategy!r}')
     limit = None if max_segments is None else positive("max_segments", max_segments)
     shuffle = None if (seed := check_seed(seed)) is None else np.random.PCG64(seed)
+    rule = OverflowRule.checked(capacity, overflow, context, min_piece)
     lengths = check_lengths(lengths)
     with within_memory("the rows of the plan", "plan fewer documents at a time, or raise the capacity"):
-        pieces = cut(lengths, capacity, overflow)
+        pieces = rule.cut(lengths)
         sizes = pieces.length if alignment == 1 else -(-pieces.length // alignment)
 
         def pack(sizes: Int64) -> RowAssignment:
@@ -107,6 +127,8 @@ def plan(
             alignment=alignment,
             dropped=pieces.dropped,
             truncated=pieces.truncated,
+            context=_NO_CONTEXT if pieces.context is None else pieces.context[rows.order],
+            restarts=pieces.context is not None and overflow == "restart",
             check=False,
         )
 
@@ -123,6 +145,7 @@ def _windows(pack: Callable[[Int64], RowAssignment], sizes: Int64, window: int, 
     return RowAssignment(np.concatenate([np.zeros(1, np.int64), offsets]), order, sizes)
 
 
+_NO_CONTEXT = np.zeros(0, np.int64)
 _STRATEGIES: dict[str, Callable[[Int64, int, int, Shuffle], RowAssignment]] = {
     "best_fit": assignment.best_fit,
     "mixed": mixed,

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from packing_core.batches.stored import WEIGHTINGS, Weighting
 from packing_core.errors import PackingError
-from packing_core.planning.pieces import Overflow, check_seed, choice, integer, positive
+from packing_core.planning.pieces import Overflow, OverflowRule, check_seed, choice, integer, positive
 from packing_core.planning.plan import plan
 
 StreamStrategy = Literal["mixed", "best_fit"]
@@ -25,6 +25,8 @@ class StreamOptions:
     max_segments: int | None
     seed: int | None
     overflow: Overflow
+    context: int
+    min_piece: int
     strategy: StreamStrategy
     pad_id: int
     weighting: Weighting
@@ -44,7 +46,8 @@ class StreamOptions:
             age = given["max_age"]
             raise PackingError(f"max_age is {age:,} and buffer {buffer:,}: pass an age of at least one buffer")
         given["seed"] = check_seed(given["seed"])
-        choice("overflow", given["overflow"], get_args(Overflow))
+        rule = OverflowRule.checked(capacity, given["overflow"], given["context"], given["min_piece"])
+        given |= {"context": rule.context, "min_piece": rule.min_piece}
         choice("strategy", given["strategy"], get_args(StreamStrategy))
         plan([1], capacity, alignment=given["alignment"])  # checks that the two agree
         pad_id = integer(given["pad_id"])
@@ -52,3 +55,8 @@ class StreamOptions:
             raise PackingError(f"pad_id is {given['pad_id']!r}: pass an integer")
         choice("weighting", given["weighting"], WEIGHTINGS)
         return StreamOptions(**given | {"pad_id": pad_id})
+
+    @property
+    def rule(self) -> OverflowRule:
+        """The rule for documents longer than a row."""
+        return OverflowRule(self.capacity, self.overflow, self.context, self.min_piece)

@@ -11,38 +11,41 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packing_core.errors import LayoutError, PackingError
-from packing_core.planning.pieces import Overflow, integer, parts_of, too_long
+from packing_core.planning.pieces import OverflowRule, PieceSpan, integer, too_long
 
 Int64 = NDArray[np.int64]
-Piece = tuple[int, int, int, Any]  # document number, first token, length, content
+Piece = tuple[int, int, int, int, Any]  # document number, first token, length, context, content
 
 PROMPT = "prompt_length"  # the one column that is a number per document
 
 
 class Pending(NamedTuple):
-    """Pieces that no row has taken yet: document number, first token, length and content of each."""
+    """Pieces that no row has taken yet: document number, first token, length, context and content of each."""
 
     ids: Int64
     starts: Int64
     lengths: Int64
+    context: Int64
     contents: list[Any]
 
     @classmethod
     def of(cls, pieces: Sequence[Piece]) -> Pending:
-        ids, starts, lengths, contents = zip(*pieces, strict=True) if pieces else ((), (), (), ())
-        return cls(np.array(ids, np.int64), np.array(starts, np.int64), np.array(lengths, np.int64), list(contents))
+        *columns, contents = zip(*pieces, strict=True) if pieces else ((), (), (), (), ())
+        ids, starts, lengths, context = (np.array(column, np.int64) for column in columns)
+        return cls(ids, starts, lengths, context, list(contents))
 
     def and_then(self, other: Pending) -> Pending:
         return Pending(
             np.concatenate([self.ids, other.ids]),
             np.concatenate([self.starts, other.starts]),
             np.concatenate([self.lengths, other.lengths]),
+            np.concatenate([self.context, other.context]),
             self.contents + other.contents,
         )
 
     def keep(self, places: Int64) -> Pending:
         contents = [self.contents[i] for i in places.tolist()]
-        return Pending(self.ids[places], self.starts[places], self.lengths[places], contents)
+        return Pending(self.ids[places], self.starts[places], self.lengths[places], self.context[places], contents)
 
 
 @dataclass(frozen=True)
@@ -68,19 +71,27 @@ class Read:
         """Their pieces."""
         lengths = self.lengths[: len(self.documents)]
         if self.cut:
-            whole = zip(count(self.first), repeat(0), lengths, self.documents)
+            whole = zip(count(self.first), repeat(0), lengths, repeat(0), self.documents)
             return Pending.of([piece for at, one in enumerate(whole) for piece in self.cut.get(at, (one,))])
         ids = np.arange(self.first, self.end)
-        return Pending(ids, np.zeros_like(ids), np.array(lengths, np.int64), self.documents)
+        none = np.zeros_like(ids)
+        return Pending(ids, none, np.array(lengths, np.int64), none, self.documents)
 
 
 class Later:
-    """A stretch of a document of known length, which is read when it is needed."""
+    """A stretch of a document of known length, which is read when it is needed.
 
-    __slots__ = ("length", "number", "source", "start", "stop")
+    Args:
+        source, number, length: where the document is read, its number there, and its tokens.
+        start, stop: its stretch.
+        context: how many of its first tokens the document's beginning replaces.
+    """
 
-    def __init__(self, source: Any, number: int, length: int, start: int, stop: int) -> None:
+    __slots__ = ("context", "length", "number", "source", "start", "stop")
+
+    def __init__(self, source: Any, number: int, length: int, start: int, stop: int, context: int = 0) -> None:
         self.source, self.number, self.length, self.start, self.stop = source, number, length, start, stop
+        self.context = context
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -102,7 +113,11 @@ class Later:
                 f"document {self.number} has {length:,} tokens and lengths says {self.length:,}: pass its own length"
             )
         whole = len(self) == length
-        return document if whole else part(document, self.start, self.stop, self.number)
+        return (
+            document
+            if whole
+            else part(document, PieceSpan(self.start, self.stop, self.context), self.number, self.context > 0)
+        )
 
 
 def read_now(contents: list[Any]) -> list[Any]:
@@ -132,29 +147,43 @@ def length_of(document: Any, number: int) -> int:
         ) from None
 
 
-def cut(number: int, document: Any, length: int, capacity: int, overflow: Overflow) -> list[Piece]:
+def cut(number: int, document: Any, length: int, rule: OverflowRule) -> list[Piece]:
     """The pieces of a document of ``length`` tokens: none where it is dropped.
 
     Raises:
         PackingError: it is empty, or too long (CapacityError).
     """
-    if 0 < length <= capacity:
-        return [(number, 0, length, document)]
+    if 0 < length <= rule.capacity:
+        return [(number, 0, length, 0, document)]
     if length == 0:
         raise PackingError(f"document {number} is empty: leave empty documents out of the source")
-    if overflow == "error":
-        raise too_long(number, length, capacity)
-    return [(number, a, b - a, part(document, a, b, number)) for a, b in parts_of(length, capacity, overflow)]
+    if rule.overflow == "error":
+        raise too_long(number, length, rule.capacity)
+    restarts = rule.overflow == "restart"
+    return [
+        (number, one.begin, one.end - one.begin, one.context, part(document, one, number, restarts))
+        for one in rule.parts_of(length)
+    ]
 
 
-def part(document: Any, start: int, stop: int, number: int) -> Any:
-    """Tokens ``start`` to ``stop`` of a document and of all its columns.
+def part(document: Any, one: PieceSpan, number: int, restarts: bool) -> Any:
+    """A part of a document and of all its columns; ``restarts`` puts the document's beginning in place of its context.
 
     Raises:
         LayoutError: a column has not one entry per token, or the prompt is longer than the document.
     """
+    start, stop, context = one
+
+    def taken(column: Any) -> Any:
+        if not (restarts and context):
+            return column[start:stop]
+        if isinstance(column, Later):
+            return Later(column.source, column.number, column.length, start, stop, context)
+        pieces = column[:context], column[start + context : stop]
+        return pieces[0] + pieces[1] if isinstance(column, list | tuple) else np.concatenate(pieces)
+
     if not isinstance(document, Mapping):
-        return document[start:stop]
+        return taken(document)
     length = len(document["input_ids"])
     parts: dict[str, Any] = {}
     for name, column in document.items():
@@ -166,7 +195,7 @@ def part(document: Any, start: int, stop: int, number: int) -> Any:
             continue
         try:
             entries = len(column)
-            parts[name] = column[start:stop]
+            parts[name] = taken(column)
         except Exception:  # it has no length, or cannot be sliced
             raise LayoutError(
                 f"{name} of document {number} is a {type(column).__name__}: give it one entry per token"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from packing_core.planning.pieces import Overflow
+from packing_core.planning.pieces import OverflowRule
 from packing_core.streaming.pending import Pending, Piece, Read, cut, length_of
 from packing_core.streaming.sources import Source
 
@@ -32,11 +32,9 @@ class Reader:
     last: Any
     exhausted: bool
 
-    def __init__(
-        self, source: Source, capacity: int, overflow: Overflow, *, buffer: int, buffer_tokens: int, max_age: int
-    ) -> None:
+    def __init__(self, source: Source, rule: OverflowRule, *, buffer: int, buffer_tokens: int, max_age: int) -> None:
         self.source = source
-        self.capacity, self.overflow = capacity, overflow
+        self.rule, self.capacity = rule, rule.capacity
         self.buffer, self.buffer_tokens, self.max_age = buffer, buffer_tokens, max_age
         self.truncated: deque[int] = deque(maxlen=REMEMBERED)
         self.dropped: deque[int] = deque(maxlen=REMEMBERED)
@@ -104,9 +102,9 @@ class Reader:
             self.pending, self.cursor = self.pending.and_then(read.pending()), read.end
 
     def cut(self, number: int, document: Any) -> list[Piece]:
-        """Cuts a document into pieces under ``overflow``; notes the tokens lost."""
+        """Cuts a document into pieces by the rule; notes the tokens lost."""
         length = length_of(document, number)
-        pieces = cut(number, document, length, self.capacity, self.overflow)
+        pieces = cut(number, document, length, self.rule)
         if not pieces:
             self.dropped.append(number)
             self.n_dropped += 1

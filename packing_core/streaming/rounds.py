@@ -12,6 +12,7 @@ from packing_core.batches.batch import PackedBatch
 from packing_core.batches.dataset import pack
 from packing_core.errors import LayoutError
 from packing_core.planning.mixed import mixed
+from packing_core.planning.pieces import OverflowRule
 from packing_core.planning.plan import PackPlan, plan
 from packing_core.streaming.pending import Pending, columns_of, read_now
 
@@ -88,8 +89,10 @@ def _enough(amount: Int64, order: Int64, most: int) -> int:
     return int(np.searchsorted(gone, gone[-1] - most)) + 1
 
 
-def make_rows(pending: Pending, rows: PackPlan, numbers: Int64, options: dict[str, Any]) -> PackedBatch:
-    """Makes rows ``numbers`` of a plan of the pending pieces; ``options`` are those of ``pack``.
+def make_rows(
+    pending: Pending, rows: PackPlan, numbers: Int64, rule: OverflowRule, options: dict[str, Any]
+) -> PackedBatch:
+    """Makes rows ``numbers`` of a plan of the pending pieces, which ``rule`` cut; ``options`` are those of ``pack``.
 
     Raises:
         LayoutError: a document is not what ``pack`` takes; the error says which one of the stream it is.
@@ -105,6 +108,8 @@ def make_rows(pending: Pending, rows: PackPlan, numbers: Int64, options: dict[st
         capacity=rows.capacity,
         alignment=rows.alignment,
         n_documents=len(contents),
+        context=pending.context[chosen.source] if rule.context else np.zeros(0, np.int64),
+        restarts=rule.overflow == "restart",
         check=False,
     )
     try:

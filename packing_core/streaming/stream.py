@@ -51,6 +51,8 @@ def stream(
     rows_per_batch: int = 1,
     lengths: ArrayLike | None = None,
     overflow: Overflow = "error",
+    context: int | None = None,
+    min_piece: int = 1,
     alignment: int = 1,
     max_segments: int | None = None,
     strategy: StreamStrategy = "mixed",
@@ -83,8 +85,8 @@ def stream(
             workers and shards.
         lengths: [N] tokens of each document of a sequence. Documents are then read when their rows are made: each shard
             reads its own, and plans by the lengths alone.
-        overflow, alignment, max_segments, strategy: as in ``plan``; under ``mixed`` every round draws from the pending
-            documents, by the seed, or without one in their own order.
+        overflow, context, min_piece, alignment, max_segments, strategy: as in ``plan``; under ``mixed`` every round
+            draws from the pending documents, by the seed, or without one in their own order.
         pad_id, weighting: as in ``pack``.
 
     Raises:
@@ -103,6 +105,8 @@ def stream(
         max_segments=max_segments,
         seed=seed,
         overflow=overflow,
+        context=context,
+        min_piece=min_piece,
         strategy=strategy,
         pad_id=pad_id,
         weighting=weighting,
@@ -147,7 +151,7 @@ class PackStream:
         self._pack_options = {"pad_id": options.pad_id, "weighting": options.weighting}
         limits = {"buffer": options.buffer, "buffer_tokens": options.buffer_tokens, "max_age": options.max_age}
         self._source = Source(source, lengths=lengths)
-        self._reader = Reader(self._source, self.capacity, options.overflow, **limits)
+        self._reader = Reader(self._source, options.rule, **limits)
         self.start_epoch(0)
 
     @property
@@ -323,8 +327,7 @@ class PackStream:
         """
         if len(self._todo):
             block = self._todo[: max(1, CHUNK_TOKENS // self.capacity)]
-            assert self._leaves is not None
-            self._ready, self._rows, self._place = make_rows(*self._leaves, block, self._pack_options), iter(()), 0
+            self._ready, self._rows, self._place = self._made(block), iter(()), 0
             self._todo = self._todo[len(block) :]
         elif self._pads:
             assert self._no_rows is not None
@@ -332,6 +335,10 @@ class PackStream:
             self._pads = False
         else:
             self._next_round()
+
+    def _made(self, numbers: Int64) -> PackedBatch:
+        assert self._leaves is not None
+        return make_rows(*self._leaves, numbers, self.options.rule, self._pack_options)
 
     def _next_round(self) -> None:
         """Read, plan, and choose the rows that leave. What raises leaves everything as it was, but for documents read.
@@ -350,7 +357,7 @@ class PackStream:
         if rows is not None:
             self._leaves = reader.pending, rows
             if self._no_rows is None:
-                self._no_rows = make_rows(*self._leaves, np.zeros(1, np.int64), self._pack_options)[:0]
+                self._no_rows = self._made(np.zeros(1, np.int64))[:0]
             gone = self._leaving(rows)
             self._todo = gone[self._deal.mine(self._rows_before + np.arange(len(gone)))]
             goes = np.zeros(rows.n_rows, np.bool_)

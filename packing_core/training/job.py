@@ -256,7 +256,7 @@ class TrainJob:
             data.update(ragged.values.tobytes())
             data.update(ragged.offsets.tobytes())
         for plan in schedule.steps[:steps]:
-            for array in (plan.row_offsets, plan.source, plan.start, plan.length):
+            for array in (plan.row_offsets, plan.source, plan.start, plan.length, plan.context):
                 rows.update(array.tobytes())
         model = self.model if isinstance(self.model, str) else json.dumps(dict(self.model), sort_keys=True)
         return {

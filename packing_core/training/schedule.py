@@ -144,11 +144,9 @@ class Schedule:
 
     def _trained_tokens(self, step: PackPlan) -> int:
         trained = self.corpus.trained
-        first = trained.offsets[step.source] + step.start
-        return sum(
-            int(np.count_nonzero(trained.values[begin + 1 : begin + length]))
-            for begin, length in zip(first.tolist(), step.length.tolist(), strict=True)
-        )
+        begin = trained.offsets[step.source] + step.start
+        spans = zip((begin + np.maximum(step.untrained, 1)).tolist(), (begin + step.length).tolist(), strict=True)
+        return sum(int(np.count_nonzero(trained.values[first:end])) for first, end in spans)
 
     def slots(self, step: int, run: Run) -> int:
         """Tokens that the model computes in the step, padding included."""
@@ -208,7 +206,10 @@ class Schedule:
         trained = np.zeros(shape, np.bool_)
         self.corpus.documents.copy_to(input_ids.reshape(-1), at, source, start, length)
         self.corpus.trained.copy_to(trained.reshape(-1), at, source, start, length)
-        trained[:, 0] = False
+        if plan.restarts:
+            context = plan.context[pieces]
+            self.corpus.documents.copy_to(input_ids.reshape(-1), at, source, np.zeros_like(start), context)
+        trained[np.arange(shape[1]) < np.maximum(plan.untrained[pieces], 1)[:, None]] = False
         return PaddedBatch(
             input_ids=input_ids,
             attention_mask=np.arange(shape[1]) < length[:, None],

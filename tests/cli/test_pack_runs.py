@@ -30,6 +30,7 @@ from crosspack.reading.places import Piece
 from packing_core.planning.plan import plan
 from packing_core.training.schedule import Document
 from tests import processes
+from tests.packing_core import naive
 
 # With one worker and with two, which cost more; 200 and more in a long run.
 KILLS = [int(os.environ.get("CROSSPACK_KILLS", n)) for n in (3, 3 if "CROSSPACK_TEST_ALL" in os.environ else 1)]
@@ -94,6 +95,38 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers_nor_on_the_parts(corpu
     assert {**merged, "manifest.json": b""} == {**alone, "manifest.json": b""}
     manifests = [json.loads(files["manifest.json"]) | {"run": ""} for files in (merged, alone)]
     assert manifests[0] == manifests[1]
+
+
+@pytest.mark.parametrize("overflow", ["split", "overlap", "restart"])
+def test_long_documents_are_cut_as_by_hand_and_every_token_is_trained_once(corpus, tmp_path, overflow):
+    pack(*arguments(corpus), "--output", tmp_path / "whole", "--workers", 1)
+    cut = {"overflow": overflow, "context": 0 if overflow == "split" else 5, "min_piece": 4}
+    options = ["--overflow", overflow, "--min-piece", 4, *([] if overflow == "split" else ["--context", 5])]
+    pack(*arguments(corpus), "--capacity", 16, *options, "--output", tmp_path / "cut", "--workers", 1)
+    expected = []
+    for document in documents(tmp_path / "whole"):
+        expected += zip(*naive.pieces(document, 16, **cut), strict=True)
+    made = []
+    for row in crosspack.read(tmp_path / "cut"):
+        ends = np.cumsum(row["seq_lengths"])[:-1]
+        ids, labels = (np.split(np.asarray(row[name]), ends) for name in ("input_ids", "labels"))
+        made += [(a.tolist(), b.tolist()) for a, b in zip(ids, labels, strict=True)]
+    assert len(expected) > 600
+    assert sorted(made) == sorted(expected)
+    manifest = json.loads((tmp_path / "cut" / "manifest.json").read_text())
+    assert {name: manifest[name] for name in cut} == cut
+    said = pack(*arguments(corpus), "--overflow", "drop", "--context", 5, "--output", tmp_path / "x", code=2)
+    assert (
+        "--context 5 has no effect under --overflow drop: pass --overflow overlap or restart, or leave --context"
+        in said
+    )
+
+
+def test_a_cap_on_documents_holds_in_every_row(corpus, tmp_path):
+    pack(*arguments(corpus), "--max-segments", 2, "--output", tmp_path / "capped", "--workers", 1)
+    pack(*arguments(corpus), "--output", tmp_path / "free", "--workers", 1)
+    assert {len(row["seq_lengths"]) for row in crosspack.read(tmp_path / "capped")} <= {1, 2}
+    assert documents(tmp_path / "capped") == documents(tmp_path / "free")
 
 
 def test_ray_makes_the_same_bytes(corpus, tmp_path):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from crosspack.cli import charts
-from crosspack.cli.findings import SHAPES, by_policy, by_rank, by_strategy, histogram, hours
+from crosspack.cli.findings import SHAPES, by_cap, by_policy, by_rank, by_strategy, histogram, hours
 from crosspack.cli.page import DARK, LIGHT, _lengths
 from crosspack.cli.report import pictured
 from packing_core import Cost, plan
@@ -132,7 +132,8 @@ def test_the_page_says_what_the_figures_say(written) -> None:
     for made in found["strategies"]:
         assert f"{made['efficiency']:.2%}" in said
     assert f"{found['ranks']['slowest_over_mean_after']:.4f}" in said
-    assert {x["overflow"] for x in found["policies"]} == {"truncate", "split", "drop"}
+    assert {x["overflow"] for x in found["policies"]} == {"truncate", "split", "overlap", "restart", "drop"}
+    assert [x["max_segments"] for x in found["caps"]][-1] is None
 
 
 def test_packed_rows_need_no_tokenizer_and_keep_their_documents(written) -> None:
@@ -156,6 +157,15 @@ def test_policies_count_what_they_leave_out() -> None:
     found = {x["overflow"]: x for x in by_policy(np.array([4, 10, 17]), 8)}
     assert [found[p]["tokens_left_out"] for p in ("truncate", "split", "drop")] == [11, 0, 27]
     assert found["split"]["pieces"] == 5
+    shown = {x["overflow"]: x for x in by_policy(np.array([4, 10, 17]), 8, context=4)}
+    assert [shown["restart"][name] for name in ("pieces", "context_tokens", "tokens_left_out")] == [6, 16, 0]
+
+
+def test_a_cap_on_documents_costs_fill() -> None:
+    lengths = np.full(64, 8)
+    found = {x["max_segments"]: x for x in by_cap(lengths, 64, {"max_segments": 3, "strategy": "mixed", "seed": 0})}
+    assert {cap: x["rows"] for cap, x in found.items()} == {3: 22, 4: 16, 8: 8, 16: 8, 32: 8, None: 8}
+    assert found[4]["efficiency"] == 0.5
 
 
 def test_strategies_are_the_plans_rows() -> None:

@@ -27,6 +27,28 @@ def next_fit(lengths, capacity, max_segments=None, alignment=1):
     return rows
 
 
+def pieces(document, capacity, overflow, context, min_piece=1):
+    """The segments of a document that is cut, and their targets: two lists of lists, made token by token."""
+    shown = context if overflow != "split" else 0
+    spans, at = [], 0
+    while at < len(document):
+        room = capacity - (shown if at else 0)
+        spans.append([at, min(at + room, len(document))])
+        at = spans[-1][1]
+    while len(spans) > 1 and spans[-1][1] - spans[-1][0] < min_piece:
+        spans[-1][0] -= 1
+        spans[-2][1] -= 1
+    segments, targets = [], []
+    for first, end in spans:
+        before = [] if not first else list(range(first - shown, first) if overflow == "overlap" else range(shown))
+        places = before + list(range(first, end))
+        follows = [place > 0 and places[place - 1] == t - 1 for place, t in enumerate(places)]
+        trained = [place >= len(before) and follows[place] for place in range(len(places))]
+        segments.append([document[t] for t in places])
+        targets.append([document[t] if yes else -100 for t, yes in zip(places, trained, strict=True)])
+    return segments, targets
+
+
 def mixed(lengths, capacity, max_segments=None, alignment=1):
     """Next fit on documents in their order, then the longest ones left into what is free, one a row and round."""
     sizes = [tokens_taken([document], lengths, alignment) for document in range(len(lengths))]

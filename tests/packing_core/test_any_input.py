@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -91,7 +92,9 @@ def options(draw, names):
     right = {
         "strategy": st.sampled_from(["mixed", "best_fit", "first_fit", "sequential"]),
         "effort": st.sampled_from(["fast", "max"]),
-        "overflow": st.sampled_from(["error", "truncate", "split", "drop"]),
+        "overflow": st.sampled_from(["error", "truncate", "split", "overlap", "restart", "drop"]),
+        "context": st.integers(0, 6),
+        "min_piece": st.integers(1, 4),
         "max_segments": st.one_of(st.none(), st.integers(1, 3)),
         "alignment": st.sampled_from([1, 2, 4]),
         "seed": st.one_of(st.none(), st.integers(0, 9)),
@@ -107,8 +110,9 @@ def options(draw, names):
     return {name: draw(ODD if draw(st.integers(0, 11)) == 0 else right[name]) for name in chosen}
 
 
+WHOLE = ("error", "split", "overlap", "restart")  # under these no token is lost
 CAPACITIES = st.one_of(st.integers(1, 24), st.integers(1, 24), st.integers(1, 24), ODD)
-PLAN_OPTIONS = ["strategy", "effort", "overflow", "max_segments", "alignment", "seed", "window"]
+PLAN_OPTIONS = ["strategy", "effort", "overflow", "context", "min_piece", "max_segments", "alignment", "seed", "window"]
 STREAM_OPTIONS = [
     "buffer",
     "buffer_tokens",
@@ -116,6 +120,8 @@ STREAM_OPTIONS = [
     "seed",
     "shard",
     "overflow",
+    "context",
+    "min_piece",
     "alignment",
     "max_segments",
     "pad_id",
@@ -158,9 +164,10 @@ def test_a_plan_holds_every_token_once_or_is_refused(lengths, capacity, chosen) 
         made = plan(lengths, capacity, **chosen)
     except PackingError:
         return
-    PackPlan(made.row_offsets, made.source, made.start, made.length, capacity=made.capacity, n_documents=len(lengths))
-    if chosen.get("overflow", "error") in ("error", "split"):
-        assert np.bincount(made.source, made.length).tolist() == np.asarray(lengths).tolist()
+    replace(made, check=True)
+    if chosen.get("overflow", "error") in WHOLE:
+        own = made.length - made.context if len(made.context) else made.length
+        assert np.bincount(made.source, own).tolist() == np.asarray(lengths).tolist()
 
 
 @ANY
@@ -178,7 +185,7 @@ def test_packs_give_the_documents_back_or_are_refused(sequences, capacity, chose
         return
     holds(batch, documents)
     kept = {number: len(tokens) for number, tokens in batch.unpack().items()}
-    if chosen.get("overflow", "error") in ("error", "split"):
+    if chosen.get("overflow", "error") in WHOLE:
         assert kept == {number: len(document) for number, document in enumerate(documents)}
     assert all(min(document, default=0) >= 0 for document in documents if chosen.get("overflow") != "drop")
     index = data.draw(st.one_of(arrays(), st.integers(-9, 9), st.lists(NUMBERS, max_size=3), ODD))
@@ -200,11 +207,11 @@ def test_streams_give_the_documents_back_or_are_refused(sequences, capacity, cho
     except PackingError:
         return
     for row in rows:
-        for number, start, length in zip(*(a.tolist() for a in (row.sources, row.starts, row.lengths)), strict=True):
+        for number, start, length in zip(row.sources.tolist(), *(a.tolist() for a in row.own[1:]), strict=True):
             tokens = row.unpack()[number]
             assert tokens.tolist()[-length:] == documents[number][start : start + length] or row.n_segments > 1
-    if chosen.get("overflow", "error") in ("error", "split") and chosen.get("shard", (0, 1)) == (0, 1):
-        assert sum(row.n_tokens for row in rows) == sum(map(len, documents))
+    if chosen.get("overflow", "error") in WHOLE and chosen.get("shard", (0, 1)) == (0, 1):
+        assert sum(int(row.own[2].sum()) for row in rows) == sum(map(len, documents))
 
 
 @ANY

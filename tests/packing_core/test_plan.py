@@ -321,7 +321,7 @@ REFUSED = {
     "overflow": (
         ([3], 8),
         {"overflow": "cut"},
-        "overflow must be one of 'error', 'truncate', 'split', 'drop'; got 'cut'",
+        "overflow must be one of 'error', 'truncate', 'split', 'overlap', 'restart', 'drop'; got 'cut'",
     ),
     "max_segments": (([3], 8), {"max_segments": 0}, "max_segments must be an integer of at least 1, got 0"),
     "alignment": (([3], 8), {"alignment": -1}, "alignment must be an integer of at least 1, got -1"),

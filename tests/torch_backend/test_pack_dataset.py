@@ -39,7 +39,7 @@ def on_disk(folder: Path, data: dict[str, list]) -> datasets.Dataset:
     return datasets.load_from_disk(folder)
 
 
-@pytest.mark.parametrize("overflow", ["split", "truncate", "drop"])
+@pytest.mark.parametrize("overflow", ["split", "truncate", "drop", "overlap", "restart"])
 @pytest.mark.parametrize("where", ["file", "memory"])
 def test_rows_are_those_of_a_packed_dataset(tmp_path, monkeypatch, overflow, where) -> None:
     monkeypatch.setattr(training_dataset, "BLOCK_TOKENS", 5 * CAPACITY)

@@ -162,6 +162,9 @@ def _alone(
         to_device(torch.from_numpy(documents.values[begin : begin + n].copy()).long()[None], device)
         for begin, n in spans
     ]
+    if plan.restarts:
+        for each, first, n in zip(ids, documents.offsets[plan.source].tolist(), plan.context.tolist(), strict=True):
+            each[0, :n] = torch.from_numpy(documents.values[first : first + n].copy()).long()
     with torch.no_grad():
         exact = [model(input_ids=each, use_cache=False).logits[0].float().cpu() for each in ids]
         with computing():

@@ -115,6 +115,8 @@ def _rows(dataset: Any, options: dict[str, Any], targets: Callable[[PackedBatch]
         rows.length,
         capacity=at_once * rows.capacity,
         n_documents=rows.n_documents,
+        context=rows.context,
+        restarts=rows.restarts,
         check=False,
     )
     packed = PackedDataset(

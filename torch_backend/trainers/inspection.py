@@ -74,6 +74,11 @@ def inspect(trainer: Any, *, capacity: int | None, overflow: Overflow, fast: boo
     Raises:
         UnsupportedError, LayoutError, CapacityError, PackingError: as ``enable_packing``, but for the model's.
     """
+    if overflow in ("overlap", "restart"):
+        raise PackingError(
+            f'overflow="{overflow}" is not among what enable_packing can carry into a trainer: pass "split", or '
+            f'pack the dataset before, pack_dataset(dataset, capacity, overflow="{overflow}")'
+        )
     _refuse_trainer(trainer)
     mesh = context_mesh(trainer, fast=fast)
     _refuse_split_model(trainer)
