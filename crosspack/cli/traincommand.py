@@ -75,17 +75,18 @@ class TrainCommand:
         return self.given["model"] or "a small Llama, random weights"
 
     @classmethod
-    def of(cls, context: typer.Context, given: Mapping[str, Any]) -> TrainCommand:
+    def of(cls, context: typer.Context, received: Mapping[str, Any]) -> TrainCommand:
         """Checks the options of the command; imports no framework, which take long.
 
         Args:
             context: of the command.
-            given: name -> value as the command received it. ``context.params`` may hold paths as text: it depends on
-                the version of typer where they are converted.
+            received: the arguments of the command. ``context.params`` has those of all commands too, but may hold paths
+                as text: it depends on the version of typer where they are converted.
 
         Raises:
             PackingError: options contradict each other, name what is not there, or a folder is in use.
         """
+        given = {**context.params, **received}
         entry = registered(GROUP, given["backend"])
         output = given["output"]
         resume = given["resume"] or (launch.restarted() and output is not None and has_checkpoint(output))

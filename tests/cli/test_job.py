@@ -171,7 +171,8 @@ def test_a_checkpoint_of_another_run_is_refused_and_says_what_differs(job):
     check_resume(job.output, job.options, None)
     documents = job.schedule.corpus.documents
     replanned = dataclasses.replace(job.schedule, plans=(plan(documents.lengths, 9),))
-    with pytest.raises(PackingError, match="was written with another --capacity, --overflow, --rows-per-step"):
+    says = "was written with another --capacity, --overflow, --context, --min-piece, --max-segments, --rows-per-step, "
+    with pytest.raises(PackingError, match=says):
         newest_checkpoint(dataclasses.replace(job, schedule=replanned))
 
 
