@@ -127,8 +127,8 @@ def stock(model: Any) -> Loss:
     return lambda batch: model(**unsealed(batch), use_cache=False).loss  # with all that stock packing passes
 
 
-def stock_liger(model: Any) -> Loss:
-    _liger(model, rope=True, fused_linear_cross_entropy=True)
+def stock_liger(model: Any, **options: bool) -> Loss:
+    _liger(model, rope=True, fused_linear_cross_entropy=True, **options)
     return stock(model)
 
 
@@ -213,7 +213,7 @@ def _liger(model: Any, **options: bool) -> None:
     from liger_kernel.transformers import monkey_patch
 
     apply = getattr(monkey_patch, f"apply_liger_kernel_to_{model.config.model_type}")
-    apply(model=model, cross_entropy=False, rms_norm=True, swiglu=True, **options)
+    apply(model=model, **{"cross_entropy": False, "rms_norm": True, "swiglu": True, **options})
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
