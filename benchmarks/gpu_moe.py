@@ -54,7 +54,8 @@ from benchmarks.gpu_clock import (
 from benchmarks.gpu_moe_shapes import PEFT, SHAPES, Experts, adapted
 from benchmarks.gpu_step import Contender, Loss, ours_alone, ours_compiled, race, stock, stock_liger
 from benchmarks.gpu_workload import DTYPE
-from torch_backend.hf.edits.experts import override_adapter, override_experts
+from torch_backend.hf.edits.experts import override_adapter, override_experts, restore_experts
+from torch_backend.hf.edits.override import original_class, restore
 from torch_backend.hf.experts import LAYOUT, run_within
 from torch_backend.hf.forward import PackedForward
 from torch_backend.segments import PackedMetadata
@@ -195,6 +196,10 @@ def chosen_for(case: Case, name: str) -> Case:
                 override_adapter(module)
         tokens = len(case.x)
         return replace(case, packed=PackedForward(PackedMetadata.from_lengths([tokens], device=DEVICE), (1, tokens)))
+    for module in case.module.modules():  # ours was the contender before
+        if original_class(module) is not type(module):
+            restore(module)
+            restore_experts(module)
     experts = next(m for m in case.module.modules() if hasattr(m, "_apply_gate"))
     experts.config._experts_implementation = available(name)
     return case
