@@ -280,6 +280,21 @@ def test_a_batch_of_another_form_runs_as_usual_and_the_graph_stays(graphs: Simpl
     assert (graphs.recorded, graphs.replayed) == (1, 4)
 
 
+def test_shared_prefixes_after_other_batches_run_as_usual_and_the_graph_stays(graphs: SimpleNamespace) -> None:
+    model, right = patched(), patched()
+    graphs.model = model
+    prompt, *ends = documents((40, 11, 13), seed=3)
+    answers = [{"input_ids": torch.cat([prompt, end]).tolist(), "prompt_length": 40} for end in ends]
+    tree = torch_backend.PackedCollator(model, share_prefix=True)(answers)  # a row of 64, as the others
+    assert tree["packed_parents"] is not None
+    plain = batches([slice(0, 3)], capacity=64)
+    given = [plain, plain, plain, [tree], plain]
+    found, wanted = steps(model, given), steps(right, given, capture=False, compile=False)
+    torch.testing.assert_close(found, wanted)
+    assert distance(model, right) < 1e-6
+    assert (graphs.recorded, graphs.replayed) == (1, 2)  # the first one compiles
+
+
 def test_frozen_weights_are_recorded_again(graphs: SimpleNamespace) -> None:
     model, right = patched(), patched()
     graphs.model = model

@@ -159,7 +159,7 @@ class Gradients:
                     return self._of_pieces(path, inputs)
                 if self.forests and self.compile:
                     return self._through_layers(path, inputs, path.backward)
-                if self.fixed is None or _holds_images(inputs.batch):
+                if self.fixed is None or _holds_images(inputs.batch) or has_parents(inputs.batch):
                     return path.backward(inputs)
                 return self._by_form(path, replace(inputs, batch=self.fixed(inputs.batch)))
         except torch.OutOfMemoryError:
