@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torch_backend.steps import cuda_graph as captured
-from torch_backend.steps import fast_backward as gradients
+from torch_backend.steps import eligibility
 from torch_backend.steps.cuda_graph import CapturedStep
 
 
@@ -56,6 +56,6 @@ def stand_in(put: Callable[[Any, str, Any], None] = setattr) -> SimpleNamespace:
     put(CapturedStep, "_record", record)
     put(CapturedStep, "_aside", lambda step: step.step(step.batch))
     put(captured, "DEVICE", "cpu")
-    put(gradients, "_why_not_fixed", lambda model, batch: None)
+    put(eligibility, "_why_not_fixed", lambda model, batch: None)
     put(nn.Module, "compile", lambda module, **options: None)
     return seen

@@ -24,7 +24,7 @@ from torch_backend.hf.edits.override import override
 from torch_backend.hf.edits.rebinding import rebound
 from torch_backend.hf.foreign_kernels import replaced_modules, unknown_part, without_kernels
 from torch_backend.losses.causal_lm import causal_lm_loss
-from torch_backend.steps.fast_backward import why_not_compiled
+from torch_backend.steps.eligibility import why_not_compiled
 
 
 class Reached(Exception):

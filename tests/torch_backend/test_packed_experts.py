@@ -25,7 +25,7 @@ from torch_backend.ops import experts as ops
 from torch_backend.ops.experts import dispatch
 from torch_backend.segments import PackedMetadata
 from torch_backend.steps import cuda_graph
-from torch_backend.steps.fast_backward import why_not_compiled
+from torch_backend.steps.eligibility import why_not_compiled
 
 # every layout and gate, mixers beside experts, and decoder layers that pass a mask on
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "nemotron_h", "granitemoehybrid", "qwen3_next", "mixtral")

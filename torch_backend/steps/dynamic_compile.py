@@ -22,7 +22,7 @@ from torch_backend.hf.foreign_kernels import replaced_modules, without_kernels
 from torch_backend.hf.forward import PackedForward, forward_among
 from torch_backend.hf.patch import Patched, state_of
 from torch_backend.steps.cuda_graph import GRAPHS, compile_layers
-from torch_backend.steps.fast_backward import why_not_compiled
+from torch_backend.steps.eligibility import why_not_compiled
 
 log = logging.getLogger("crosspack")
 

@@ -7,7 +7,7 @@ a CUDA graph. What a part cannot do runs as usual, and :attr:`Gradients.parts` s
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,32 +16,33 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import TorchDynamoException
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from packing_core.errors import UnsupportedError, UnsupportedModelError
-from torch_backend.hf.anatomy.experts import find_experts, makes_weights
+from packing_core.errors import UnsupportedError
 from torch_backend.hf.anatomy.structure import causal_lm
-from torch_backend.hf.edits.experts import why_experts_read
 from torch_backend.hf.foreign_kernels import (
     has_ligers_forward,
     library_in,
     replaced_modules,
-    unknown_part,
     without_kernels,
 )
-from torch_backend.hf.forward import RowChoice
-from torch_backend.hf.patch import Patched, context_of, state_of
-from torch_backend.losses.causal_lm import causal_lm_loss
-from torch_backend.steps import cuda_graph as captured
+from torch_backend.hf.patch import context_of, state_of
 from torch_backend.steps.cuda_graph import GRAPHS, CapturedBackward, compile_layers, form_of, layers_of
+from torch_backend.steps.eligibility import (
+    Batch,
+    has_parents,
+    holds_images,
+    level_inside,
+    why_mixers_wait,
+    why_not_captured,
+    why_not_compiled,
+    why_not_recomputed,
+)
 from torch_backend.steps.fixed_shapes import FixedShapes
-from torch_backend.steps.graph_collectives import Exchange, exchange_of, place_of, why_not_recorded
+from torch_backend.steps.graph_collectives import Exchange, exchange_of, place_of
 from torch_backend.steps.memory import (
     Host,
-    Level,
-    draws_random_numbers,
     level_layers,
     level_of,
     recomputing_inside,
@@ -50,7 +51,6 @@ from torch_backend.steps.progress import announced
 from torch_backend.steps.tiled_layers import tiled, tiled_modules
 
 Choice = bool | Literal["auto"]
-Batch = Mapping[str, Any]
 log = logging.getLogger("crosspack")
 
 LOSS, LAYERS, GRAPH = "loss", "layers", "graph"  # the parts of a step that can be fast
@@ -159,7 +159,7 @@ class Gradients:
                     return self._of_pieces(path, inputs)
                 if self.forests and self.compile:
                     return self._through_layers(path, inputs, path.backward)
-                if self.fixed is None or _holds_images(inputs.batch) or has_parents(inputs.batch):
+                if self.fixed is None or holds_images(inputs.batch) or has_parents(inputs.batch):
                     return path.backward(inputs)
                 return self._by_form(path, replace(inputs, batch=self.fixed(inputs.batch)))
         except torch.OutOfMemoryError:
@@ -208,7 +208,7 @@ class Gradients:
             self.parts[LAYERS] = f"not compiled: it failed, {error}".splitlines()[0]
             log.warning("the training step runs with layers that are not compiled: %s", error)
             self.compile, self.layers, self.graphs = False, {}, None
-            if (reason := _why_not_recomputed(self.model, compiled=False)) is None:
+            if (reason := why_not_recomputed(self.model, compiled=False)) is None:
                 return run(inputs)
             self.capture, self.parts[GRAPH] = False, f"no CUDA graph: {reason}"
             return path.backward(inputs)
@@ -222,7 +222,7 @@ class Gradients:
         state = state_of(causal_lm(self.model))
         assert state is not None
         if not self.layers:
-            level = _level_inside(self.model)
+            level = level_inside(self.model)
             self.recomputed = [] if level == "none" else level_layers(self.model)
             self.foreign = replaced_modules(layers_of(state.decoder))
             compile_layers(self.model, memory=level, dynamic=None if self.pieces or self.forests else False)
@@ -287,14 +287,14 @@ class Gradients:
         """Choose what is fast, and try the loss on the first batch."""
         layers = _refused("compile", self.compile, self.no_layers or why_not_compiled(self.model, batch))
         graph = self.no_graph or why_not_captured(self.model, batch)
-        graph = _refused("capture", self.capture, graph or _why_not_recomputed(self.model, compiled=layers is None))
+        graph = _refused("capture", self.capture, graph or why_not_recomputed(self.model, compiled=layers is None))
         self.pieces = layers is None and context_of(self.model) is not None
         self.forests = has_parents(batch)
         if (layers is None or graph is None) and not self.pieces and not self.forests:
             self.fixed = self.shapes
         with torch.random.fork_rng(_cuda_devices()), torch.no_grad():
             path = self.choose(batch if self.fixed is None else self.fixed(batch), layers is None)
-        if self.fixed is not None and (waits := _why_not_mixers(self.model)) is not None:
+        if self.fixed is not None and (waits := why_mixers_wait(self.model)) is not None:
             layers = layers or _refused("compile", self.compile, waits)
             graph = graph or _refused("capture", self.capture, waits)
             self.fixed = None
@@ -316,15 +316,6 @@ class Gradients:
         return path
 
 
-def fast_loss_refused(model: nn.Module, batch: Batch) -> str | None:
-    """Explains why the loss of a model needs logits; None if it does not."""
-    try:
-        causal_lm_loss(model, batch)
-    except UnsupportedModelError as refusal:
-        return str(refusal)
-    return None
-
-
 def run_layers(model: nn.Module, batch: Batch) -> None:
     """Run the decoder of a model, so that each layer asks the attention implementations.
 
@@ -334,47 +325,6 @@ def run_layers(model: nn.Module, batch: Batch) -> None:
     sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
     run = model if sharded or (state := state_of(causal_lm(model))) is None else state.decoder  # which makes no logits
     run(**{name: x for name, x in batch.items() if name not in names})
-
-
-def why_not_compiled(model: nn.Module, batch: Batch | None = None) -> str | None:
-    """Explains why the layers of a model cannot be compiled, None if they can; without a batch, by the model alone."""
-    if any(isinstance(module, OptimizedModule) or module._compiled_call_impl for module in model.modules()):
-        return "it is compiled already"
-    state = state_of(causal_lm(model))
-    if state is not None and not state.anatomy.attention:
-        return "it has recurrent layers alone"
-    if state is not None and (part := unknown_part(layers_of(state.decoder))) is not None:
-        return f"{part} stands in them, which torch.compile may run wrongly: leave it out"
-    return _why_not_fixed(model, batch) if context_of(model) is None else _why_not_pieces(model)
-
-
-def _why_not_pieces(model: nn.Module) -> str | None:
-    """Explains why layers cannot be compiled for pieces of documents that are cut over ranks; None if they can."""
-    state = state_of(causal_lm(model))
-    assert state is not None
-    if state.anatomy.mixers:
-        return (
-            "its recurrent layers are compiled for rows of one length alone, and ranks hold other pieces in every batch"
-        )
-    if (level := level_of(model)) != "none":
-        return f'its attention exchanges between graphs, each of which would keep more than memory="{level}" says'
-    return _why_not_here(state)
-
-
-def why_not_captured(model: nn.Module, batch: Batch) -> str | None:
-    """Explains why forward and backward of a model cannot be recorded as a CUDA graph, None if they can."""
-    if (reason := why_not_recorded(model)) is not None:
-        return reason
-    if (state := state_of(causal_lm(model))) is not None and state.rows.needs_lengths:
-        return "its head reads documents, of which each batch has another number"
-    if has_parents(batch):
-        return "attention of shared prefixes has other lists for every batch"
-    return _why_not_fixed(model, batch) or why_experts_read(model)
-
-
-def _level_inside(model: nn.Module) -> Level:
-    """Returns the level at which compiled layers recompute by themselves."""
-    return "none" if draws_random_numbers(model) else level_of(model)
 
 
 def _memory_of(model: nn.Module) -> str:
@@ -393,69 +343,6 @@ def _in_place_of_kernels(model: nn.Module) -> str:
     names = sorted({name.rpartition(".")[2] for name, module in state.decoder.named_modules() if module in found})
     library = library_in(next(iter(found)))
     return f", {', '.join(names)} by plain operations in place of {library}'s kernels, which torch.compile runs wrongly"
-
-
-def _why_not_recomputed(model: nn.Module, *, compiled: bool) -> str | None:
-    """Explains why a graph cannot record how layers recompute, None if it can or they keep everything."""
-    if not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        return None
-    if compiled and _level_inside(model) != "none":
-        return None
-    what = "dropout in layers that recompute" if compiled else "gradient checkpointing of layers that are not compiled"
-    return f"{what} reads the random state"
-
-
-def _why_not_fixed(model: nn.Module, batch: Batch | None) -> str | None:
-    """Explains why batches cannot have shapes that do not depend on their documents."""
-    root = causal_lm(model)
-    state: Patched | None = state_of(root)
-    if state is None:
-        return "the model is not patched"
-    if state.context is not None:
-        return "its documents are cut over ranks, into other pieces in every batch"
-    if (reason := _why_not_here(state)) is not None:
-        return reason
-    if state.layers_need_lengths:
-        return "its layers need the lengths of documents on the host, which differ from batch to batch"
-    if any(makes_weights(module) for module in find_experts(root).values()):
-        return "the weights of its experts are made in every call, from 4 bits for example"
-    marked = batch is not None and batch.get("attention_mask") is not None
-    if getattr(root.config.get_text_config(), "output_router_logits", False) and not marked:
-        return "its router's auxiliary loss would count the padding that fixed shapes need"
-    if batch is not None and _holds_images(batch):
-        return "its batches hold images, whose number and sizes differ"
-    if batch is not None and not FixedShapes.takes(batch):
-        return "batches do not carry the lengths of their documents (packed_lengths)"
-    return None
-
-
-def _why_not_here(state: Patched) -> str | None:
-    """Explains why neither layers nor graphs are compiled for where the weights of a model are, and what they are."""
-    if state.device.type != captured.DEVICE:
-        return f"the model computes on {state.device.type}"
-    if getattr(state.root, "is_quantized", False):
-        return "its weights are quantised"
-    if len({parameter.device for parameter in state.root.parameters()}) > 1:
-        return "its weights lie on several devices"
-    return None
-
-
-def has_parents(batch: Batch | None) -> bool:
-    """Returns whether segments of a batch, and of others like it, may continue others."""
-    return batch is not None and batch.get("packed_parents") is not None
-
-
-def _holds_images(batch: Batch) -> bool:
-    """Returns whether a batch has tensors of images or videos, which a vision tower runs in shapes of their own."""
-    return any(name.startswith("pixel_values") for name in batch)
-
-
-def _why_not_mixers(model: nn.Module) -> str | None:
-    """Explains why the recurrent layers that ran cannot run in fixed shapes: they read lengths back."""
-    state = state_of(causal_lm(model))
-    choices = () if state is None else state.choices.values()
-    other = next((choice for choice in choices if isinstance(choice, RowChoice) and not choice.fixed), None)
-    return None if other is None else f"of a recurrent layer, what runs is {other}"
 
 
 def _refused(name: str, choice: Choice, reason: str | None) -> str | None:

@@ -19,7 +19,7 @@ from packing_core.training.memory_model import GIB, LEVELS, USABLE, MemoryModel
 from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.attention import DecoderLayer
-from torch_backend.steps.fast_backward import why_not_compiled
+from torch_backend.steps.eligibility import why_not_compiled
 from torch_backend.steps.memory import Level, level_of, set_level
 from torch_backend.steps.progress import announce
 

@@ -28,13 +28,13 @@ from torch_backend.hf.patch import cut_over_ranks, state_of
 from torch_backend.losses.causal_lm import LOSS_WEIGHTS, causal_lm_loss
 from torch_backend.segments import to_device
 from torch_backend.steps.checks import check_optimizer, check_trainable
+from torch_backend.steps.eligibility import fast_loss_refused
 from torch_backend.steps.fast_backward import (
     Batch,
     Choice,
     Gradients,
     LossPath,
     StepInputs,
-    fast_loss_refused,
     run_layers,
 )
 from torch_backend.steps.fixed_shapes import FixedShapes

@@ -25,6 +25,7 @@ from torch_backend.collate import PackedCollator
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.patch import install, state_of
 from torch_backend.losses.causal_lm import LOSS_WEIGHTS, causal_lm_loss
+from torch_backend.steps.eligibility import fast_loss_refused, why_not_compiled
 from torch_backend.steps.fast_backward import (
     GRAPH,
     LAYERS,
@@ -34,9 +35,7 @@ from torch_backend.steps.fast_backward import (
     Gradients,
     LossPath,
     StepInputs,
-    fast_loss_refused,
     run_layers,
-    why_not_compiled,
 )
 from torch_backend.steps.fixed_shapes import FixedShapes
 from torch_backend.steps.memory_fit import FittedLevel, describe, naming_the_level, tokens_of

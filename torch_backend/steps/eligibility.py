@@ -1,0 +1,141 @@
+"""Explains why a model, or batches like the first one, cannot have the fast parts of a training step.
+
+Each function returns a reason that users read after "not compiled:" or "no CUDA graph:", or None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+
+from packing_core.errors import UnsupportedModelError
+from torch_backend.hf.anatomy.experts import find_experts, makes_weights
+from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.edits.experts import why_experts_read
+from torch_backend.hf.foreign_kernels import unknown_part
+from torch_backend.hf.forward import RowChoice
+from torch_backend.hf.patch import Patched, context_of, state_of
+from torch_backend.losses.causal_lm import causal_lm_loss
+from torch_backend.steps import cuda_graph as captured
+from torch_backend.steps.cuda_graph import layers_of
+from torch_backend.steps.fixed_shapes import FixedShapes
+from torch_backend.steps.graph_collectives import why_not_recorded
+from torch_backend.steps.memory import Level, draws_random_numbers, level_of
+
+Batch = Mapping[str, Any]
+
+
+def fast_loss_refused(model: nn.Module, batch: Batch) -> str | None:
+    """Explains why the loss of a model needs logits; None if it does not."""
+    try:
+        causal_lm_loss(model, batch)
+    except UnsupportedModelError as refusal:
+        return str(refusal)
+    return None
+
+
+def why_not_compiled(model: nn.Module, batch: Batch | None = None) -> str | None:
+    """Explains why the layers of a model cannot be compiled, None if they can; without a batch, by the model alone."""
+    if any(isinstance(module, OptimizedModule) or module._compiled_call_impl for module in model.modules()):
+        return "it is compiled already"
+    state = state_of(causal_lm(model))
+    if state is not None and not state.anatomy.attention:
+        return "it has recurrent layers alone"
+    if state is not None and (part := unknown_part(layers_of(state.decoder))) is not None:
+        return f"{part} stands in them, which torch.compile may run wrongly: leave it out"
+    return _why_not_fixed(model, batch) if context_of(model) is None else _why_not_pieces(model)
+
+
+def why_not_captured(model: nn.Module, batch: Batch) -> str | None:
+    """Explains why forward and backward of a model cannot be recorded as a CUDA graph, None if they can."""
+    if (reason := why_not_recorded(model)) is not None:
+        return reason
+    if (state := state_of(causal_lm(model))) is not None and state.rows.needs_lengths:
+        return "its head reads documents, of which each batch has another number"
+    if has_parents(batch):
+        return "attention of shared prefixes has other lists for every batch"
+    return _why_not_fixed(model, batch) or why_experts_read(model)
+
+
+def why_not_recomputed(model: nn.Module, *, compiled: bool) -> str | None:
+    """Explains why a graph cannot record how layers recompute, None if it can or they keep everything."""
+    if not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        return None
+    if compiled and level_inside(model) != "none":
+        return None
+    what = "dropout in layers that recompute" if compiled else "gradient checkpointing of layers that are not compiled"
+    return f"{what} reads the random state"
+
+
+def why_mixers_wait(model: nn.Module) -> str | None:
+    """Explains why the recurrent layers that ran cannot run in fixed shapes: they read lengths back."""
+    state = state_of(causal_lm(model))
+    choices = () if state is None else state.choices.values()
+    other = next((choice for choice in choices if isinstance(choice, RowChoice) and not choice.fixed), None)
+    return None if other is None else f"of a recurrent layer, what runs is {other}"
+
+
+def _why_not_pieces(model: nn.Module) -> str | None:
+    """Explains why layers cannot be compiled for pieces of documents that are cut over ranks; None if they can."""
+    state = state_of(causal_lm(model))
+    assert state is not None
+    if state.anatomy.mixers:
+        return (
+            "its recurrent layers are compiled for rows of one length alone, and ranks hold other pieces in every batch"
+        )
+    if (level := level_of(model)) != "none":
+        return f'its attention exchanges between graphs, each of which would keep more than memory="{level}" says'
+    return _why_not_here(state)
+
+
+def _why_not_fixed(model: nn.Module, batch: Batch | None) -> str | None:
+    """Explains why batches cannot have shapes that do not depend on their documents."""
+    root = causal_lm(model)
+    state: Patched | None = state_of(root)
+    if state is None:
+        return "the model is not patched"
+    if state.context is not None:
+        return "its documents are cut over ranks, into other pieces in every batch"
+    if (reason := _why_not_here(state)) is not None:
+        return reason
+    if state.layers_need_lengths:
+        return "its layers need the lengths of documents on the host, which differ from batch to batch"
+    if any(makes_weights(module) for module in find_experts(root).values()):
+        return "the weights of its experts are made in every call, from 4 bits for example"
+    marked = batch is not None and batch.get("attention_mask") is not None
+    if getattr(root.config.get_text_config(), "output_router_logits", False) and not marked:
+        return "its router's auxiliary loss would count the padding that fixed shapes need"
+    if batch is not None and holds_images(batch):
+        return "its batches hold images, whose number and sizes differ"
+    if batch is not None and not FixedShapes.takes(batch):
+        return "batches do not carry the lengths of their documents (packed_lengths)"
+    return None
+
+
+def _why_not_here(state: Patched) -> str | None:
+    """Explains why neither layers nor graphs are compiled for where the weights of a model are, and what they are."""
+    if state.device.type != captured.DEVICE:
+        return f"the model computes on {state.device.type}"
+    if getattr(state.root, "is_quantized", False):
+        return "its weights are quantised"
+    if len({parameter.device for parameter in state.root.parameters()}) > 1:
+        return "its weights lie on several devices"
+    return None
+
+
+def level_inside(model: nn.Module) -> Level:
+    """Returns the level at which compiled layers recompute by themselves."""
+    return "none" if draws_random_numbers(model) else level_of(model)
+
+
+def has_parents(batch: Batch | None) -> bool:
+    """Returns whether segments of a batch, and of others like it, may continue others."""
+    return batch is not None and batch.get("packed_parents") is not None
+
+
+def holds_images(batch: Batch) -> bool:
+    """Returns whether a batch has tensors of images or videos, which a vision tower runs in shapes of their own."""
+    return any(name.startswith("pixel_values") for name in batch)
