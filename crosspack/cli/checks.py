@@ -30,6 +30,9 @@ def check_output(
 
 def check_contradictions(given: Mapping[str, Any]) -> None:
     """Refuse options that do not go together; ``given`` has the parameters of the command."""
+    if given["set"] or given["reward"]:
+        option = "--set" if given["set"] else "--reward"
+        raise PackingError(f"{option} goes to the trainer of another task: pass --task too")
     ranks = launch.world_size() if launch.world_size() > 1 else given["nproc"]
     if given["compare"] and ranks > 1:
         raise PackingError("--compare measures one process: pass it without --nproc and torchrun")
@@ -55,6 +58,11 @@ def check_contradictions(given: Mapping[str, Any]) -> None:
             f"--rows-per-step {given['rows_per_step']} leaves some of {devices} devices without a row in every step: "
             f"pass {devices} or more"
         )
+    if given["merge_lora"]:
+        if not given["lora"]:
+            raise PackingError("--merge-lora adds adapters to the weights, and none are trained: pass --lora RANK too")
+        if given["strategy"] != "ddp":
+            raise PackingError(f"--merge-lora needs whole weights, and --strategy {given['strategy']} shards them")
     if given["compile"] and (given["compare"] or given["deterministic"]):
         other = "--compare" if given["compare"] else "--deterministic"
         raise PackingError(f"{other} runs no compiled layers: leave --compile out")
@@ -123,6 +131,9 @@ def used_options(given: Mapping[str, Any]) -> list[str]:
     used = {
         "--dtype bfloat16": given["dtype"] == "bfloat16",
         "--lora": given["lora"] > 0,
+        "--lora-alpha, --lora-dropout, --lora-targets or --merge-lora": any(
+            given[name] for name in ("lora_alpha", "lora_dropout", "lora_targets", "merge_lora")
+        ),
         "--eval-data": bool(given["eval_data"]),
         "--compile": given["compile"] is not None,
         "--nproc or torchrun": ranks > 1,

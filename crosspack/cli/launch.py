@@ -11,7 +11,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from crosspack.cli.runfile import RUN_FILE
 
 WORLD, RANK = "WORLD_SIZE", "RANK"
 _PATIENCE = 10.0  # seconds that processes have to end after another one failed
@@ -30,6 +35,21 @@ def rank() -> int:
 def restarted() -> bool:
     """Returns whether torchrun started this process again after a failure."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def start_again(command: str, given: Mapping[str, Any], run_file: str) -> int:
+    """Runs the same options as ``--nproc`` processes; returns the exit status.
+
+    Args:
+        command: the name of the command.
+        given: its parameters.
+        run_file: its options, as ``--config`` takes them.
+    """
+    with TemporaryDirectory() as folder:
+        path = Path(folder, RUN_FILE)
+        path.write_text(run_file)
+        chosen = [f"--{flag}" for flag in ("resume", "overwrite", "verbose", "quiet") if given[flag]]
+        return start(given["nproc"], [command, "--config", str(path), *chosen, *["--json"] * given["as_json"]])
 
 
 def start(processes: int, arguments: Sequence[str]) -> int:

@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
 import typer
@@ -28,11 +27,13 @@ from crosspack.cli.progress import TrainProgress
 from crosspack.cli.reporting import Service, reporting, scalars
 from crosspack.cli.runfile import RUN_FILE, take_file
 from crosspack.cli.tables import comparison_table, lengths_table, padding, rate, saving_line, steps_table
+from crosspack.cli.tasks import train_task
 from crosspack.cli.traincommand import Steps, TrainCommand
 from packing_core.errors import ContaminationError, plural
 from packing_core.extras import loaded, require
 from packing_core.training.checkpoints import FOLDER, remove_checkpoints, remove_older
 from packing_core.training.job import StepRecord, Strategy, TrainJob, TrainResult, check_honoured
+from packing_core.training.tasks import TaskName
 
 SUMMARY, PICTURE = "crosspack.json", "compare.png"
 RESULTS = (
@@ -57,6 +58,12 @@ def train(
             help="A YAML file of options, `run.yaml` of an earlier run for example. The command line wins over it.",
         ),
     ] = None,
+    task: Annotated[
+        Literal["sft", TaskName],
+        typer.Option(
+            help="Next tokens of documents and answers, preferences, rewards, a policy, classes, masked tokens."
+        ),
+    ] = "sft",
     model: Annotated[
         str | None,
         typer.Option(help="A folder, a hub name, or a config.json (random weights). Default: a small random Llama."),
@@ -64,6 +71,9 @@ def train(
     data: options.Data = None,
     split: options.Split = "train",
     tokenizer: options.TokenizerName = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Train on the first documents alone, as many as this.")
+    ] = None,
     eval_data: Annotated[
         list[str] | None, typer.Option(help="Documents to evaluate on, packed: whatever --data takes.")
     ] = None,
@@ -88,6 +98,9 @@ def train(
     max_segments: options.MaxSegments = None,
     packing: options.Packing = "mixed",
     rows_per_step: Annotated[int, typer.Option(min=1, help="Packed rows in an optimizer step.")] = 4,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Examples, or rows of --task classify and mlm, in a step of another --task.")
+    ] = 8,
     padded_batch: Annotated[int, typer.Option(min=1, help="Documents in a padded batch of --compare.")] = 8,
     epochs: Annotated[int, typer.Option(min=1)] = 1,
     steps: Annotated[int | None, typer.Option(min=1, help="Stop after this many steps. Default: all epochs.")] = None,
@@ -109,7 +122,23 @@ def train(
         bool, typer.Option("--master-weights", help="Float32 weights and states in the optimizer of bfloat16 weights.")
     ] = False,
     lora: Annotated[int, typer.Option(min=0, help="Train low-rank adapters of this rank; 0 trains the weights.")] = 0,
-    gradient_checkpointing: Annotated[bool, typer.Option("--gradient-checkpointing")] = False,
+    lora_alpha: Annotated[
+        float | None, typer.Option(min=0.0, help="Scale of the adapters, times their rank. Default: twice the rank.")
+    ] = None,
+    lora_dropout: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="Share of the adapters' inputs that is dropped.")
+    ] = None,
+    lora_targets: Annotated[
+        str | None, typer.Option(help="Layers with adapters: q_proj,v_proj. Default: all but the output layer.")
+    ] = None,
+    merge_lora: Annotated[bool, typer.Option("--merge-lora", help="Write weights with the adapters added.")] = False,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Compute activations again in the backward pass.")
+    ] = False,
+    reward: Annotated[
+        list[str] | None, typer.Option(help="Of --task grpo: a function that scores completions, FILE.py:NAME.")
+    ] = None,
+    set: Annotated[list[str] | None, typer.Option(help="A further argument of the --task's trainer: beta=0.2.")] = None,
     compile: Annotated[
         bool | None, typer.Option("--compile/--no-compile", help="Compile layers. Default: where it is possible.")
     ] = None,
@@ -134,10 +163,14 @@ def train(
     trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Fine-tune a causal language model on packed documents; --compare measures it against padding."""
-    command = TrainCommand.of(command_line, {name: value for name, value in locals().items() if name != "command_line"})
+    given = {name: value for name, value in locals().items() if name != "command_line"}
+    if task != "sft":
+        train_task(command_line, {**command_line.params, **given})
+        return
+    command = TrainCommand.of(command_line, given)
     trainer = _trainer(command)
     if nproc > 1 and launch.world_size() == 1:
-        raise typer.Exit(_start_processes(command))
+        raise typer.Exit(launch.start_again("train", command.given, command.run_file))
     OUT.quiet = OUT.quiet or launch.rank() > 0
     prepared = Steps.read(command)
     _print_plan(command, prepared)
@@ -164,16 +197,6 @@ def _trainer(command: TrainCommand) -> Trainer:
     if command.given["compare"]:
         require("matplotlib.figure", extra="plot")
     return trainer
-
-
-def _start_processes(command: TrainCommand) -> int:
-    """Runs the same options as ``--nproc`` processes; returns the exit status."""
-    given, flags = command.given, ("resume", "overwrite", "verbose", "quiet")
-    with TemporaryDirectory() as folder:
-        path = Path(folder, RUN_FILE)
-        path.write_text(command.run_file)
-        chosen = [f"--{flag}" for flag in flags if given[flag]] + ["--json"] * given["as_json"]
-        return launch.start(given["nproc"], ["train", "--config", str(path), *chosen])
 
 
 def _print_plan(command: TrainCommand, steps: Steps) -> None:
@@ -233,6 +256,7 @@ def _run(command: TrainCommand, steps: Steps, trainer: Trainer, kept: Output | N
         device=given["device"],
         attention=given["attention"],
         gradient_checkpointing=given["gradient_checkpointing"],
+        merge_lora=given["merge_lora"],
         deterministic=given["deterministic"],
         trust_remote_code=given["trust_remote_code"],
         output=command.output if kept is None else kept.partial,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,8 @@ class Steps:
         )
         tokenizer = source.encoder.tokenizer
         pad_id = 0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        corpus = Corpus.collect(counted(OUT, "documents read", source.documents(capacity, overflow)))
+        documents = islice(source.documents(capacity, overflow), given["limit"])
+        corpus = Corpus.collect(counted(OUT, "documents read", documents))
         plans = tuple(
             make_plan(corpus.documents.lengths, capacity, strategy=given["packing"], seed=seed + epoch, **limits)
             for epoch in range(given["epochs"])
@@ -175,7 +177,8 @@ def _options(given: Mapping[str, Any], model: str | dict[str, Any]) -> Options:
     lr = given["lr"]
     if lr is None:
         lr = 2e-5 if isinstance(model, str) else 3e-3
-    names = ("decay", "warmup", "weight_decay", "clip", "seed", "dtype", "master_weights", "lora")
+    names = ("decay", "warmup", "weight_decay", "clip", "seed", "dtype", "master_weights")
+    names += ("lora", "lora_alpha", "lora_dropout", "lora_targets")
     chosen = {name: given[name] for name in names}
     return Options(lr=lr, precision=given["precision"] or given["dtype"], **chosen)
 

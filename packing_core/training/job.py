@@ -66,8 +66,11 @@ class Options:
         dtype: of the trained weights, and of the optimizer's states.
         master_weights: with ``dtype="bfloat16"``, the optimizer keeps float32 copies of the weights and float32 states,
             and rounds to bfloat16 after each step.
-        lora: rank of low-rank adapters on every linear layer but the output layer, trained in place of the weights; 0
-            trains the weights. The adapters are scaled by 2 (alpha is twice the rank).
+        lora: rank of low-rank adapters, trained in place of the weights; 0 trains the weights.
+        lora_alpha: what the adapters are scaled by, times the rank; None is twice the rank.
+        lora_dropout: share of the adapters' inputs that is dropped; None is 0.
+        lora_targets: names of the layers that have adapters, with commas between; None is every linear layer but the
+            output layer.
 
     Raises:
         PackingError: two of them contradict each other.
@@ -83,8 +86,15 @@ class Options:
     dtype: Literal["float32", "bfloat16"] = "float32"
     master_weights: bool = False
     lora: int = 0
+    lora_alpha: float | None = None
+    lora_dropout: float | None = None
+    lora_targets: str | None = None
 
     def __post_init__(self) -> None:
+        of_adapters = {"--lora-alpha": self.lora_alpha, "--lora-dropout": self.lora_dropout}
+        for option, value in (of_adapters | {"--lora-targets": self.lora_targets}).items():
+            if value is not None and not self.lora:
+                raise PackingError(f"{option} is of adapters, and none are trained: pass --lora RANK too")
         if self.dtype == "bfloat16" and self.precision == "float32":
             raise PackingError(
                 "--dtype bfloat16 computes in bfloat16 and --precision is float32: leave one of them out"
@@ -149,6 +159,7 @@ class TrainJob:
         device: ``auto`` or what the framework calls it.
         attention: the name of an attention implementation, or ``auto``.
         gradient_checkpointing: recompute activations in the backward pass.
+        merge_lora: add the adapters to the weights that are written, which need no peft then.
         deterministic: use only kernels that repeat to the bit.
         trust_remote_code: whether code in the model's folder may run.
         output: where the trained model goes, in the Hugging Face format; None keeps nothing. Of several ranks, rank 0
@@ -173,6 +184,7 @@ class TrainJob:
     device: str = "auto"
     attention: str = "auto"
     gradient_checkpointing: bool = False
+    merge_lora: bool = False
     deterministic: bool = False
     trust_remote_code: bool = False
     output: Path | None = None

@@ -186,7 +186,7 @@ def test_the_memory_that_is_announced_is_that_of_the_tensors(job, options):
     job, lines = with_options(job, **options), []
     model = build_model(job)
     if job.options.lora:
-        model = with_adapters(model, 2, 0)
+        model = with_adapters(model, Options(lora=2))
     optimizer = make_optimizer(model, job.options, master_weights=job.options.master_weights)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:

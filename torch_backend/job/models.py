@@ -10,7 +10,8 @@ from torch import nn
 
 from packing_core.errors import PackingError, first_line
 from packing_core.extras import require
-from packing_core.training.job import TrainJob, is_hub_name
+from packing_core.training.job import Options, TrainJob, is_hub_name
+from torch_backend.patching import unpatch
 
 
 def build_model(job: TrainJob) -> Any:
@@ -58,12 +59,41 @@ def _settled(config: Any, job: TrainJob) -> Any:
     return config
 
 
-def with_adapters(model: nn.Module, rank: int, seed: int) -> Any:
-    """The model frozen, with low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685) on all its linear layers.
+def with_adapters(model: nn.Module, options: Options, task_type: str = "CAUSAL_LM") -> Any:
+    """The model frozen, with the low-rank adapters of ``options`` (LoRA, Hu et al. 2021, arXiv:2106.09685).
 
-    The output layer has none. Weights of lower precision have float32 adapters.
+    By default all linear layers but the output layer have adapters. Weights of lower precision have float32 adapters.
+
+    Args:
+        task_type: peft's name of the task, by which it knows which heads are trained whole.
+
+    Raises:
+        PackingError: no layer has one of the names of ``lora_targets``.
     """
     peft = require("peft", extra="hf")
-    torch.manual_seed(seed)
-    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    return peft.get_peft_model(model, config)
+    torch.manual_seed(options.seed)
+    targets = options.lora_targets
+    config = peft.LoraConfig(
+        r=options.lora,
+        lora_alpha=2 * options.lora if options.lora_alpha is None else options.lora_alpha,
+        lora_dropout=options.lora_dropout or 0.0,
+        target_modules="all-linear" if targets is None else [name.strip() for name in targets.split(",")],
+        task_type=task_type,
+    )
+    try:
+        return peft.get_peft_model(model, config)
+    except ValueError as error:
+        raise PackingError(f"--lora-targets {targets}: {first_line(error)}") from error
+
+
+def write_model(model: Any, folder: Path, weights: dict[str, Any] | None = None, *, merge_lora: bool = False) -> None:
+    """Writes a trained model, unpatched, as ``from_pretrained`` reads it, or its adapters as peft does.
+
+    Args:
+        weights: of a sharded model, gathered.
+        merge_lora: add the adapters to the weights and write those.
+    """
+    model = unpatch(model)
+    if merge_lora:
+        model = model.merge_and_unload()
+    model.save_pretrained(folder, state_dict=weights)

@@ -27,11 +27,11 @@ from torch_backend.auditing.model import AuditReport, verify
 from torch_backend.hf.explaining import explain
 from torch_backend.job import states
 from torch_backend.job.memory import Memory, memory_line, release
-from torch_backend.job.models import build_model, with_adapters
+from torch_backend.job.models import build_model, with_adapters, write_model
 from torch_backend.job.ranks import Process, Ranks, context_mesh, shard, whole_weights
 from torch_backend.job.recording import Recording
 from torch_backend.job.trainer import job_trainer
-from torch_backend.patching import patch, unpatch
+from torch_backend.patching import patch
 
 require("transformers", extra="hf")
 
@@ -48,7 +48,15 @@ class _Finished:
     attention: str = ""
 
 
-@honours("--dtype bfloat16", "--lora", "--eval-data", "--compile", "--nproc or torchrun", "--context-parallel")
+@honours(
+    "--dtype bfloat16",
+    "--lora",
+    "--lora-alpha, --lora-dropout, --lora-targets or --merge-lora",
+    "--eval-data",
+    "--compile",
+    "--nproc or torchrun",
+    "--context-parallel",
+)
 def train(job: TrainJob) -> TrainResult:
     """Run the job; see ``packing_core.training.job``.
 
@@ -73,7 +81,7 @@ def train(job: TrainJob) -> TrainResult:
     return TrainResult(
         records={run: finished[run].records for run in job.runs},
         audit=packed.audit,
-        device=_device_name(device) + spread,
+        device=device_name(device) + spread,
         attention=packed.attention,
         peak_bytes={run: finished[run].peak_bytes for run in job.runs if finished[run].peak_bytes},
         cpu=process.clock.cpu if device.type == "cpu" else None,
@@ -131,7 +139,7 @@ def _prepared(job: TrainJob, run: Run, process: Process) -> tuple[Any, AuditRepo
         mesh = context_mesh(process, job.context_parallel)
         patch(model, implementation=job.attention, verify=False, mesh=mesh)
     if job.options.lora:
-        model = with_adapters(model, job.options.lora, job.options.seed)
+        model = with_adapters(model, job.options)
     if job.gradient_checkpointing:
         # transformers 5.23 renamed it, and warns under the old name
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
@@ -147,7 +155,7 @@ def _write(job: TrainJob, model: Any, ranks: Ranks) -> None:
     sharded = job.strategy in ("fsdp", "zero3")
     weights = whole_weights(states.changing(model)) if sharded else None
     if ranks.rank == 0:
-        unpatch(model).save_pretrained(job.output, state_dict=weights)
+        write_model(model, job.output, weights, merge_lora=job.merge_lora)
 
 
 def _audit(report: AuditReport) -> Audit:
@@ -173,7 +181,8 @@ def device_of(name: str, local: int = 0) -> torch.device:
     return device
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """The device as people call it."""
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        return torch.cuda.getdevice_name(device)
     return f"{device.type}, {plural(torch.get_num_threads(), 'thread')}"

@@ -1,0 +1,301 @@
+"""``crosspack train --task``: preferences, rewards, policies, classes and masked tokens, by their own trainers.
+
+The options -> a :class:`TaskCommand`, checked before any framework is imported -> all records, each with the columns of
+the task -> a TaskJob, which the backend trains -> its TaskResult as lines and files.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from importlib.util import module_from_spec, spec_from_file_location
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.markup import escape
+
+from crosspack.cli import launch
+from crosspack.cli.checks import check_output
+from crosspack.cli.console import OUT, figures
+from crosspack.cli.models import check_name
+from crosspack.cli.options import option_of_split
+from crosspack.cli.outputs import Output, writing
+from crosspack.cli.progress import counted
+from crosspack.cli.records import join, open_records, weighted
+from crosspack.cli.reporting import check_service
+from crosspack.cli.runfile import RUN_FILE, as_yaml, effective
+from crosspack.cli.settings import read_settings
+from crosspack.reading import Records
+from packing_core.errors import ContaminationError, PackingError, UnsupportedError, first_line, plural
+from packing_core.extras import loaded, registered, require
+from packing_core.training.checkpoints import FOLDER
+from packing_core.training.job import Options
+from packing_core.training.tasks import GROUP, TASKS, Task, TaskJob, TaskName, TaskResult
+
+SUMMARY = "crosspack.json"
+RESULTS = (RUN_FILE, "*.json", "*.safetensors", "tokenizer*", "*.jinja")  # what the files of a result are called
+
+# Parameters of the command that every task reads, and those of tasks with rows.
+_READ = frozenset(
+    (
+        *("config", "task", "set", "model", "data", "split", "tokenizer", "limit", "eval_data", "eval_split"),
+        *("eval_every", "output", "overwrite", "resume", "save_every", "backend", "device", "attention", "batch_size"),
+        *("epochs", "steps", "lr", "decay", "warmup", "weight_decay", "clip", "precision", "dtype", "lora"),
+        *("lora_alpha", "lora_dropout", "lora_targets", "merge_lora", "gradient_checkpointing", "nproc", "report_to"),
+        *("reward", "seed", "trust_remote_code", "verbose", "quiet", "as_json"),
+    )
+)
+_OF_ROWS = frozenset({"capacity", "overflow"})
+
+
+@dataclass(frozen=True)
+class TaskCommand:
+    """A call of ``crosspack train --task``, checked.
+
+    Attributes:
+        given: the parameters of the command.
+        name, task: which task.
+        entry: where the backend's function is.
+        records, held_out: the data, of which the first record has been looked at.
+        options: what decides the losses, as far as every task has it.
+        arguments: further fields of the trainer's arguments.
+        rewards: functions that score completions.
+        run_file: the contents of the run's ``run.yaml``.
+    """
+
+    given: Mapping[str, Any]
+    name: TaskName
+    task: Task
+    entry: Any
+    records: Records
+    held_out: Records | None
+    options: Options
+    arguments: Mapping[str, Any]
+    rewards: Sequence[Callable[..., Any]]
+    run_file: str
+
+    @classmethod
+    def of(cls, context: typer.Context, given: Mapping[str, Any]) -> TaskCommand:
+        """Checks the options; imports no framework.
+
+        Raises:
+            PackingError: an option is missing or contradicts another, or names what is not there.
+            UnsupportedError: an option has no effect on the task.
+        """
+        name: TaskName = given["task"]
+        task = TASKS[name]
+        entry = registered(GROUP, given["backend"])
+        _check_effect(context, given, name)
+        if given["model"] is None or Path(given["model"]).is_file():
+            raise PackingError(f"--task {name} trains a model that is there: pass --model, a folder or a hub name")
+        check_name("--model", given["model"])
+        check_name("--tokenizer", given["tokenizer"])
+        if (name == "grpo") != bool(given["reward"]):
+            raise PackingError(
+                "--task grpo needs --reward FILE.py:FUNCTION, which scores completions"
+                if name == "grpo"
+                else f"--reward scores the completions of --task grpo: leave it out of --task {name}"
+            )
+        if task.rows and given["overflow"] not in ("error", "truncate", "drop"):
+            raise PackingError(f"--task {name} keeps documents whole: pass --overflow truncate or drop")
+        if not given["eval_data"] and (given["eval_every"] or given["eval_split"]):
+            raise PackingError("--eval-every and --eval-split need --eval-data, the records to evaluate on")
+        arguments = read_settings(given["set"])
+        check_service(given["report_to"])
+        check_output(
+            given["output"],
+            compare=False,
+            overwrite=given["overwrite"],
+            resume=given["resume"],
+            save_every=given["save_every"],
+            run=None,
+        )
+        if given["resume"] and not _checkpoints(given["output"] / FOLDER):
+            raise PackingError(
+                f"--resume: {given['output']} has no checkpoint: start it without --resume, with --save-every N"
+            )
+        names = ("decay", "warmup", "weight_decay", "clip", "seed", "dtype")
+        adapters = ("lora", "lora_alpha", "lora_dropout", "lora_targets")
+        options = Options(
+            lr=2e-5 if given["lr"] is None else given["lr"],
+            precision=given["precision"] or given["dtype"],
+            **{option: given[option] for option in names + adapters},
+        )
+        held_out = _open(name, given["eval_data"], given["eval_split"], "--eval-data") if given["eval_data"] else None
+        return cls(
+            given=given,
+            name=name,
+            task=task,
+            entry=entry,
+            records=_open(name, given["data"], given["split"], "--data"),
+            held_out=held_out,
+            options=options,
+            arguments=arguments,
+            rewards=[_function(text) for text in given["reward"] or ()],
+            run_file=as_yaml(effective(context, lr=options.lr, precision=options.precision)),
+        )
+
+
+def train_task(context: typer.Context, given: Mapping[str, Any]) -> None:
+    """Runs ``crosspack train`` for a task other than the next token.
+
+    Args:
+        context: of the command.
+        given: its parameters.
+    """
+    command = TaskCommand.of(context, given)
+    run: Callable[[TaskJob], TaskResult] = loaded(command.entry, extra=given["backend"])
+    require("transformers", extra="hf")
+    if given["nproc"] > 1 and launch.world_size() == 1:
+        raise typer.Exit(launch.start_again("train", given, command.run_file))
+    OUT.quiet = OUT.quiet or launch.rank() > 0
+    records = _read(command, command.records)
+    held_out = _read(command, command.held_out) if command.held_out is not None else []
+    OUT.print(
+        f"[bold]{escape(given['model'])}[/] on {escape(command.records.name)}: {plural(len(records), 'record')}, "
+        f"{command.task.trains}",
+        highlight=False,
+    )
+    if given["output"] is None and launch.rank() == 0:
+        OUT.print("nothing will be kept: pass --output to keep the model")
+    with ExitStack() as stack:
+        kept = None
+        if given["output"] is not None and launch.rank() == 0:
+            overwrite = given["overwrite"] or given["resume"]
+            kept = stack.enter_context(writing(given["output"], SUMMARY, names=RESULTS, overwrite=overwrite))
+            kept.clear()
+        result = run(_job(command, records, held_out, kept))
+        if not result.audit.exact:
+            raise ContaminationError(f"audit: documents that are packed together see each other: {result.audit.line}")
+        _report(command, result, kept)
+    OUT.print(f"audit: [green]exact[/]: {escape(result.audit.line)}", highlight=False)
+
+
+def _job(
+    command: TaskCommand, records: list[dict[str, Any]], held_out: list[dict[str, Any]], kept: Output | None
+) -> TaskJob:
+    given = command.given
+    same = ("device", "attention", "gradient_checkpointing", "trust_remote_code", "eval_every", "save_every", "resume")
+    more = ("merge_lora", "capacity", "overflow", "epochs", "steps", "batch_size", "model")
+    return TaskJob(
+        task=command.name,
+        tokenizer=given["tokenizer"] or given["model"],
+        records=records,
+        held_out=held_out,
+        options=command.options,
+        arguments={"report_to": given["report_to"], **command.arguments},
+        rewards=command.rewards,
+        checkpoints=None if given["output"] is None else given["output"] / FOLDER,
+        output=None if kept is None else kept.partial,
+        on_phase=lambda line: OUT.print(line, style="dim", highlight=False),
+        **{name: given[name] for name in same + more},
+    )
+
+
+def _report(command: TaskCommand, result: TaskResult, kept: Output | None) -> None:
+    """Prints a result and publishes the files of the output folder."""
+    trained = [step for step in result.steps if "loss" in step]
+    rate, first, last = result.examples / result.seconds, trained[0]["loss"], trained[-1]["loss"]
+    OUT.print(
+        f"{plural(len(trained), 'step')} on {result.device} in {result.seconds:,.1f} s, {rate:,.1f} examples/s, "
+        f"loss {first:.4f} to {last:.4f}",
+        highlight=False,
+    )
+    about = {"task": command.name, "backend": command.given["backend"], **asdict(result)}
+    if kept is not None:
+        (kept.partial / "README.md").unlink(missing_ok=True)  # of peft and TRL, an empty form
+        (kept.partial / SUMMARY).write_text(json.dumps({"crosspack": version("crosspack"), **about}, indent=1))
+        (kept.partial / RUN_FILE).write_text(command.run_file)
+        kept.publish()
+        _remove_checkpoints(kept.folder / FOLDER)
+        OUT.print(f"model: {kept.folder}", highlight=False)
+    if launch.rank() == 0:
+        figures(about)
+
+
+def _checkpoints(home: Path) -> list[Path]:
+    """The trainer's checkpoints below ``home``."""
+    return [folder for folder in home.glob("checkpoint-*") if (folder / "trainer_state.json").is_file()]
+
+
+def _remove_checkpoints(home: Path) -> None:
+    """Removes the trainer's checkpoints below ``home``, and ``home`` if nothing else is in it."""
+    for folder in _checkpoints(home):
+        shutil.rmtree(folder)
+    (home / "README.md").unlink(missing_ok=True)  # of TRL, an empty form
+    if home.is_dir() and not any(home.iterdir()):
+        home.rmdir()
+
+
+def _check_effect(context: typer.Context, given: Mapping[str, Any], name: TaskName) -> None:
+    """Raise UnsupportedError for an option that is not at its default and that the task does not read."""
+    read = _READ | (_OF_ROWS if TASKS[name].rows else frozenset())
+    for parameter in context.command.params:
+        option = str(parameter.name)
+        if option in given and option not in read and given[option] != parameter.default:
+            raise UnsupportedError(f"--task {name} has no {parameter.opts[0]}: leave it out")
+
+
+def _open(name: TaskName, data: Sequence[str] | None, split: str | None, option: str) -> Records:
+    """Opens the records, and looks at the first of each data set.
+
+    Raises:
+        PackingError: it is nowhere, empty, or has not the columns of the task.
+    """
+    if not data:
+        columns = ", or ".join(" and ".join(columns) for columns in TASKS[name].columns)
+        raise PackingError(f"--task {name} needs --data, records with {columns}")
+    sources = []
+    for text in data:
+        path, weight = weighted(text)
+        try:
+            records = open_records(path, split=split)
+        except PackingError as error:
+            raise type(error)(str(error).replace("--data", option)) from error
+        first = next(iter(records), None)
+        if first is None:
+            raise PackingError(f"{option} {records.name} has no records: check the file and {option_of_split(option)}")
+        TASKS[name].columns_of(first, first.where, name)
+        sources.append((records, weight))
+    return join(sources)
+
+
+def _read(command: TaskCommand, records: Records) -> list[dict[str, Any]]:
+    """All records, each with the columns that the task reads; of the training data as many as ``--limit`` says.
+
+    Raises:
+        PackingError: a record has not the columns.
+    """
+    limit = command.given["limit"] if records is command.records else None
+    found = []
+    for record in counted(OUT, "records read", islice(records, limit)):
+        command.task.columns_of(record, record.where, command.name)
+        found.append(dict(record))
+    return found
+
+
+def _function(text: str) -> Callable[..., Any]:
+    """The function that ``FILE.py:NAME`` names.
+
+    Raises:
+        PackingError: there is no such file or function, or the file fails.
+    """
+    path, _, name = text.rpartition(":")
+    spec = spec_from_file_location(Path(path).stem, path) if Path(path).is_file() else None
+    if spec is None or spec.loader is None:
+        raise PackingError(f"--reward {text}: pass FILE.py:FUNCTION, a Python file and a function in it")
+    module = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # the file may hold anything
+        raise PackingError(f"--reward {text}: {type(error).__name__}: {first_line(error)}") from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise PackingError(f"--reward {text}: {path} has no function {name}")
+    return found

@@ -1,0 +1,173 @@
+"""``crosspack train --task``: the trainers of TRL and transformers, packed, from a file to a folder."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crosspack.cli import tasks
+from crosspack.cli.settings import read_settings
+from packing_core.errors import PackingError
+from tests.cli.conftest import LLAMA
+from tests.cli.test_commands import one_line, run
+
+ANSWERS = ["The quick brown fox.", "Pack my box with five dozen liquor jugs.", "How daft!", "zebras jump"]
+PAIRS = [
+    {"prompt": f"question {i % 3}:", "chosen": " " + ANSWERS[i % 4], "rejected": " " + ANSWERS[(i + 1) % 4]}
+    for i in range(8)
+]
+RECORDS: dict[str, list[dict[str, Any]]] = {
+    "dpo": PAIRS,
+    "reward": PAIRS,
+    "kto": [{"prompt": x["prompt"], "completion": x["chosen"], "label": i % 2 == 0} for i, x in enumerate(PAIRS)],
+    "grpo": [{"prompt": x["prompt"]} for x in PAIRS],
+    "classify": [{"text": text, "label": ["animals", "boxes"][i % 2]} for i, text in enumerate(ANSWERS * 2)],
+    "mlm": [{"text": text} for text in ANSWERS * 4],
+}
+BERT = {"model_type": "bert", "intermediate_size": 48, "hidden_size": 32, "num_hidden_layers": 1}
+REWARD = "def longer(completions, **_):\n    return [float(len(x)) for x in completions]\n"
+
+
+@pytest.fixture
+def weights(tokenizer, tmp_path) -> Path:
+    """A folder with a small Llama and its tokenizer."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    folder = tmp_path / "start"
+    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    config = AutoConfig.for_model(**LLAMA | special | {"vocab_size": len(tokenizer)})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def options(task: str, model: Path, write: Any, *more: object) -> tuple[object, ...]:
+    data = write("records.jsonl", RECORDS[task])
+    return ("train", "--task", task, "--model", model, "--data", data, "--device", "cpu", "--batch-size", 4, *more)
+
+
+@pytest.mark.parametrize(
+    "task", ["dpo", "classify", *(pytest.param(x, marks=pytest.mark.slow) for x in ("kto", "reward"))]
+)
+def test_a_task_trains_and_writes_its_model(task, weights, write, tmp_path):
+    result = run(*options(task, weights, write, "--steps", 2, "--output", tmp_path / "out"))
+    assert result.exit_code == 0, result.output
+    assert "audit: exact" in result.output
+    about = json.loads((tmp_path / "out" / "crosspack.json").read_text())
+    assert about["task"] == task
+    assert [step["step"] for step in about["steps"]] == [1, 2]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    if task == "classify":
+        assert config["id2label"] == {"0": "animals", "1": "boxes"}
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("merge", [False, True])
+def test_adapters_alone_are_written_or_weights_with_them(merge, weights, write, tmp_path):
+    chosen = ("--lora", 4, "--lora-alpha", 16, "--lora-targets", "q_proj,v_proj", *(["--merge-lora"] if merge else []))
+    result = run(*options("dpo", weights, write, "--steps", 1, *chosen, "--output", tmp_path / "out"))
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "out" / "model.safetensors").is_file() == merge
+    if not merge:
+        adapters = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+        assert (adapters["r"], adapters["lora_alpha"], set(adapters["target_modules"])) == (4, 16, {"q_proj", "v_proj"})
+
+
+@pytest.mark.slow
+def test_a_policy_is_trained_by_functions_of_a_file(weights, write, tmp_path):
+    (tmp_path / "scores.py").write_text(REWARD)
+    short = ("--set", "max_completion_length=8", "--set", "num_generations=2", "--steps", 1, "--lr", 1e-3)
+    result = run(*options("grpo", weights, write, "--reward", f"{tmp_path / 'scores.py'}:longer", *short))
+    assert result.exit_code == 0, result.output
+    assert "nothing will be kept" in result.output
+
+
+@pytest.mark.slow
+def test_masked_tokens_are_trained_in_rows(tokenizer, write, tmp_path):
+    from transformers import AutoConfig, AutoModelForMaskedLM
+
+    folder = tmp_path / "bert"
+    config = AutoConfig.for_model(**BERT, num_attention_heads=2, vocab_size=len(tokenizer), max_position_embeddings=64)
+    AutoModelForMaskedLM.from_config(config).save_pretrained(folder)
+    tokenizer.add_special_tokens({"mask_token": "<|im_start|>"})
+    tokenizer.save_pretrained(folder)
+    result = run(*options("mlm", folder, write, "--capacity", 64, "--steps", 2))
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.slow
+def test_a_run_that_was_saved_goes_on_and_its_checkpoints_go(weights, write, tmp_path, monkeypatch):
+    out = ("--steps", 3, "--save-every", 1, "--output", tmp_path / "out")
+    assert "has no checkpoint: start it without --resume" in one_line(
+        run(*options("dpo", weights, write, *out, "--resume"))
+    )
+    monkeypatch.setattr(tasks, "_report", lambda *_: sys.exit("the machine went down"))
+    assert run(*options("dpo", weights, write, *out)).exit_code == 1
+    assert len(list((tmp_path / "out" / "checkpoints").glob("checkpoint-*"))) == 1
+    monkeypatch.undo()
+    again = run(*options("dpo", weights, write, *out, "--resume"))
+    assert again.exit_code == 0, again.output
+    assert "step 1 of" not in again.output
+    assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+def refused(task: str, weights: Path, write: Any, *more: object) -> str:
+    return one_line(run(*options(task, weights, write, *more)))
+
+
+def test_what_has_no_effect_on_a_task_is_refused_by_name(weights, write, tmp_path):
+    assert "--task dpo has no --capacity: leave it out" in refused("dpo", weights, write, "--capacity", 64)
+    assert "--task dpo has no --compare: leave it out" in refused("dpo", weights, write, "--compare")
+    assert "--task grpo needs --reward FILE.py:FUNCTION" in refused("grpo", weights, write)
+    assert "leave it out of --task kto" in refused("kto", weights, write, "--reward", "a.py:b")
+    assert "no such folder or file" not in refused("mlm", weights, write, "--overflow", "split")
+    absent = refused("grpo", weights, write, "--reward", f"{tmp_path / 'absent.py'}:score")
+    assert "pass FILE.py:FUNCTION, a Python file and a function in it" in absent
+    assert "--set goes to the trainer of another task: pass --task too" in one_line(run("train", "--set", "beta=1"))
+    assert "--task dpo trains a model that is there" in one_line(run("train", "--task", "dpo"))
+    assert "--lora-alpha is of adapters" in refused("dpo", weights, write, "--lora-alpha", 4)
+    unknown = run(*options("dpo", weights, write, "--set", "max_lenght=1"))
+    assert unknown.stderr.splitlines()[-1].endswith(
+        "--set max_lenght: DPOConfig has no such argument: is it max_length?"
+    )
+
+
+def test_a_record_without_the_columns_of_a_task_is_named(weights, write):
+    data = write("bad.jsonl", [*PAIRS, {"prompt": "a", "chosen": "b"}])
+    said = one_line(run("train", "--task", "dpo", "--model", weights, "--data", data, "--device", "cpu"))
+    assert "bad.jsonl:9 has prompt, chosen: --task dpo reads chosen and rejected" in said
+    assert "--task reward needs --data, records with chosen and rejected" in one_line(
+        run("train", "--task", "reward", "--model", weights)
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("beta", "pass a field of the trainer's arguments and its value"),
+        ("learning_rate=1", "pass --lr in its place"),
+        ("a=[1", "--set a=[1:"),
+    ],
+)
+def test_a_setting_that_cannot_be_read_is_refused(text, says):
+    with pytest.raises(PackingError) as error:
+        read_settings([text])
+    assert says in str(error.value)
+    with pytest.raises(PackingError, match="given twice"):
+        read_settings(["a=1", "a=2"])
+
+
+def test_settings_are_read_as_yaml():
+    assert read_settings(["beta=0.2", "loss-type=[ipo, hinge]", "flag=true"]) == {
+        "beta": 0.2,
+        "loss_type": ["ipo", "hinge"],
+        "flag": True,
+    }

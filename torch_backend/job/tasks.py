@@ -1,0 +1,268 @@
+"""The torch trainers behind ``crosspack train --task``: a TaskJob goes in, a TaskResult comes out.
+
+Records -> a ``datasets.Dataset`` -> the task's own trainer (TRL's, or transformers' with a head for the task) ->
+``enable_packing`` -> an audit -> ``train()`` -> the model, written unpatched. The loop, the loss and the checkpoints
+are the trainer's own.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from packing_core.errors import PackingError, first_line
+from packing_core.extras import require
+from packing_core.training.job import Audit
+from packing_core.training.tasks import TASKS, TaskJob, TaskResult
+from torch_backend.auditing.model import verify
+from torch_backend.auditing.trainer import audit_trainer
+from torch_backend.job.models import with_adapters, write_model
+from torch_backend.job.train import device_name
+from torch_backend.trainers.enable_packing import enable_packing
+
+require("transformers", extra="hf")
+
+import transformers  # noqa: E402
+from transformers import PrinterCallback, TrainerCallback  # noqa: E402
+from transformers.trainer_utils import get_last_checkpoint  # noqa: E402
+
+# task -> names in TRL of its trainer and of the trainer's arguments
+_OF_TRL = {
+    "dpo": ("DPOTrainer", "DPOConfig"),
+    "kto": ("KTOTrainer", "KTOConfig"),
+    "reward": ("RewardTrainer", "RewardConfig"),
+    "grpo": ("GRPOTrainer", "GRPOConfig"),
+}
+_HEADS = {
+    "classify": "AutoModelForSequenceClassification",
+    "reward": "AutoModelForSequenceClassification",
+    "mlm": "AutoModelForMaskedLM",
+}
+_ADAPTERS = {"classify": "SEQ_CLS", "reward": "SEQ_CLS"}  # peft's names of tasks; others train no head
+
+
+def train(job: TaskJob) -> TaskResult:
+    """Trains the task; see ``packing_core.training.tasks``.
+
+    Raises:
+        PackingError: the model cannot be loaded, cannot be packed without contamination, or an argument is none of the
+            trainer's.
+    """
+    job.on_phase("building the model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(job.tokenizer, trust_remote_code=job.trust_remote_code)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    labels = _labels(job)
+    model = _model(job, tokenizer, labels)
+    if job.options.lora:
+        model = with_adapters(model, job.options, _ADAPTERS.get(job.task, "CAUSAL_LM"))
+    with TemporaryDirectory() as scratch:
+        trainer = _trainer(
+            job,
+            model,
+            tokenizer,
+            labels,
+            folder=job.checkpoints if job.checkpoints and job.save_every else Path(scratch),
+        )
+        job.on_phase("patching and auditing it")
+        audit = _packed(job, trainer)
+        seconds = _timed(job, trainer)
+        result = TaskResult(
+            steps=_steps(trainer),
+            seconds=seconds,
+            examples=trainer.state.max_steps * job.batch_size,
+            audit=audit,
+            device=device_name(trainer.args.device),
+        )
+    if job.output is not None and trainer.is_world_process_zero():
+        write_model(trainer.accelerator.unwrap_model(trainer.model), job.output, merge_lora=job.merge_lora)
+    return result
+
+
+def _labels(job: TaskJob) -> list[Any]:
+    """The classes of the records, sorted; none for other tasks."""
+    if job.task != "classify":
+        return []
+    found = {record["label"] for record in [*job.records, *job.held_out]}
+    kinds = {type(label).__name__ for label in found}
+    if not kinds <= {"int", "str", "bool"} or len(kinds) > 1:
+        raise PackingError(
+            f"--task classify: labels are {' and '.join(sorted(kinds))}: they must be all str or all int"
+        )
+    return sorted(found)
+
+
+def _model(job: TaskJob, tokenizer: Any, labels: Sequence[Any]) -> Any:
+    """The model with the head of the task, in the dtype of its weights.
+
+    Raises:
+        PackingError: it cannot be loaded.
+    """
+    torch.manual_seed(job.options.seed)
+    options: dict[str, Any] = {"trust_remote_code": job.trust_remote_code, "use_safetensors": True}
+    options["dtype"] = getattr(torch, job.options.dtype)
+    if job.task == "reward":
+        options["num_labels"] = 1
+    if labels:
+        options["id2label"] = {number: str(label) for number, label in enumerate(labels)}
+        options["label2id"] = {name: number for number, name in options["id2label"].items()}
+    auto = getattr(transformers, _HEADS.get(job.task, "AutoModelForCausalLM"))
+    try:
+        model = auto.from_pretrained(job.model, **options)
+    except Exception as error:  # files of the folder may hold anything, and so may what reading them raises
+        raise PackingError(f"--model {job.model}: {first_line(error)}") from error
+    if model.config.pad_token_id is None:  # by which a decoder's classifier finds the end of a document
+        model.config.pad_token_id = tokenizer.pad_token_id
+    return model
+
+
+def _trainer(job: TaskJob, model: Any, tokenizer: Any, labels: Sequence[Any], *, folder: Path) -> Any:
+    """The trainer of the task, as its library builds it."""
+    data = {"train_dataset": _dataset(job, job.records, tokenizer, labels)}
+    if job.held_out:
+        data["eval_dataset"] = _dataset(job, job.held_out, tokenizer, labels)
+    common: dict[str, Any] = {
+        "model": model,
+        "processing_class": tokenizer,
+        "callbacks": [_Lines(job.on_phase)],
+        **data,
+    }
+    if job.task in _OF_TRL:
+        trl = require("trl", extra="hf")
+        kind, config = (getattr(trl, name) for name in _OF_TRL[job.task])
+        rewards = {"reward_funcs": list(job.rewards)} if job.task == "grpo" else {}
+        trainer = kind(args=_arguments(job, config, folder), **rewards, **common)
+    else:
+        collator: Any = (
+            transformers.DataCollatorForLanguageModeling(tokenizer)
+            if job.task == "mlm"
+            else transformers.DataCollatorWithPadding(tokenizer)
+        )
+        arguments = _arguments(job, transformers.TrainingArguments, folder)
+        trainer = transformers.Trainer(args=arguments, data_collator=collator, **common)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def _dataset(job: TaskJob, records: Sequence[Mapping[str, Any]], tokenizer: Any, labels: Sequence[Any]) -> Any:
+    """The records as the trainer of the task reads them."""
+    datasets = require("datasets", extra="hf")
+    if not TASKS[job.task].rows:
+        return datasets.Dataset.from_list([dict(record) for record in records])
+    numbers = {label: number for number, label in enumerate(labels)}
+    examples = []
+    for record in records:
+        ids = record.get("input_ids")
+        example = {"input_ids": tokenizer(record["text"])["input_ids"] if ids is None else list(ids)}
+        if labels:
+            example["label"] = numbers[record["label"]]
+        examples.append(example)
+    return datasets.Dataset.from_list(examples)
+
+
+def _arguments(job: TaskJob, kind: type[Any], folder: Path) -> Any:
+    """The trainer's arguments: those of the options, and of ``--set`` whatever else it has.
+
+    Raises:
+        PackingError: its library refuses one.
+    """
+    known = {field.name for field in fields(kind)}
+    for name in job.arguments.keys() - known:
+        near = get_close_matches(name, known, n=1)
+        hint = f": is it {near[0]}?" if near else ""
+        raise PackingError(f"--set {name}: {kind.__name__} has no such argument{hint}")
+    options, ranks = job.options, int(os.environ.get("WORLD_SIZE", "1"))
+    if job.batch_size % ranks:
+        raise PackingError(f"--batch-size {job.batch_size} does not divide over {ranks} processes: pass a multiple")
+    evaluates = {"eval_strategy": "steps", "eval_steps": job.eval_every} if job.held_out and job.eval_every else {}
+    saves = {"save_strategy": "steps", "save_steps": job.save_every, "save_total_limit": 1} if job.save_every else {}
+    settled = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": job.batch_size // ranks,
+        "per_device_eval_batch_size": job.batch_size // ranks,
+        "num_train_epochs": job.epochs,
+        "max_steps": job.steps or -1,
+        "learning_rate": options.lr,
+        "lr_scheduler_type": options.decay,
+        "warmup_steps": options.warmup if options.warmup < 1 else 1,
+        "weight_decay": options.weight_decay,
+        "max_grad_norm": options.clip,
+        "seed": options.seed % 2**32,
+        "bf16": options.dtype == "float32" and options.precision == "bfloat16",
+        # transformers 5.23 renamed it, and warns under the old name
+        "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing": (
+            job.gradient_checkpointing
+        ),
+        "use_cpu": job.device == "cpu" or not torch.cuda.is_available(),
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        **evaluates,
+        **saves,
+    }
+    try:
+        return kind(**(settled | dict(job.arguments)))
+    except PackingError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise PackingError(f"--task {job.task}: {kind.__name__}: {first_line(error)}") from error
+
+
+def _packed(job: TaskJob, trainer: Any) -> Audit:
+    """Packs the trainer in place; returns the verdict on it."""
+    rows = {"capacity": job.capacity, "overflow": job.overflow} if TASKS[job.task].rows else {}
+    if job.task in _OF_TRL:
+        enable_packing(trainer, implementation=job.attention, verify=False, **rows)
+        report: Any = audit_trainer(trainer)
+        return Audit(exact=report.verdict == "exact", line=str(report))
+    found = verify(trainer.model, job.attention)
+    enable_packing(trainer, implementation=job.attention, verify=False, **rows)
+    return Audit(exact=found.verdict == "exact", line=str(found))
+
+
+def _timed(job: TaskJob, trainer: Any) -> float:
+    """Trains; returns the seconds that it took."""
+    newest = get_last_checkpoint(str(job.checkpoints)) if job.resume else None
+    begin = time.perf_counter()
+    trainer.train(resume_from_checkpoint=newest)
+    seconds = time.perf_counter() - begin
+    if job.held_out:
+        trainer.evaluate()
+    return seconds
+
+
+class _Lines(TrainerCallback):
+    """Passes on a line for the steps that end: each of few, and ten in all of many."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.say = say
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:
+        if not state.is_world_process_zero or logs is None or not {"loss", "eval_loss"} & logs.keys():
+            return
+        every = max(1, state.max_steps // 10)
+        if "eval_loss" in logs or state.global_step % every == 0 or state.global_step == state.max_steps:
+            named = [f"{name} {float(value):.4g}" for name, value in logs.items() if _is_figure(name, value)]
+            self.say(f"step {state.global_step:,} of {state.max_steps:,}: {', '.join(named[:6])}")
+
+
+def _is_figure(name: str, value: Any) -> bool:
+    """Returns whether a logged value is a figure of the task, and none of the machine."""
+    return isinstance(value, int | float) and not name.endswith(("_runtime", "_per_second", "epoch", "num_tokens"))
+
+
+def _steps(trainer: Any) -> list[dict[str, float]]:
+    return [
+        {name: float(value) for name, value in entry.items() if isinstance(value, int | float)}
+        for entry in trainer.state.log_history
+        if "loss" in entry or "eval_loss" in entry
+    ]
