@@ -36,6 +36,7 @@ SECTIONS = {
     "rope": "benchmarks.gpu_rope:run",
     "attention": "benchmarks.gpu_attention:run",
     "logprobs": "benchmarks.gpu_logprobs:run",
+    "wide": "benchmarks.gpu_attention:run_wide",
     "scaling": "benchmarks.gpu_attention:run_scaling",
     "sweep": "benchmarks.gpu_rope:run_sweep",
     "others": "benchmarks.gpu_step:run_others",

@@ -132,6 +132,13 @@ def stock_liger(model: Any, **options: bool) -> Loss:
     return stock(model)
 
 
+def stock_checkpointing(model: Any, *, liger: bool = True) -> Loss:
+    """As stock, under the gradient checkpointing of transformers."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    return stock_liger(model) if liger else stock(model)
+
+
 def ours(model: Any, implementation: str) -> Loss:
     patch(model, implementation=implementation, verify=False)
 
