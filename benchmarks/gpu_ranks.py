@@ -221,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     return collected(_run(chosen), chosen.output, "ranks")
 
 
-def _run(chosen: argparse.Namespace) -> Iterator[list[Result]]:
+def _run(chosen: argparse.Namespace) -> Iterator[Result]:
     """The results of each contender, and its speed beside one GPU's where that was measured."""
     one = None
     for contender in contenders(chosen.ranks):
@@ -231,7 +231,7 @@ def _run(chosen: argparse.Namespace) -> Iterator[list[Result]]:
                 one = result.value if contender.name == "one" else one
                 if one:
                     found.append(Result(SECTION, result.case, contender.name, result.value / one, "times one"))
-            yield found
+            yield from found
 
 
 if __name__ == "__main__":

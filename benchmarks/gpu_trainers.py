@@ -55,7 +55,7 @@ if "--tiny" in sys.argv:
 import torch
 
 from benchmarks import pack_dataset
-from benchmarks.gpu import by_contender, collected, parsed, parser, survived
+from benchmarks.gpu import collected, parsed, parser, survived
 from benchmarks.gpu_clock import TOY, Result, free, wanted
 from benchmarks.gpu_step import BEST_STOCK, Contender, race, stock, stock_checkpointing, stock_liger
 from benchmarks.gpu_trainer_runs import CONTENDERS, measure
@@ -230,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     chosen = parsed(options, arguments)
     results: list[Result] = []
     for section in chosen.only:
-        found = by_contender(survived(section, SECTIONS[section](chosen)))
+        found = survived(section, SECTIONS[section](chosen))
         results += collected(found, chosen.output, section)
     return results
 
