@@ -216,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     return collected(_run(chosen), chosen.output, "context")
 
 
-def _run(chosen: argparse.Namespace) -> Iterator[list[Result]]:
+def _run(chosen: argparse.Namespace) -> Iterator[Result]:
     """The results of each contender, and its speed beside that of one rank where that was measured."""
     one = None
     for contender in contenders(chosen.ranks):
@@ -226,7 +226,7 @@ def _run(chosen: argparse.Namespace) -> Iterator[list[Result]]:
                 one = speed if contender == Contender(1) else one
                 if one is not None:
                     found.append(replace(found[0], value=speed / one, unit="times one"))
-            yield found
+            yield from found
 
 
 if __name__ == "__main__":
