@@ -8,7 +8,7 @@
 - ``layer``: the layer of a shape, trained in full, at ``--tokens``; 8,192 of Qwen3-30B-A3B are 512 per expert.
 
 Each operation runs with each candidate of its table, in a CUDA graph with a flushed cache, beside torch's grouped
-product on rows in order, and the fastest is named. Kernels are compiled beforehand by several processes (``--workers``).
+product on rows in order, and the fastest is named. Several processes compile the kernels beforehand (``--workers``).
 """
 
 from __future__ import annotations
