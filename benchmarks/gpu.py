@@ -20,7 +20,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
-from itertools import groupby
 from pathlib import Path
 from traceback import print_exc
 from typing import Any
@@ -36,6 +35,7 @@ SECTIONS = {
     "rope": "benchmarks.gpu_rope:run",
     "attention": "benchmarks.gpu_attention:run",
     "logprobs": "benchmarks.gpu_logprobs:run",
+    "wide": "benchmarks.gpu_attention:run_wide",
     "scaling": "benchmarks.gpu_attention:run_scaling",
     "sweep": "benchmarks.gpu_rope:run_sweep",
     "others": "benchmarks.gpu_step:run_others",
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options = parser(__doc__)
     options.add_argument("--only", nargs="+", choices=SECTIONS, default=[x for x in SECTIONS if x not in BY_NAME_ONLY])
     chosen = parsed(options, arguments)
-    results = collected(by_contender(found for name in chosen.only for found in _section(name)), chosen.output)
+    results = collected((found for name in chosen.only for found in _section(name)), chosen.output)
     if chosen.output:
         draw(chosen.output, results)
     return results
@@ -82,21 +82,23 @@ def parsed(options: argparse.ArgumentParser, arguments: Sequence[str] | None) ->
     return chosen
 
 
-def by_contender(results: Iterable[Result]) -> Iterator[list[Result]]:
-    """The results of each contender on each case."""
-    return (list(group) for _, group in groupby(results, lambda r: (r.section, r.case, r.contender)))
-
-
-def collected(found: Iterable[list[Result]], output: Path | None, name: str = "gpu") -> list[Result]:
-    """Prints the figures of each contender as it ends, writes all so far to ``NAME.json``, and prints the tables."""
+def collected(found: Iterable[Result], output: Path | None, name: str = "gpu") -> list[Result]:
+    """Prints each figure as it comes, a line per contender; writes all so far to ``NAME.json``; then prints tables."""
     begin, about, results = time.perf_counter(), header(), list[Result]()
-    print(about, flush=True)
-    for ended in filter(None, found):
-        results += ended
-        which = f"{ended[0].section}, {ended[0].case}, {ended[0].contender}"
-        print(f"[{time.perf_counter() - begin:3.0f} s] {which}: {in_one_line(ended)}", flush=True)
+    print(about, end="", flush=True)
+    line, notes = None, set[str]()
+    for result in found:
+        results.append(result)
+        if line != (line := (result.section, result.case, result.contender)):
+            notes = set()
+            print(f"\n[{time.perf_counter() - begin:3.0f} s] {', '.join(line)}:", end="")
+        figures = [] if result.value is None else [f"{figure(result.value)} {result.unit}"]
+        new = [] if result.note in notes | {""} else [result.note]
+        notes.add(result.note)
+        print("", *(f"{part};" for part in (*figures, *new)), end="", flush=True)
         if output:
             write(output, about, results, name)
+    print()
     for title in dict.fromkeys(r.section for r in results):
         print(f"\n{title}\n\n{as_table([r for r in results if r.section == title])}", flush=True)
     return results

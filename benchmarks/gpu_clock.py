@@ -2,18 +2,22 @@
 
 GPU time is that of kernels in a CUDA graph, so launch gaps do not count; the second-level cache is flushed before each
 repetition, by reading, and the time of flushing alone is taken off. Wall time is that of eager calls, gaps included.
-After the deadline nothing is measured any more, and every figure that is missing says so.
+After the deadline nothing is measured any more, what is being measured is interrupted, and every figure that is missing
+says so.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import re
+import signal
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from traceback import print_exc
@@ -26,6 +30,7 @@ TOY = not torch.cuda.is_available()  # without a GPU everything runs tiny, to se
 QUICK = bool(os.environ.get("CROSSPACK_BENCH_QUICK"))  # one small case of everything, to see that all of it runs
 DEVICE = torch.device("cpu" if TOY else "cuda")
 _deadline = float("inf")
+_limit = float("inf")
 _match = re.compile("")
 
 
@@ -40,9 +45,27 @@ def wanted(contender: str) -> bool:
 
 
 def set_budget(seconds: float) -> None:
-    """From now on, contenders whose turn comes after ``seconds`` have no figure."""
+    """From now on, contenders whose turn comes after ``seconds`` have no figure, nor one that runs then."""
     global _deadline
     _deadline = time.perf_counter() + seconds
+
+
+def set_limit(seconds: float) -> None:
+    """From now on, a contender that takes longer than that has no figure."""
+    global _limit
+    _limit = seconds
+
+
+@contextmanager
+def ending_within(seconds: float | None) -> Iterator[None]:
+    """End the process after that time, whatever it waits for; contenders are interrupted a little earlier."""
+    if seconds:
+        set_budget(seconds - min(10.0, seconds / 10))
+        faulthandler.dump_traceback_later(seconds, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def seconds_left() -> float:
@@ -77,17 +100,37 @@ def gated(
     if seconds_left() < 0:
         return {}, "not run: out of time"
     try:
-        limit = limit() if callable(limit) else limit
-        error = check()
-        if not error <= limit:
-            return {}, f"WRONG: error {error:.1e}, where {limit:.1e} is allowed"
-        return measure(), f"error {error:.1e}"
+        with _interrupted_after(min(_limit, seconds_left())):
+            limit = limit() if callable(limit) else limit
+            error = check()
+            if not error <= limit:
+                return {}, f"WRONG: error {error:.1e}, where {limit:.1e} is allowed"
+            return measure(), f"error {error:.1e}"
     except Exception as failure:  # a contender that fails is a line in the table
         print_exc()
         lines = [line.strip() for line in str(failure).splitlines() if line.strip()] or [""]
         # "backend='inductor' raised:" says nothing yet
         told = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
         return {}, f"{type(failure).__name__}: {told[:160]}"
+
+
+@contextmanager
+def _interrupted_after(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in the code of the block after ``seconds``, and again if that code goes on."""
+    if seconds == float("inf"):
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise TimeoutError(f"no end after {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3), 20)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def relative_error(found: Tensor, right: Tensor) -> float:

@@ -1,26 +1,29 @@
-"""Context parallelism on several GPUs against one: rows of many documents, and one document as long as all of them.
+"""Context parallelism on several GPUs against one: rows of many documents, or one document as long as the row.
 
-    torchrun --nproc-per-node 2 -m benchmarks.gpu_context                      # Llama-8B shape, 4 layers, bfloat16
-    torchrun --nproc-per-node 2 -m benchmarks.gpu_context --hybrid             # Qwen3.5 shape, 8 layers
-    torchrun --nproc-per-node 2 -m benchmarks.gpu_context --output FILE.json
-    torchrun --nproc-per-node 2 -m benchmarks.gpu_context --tiny               # two processes on the CPU by gloo
+    python -m benchmarks.gpu_context                               # 2 GPUs, Llama-8B shape, 4 layers, a row of 65,536
+    python -m benchmarks.gpu_context --shape hybrid                # Qwen3.5 shape, 8 layers
+    python -m benchmarks.gpu_context --row 262144 --mean 262144 --memory full --layers 2 --steps 2    # one document
+    python -m benchmarks.gpu_context --ranks 8 --row 1048576 --mean 65536 --memory full
+    python -m benchmarks.gpu_context --match auto --budget 120 --output results
+    python -m benchmarks.gpu_context --tiny                        # two processes on the CPU by gloo
 
-Every contender trains random weights on the same rows by ``make_train_step``: one rank alone, with compiled layers and
-without, and all ranks, whose straddling documents exchange keys and values, heads (Ulysses), or what sends less. Lines
-are the median time of a step, real tokens per second of all ranks together, the ratio to one rank without compiled
-layers, and the largest peak of memory of a rank beyond weights and gradients. Gradient checkpointing is on where one
-document fills the row.
+Every contender trains random weights on the same row by ``make_train_step``, in bfloat16 and in processes of its own:
+one rank alone, and all ranks, whose straddling documents exchange keys and values, heads (Ulysses), or what sends less.
+Tokens per second are real ones of all ranks together, by the median time of a step; memory is the largest peak of a
+rank beyond weights and gradients; host waits are those of one step on rank 0. Lengths of documents are lognormal with
+sigma 1.55, as those of source files.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,168 +34,199 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM
 
-from benchmarks._report import table, versions, write_json
-from benchmarks.gpu_clock import TOY
+from benchmarks._launch import launch
+from benchmarks.gpu import collected, parsed, parser
+from benchmarks.gpu_clock import DEVICE, TOY, Result, seconds_left, synchronize, waits, wanted
 from benchmarks.gpu_workload import DTYPE, llama3, qwen2, qwen35
-from packing_core import pack
+from packing_core import Cost, context_plan, pack
 from torch_backend import PackedCollator, explain, make_train_step, patch
 
-ROW, DOCUMENT = (512, 1_024) if TOY else (65_536, 262_144)
-LAYERS = 2 if TOY else 4
+SHAPES = {"llama": qwen2 if TOY else llama3, "hybrid": qwen35}
 METHODS = ("auto", "keys", "heads")
 
 
-def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--hybrid", action="store_true", help="the shape of Qwen3.5 in place of Llama's")
-    options.add_argument("--steps", type=int, default=2 if TOY else 6, help="timed steps, after two others")
-    options.add_argument("--output", type=Path, help="a JSON file for the figures, written as they come")
-    options.add_argument("--tiny", action="store_true", help="a toy on the CPU")
-    chosen = options.parse_args()
-    if not TOY:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("gloo" if TOY else "nccl")
-    alone = dist.new_group([0])
-    mesh = init_device_mesh("cpu" if TOY else "cuda", (dist.get_world_size(),), mesh_dim_names=("cp",))["cp"]
-    begin, found = time.perf_counter(), dict[str, Any]()
-    if dist.get_rank() == 0:
-        card = "CPU" if TOY else torch.cuda.get_device_name()
-        print(f"{mesh.size()} ranks, {card}, {versions('torch', 'transformers')}", end="\n\n", flush=True)
-    rows = {f"rows of {ROW:,}, documents of 4k on average": _lengths(), f"one document of {DOCUMENT:,}": [DOCUMENT]}
-    for case, lengths in rows.items():
-        lines = []
-        for name, figures in _contenders(lengths, alone, mesh, chosen.hybrid, chosen.steps):
-            lines.append((name, figures))
-            found.setdefault(case, {})[name] = figures
-            if dist.get_rank() == 0:
-                write_json(chosen.output, found, begin)
-        if dist.get_rank() == 0:
-            print(case, _table(lines), sep="\n\n", end="\n\n", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+@dataclass(frozen=True)
+class Contender:
+    """The set-up of a contender.
+
+    Attributes:
+        ranks: over which the row is cut.
+        method: how attention of straddling documents crosses them.
+        compiled: whether layers are compiled where they can be.
+    """
+
+    ranks: int
+    method: str = "auto"
+    compiled: bool = True
+
+    @property
+    def name(self) -> str:
+        which = "one rank" if self.ranks == 1 else f"{self.ranks} ranks, {self.method}"
+        return which if self.compiled else f"{which}, layers as they are"
 
 
-def _lengths() -> list[int]:
-    """Documents in the shape of source files that fill a row."""
-    drawn = np.random.default_rng(0).lognormal(np.log(ROW / 55), 1.55, 4_000).astype(int).clip(2, ROW)
-    ends = np.cumsum(drawn)
-    count = int(np.searchsorted(ends, ROW))
-    return np.diff([0, *ends[:count], ROW]).tolist()
+@dataclass
+class Measured:
+    """The results of a contender's processes; ``peak`` is the largest of a rank, in GiB."""
+
+    ms: float
+    peak: float
+    waits: int
+    loss: float
+    layers: str
+    crossing: str
 
 
-def _contenders(
-    lengths: list[int], alone: Any, mesh: Any, hybrid: bool, steps: int
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The name and the figures of each contender, on every rank in the same order."""
-    for name, fast in (("one rank", False), ("one rank, compiled layers", "auto")):
-        found: list[Any] = [None]
-        if dist.get_rank() == 0:
-            found = [_tried(lambda fast=fast: _measure(lengths, hybrid, steps, group=alone, fast=fast))]
-        dist.broadcast_object_list(found)
-        yield name, found[0]
-    for method in METHODS:
-        own = _tried(lambda method=method: _measure(lengths, hybrid, steps, mesh=mesh, method=method))
-        ranks: list[Any] = [None] * mesh.size()
-        dist.all_gather_object(ranks, own)
-        failed = next((each for each in ranks if "failed" in each), None)
-        yield f"{mesh.size()} ranks, {method}", failed or own | {"GiB": max(each["GiB"] for each in ranks)}
+def contenders(ranks: int) -> list[Contender]:
+    """The most important first."""
+    several = [Contender(ranks, method) for method in METHODS]
+    return [Contender(1), *several, Contender(1, compiled=False), Contender(ranks, compiled=False)]
 
 
-def _tried(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    try:
-        return measure()
-    except Exception as error:  # a contender that cannot run has no figure, and the others do
-        return {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
-    finally:
-        if not TOY:
-            torch.cuda.empty_cache()
+def lengths_of(row: int, mean: int) -> list[int]:
+    """Documents that fill a row; one alone if their mean length is that of the row."""
+    if mean >= row:
+        return [row]
+    sigma = 1.55
+    drawn = np.random.default_rng(0).lognormal(np.log(mean) - sigma**2 / 2, sigma, 8 * row // mean)
+    ends = np.cumsum(drawn.astype(int).clip(2, row))
+    count = int(np.searchsorted(ends, row))
+    return np.diff([0, *ends[:count], row]).tolist()
 
 
-def _measure(
-    lengths: list[int],
-    hybrid: bool,
-    steps: int,
-    *,
-    mesh: Any = None,
-    method: str = "auto",
-    group: Any = None,
-    fast: Any = False,
-) -> dict[str, Any]:
+def train(contender: Contender, chosen: argparse.Namespace) -> Measured:
+    """Run by every process of a contender."""
+    from transformers import AutoModelForCausalLM
+
+    mesh = None
+    if contender.ranks > 1:
+        dist.init_process_group("gloo" if TOY else "nccl")
+        mesh = init_device_mesh(DEVICE.type, (contender.ranks,), mesh_dim_names=("cp",))
+    config = config_of(chosen)
     torch.manual_seed(0)
-    config = (qwen35 if hybrid else qwen2 if TOY else llama3)(True)
-    if not hybrid:
-        config.num_hidden_layers = LAYERS
-    with _on_device():
+    with torch.device(DEVICE):
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPE)
-    model = patch(model.train(), verify=False, mesh=mesh, context_method=method)
-    if len(lengths) == 1:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    wrapped = model if mesh is None else DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    step = make_train_step(wrapped, optimizer, compile=fast, capture=False, group=group)
-    batch = _batch(model, lengths, config.vocab_size)
-    for _ in range(2):
-        step(batch)
-    kept = 0 if TOY else torch.cuda.memory_allocated()
+    model = patch(model.train(), verify=False, mesh=mesh, context_method=contender.method)
+    wrapped = model
+    if mesh is not None:
+        wrapped = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    step = make_train_step(
+        wrapped,
+        torch.optim.SGD(model.parameters(), lr=1e-6),
+        compile="auto" if contender.compiled else False,
+        capture=False,
+        memory=chosen.memory,
+    )
+    batch = batch_of(model, lengths_of(chosen.row, chosen.mean), config.vocab_size)
+    step(batch)  # compiles
+    waited = waits(lambda: step(batch))
+    held = 0 if TOY else torch.cuda.memory_allocated()
     if not TOY:
         torch.cuda.reset_peak_memory_stats()
     times = []
-    for _ in range(steps):
+    for _ in range(chosen.steps):
         if mesh is not None:
             dist.barrier()
-        _wait()
+        synchronize()
         begin = time.perf_counter()
-        metrics = step(batch)
-        _wait()
+        loss = step(batch)["loss"]
+        synchronize()
         times.append(time.perf_counter() - begin)
-    peak = 0 if TOY else torch.cuda.max_memory_allocated() - kept
+    peak = torch.tensor(0 if TOY else torch.cuda.max_memory_allocated() - held, device=DEVICE)
+    if mesh is not None:
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
     crossing = next((layer.request for layer in explain(model).layers if "straddling" in layer.request), "")
-    return {
-        "ms": statistics.median(times) * 1e3,
-        "tokens": sum(lengths),
-        "GiB": peak / 2**30,
-        "loss": float(metrics["loss"]),
-        "crossing": crossing.rpartition("; ")[2],
-    }
+    return Measured(
+        ms=statistics.median(times) * 1e3,
+        peak=float(peak) / 2**30,
+        waits=waited,
+        loss=float(loss),
+        layers=step.parts["layers"],
+        crossing=crossing.rpartition("; ")[2],
+    )
 
 
-def _batch(model: Any, lengths: list[int], vocabulary: int) -> dict[str, Any]:
+def config_of(chosen: argparse.Namespace) -> Any:
+    config, layers = SHAPES[chosen.shape](True), chosen.layers
+    if chosen.shape == "hybrid":
+        config.layer_types = (["linear_attention"] * 3 + ["full_attention"]) * (layers // 4)
+    elif getattr(config, "layer_types", None):
+        config.layer_types = ["full_attention"] * layers
+    config.num_hidden_layers = layers
+    return config
+
+
+def batch_of(model: Any, lengths: list[int], vocabulary: int) -> dict[str, Any]:
     random = np.random.default_rng(1)
-    documents = [{"input_ids": random.integers(1, vocabulary, length)} for length in lengths]
-    rows = pack([document["input_ids"] for document in documents], sum(lengths))
+    rows = pack([random.integers(1, vocabulary, length) for length in lengths], sum(lengths))
     return PackedCollator(model)([rows[0]])
 
 
-@contextmanager
-def _on_device() -> Iterator[None]:
-    before = torch.get_default_device()
-    torch.set_default_device("cpu" if TOY else torch.device("cuda", torch.cuda.current_device()))
-    try:
-        yield
-    finally:
-        torch.set_default_device(before)
+def launched(contender: Contender, chosen: argparse.Namespace) -> list[Result]:
+    """Starts the processes of a contender; its figures, or why it has none."""
+    names = ("shape", "row", "mean", "layers", "steps", "memory")
+    arguments = [text for name in names for text in (f"--{name}", str(getattr(chosen, name)))]
+    limit = min(chosen.limit, seconds_left())
+    section = f"context parallelism, {chosen.shape} shape of {chosen.layers} layers" + " as a toy" * TOY
+    lengths = lengths_of(chosen.row, chosen.mean)
+    documents = f"{len(lengths)} documents" if len(lengths) > 1 else "one document"
+    case = f"{chosen.row:,} tokens, {documents}, memory={chosen.memory}"
+    found, _ = launch("benchmarks.gpu_context", contender.ranks, asdict(contender), arguments, limit)
+    if isinstance(found, str):
+        return [Result(section, case, contender.name, None, "real tokens/s", found)]
+    measured = Measured(**found)
+    plan = context_plan(
+        lengths, contender.ranks, cost=Cost.from_config(config_of(chosen)), contiguous=chosen.shape == "hybrid"
+    )
+    figures = {
+        "real tokens/s": chosen.row / measured.ms * 1e3,
+        "ms per step": measured.ms,
+        "GiB of activations": measured.peak,
+        "host waits": measured.waits,
+    }
+    cost = f"slowest rank at {plan.imbalance:.3f} of the mean, by cost"
+    note = "; ".join(filter(None, (f"loss {measured.loss:.6f}", cost, f"layers {measured.layers}", measured.crossing)))
+    return [Result(section, case, contender.name, value, unit, note) for unit, value in figures.items()]
 
 
-def _wait() -> None:
-    if not TOY:
-        torch.cuda.synchronize()
+def main(arguments: Sequence[str] | None = None) -> list[Result]:
+    options = parser(__doc__)
+    options.add_argument("--ranks", type=int, default=2, help="processes, each with a GPU")
+    options.add_argument("--shape", choices=SHAPES, default="llama")
+    options.add_argument("--row", type=int, default=512 if TOY else 65_536, help="tokens")
+    options.add_argument("--mean", type=int, help="tokens of a document; a sixteenth of the row if left out")
+    options.add_argument("--layers", type=int, help="4 of Llama's if left out, 8 of Qwen3.5's")
+    options.add_argument("--memory", default="none", help="the level of memory, see make_train_step")
+    options.add_argument("--steps", type=int, default=2 if TOY else 6, help="timed ones, after two others")
+    options.add_argument("--limit", type=float, default=150, help="seconds for a contender")
+    options.add_argument("--tiny", action="store_true", help="a toy on the CPU")
+    options.add_argument("--contender", type=json.loads, help=argparse.SUPPRESS)
+    options.add_argument("--found", type=Path, help=argparse.SUPPRESS)
+    chosen = parsed(options, arguments)
+    chosen.mean = chosen.mean or chosen.row // 16
+    chosen.layers = chosen.layers or {"llama": 2 if TOY else 4, "hybrid": 4 if TOY else 8}[chosen.shape]
+    if chosen.contender is not None:
+        if not TOY:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        measured = train(Contender(**chosen.contender), chosen)
+        if os.environ["RANK"] == "0":
+            chosen.found.write_text(json.dumps(asdict(measured)))
+        return []
+    return collected(_run(chosen), chosen.output, "context")
 
 
-def _table(lines: list[tuple[str, dict[str, Any]]]) -> str:
-    header = ("", "ms a step", "tokens/s", "to one", "GiB of activations", "loss")
-    base = lines[0][1].get("ms")
-    return table(header, [_line(name, figures, base) for name, figures in lines])
-
-
-def _line(name: str, figures: dict[str, Any], base: float | None) -> list[str]:
-    if "failed" in figures:
-        return [f"{name}: {figures['failed']}", *[""] * 5]
-    ratio = "" if base is None else f"{base / figures['ms']:.2f}"
-    speed = figures["tokens"] / figures["ms"] * 1e3
-    return [name, f"{figures['ms']:,.1f}", f"{speed:,.0f}", ratio, f"{figures['GiB']:.2f}", f"{figures['loss']:.4f}"]
+def _run(chosen: argparse.Namespace) -> Iterator[Result]:
+    """The results of each contender, and its speed beside that of one rank where that was measured."""
+    one = None
+    for contender in contenders(chosen.ranks):
+        if wanted(contender.name) and seconds_left() > 0:
+            found = launched(contender, chosen)
+            if (speed := found[0].value) is not None:
+                one = speed if contender == Contender(1) else one
+                if one is not None:
+                    found.append(replace(found[0], value=speed / one, unit="times one"))
+            yield from found
 
 
 if __name__ == "__main__":

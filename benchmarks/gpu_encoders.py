@@ -190,10 +190,10 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     return collected(_run([TASKS[name] for name in chosen.task]), chosen.output)
 
 
-def _run(tasks: Sequence[str]) -> Iterator[list[Result]]:
+def _run(tasks: Sequence[str]) -> Iterator[Result]:
     for task, name in product(tasks, filter(wanted, (*PACKED, *STOCK))):
         if seconds_left() > 0:
-            yield list(survived(name, measure(name, task)))
+            yield from survived(name, measure(name, task))
             free()
 
 

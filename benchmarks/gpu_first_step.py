@@ -128,26 +128,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--limit", type=float, default=240, help="seconds for a process")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds for all of it")
     parser.add_argument("--tiny", action="store_true", help="on the CPU, to see that it runs")
     parser.add_argument("--one", choices=KINDS, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.one:
         print("\n" + json.dumps(measure(chosen.one)))
         return
-    lines = []
+    lines, ends = [], time.monotonic() + chosen.budget
     for kind in chosen.only:
         with TemporaryDirectory() as folder:
             caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
             for case in ("no compile cache", "a compile cache"):
                 command = [sys.executable, "-m", "benchmarks.gpu_first_step", "--one", kind, *["--tiny"] * TOY]
+                if (limit := min(chosen.limit, ends - time.monotonic())) < 0:
+                    print(f"{kind} | {case} | not run: out of time", flush=True)
+                    continue
                 try:
                     done = subprocess.run(
-                        command, env=os.environ | caches, timeout=chosen.limit, capture_output=True, text=True
+                        command, env=os.environ | caches, timeout=limit, capture_output=True, text=True
                     )
                     last = (done.stderr if done.returncode else done.stdout).strip().splitlines()[-1]
                     found = {"first": last[:160]} if done.returncode else json.loads(last)
                 except subprocess.TimeoutExpired:
-                    found = {"first": f"no end after {chosen.limit} s"}
+                    found = {"first": f"no end after {limit:.0f} s"}
                 figures = [x if isinstance(x, str) else f"{x:.1f}" for x in found.values()]
                 lines.append([kind, case, *figures, *[""] * (2 - len(figures))])
                 print(" | ".join(lines[-1]), flush=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from benchmarks.gpu import by_contender, collected, parsed, parser
+from benchmarks.gpu import collected, parsed, parser
 from benchmarks.gpu_clock import TOY, Result
 from benchmarks.gpu_profile import Profile
 from benchmarks.gpu_step import Contender, ours_alone, ours_compiled, prepared, race, stock, without_fla
@@ -56,7 +56,7 @@ def main() -> None:
     if chosen.profile:
         print(profile(), flush=True)
     else:
-        collected(by_contender(run()), chosen.output)
+        collected(run(), chosen.output)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,23 @@
 """Compares the memory that is told beforehand with what a training step takes, at every level of memory.
 
-    python -m benchmarks.gpu_levels                        # Qwen2-0.5B shape, whole, and Llama-3-8B shape with LoRA
+    python -m benchmarks.gpu_levels                        # Qwen2-0.5B shape, whole, Llama-3-8B shape with LoRA
     python -m benchmarks.gpu_levels --match llama --levels full offload --tokens 32768
     python -m benchmarks.gpu_levels --auto                 # what memory="auto" takes, at growing rows until none fits
+    python -m benchmarks.gpu_levels --longest --match window --steps 2   # the longest document that the formula allows
+    python -m benchmarks.gpu_levels --budget 500           # seconds after which nothing new is begun
     python -m benchmarks.gpu_levels --tiny                 # on the CPU, to see that it runs
 
 Each level and length of row runs in a process of its own: five steps of ``make_train_step`` on one row of documents of
 2,048 tokens, or with ``--document`` on one document. Measured is the most that was allocated, and beside it the most
-that the allocator reserved, which it gives back before it fails.
+that the allocator reserved, which it gives back before it fails. The shape ``window`` is that of Llama-3-8B with
+attention over 1,024 tokens, whose memory is the same and whose time grows with the document and not with its square.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -22,6 +26,10 @@ from itertools import product
 from typing import Any
 
 import numpy as np
+
+if "--tiny" in sys.argv:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
+
 import torch
 
 from benchmarks._report import table
@@ -31,35 +39,50 @@ from packing_core import pack
 from packing_core.training.memory_model import GIB, LEVELS
 from torch_backend import PackedCollator, make_train_step, patch
 from torch_backend.steps.memory import level_of
-from torch_backend.steps.memory_fit import memory_of
+from torch_backend.steps.memory_fit import device_bytes, host_bytes, memory_of
+
+
+def windowed(few: bool) -> Any:
+    from transformers import MistralConfig
+
+    sizes = llama3(few).to_dict()
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers")
+    same = {name: sizes[name] for name in (*names, "vocab_size", "max_position_embeddings", "tie_word_embeddings")}
+    return MistralConfig(**same, sliding_window=1_024)
+
 
 SHAPES = {
     "qwen2": (Shape("Qwen2-0.5B", qwen2, (256,) if TOY else (16_384, 65_536)), False),
     "llama": (Shape("Llama-3-8B, LoRA", qwen2 if TOY else llama3, (256,) if TOY else (8_192, 32_768)), True),
+    "window": (Shape("Llama-3-8B with a window, LoRA", qwen2 if TOY else windowed, (256,) if TOY else (65_536,)), True),
 }
-STEPS = 5
+LONGEST_BY_FORMULA = 0  # as a number of tokens
 
 
-def measure(name: str, level: str, tokens: int, *, document: bool) -> dict[str, Any]:
+def measure(name: str, level: str, tokens: int, *, document: bool, steps: int) -> dict[str, Any]:
     """The figures of one level: predicted and measured GiB, seconds of the first step, tokens per second."""
     shape, lora = SHAPES[name]
     model = make_model(shape, "sdpa", few=False)
     model = patch(with_adapters(model) if lora else model, verify=False).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     predicted = memory_of(model, optimizer)
+    if tokens == LONGEST_BY_FORMULA:
+        there = 2**24 if TOY else device_bytes(DEVICE)
+        tokens = predicted.longest(level, there or 0, host_bytes()) // 64 * 64
     length = tokens if document else min(LONGEST, tokens)
     vocabulary = int(model.config.vocab_size)
     docs = [np.random.default_rng(i).integers(1, vocabulary, length) for i in range(tokens // length)]
     batch = PackedCollator(model, max_seqlen=length)(pack(docs, tokens))
     step = make_train_step(model, optimizer, max_grad_norm=1.0, memory=level)  # type: ignore[arg-type]
     times = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         began = time.perf_counter()
         loss = float(step(batch)["loss"])
         times.append(time.perf_counter() - began)
     used = level_of(model) if level == "auto" else level
     return {
         "level": used,
+        "tokens": tokens,
         "predicted": predicted.bytes(used, tokens) / GIB,
         "allocated": 0.0 if TOY else torch.cuda.max_memory_allocated() / GIB,
         "reserved": 0.0 if TOY else torch.cuda.max_memory_reserved() / GIB,
@@ -74,6 +97,8 @@ def cases(chosen: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
     for name in SHAPES:
         if chosen.match in name:
             sizes = [chosen.tokens] if chosen.tokens else list(SHAPES[name][0].capacities)
+            if chosen.longest:
+                sizes = [LONGEST_BY_FORMULA]
             if chosen.auto:
                 sizes = [sizes[0] * 2**i for i in range(1 if TOY else 8)]
                 yield from product([name], ["auto"], sizes)
@@ -86,16 +111,20 @@ def row(name: str, level: str, tokens: int, found: dict[str, Any] | str) -> list
         return [name, level, f"{tokens:,}", found, "", "", "", "", ""]
     allocated = found["allocated"]
     ratio = f"{found['predicted'] / allocated:.3f}" if allocated else "-"
+    tokens = found["tokens"]
     figures = [f"{found['predicted']:.2f}", f"{allocated:.2f}", ratio, f"{found['reserved']:.2f}"]
     return [name, found["level"], f"{tokens:,}", *figures, f"{found['rate']:,.0f}", f"{found['first']:.0f}"]
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--match", default="", help="shapes whose name has this in it: qwen2, llama")
+    options.add_argument("--match", default="", help="shapes whose name has this in it: qwen2, llama, window")
     options.add_argument("--levels", nargs="+", default=list(LEVELS))
     options.add_argument("--tokens", type=int, help="of the row")
     options.add_argument("--document", action="store_true", help="one document as long as the row")
+    options.add_argument("--longest", action="store_true", help="one document, the longest that fits by the formula")
+    options.add_argument("--steps", type=int, default=5, help="of each process")
+    options.add_argument("--budget", type=float, default=float("inf"), help="seconds for all of it")
     options.add_argument("--auto", action="store_true", help='memory="auto", at rows of twice the length each time')
     options.add_argument("--limit", type=float, default=150, help="seconds for a process")
     options.add_argument("--tiny", action="store_true", help="on the CPU, to see that it runs")
@@ -103,20 +132,25 @@ def main() -> None:
     chosen = options.parse_args()
     if chosen.one:
         name, level, tokens = chosen.one
-        print("\n" + json.dumps(measure(name, level, int(tokens), document=chosen.document)))
+        document = chosen.document or chosen.longest
+        print("\n" + json.dumps(measure(name, level, int(tokens), document=document, steps=chosen.steps)))
         return
     if not TOY:
         print(torch.cuda.get_device_name(), torch.__version__, DEVICE, flush=True)
-    lines = []
+    lines, ends = [], time.monotonic() + chosen.budget
     for name, level, tokens in cases(chosen):
+        if (limit := min(chosen.limit, ends - time.monotonic())) < 0:
+            print(f"{name} | {level} | {tokens:,} | not run: out of time", flush=True)
+            continue
         command = [sys.executable, "-m", "benchmarks.gpu_levels", "--one", name, level, str(tokens)]
-        command += ["--document"] * chosen.document + ["--tiny"] * TOY
+        command += ["--steps", str(chosen.steps), *["--document"] * (chosen.document or chosen.longest)]
+        command += ["--tiny"] * TOY
         try:
-            done = subprocess.run(command, timeout=chosen.limit, capture_output=True, text=True)
+            done = subprocess.run(command, timeout=limit, capture_output=True, text=True)
             said = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()[-1:]
             found = json.loads(said[0]) if done.returncode == 0 else f"{said[0][:200] if said else 'failed'}"
         except subprocess.TimeoutExpired:
-            found = f"no end after {chosen.limit} s"
+            found = f"no end after {limit:.0f} s"
         lines.append(row(name, level, tokens, found))
         print(" | ".join(lines[-1]), flush=True)
     header = [

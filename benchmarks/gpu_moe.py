@@ -1,17 +1,19 @@
-"""Mixtures of experts on one GPU: the layer, the layer with adapters, the whole training step.
+"""Mixtures of experts on one GPU: the layer, and the layer with adapters. For the step see :mod:`.gpu_moe_step`.
 
     python -m benchmarks.gpu_moe                                  # all of it; without a GPU tiny, to see that it runs
-    python -m benchmarks.gpu_moe --only layer --budget 240        # one section; begin nothing new after 240 seconds
+    python -m benchmarks.gpu_moe --only layer --budget 240        # one section; ends within 240 seconds
     python -m benchmarks.gpu_moe --only step --match 'grouped_mm' # some contenders
+    python -m benchmarks.gpu_moe --only step --limit 90           # the most seconds that a contender may take
     python -m benchmarks.gpu_moe --shapes Qwen3 gpt-oss           # shapes whose name begins so
-    python -m benchmarks.gpu_moe --only layer --profile           # the kernels of each contender's layer, by time
-    python -m benchmarks.gpu_moe --output results                 # where moe.json goes, renewed after every contender
+    python -m benchmarks.gpu_moe --only lora --profile            # the kernels of each contender's layer, by time
+    python -m benchmarks.gpu_moe --output results                 # where moe.json goes, renewed with every figure
 
 - ``layer``: the experts alone, at the tokens of one row. Routing is drawn once per shape and the same for all.
 - ``lora``: experts with adapters of rank 16 on both projections, trained alone; 128 experts of 2,048 x 768, 4,096
   tokens, 8 experts each.
-- ``step``: optimizer steps of models cut to a few layers, in full and with adapters on attention and experts, by the
-  rules of ``benchmarks.gpu_step``.
+- ``step``: optimizer steps of models cut to a few layers, by the rules of ``benchmarks.gpu_step``.
+- ``step-lora``: the same with adapters of rank 16 on attention and experts.
+- ``whole``: the latter on all layers of gpt-oss-20b, for its memory.
 
 Useful FLOPs of a layer are those of the products of each token with the experts that it visits: two products forward,
 and per product its input's gradient and, where weights train, theirs. Errors are relative, in the 2-norm, against
@@ -20,39 +22,36 @@ float64, one expert at a time; the largest is of the gradient that the note name
 
 from __future__ import annotations
 
-import argparse
-import gc
 import json
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.gpu import as_table, header, in_one_line, survived, write
+from benchmarks.gpu import collected, parsed, parser, survived
 from benchmarks.gpu_clock import (
     DEVICE,
     QUICK,
     TOY,
     Result,
+    ending_within,
+    free,
     gated,
     gpu_ms,
+    graph_ms,
     matrix_rate,
     peak_gib,
-    set_budget,
-    set_match,
+    set_limit,
     waits,
     wall_ms,
     wanted,
 )
-from benchmarks.gpu_moe_shapes import PEFT, SHAPES, Experts, adapted
-from benchmarks.gpu_step import Contender, Loss, ours_alone, ours_compiled, race, stock, stock_liger
+from benchmarks.gpu_moe_shapes import PEFT, SHAPES, Experts, adapted, available
+from benchmarks.gpu_moe_step import run_adapted_step, run_step, run_whole
 from benchmarks.gpu_workload import DTYPE
 from torch_backend.hf.edits.experts import override_adapter, override_experts, restore_experts
 from torch_backend.hf.edits.override import original_class, restore
@@ -62,21 +61,10 @@ from torch_backend.segments import PackedMetadata
 
 LIMIT = 1e-4 if TOY else 0.1  # of what is wrong; what bfloat16 rounds is a figure
 OURS = "crosspack"
-IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm", "sonicmoe", OURS)
+IMPLEMENTATIONS = (OURS, "grouped_mm", "sonicmoe", "batched_mm", "eager")
 ROWS = (64,) if TOY else (8_192,) if QUICK else (8_192, 16_384)
-STEP_ROWS = (256,) if TOY else ROWS
-_shapes: tuple[str, ...] = ("",)
+PEFT_TOKENS = 64 if TOY else 4_096
 _SHOWN = 25  # kernels of a profile
-
-
-def run() -> Iterator[Result]:
-    """All sections, the most important first."""
-    for section in SECTIONS.values():
-        yield from section()
-
-
-def chosen() -> Iterator[Experts]:
-    return (shape for shape in SHAPES if shape.name.startswith(_shapes))
 
 
 # -- the layer ---------------------------------------------------------------------------------------------------------
@@ -112,14 +100,14 @@ class Case:
         return result, list(torch.autograd.grad(result, [self.x, self.weights, *self.trained], self.out))
 
 
-def run_layer() -> Iterator[Result]:
-    for shape in chosen():
+def run_layer(shapes: Sequence[Experts]) -> Iterator[Result]:
+    for shape in shapes:
         for tokens in ROWS:
             yield from layers(shape, tokens, f"experts of {shape.name}")
 
 
-def run_lora() -> Iterator[Result]:
-    yield from layers(PEFT, 64 if TOY else 4_096, f"experts with adapters, {PEFT.name}", lora=True)
+def run_lora(_: Sequence[Experts]) -> Iterator[Result]:
+    yield from layers(PEFT, PEFT_TOKENS, f"experts with adapters, {PEFT.name}", lora=True)
 
 
 def layers(shape: Experts, tokens: int, section: str, lora: bool = False) -> Iterator[Result]:
@@ -133,7 +121,7 @@ def layers(shape: Experts, tokens: int, section: str, lora: bool = False) -> Ite
             LIMIT,
             partial(_of, held, timed, name, shape, tokens),
         )
-        _free()
+        free()
         if found:
             note = f"{note}, of {max(found, key=lambda n: found[n])}"
         if not figures:
@@ -174,11 +162,20 @@ def timed(case: Case, name: str, shape: Experts, tokens: int) -> dict[str, float
     return {
         "ms forward": forward,
         "ms forward and backward": both,
+        **_in_a_graph(case),
         "GiB at most": peak_gib(case.both),
         "useful TFLOP/s": rate / 1e12,
         "share of the measured matrix rate": rate / matrix_rate(),
         "waits": float(waits(case.both)),
     }
+
+
+def _in_a_graph(case: Case) -> dict[str, float]:
+    """Milliseconds without gaps between launches, as in a captured step; nothing for a contender that reads."""
+    try:
+        return {"ms in a CUDA graph": graph_ms(case.both)}
+    except RuntimeError:
+        return {}
 
 
 def _milliseconds(call: Callable[[], object]) -> float:
@@ -205,19 +202,10 @@ def chosen_for(case: Case, name: str) -> Case:
     return case
 
 
-def available(name: str) -> str:
-    """The name, if transformers has an implementation of that name."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    if name != "eager" and name not in ALL_EXPERTS_FUNCTIONS:
-        raise LookupError(f"transformers has no experts implementation {name!r}")
-    return name
-
-
 def worst(case: Case, name: str, found: dict[str, float]) -> float:
     """The largest error against float64, of all in ``found``."""
     result, gradients = chosen_for(case, name).both()
-    _free()
+    free()
     found |= errors(case, result.detach(), gradients)
     return max(found.values())
 
@@ -308,71 +296,14 @@ def _adapters(module: Any) -> dict[str, tuple[Callable[..., Tensor], Callable[..
     return found
 
 
-# -- the step ----------------------------------------------------------------------------------------------------------
-
-
-def with_experts(name: str, prepare: Callable[[Any], Loss]) -> Callable[[Any], Loss]:
-    """As ``prepare``, with the experts on the implementation of that name, which a patch leaves alone."""
-
-    def prepared(model: Any) -> Loss:
-        model.set_experts_implementation(available(name))
-        for module in model.modules():
-            if hasattr(module, "_apply_gate"):
-                module.forward = partial(type(module).forward, module)  # a patch keeps forwards that others set
-        return prepare(model)
-
-    return prepared
-
-
-def compiled(name: str) -> Callable[[Any], Loss]:
-    return partial(ours_compiled, alone=with_experts(name, ours_alone))
-
-
-@cache
-def stock_attention() -> str | None:
-    """Flash-attn-4 where it is installed, else the shape's."""
-    from importlib.util import find_spec
-
-    return "flash_attention_4" if not TOY and find_spec("flash_attn") and find_spec("flash_attn.cute") else None
-
-
-def contenders() -> list[Contender]:
-    """Ours, the best stock step, each experts implementation in both, and padded batches."""
-    stock_on, few = stock_attention(), STEP_ROWS[:1]
-    # Liger's experts would stand in place of grouped_mm, and are tuned for minutes (0.8.5).
-    liger = with_experts("grouped_mm", partial(stock_liger, swiglu=False))
-    return [
-        Contender("ours, compiled and captured", ours_compiled, "fixed", captured=True),
-        Contender("stock packed, grouped_mm, Liger", liger, "stock", stock_on),
-        Contender("stock packed, grouped_mm", with_experts("grouped_mm", stock), "stock", stock_on),
-        Contender("ours, grouped_mm, compiled and captured", compiled("grouped_mm"), "fixed", captured=True),
-        Contender("ours", ours_alone),
-        Contender("ours, grouped_mm", with_experts("grouped_mm", ours_alone)),
-        Contender("stock packed, eager", with_experts("eager", stock), "stock", stock_on, capacities=few),
-        Contender("stock packed, batched_mm", with_experts("batched_mm", stock), "stock", stock_on, capacities=few),
-        Contender("ours, eager", with_experts("eager", ours_alone), capacities=few),
-        Contender("ours, batched_mm", with_experts("batched_mm", ours_alone), capacities=few),
-        Contender("padded, grouped_mm", with_experts("grouped_mm", stock), "padded"),
-    ]
-
-
-def run_step() -> Iterator[Result]:
-    racing = [c for c in contenders() if not TOY or c.name in TOY_RUNS]
-    for lora in (False, True):
-        for shape in chosen():
-            yield from race(shape.step(STEP_ROWS, lora), racing)
-
-
-TOY_RUNS = {"ours", "ours, grouped_mm", "padded, grouped_mm"}
-
-
 # -- profiles ----------------------------------------------------------------------------------------------------------
 
 
-def profiles() -> Iterator[dict[str, object]]:
+def profiles(shapes: Sequence[Experts], sections: Sequence[str]) -> Iterator[dict[str, object]]:
     """The kernels of one forward and backward of every layer and contender: calls and milliseconds, longest first."""
-    sizes = [(shape, tokens, False) for shape in chosen() for tokens in ROWS[:1]]
-    for shape, tokens, lora in [*sizes, (PEFT, 64 if TOY else 4_096, True)]:
+    layers = [(shape, ROWS[0], False) for shape in shapes] if "layer" in sections else []
+    with_adapters = [(PEFT, PEFT_TOKENS, True)] if "lora" in sections else []
+    for shape, tokens, lora in [*layers, *with_adapters]:
         case = make_case(shape, tokens, lora)
         for name in filter(wanted, IMPLEMENTATIONS):
             about = {"shape": shape.name, "tokens": tokens, "lora": lora, "contender": name}
@@ -381,7 +312,7 @@ def profiles() -> Iterator[dict[str, object]]:
             except Exception as failure:
                 yield about | {"failed": f"{type(failure).__name__}: {failure}"[:160]}
         del case
-        _free()
+        free()
 
 
 def _profile(call: Callable[[], object]) -> dict[str, object]:
@@ -405,48 +336,38 @@ def _profile(call: Callable[[], object]) -> dict[str, object]:
     }
 
 
-def _free() -> None:
-    gc.collect()
-    if not TOY:
-        torch.cuda.empty_cache()
+SECTIONS: dict[str, Callable[[Sequence[Experts]], Iterator[Result]]] = {
+    "layer": run_layer,
+    "lora": run_lora,
+    "step": run_step,
+    "step-lora": run_adapted_step,
+    "whole": run_whole,
+}
 
 
-SECTIONS: dict[str, Callable[[], Iterator[Result]]] = {"layer": run_layer, "lora": run_lora, "step": run_step}
+def run() -> Iterator[Result]:
+    """All sections, the most important first."""
+    for section in SECTIONS.values():
+        yield from section(SHAPES)
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument("--shapes", nargs="+", default=[""], metavar="NAME", help="only shapes whose name begins so")
-    parser.add_argument("--match", default="", metavar="PATTERN", help="only contenders whose name it matches")
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="begin nothing new after that")
-    parser.add_argument("--output", type=Path, help="folder for moe.json")
-    parser.add_argument("--profile", action="store_true", help="kernels of the layers in place of their speed")
-    options = parser.parse_args(arguments)
-    global _shapes
-    _shapes = tuple(options.shapes)
-    set_match(options.match)
-    begin = time.perf_counter()
-    if options.budget:
-        set_budget(options.budget)
-    if options.profile:
-        for profile in profiles():
-            print(json.dumps(profile), flush=True)
-        return []
-    about = header()
-    print(about, flush=True)
-    results: list[Result] = []
-    for name in options.only:
-        found = survived(name, SECTIONS[name]())
-        for (case, contender), group in groupby(found, lambda r: (f"{r.section}, {r.case}", r.contender)):
-            ended = list(group)
-            results += ended
-            print(f"[{time.perf_counter() - begin:3.0f} s] {case}, {contender}: {in_one_line(ended)}", flush=True)
-            if options.output:
-                write(options.output, about, results, "moe")
-    for title in dict.fromkeys(r.section for r in results):
-        print(f"\n{title}\n\n{as_table([r for r in results if r.section == title])}", flush=True)
-    return results
+    options = parser(__doc__)
+    options.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    options.add_argument("--shapes", nargs="+", default=[""], metavar="NAME", help="only shapes whose name begins so")
+    options.add_argument("--limit", type=float, metavar="SECONDS", help="the most that a contender may take")
+    options.add_argument("--profile", action="store_true", help="kernels of the layers in place of their speed")
+    chosen = parsed(options, arguments)
+    shapes = [shape for shape in SHAPES if shape.name.startswith(tuple(chosen.shapes))]
+    if chosen.limit:
+        set_limit(chosen.limit)
+    with ending_within(chosen.budget):
+        if chosen.profile:
+            for profile in profiles(shapes, chosen.only):
+                print(json.dumps(profile), flush=True)
+            return []
+        found = (result for name in chosen.only for result in survived(name, SECTIONS[name](shapes)))
+        return collected(found, chosen.output, "moe")
 
 
 if __name__ == "__main__":

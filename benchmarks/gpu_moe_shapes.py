@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -52,16 +53,25 @@ class Experts:
             torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
         return experts
 
-    def step(self, rows: Sequence[int], lora: bool) -> Shape:
-        """The training step: a model of some layers; the checked one has fewer layers and experts."""
+    @cache  # noqa: B019  one shape a process, so that what is right for it is computed once
+    def step(self, rows: Sequence[int], lora: bool, whole: int | None = None) -> Shape:
+        """The training step: a model of some or ``whole`` layers; the checked one has fewer layers and experts."""
+        layers = whole or (self.lora_layers if lora else self.layers)
 
         def make(few: bool) -> Any:
-            layers = self.lora_layers if lora else self.layers
             return self.config(self.kinds if few or TOY else layers, min(self.experts, 16) if few else self.experts)
 
-        layers = self.lora_layers if lora else self.layers
         name = f"{self.name}, {layers} layers{', LoRA' if lora else ''}"
         return Shape(name, make, rows, lora=lora, steps=4, attention=self.attention, adapters=adapted_model)
+
+
+def available(name: str) -> str:
+    """The name, if transformers has an implementation of experts of that name."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    if name != "eager" and name not in ALL_EXPERTS_FUNCTIONS:
+        raise LookupError(f"transformers has no experts implementation {name!r}")
+    return name
 
 
 def adapted(experts: Any) -> Any:

@@ -1,130 +1,262 @@
-"""The products of a layer of experts by tile: what the static tables of ``torch_backend.ops.experts.triton`` rest on.
+"""The operations of a layer of experts by tile: what the static tables of ``torch_backend.ops.experts.triton`` rest on.
 
-    python -m benchmarks.gpu_moe_tiles                          # every shape at 8,192 tokens, bfloat16
-    python -m benchmarks.gpu_moe_tiles --shapes Qwen3 --tokens 1024
+    python -m benchmarks.gpu_moe_tiles                            # both cases below, within about a minute on an H100
+    python -m benchmarks.gpu_moe_tiles --case lora --only NARROW  # one case, and one table
+    python -m benchmarks.gpu_moe_tiles --case layer --shapes gpt --tokens 8192 --budget 60
 
-Each product runs with each candidate of its table, beside torch's ``grouped_mm`` on rows that were gathered before.
+- ``lora``: the layer with adapters of rank 16 of ``benchmarks.gpu_moe``, 4,096 tokens, whose own weights are frozen.
+- ``layer``: the layer of a shape, trained in full, at ``--tokens``; 8,192 of Qwen3-30B-A3B are 512 per expert.
+
+Each operation runs with each candidate of its table, in a CUDA graph with a flushed cache, beside torch's grouped
+product on rows in order, and the fastest is named. Several processes compile the kernels beforehand (``--workers``).
 """
 
 from __future__ import annotations
 
-import argparse
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.gpu import as_table, header, survived
-from benchmarks.gpu_clock import DEVICE, Result, graph_ms, matrix_rate
-from benchmarks.gpu_moe_shapes import SHAPES, Experts
+from benchmarks.gpu import collected, parsed, parser, survived
+from benchmarks.gpu_clock import DEVICE, TOY, Result, ending_within, graph_ms, matrix_rate, seconds_left, synchronize
+from benchmarks.gpu_moe_shapes import PEFT, SHAPES, Experts
 from benchmarks.gpu_workload import DTYPE
 from packing_core.reference import ExpertActivation
 from torch_backend.ops.experts import triton as kernels
-from torch_backend.ops.experts.products import Between, ExpertProduct
+from torch_backend.ops.experts.products import Between, ByToken, ExpertProduct, LowRank
 from torch_backend.ops.experts.triton import TileSize
 
-Run = Callable[[], Any]
+RANK = 16
+TABLES = {
+    "ROWS": [
+        TileSize(128, 256, 64, 8, 4), TileSize(128, 256, 64, 8, 3), TileSize(128, 128, 64, 4, 3),
+        TileSize(128, 128, 64, 8, 3), TileSize(64, 256, 64, 4, 3), TileSize(64, 256, 64, 8, 3),
+    ],
+    "GATED": [
+        TileSize(128, 128, 64, 8, 4), TileSize(128, 128, 64, 8, 3), TileSize(128, 64, 64, 4, 3),
+        TileSize(64, 128, 64, 4, 3), TileSize(64, 128, 64, 8, 3),
+    ],
+    "BACKWARD": [
+        TileSize(64, 64, 64, 4, 4), TileSize(128, 64, 64, 8, 4), TileSize(128, 64, 64, 4, 4),
+        TileSize(64, 128, 64, 4, 3, 2), TileSize(128, 128, 64, 8, 3, 2), TileSize(128, 128, 64, 4, 3, 2),
+        TileSize(128, 128, 64, 8, 4),
+    ],
+    "ACTIVATION": [
+        TileSize(64, 64, 64, 4, 1), TileSize(32, 128, 64, 4, 1), TileSize(128, 64, 64, 8, 1),
+        TileSize(32, 64, 64, 4, 1),
+    ],
+    "NARROW": [
+        TileSize(128, 64, 64, 8, 4), TileSize(128, 64, 64, 4, 4), TileSize(64, 64, 64, 4, 4),
+        TileSize(64, 64, 128, 4, 4), TileSize(128, 64, 128, 4, 3), TileSize(32, 64, 128, 4, 4),
+    ],
+    "OUTER": [
+        TileSize(128, 128, 64, 4, 4), TileSize(128, 128, 64, 4, 3), TileSize(128, 128, 64, 8, 3),
+        TileSize(128, 256, 64, 8, 3),
+    ],
+    "NARROW_OUTER": [
+        TileSize(128, 128, 64, 4, 4), TileSize(256, 256, 64, 4, 3), TileSize(128, 128, 32, 4, 4),
+        TileSize(64, 64, 64, 4, 4), TileSize(128, 128, 128, 4, 2),
+    ],
+}  # fmt: skip
 
-WIDE = [
-    TileSize(64, 128, 64, 4, 4), TileSize(64, 256, 64, 8, 3), TileSize(128, 128, 64, 8, 3),
-    TileSize(128, 128, 64, 4, 4), TileSize(128, 256, 64, 8, 3), TileSize(128, 256, 64, 8, 4),
-]  # fmt: skip
-GATED = [
-    TileSize(64, 64, 64, 4, 4), TileSize(64, 128, 64, 4, 3), TileSize(64, 128, 64, 8, 3), TileSize(128, 64, 64, 4, 4),
-    TileSize(128, 128, 64, 8, 3), TileSize(128, 128, 64, 8, 4),
-]  # fmt: skip
-BACKWARD = [
-    TileSize(64, 64, 64, 4, 4), TileSize(64, 128, 64, 8, 3), TileSize(128, 64, 64, 4, 4), TileSize(128, 64, 64, 8, 4),
-    TileSize(128, 128, 64, 8, 3),
-]  # fmt: skip
-OUTER = [
-    TileSize(128, 128, 32, 8, 3), TileSize(128, 128, 64, 8, 3), TileSize(128, 256, 64, 8, 3),
-    TileSize(128, 128, 64, 4, 4), TileSize(128, 256, 32, 8, 4),
-]  # fmt: skip
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of a layer.
+
+    Attributes:
+        table: whose tile it takes; None for what has none.
+        run: the operation.
+        flops: of its products.
+        library: the product by torch's ``grouped_mm``, of rows in order.
+    """
+
+    table: str | None
+    run: Callable[[], Any]
+    flops: float = 0.0
+    library: Callable[[], Any] | None = None
 
 
-def sweep(shapes: Sequence[Experts], tokens: int) -> Iterator[Result]:
-    for shape in shapes:
-        yield from _of_shape(shape, tokens)
-
-
-def _of_shape(shape: Experts, tokens: int) -> Iterator[Result]:
-    d, i = shape.width, shape.inner
+def operations(shape: Experts, tokens: int, lora: bool) -> dict[str, Operation]:
+    """The operations of one layer by name, on random tokens."""
+    d, i, count, places = shape.width, shape.inner, shape.experts, tokens * shape.top_k
     torch.manual_seed(0)
 
     def random(*sizes: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(sizes, device=DEVICE) * scale).to(DTYPE)
 
-    up, down = random(shape.experts, 2 * i, d, scale=d**-0.5), random(shape.experts, d, i, scale=i**-0.5)
-    scores = torch.randn(tokens, shape.experts, device=DEVICE).softmax(-1)
+    up, down = random(count, 2 * i, d, scale=d**-0.5), random(count, d, i, scale=i**-0.5)
+    scores = torch.randn(tokens, count, device=DEVICE).softmax(-1)
     weights, indices = scores.topk(shape.top_k)
-    x, dy, weights = random(tokens, d), random(tokens, d), weights.to(DTYPE)
+    x, out, weights = ByToken(random(tokens, d)), ByToken(random(tokens, d)), weights.to(DTYPE)
     steps, between = kernels.TRITON_EXPERTS, Between(ExpertActivation())
-    routing = steps.route(indices, shape.experts)
-    z, h = steps.up(x, ExpertProduct(up), routing, between)
-    pairs, label = tokens * shape.top_k, f"{shape.name}, {tokens * shape.top_k // shape.experts} per expert"
-    gathered = kernels.gathered(x, routing)
+    routing = steps.route(indices, count)
+    z, h, y = random(places, 2 * i), random(places, i), kernels.gathered(x.x, routing)
+    low = {} if not lora else {
+        "up_a": random(count, RANK, d), "up_b": random(count, 2 * i, RANK),
+        "down_a": random(count, RANK, i), "down_b": random(count, d, RANK),
+    }  # fmt: skip
+    t = random(places, RANK)
 
-    def library(a: Tensor, w: Tensor, routing: Any = routing) -> Run:
+    def adapter(name: str, transposed: bool = False) -> LowRank | None:
+        if not lora:
+            return None
+        return LowRank(t, low[name].mT if transposed else low[name])
+
+    def grouped(a: Tensor, w: Tensor) -> Callable[[], Any]:
         return lambda: torch._grouped_mm(a, w, offs=routing.offsets[1:])
 
-    products: dict[str, tuple[str, list[TileSize], Run, Run, float]] = {
-        "up": (
-            "GATED", GATED,
-            lambda: steps.up(x, ExpertProduct(up), routing, between),
-            library(gathered, up.mT), 4 * d * i * pairs,
+    whole, half = 4.0 * d * i * places, 2.0 * d * i * places
+    of_down = ExpertProduct(down.mT, adapter=adapter("down_a", transposed=True))
+    found = {
+        "up": Operation(
+            "GATED", lambda: steps.up(x, ExpertProduct(up, adapter=adapter("up_b")), routing, between), whole,
+            grouped(y, up.mT),
         ),
-        "down": (
-            "ROWS", WIDE, lambda: steps.rows(h, ExpertProduct(down), routing),
-            library(h, down.mT), 2 * d * i * pairs,
+        "down": Operation(
+            "ROWS", lambda: steps.rows(h, ExpertProduct(down, adapter=adapter("down_b")), routing), half,
+            grouped(h, down.mT),
         ),
-        "down backward": (
-            "BACKWARD", BACKWARD,
-            lambda: steps.down_backward(dy, ExpertProduct(down.mT), z, weights, routing, between),
-            library(gathered, down), 2 * d * i * pairs,
+        "down backward": Operation(
+            "BACKWARD", lambda: steps.down_backward(out, of_down, z, weights, routing, between), half,
+            grouped(y, down),
         ),
-        "dx": ("ROWS", WIDE, lambda: steps.rows(z, ExpertProduct(up.mT), routing), library(z, up), 4 * d * i * pairs),
-        "d up": (
-            "OUTER", OUTER, lambda: steps.outer(z, x, routing, up, gather_b=True),
-            library(z.t(), gathered), 4 * d * i * pairs,
+        "activation backward": Operation(
+            "ACTIVATION",
+            lambda: steps.activation_backward(out, of_down, z, h, weights, routing, between, multiply=False),
+        ),
+        "dx": Operation(
+            "ROWS",
+            lambda: steps.rows(z, ExpertProduct(up.mT, adapter=adapter("up_a", transposed=True)), routing), whole,
+            grouped(z, up),
         ),
     }  # fmt: skip
-    for product, (name, tiles, run, other, operations) in products.items():
-        case = f"{label}, {product}"
-        yield _result(case, "grouped_mm", other, operations)
-        kept = getattr(kernels, name)
-        for tile in tiles:
-            setattr(kernels, name, ((2**62, tile),))
+    if not lora:
+        found |= {
+            "d up": Operation("OUTER", lambda: steps.outer(z, x, routing, up), whole, grouped(z.t(), y)),
+            "d down": Operation("OUTER", lambda: steps.outer(out, h, routing, down), half, grouped(y.t(), h)),
+            "activation": Operation(None, lambda: kernels.activate(z, None, routing, between)),
+        }
+    else:
+        for name, a, by in (
+            ("t = x A", x, low["up_a"]), ("u = h A", h, low["down_a"]),
+            ("du = dy B", out, low["down_b"].mT), ("dt = dz B", z, low["up_b"].mT),
+        ):  # fmt: skip
+            found[name] = Operation("NARROW", lambda a=a, by=by: steps.rows(a, ExpertProduct(by), routing))
+        for name, a, b, like, by in (
+            ("d up A", t, x, "up_a", None), ("d up B", z, t, "up_b", None),
+            ("d down A", t, h, "down_a", None), ("d down B", out, t, "down_b", weights),
+        ):  # fmt: skip
+            found[name] = Operation(
+                "NARROW_OUTER",
+                lambda a=a, b=b, like=like, by=by: steps.outer(a, b, routing, low[like], weights=by),
+            )
+    return found | {
+        "route": Operation(None, lambda: steps.route(indices, count)),
+        "gather": Operation(None, lambda: kernels.gathered(x.x, routing)),
+        "combine": Operation(None, lambda: steps.combine(y, routing, weights)),
+    }
+
+
+def sweep(case: str, found: dict[str, Operation], tables: Sequence[str]) -> Iterator[Result]:
+    """Every operation with every candidate of its table; the note names the fastest."""
+    for name, operation in found.items():
+        if operation.table is None:
+            yield _result(case, name, "no tile", operation.run, 0.0)
+            continue
+        if operation.table not in tables:
+            continue
+        if operation.library is not None:
+            yield _result(case, name, "grouped_mm", operation.library, operation.flops)
+        best: dict[TileSize, float] = {}
+        for tile in TABLES[operation.table]:
+            if seconds_left() < 0:
+                yield Result(case, name, str(tuple(tile)), None, "ms", "out of time")
+                continue
             try:
-                yield _result(case, str(tuple(tile)), run, operations)
+                with_tile = _with_tile(operation.table, tile, operation.run)
+                result = _result(case, name, str(tuple(tile)), with_tile, operation.flops)
+                best[tile] = result.value or 0.0
             except Exception as failure:  # a tile that does not fit is a line in the table
-                yield Result("tiles", case, str(tuple(tile)), None, "ms", str(failure).splitlines()[0][:100])
-            finally:
-                setattr(kernels, name, kept)
-    for part, run in {
-        "route": lambda: steps.route(indices, shape.experts),
-        "combine": lambda: steps.combine(gathered, routing, weights),
-        "gather": lambda: kernels.gathered(x, routing),
-        "torch.sort": lambda: indices.flatten().sort(stable=True),
-    }.items():
-        yield Result("tiles", label, part, graph_ms(run), "ms")
+                result = Result(case, name, str(tuple(tile)), None, "ms", str(failure).splitlines()[0][:100])
+            yield result
+        if best:
+            fastest = min(best, key=lambda tile: best[tile])
+            yield Result(case, name, "fastest", best[fastest], "ms", f"{operation.table} {tuple(fastest)}")
 
 
-def _result(case: str, name: str, run: Run, operations: float) -> Result:
+def _with_tile(table: str, tile: TileSize, run: Callable[[], Any]) -> Callable[[], Any]:
+    def call() -> Any:
+        kept = getattr(kernels, table)
+        setattr(kernels, table, ((2**62, tile),))
+        try:
+            return run()
+        finally:
+            setattr(kernels, table, kept)
+
+    return call
+
+
+def _result(case: str, operation: str, name: str, run: Callable[[], Any], flops: float) -> Result:
     ms = graph_ms(run)
-    rate = operations / ms * 1e3
-    return Result("tiles", case, name, ms, "ms", f"{rate / 1e12:.0f} TFLOP/s, {100 * rate / matrix_rate():.0f}%")
+    rate = flops / ms * 1e3
+    note = f"{rate / 1e12:.0f} TFLOP/s, {100 * rate / matrix_rate():.0f}%" if flops else ""
+    return Result(case, operation, name, ms, "ms", note)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--shapes", nargs="+", default=[""], help="shapes whose name begins so")
-    options.add_argument("--tokens", type=int, default=8_192)
-    chosen = options.parse_args(arguments)
-    print(header(), flush=True)
-    shapes = [shape for shape in SHAPES if shape.name.startswith(tuple(chosen.shapes))]
-    print(as_table(list(survived("tiles", sweep(shapes, chosen.tokens)))))
+def compile_part(found: dict[str, Operation], tables: Sequence[str], part: int, parts: int) -> None:
+    """Run every so many candidates once, which leaves their kernels in Triton's cache."""
+    candidates = [
+        (operation, tile)
+        for operation in found.values()
+        if operation.table in tables
+        for tile in TABLES[operation.table or ""]
+    ]
+    for operation, tile in candidates[part::parts]:
+        try:
+            _with_tile(operation.table or "", tile, operation.run)()
+            synchronize()
+        except Exception as failure:
+            print(f"{operation.table} {tuple(tile)}: {failure}"[:200], file=sys.stderr)
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Result]:
+    options = parser(__doc__)
+    options.add_argument("--case", nargs="+", choices=("lora", "layer"), default=["lora", "layer"])
+    options.add_argument("--shapes", default="Qwen3-30B", help="the shape of the layer, whose name begins so")
+    options.add_argument("--tokens", type=int, default=64 if TOY else 8_192, help="of the layer")
+    options.add_argument("--only", nargs="+", choices=TABLES, default=list(TABLES), help="tables")
+    options.add_argument("--workers", type=int, default=0 if TOY else 8, help="processes that compile beforehand")
+    options.add_argument("--part", type=int, nargs=2, help="compile one of so many parts, and measure nothing")
+    chosen = parsed(options, arguments)
+    cases: dict[str, tuple[Experts, int, bool]] = {}
+    if "lora" in chosen.case:
+        cases[f"{PEFT.name}, rank {RANK}"] = PEFT, 64 if TOY else 4_096, True
+    for shape in (s for s in SHAPES if "layer" in chosen.case and s.name.startswith(chosen.shapes)):
+        cases[f"{shape.name}, {chosen.tokens * shape.top_k // shape.experts} per expert"] = shape, chosen.tokens, False
+    if chosen.part:
+        for shape, tokens, lora in cases.values():
+            compile_part(operations(shape, tokens, lora), chosen.only, *chosen.part)
+        return []
+    with ending_within(chosen.budget):
+        command = [sys.executable, "-m", "benchmarks.gpu_moe_tiles", "--case", *chosen.case, "--only", *chosen.only]
+        command += ["--shapes", chosen.shapes, "--tokens", str(chosen.tokens), "--part"]
+        workers = [
+            subprocess.Popen([*command, str(part), str(chosen.workers)]) for part in range(chosen.workers)
+        ]  # fmt: skip
+        for worker in workers:
+            worker.wait()
+        swept = (
+            result
+            for case, (shape, tokens, lora) in cases.items()
+            for result in survived(case, sweep(case, operations(shape, tokens, lora), chosen.only))
+        )
+        return collected(swept, chosen.output, "tiles")
 
 
 if __name__ == "__main__":

@@ -247,10 +247,10 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     return results
 
 
-def _run(shapes: Sequence[str], updates: int) -> Iterator[list[Result]]:
+def _run(shapes: Sequence[str], updates: int) -> Iterator[Result]:
     for shape, contender in product(shapes, contenders()):
         if wanted(contender.name) and seconds_left() > 0:
-            yield list(survived(contender.name, measure(contender, shape, updates)))
+            yield from survived(contender.name, measure(contender, shape, updates))
             free()
 
 

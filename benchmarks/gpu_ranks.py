@@ -19,8 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -37,6 +35,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from benchmarks._launch import launch
 from benchmarks.gpu import collected, parsed, parser
 from benchmarks.gpu_clock import DEVICE, TOY, Result, seconds_left, wanted
 from benchmarks.gpu_profile import Profile
@@ -171,29 +170,18 @@ def train(contender: Contender, chosen: argparse.Namespace) -> Measured:
 
 def launched(contender: Contender, chosen: argparse.Namespace) -> list[Result]:
     """Start the processes of a contender; what rank 0 found, or why it failed."""
-    with TemporaryDirectory() as folder:
-        found, log = Path(folder, "found.json"), Path(folder, "log")
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(contender.ranks),
-            "-m", "benchmarks.gpu_ranks", "--contender", json.dumps(asdict(contender)), "--found", str(found),
-            "--capacity", str(chosen.capacity), "--epochs", str(chosen.epochs), "--documents", str(chosen.documents),
-            *["--profile"] * chosen.profile, *["--tiny"] * TOY,
-        ]  # fmt: skip
-        with log.open("w") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-            try:
-                process.wait(chosen.limit)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)  # ranks may wait for each other for ever
-                process.wait()
-        if chosen.profile:
-            print("\n".join(line for line in log.read_text().splitlines() if line.startswith("|")), flush=True)
-        case = f"rows of {chosen.capacity:,}, heavy-tailed"
-        if not found.exists():
-            lines = log.read_text().splitlines()
-            reasons = [line for line in lines if "Error" in line] or [f"no result, and at last: {(lines or [''])[-1]}"]
-            return [Result(SECTION, case, contender.name, None, "real tokens/s", reasons[0][:160])]
-        measured = Measured(**json.loads(found.read_text()))
+    arguments = [
+        "--capacity", str(chosen.capacity), "--epochs", str(chosen.epochs), "--documents", str(chosen.documents),
+        *["--profile"] * chosen.profile,
+    ]  # fmt: skip
+    limit = min(chosen.limit, seconds_left())
+    found, printed = launch("benchmarks.gpu_ranks", contender.ranks, asdict(contender), arguments, limit)
+    if chosen.profile:
+        print("\n".join(line for line in printed.splitlines() if line.startswith("|")), flush=True)
+    case = f"rows of {chosen.capacity:,}, heavy-tailed"
+    if isinstance(found, str):
+        return [Result(SECTION, case, contender.name, None, "real tokens/s", found)]
+    measured = Measured(**found)
     figures = {
         "real tokens/s": measured.tokens_per_second,
         "ms per step": measured.seconds_per_step * 1e3,
@@ -233,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     return collected(_run(chosen), chosen.output, "ranks")
 
 
-def _run(chosen: argparse.Namespace) -> Iterator[list[Result]]:
+def _run(chosen: argparse.Namespace) -> Iterator[Result]:
     """The results of each contender, and its speed beside one GPU's where that was measured."""
     one = None
     for contender in contenders(chosen.ranks):
@@ -243,7 +231,7 @@ def _run(chosen: argparse.Namespace) -> Iterator[list[Result]]:
                 one = result.value if contender.name == "one" else one
                 if one:
                     found.append(Result(SECTION, result.case, contender.name, result.value / one, "times one"))
-            yield found
+            yield from found
 
 
 if __name__ == "__main__":

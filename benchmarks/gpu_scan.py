@@ -23,7 +23,7 @@ from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from benchmarks import gpu_scan_peers as peers
-from benchmarks.gpu import by_contender, collected, parsed, parser
+from benchmarks.gpu import collected, parsed, parser
 from benchmarks.gpu_attention import lengths
 from benchmarks.gpu_clock import DEVICE, TOY, Result, device_ms, gated, relative_error, wanted
 from torch_backend.ops.scan.gated_delta.delta_rule import gated_delta_rule
@@ -220,7 +220,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--sections", default="", help="only sections whose name this pattern matches")
     chosen = parsed(options, None)
-    collected(by_contender(run(chosen.sections)), chosen.output)
+    collected(run(chosen.sections), chosen.output)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch._dynamo.backends.registry import lookup_backend
 
 from benchmarks.gpu_clock import (
     DEVICE,
@@ -53,6 +54,7 @@ from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.seal import unsealed
 from torch_backend.segments import PackedMetadata
 from torch_backend.steps.cuda_graph import CapturedStep, compile_layers
+from torch_backend.steps.memory import Level, level_layers, set_level
 
 NOISE = 2.0  # times the error of bfloat16 itself; contamination is tens of times
 WARM_UP = 5  # steps of every contender, of which a captured one runs three as usual
@@ -132,6 +134,13 @@ def stock_liger(model: Any, **options: bool) -> Loss:
     return stock(model)
 
 
+def stock_checkpointing(model: Any, *, liger: bool = True) -> Loss:
+    """As stock, under the gradient checkpointing of transformers."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    return stock_liger(model) if liger else stock(model)
+
+
 def ours(model: Any, implementation: str) -> Loss:
     patch(model, implementation=implementation, verify=False)
 
@@ -152,11 +161,17 @@ def ours_liger(model: Any) -> Loss:
     return ours(model, "triton")
 
 
-def ours_compiled(model: Any, recompute: bool = True, alone: Callable[[Any], Loss] = ours_alone) -> Loss:
+def ours_compiled(
+    model: Any, recompute: bool = True, alone: Callable[[Any], Loss] = ours_alone, memory: Level = "none"
+) -> Loss:
     loss = alone(model)
     with torch.no_grad():
         loss(batches("fixed", documents()[:8], 8 * LONGEST)[0])  # asks the implementations
-    compile_layers(model, recompute=recompute, backend="aot_eager" if TOY else "inductor")
+    set_level(model, memory)
+    backend = lookup_backend("aot_eager") if TOY else "inductor"
+    compile_layers(model, recompute=recompute, backend=backend, memory=memory)
+    for layer in level_layers(model):
+        layer.gradient_checkpointing = False  # compiled layers recompute by themselves
     return loss
 
 

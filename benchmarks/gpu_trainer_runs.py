@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.gpu_clock import DEVICE, TOY, Result, synchronize
+from benchmarks.gpu_clock import DEVICE, TOY, Result, seconds_left, synchronize
 from benchmarks.gpu_profile import Profile
 from benchmarks.gpu_workload import LONGEST, Shape, documents, make_model, tight, with_adapters
 from packing_core import PackedDataset
@@ -89,8 +89,8 @@ def stock_trainer(run: Run, model: Any) -> None:
     _run_trainer(run, model, StockRows(run.rows), packed=False)
 
 
-def packed_trainer(run: Run, model: Any, *, liger: bool = False) -> None:
-    _run_trainer(run, model, run.rows, packed=True, liger=liger)
+def packed_trainer(run: Run, model: Any, *, liger: bool = False, memory: Any = None) -> None:
+    _run_trainer(run, model, run.rows, packed=True, liger=liger, memory=memory)
 
 
 def train_step(run: Run, model: Any) -> None:
@@ -164,6 +164,7 @@ CONTENDERS: dict[str, Callable[[Run, Any], None]] = {
     "SFTTrainer(packing=False), enable_packing": partial(sft, packing=False),
     "SFTTrainer(packing=True), enable_packing, checkpointing": partial(sft, fast=True, checkpointing=True),
     **{f'SFTTrainer(packing=True), enable_packing(memory="{level}")': partial(sft, memory=level) for level in LEVELS},
+    'Trainer, enable_packing(memory="full")': partial(packed_trainer, memory="full"),
     "Trainer(use_liger_kernel=True), enable_packing": partial(packed_trainer, liger=True),
     "SFTTrainer(packing=True, use_liger_kernel=True), enable_packing": partial(sft, liger=True),
     "SFTTrainer(packing=True), enable_packing(fast=False)": partial(sft, fast=False),
@@ -200,14 +201,14 @@ def _loop(run: Run, loader: Any, step: Callable[[Any], torch.Tensor]) -> None:
     run.last_loss = float(loss)
 
 
-def _run_trainer(run: Run, model: Any, rows: Any, *, packed: bool, liger: bool = False) -> None:
+def _run_trainer(run: Run, model: Any, rows: Any, *, packed: bool, liger: bool = False, memory: Any = None) -> None:
     from transformers import Trainer, TrainingArguments
 
     with TemporaryDirectory() as folder:
         arguments = TrainingArguments(folder, **_options(run), remove_unused_columns=False, use_liger_kernel=liger)
         trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[_clock(run)])
         if packed:
-            enable_packing(trainer, verify=False)
+            enable_packing(trainer, verify=False, memory=memory)
         _train(run, trainer, packed)
 
 
@@ -262,6 +263,10 @@ def measure(
     shape: Shape, name: str, capacity: int, epochs: int, repeat: int, profile: bool = False
 ) -> Iterator[Result]:
     """The figures of one contender; ``repeat``: of the documents, for epochs of more steps."""
+    section, case = f"training, {shape.name}", f"rows of {capacity:,}"
+    if seconds_left() < 0:
+        yield Result(section, case, name, None, "real tokens/s", "not run: out of time")
+        return
     docs = documents() * repeat
     run = Run(docs, PackedDataset(docs, tight(docs, capacity)), epochs, profile=Profile() if profile else None)
     if not TOY:
@@ -269,7 +274,6 @@ def measure(
     model = make_model(replace(shape, lora=False), "sdpa", few=TOY)
     if shape.lora:
         model = with_adapters(model)
-    section, case = f"training, {shape.name}", f"rows of {capacity:,}"
     try:
         CONTENDERS[name](run, model)
     except Exception as failure:  # a contender that fails is a line in the table

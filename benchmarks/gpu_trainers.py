@@ -19,13 +19,15 @@ Sections, each of one to four minutes:
     liger       Trainer and SFTTrainer after enable_packing without Liger, with use_liger_kernel=True, and without it in
                 the process that Liger changed, rows of 16,384; needs liger-kernel
     lora        Trainer with LoRA adapters on the Llama-3-8B shape, rows of 8,192, beside the best stock step
+    lora_full   the same, both recomputing their layers: memory="full", and gradient checkpointing of the stock steps
     start       from train() to the end of the first step, with no compile cache and with the one of the run before;
                 of DPO and GRPO after enable_packing: benchmarks.gpu_first_step
     train       crosspack train on the Qwen2-0.5B shape, float32 weights under autocast and bfloat16 weights
     slots       which share of all slots of an epoch of GSM8K are real tokens, padded and packed; needs no GPU
 
-Contenders of "trainers", "sft" and "lora" train on the same packed rows, one row a step: 480 documents of mean 243 and
-at most 2,048 tokens, in the fewest rows, evened out so that the rows are full. Tokens per second count real tokens.
+Contenders of "trainers", "sft", "lora" and "lora_full" train on the same packed rows, one row a step: 480 documents
+of mean 243 and at most 2,048 tokens, in the fewest rows, evened out so that the rows are full. Tokens per second count
+real tokens.
 Memory is the most that was allocated over the whole run, and over the timed epochs alone. Losses are printed so that
 contenders can be compared; that they are exact is tested elsewhere (``benchmarks.gpu --only step``,
 ``tests/torch_backend``). The best stock step is that of ``benchmarks.gpu_step``, by hand and on the same documents.
@@ -42,6 +44,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -52,9 +55,9 @@ if "--tiny" in sys.argv:
 import torch
 
 from benchmarks import pack_dataset
-from benchmarks.gpu import by_contender, collected, parsed, parser, survived
+from benchmarks.gpu import collected, parsed, parser, survived
 from benchmarks.gpu_clock import TOY, Result, free, wanted
-from benchmarks.gpu_step import BEST_STOCK, Contender, race, stock, stock_liger
+from benchmarks.gpu_step import BEST_STOCK, Contender, race, stock, stock_checkpointing, stock_liger
 from benchmarks.gpu_trainer_runs import CONTENDERS, measure
 from benchmarks.gpu_workload import Shape, llama3, qwen2
 
@@ -65,6 +68,11 @@ STOCK = [
     Contender("stock packed: SDPA, Liger", stock_liger, "stock"),
     *([Contender("stock packed: SDPA", stock, "stock")] if TOY else []),
 ]
+STOCK_FULL = [
+    *([] if TOY else [Contender(f"{STOCK[0].name}, checkpointing", stock_checkpointing, "stock", "flash_attention_4")]),
+    Contender("stock packed: SDPA, checkpointing", partial(stock_checkpointing, liger=not TOY), "stock"),
+]
+TRAINER_FULL = 'Trainer, enable_packing(memory="full")'
 TRAINER, SFT = "Trainer, enable_packing", "SFTTrainer(packing=True), enable_packing"
 TRAINER_LIGER = "Trainer(use_liger_kernel=True), enable_packing"
 SFT_LIGER = "SFTTrainer(packing=True, use_liger_kernel=True), enable_packing"
@@ -101,6 +109,12 @@ def lora(chosen: argparse.Namespace) -> Iterator[Result]:
     for capacity in LARGE.capacities:
         yield from _measured(LARGE, TRAINER, capacity, 1, 1)
     yield from _beside(LARGE)
+
+
+def lora_full(chosen: argparse.Namespace) -> Iterator[Result]:
+    if wanted(TRAINER_FULL):
+        yield from _measured(LARGE, TRAINER_FULL, LARGE.capacities[0], 1, 1)
+    yield from race(LARGE, STOCK_FULL)
 
 
 def _measured(
@@ -183,6 +197,7 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], Iterator[Result]]] = {
     "memory": memory,
     "liger": liger,
     "lora": lora,
+    "lora_full": lora_full,
     "start": start,
     "train": train,
     "slots": slots,
@@ -215,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     chosen = parsed(options, arguments)
     results: list[Result] = []
     for section in chosen.only:
-        found = by_contender(survived(section, SECTIONS[section](chosen)))
+        found = survived(section, SECTIONS[section](chosen))
         results += collected(found, chosen.output, section)
     return results
 

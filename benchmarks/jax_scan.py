@@ -1,7 +1,8 @@
 """The gated delta rule of a Qwen3.5 layer in JAX: ours packed, beside MaxText's chunked form and the plain recurrence.
 
     python -m benchmarks.jax_scan --output results/scan.json       # on a GPU, under two minutes with compiling
-    python -m benchmarks.jax_scan --only ours --group 1            # ours alone, its walk from chunk to chunk ungrouped
+    python -m benchmarks.jax_scan --only ours                      # ours, with and without the search for NaN
+    python -m benchmarks.jax_scan --only '^ours$' --group 1        # ours alone, its walk from chunk to chunk ungrouped
     python -m benchmarks.jax_scan --toy                            # tiny shapes, to see that it runs
 
 bfloat16, 16 heads of q and k, 32 of v, width 128, g and beta float32 as models compute them. Every contender first
@@ -22,6 +23,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +31,8 @@ import numpy as np
 
 from benchmarks._report import fastest, machine, not_run, table, versions, write_json
 from jax_backend import gated_delta_rule
-from jax_backend.scan import chunked_scan
+from jax_backend.scan import chunked_scan, delta_rule
+from jax_backend.segments import Segments
 from packing_core import reference
 
 NAN = float("nan")
@@ -107,6 +110,19 @@ def ours() -> Callable[..., jax.Array]:
     return gated_delta_rule
 
 
+def without_search() -> Callable[..., jax.Array]:
+    """Ours as if every number were finite: what keeping NaN in its own document costs is the difference."""
+
+    def none_broken(segments: Segments, *arrays: jax.Array, first: jax.Array | None = None) -> jax.Array:
+        return jnp.zeros(segments.key_begin.shape, bool)
+
+    def run(*operands: jax.Array) -> jax.Array:
+        with mock.patch.object(delta_rule, "broken_segments", none_broken):  # read while the function is traced
+            return gated_delta_rule(*operands)
+
+    return run
+
+
 def recurrence() -> Callable[..., jax.Array]:
     """One token after the other, and all of a row as one document."""
 
@@ -142,6 +158,7 @@ def maxtext() -> Callable[..., jax.Array]:
 
 CONTENDERS: dict[str, Callable[[], Callable[..., jax.Array]]] = {
     "ours": ours,
+    "ours, NaN not looked for": without_search,
     "MaxText, chunked": maxtext,
     "jax.lax.scan over tokens": recurrence,
 }

@@ -134,6 +134,8 @@ def context_attention(
         raise PackingError(f"the mesh has no axis {axis!r}, only {', '.join(mesh.axis_names)}: name the context axis")
     shards, tokens = mesh.shape[axis], q.shape[1]
     starts = np.arange(shards) * (tokens // shards) if chunk_starts is None else chunk_starts
+    if np.ndim(starts) != 1:
+        raise LayoutError(f"chunk_starts must have shape [P], got {np.shape(starts)}: one order serves all rows")
     if tokens % shards or len(starts) % shards or tokens % len(starts):
         raise LayoutError(
             f"{tokens} tokens in {len(starts)} chunks do not divide over the {shards} devices of axis {axis!r}: "

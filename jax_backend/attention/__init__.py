@@ -36,6 +36,12 @@ IMPLEMENTATIONS = {
     "tpu": "jax_backend.attention.tpu",
 }
 
+# Names that are asked for and are no implementation, each with the reason.
+REFUSED = {
+    "tokamax": "dot_product_attention takes no segment ids, and with a boolean mask it computes every pair of a row: pass "
+    "None, or put segment_attention in its place (docs/jax.md)",
+}
+
 # Plain XLA operations, which the compiler's partitioner may split as it likes.
 PARTITIONED = ("chunked", "xla")
 
@@ -274,7 +280,10 @@ def answers(request: Request, implementation: str | None = None) -> dict[str, st
 
     Raises:
         PackingError: no implementation has that name.
+        UnsupportedError: the name is that of a library that cannot serve.
     """
+    if implementation in REFUSED:
+        raise UnsupportedError(f"implementation {implementation!r}: {REFUSED[implementation]}")
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise PackingError(
             f"implementation {implementation!r} is unknown: pass one of {', '.join(IMPLEMENTATIONS)}, or None"

@@ -53,7 +53,7 @@ def packed_cross_entropy(
         weights: [...] weight of each target; None for 1. Weights are data and get no gradient.
 
     Returns:
-        (loss_sum, weight_sum), float32 scalars. A target that is no class makes the loss NaN.
+        (loss_sum, weight_sum), float32 scalars. A target that is no class makes the loss and its gradients NaN.
 
     Raises:
         LayoutError: the shapes contradict each other.
@@ -66,8 +66,13 @@ def packed_cross_entropy(
     counts = targets != ignore_index
     is_class = (targets >= 0) & (targets < logits.shape[-1])
     picked = jnp.take_along_axis(wide, jnp.where(is_class, targets, 0)[..., None], axis=-1)[..., 0]
-    picked = jnp.where(counts & ~is_class, jnp.nan, picked)
     weight = counts if weights is None else jnp.where(counts, jax.lax.stop_gradient(weights), 0)
     weight = weight.astype(jnp.float32)
     nll = jnp.where(counts, jax.nn.logsumexp(wide, axis=-1) - picked, 0.0)
-    return jnp.sum(weight * nll), jnp.sum(weight)
+    return jnp.sum(weight * nll) * one_or_nan(is_class | ~counts), jnp.sum(weight)
+
+
+def one_or_nan(targets_hold: jax.Array) -> jax.Array:
+    """Returns 1 if all of these are true, else NaN: a factor makes gradients NaN as well, so that optimizers that
+    look at gradients, such as ``optax.apply_if_finite``, leave out the step."""
+    return jnp.where(targets_hold.all(), 1.0, jnp.nan)

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jax_backend.attention.sharding import is_whole, platform_of
 from jax_backend.differentiation import reverse_mode
 from jax_backend.lacking import missing
-from jax_backend.losses.cross_entropy import IGNORED
+from jax_backend.losses.cross_entropy import IGNORED, one_or_nan
 from jax_backend.placement import refuse_varying, takes_explicit_axes
 from packing_core.errors import LayoutError, PackingError
 
@@ -90,7 +90,7 @@ def linear_cross_entropy(
             ``weight`` may be sharded in any way.
 
     Returns:
-        (loss_sum, weight_sum), float32 scalars. A target that is no class makes the loss NaN.
+        (loss_sum, weight_sum), float32 scalars. A target that is no class makes the loss and its gradients NaN.
 
     Raises:
         LayoutError: the shapes contradict each other.
@@ -109,7 +109,9 @@ def linear_cross_entropy(
     factors = counts if weights is None else jnp.where(counts, jax.lax.stop_gradient(weights), 0)
     factors = factors.astype(jnp.float32)
     classes = weight.shape[not transposed]
-    labels = jnp.where(counts, jnp.where((targets >= 0) & (targets < classes), targets, classes), -1)
+    is_class = (targets >= 0) & (targets < classes)
+    labels = jnp.where(counts & is_class, targets, -1)
+    valid = one_or_nan(is_class | ~counts)
     platform, whole = platform_of(hidden, mesh), mesh is not None or is_whole(hidden, weight)
 
     def run(hidden: jax.Array, weight: jax.Array, labels: jax.Array, factors: jax.Array) -> jax.Array:
@@ -125,12 +127,12 @@ def linear_cross_entropy(
     hidden, weight = reverse_mode(_FORWARD_MODE, hidden, weight)
     if mesh is None:
         refuse_varying("linear_cross_entropy", hidden, weight)
-        return run(hidden, weight, labels, factors).sum(), factors.sum()
+        return run(hidden, weight, labels, factors).sum() * valid, factors.sum()
     sharding = mesh if isinstance(mesh, NamedSharding) else NamedSharding(mesh, P(mesh.axis_names))
     spec = P(*sharding.spec[: labels.ndim])
     sums = P(tuple(axis for part in spec if part is not None for axis in ((part,) if isinstance(part, str) else part)))
     spread = jax.shard_map(run, mesh=sharding.mesh, in_specs=(spec, P(), spec, spec), out_specs=sums, check_vma=False)
-    return spread(hidden, weight, labels, factors).sum(), factors.sum()
+    return spread(hidden, weight, labels, factors).sum() * valid, factors.sum()
 
 
 def answers(
@@ -179,7 +181,7 @@ def _against_powers(
 def _loss_sum(
     options: _LossOptions, hidden: jax.Array, weight: jax.Array, labels: jax.Array, factors: jax.Array
 ) -> jax.Array:
-    """Computes the loss of hidden [T, M]; labels [T] are -1 where there is no target, V if it is wrong; factors [T]."""
+    """Computes the loss of hidden [T, M]; labels [T] are -1 where there is no target; factors [T]."""
     narrow = weight.astype(hidden.dtype)
 
     def add(total: jax.Array, part: Any) -> tuple[jax.Array, None]:
@@ -239,18 +241,17 @@ def _by_powers(
     """
     from jax_backend.losses import mosaic_powers
 
-    classes = weight.shape[not options.transposed]
     by_class_VM = weight if options.transposed else weight.T
 
     def add(carry: Any, part: Any) -> tuple[Any, jax.Array]:
         total, dweight, largest = carry
         hidden_CM, labels_C, factors_C = part
-        place_C = jnp.clip(labels_C, 0, classes - 1)
+        place_C = jnp.maximum(labels_C, 0)
         base_C = _product("cm,cm->c", hidden_CM, by_class_VM[place_C]) * (options.logit_scale * mosaic_powers.LOG2E)
         base_C = jnp.where(labels_C == -1, _FAR, base_C)
         powers_CV, sums = mosaic_powers.powers(hidden_CM, by_class_VM, place_C, base_C, options.logit_scale)
         others_C = sums.sum(axis=0)
-        nll_C = jnp.where(labels_C == classes, jnp.nan, jnp.log1p(others_C))
+        nll_C = jnp.log1p(others_C)
         at_label_C = others_C.astype(hidden.dtype)
         powers_CV = powers_CV.at[jnp.arange(len(place_C)), place_C].set(
             -at_label_C, unique_indices=True, indices_are_sorted=True
@@ -297,9 +298,7 @@ def _logits(options: _LossOptions, hidden: jax.Array, weight: jax.Array) -> tupl
 def _losses(logits: jax.Array, labels: jax.Array, factors: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The weighted sum of negative log-likelihoods, and each token's log-sum-exp [C, 1]."""
     lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    classes = logits.shape[-1]
-    picked = jnp.take_along_axis(logits, jnp.clip(labels, 0, classes - 1)[:, None], axis=-1)[:, 0]
-    picked = jnp.where(labels == classes, jnp.nan, picked)
+    picked = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[:, None], axis=-1)[:, 0]
     nll = jnp.where(labels == -1, 0.0, lse[:, 0] - picked)
     return jnp.sum(nll * factors), lse
 

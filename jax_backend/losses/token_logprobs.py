@@ -86,7 +86,8 @@ def token_logprobs(
         if top_k is not None:
             ids = jnp.concatenate([ids, jax.lax.top_k(jax.lax.stop_gradient(logits), top_k)[1]], axis=-1)
         spread_out = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1) if entropy else None
-        return jnp.take_along_axis(log_p, ids, axis=-1), spread_out, ids[..., 1:]
+        rows = jnp.where(ids < 0, log_p.shape[-1], ids)  # NaN, where a negative id would count from the end
+        return jnp.take_along_axis(log_p, rows, axis=-1), spread_out, ids[..., 1:]
 
     ids = targets[..., None] if candidates is None else jnp.concatenate([targets[..., None], candidates], axis=-1)
     trained = weights != 0

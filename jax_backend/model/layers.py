@@ -25,10 +25,14 @@ IN_PLACE = "in_place_of_products"
 
 
 class Embedding(nnx.Embed):
-    """Rows of a table, and products with it; gradients add up in float32 for every ``dtype``."""
+    """Rows of a table, and products with it; gradients add up in float32 for every ``dtype``.
+
+    An id that is no row gives NaN.
+    """
 
     def __call__(self, ids: jax.Array) -> jax.Array:  # type: ignore[override]  # without flax's out_sharding
         table = self.embedding[...]
+        ids = jnp.where(ids < 0, len(table), ids)  # a negative one would count from the end
         rows = jnp.take(table.astype(jnp.promote_types(table.dtype, jnp.float32)), ids, axis=0)
         return rows.astype(table.dtype if self.dtype is None else self.dtype)
 

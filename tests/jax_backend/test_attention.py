@@ -191,6 +191,11 @@ def test_cudnn_counts_the_rows_that_vmap_adds(monkeypatch: pytest.MonkeyPatch) -
         jax.vmap(jax.vmap(attend))(jnp.ones((16, 4, 1, 8, 1, 64)))
 
 
+def test_tokamax_is_refused_with_what_it_lacks() -> None:
+    with pytest.raises(UnsupportedError, match="'tokamax': dot_product_attention takes no segment ids, .* pass None"):
+        choose(request(), "tokamax")
+
+
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(PackingError, match="'flash' is unknown: pass one of xla, chunked, pallas, cudnn, tpu, or None"):
         choose(request(), "flash")

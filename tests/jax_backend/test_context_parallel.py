@@ -152,6 +152,8 @@ def test_what_does_not_divide_or_is_not_there_is_refused() -> None:
         context_attention(**arrays, segment_ids=ids, mesh=mesh_of(data=2))
     with pytest.raises(LayoutError, match="64 tokens in 3 chunks do not divide over the 3 devices of axis 'context'"):
         context_attention(**arrays, segment_ids=ids, mesh=mesh_of(context=3))
+    with pytest.raises(LayoutError, match=r"chunk_starts must have shape \[P\], got \(1, 2\): one order serves all"):
+        context_attention(**arrays, segment_ids=ids, mesh=mesh_of(context=2), chunk_starts=np.array([[0, 32]]))
     with pytest.raises(LayoutError, match="64 tokens a row do not divide into 3 shards of 2 chunks"):
         balance_tokens(IDS, 3)
 

@@ -141,10 +141,11 @@ def test_the_step_of_a_large_vocabulary_holds_no_logits() -> None:
 
 
 @pytest.mark.parametrize("wrong", [V, -1])
-def test_a_target_that_is_no_class_makes_the_loss_nan(wrong: int, way) -> None:
+def test_a_target_that_is_no_class_makes_the_loss_and_its_gradients_nan(wrong: int, way) -> None:
     arrays = case()
     arrays["targets"] = arrays["targets"].at[1, 2].set(wrong)
-    assert jnp.isnan(sums_and_gradients(linear_cross_entropy, *arrays.values())[0])
+    loss, _, *gradients = sums_and_gradients(linear_cross_entropy, *arrays.values())
+    assert all(jnp.isnan(x).any() for x in (loss, *gradients))
 
 
 @pytest.mark.parametrize(

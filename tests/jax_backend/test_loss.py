@@ -69,9 +69,11 @@ def test_weights_get_no_gradient_and_no_target_is_no_loss() -> None:
 
 
 @pytest.mark.parametrize("wrong", [V, -1])
-def test_a_target_that_is_no_class_makes_the_loss_nan(wrong: int) -> None:
+def test_a_target_that_is_no_class_makes_the_loss_and_its_gradient_nan(wrong: int) -> None:
     logits, targets, _ = (jnp.asarray(x) for x in case())
-    assert jnp.isnan(packed_cross_entropy(logits, targets.at[1, 2].set(wrong))[0])
+    wrong_targets = targets.at[1, 2].set(wrong)
+    loss, gradient = jax.value_and_grad(lambda logits: packed_cross_entropy(logits, wrong_targets)[0])(logits)
+    assert jnp.isnan(loss) and jnp.isnan(gradient).any()
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,14 @@ def test_candidates_are_the_most_likely_ids_or_those_that_are_named(model, batch
     assert not chosen.candidate_logprobs[~trained].any()
 
 
+@pytest.mark.parametrize("wrong", [64, -3])
+def test_a_target_that_is_no_class_has_nan(model, batch, wrong):
+    place = tuple(np.argwhere(batch["loss_weights"] > 0)[3])
+    found = token_logprobs(model, dict(batch, targets=batch["targets"].at[place].set(wrong))).logprobs
+    assert model.config.vocab_size == 64
+    np.testing.assert_array_equal(np.argwhere(np.isnan(found)), [place])
+
+
 def test_what_cannot_be_done_is_refused(model, batch):
     with pytest.raises(LayoutError, match="the batch lacks targets"):
         token_logprobs(model, {name: x for name, x in batch.items() if name != "targets"})

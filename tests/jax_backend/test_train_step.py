@@ -132,7 +132,19 @@ def test_an_id_outside_the_vocabulary_is_refused_and_changes_nothing() -> None:
     train_step(state, untrained)  # which the refusals did not donate
 
 
-def test_a_donated_state_is_named() -> None:
+@pytest.mark.parametrize(("name", "value"), [("targets", 64), ("input_ids", 64), ("input_ids", -3)])
+def test_an_id_outside_the_vocabulary_in_a_devices_memory_is_nan_and_can_be_skipped(name: str, value: int) -> None:
+    place = tuple(np.argwhere(BATCHES[0]["loss_weights"] > 0)[3])
+    wrong = {key: jnp.asarray(array) for key, array in BATCHES[0].items()}
+    wrong[name] = wrong[name].at[place].set(value)
+    train_step = make_train_step(decoder(), optax.apply_if_finite(optax.sgd(0.1), 1))
+    before = train_step.init()
+    after, metrics = train_step(train_step.init(), wrong)
+    assert np.isnan(metrics["loss"])
+    assert largest_difference(after.params, before.params) == 0.0
+
+
+def test_a_donated_state_is_named(tmp_path) -> None:
     train_step = make_train_step(decoder(), optax.sgd(0.1))
     state = train_step.init()
     train_step(state, BATCHES[0])
@@ -141,6 +153,7 @@ def test_a_donated_state_is_named() -> None:
         lambda: train_step.evaluate(state, BATCHES[:1]),
         lambda: train_step.accumulate(state, None, BATCHES[0]),
         lambda: train_step.model(state),
+        lambda: save_state(tmp_path / "state", state),
     )
     for use in uses:
         with pytest.raises(PackingError, match="an earlier step took the buffers of this state"):
@@ -274,12 +287,25 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused(tmp_path) -> None
     given = CONFIGS["llama"]().to_dict()
     changed = [DecoderConfig.from_hf(given | {name: 2 * given[name]}) for name in ("hidden_size", "num_hidden_layers")]
     others = [make_train_step(Decoder(config, rngs=nnx.Rngs(0)), optax.sgd(0.1)) for config in changed]
-    for other in [*others, make_train_step(decoder(), optax.adamw(0.1))]:
-        with pytest.raises(PackingError, match=r"saved is no checkpoint of this model and optimizer \("):
+    wide, deep = others
+    refused = {
+        r"lm_head.kernel.value: \(32, 64\) there and \(64, 64\) here": wide,
+        r"layers.1.input_layernorm.weight.value: missing there and \(32,\) here": deep,
+        r"opt_state.0.count: missing there and \(\) here": make_train_step(decoder(), optax.adamw(0.1)),
+    }
+    for message, other in refused.items():
+        with pytest.raises(PackingError, match=rf"saved is no checkpoint of this model and optimizer \(.*{message}"):
             restore_state(tmp_path / "saved", other)
     (tmp_path / "empty").mkdir()
     with pytest.raises(PackingError, match=r"empty is no checkpoint of this model and optimizer \("):
         restore_state(tmp_path / "empty", others[0])
+
+
+def test_an_optimizer_with_a_random_key_is_restored(tmp_path) -> None:
+    train_step = make_train_step(decoder(), optax.add_noise(0.1, 0.1, key=jax.random.key(7)))
+    save_state(tmp_path / "saved", train_step.init())
+    key = restore_state(tmp_path / "saved", train_step).opt_state.rng_key
+    np.testing.assert_array_equal(jax.random.key_data(key), jax.random.key_data(jax.random.key(7)))
 
 
 def test_microbatches_of_different_shapes_add_up_to_one_step() -> None:

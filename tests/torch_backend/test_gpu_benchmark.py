@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -44,6 +47,41 @@ def test_a_contender_whose_documents_see_each_other_has_no_figure():
 def test_after_the_budget_nothing_is_begun():
     gpu_clock.set_budget(-1)
     assert gated(pytest.fail, 1.0, pytest.fail) == ({}, "not run: out of time")
+
+
+def test_a_contender_that_does_not_end_is_interrupted(monkeypatch):
+    monkeypatch.setattr(gpu_clock, "_limit", 0.05)
+    figures, note = gated(lambda: 0.0, 1.0, lambda: time.sleep(60))
+    assert figures == {} and note == "TimeoutError: no end after 0 s"
+    monkeypatch.setattr(gpu_clock, "_limit", 60.0)
+    gpu_clock.set_budget(0.05)
+    assert gated(lambda: time.sleep(60), 1.0, pytest.fail)[1].startswith("TimeoutError")
+
+
+@pytest.mark.slow
+def test_a_budget_ends_a_process_that_nothing_interrupts():
+    code = """
+import signal
+from benchmarks.gpu_clock import ending_within
+signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+with ending_within(0.5):
+    signal.sigwait([signal.SIGUSR1])
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1 and "Timeout" in ended.stderr
+
+
+def test_figures_are_printed_and_written_as_they_come(tmp_path, capsys):
+    def slow():
+        yield Result("one", "case", "ours", 1.5, "ms", "error 1e-3")
+        yield Result("one", "case", "ours", 3.0, "GiB", "error 1e-3")
+        printed = capsys.readouterr().out.splitlines()[-1]
+        assert printed.endswith("one, case, ours: 1.5 ms; error 1e-3; 3 GiB;")
+        assert len(json.loads((tmp_path / "gpu.json").read_text())["results"]) == 2
+        yield Result("one", "case", "theirs", None, "ms", "broken")
+        assert capsys.readouterr().out.splitlines()[-1].endswith("one, case, theirs: broken;")
+
+    assert len(gpu.collected(slow(), tmp_path)) == 3
 
 
 def test_what_fails_says_why_and_what_is_near_enough_is_measured():

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from packing_core.errors import LayoutError
 from packing_core.reference import ExpertActivation
 from torch_backend.ops.experts.dispatch import IMPLEMENTATIONS, describe, load, rejections, select
-from torch_backend.ops.experts.products import Between, ExpertProduct, LowRank, Places
+from torch_backend.ops.experts.products import Between, ByToken, ExpertProduct, LowRank, Places
 from torch_backend.ops.experts.request import Adapter, ExpertsRequest, request_of
 from torch_backend.ops.operators import operator
 
@@ -181,13 +181,13 @@ def _low_rank(t: Tensor | None, b: Tensor | None) -> LowRank | None:
 def _launch_forward(*given: Any) -> tuple[Tensor, ...]:
     call, options = _Operands(*given[: len(_Operands._fields)]), _Options(*given[len(_Operands._fields) :])
     steps = load(options.implementation)
-    x, up_a, down_a = call.x, call.up_a, call.down_a
+    x, up_a, down_a = ByToken(call.x), call.up_a, call.down_a
     routing = steps.route(call.indices.contiguous(), call.up.shape[0])
-    t = None if up_a is None else steps.rows(x, ExpertProduct(up_a, scale=options.up_scale), routing, gather=True)
+    t = None if up_a is None else steps.rows(x, ExpertProduct(up_a, scale=options.up_scale), routing)
     z, h = steps.up(x, ExpertProduct(call.up, call.up_bias, _low_rank(t, call.up_b)), routing, options.between)
     u = None if down_a is None else steps.rows(h, ExpertProduct(down_a, scale=options.down_scale), routing)
     y = steps.rows(h, ExpertProduct(call.down, call.down_bias, _low_rank(u, call.down_b)), routing)
-    t, u = (x.new_empty(0) if half is None else half for half in (t, u))
+    t, u = (z.new_empty(0) if half is None else half for half in (t, u))
     combined = steps.combine(y, routing, call.weights.contiguous())
     return combined, *_Saved(z, t, u, routing.order, routing.places, routing.offsets)
 
@@ -199,34 +199,30 @@ def _launch_backward(dy: Tensor, *given: Any) -> tuple[Tensor, ...]:
     needs = {name for name, need in zip(_GRADIENTS, given[-1], strict=True) if need}
     weights, (up_a, up_b, down_a, down_b) = call.weights.contiguous(), call[6:10]
     routing = Places(saved.order, saved.places, saved.offsets, call.indices.contiguous())
-    du = (
-        None
-        if down_b is None
-        else steps.rows(dy, ExpertProduct(down_b.mT, scale=options.down_scale), routing, gather=True)
-    )
+    x, out = ByToken(call.x), ByToken(dy)
+    du = None if down_b is None else steps.rows(out, ExpertProduct(down_b.mT, scale=options.down_scale), routing)
     bias = call.down_bias if "weights" in needs else None
     by = ExpertProduct(call.down.mT, bias, _low_rank(du, None if down_a is None else down_a.mT))
-    dz, weighted, dweights = steps.down_backward(dy, by, saved.z, weights, routing, options.between)
+    dz, weighted, dweights = steps.down_backward(out, by, saved.z, weights, routing, options.between)
     found["weights"] = dweights.to(weights.dtype)
     if "down" in needs:
-        found["down"] = steps.outer(dy, weighted, routing, call.down, gather_a=True)
+        found["down"] = steps.outer(out, weighted, routing, call.down)
     if "down_bias" in needs and call.down_bias is not None:
-        found["down_bias"] = steps.sums(dy, routing, call.down_bias, weights=weights)
+        found["down_bias"] = steps.sums(out, routing, call.down_bias, weights=weights)
     if du is not None and down_a is not None and down_b is not None:
         if "down_a" in needs:
             found["down_a"] = steps.outer(du, weighted, routing, down_a)
         if "down_b" in needs:
-            weight = weights.flatten()[routing.order.long()].to(saved.u.dtype)
-            found["down_b"] = steps.outer(dy, saved.u * weight[:, None], routing, down_b, gather_a=True)
-    del weighted
+            found["down_b"] = steps.outer(out, saved.u, routing, down_b, weights=weights)
+    del weighted, out
     dt = None if up_b is None else steps.rows(dz, ExpertProduct(up_b.mT, scale=options.up_scale), routing)
     if "up" in needs:
-        found["up"] = steps.outer(dz, call.x, routing, call.up, gather_b=True)
+        found["up"] = steps.outer(dz, x, routing, call.up)
     if "up_bias" in needs and call.up_bias is not None:
         found["up_bias"] = steps.sums(dz, routing, call.up_bias)
     if dt is not None and up_a is not None and up_b is not None:
         if "up_a" in needs:
-            found["up_a"] = steps.outer(dt, call.x, routing, up_a, gather_b=True)
+            found["up_a"] = steps.outer(dt, x, routing, up_a)
         if "up_b" in needs:
             found["up_b"] = steps.outer(dz, saved.t, routing, up_b)
     if "x" in needs:

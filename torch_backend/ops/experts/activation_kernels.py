@@ -82,6 +82,30 @@ def store_halves(
 
 
 @triton.jit
+def activation_backward(
+    dh, z, weight, dz, weighted, first, inside, column, alpha, limit, offset,
+    INNER: tl.constexpr, STORED: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Write a tile of dz and of ``weighted`` = weight h, from dh, the gradient of h before its weight.
+
+    With STORED a part of dh is where ``weighted`` will be. Returns the tile's share [BLOCK_M] of the weight's gradient.
+    """
+    i = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = inside[:, None] & (i < INNER)[None, :]
+    at = at_places(weighted, first, i, INNER, BLOCK_M)
+    if STORED:
+        dh += tl.load(at, mask, other=0.0).to(tl.float32)
+    gate, value = halves_of(z, first, inside, column, INNER, GATED, INTERLEAVED, BLOCK_M, BLOCK_N)
+    h, by_gate, by_value = activated(gate, value, alpha, limit, offset, NAME, GATED, LIMIT)
+    share = tl.sum(tl.where(mask, dh * h, 0.0), 1)
+    dh *= weight[:, None]
+    store_halves(dz, dh * by_gate, dh * by_value, first, inside, column, INNER, GATED, INTERLEAVED, BLOCK_M, BLOCK_N)
+    tl.store(at, (h * weight[:, None]).to(weighted.dtype.element_ty), mask)
+    return share
+
+
+@triton.jit
 def activate(
     z, bias, h, offsets, tiles, alpha, limit, offset,
     INNER: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr, BIAS: tl.constexpr,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_backend.ops.experts.products import Between, ExpertProduct, Places
+from torch_backend.ops.experts.products import Between, ByToken, ExpertProduct, Places
 from torch_backend.ops.experts.request import ExpertsRequest
 from torch_backend.ops.experts.triton import TritonExperts, activate, gathered
 
@@ -35,34 +35,43 @@ class GroupedMM(TritonExperts):
             return f"products are narrower than {_NARROW}"
         return super().supports(request)
 
-    def rows(self, a: Tensor, by: ExpertProduct, routing: Places, *, gather: bool = False) -> Tensor:
+    def rows(self, a: Tensor | ByToken, by: ExpertProduct, routing: Places) -> Tensor:
         if by.bias is not None or by.adapter is not None or by.scale != 1 or min(by.w.shape[1:]) < _NARROW:
-            return super().rows(a, by, routing, gather=gather)
-        return _product(gathered(a, routing) if gather else a, by.w.mT, routing)
+            return super().rows(a, by, routing)
+        return _product(_in_order(a, routing), by.w.mT, routing)
 
-    def up(self, x: Tensor, by: ExpertProduct, routing: Places, between: Between) -> tuple[Tensor, Tensor]:
+    def up(self, x: ByToken, by: ExpertProduct, routing: Places, between: Between) -> tuple[Tensor, Tensor]:
         if by.adapter is not None or routing.mean < WIDE_UP:
             return super().up(x, by, routing, between)
-        z = _product(gathered(x, routing), by.w.mT, routing)
+        z = _product(_in_order(x, routing), by.w.mT, routing)
         return z, activate(z, by.bias, routing, between)
 
     def down_backward(
-        self, dy: Tensor, by: ExpertProduct, z: Tensor, weights: Tensor, routing: Places, between: Between
+        self, dy: ByToken, by: ExpertProduct, z: Tensor, weights: Tensor, routing: Places, between: Between
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dh = _product(gathered(dy, routing), by.w.mT, routing)
+        dh = _product(_in_order(dy, routing), by.w.mT, routing)
         return self.activation_backward(dy, by, z, dh, weights, routing, between, multiply=False)
 
     def outer(
-        self, a: Tensor, b: Tensor, routing: Places, like: Tensor, *, gather_a: bool = False, gather_b: bool = False
+        self,
+        a: Tensor | ByToken,
+        b: Tensor | ByToken,
+        routing: Places,
+        like: Tensor,
+        *,
+        weights: Tensor | None = None,
     ) -> Tensor:
-        if min(like.shape[1:]) < _NARROW:
-            return super().outer(a, b, routing, like, gather_a=gather_a, gather_b=gather_b)
-        x = gathered(a, routing) if gather_a else a
-        y = gathered(b, routing) if gather_b else b
+        if weights is not None or min(like.shape[1:]) < _NARROW:
+            return super().outer(a, b, routing, like, weights=weights)
+        x, y = _in_order(a, routing), _in_order(b, routing)
         assert _PRODUCT is not None
         if like.stride(1) == 1:  # in the order in which ``like`` lies
             return _PRODUCT(y.t(), x, offs=routing.offsets[1:]).mT
         return _PRODUCT(x.t(), y, offs=routing.offsets[1:])
+
+
+def _in_order(x: Tensor | ByToken, routing: Places) -> Tensor:
+    return x.in_order(gathered, routing) if isinstance(x, ByToken) else x
 
 
 def _product(a: Tensor, w: Tensor, routing: Places) -> Tensor:

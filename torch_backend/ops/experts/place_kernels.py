@@ -74,6 +74,12 @@ def lines_of(order, place, inside, GATHER: tl.constexpr, TOP_K: tl.constexpr):
 
 
 @triton.jit
+def weights_of(weights, order, place, inside):
+    """The weight of each place, float32; 0 outside."""
+    return tl.load(weights + tl.load(order + place, inside, other=0), inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def at_places(x, first, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Pointers to a tile of x [S, WIDTH] from place ``first`` on; offsets of 32 bits take half the registers of 64."""
     return x + first.to(tl.int64) * WIDTH + (tl.arange(0, BLOCK)[:, None] * WIDTH + columns[None, :])
@@ -132,27 +138,34 @@ def sums(
         lines = lines_of(order, place, inside, GATHER, TOP_K)
         x = tl.load(a + lines[:, None] * N + n[None, :], inside[:, None] & (n < N)[None, :], other=0.0).to(tl.float32)
         if WEIGHTS:
-            entry = tl.load(order + place, inside, other=0)
-            x *= tl.load(weights + entry, inside, other=0.0).to(tl.float32)[:, None]
+            x *= weights_of(weights, order, place, inside)[:, None]
         total += x
     tl.store(out + e * N + n, tl.sum(total, 0), n < N)
 
 
 @triton.jit
-def bias_shares(
-    dy, bias, places, indices, shares, entries, D: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+def add_shares(
+    shares, dy, bias, places, indices, out, entries,
+    WIDE: tl.constexpr, D: tl.constexpr, TOP_K: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK: tl.constexpr, PADDED: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """shares [S] by (token, choice), += the product of the token's dy with the bias of its expert. Grid: (blocks,)."""
+    """out [T, K] = the gradient of each weight, 0 for no expert: the sum of shares [S, WIDE] at its place.
+
+    With BIAS, and the product of the token's dy with the bias of its expert. Grid: (blocks,).
+    """
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    routed = (entry < entries) & (tl.load(places + entry, entry < entries, other=-1) >= 0)
-    expert = tl.load(indices + entry, routed, other=0).to(tl.int64)
-    token = (entry // TOP_K).to(tl.int64)
-    total = tl.zeros([BLOCK, BLOCK_D], tl.float32)
-    for first in range(0, D, BLOCK_D):
-        d = first + tl.arange(0, BLOCK_D)
-        mask = routed[:, None] & (d < D)[None, :]
-        x = tl.load(dy + token[:, None] * D + d[None, :], mask, other=0.0).to(tl.float32)
-        total += x * tl.load(bias + expert[:, None] * D + d[None, :], mask, other=0.0).to(tl.float32)
-    found = tl.load(shares + entry, routed, other=0.0)
-    tl.store(shares + entry, found + tl.sum(total, 1), routed)
+    place = tl.load(places + entry, entry < entries, other=-1)
+    routed, column = place >= 0, tl.arange(0, PADDED)
+    mask = routed[:, None] & (column < WIDE)[None, :]
+    found = tl.sum(tl.load(shares + place.to(tl.int64)[:, None] * WIDE + column[None, :], mask, other=0.0), 1)
+    if BIAS:
+        expert = tl.load(indices + entry, routed, other=0).to(tl.int64)
+        token = (entry // TOP_K).to(tl.int64)
+        total = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+        for first in range(0, D, BLOCK_D):
+            d = first + tl.arange(0, BLOCK_D)
+            mask_d = routed[:, None] & (d < D)[None, :]
+            x = tl.load(dy + token[:, None] * D + d[None, :], mask_d, other=0.0).to(tl.float32)
+            total += x * tl.load(bias + expert[:, None] * D + d[None, :], mask_d, other=0.0).to(tl.float32)
+        found += tl.sum(total, 1)
+    tl.store(out + entry, found, entry < entries)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from packing_core.reference import ExpertActivation
-from torch_backend.ops.experts.products import Between, ExpertProduct, Places, Products
+from torch_backend.ops.experts.products import Between, ByToken, ExpertProduct, Places, Products
 from torch_backend.ops.experts.request import ExpertsRequest
 
 
@@ -33,8 +33,8 @@ class Plain(Products):
         places = torch.where(routed, places, -1).view(indices.shape)
         return Places(order.int(), places.int(), F.pad(counts.cumsum(0), (1, 0)).int(), indices)
 
-    def rows(self, a: Tensor, by: ExpertProduct, routing: Places, *, gather: bool = False) -> Tensor:
-        x = _gathered(a, routing) if gather else a
+    def rows(self, a: Tensor | ByToken, by: ExpertProduct, routing: Places) -> Tensor:
+        x = _in_order(a, routing)
         y = x.new_empty(x.shape[0], by.w.shape[1])
         for e, start, end in _spans(routing):
             torch.mm(x[start:end], by.w[e].t(), out=y[start:end])
@@ -46,26 +46,33 @@ class Plain(Products):
                 y[start:end] += by.bias[e]
         return y
 
-    def up(self, x: Tensor, by: ExpertProduct, routing: Places, between: Between) -> tuple[Tensor, Tensor]:
-        z = self.rows(x, by, routing, gather=True)
+    def up(self, x: ByToken, by: ExpertProduct, routing: Places, between: Between) -> tuple[Tensor, Tensor]:
+        z = self.rows(x, by, routing)
         return z, activated(z, between)
 
     def down_backward(
-        self, dy: Tensor, by: ExpertProduct, z: Tensor, weights: Tensor, routing: Places, between: Between
+        self, dy: ByToken, by: ExpertProduct, z: Tensor, weights: Tensor, routing: Places, between: Between
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dh, h = self.rows(dy, replace(by, bias=None), routing, gather=True), activated(z, between)
+        dh, h = self.rows(dy, replace(by, bias=None), routing), activated(z, between)
         share = (dh * h).sum(1, dtype=torch.promote_types(torch.float32, dh.dtype))
         if by.bias is not None:
-            share += self.rows(dy, ExpertProduct(by.bias[:, None]), routing, gather=True)[:, 0]
-        weight = weights.flatten()[routing.order].to(dh.dtype)[:, None]
+            share += self.rows(dy, ExpertProduct(by.bias[:, None]), routing)[:, 0]
+        weight = _weights(weights, routing, dh)
         dz = _activation_backward(dh.mul_(weight), z, between)
         return dz, h.mul_(weight), _at_entries(share, routing)
 
     def outer(
-        self, a: Tensor, b: Tensor, routing: Places, like: Tensor, *, gather_a: bool = False, gather_b: bool = False
+        self,
+        a: Tensor | ByToken,
+        b: Tensor | ByToken,
+        routing: Places,
+        like: Tensor,
+        *,
+        weights: Tensor | None = None,
     ) -> Tensor:
-        x = _gathered(a, routing) if gather_a else a
-        y = _gathered(b, routing) if gather_b else b
+        x, y = _in_order(a, routing), _in_order(b, routing)
+        if weights is not None:
+            y = y * _weights(weights, routing, y)
         out, spans = torch.empty_like(like), _spans(routing)
         chosen = {e for e, _, _ in spans}
         for e in range(like.shape[0]):
@@ -75,12 +82,12 @@ class Plain(Products):
             torch.mm(x[start:end].t(), y[start:end], out=out[e])
         return out
 
-    def sums(self, a: Tensor, routing: Places, like: Tensor, *, weights: Tensor | None = None) -> Tensor:
-        out = torch.zeros_like(like)
+    def sums(self, a: Tensor | ByToken, routing: Places, like: Tensor, *, weights: Tensor | None = None) -> Tensor:
+        out, x = torch.zeros_like(like), _in_order(a, routing)
         if weights is not None:
-            a = _gathered(a, routing) * weights.flatten()[routing.order, None].to(a.dtype)
+            x = x * _weights(weights, routing, x)
         for e, start, end in _spans(routing):
-            out[e] = a[start:end].sum(0)
+            out[e] = x[start:end].sum(0)
         return out
 
     def combine(self, y: Tensor, routing: Places, weights: Tensor | None) -> Tensor:
@@ -146,9 +153,14 @@ def _halves(z: Tensor, between: Between) -> tuple[Tensor, ...]:
     return z[:, : step * (z.shape[1] // 2) : step], z[:, second::step]
 
 
-def _gathered(x: Tensor, routing: Places) -> Tensor:
-    """[S, D]: each place's token of x [T, D]."""
-    return x[routing.order // routing.top_k]
+def _in_order(x: Tensor | ByToken, routing: Places) -> Tensor:
+    """[S, D]: the line of a factor at each place."""
+    return x.in_order(lambda x, routing: x[routing.order // routing.top_k], routing) if isinstance(x, ByToken) else x
+
+
+def _weights(weights: Tensor, routing: Places, like: Tensor) -> Tensor:
+    """[S, 1]: the weight of each place, in the dtype of ``like``."""
+    return weights.flatten()[routing.order, None].to(like.dtype)
 
 
 def _at_entries(x: Tensor, routing: Places) -> Tensor:

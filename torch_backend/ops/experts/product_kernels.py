@@ -4,8 +4,8 @@
 import triton
 import triton.language as tl
 
-from torch_backend.ops.experts.activation_kernels import activated, halves_of, store_halves
-from torch_backend.ops.experts.place_kernels import at_places, lines_of, tile_of
+from torch_backend.ops.experts.activation_kernels import activated, activation_backward
+from torch_backend.ops.experts.place_kernels import at_places, lines_of, tile_of, weights_of
 
 
 @triton.jit
@@ -42,7 +42,8 @@ def products(
     a_at = a + lines[:, None] * K + k[None, :]
     w_at = w + n[None, :] * w_n + k[:, None] * w_k
     w2_at = w + second[None, :] * w_n + k[:, None] * w_k
-    for first in range(0, K, BLOCK_K):
+    # A single block is unrolled, which takes no stages of its own.
+    for first in tl.range(0, K, BLOCK_K, num_stages=1 if K <= BLOCK_K else None):
         if K % BLOCK_K == 0:
             x, y = tl.load(a_at), tl.load(w_at)
         else:
@@ -155,12 +156,13 @@ def down_backward(
     w_e, w_n, w_k, b_e, b_n, b_r,
     INNER: tl.constexpr, K: tl.constexpr, R: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
     PADDED: tl.constexpr, PRECISION: tl.constexpr,
-    NAME: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, INTERLEAVED: tl.constexpr,
+    NAME: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, INTERLEAVED: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """dz [S, O], weighted [S, I] = weight h, and shares [S, column tiles], whose sum is the gradient of the weight.
 
-    The gradient of h before its weight is ``dy W_e + t b_e``, w being [E, I, D] here. Grid: (row * column tiles,).
+    The gradient of h before its weight is ``dy W_e + t b_e``, w being [E, I, D] here; with K of 0, ``dy W_e`` is where
+    ``weighted`` will be. Grid: (row * column tiles,).
     """
     wide = tl.cdiv(INNER, BLOCK_N)
     tile, column = tile_and_columns(tiles, wide, GROUP)
@@ -170,7 +172,7 @@ def down_backward(
     place = first + tl.arange(0, BLOCK_M)
     inside = place < end
     e = expert.to(tl.int64)
-    i, known = columns_of(column, INNER, BLOCK_N)
+    _, known = columns_of(column, INNER, BLOCK_N)
     dh = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if K > 0:
         lines = lines_of(order, place, inside, True, TOP_K)
@@ -178,28 +180,36 @@ def down_backward(
     if R > 0:
         lines = lines_of(order, place, inside, False, TOP_K)
         dh, _ = products(t, lines, b + e * b_e, b_n, b_r, known, known, dh, dh, R, False, BLOCK_R, PRECISION)
-    mask = inside[:, None] & (i < INNER)[None, :]
-    weighted_at = at_places(weighted, first, i, INNER, BLOCK_M)
-    if K == 0:  # the product was made already, where ``weighted`` will be
-        dh += tl.load(weighted_at, mask, other=0.0).to(tl.float32)
-    gate, value = halves_of(z, first, inside, column, INNER, GATED, INTERLEAVED, BLOCK_M, BLOCK_N)
-    h, by_gate, by_value = activated(gate, value, alpha, limit, offset, NAME, GATED, LIMIT)
-    entry = tl.load(order + place, inside, other=0)
-    weight = tl.load(weights + entry, inside, other=0.0).to(tl.float32)[:, None]
-    share = tl.sum(tl.where(mask, dh * h, 0.0), 1)
+    weight = weights_of(weights, order, place, inside)
+    if PARTS == 2:
+        left, right = tl.split(tl.permute(tl.reshape(dh, [BLOCK_M, 2, BLOCK_N // 2]), [0, 2, 1]))
+        share = activation_backward(
+            left, z, weight, dz, weighted, first, inside, 2 * column, alpha, limit, offset, INNER, K == 0,
+            NAME, GATED, LIMIT, INTERLEAVED, BLOCK_M, BLOCK_N // 2,
+        )  # fmt: skip
+        share += activation_backward(
+            right, z, weight, dz, weighted, first, inside, 2 * column + 1, alpha, limit, offset, INNER, K == 0,
+            NAME, GATED, LIMIT, INTERLEAVED, BLOCK_M, BLOCK_N // 2,
+        )  # fmt: skip
+    else:
+        share = activation_backward(
+            dh, z, weight, dz, weighted, first, inside, column, alpha, limit, offset, INNER, K == 0,
+            NAME, GATED, LIMIT, INTERLEAVED, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
     tl.store(shares + place.to(tl.int64) * wide + column, share, inside)
-    dh *= weight
-    store_halves(dz, dh * by_gate, dh * by_value, first, inside, column, INNER, GATED, INTERLEAVED, BLOCK_M, BLOCK_N)
-    tl.store(weighted_at, (h * weight).to(weighted.dtype.element_ty), mask)
 
 
 @triton.jit
 def outer(
-    a, b, order, offsets, out, o_e, o_m, o_n,
+    a, b, weights, order, offsets, out, o_e, o_m, o_n,
     M: tl.constexpr, N: tl.constexpr, TOP_K: tl.constexpr, GATHER_A: tl.constexpr, GATHER_B: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, GROUP: tl.constexpr,
+    WEIGHTS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """out [E, M, N] = the sum of a_s b_s^T over each expert's places; zero for an expert without. Grid: (tiles, E)."""
+    """out [E, M, N] = the sum of a_s b_s^T over each expert's places; zero for an expert without.
+
+    With WEIGHTS, b is weighted at each place. Grid: (tiles, E).
+    """
     row, column = tile_and_columns(tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
     e = tl.program_id(1)
     start, end = tl.load(offsets + e), tl.load(offsets + e + 1)
@@ -213,6 +223,8 @@ def outer(
         lines_b = lines_of(order, place, inside, GATHER_B, TOP_K)
         x = tl.load(a + lines_a[None, :] * M + m_known[:, None], inside[None, :], other=0.0)
         y = tl.load(b + lines_b[:, None] * N + n_known[None, :], inside[:, None], other=0.0)
+        if WEIGHTS:
+            y = (y.to(tl.float32) * weights_of(weights, order, place, inside)[:, None]).to(b.dtype.element_ty)
         total = tl.dot(x, y, total, input_precision=PRECISION)
     at = out + e.to(tl.int64) * o_e + m.to(tl.int64)[:, None] * o_m + n.to(tl.int64)[None, :] * o_n
     tl.store(at, total.to(out.dtype.element_ty), (m < M)[:, None] & (n < N)[None, :])

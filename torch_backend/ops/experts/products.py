@@ -6,6 +6,7 @@ belong to no expert, hold nothing and are never read.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -41,6 +42,20 @@ class Places(NamedTuple):
     def mean(self) -> float:
         """The mean number of places per expert, if every place is one of an expert's."""
         return self.order.shape[0] / self.experts
+
+
+@dataclass
+class ByToken:
+    """A factor of a product with a line for each token, x [T, D], which is read at each place of the token."""
+
+    x: Tensor
+    _gathered: Tensor | None = None
+
+    def in_order(self, gather: Callable[[Tensor, Places], Tensor], routing: Places) -> Tensor:
+        """[S, D], each place's line, gathered when it is first asked for and kept for products that follow."""
+        if self._gathered is None:
+            self._gathered = gather(self.x, routing)
+        return self._gathered
 
 
 class LowRank(NamedTuple):
@@ -84,7 +99,10 @@ class Between:
 
 
 class Products(Protocol):
-    """One way to compute the steps. Weights are [E, N, K] views of any strides; x and dy have no gaps."""
+    """One way to compute the steps. Weights are [E, N, K] views of any strides; other factors have no gaps.
+
+    A factor is [S, D], a line for each place, or :class:`ByToken`.
+    """
 
     def supports(self, request: ExpertsRequest) -> str | None:
         """Returns None, or a clause why it is not supported."""
@@ -94,18 +112,18 @@ class Products(Protocol):
         """Sort by expert; entries of one expert keep their order."""
         ...
 
-    def rows(self, a: Tensor, by: ExpertProduct, routing: Places, *, gather: bool = False) -> Tensor:
-        """The product [S, N] of a [S, K], or with ``gather`` [T, K]."""
+    def rows(self, a: Tensor | ByToken, by: ExpertProduct, routing: Places) -> Tensor:
+        """The product [S, N] of a [S, K]."""
         ...
 
-    def up(self, x: Tensor, by: ExpertProduct, routing: Places, between: Between) -> tuple[Tensor, Tensor]:
-        """The first product [S, O] and its activation [S, I], x [T, D]."""
+    def up(self, x: ByToken, by: ExpertProduct, routing: Places, between: Between) -> tuple[Tensor, Tensor]:
+        """The first product [S, O] and its activation [S, I]."""
         ...
 
     def down_backward(
-        self, dy: Tensor, by: ExpertProduct, z: Tensor, weights: Tensor, routing: Places, between: Between
+        self, dy: ByToken, by: ExpertProduct, z: Tensor, weights: Tensor, routing: Places, between: Between
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """From dy [T, D] and the first product z: its gradient [S, O], ``weight * h`` [S, I], and that of the weights.
+        """From dy and the first product z: its gradient [S, O], ``weight * h`` [S, I], and that of the weights.
 
         The last is [T, K], in float32 (float64 for float64). ``by`` is the backward of the second product, w [E, I, D];
         its bias [E, D] is that of the forward.
@@ -113,14 +131,22 @@ class Products(Protocol):
         ...
 
     def outer(
-        self, a: Tensor, b: Tensor, routing: Places, like: Tensor, *, gather_a: bool = False, gather_b: bool = False
+        self,
+        a: Tensor | ByToken,
+        b: Tensor | ByToken,
+        routing: Places,
+        like: Tensor,
+        *,
+        weights: Tensor | None = None,
     ) -> Tensor:
-        """The sum of ``a_s b_s^T`` over each expert's places, in the shape, strides and dtype of ``like``."""
+        """The sum of ``a_s b_s^T`` over each expert's places, in the shape, strides and dtype of ``like``.
+
+        With weights [T, K], b is weighted at each place.
+        """
         ...
 
-    def sums(self, a: Tensor, routing: Places, like: Tensor, *, weights: Tensor | None = None) -> Tensor:
-        """[E, N], dtype of ``like``: the sum of a [S, N] over each expert's places; with weights [T, K], a is [T, N],
-        gathered and weighted."""
+    def sums(self, a: Tensor | ByToken, routing: Places, like: Tensor, *, weights: Tensor | None = None) -> Tensor:
+        """[E, N], dtype of ``like``: the sum of a over each expert's places, weighted with weights [T, K]."""
         ...
 
     def combine(self, y: Tensor, routing: Places, weights: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_backend.ops import operators
-from torch_backend.ops.experts.products import Between, ExpertProduct, Places, Products
+from torch_backend.ops.experts.products import Between, ByToken, ExpertProduct, Places, Products
 from torch_backend.ops.experts.request import ExpertsRequest
 from torch_backend.ops.operators import TRITON, runs_triton
 
@@ -21,13 +21,17 @@ _ENTRIES, _PART = 128, 64  # entries of a program that sorts, and experts that i
 
 
 class TileSize(NamedTuple):
-    """Rows, columns and depth of a program's tile, with its warps and stages."""
+    """Rows, columns and depth of a program's tile, with its warps and stages.
+
+    ``parts``: what follows the product passes over the columns in one part or in two, which takes half the registers.
+    """
 
     m: int
     n: int
     k: int
     warps: int
     stages: int
+    parts: int = 1
     group: int = 8
 
 
@@ -39,6 +43,11 @@ ROWS = (
     (96, TileSize(64, 256, 64, 8, 3)),
     (2**62, TileSize(128, 256, 64, 8, 4)),
 )
+# First halves of adapters and what else has few columns: bound by reading their rows.
+NARROW = (
+    (24, TileSize(16, 64, 128, 4, 4)),
+    (2**62, TileSize(128, 64, 64, 8, 4)),
+)
 # Gates and values are two tiles of this size side by side.
 GATED = (
     (24, TileSize(16, 64, 128, 4, 4)),
@@ -49,8 +58,12 @@ BACKWARD = (
     (24, TileSize(16, 64, 128, 4, 4)),
     (2**62, TileSize(64, 64, 64, 4, 4)),
 )
+# The activation alone, its product being made before.
+ACTIVATION = ((2**62, TileSize(64, 64, 64, 4, 1)),)
 # Sums over an expert's places; the depth is a part of them.
 OUTER = ((2**62, TileSize(128, 128, 64, 4, 4)),)
+NARROW_OUTER = ((2**62, TileSize(128, 128, 64, 4, 4)),)
+_FEW_COLUMNS = 64  # up to which a product is narrow
 
 
 class TritonExperts(Products):
@@ -81,47 +94,47 @@ class TritonExperts(Products):
         )
         return Places(order, places, offsets, indices)
 
-    def rows(self, a: Tensor, by: ExpertProduct, routing: Places, *, gather: bool = False) -> Tensor:
+    def rows(self, a: Tensor | ByToken, by: ExpertProduct, routing: Places) -> Tensor:
         from torch_backend.ops.experts import product_kernels as kernels
 
-        n, depth = by.w.shape[1:]
-        y = a.new_empty(routing.order.shape[0], n)
-        tile = _tile(ROWS, routing, y, rank=by.rank)
+        (x, gather), (n, depth) = _read(a), by.w.shape[1:]
+        y = x.new_empty(routing.order.shape[0], n)
+        tile = _tile(NARROW if n <= _FEW_COLUMNS else ROWS, routing, y, rank=by.rank)
         block_n = min(tile.n, max(16, _power(n)))
         tiles = _tiles(routing, tile.m)
         kernels.rows[tiles * -(-n // block_n),](
-            a, by.w, by.bias, *_pair(by), routing.order, routing.offsets, y, tiles, by.scale, *_strides(by),
+            x, by.w, by.bias, *_pair(by), routing.order, routing.offsets, y, tiles, by.scale, *_strides(by),
             N=n, K=depth, R=by.rank, TOP_K=routing.top_k, **_sizes(routing), GATHER=gather, BIAS=by.bias is not None,
             BLOCK_N=block_n, **_launch(tile, y, depth, by.rank),
         )  # fmt: skip
         return y
 
-    def up(self, x: Tensor, by: ExpertProduct, routing: Places, between: Between) -> tuple[Tensor, Tensor]:
+    def up(self, x: ByToken, by: ExpertProduct, routing: Places, between: Between) -> tuple[Tensor, Tensor]:
         from torch_backend.ops.experts import product_kernels as kernels
 
-        places, (outer, depth) = routing.order.shape[0], by.w.shape[1:]
+        tokens, places, (outer, depth) = x.x, routing.order.shape[0], by.w.shape[1:]
         gated = between.activation.gated
         inner = outer // 2 if gated else outer
-        z, h = x.new_empty(places, outer), x.new_empty(places, inner)
-        tile = _tile(GATED if gated else ROWS, routing, x, columns=2 if gated else 1, rank=by.rank)
+        z, h = tokens.new_empty(places, outer), tokens.new_empty(places, inner)
+        tile = _tile(GATED if gated else ROWS, routing, z, columns=2 if gated else 1, rank=by.rank)
         block_n = min(tile.n, max(16, _power(inner)))
         tiles = _tiles(routing, tile.m)
         kernels.up[tiles * -(-inner // block_n),](
-            x, by.w, by.bias, *_pair(by), routing.order, routing.offsets, z, h, tiles, *_numbers(between),
+            tokens, by.w, by.bias, *_pair(by), routing.order, routing.offsets, z, h, tiles, *_numbers(between),
             *_strides(by), INNER=inner, K=depth, R=by.rank, TOP_K=routing.top_k, **_sizes(routing),
-            BIAS=by.bias is not None, **_kind(between), BLOCK_N=block_n, **_launch(tile, x, depth, by.rank),
+            BIAS=by.bias is not None, **_kind(between), BLOCK_N=block_n, **_launch(tile, z, depth, by.rank),
         )  # fmt: skip
         return z, h
 
     def down_backward(
-        self, dy: Tensor, by: ExpertProduct, z: Tensor, weights: Tensor, routing: Places, between: Between
+        self, dy: ByToken, by: ExpertProduct, z: Tensor, weights: Tensor, routing: Places, between: Between
     ) -> tuple[Tensor, Tensor, Tensor]:
         weighted = z.new_empty(z.shape[0], by.w.shape[1])
         return self.activation_backward(dy, by, z, weighted, weights, routing, between, multiply=True)
 
     def activation_backward(
         self,
-        dy: Tensor,
+        dy: ByToken,
         by: ExpertProduct,
         z: Tensor,
         weighted: Tensor,
@@ -134,51 +147,57 @@ class TritonExperts(Products):
         """:meth:`down_backward`; without ``multiply``, the product ``dy w^T`` is already in ``weighted``."""
         from torch_backend.ops.experts import place_kernels, product_kernels
 
-        inner, places, depth = by.w.shape[1], z.shape[0], dy.shape[1] if multiply else 0
-        tile = _tile(BACKWARD, routing, z, rank=by.rank)
+        inner, places, width = by.w.shape[1], z.shape[0], dy.x.shape[1]
+        tile = _tile(BACKWARD if multiply else ACTIVATION, routing, z, rank=by.rank)
         block_n = min(tile.n, max(16, _power(inner)))
         tiles, wide = _tiles(routing, tile.m), -(-inner // block_n)
         dz = torch.empty_like(z)
         shares = z.new_empty(places, wide, dtype=torch.float32)
         product_kernels.down_backward[tiles * wide,](
-            dy, by.w, *_pair(by), z, weights, routing.order, routing.offsets, dz, weighted, shares, tiles,
-            *_numbers(between), *_strides(by), INNER=inner, K=depth, R=by.rank, TOP_K=routing.top_k,
-            **_sizes(routing), **_kind(between), BLOCK_N=block_n, **_launch(tile, z, depth, by.rank),
+            dy.x, by.w, *_pair(by), z, weights, routing.order, routing.offsets, dz, weighted, shares, tiles,
+            *_numbers(between), *_strides(by), INNER=inner, K=width if multiply else 0, R=by.rank,
+            TOP_K=routing.top_k, **_sizes(routing), **_kind(between), PARTS=tile.parts, BLOCK_N=block_n,
+            **_launch(tile, z, width, by.rank),
         )  # fmt: skip
-        routed = routing.places >= 0
-        by_entry = shares.sum(1)[routing.places.clamp(min=0)]
-        gradient = torch.where(routed, by_entry, 0.0)
-        if by.bias is not None:
-            entries = gradient.numel()
-            place_kernels.bias_shares[-(-entries // 16),](
-                dy, by.bias, routing.places, routing.indices, gradient, entries, dy.shape[1], routing.top_k,
-                routing.experts, 16, 128, num_warps=4,
-            )  # fmt: skip
+        gradient = shares.new_empty(routing.places.shape)
+        entries = gradient.numel()
+        place_kernels.add_shares[-(-entries // 16),](
+            shares, dy.x, by.bias, routing.places, routing.indices, gradient, entries, wide, width, routing.top_k,
+            by.bias is not None, 16, _power(wide), 128, num_warps=4,
+        )  # fmt: skip
         return dz, weighted, gradient
 
     def outer(
-        self, a: Tensor, b: Tensor, routing: Places, like: Tensor, *, gather_a: bool = False, gather_b: bool = False
+        self,
+        a: Tensor | ByToken,
+        b: Tensor | ByToken,
+        routing: Places,
+        like: Tensor,
+        *,
+        weights: Tensor | None = None,
     ) -> Tensor:
         from torch_backend.ops.experts import product_kernels as kernels
 
+        (x, gather_x), (y, gather_y) = _read(a), _read(b)
         out = torch.empty_like(like)
         experts, m, n = like.shape
-        tile = _tile(OUTER, routing, a)
+        tile = _tile(NARROW_OUTER if min(m, n) <= _FEW_COLUMNS else OUTER, routing, x)
         block_m, block_n = (min(block, max(16, _power(size))) for block, size in ((tile.m, m), (tile.n, n)))
         kernels.outer[-(-m // block_m) * -(-n // block_n), experts](
-            a, b, routing.order, routing.offsets, out, *out.stride(), m, n, routing.top_k, gather_a, gather_b,
-            _precision(a), block_m, block_n, tile.k, tile.group, num_warps=tile.warps, num_stages=tile.stages,
+            x, y, weights, routing.order, routing.offsets, out, *out.stride(), m, n, routing.top_k, gather_x, gather_y,
+            weights is not None, _precision(x), block_m, block_n, tile.k, tile.group, num_warps=tile.warps,
+            num_stages=tile.stages,
         )  # fmt: skip
         return out
 
-    def sums(self, a: Tensor, routing: Places, like: Tensor, *, weights: Tensor | None = None) -> Tensor:
+    def sums(self, a: Tensor | ByToken, routing: Places, like: Tensor, *, weights: Tensor | None = None) -> Tensor:
         from torch_backend.ops.experts import place_kernels as kernels
 
-        experts, n = like.shape
-        out = a.new_empty(experts, n, dtype=torch.float32)
+        (x, gather), (experts, n) = _read(a), like.shape
+        out = x.new_empty(experts, n, dtype=torch.float32)
         kernels.sums[-(-n // 64), experts](
-            a, weights, routing.order, routing.offsets, out, n, routing.top_k, weights is not None,
-            weights is not None, 64, 64, num_warps=4,
+            x, weights, routing.order, routing.offsets, out, n, routing.top_k, gather, weights is not None, 64, 64,
+            num_warps=4,
         )  # fmt: skip
         return out.to(like.dtype)
 
@@ -192,6 +211,11 @@ class TritonExperts(Products):
             y, routing.places, weights, out, tokens, width, routing.top_k, weights is not None, 1, block, num_warps=4
         )
         return out
+
+
+def _read(a: Tensor | ByToken) -> tuple[Tensor, bool]:
+    """A factor, and whether a kernel gathers its lines as it reads them."""
+    return (a.x, True) if isinstance(a, ByToken) else (a, False)
 
 
 def gathered(x: Tensor, routing: Places) -> Tensor:
@@ -229,16 +253,16 @@ def _tile(
 
     Args:
         columns: tiles of weights side by side.
-        rank: of an adapter, whose operands may be held beside the weights'.
+        rank: of an adapter, whose operands, if not read in stages, may be held beside the last ones of the weights.
     """
-    if operators.INTERPRETED:  # small, so that tests of a few tokens have several
-        return TileSize(16, 16, 16, 4, 1, 2)
-    if x.element_size() > 2:  # float32 by exact products, which take twice the memory
-        return TileSize(64, 64, 32, 4, 2)
     tile = next(tile for up_to, tile in table if routing.mean <= up_to)
-    depth = tile.k + (_depth(tile.k, rank) if rank else 0)
-    stage = (tile.m + columns * tile.n) * depth * x.element_size()
-    return tile._replace(stages=max(1, min(tile.stages, operators.shared_memory(x.device) // stage)))
+    if operators.INTERPRETED:  # small, so that tests of a few tokens have several
+        return TileSize(16, 16, 16, 4, 1, tile.parts, 2)
+    if x.element_size() > 2:  # float32 by exact products, which take twice the memory
+        return TileSize(64, 64, 32, 4, 2, tile.parts)
+    lines = (tile.m + columns * tile.n) * x.element_size()
+    stages = (operators.shared_memory(x.device) // lines - _depth(tile.k, rank) * (rank > 0)) // tile.k
+    return tile._replace(stages=max(1, min(tile.stages, stages)))
 
 
 def _launch(tile: TileSize, x: Tensor, depth: int, rank: int) -> dict[str, Any]:
