@@ -18,6 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from crosspack.cli.console import fail, with_output_options
+from crosspack.cli.help import GroupedCommand
 from packing_core.errors import PackingError, first_line
 from packing_core.hints import NO_SWITCH, SWITCHES
 
@@ -73,10 +74,17 @@ class _Commands(TyperGroup):
         if cmd_name not in COMMANDS:
             return None
         module, _, name = COMMANDS[cmd_name].partition(":")
-        function = getattr(import_module(module), name)
+        found = import_module(module)
+        function = getattr(found, name)
         lone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        lone.command(cmd_name)(function if cmd_name in _BY_PYTEST else with_output_options(function))
-        return typer.main.get_command(lone)
+        if cmd_name in _BY_PYTEST:
+            lone.command(cmd_name)(function)
+            return typer.main.get_command(lone)
+        function = with_output_options(function)
+        lone.command(cmd_name, cls=GroupedCommand)(function)
+        command: Any = typer.main.get_command(lone)
+        command.function, command.groups = function, getattr(found, "GROUPS", {})
+        return command
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         if not args:  # shows the help

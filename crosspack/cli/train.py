@@ -44,6 +44,19 @@ RESULTS = (
     "tokenizer*",
     "*.jinja",
 )  # what the files of a result are called
+GROUPS = {
+    "Data": (
+        "data eval_data capacity overflow loss",
+        "split eval_split tokenizer limit context min_piece max_segments packing bos eos",
+    ),
+    "Model": ("model task lora dtype", "lora_alpha lora_dropout lora_targets merge_lora attention trust_remote_code"),
+    "Steps": (
+        "rows_per_step batch_size epochs steps lr gradient_checkpointing",
+        "decay warmup weight_decay clip precision master_weights set reward compile seed deterministic",
+    ),
+    "Machine": ("nproc", "backend device strategy context_parallel mesh"),
+    "Results": ("output overwrite resume save_every report_to compare config", "eval_every padded_batch"),
+}
 BUSY = 0.7  # of the processor time that an idle machine gives
 Trainer = Callable[[TrainJob], TrainResult]
 
