@@ -1,7 +1,8 @@
-"""Delta rules and the scan of Mamba-2: cases, per-document truth beside the packed answer, and what is checked.
+"""Delta rules, the scan of Mamba-2 and convolutions: cases, per-document truth beside the packed answer, the checks.
 
 Like :mod:`conformance.reductions` for numbers per document. The oracle is `packing_core.reference`: the gated delta
-rule, and the selective scan in which the channels of a head share what Mamba-2 has once per head.
+rule, the selective scan in which the channels of a head share what Mamba-2 has once per head, and the convolution. Of a
+segment that continues others, the document is all of them and itself.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from conformance.oracle import Expected, Result
 from packing_core import reference
 from packing_core.protocol import Array, delta_rule_options, segments
 from packing_core.reference import WorkingDtype
+from packing_core.storage.forest import lineage
 
 # All layouts are of one shape, so that compiled backends compile once.
 FULL: Rows = ((7, 16, 1, 33, 24, 15, 64), (50, 90, 20))
@@ -33,6 +35,9 @@ EDGES: dict[str, Rows] = {
 # The documents that are changed stand in front of some that start at multiples of 32 and 64.
 ON_EDGES: Rows = ((32, 32, 33, 31, 32), (64, 64, 32))
 ON_EDGES_CHANGED = (0, 1, 3, 5, 6)
+# A prompt of 70 with answers of 2, 20 and 1, of which two go on; one of 64 with two answers; a document of 33.
+FOREST: Rows = ((70, 2, 20, -3, 33, 9, 1, -22), (64, 32, 31, 33))
+PARENTS = (-1, 0, 0, 2, 1, 0, -1, 6, 6, -1)
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class DeltaCase:
         decay: the mean of ``-g``, whose values lie from half to three halves of it.
         by_channel: g has a value for each key channel.
         normalise: q and k are not normalised before the call, but in it.
+        parents: of the segments; None for none.
     """
 
     rows: Rows = PADDED
@@ -55,6 +61,7 @@ class DeltaCase:
     decay: float = 0.1
     by_channel: bool = False
     normalise: bool = False
+    parents: tuple[int, ...] | None = None
     seed: int = 0
 
     def arguments(self, dtype: str) -> dict[str, Array]:
@@ -97,6 +104,7 @@ class SsdCase:
     groups: int = 2
     width: int = 16
     states: int = 16
+    parents: tuple[int, ...] | None = None
     seed: int = 0
 
     def arguments(self, dtype: str) -> dict[str, Array]:
@@ -119,8 +127,35 @@ class SsdCase:
         return {**given, "dt": np.abs(given["dt"])}
 
 
-Case = DeltaCase | SsdCase
-_OF_HEADS = ("A", "D")  # arguments that have no axes of tokens
+@dataclass(frozen=True)
+class ConvolutionCase:
+    """One call of `Backend.convolution`."""
+
+    rows: Rows = PADDED
+    channels: int = 6
+    width: int = 4
+    parents: tuple[int, ...] | None = None
+    seed: int = 0
+
+    def arguments(self, dtype: str) -> dict[str, Array]:
+        """``x``, ``weight``, ``bias`` and ``dout`` (zero at padding)."""
+        draw = generator(self)
+        ids = segment_ids(self.rows)
+        arrays = {
+            "x": draw.standard_normal((*ids.shape, self.channels)),
+            "weight": draw.standard_normal((self.channels, self.width)),
+            "bias": draw.standard_normal(self.channels),
+            "dout": draw.standard_normal((*ids.shape, self.channels)) * (ids > 0)[..., None],
+        }
+        return {name: round_to(dtype, x) for name, x in arrays.items()}
+
+    def sound(self, given: Mapping[str, Array], dtype: str) -> dict[str, Array]:
+        """Arguments in which any numbers may stand: these."""
+        return dict(given)
+
+
+Case = DeltaCase | SsdCase | ConvolutionCase
+_OF_HEADS = ("A", "D", "weight", "bias")  # arguments that have no axes of tokens
 
 
 def _normalised(x: Array) -> Array:
@@ -131,10 +166,14 @@ def _normalised(x: Array) -> Array:
 def ask(judge: Judge, case: Case, dtype: str, changed: Mapping[str, Array] | None = None) -> Result:
     """Output and gradients of a case, some of whose arrays may be exchanged."""
     given: dict[str, Any] = {**case.arguments(dtype), **(changed or {}), "segment_ids": segment_ids(case.rows)}
+    taken = set() if case.parents is None else {"continued_segments"}
+    given |= {} if case.parents is None else {"parents": np.array(case.parents)}
     if isinstance(case, SsdCase):
-        answer = judge.ask("ssd", **given, dtype=dtype)
+        answer = judge.ask("ssd", **given, dtype=dtype, options=taken)
+    elif isinstance(case, ConvolutionCase):
+        answer = judge.ask("convolution", **given, dtype=dtype, options=taken)
     else:
-        taken = delta_rule_options(given["q"], given["v"], given["g"], normalise=case.normalise)
+        taken |= delta_rule_options(given["q"], given["v"], given["g"], normalise=case.normalise)
         answer = judge.ask(
             "delta_rule", **given, normalise=case.normalise, dtype=dtype, options=taken, head_dim=case.width
         )
@@ -145,7 +184,7 @@ def ask(judge: Judge, case: Case, dtype: str, changed: Mapping[str, Array] | Non
 def fitted(judge: Judge, case: Case) -> Case:
     """The case, at a width that the backend declares."""
     widths = judge.backend.capabilities.head_dims
-    if isinstance(case, SsdCase) or case.width in widths:
+    if not isinstance(case, DeltaCase) or case.width in widths:
         return case
     width = min(widths)
     return replace(case, width=width, value_width=width)
@@ -160,7 +199,7 @@ def check(judge: Judge, case: Case, dtype: str | None = None, *, only: str | Non
 def check_isolated(judge: Judge, case: Case, where: tuple[int, ...] | None = None) -> None:
     """No segment (of those in ``where``) moves another's output or gradients."""
     case = fitted(judge, case)
-    change = ("v", "k", "g", "beta", "dout") if isinstance(case, DeltaCase) else ("x", "dt", "B", "dout")
+    change = [name for name in ("v", "k", "g", "beta", "x", "dt", "B", "dout") if name in case.arguments(judge.dtype)]
 
     def call(arguments: Mapping[str, Array]) -> dict[str, Array]:
         out, found = ask(judge, case, judge.dtype, case.sound(arguments, judge.dtype))
@@ -203,21 +242,28 @@ def check_padding(judge: Judge, case: Case) -> None:
 
 @cache
 def expected(case: Case, dtype: WorkingDtype) -> Expected:
-    """Output and gradients of every argument, each document run alone."""
-    given, ids = case.arguments(dtype), segment_ids(case.rows)
+    """Output and gradients of every argument, each document run alone: what a segment continues, and the segment."""
+    given, places = case.arguments(dtype), segments(segment_ids(case.rows))
+    parents = case.parents or (-1,) * len(places)
 
     def alone(mine: dict[str, Array], arithmetic: WorkingDtype) -> Result:
         if isinstance(case, SsdCase):
             return _ssd_alone(case, mine, arithmetic)
+        if isinstance(case, ConvolutionCase):
+            return _convolution_alone(mine, arithmetic)
         return _delta_rule_alone(case, mine, arithmetic)
 
     def compute(arithmetic: WorkingDtype) -> Result:
         out = np.zeros(given["dout"].shape)
         gradients = {name: np.zeros(x.shape) for name, x in given.items() if name != "dout"}
-        for row, start, stop in segments(ids):
-            here = (row, slice(start, stop))
-            mine = {name: x if name in _OF_HEADS else x[here] for name, x in given.items()}
-            out[here], found = alone(mine, arithmetic)
+        for number, (row, start, stop) in enumerate(places):
+            path = [places[segment] for segment in lineage(parents, number)]
+            here = row, np.concatenate([np.arange(first, end) for _, first, end in path])
+            before = len(here[1]) - (stop - start)
+            mine = {name: x if name in _OF_HEADS else x[here].copy() for name, x in given.items()}
+            mine["dout"][:before] = 0.0  # those outputs are of other segments
+            whole, found = alone(mine, arithmetic)
+            out[row, start:stop] = whole[before:]
             for name, gradient in found.items():
                 gradients[name][... if name in _OF_HEADS else here] += gradient
         return out, gradients
@@ -243,6 +289,12 @@ def normalised_vjp(x: Array, dout: Array) -> Array:
     """The gradient of what is normalised: what lies along it is lost."""
     norm = np.sqrt((x * x).sum(axis=-1, keepdims=True) + 1e-6)
     return dout / norm - x * (x * dout).sum(axis=-1, keepdims=True) / norm**3
+
+
+def _convolution_alone(given: dict[str, Array], arithmetic: WorkingDtype) -> Result:
+    operands: Any = {name: given[name] for name in ("x", "weight", "bias")}
+    operands |= {"cu_seqlens": [0, len(given["x"])], "dtype": arithmetic}
+    return reference.short_convolution(**operands), reference.short_convolution_vjp(**operands, dy=given["dout"])
 
 
 def _ssd_alone(case: SsdCase, given: dict[str, Array], arithmetic: WorkingDtype) -> Result:

@@ -1,4 +1,4 @@
-"""SCAN: delta rules and the scan of Mamba-2, whose state starts anew at every segment."""
+"""SCAN: delta rules, the scan of Mamba-2 and short convolutions, which start anew at every segment."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from conformance.scans import (
     ON_EDGES,
     ON_EDGES_CHANGED,
     PADDED,
+    ConvolutionCase,
     DeltaCase,
     SsdCase,
     check,
@@ -115,3 +116,15 @@ def test_padding_moves_no_scan_of_mamba_2(judge: Judge) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scans_of_mamba_2_in_every_dtype(judge: Judge, dtype: str) -> None:
     check(judge, SsdCase(ON_EDGES), dtype)
+
+
+@requirement("SCAN-17")
+@LAYOUTS
+def test_convolutions_of_documents(judge: Judge, rows: Rows) -> None:
+    check(judge, ConvolutionCase(rows))
+
+
+@requirement("SCAN-18")
+def test_no_convolution_reaches_over_a_boundary(judge: Judge) -> None:
+    check_isolated(judge, ConvolutionCase(PADDED), where=(0, 2, 3))
+    check_padding(judge, ConvolutionCase(PADDED))

@@ -39,7 +39,8 @@ from packing_core import pack, plan, protocol
 from packing_core.errors import UnsupportedError
 from packing_core.protocol import Array, Backend, BackendFactory, Batch, Capabilities, Document, Gradients
 
-_ALL = protocol.ALL_OPTIONS - {"alibi", "dynamic_rope", "nonfinite_padding", "context_parallel", "channel_decay"}
+_LACKING = {"alibi", "dynamic_rope", "nonfinite_padding", "context_parallel", "channel_decay", "continued_segments"}
+_ALL = protocol.ALL_OPTIONS - _LACKING
 _RANKS = 4  # devices that a CPU is split into, as many as the suite wants ranks
 _PLAIN = _ALL - {"sinks"}  # without a differentiable log-sum-exp there are no sinks
 

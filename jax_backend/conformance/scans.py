@@ -1,4 +1,4 @@
-"""The part of the conformance adapter about scans: Mamba's, Mamba-2's and the gated delta rule."""
+"""The part of the conformance adapter about scans, Mamba's, Mamba-2's and the gated delta rule, and convolutions."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jax_backend.conformance.operations import out_and_gradients
+from jax_backend.scan.convolution import causal_conv
 from jax_backend.scan.delta_rule import gated_delta_rule, ssd
 from jax_backend.scan.selective_scan import selective_scan
 from packing_core import protocol
@@ -16,7 +17,7 @@ from packing_core.protocol import Array, Backend, Gradients, ScanCall, takes_cal
 
 
 class ScanMethods(Backend):
-    """`scan`, `delta_rule` and `ssd`."""
+    """`scan`, `delta_rule`, `ssd` and `convolution`."""
 
     @takes_call("x", "dt", "A", "B", "C")
     def scan(self, call: ScanCall) -> tuple[Array, Gradients]:
@@ -31,6 +32,10 @@ class ScanMethods(Backend):
     @takes_call("x", "dt", "A", "B", "C", "D")
     def ssd(self, call: ScanCall) -> tuple[Array, Gradients]:
         return _run(_ssd, call)
+
+    @takes_call("x", "weight", "bias")
+    def convolution(self, call: ScanCall) -> tuple[Array, Gradients]:
+        return _run(_convolution, call)
 
 
 def _run(function: Callable[..., jax.Array], call: ScanCall) -> tuple[Array, Gradients]:
@@ -48,3 +53,7 @@ def _delta_rule(operands: dict[str, Any], segment_ids: jax.Array, **options: Any
 
 def _ssd(operands: dict[str, Any], segment_ids: jax.Array) -> jax.Array:
     return ssd(**operands, segment_ids=segment_ids)
+
+
+def _convolution(operands: dict[str, Any], segment_ids: jax.Array) -> jax.Array:
+    return causal_conv(operands["x"], operands["weight"], segment_ids, bias=operands["bias"])

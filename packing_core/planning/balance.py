@@ -1,4 +1,4 @@
-"""Rows onto ranks and steps: a PackPlan and a cost per row in, which rank takes which row at which step out.
+"""Rows onto ranks and steps: a plan or a batch and a cost per row in, which rank takes which row at which step out.
 
 The ranks of a step wait for the slowest, so what its ranks carry should cost the same. Rows are bundled, one bundle per
 rank and step: each gets a row from every class of cost, so that bundles cost nearly the same and hold lengths of every
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
 from numbers import Real
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -87,29 +87,23 @@ class Cost:
         Raises:
             PackingError: the config does not say how large the model is, or a size is not one integer.
         """
-
-        def read(*names: str, default: Any = None) -> Any:
-            for name in names:
-                value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-                if value is not None:
-                    return positive(f"the config's {name}", value)
-            return default
-
-        hidden, layers = read("hidden_size", "n_embd"), read("num_hidden_layers", "n_layer")
-        heads = read("num_attention_heads", "n_head")
-        if not (hidden and layers and heads):
+        hidden, layers = _size(config, "hidden_size", "n_embd"), _size(config, "num_hidden_layers", "n_layer")
+        by_layer = [_size(layer, "num_attention_heads", "n_head") for layer in _layers(config, layers or 0)]
+        if not (hidden and by_layer and all(by_layer)):
             raise PackingError(
                 "the config names no hidden_size, num_hidden_layers and num_attention_heads: "
                 "pass Cost(tokens=..., squares=...)"
             )
-        width = read("head_dim", default=hidden // heads)
-        kv_heads = read("num_key_value_heads", default=heads)
-        visited = read("num_experts_per_tok", default=1)
-        inner = read("moe_intermediate_size") if read("num_experts_per_tok") else None
-        inner = inner or read("intermediate_size", "n_inner", default=4 * hidden)
-        per_layer = 2 * hidden * width * (2 * heads + 2 * kv_heads) + 6 * hidden * inner * visited
-        tokens = layers * per_layer + 2 * hidden * read("vocab_size", default=0)
-        return cls(tokens=float(tokens), squares=float(layers * 2 * heads * width))
+        tokens, squares = 2 * hidden * _size(config, "vocab_size", default=0), 0
+        for layer, heads in zip(_layers(config, layers), by_layer, strict=True):
+            width = _size(layer, "head_dim", default=hidden // heads)
+            kv_heads = _size(layer, "num_key_value_heads", default=heads)
+            visited = _size(layer, "num_experts_per_tok")
+            inner = _size(layer, "moe_intermediate_size") if visited else None
+            inner = inner or _size(layer, "intermediate_size", "n_inner", default=4 * hidden)
+            tokens += 2 * hidden * width * (2 * heads + 2 * kv_heads) + 6 * hidden * inner * (visited or 1)
+            squares += 2 * heads * width
+        return cls(tokens=float(tokens), squares=float(squares))
 
     def of_segments(self, lengths: ArrayLike, before: ArrayLike = 0) -> Float64:
         """float64 [S]: the cost of each segment, where its queries see ``before`` earlier tokens beside itself.
@@ -124,11 +118,47 @@ class Cost:
         costs: Float64 = length * (self.tokens + self.squares * (length + 2 * np.asarray(before)))
         return costs
 
-    def of_rows(self, plan: PackPlan) -> Float64:
-        """float64 [R]: the cost of each row of the plan."""
-        # a plan has no empty row
-        row_costs: Float64 = np.add.reduceat(self.of_segments(plan.length), plan.row_offsets[:-1])
-        return row_costs
+    def of_rows(self, rows: PackPlan | PackedRows) -> Float64:
+        """float64 [R]: the cost of each row; that of a segment that continues others as :meth:`of_segments` has it."""
+        if isinstance(rows, PackPlan):  # which has no empty row
+            row_costs: Float64 = np.add.reduceat(self.of_segments(rows.length), rows.row_offsets[:-1])
+            return row_costs
+        return np.bincount(rows.rows, self.of_segments(rows.lengths, rows.offsets), minlength=len(rows))
+
+
+class PackedRows(Protocol):
+    """The parts of a ``PackedBatch`` that its rows are weighed by: ``rows``, ``lengths`` and ``offsets``, [S] each."""
+
+    @property
+    def rows(self) -> Int64: ...
+    @property
+    def lengths(self) -> Int64: ...
+    @property
+    def offsets(self) -> Int64: ...
+    def __len__(self) -> int: ...
+
+
+def _count(rows: PackPlan | PackedRows) -> int:
+    return rows.n_rows if isinstance(rows, PackPlan) else len(rows)
+
+
+def _size(config: Any, *names: str, default: Any = None) -> Any:
+    """The first of these sizes that a config has."""
+    for name in names:
+        value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+        if value is not None:
+            return positive(f"the config's {name}", value)
+    return default
+
+
+def _layers(config: Any, count: int) -> list[Any]:
+    """The config of each layer, where some have sizes of their own (``per_layer_config``), as in Gemma 4."""
+    if isinstance(config, Mapping):
+        own = config.get("per_layer_config") or {}
+        return [{**config, **own.get(str(layer), {})} for layer in range(count)] if own else [config] * count
+    if getattr(config, "is_heterogeneous", False):
+        return [config.per_layer_config[layer] for layer in range(count)]
+    return [config] * count
 
 
 def cost_of(configs: Sequence[Any]) -> Cost:
@@ -144,17 +174,17 @@ class ShardedPlan:
     """Rows dealt to ranks and steps.
 
     Attributes:
-        plan: the rows.
+        plan: the rows, as a plan or a batch.
         steps: int64 [N, W, K] row numbers: step n, rank w, k-th row of the rank. Every row stands in it at most once.
-            Where rows do not divide, the last step has idle places. They hold ``plan.n_rows``, a row that does not
-            exist, so that no data set takes it for one of its rows.
+            Where rows do not divide, the last step has idle places. They hold the number of rows, a row that does
+            not exist, so that no data set takes it for one of its rows.
         cost: what the rows were weighed by.
 
     Raises:
         LayoutError: ``steps`` is not [N, W, K], names a row that does not exist, or names a row twice.
     """
 
-    plan: PackPlan
+    plan: PackPlan | PackedRows
     steps: Int64
     cost: Cost
 
@@ -162,13 +192,14 @@ class ShardedPlan:
         steps = as_array(self.steps, "steps")
         if steps.ndim != 3 or steps.dtype != np.int64 or not steps.size:
             raise LayoutError(f"steps is {steps.dtype} {list(steps.shape)}: pass int64 [steps, ranks, rows]")
-        if steps.min() < 0 or steps.max() > self.plan.n_rows:
-            wrong = steps[(steps < 0) | (steps > self.plan.n_rows)][0]
+        count = self.n_rows
+        if steps.min() < 0 or steps.max() > count:
+            wrong = steps[(steps < 0) | (steps > count)][0]
             raise LayoutError(
-                f"steps names row {wrong}: the plan has {self.plan.n_rows:,} rows, counted from 0, and "
-                f"{self.plan.n_rows} stands for an idle place"
+                f"steps names row {wrong}: the plan has {count:,} rows, counted from 0, and "
+                f"{count} stands for an idle place"
             )
-        times = np.bincount(steps.reshape(-1), minlength=self.plan.n_rows + 1)[:-1]
+        times = np.bincount(steps.reshape(-1), minlength=count + 1)[:-1]
         if times.max() > 1:
             raise LayoutError(f"steps names row {times.argmax()} twice: every row is trained once")
         object.__setattr__(self, "steps", read_only(steps))
@@ -180,6 +211,11 @@ class ShardedPlan:
     def world_size(self) -> int:
         """Ranks W."""
         return int(self.steps.shape[1])
+
+    @property
+    def n_rows(self) -> int:
+        """The number of rows."""
+        return _count(self.plan)
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -198,7 +234,7 @@ class ShardedPlan:
             raise PackingError(
                 f"rank is {rank!r} and the plan is for ranks 0 to {self.world_size - 1}: pass one of them"
             )
-        return [rows[rows < self.plan.n_rows] for rows in self.steps[:, number]]
+        return [rows[rows < self.n_rows] for rows in self.steps[:, number]]
 
     @cached_property
     def loads(self) -> Float64:
@@ -210,10 +246,13 @@ class ShardedPlan:
     def composition(self) -> Composition:
         """Measures how far the steps are from random draws of the documents; an incomplete last step is left out."""
         steps = self.steps.reshape(len(self), -1)
-        taken = np.count_nonzero(steps < self.plan.n_rows, axis=1)
+        taken = np.count_nonzero(steps < self.n_rows, axis=1)
         fullest = steps[taken == taken.max()]
-        rows = fullest[fullest < self.plan.n_rows].reshape(len(fullest), -1)
-        return composition(self.plan.row_offsets, self.plan.length, rows)
+        rows = fullest[fullest < self.n_rows].reshape(len(fullest), -1)
+        if isinstance(self.plan, PackPlan):
+            return composition(self.plan.row_offsets, self.plan.length, rows)
+        bounds = np.searchsorted(self.plan.rows, np.arange(self.n_rows + 1))
+        return composition(bounds, self.plan.lengths, rows)
 
     @property
     def imbalance(self) -> float:
@@ -223,7 +262,12 @@ class ShardedPlan:
 
 @hinted()
 def balance(
-    plan: PackPlan, world_size: int, *, cost: Cost | None = None, rows_per_step: int = 1, seed: int | None = 0
+    plan: PackPlan | PackedRows,
+    world_size: int,
+    *,
+    cost: Cost | None = None,
+    rows_per_step: int = 1,
+    seed: int | None = 0,
 ) -> ShardedPlan:
     """Deal the rows of a plan to ranks so that the ranks of a step finish together.
 
@@ -234,7 +278,7 @@ def balance(
     even.
 
     Args:
-        plan: the rows.
+        plan: the rows: what ``plan``, ``pack`` or ``pack_tree`` returned.
         world_size: ranks W, 1 or more.
         cost: what a row costs; by default ``Cost()``.
         rows_per_step: rows K that each rank takes at a step.
@@ -245,16 +289,17 @@ def balance(
         PackingError: ``world_size`` or ``rows_per_step`` is not an integer of at least 1, ``seed`` is not one of at
             least 0, or there are fewer rows than ranks, so that a rank would have nothing to do in the whole run.
     """
-    if not isinstance(plan, PackPlan):
-        raise PackingError(f"plan is a {type(plan).__name__}: pass what crosspack.plan returns")
+    if not isinstance(plan, PackPlan) and not hasattr(plan, "parents"):
+        raise PackingError(f"plan is a {type(plan).__name__}: pass what crosspack.plan, pack or pack_tree returns")
     cost = Cost() if cost is None else cost
     if not isinstance(cost, Cost):
         raise PackingError(f"cost is {cost!r}: pass Cost(tokens=..., squares=...) or Cost.from_config(config)")
     world_size, rows_per_step = positive("world_size", world_size), positive("rows_per_step", rows_per_step)
     seed = check_seed(seed)
-    if plan.n_rows < world_size:
+    count = _count(plan)
+    if count < world_size:
         raise PackingError(
-            f"the plan has {plan.n_rows:,} rows and there are {world_size:,} ranks: "
+            f"the plan has {count:,} rows and there are {world_size:,} ranks: "
             "lower the capacity or the number of ranks, or take more documents"
         )
     with within_memory(f"steps of {world_size:,} x {rows_per_step:,} rows", "pass fewer rows_per_step"):

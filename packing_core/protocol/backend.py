@@ -162,6 +162,7 @@ class Backend:
         *,
         dtype: str,
         normalise: bool = False,
+        parents: Array | None = None,
         dout: Array | None = None,
     ) -> tuple[Array, Gradients]:
         """The gated delta rule (arXiv 2412.06464, equation 10) whose state starts from zero at every segment.
@@ -177,6 +178,8 @@ class Backend:
             segment_ids: ``[B, S]``.
             normalise: True takes the option "normalise": every head of q and k is divided by
                 ``sqrt(sum(x^2) + 1e-6)`` first. Without it they have that norm already.
+            parents: int64 ``[N]``: the number of the segment, in row order, from whose last state each one starts; -1
+                for zero. A parent stands before its children in their row. Takes the option "continued_segments".
             dout: ``[B, S, H, E]``, zero at padding, or None.
 
         Returns:
@@ -196,6 +199,7 @@ class Backend:
         segment_ids: Array,
         *,
         dtype: str,
+        parents: Array | None = None,
         dout: Array | None = None,
     ) -> tuple[Array, Gradients]:
         """The scan of Mamba-2 (arXiv 2405.21060, section 5) whose state starts from zero at every segment.
@@ -211,6 +215,7 @@ class Backend:
             C: ``[B, S, G, N]``.
             D: ``[H]``.
             segment_ids: ``[B, S]``.
+            parents: int64 ``[N]``, as for `delta_rule`; takes the option "continued_segments".
             dout: ``[B, S, H, P]``, zero at padding, or None.
 
         Returns:
@@ -218,6 +223,36 @@ class Backend:
             padding.
         """
         raise self._lacks("ssd")
+
+    def convolution(
+        self,
+        x: Array,
+        weight: Array,
+        bias: Array,
+        segment_ids: Array,
+        *,
+        dtype: str,
+        parents: Array | None = None,
+        dout: Array | None = None,
+    ) -> tuple[Array, Gradients]:
+        """The short causal convolution of recurrent layers (arXiv 2312.00752, section 3.4), inside every segment.
+
+        ``y_t = bias + sum_w weight[:, W - 1 - w] x_{t-w}`` over the lags ``0 <= w < W`` that stay in the segment: no
+        activation.
+
+        Args:
+            x: ``[B, S, E]``.
+            weight: ``[E, W]``; the last one belongs to the current token.
+            bias: ``[E]``.
+            segment_ids: ``[B, S]``.
+            parents: int64 ``[N]``, as for `delta_rule`: a segment sees the last tokens of the one that it continues,
+                and of what that continues. Takes the option "continued_segments".
+            dout: ``[B, S, E]``, zero at padding, or None.
+
+        Returns:
+            ``[B, S, E]`` and the gradients ``{"x", "weight", "bias"}`` (empty without ``dout``), zero at padding.
+        """
+        raise self._lacks("convolution")
 
     def experts(
         self,

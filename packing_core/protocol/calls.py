@@ -1,4 +1,4 @@
-"""The arguments of a scan as one object, for adapters that treat all scans alike."""
+"""The arguments of a scan or a convolution as one object, for adapters that treat all of them alike."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
+from packing_core.protocol.backend import require_declared
 from packing_core.protocol.data import Array, Gradients
 
 Outcome = tuple[Array, Gradients]
@@ -14,11 +15,11 @@ Outcome = tuple[Array, Gradients]
 
 @dataclass(frozen=True)
 class ScanCall:
-    """One call of `scan`, `delta_rule` or `ssd`; see `Backend`.
+    """One call of `scan`, `delta_rule`, `ssd` or `convolution`; see `Backend`.
 
     Attributes:
         operands: the arrays that have gradients, by name, in the order of the method's arguments.
-        segment_ids, dtype, dout: as the method takes them.
+        segment_ids, dtype, dout, parents: as the method takes them.
         options: all other arguments.
     """
 
@@ -27,10 +28,13 @@ class ScanCall:
     dtype: str
     dout: Array | None
     options: dict[str, Any]
+    parents: Array | None = None
 
 
 def takes_call(*operands: str) -> Callable[[Callable[[Any, ScanCall], Outcome]], Callable[..., Outcome]]:
-    """Makes a scan of `Backend`, with these operands, from a method that takes a `ScanCall`.
+    """Makes a scan or the convolution of `Backend`, with these operands, from a method that takes a `ScanCall`.
+
+    The made method refuses ``parents`` for a backend that does not declare "continued_segments".
 
     >>> class Stack:
     ...     @takes_call("x", "dt", "A", "B", "C")
@@ -46,7 +50,10 @@ def takes_call(*operands: str) -> Callable[[Callable[[Any, ScanCall], Outcome]],
             names = (*operands, "segment_ids")[: len(arrays)]
             given |= zip(names, arrays, strict=True)
             taken = {name: given.pop(name) for name in operands}
-            return run(self, ScanCall(taken, given.pop("segment_ids"), dtype, dout, given))
+            ids, parents = given.pop("segment_ids"), given.pop("parents", None)
+            if parents is not None:
+                require_declared(self, options={"continued_segments"})
+            return run(self, ScanCall(taken, ids, dtype, dout, given, parents))
 
         return method
 

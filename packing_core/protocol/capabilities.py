@@ -13,7 +13,7 @@ ADAMW_EPSILON = 1e-3
 # level -> the methods by which a backend takes part in it
 LEVELS: dict[str, tuple[str, ...]] = {
     "collator": ("plan", "collate"),
-    "operation": ("attention", "rope", "scan", "delta_rule", "ssd", "experts", "loss", "reduce"),
+    "operation": ("attention", "rope", "scan", "delta_rule", "ssd", "convolution", "experts", "loss", "reduce"),
     "model": ("forward", "gradients", "logprobs", "shared_gradients", "context_gradients"),
     "trainer": ("train", "preference"),
 }
@@ -43,8 +43,10 @@ OPTIONS: dict[str, dict[str, str]] = {
         "grouped_values": "fewer heads of q and k than of v",
         "channel_decay": "g=[B, S, H, D], a decay for each key channel (Kimi Delta Attention)",
         "normalise": "normalise=True",
+        "continued_segments": "parents=[N], segments that go on from the end of others",
     },
-    "ssd": {},
+    "ssd": {"continued_segments": "parents=[N], segments that go on from the end of others"},
+    "convolution": {"continued_segments": "parents=[N], segments that go on from the end of others"},
     "experts": {
         "biased_experts": "up_bias=[E, O] and down_bias=[E, D]",
         "clamped_experts": "an activation with a limit (gpt-oss)",

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from packing_core import pack, pack_tree
 from packing_core.errors import LayoutError, PackingError
 from packing_core.planning.balance import Cost, ShardedPlan, balance
 from packing_core.planning.plan import PackPlan, plan
@@ -116,6 +117,54 @@ def test_a_config_that_leaves_the_widths_out_means_the_usual_ones() -> None:
     }
     assert Cost.from_config(gpt2) == Cost.from_config(spelt_out) == Cost.from_config(gpt2 | {"n_inner": 3072})
     assert Cost.from_config(gpt2) != Cost.from_config(spelt_out | {"num_key_value_heads": 1})
+
+
+def test_rows_of_shared_beginnings_cost_what_their_queries_meet() -> None:
+    # [10 of a prompt, 2, 3] [9 of a document]: an answer of n tokens meets n (n + 2 * 10) keys
+    documents = [[1] * 10 + [2] * 2, [1] * 10 + [3] * 3, [4] * 9]
+    batch = pack_tree(documents, 16, prompt_lengths=[10, 10, 0], shortest=4, seed=None)
+    assert batch.parents.tolist() == [-1, 0, 0, -1]
+    tree, alone = 15 + (10**2 + 2 * 22 + 3 * 23), 9 + 9**2
+    assert Cost(1, 1).of_rows(batch).tolist() == [tree, alone]
+    dealt = balance(batch, 2, cost=Cost(1, 1), seed=None)
+    assert dealt.loads.tolist() == [[tree, alone]] and dealt.n_rows == 2
+    assert [batch[rows].n_tokens for rank in (0, 1) for rows in dealt.rank(rank)] == [15, 9]
+    dealt.composition()
+
+
+def test_a_batch_without_parents_is_dealt_as_its_plan() -> None:
+    lengths = [5, 3, 4, 4, 7, 2]
+    batch = pack([[1] * length for length in lengths], 8, seed=None)
+    made = plan(lengths, 8, seed=None)
+    assert Cost().of_rows(batch).tolist() == pytest.approx(Cost().of_rows(made).tolist())
+    assert balance(batch, 2).steps.tolist() == balance(made, 2).steps.tolist()
+
+
+def test_layers_of_sizes_of_their_own_cost_what_they_are() -> None:
+    """As in Gemma 4, whose config objects raise where a size that differs is read from the whole."""
+
+    class Whole:
+        is_heterogeneous = True
+        hidden_size, num_hidden_layers, num_attention_heads, intermediate_size = 8, 2, 2, 16
+        per_layer_config = (
+            SimpleNamespace(num_attention_heads=2, head_dim=4, intermediate_size=16),
+            SimpleNamespace(num_attention_heads=2, head_dim=16, intermediate_size=16),
+        )
+
+        @property
+        def head_dim(self) -> int:
+            raise RuntimeError("'head_dim' is a per-layer attribute")
+
+    fields = {
+        "hidden_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+        "head_dim": 4,
+    }
+    mlps, projections = 2 * 6 * 8 * 16, 2 * 8 * (4 + 16) * 8
+    assert Cost.operations(Whole()) == Cost(mlps + projections, 2 * 2 * (4 + 16))
+    assert Cost.operations(fields | {"per_layer_config": {"1": {"head_dim": 16}}}) == Cost.operations(Whole())
 
 
 def test_a_mixture_costs_the_experts_that_a_token_visits() -> None:

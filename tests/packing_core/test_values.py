@@ -159,7 +159,7 @@ BAD = {
     "ragged rows": (lambda: PackedDataset(DOCUMENTS, MADE)[[[0], [0, 1]]], "rows are chosen by integers"),
     "a slice by name": (lambda: PackedDataset(DOCUMENTS, MADE)["a":], "rows are chosen by slices of integers"),
     "rows by halves": (lambda: MADE.select(slice(0.5)), "rows are chosen by slices of integers"),
-    "rows of no plan": (lambda: balance([1], 1), "plan is a list: pass what crosspack.plan returns"),
+    "rows of no plan": (lambda: balance([1], 1), "plan is a list: pass what crosspack.plan, pack or pack_tree returns"),
     "a cost by name": (
         lambda: balance(MADE, 1, cost="tokens"),
         r"cost is 'tokens': pass Cost\(tokens=...".replace(".", "[.]"),

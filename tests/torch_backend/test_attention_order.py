@@ -168,6 +168,7 @@ def test_an_unknown_device_is_timed_once_per_shape_and_says_so(unknown_gpu, capl
     with caplog.at_level(logging.INFO, logger=module.__name__):
         first = order(SHORT, load)
         assert order(replace(SHORT, tokens=20_000), load) == first
+        assert order(replace(SHORT, key_tokens=30_000), load) == first  # each batch of cut documents has other keys
     assert first[:3] == ("triton", "varlen", "flash4") and sorted(first) == sorted(CUDA)
     assert sorted(timed) == [("flash4", 256), ("triton", 256), ("varlen", 256)]
     assert "documents of 256 tokens on cuda: triton 1.00, varlen 2.00, flash4 3.00" in caplog.text

@@ -10,7 +10,7 @@ import torch
 
 from tests.torch_backend.test_torchrun import RANKS
 from tests.torch_backend.torchrun import torchrun
-from tests.torch_backend.torchrun_context import AUDITS, CASES, MEMORY, METHODS, PARTS, run, train
+from tests.torch_backend.torchrun_context import AUDITS, CASES, COMPILED_HYBRIDS, MEMORY, METHODS, PARTS, run, train
 
 pytestmark = pytest.mark.slow  # starts processes that train
 
@@ -50,27 +50,21 @@ def test_layers_that_recompute_exchange_again_and_train_the_same(ranks: dict[str
     assert_same_steps(ranks[f"memory, {case}"], train(family=MEMORY[case][0]))
 
 
-@pytest.mark.parametrize("case", ["DDP", "FSDP2"])
-def test_layers_are_compiled_around_the_attention_that_exchanges(ranks: dict[str, Any], case: str) -> None:
+@pytest.mark.parametrize("case", ["DDP", "FSDP2", *COMPILED_HYBRIDS])
+def test_layers_are_compiled_around_what_exchanges(ranks: dict[str, Any], case: str) -> None:
     found = ranks.get(f"compiled, {case}")
     if found is None:
         return  # four ranks compile none
-    assert_same_steps(found, train())
-    assert "layers of the step: compiled, around the attention that exchanges between ranks" in found["explained"]
+    assert_same_steps(found, train(family=case if case in COMPILED_HYBRIDS else "qwen3"))
+    assert "layers of the step: compiled, around what exchanges between ranks" in found["explained"]
     assert found["graphs"] > 0
 
 
-@pytest.mark.parametrize(
-    ("case", "family", "reason"),
-    [
-        ("recomputing", "qwen3", 'exchanges between graphs, each of which would keep more than memory="full" says'),
-        ("hybrid", "qwen3_5_text", "its recurrent layers are compiled for rows of one length alone, and ranks hold"),
-    ],
-)
-def test_other_layers_are_not_compiled_over_ranks(ranks: dict[str, Any], case: str, family: str, reason: str) -> None:
-    found = ranks[f"compiled, {case}"]
-    assert_same_steps(found, train(family=family))
-    assert reason in found["explained"] and found["graphs"] == 0
+def test_layers_that_recompute_are_not_compiled_over_ranks(ranks: dict[str, Any]) -> None:
+    found = ranks["compiled, recomputing"]
+    assert_same_steps(found, train())
+    assert 'exchange between graphs, each of which would keep more than memory="full" says' in found["explained"]
+    assert found["graphs"] == 0
 
 
 def assert_same_steps(many: Any, one: dict[str, Any], groups: int = 1) -> None:

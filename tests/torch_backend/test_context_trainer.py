@@ -60,9 +60,8 @@ def test_an_audit_of_a_trainer_tells_what_is_exact(two: dict[str, Any], name: st
     assert "rows cut over 2 ranks" in words
 
 
-WITHOUT_LOGITS = "every rank computes its part of the loss without logits"
+WITHOUT_LOGITS = "every rank computes its part of the loss without the logits of others"
 REFUSALS = {
-    "label smoothing": f"{WITHOUT_LOGITS}: label smoothing reads them",
     "compute_loss_func": f"{WITHOUT_LOGITS}: compute_loss_func reads them",
     "compute_metrics": "no rank has the logits of whole ones: leave compute_metrics",
     "loss of TRL": f"{WITHOUT_LOGITS}: loss_type='dft' is a loss of TRL's own",

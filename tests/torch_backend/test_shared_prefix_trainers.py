@@ -1,7 +1,8 @@
-"""enable_packing(trainer, share_prefix=...): an update of DPO, KTO, GRPO and RLOO is that of every document alone."""
+"""enable_packing(trainer, share_prefix=...): an update by TRL's trainers is that of every document alone."""
 
 from __future__ import annotations
 
+import importlib
 import re
 
 import numpy as np
@@ -12,7 +13,8 @@ from tests.torch_backend.preference import arguments, assert_same_training, mode
 from tests.torch_backend.test_preference import divide
 from tests.torch_backend.test_scored_trainers import LORA, rewards
 from tests.torch_backend.test_scored_trainers import alone as policy_alone
-from torch_backend import explain
+from torch_backend import PackedCollator, explain
+from torch_backend.ops.attention import load
 from torch_backend.trainers.enable_packing import enable_packing
 
 datasets = pytest.importorskip("datasets", reason="trainers take their data as datasets")
@@ -32,10 +34,11 @@ def policy(name, path, family="qwen3", adapter=True, lora_dropout=0.0, **options
         "beta": 0.1,
         "temperature": 0.8,
     }
-    return getattr(trl, f"{name}Trainer")(
+    home = trl if hasattr(trl, f"{name}Trainer") else importlib.import_module(f"trl.experimental.{name.lower()}")
+    return getattr(home, f"{name}Trainer")(
         model_of(family),
         rewards,
-        args=arguments(getattr(trl, f"{name}Config"), path, **{**defaults, **options}),
+        args=arguments(getattr(home, f"{name}Config"), path, **{**defaults, **options}),
         train_dataset=datasets.Dataset.from_list([{"prompt": text(rng, 30, 31)} for _ in range(8)]),
         processing_class=tokenizer(),
         peft_config=peft.LoraConfig(**LORA, lora_dropout=lora_dropout) if adapter else None,
@@ -58,9 +61,23 @@ def dpo(path, family="qwen3", answers=(2, 30), **options):
     )
 
 
-def shared(trainer, share_prefix=True, least_saved=0.3):
+def kto(path, family="qwen3", **options):
+    """Two answers of 5 to 30 words to each of two prompts of 70 in one micro-batch."""
+    rng = np.random.default_rng(0)
+    prompts = [text(rng, 70, 71) for _ in range(2)]
+    rows = [{"prompt": prompts[i // 2], "completion": f" {text(rng, 5, 30)} w2", "label": i % 2 == 0} for i in range(4)]
+    return trl.KTOTrainer(
+        model_of(family),
+        model_of(family, seed=1),
+        args=arguments(trl.KTOConfig, path, per_device_train_batch_size=4, **options),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer(),
+    )
+
+
+def shared(trainer, least_saved=0.3, **options):
     """Trains with shared prefixes; ``explain`` must say that they saved that part of the tokens at least."""
-    found = trained(enable_packing(trainer, verify=False, share_prefix=share_prefix))
+    found = trained(enable_packing(trainer, verify=False, **options))
     prefixes = trainer.model_wrapped and trainer.packed_step.parts["shared prefixes"]
     assert f"shared prefixes of the step: {prefixes}" in str(explain(trainer))
     saved, given = (int(part.split()[0].replace(",", "")) for part in prefixes.split(" of "))
@@ -71,23 +88,37 @@ def shared(trainer, share_prefix=True, least_saved=0.3):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", ["GRPO", "RLOO"])
 def test_an_update_of_a_policy_is_that_of_each_document_alone(tmp_path, name, family) -> None:
-    assert_same_training(shared(policy(name, tmp_path, family)), policy_alone(policy(name, tmp_path, family)))
+    found = shared(policy(name, tmp_path, family), share_prefix=True)
+    assert_same_training(found, policy_alone(policy(name, tmp_path, family)))
+
+
+def test_an_update_of_gmpo_is_that_of_each_document_alone(tmp_path) -> None:
+    pytest.importorskip("trl.experimental.gmpo", reason="TRL 1.16 and newer have it")
+    options = {"num_iterations": 2, "max_steps": 2}
+    found = shared(policy("GMPO", tmp_path, **options), share_prefix=True)
+    assert_same_training(found, policy_alone(policy("GMPO", tmp_path, **options)))
+
+
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen3_5_text", marks=pytest.mark.slow)])
+def test_an_update_of_kto_whose_answers_have_one_prompt_is_that_of_each_document_alone(tmp_path, family) -> None:
+    assert_same_training(shared(kto(tmp_path, family), share_prefix=True), trained(divide(kto(tmp_path, family))))
 
 
 def test_a_policy_of_several_iterations_and_all_weights(tmp_path) -> None:
     options = {"adapter": False, "num_iterations": 2, "max_steps": 2, "beta": 0.0}
-    assert_same_training(shared(policy("GRPO", tmp_path, **options)), policy_alone(policy("GRPO", tmp_path, **options)))
+    found = shared(policy("GRPO", tmp_path, **options), share_prefix=True)
+    assert_same_training(found, policy_alone(policy("GRPO", tmp_path, **options)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_update_of_dpo_is_that_of_each_document_alone(tmp_path, family) -> None:
-    assert_same_training(shared(dpo(tmp_path, family)), trained(divide(dpo(tmp_path, family))))
+    assert_same_training(shared(dpo(tmp_path, family), share_prefix=True), trained(divide(dpo(tmp_path, family))))
 
 
-def test_auto_shares_long_prompts_and_leaves_short_ones_and_other_models_alone(tmp_path) -> None:
-    shared(dpo(tmp_path), "auto", least_saved=0.2)
+def test_long_prompts_are_shared_by_default_and_short_ones_are_not(tmp_path) -> None:
+    shared(dpo(tmp_path), least_saved=0.2)
     short = policy("GRPO", tmp_path)
-    found = trained(enable_packing(short, verify=False, share_prefix="auto"))
+    found = trained(enable_packing(short, verify=False))
     assert short.packed_step.parts["shared prefixes"].startswith("0 of ")
     assert_same_training(found, policy_alone(policy("GRPO", tmp_path)))
 
@@ -101,15 +132,32 @@ def test_auto_shares_long_prompts_and_leaves_short_ones_and_other_models_alone(t
 )
 def test_auto_says_why_it_shares_nothing(tmp_path, family, options, reason) -> None:
     trainer = policy("GRPO", tmp_path, family, **options)
-    trained(enable_packing(trainer, verify=False, share_prefix="auto"))
+    trained(enable_packing(trainer, verify=False))
     assert re.match(reason, trainer.packed_step.parts["shared prefixes"])
 
 
 def test_auto_declines_what_saves_little(tmp_path) -> None:
     trainer = dpo(tmp_path, answers=(400, 410))
-    trained(enable_packing(trainer, verify=False, share_prefix="auto"))
+    trained(enable_packing(trainer, verify=False))
     said = trainer.packed_step.parts["shared prefixes"]
     assert re.match(r"0 of .*calls that would save less than 10% of their work are left as they are, the last", said)
+
+
+def test_attention_without_shared_prefixes_is_used_as_it_is(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(type(load("sdpa")), "parents", False)
+    trainer = enable_packing(dpo(tmp_path), verify=False, implementation="sdpa")
+    trained(trainer)
+    reason = "attention by sdpa has no segments that continue others"
+    assert trainer.packed_step.parts["shared prefixes"] == f"not shared: {reason}"
+    assert PackedCollator(trainer.model, share_prefix="auto").share_prefix is False
+    with pytest.raises(UnsupportedModelError, match=f"cannot run shared prefixes: {reason}"):
+        trained(enable_packing(dpo(tmp_path), verify=False, implementation="sdpa", share_prefix=True))
+
+
+def test_false_shares_nothing(tmp_path) -> None:
+    trainer = enable_packing(dpo(tmp_path), verify=False, share_prefix=False)
+    trained(trainer)
+    assert "shared prefixes" not in trainer.packed_step.parts
 
 
 def test_what_would_not_be_exact_is_refused(tmp_path) -> None:
@@ -131,8 +179,8 @@ def test_other_trainers_name_what_shares_prefixes(tmp_path) -> None:
         processing_class=tokenizer(),
     )
     with pytest.raises(
-        UnsupportedError, match="SFTTrainer shares no prefixes: TRL's DPO, KTO, GRPO and RLOO trainers do"
+        UnsupportedError, match="SFTTrainer shares no prefixes: TRL's DPO, KTO, GRPO, GMPO and RLOO trainers do"
     ):
         enable_packing(trainer, share_prefix=True)
     enable_packing(trainer, share_prefix="auto", verify=False)
-    assert "no prefix is shared: TRL's DPO, KTO, GRPO and RLOO trainers do so" in str(explain(trainer))
+    assert "no prefix is shared: TRL's DPO, KTO, GRPO, GMPO and RLOO trainers do so" in str(explain(trainer))

@@ -61,25 +61,38 @@ def with_tensors(where: Where, options: dict, heads: int) -> dict:
     return given
 
 
-def assert_is_the_oracle(where: Where, shape: tuple[int, int, int, int], options: dict, lengths=LENGTHS) -> None:
+def assert_is_the_oracle(
+    where: Where, shape: tuple[int, int, int, int], options: dict, lengths=LENGTHS, queries=None
+) -> None:
+    """Values and gradients are the oracle's, of all tokens or of the last ``queries`` of each segment."""
     q, k, v, dout = drawn(where, *shape, tokens=sum(lengths))
     given = with_tensors(where, options, shape[0])
-    inputs = {"q": q, "k": k, "v": v} | ({"sinks": given["sinks"]} if "sinks" in given else {})
+    if queries is None:
+        rows = np.arange(sum(lengths))
+        # a zero-length segment at the end and a rounded-up maximum, as in batches of fixed shape
+        packed = PackedMetadata.from_lengths(
+            lengths, device=where.device, entries=len(lengths) + 1, max_seqlen=max(lengths) + 3
+        )
+    else:
+        ends = np.cumsum(lengths)
+        rows = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, queries, strict=True)])
+        packed = PackedMetadata.of_last_tokens(queries, lengths, device=where.device)
+    inputs = {"q": q[rows], "k": k, "v": v} | ({"sinks": given["sinks"]} if "sinks" in given else {})
     for x in inputs.values():
         x.requires_grad_()
-    # a zero-length segment at the end and a rounded-up maximum, as in batches of fixed shape
-    packed = PackedMetadata.from_lengths(
-        lengths, device=where.device, entries=len(lengths) + 1, max_seqlen=max(lengths) + 3
-    )
-    out = attention(q, k, v, packed, implementation="triton", **given)
-    found = {"out": out, **dict(zip(inputs, torch.autograd.grad(out, list(inputs.values()), dout), strict=True))}
+    out = attention(inputs["q"], k, v, packed, implementation="triton", **given)
+    gradients = torch.autograd.grad(out, list(inputs.values()), dout[rows])
+    found = {"out": out, **dict(zip(inputs, gradients, strict=True))}
     as_given = options | {name: numpy(x) for name, x in given.items() if torch.is_tensor(x)}
     arrays, boundaries = [numpy(x) for x in (q, k, v)], np.cumsum([0, *lengths])
+    of_rows = np.zeros_like(numpy(dout))
+    of_rows[rows] = numpy(dout)[rows]
 
     def oracle(dtype: str) -> dict[str, np.ndarray]:
-        gradients = reference.attention_vjp(*arrays, boundaries, numpy(dout), dtype=dtype, **as_given)
+        gradients = reference.attention_vjp(*arrays, boundaries, of_rows, dtype=dtype, **as_given)
         gradients.pop("alibi_slopes", None)
-        return {"out": reference.attention(*arrays, boundaries, dtype=dtype, **as_given), **gradients}
+        out = reference.attention(*arrays, boundaries, dtype=dtype, **as_given)
+        return {"out": out[rows], **gradients, "q": gradients["q"][rows]}
 
     working = str(where.dtype).removeprefix("torch.")
     assert_within_budget(found, oracle("float64"), oracle(working), where.dtype)
@@ -88,6 +101,20 @@ def assert_is_the_oracle(where: Where, shape: tuple[int, int, int, int], options
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_every_option_is_the_oracle(where, small_tiles, options):
     assert_is_the_oracle(where, (4, 2, 16, 16), options)
+
+
+@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(OPTIONS[name], id=name, marks=[pytest.mark.slow] * (name != "all at once")) for name in OPTIONS],
+)
+def test_queries_at_the_end_of_longer_segments_are_the_oracle(where, small_tiles, options):
+    assert_is_the_oracle(where, (4, 2, 16, 16), options, (5, 19, 31), queries=(1, 19, 9))
+
+
+@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
+def test_a_window_may_hold_more_keys_than_there_are_queries(where, small_tiles):
+    assert_is_the_oracle(where, (2, 1, 16, 16), {"window": 30}, (40,), queries=(3,))
 
 
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)

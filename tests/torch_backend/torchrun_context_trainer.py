@@ -41,17 +41,20 @@ class Case(NamedTuple):
         family: of the model.
         kind: of the trainer.
         groups: of ranks, which train on different rows.
+        smoothing: of labels.
     """
 
     family: str = "qwen3"
     kind: str = "Trainer"
     groups: int = 1
+    smoothing: float = 0.0
 
 
 CASES = {
     "Trainer": Case(),
     "Trainer, hybrid": Case("qwen3_5_text"),
     "SFTTrainer": Case(kind="SFTTrainer"),
+    "Trainer, smoothed": Case(smoothing=0.1),
 }
 ON_FOUR = {"Trainer, two groups": Case(groups=2)}
 
@@ -80,6 +83,7 @@ def trainer_of(case: Case, folder: str, **changes: Any) -> Any:
         "per_device_train_batch_size": ROWS // MICROBATCHES // case.groups,
         "per_device_eval_batch_size": 8 // case.groups,
         "gradient_accumulation_steps": MICROBATCHES,
+        "label_smoothing_factor": case.smoothing,
     }
     if ranks > 1:
         options["parallelism_config"] = ParallelismConfig(cp_size=ranks // case.groups, dp_shard_size=case.groups)
@@ -144,7 +148,6 @@ def pack(kind: str = "Trainer", fast: bool = True, replaced: Any = None, **chang
 
 
 REFUSED: dict[str, Callable[[], Any]] = {
-    "label smoothing": partial(pack, label_smoothing_factor=0.1),
     "compute_loss_func": partial(pack, replaced={"compute_loss_func": max}),
     "compute_metrics": partial(pack, replaced={"compute_metrics": max}),
     "loss of TRL": partial(pack, kind="SFTTrainer", loss_type="dft"),

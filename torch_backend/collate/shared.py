@@ -67,12 +67,15 @@ def _why_not(model: Any, masking: Any, *, always: bool) -> str | None:
         return None
     from torch_backend.hf.anatomy.model import anatomy_of
     from torch_backend.hf.anatomy.structure import causal_lm
-    from torch_backend.hf.inputs.forests import why_no_forest, why_not_in_training
+    from torch_backend.hf.inputs.forests import why_no_attention, why_no_forest, why_not_in_training
+    from torch_backend.hf.patch import state_of
 
     root = causal_lm(model)
     try:
-        anatomy = anatomy_of(root)
+        anatomy, state = anatomy_of(root), state_of(root)
         reason = why_no_forest(anatomy) or (why_not_in_training(root) if always else None)
+        if reason is None and state is not None:
+            reason = why_no_attention(state.device, state.implementation)
     except UnsupportedModelError as refusal:
         return str(refusal)
     return None if reason is None else f"{type(root).__name__} cannot run shared prefixes: {reason}"

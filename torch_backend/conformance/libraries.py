@@ -98,7 +98,7 @@ class Fla(_DeltaRules):
 
     distribution = "flash-linear-attention"
     module = "fla.ops"
-    capabilities = Capabilities(options=frozenset(protocol.OPTIONS["delta_rule"]))
+    capabilities = Capabilities(options=frozenset(protocol.OPTIONS["delta_rule"]) - {"continued_segments"})
 
     def _function(self, *, by_channel: bool) -> Callable[..., Any]:
         name = "chunk_kda" if by_channel else "chunk_gated_delta_rule"

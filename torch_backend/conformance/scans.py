@@ -1,4 +1,4 @@
-"""The part of the conformance adapter about delta rules and the scan of Mamba-2, as layers of patched models run them.
+"""The part of the conformance adapter about delta rules, Mamba-2's scan and convolutions, as patched layers run them.
 
 transformers' own functions, behind the stand-ins that a patch puts in their place: our kernels on a GPU, fla's or
 mamba_ssm's where those pass their trial, batches of documents in plain torch elsewhere.
@@ -14,12 +14,13 @@ from typing import Any
 import transformers
 from packaging.version import Version
 from torch import Tensor
+from torch.nn import functional as F
 
 from packing_core.errors import UnsupportedError
 from packing_core.protocol import Array, Gradients, ScanCall, takes_call
 from torch_backend.conformance.tensors import TensorMethods
 from torch_backend.hf.anatomy.families import SCANS
-from torch_backend.hf.edits.stand_ins import LayerSegments, scan
+from torch_backend.hf.edits.stand_ins import LayerSegments, convolve, scan
 
 # The function that layers call, and a modeling file that has it.
 _FILES = {
@@ -33,13 +34,13 @@ _HEADS_REPEATED_BY_LAYERS = Version(transformers.__version__) < Version("5.23")
 
 
 class ScanMethods(TensorMethods):
-    """`delta_rule` and `ssd`."""
+    """`delta_rule`, `ssd` and `convolution`."""
 
     @takes_call("q", "k", "v", "g", "beta")
     def delta_rule(self, call: ScanCall) -> tuple[Array, Gradients]:
         by_channel = call.operands["g"].ndim == 4
         name = "chunk_kimi_delta_attention" if by_channel else "torch_chunk_gated_delta_rule"
-        run, normalise = self._stand_in(name, call.segment_ids), call.options.get("normalise", False)
+        run, normalise = self._stand_in(name, call), call.options.get("normalise", False)
 
         def layer(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
             if _HEADS_REPEATED_BY_LAYERS:
@@ -51,7 +52,7 @@ class ScanMethods(TensorMethods):
 
     @takes_call("x", "dt", "A", "B", "C", "D")
     def ssd(self, call: ScanCall) -> tuple[Array, Gradients]:
-        run = self._stand_in("mamba2_chunk_scan", call.segment_ids)
+        run = self._stand_in("mamba2_chunk_scan", call)
 
         def layer(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
             out: Tensor = run(x, dt, A, B, C, chunk_size=_CHUNK, D=D)
@@ -59,11 +60,28 @@ class ScanMethods(TensorMethods):
 
         return self._run(layer, call)
 
-    def _stand_in(self, name: str, segment_ids: Array) -> Callable[..., Any]:
-        """Returns the function that a patched layer calls under this name, for these segments."""
+    @takes_call("x", "weight", "bias")
+    def convolution(self, call: ScanCall) -> tuple[Array, Gradients]:
+        segments = LayerSegments(self._packed(call.segment_ids, call.parents))
+
+        def layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+            return convolve(_convolution, x.transpose(1, 2), weight, bias, segments=segments).transpose(1, 2)
+
+        return self._run(layer, call)
+
+    def _stand_in(self, name: str, call: ScanCall) -> Callable[..., Any]:
+        """Returns the function that a patched layer calls under this name, for the segments of a call."""
         file = f"transformers.models.{_FILES[name]}.modeling_{_FILES[name]}"
         try:
             function = getattr(import_module(file), name)
         except (ImportError, AttributeError) as error:
             raise UnsupportedError(f"this transformers has no {name}: install transformers 5") from error
-        return partial(scan, name, function, SCANS[name], seq_idx=LayerSegments(self._packed(segment_ids)))
+        segments = LayerSegments(self._packed(call.segment_ids, call.parents))
+        return partial(scan, name, function, SCANS[name], seq_idx=segments)
+
+
+def _convolution(x: Tensor, weight: Tensor, bias: Tensor, activation: str | None) -> Tensor:
+    """What a modeling file calls on documents [B, C, S] where Triton does not run."""
+    assert activation is None
+    padded = F.pad(x, (weight.shape[1] - 1, 0))
+    return F.conv1d(padded, weight[:, None], bias, groups=weight.shape[0])

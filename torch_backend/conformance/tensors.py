@@ -26,8 +26,16 @@ class TensorMethods(Backend):
     def _run(self, function: Callable[..., Tensor], call: protocol.ScanCall) -> tuple[Array, Gradients]:
         return self._out_and_gradients(function, self._operands(call.operands, call.dtype), call.dout)
 
-    def _packed(self, segment_ids: Array) -> PackedMetadata:
-        return PackedMetadata.from_lengths(np.diff(protocol.cu_seqlens(segment_ids)).tolist(), device=self.device)
+    def _packed(self, segment_ids: Array, parents: Array | None = None) -> PackedMetadata:
+        """Every run of equal ids is a segment, also one of padding; ``parents`` counts the real ones."""
+        bounds = protocol.cu_seqlens(segment_ids)
+        lengths = np.diff(bounds).tolist()
+        if parents is None:
+            return PackedMetadata.from_lengths(lengths, device=self.device)
+        real = np.flatnonzero(np.ravel(segment_ids)[bounds[:-1]])
+        of_runs = np.full(len(lengths), -1)
+        of_runs[real] = np.where(parents >= 0, real[parents], -1)
+        return PackedMetadata.from_lengths(lengths, device=self.device, parents=of_runs.tolist())
 
     def _out_and_gradients(
         self, function: Callable[..., Tensor], operands: dict[str, Tensor], dout: Array | None

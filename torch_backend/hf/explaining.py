@@ -61,7 +61,7 @@ class Explanation:
 
 
 SHARERS = (  # of common beginnings
-    "TRL's DPO, KTO, GRPO and RLOO trainers do so; elsewhere use PackedCollator(model, share_prefix=True) and "
+    "TRL's DPO, KTO, GRPO, GMPO and RLOO trainers do so; elsewhere use PackedCollator(model, share_prefix=True) and "
     "make_train_step"
 )
 

@@ -82,12 +82,8 @@ def _why_not_pieces(model: nn.Module) -> str | None:
     """Explains why layers cannot be compiled for pieces of documents that are cut over ranks; None if they can."""
     state = state_of(causal_lm(model))
     assert state is not None
-    if state.anatomy.mixers:
-        return (
-            "its recurrent layers are compiled for rows of one length alone, and ranks hold other pieces in every batch"
-        )
     if (level := level_of(model)) != "none":
-        return f'its attention exchanges between graphs, each of which would keep more than memory="{level}" says'
+        return f'its layers exchange between graphs, each of which would keep more than memory="{level}" says'
     return _why_not_here(state)
 
 

@@ -99,8 +99,8 @@ class Gradients:
     Graphs are recorded for one form of batches at a time: that of the first batch, and later any that comes twice in a
     row. Compiled layers also run batches of as many tokens that differ in their segments, so that no step takes more
     memory than a compiled one. Batches of another size run as usual. Layers of documents that are cut over ranks are
-    compiled for any number of tokens; their attention, which exchanges other pieces in every batch, runs between their
-    graphs. Outside of a call the layers are as they were, so evaluation and generation run as usual too.
+    compiled for any number of tokens; attention, convolutions and scans, which exchange other pieces in every batch,
+    run between their graphs. Outside of a call the layers are as they were, so evaluation and generation run as usual.
 
     Args:
         model: what is called, with all its wrappers.
@@ -227,7 +227,7 @@ class Gradients:
             self.foreign = replaced_modules(layers_of(state.decoder))
             compile_layers(self.model, memory=level, dynamic=None if self.pieces or self.forests else False)
             if self.pieces:
-                state.compiled = set()  # attention runs between the graphs
+                state.compiled = set()  # attention runs between graphs
             self.layers = {m: m._compiled_call_impl for m in self.model.modules() if m._compiled_call_impl is not None}
             if level == "offload":
                 self.layers |= {m: self.host.around(self.layers[m]) for m in self.recomputed if m in self.layers}
@@ -279,7 +279,7 @@ class Gradients:
 
     @property
     def _compiled_how(self) -> str:
-        around = ", around the attention that exchanges between ranks" if self.pieces else ""
+        around = ", around what exchanges between ranks" if self.pieces else ""
         lengths = ", for rows of any length" if self.forests else ""
         return f"compiled{lengths}{_memory_of(self.model)}{_in_place_of_kernels(self.model)}{around}"
 

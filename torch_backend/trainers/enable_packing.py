@@ -47,7 +47,7 @@ def enable_packing(
     verify: bool = True,
     fast: bool = True,
     memory: Memory | None = None,
-    share_prefix: bool | Literal["auto"] = False,
+    share_prefix: bool | Literal["auto"] = "auto",
 ) -> Trainer:
     """Make a trainer train packed documents without contamination; call it once, between building and ``train()``.
 
@@ -83,12 +83,13 @@ def enable_packing(
             not. False leaves the training step as it is.
         memory: what each layer keeps between forward and backward, as in :func:`torch_backend.make_train_step`, in
             place of the trainer's ``gradient_checkpointing``. None leaves that in force: True is ``"full"``.
-        share_prefix: TRL's DPO, KTO, GRPO and RLOO trainers compute a common beginning of a micro-batch's documents,
-            such as the prompt of several answers, once. ``"auto"`` does so for beginnings of 64 tokens and more, in
-            calls where it saves a tenth of the work or more, and where the model can: the work of segments of n tokens
-            after b tokens of their ancestors is ``a sum(n) + s sum(n (n + 2 b))``, a token and an attention pair by
-            ``Cost.from_config(model.config)``. True shares 16 tokens and more, and raises where the model cannot.
-            Token ids are read from the device for it. ``explain(trainer)`` says how many tokens it saved, or why none.
+        share_prefix: TRL's DPO, KTO, GRPO, GMPO and RLOO trainers compute a common beginning of a micro-batch's
+            documents, such as the prompt of several answers, once. ``"auto"`` does so for beginnings of 64 tokens and
+            more, in calls where it saves a tenth of the work or more, and where the model, its attention and its
+            dropout allow it: the work of segments of n tokens after b tokens of their ancestors is
+            ``a sum(n) + s sum(n (n + 2 b))``, a token and an attention pair by ``Cost.from_config(model.config)``. True
+            shares 16 tokens and more, and raises where the model cannot. Token ids are read from the device for it.
+            False shares nothing. ``explain(trainer)`` says how many tokens it saved, or why none.
 
     Returns:
         ``trainer`` itself.

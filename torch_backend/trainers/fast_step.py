@@ -81,7 +81,7 @@ class PackedStep:
         self.metrics = sft.TokenCounter(trainer, copies) if loss_is_of_trl(trainer) else None
         self.losses = without_waiting(trainer)
         trainer.training_step = self.training_step
-        if self.refused is None:
+        if self.refused is None or self.over_ranks is not None:
             trainer.compute_loss = self.compute_loss
             if is_stock(trainer, "prediction_step"):
                 trainer.prediction_step = self.prediction_step
@@ -145,7 +145,8 @@ class PackedStep:
             if logits_wanted:
                 self.over_ranks.refuse_outputs()
             of_part: Any = self.over_ranks.in_place_of(model)
-            return Trainer.compute_loss(self.trainer, of_part, inputs, return_outputs, num_items_in_batch)
+            part = self.over_ranks.cut(inputs, model)
+            return Trainer.compute_loss(self.trainer, of_part, part, return_outputs, num_items_in_batch)
         if self.metrics is not None and not self.model.training:
             self.metrics.update()
             logits_wanted = True

@@ -14,13 +14,15 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import UnsupportedError
 from torch_backend.context_parallel.group import ContextGroup
 from torch_backend.hf.inputs.boundaries import refuse_split_rows
 from torch_backend.hf.patch import context_of, cut_over_ranks, refuse_context_of
 from torch_backend.losses.causal_lm import LOSS_WEIGHTS, causal_lm_loss
-from torch_backend.trainers.own_loss import why_logits
+from torch_backend.trainers.own_loss import why_not_known
 
 WEIGHTS_REFUSED = (
     'a Trainer divides its loss by the number of targets, and rows with weighting="document" weigh them: '
@@ -59,8 +61,8 @@ def _why_not(trainer: Any, fast: bool) -> str | None:
     args, parallelism = trainer.args, trainer.accelerator.parallelism_config
     if not fast:
         return "the trainer's own step runs whole ones: leave fast=False out"
-    if (reason := why_logits(trainer)) is not None:
-        return f"every rank computes its part of the loss without logits: {reason}"
+    if (reason := why_not_known(trainer)) is not None:
+        return f"every rank computes its part of the loss without the logits of others: {reason}"
     if trainer.compute_metrics is not None or trainer.preprocess_logits_for_metrics is not None:
         return "no rank has the logits of whole ones: leave compute_metrics and preprocess_logits_for_metrics out"
     if args.neftune_noise_alpha is not None:
@@ -86,6 +88,8 @@ class OverRanks:
 
     def __init__(self, trainer: Any, context: ContextGroup) -> None:
         self.context = context
+        self.smoothing = 0.0 if trainer.label_smoother is None else float(trainer.label_smoother.epsilon)
+        trainer.label_smoother = None  # which reads the logits of whole rows
         trainer._prepare_context_parallel_inputs = _as_they_are
         trainer.accelerator._prepare_cp = _not_prepared
         trainer.model_accepts_loss_kwargs = True  # so that it counts the targets of a step
@@ -105,14 +109,14 @@ class OverRanks:
     def in_place_of(self, model: nn.Module) -> Any:
         """Returns a replacement for the model in ``Trainer.compute_loss``, which returns the loss alone.
 
-        It is this rank's part of the sum, divided by the targets that the trainer has counted on all ranks. Without
-        their number it is such that the mean over the group is the loss of the batch. In evaluation every rank of the
-        group returns that mean.
+        It takes this rank's part of a batch. The loss is this rank's part of the sum, divided by the targets that the
+        trainer has counted on all ranks. Without their number it is such that the mean over the group is the loss of
+        the batch. In evaluation every rank of the group returns that mean.
         """
 
         def call(num_items_in_batch: Any = None, **inputs: Any) -> dict[str, Tensor]:
             group, ranks = self.context.group, self.context.ranks
-            total, weight = causal_lm_loss(model, self.cut(inputs, model))
+            total, weight = self._smoothed_loss(model, inputs) if self.smoothing else causal_lm_loss(model, inputs)
             if num_items_in_batch is None:
                 dist.all_reduce(weight, group=group)
                 loss = total * ranks / weight.clamp(min=1)
@@ -125,6 +129,14 @@ class OverRanks:
             return {"loss": loss}
 
         return call
+
+    def _smoothed_loss(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """The sum of transformers' ``LabelSmoother`` over the rank's targets, and their number."""
+        targets = batch["shift_labels"].flatten()
+        given = {name: x for name, x in batch.items() if name not in ("labels", "shift_labels")}
+        logits = model(**given, use_cache=False)["logits"].flatten(0, 1).float()
+        total = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=self.smoothing)
+        return total, (targets != IGNORE_INDEX).sum()
 
     def refuse_outputs(self) -> None:
         """Raise for a prediction of logits, of which every rank has a part.

@@ -38,16 +38,20 @@ def has_own_loss(trainer: Any) -> bool:
 
 def why_logits(trainer: Any) -> str | None:
     """Explains why the loss of a trainer needs logits, as far as the trainer decides it."""
-    of_trl = loss_is_of_trl(trainer)
+    if (reason := why_not_known(trainer)) is not None:
+        return reason
+    return None if trainer.label_smoother is None else "label smoothing reads them"
+
+
+def why_not_known(trainer: Any) -> str | None:
+    """Explains why the loss of a trainer is not the cross entropy of the targets, smoothed or not."""
     if has_own_loss(trainer):
         return f"{type(trainer).__name__} computes its loss itself (compute_loss)"
     if trainer.compute_loss_func is not None:
         return "compute_loss_func reads them"
-    if trainer.label_smoother is not None:
-        return "label smoothing reads them"
     if getattr(causal_lm(trainer.model).config.get_text_config(), "output_router_logits", False):
         return "the trainer adds the router's auxiliary loss of each microbatch in full"
-    return sft.why_logits(trainer) if of_trl else None
+    return sft.why_logits(trainer) if loss_is_of_trl(trainer) else None
 
 
 def warn_of_means(trainer: Any) -> None:

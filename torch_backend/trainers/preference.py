@@ -41,7 +41,7 @@ def enable_unpadding(
     implementation: Any,
     verify: bool,
     fast: bool,
-    share_prefix: Sharing = False,
+    share_prefix: Sharing,
 ) -> None:
     """Run every forward of a preference, reward or policy trainer packed; see the module.
 

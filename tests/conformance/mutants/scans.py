@@ -72,10 +72,10 @@ class GateGradientLost(Gradient, rejected_by="SCAN-03"):
 class BoundaryDecayMissing(Mutant, rejected_by="SCAN-04"):
     """The memory that comes over from a chunk of 64 does not fade at the first token of the next."""
 
-    def decays(self, exponent, segment_ids):
+    def decays(self, exponent):
         exponent = exponent.copy()
         exponent[:, 64::64] = 0.0
-        return super().decays(exponent, segment_ids)
+        return super().decays(exponent)
 
 
 class DeltaGradientAtPadding(Gradient, rejected_by="SCAN-05"):
@@ -90,8 +90,8 @@ class DeltaGradientAtPadding(Gradient, rejected_by="SCAN-05"):
 class DecaysAreBounded(Mutant, rejected_by="SCAN-06"):
     """At one token the memory fades to a fifth and no further, so that no quotient of decays overflows."""
 
-    def decays(self, exponent, segment_ids):
-        return super().decays(np.maximum(exponent, np.log(0.2)), segment_ids)
+    def decays(self, exponent):
+        return super().decays(np.maximum(exponent, np.log(0.2)))
 
 
 class KeyHeadsInTurns(Mutant, rejected_by="SCAN-07"):
@@ -166,3 +166,20 @@ class SsdInBfloat16(Mutant, rejected_by="SCAN-16"):
 
     def ssd(self, *args, dtype, **kwargs):
         return super().ssd(*args, dtype="bfloat16", **kwargs)
+
+
+# -- the convolution -------------------------------------------------------------------------------------------------
+
+
+class ConvolutionTurnedAround(Mutant, rejected_by="SCAN-17"):
+    """The first weight belongs to the current token."""
+
+    def columns(self, width):
+        return list(range(width))
+
+
+class ConvolutionCarriedOver(Mutant, rejected_by="SCAN-18"):
+    """The convolution sees the last tokens of the segment before."""
+
+    def goes_on(self, segment_ids):
+        return super().goes_on(1 * (segment_ids > 0))

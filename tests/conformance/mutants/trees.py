@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from packing_core.protocol import segments
 from tests.conformance.mutants.base import Mutant
 
 
@@ -65,3 +66,54 @@ class WrongParent(Mutant, rejected_by="TREE-02"):
         parents = tree.parents.copy()
         parents[ends] = np.where(tree.parents[ends] > first, first, tree.parents[ends])
         return replace(tree, parents=parents)
+
+
+# -- states that segments go on from ---------------------------------------------------------------------------------
+
+
+class StateOfTheSegmentBefore(Mutant, rejected_by="TREE-03"):
+    """A segment that continues another starts from the state of the segment before it in the row."""
+
+    def before(self, segment_ids, parents):
+        before = super().before(segment_ids, parents)
+        for (row, start, _), parent in zip(segments(segment_ids), () if parents is None else parents, strict=False):
+            before[row, start] = start - 1 if parent >= 0 else -1
+        return before
+
+
+class StateGradientOfOneChild(Mutant, rejected_by="TREE-03"):
+    """Of several segments that start from one state, the first alone hands a gradient back to it."""
+
+    def hands_back(self, before):
+        firsts = np.zeros(before.shape, bool)
+        for row, of_row in zip(firsts, before, strict=True):
+            row[np.unique(of_row, return_index=True)[1]] = True
+        return super().hands_back(before) & firsts
+
+
+class StateOfTheRoot(Mutant, rejected_by="TREE-04"):
+    """What continues an answer starts from the state in which the prompt ended."""
+
+    def before(self, segment_ids, parents):
+        if parents is not None:
+            above = np.where(parents >= 0, parents[parents], -1)
+            parents = np.where(above >= 0, above, parents)
+        return super().before(segment_ids, parents)
+
+
+class StatesBeginAnew(Mutant, rejected_by="TREE-04"):
+    """Every segment starts from zero, also one that continues another."""
+
+    def before(self, segment_ids, parents):
+        return super().before(segment_ids, None)
+
+
+class TailLost(Mutant, rejected_by="TREE-05"):
+    """Zeros stand before a segment, as if it continued none."""
+
+    def before(self, segment_ids, parents):
+        return super().before(segment_ids, None)
+
+
+class TailGradientOfOneChild(StateGradientOfOneChild, rejected_by="TREE-05"):
+    """Of several segments that see the last tokens of one, the first alone hands them a gradient."""

@@ -183,6 +183,7 @@ def _mixer_forward(layer: nn.Module, call: Callable[..., Any], *args: Any, **kwa
     return result
 
 
+@torch.compiler.disable  # the documents of a rank differ from batch to batch
 def _run_whole(
     layer: nn.Module, forward: PackedForward, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:

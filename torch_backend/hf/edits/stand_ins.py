@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -80,14 +81,9 @@ def convolve(
         [B, C, S], dtype of x.
     """
     segments = _segments_of(CONVOLUTION, others)
-    tokens = x.transpose(1, 2)
     if segments.context is not None:
-
-        def convolved(flat: Tensor, packed: PackedMetadata) -> Tensor:
-            rows = flat.T[None]
-            return convolve(function, rows, weight, bias, activation, segments=LayerSegments(packed))[0].T
-
-        return convolve_pieces(tokens[0], segments.context, weight.shape[-1], convolved).T[None]
+        return _convolve_across_ranks(segments.context, function, x, weight, bias, activation)
+    tokens = x.transpose(1, 2)
     packed = segments.packed
     if packed.parents is not None:
         unfolded = tails(packed, weight.shape[-1])
@@ -108,6 +104,21 @@ def convolve(
     return together.transpose(1, 2)
 
 
+@torch.compiler.disable  # each batch has other pieces, which a graph would be made of anew
+def _convolve_across_ranks(
+    share: RankShare,
+    function: Callable[..., Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+) -> Tensor:
+    def convolved(flat: Tensor, packed: PackedMetadata) -> Tensor:
+        return convolve(function, flat.T[None], weight, bias, activation, segments=LayerSegments(packed))[0].T
+
+    return convolve_pieces(x[0].T, share, weight.shape[-1], convolved).T[None]
+
+
 def scan(name: str, function: Callable[..., Any], libraries: Sequence[str], *args: Any, **kwargs: Any) -> Any:
     """The scan that a modeling file calls by a name, with its state restarted at every segment: see ``ops.scan``."""
     segments = _segments_of("a scan", kwargs)
@@ -120,7 +131,12 @@ def scan(name: str, function: Callable[..., Any], libraries: Sequence[str], *arg
 
     if segments.context is None:
         return run(segments.packed, args, kwargs)
-    return scan_by_heads(segments.context, args, kwargs, run)
+    return _scan_across_ranks(segments.context, args, kwargs, run)
+
+
+@torch.compiler.disable
+def _scan_across_ranks(share: RankShare, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
+    return scan_by_heads(share, args, kwargs, run)
 
 
 @contextmanager

@@ -6,9 +6,10 @@ which also reads its arguments and whether dropout is on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
@@ -16,6 +17,7 @@ from torch_backend.hf.anatomy.model import Anatomy
 from torch_backend.hf.inputs.arguments import HARMLESS
 from torch_backend.hf.inputs.guard import Guard
 from torch_backend.hf.router import asks_for_router_loss
+from torch_backend.ops.attention import runs_parents
 from torch_backend.segments import PackedMetadata, to_device
 
 WAY_OUT = "pack without shared prefixes (share_prefix=False)"
@@ -36,6 +38,14 @@ def why_no_forest(anatomy: Anatomy) -> str | None:
     if getattr(anatomy.decoder.config, "attention_chunk_size", None):
         return "its attention sees chunks, which are counted from the beginning of a document"
     return None
+
+
+def why_no_attention(device: torch.device, implementation: str | Sequence[str]) -> str | None:
+    """Explains why attention by what a model was patched with runs no shared prefixes; None if it does."""
+    if runs_parents(device, implementation):
+        return None
+    names = implementation if isinstance(implementation, str) else ", ".join(implementation)
+    return f"attention by {names} has no segments that continue others"
 
 
 def check_forest(

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import torch
+
 from packing_core.batches.trees import LEAST_SAVED, LONG, SHORTEST, part_saved
 from packing_core.errors import UnsupportedModelError
 from packing_core.planning.balance import cost_of
-from torch_backend.hf.inputs.forests import WAY_OUT, why_not_this_call
+from torch_backend.hf.inputs.forests import WAY_OUT, why_no_attention, why_not_this_call
 from torch_backend.hf.shared_rows import SharedRow, share_row
 
 Sharing = bool | Literal["auto"]
@@ -52,7 +54,7 @@ class Prefixes:
         lengths, ids = kwargs["packed_lengths"], kwargs["input_ids"]
         self.given += sum(lengths)
         self.computed += sum(lengths)
-        if (reason := why_not_this_call(self.state.anatomy, kwargs)) is not None:
+        if (reason := self._why_not(kwargs)) is not None:
             if self.sharing is True:
                 name = type(self.state.root).__name__
                 raise UnsupportedModelError(f"{name} cannot run shared prefixes: {reason}; {WAY_OUT}")
@@ -72,6 +74,16 @@ class Prefixes:
             return None
         self.computed -= sum(lengths) - segments.tokens
         return shared
+
+    def _why_not(self, kwargs: Mapping[str, Any]) -> str | None:
+        state = self.state
+        if torch.compiler.is_compiling():
+            return "torch.compile traces the model as a whole, and token ids are read"
+        found = why_not_this_call(state.anatomy, kwargs) or why_no_attention(state.device, state.implementation)
+        if found is None and self.sharing == "auto" and state.compiled:
+            refused = state.why_no_compiled_forest(state.compiled)
+            return None if refused is None else f"its layers are compiled, and {refused}"
+        return found
 
     def __str__(self) -> str:
         if self.refused is not None and self.computed == self.given:

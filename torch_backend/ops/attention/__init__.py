@@ -21,6 +21,7 @@ from torch_backend.ops.attention.dispatch import (
     prepare,
     rejections,
     run,
+    runs_parents,
     select,
 )
 from torch_backend.ops.attention.request import AttentionRequest, Implementation, describe, request_of
@@ -42,6 +43,7 @@ __all__ = [
     "rejections",
     "request_of",
     "run",
+    "runs_parents",
     "select",
 ]
 

@@ -125,6 +125,11 @@ def prepare(packed: PackedMetadata, request: AttentionRequest, implementation: s
         make(packed, request)
 
 
+def runs_parents(device: torch.device, implementation: str | Sequence[str] = "auto") -> bool:
+    """Returns whether one of the wanted implementations runs segments that continue others."""
+    return any(getattr(load(name), "parents", False) for name in candidates(device, implementation))
+
+
 def compiles_parents(request: AttentionRequest, implementation: str | Sequence[str] = "auto") -> bool:
     """Returns whether compiled layers that ask like ``request`` could run segments that continue others."""
     try:

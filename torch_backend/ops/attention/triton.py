@@ -47,7 +47,7 @@ class KernelTiles(NamedTuple):
 
 
 class Triton(Probed):
-    parents = compiled_parents = True
+    parents = compiled_parents = more_keys = True
 
     def refuses(self, request: AttentionRequest) -> str | None:
         probe = torch.empty(0, dtype=request.dtype, device=request.device)
@@ -247,7 +247,7 @@ def _launch_backward(
         *strides, *_shape(q, k, v), *options, **_blocks(q, v, tile_q),
     )  # fmt: skip
     kernels.backward_keys[work_k.shape[0] * k.shape[1],](
-        q, k, v, dout, stats, slopes, dk, dv, work_k, parts_k, q.shape[0], scale, softcap, min(window, q.shape[0]),
+        q, k, v, dout, stats, slopes, dk, dv, work_k, parts_k, q.shape[0], scale, softcap, min(window, k.shape[0]),
         *strides, *_shape(q, k, v), *options, **_blocks(q, v, tile_k),
     )  # fmt: skip
     return dq, dk, dv, stats

@@ -3,11 +3,11 @@
 Segment boundaries -> ``(segment's first token, segment's length, the tile's first token in the segment)`` for every
 tile of every segment. A segment's tiles follow each other, so that its keys and values are read while the cache holds
 them; the longest segment comes first, and each begins with its most expensive tile, so that the last programs to start
-are short ones. Where segments continue others, an item also says where in a second list its tile's parts stand: of
-queries the segments on their path, of keys the segments below, each as ``(first token, length, tokens from the start
-of the keys' segment to that of the queries')``. Where the lengths are on the host the list is made there and is exact;
-else the same arithmetic runs on the device, without reading back, in a list whose length depends on shapes alone, with
-items of length 0 at its end.
+are short ones. Where segments continue others, or queries are the last tokens of longer key segments, an item also
+says where in a second list its tile's parts stand: of queries the segments of keys that they see, of keys the segments
+of queries that see them, each as ``(first token, length, tokens from the start of the keys' segment to that of the
+queries')``. Where the lengths are on the host the list is made there and is exact; else the same arithmetic runs on the
+device, without reading back, in a list whose length depends on shapes alone, with items of length 0 at its end.
 """
 
 from __future__ import annotations
@@ -21,13 +21,17 @@ from torch_backend.segments import PackedMetadata, host_lengths, most_pieces, pi
 
 
 def query_parts(packed: PackedMetadata) -> Tensor | None:
-    """int32 [parts, 3] the segments that the queries of each segment see; None if no segment continues another."""
-    return None if packed.parents is None else packed.derived("parts of queries", _query_parts)[0]
+    """int32 [parts, 3] the segments that the queries of each segment see; None if each sees its own alone."""
+    return packed.derived("parts of queries", _query_parts)[0] if _in_parts(packed) else None
 
 
 def key_parts(packed: PackedMetadata) -> Tensor | None:
-    """int32 [parts, 3] the segments that see the keys of each segment; None if no segment continues another."""
-    return None if packed.parents is None else packed.derived("parts of keys", _key_parts)[0]
+    """int32 [parts, 3] the segments that see the keys of each segment; None as for :func:`query_parts`."""
+    return packed.derived("parts of keys", _key_parts)[0] if _in_parts(packed) else None
+
+
+def _in_parts(packed: PackedMetadata) -> bool:
+    return packed.parents is not None or packed.keys is not None
 
 
 def query_tiles(packed: PackedMetadata, tokens: int, *, fixed_shape: bool = False) -> Tensor:
@@ -43,25 +47,27 @@ def key_tiles(packed: PackedMetadata, tokens: int, *, fixed_shape: bool = False)
     return _work(packed, tokens, False, fixed_shape)
 
 
-def _work(packed: PackedMetadata, tokens: int, last_first: bool, fixed_shape: bool) -> Tensor:
+def _work(packed: PackedMetadata, tokens: int, of_queries: bool, fixed_shape: bool) -> Tensor:
     def make(packed: PackedMetadata) -> Tensor:
-        if packed.parents is not None:
+        in_parts = _in_parts(packed)
+        if in_parts:
             host_lengths(packed)
-        if packed.lengths is None or (fixed_shape and packed.parents is None) or torch.compiler.is_compiling():
-            boundaries = packed.cu_seqlens
-            items = most_pieces(packed.tokens, boundaries.shape[0] - 1, tokens)
+        segments = packed if of_queries or packed.keys is None else packed.keys
+        if segments.lengths is None or (fixed_shape and not in_parts) or torch.compiler.is_compiling():
+            boundaries = segments.cu_seqlens
+            items = most_pieces(segments.tokens, boundaries.shape[0] - 1, tokens)
         else:
-            boundaries = torch.tensor((0, *packed.lengths)).cumsum(0)
-            items = sum(-(-length // tokens) for length in packed.lengths)
-        made = _items(boundaries, items, tokens, last_first)
-        if packed.parents is not None:
+            boundaries = torch.tensor((0, *segments.lengths)).cumsum(0)
+            items = sum(-(-length // tokens) for length in segments.lengths)
+        made = _items(boundaries, items, tokens, last_first=of_queries)
+        if in_parts:
             bounds = packed.derived(
-                *(("parts of queries", _query_parts) if last_first else ("parts of keys", _key_parts))
+                *(("parts of queries", _query_parts) if of_queries else ("parts of keys", _key_parts))
             )
             made = torch.cat([made, bounds[1][torch.searchsorted(boundaries, made[:, 0].long(), right=True) - 1]], 1)
         return to_device(made, packed.device)
 
-    return packed.derived(("triton tiles", tokens, last_first), make)
+    return packed.derived(("triton tiles", tokens, of_queries), make)
 
 
 def _items(boundaries: Tensor, items: int, tokens: int, last_first: bool) -> Tensor:
@@ -76,6 +82,8 @@ def _items(boundaries: Tensor, items: int, tokens: int, last_first: bool) -> Ten
 
 def _query_parts(packed: PackedMetadata) -> tuple[Tensor, Tensor]:
     """The parts on the device of the batch, and on the host int32 [S, 2] where those of each segment stand."""
+    if packed.keys is not None:
+        return _parts_of_last_tokens(packed, packed.keys, packed.keys)
     parents = packed.parents
     assert parents is not None
     return _parts(packed, [[(s, above) for above in lineage(parents, s)] for s in range(len(parents))])
@@ -83,6 +91,8 @@ def _query_parts(packed: PackedMetadata) -> tuple[Tensor, Tensor]:
 
 def _key_parts(packed: PackedMetadata) -> tuple[Tensor, Tensor]:
     """As :func:`_query_parts`."""
+    if packed.keys is not None:
+        return _parts_of_last_tokens(packed, packed.keys, packed)
     parents = packed.parents
     assert parents is not None
     below: list[list[tuple[int, int]]] = [[] for _ in parents]
@@ -101,6 +111,18 @@ def _parts(
     queries, keys = np.array([pair for several in pairs for pair in several]).T
     met = keys if of_queries else queries
     parts = np.stack([starts[met], lengths[met], before[queries] - before[keys]], 1)
-    ends = np.cumsum([len(several) for several in pairs])
-    bounds = np.stack([np.append(0, ends[:-1]), ends], 1)
+    return _placed(packed, parts, np.array([len(several) for several in pairs]))
+
+
+def _parts_of_last_tokens(packed: PackedMetadata, keys: PackedMetadata, met: PackedMetadata) -> tuple[Tensor, Tensor]:
+    """One part for each segment: of queries their keys, of keys their queries, as ``met`` says."""
+    lengths = np.array(met.lengths)
+    parts = np.stack([np.cumsum(lengths) - lengths, lengths, np.array(keys.lengths) - np.array(packed.lengths)], 1)
+    return _placed(packed, parts, np.ones(len(lengths), int))
+
+
+def _placed(packed: PackedMetadata, parts: np.ndarray, counts: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Parts, so many of each segment, as :func:`_query_parts` returns them."""
+    ends = np.cumsum(counts)
+    bounds = np.stack([ends - counts, ends], 1)
     return to_device(torch.from_numpy(parts).int(), packed.device), torch.from_numpy(bounds).int()
