@@ -24,7 +24,8 @@ Int64 = NDArray[np.int64]
 Float64 = NDArray[np.float64]
 Order = Literal["random", "curriculum", "sorted", "grouped", "weighted"]
 
-STAGE_ROWS = 64  # rows of a stage, where the order has no stages of its own
+# Rows of a stage, where the order has no stages of its own: a sixteenth of all rows, but from 4 to 64.
+FEWEST_ROWS, STAGE_ROWS, STAGES = 4, 64, 16
 SHOWN = 5  # keys that a message lists
 
 
@@ -120,12 +121,14 @@ class OrderRule:
         return drawn[np.argsort(due, kind="stable")]
 
     def sequence(self, lengths: Int64, capacity: int, shuffle: Shuffle) -> Sequence:
-        """The documents in their order, and its stages: octaves of length, else ``STAGE_ROWS`` rows."""
+        """The documents in their order, and its stages: octaves of length, else up to ``STAGE_ROWS`` rows."""
         order = self.arrange(lengths, shuffle)
         if self.order == "curriculum":
             stage = octaves(lengths)[order]
         else:
-            stage = (np.cumsum(lengths[order]) - 1) // (STAGE_ROWS * capacity)
+            before = np.cumsum(lengths[order]) - 1
+            rows = min(STAGE_ROWS, max(FEWEST_ROWS, int(before[-1]) // capacity // STAGES))
+            stage = before // (rows * capacity)
         return Sequence(order, np.append(np.flatnonzero(np.diff(stage, prepend=-1)), len(order)))
 
 

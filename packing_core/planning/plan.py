@@ -96,9 +96,9 @@ def plan(
             whose rows have the same tokens and ever fewer documents; ``sorted`` follows the ``keys``, smallest first;
             ``grouped`` trains documents of one key next to each other, groups in random order; ``weighted`` deals the
             tokens of several sources, which the keys name, by ``weights`` for as long as each lasts, and every document
-            once. Documents see each other under none of them. Rows are ``mixed`` inside stages (of about 64 rows where
-            the order names none), so they follow the order up to a stage; the emptiest row of each moves on to the
-            next. ``seed`` draws what the order leaves open.
+            once. Documents see each other under none of them. Rows are ``mixed`` inside stages, of at most 64 rows
+            where the order names none, so they follow the order up to a stage; the emptiest row of each moves on to
+            the next. ``seed`` draws what the order leaves open.
         keys: [N] the key of each document, a number or a text: what to sort by, the group, or the source.
         weights: key -> share of the tokens under ``weighted``.
 
