@@ -87,6 +87,8 @@ def train(
     min_piece: options.MinPiece = 1,
     max_segments: options.MaxSegments = None,
     packing: options.Packing = "mixed",
+    order: options.OrderOfTraining = "random",
+    order_by: options.OrderBy = None,
     rows_per_step: Annotated[int, typer.Option(min=1, help="Packed rows in an optimizer step.")] = 4,
     padded_batch: Annotated[int, typer.Option(min=1, help="Documents in a padded batch of --compare.")] = 8,
     epochs: Annotated[int, typer.Option(min=1)] = 1,
