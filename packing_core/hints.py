@@ -32,6 +32,8 @@ _CALLED = {
         "max_documents max_seqs max_packed_sequences"
     ),
     "alignment": "pad_to_multiple_of multiple_of align pack_alignment_struct",
+    "order": "curriculum length_curriculum sort sorted grouped sort_by_length group_by_length",
+    "keys": "key group_by group_key sort_key sort_by groups topics",
     "window": "sample_packing_group_size group_size num_packing_bins chunk_size buffer buffer_size",
     "buffer": "buffer_size sample_packing_group_size group_size num_packing_bins window shuffle_buffer prefetch",
     "seed": "shuffle shuffle_seed random_seed random_state shuffle_rows shuffle_bins",
@@ -72,6 +74,7 @@ _HOW = {
     "seed": "an integer shuffles, None keeps the order",
     "overflow": '"error", "truncate", "split", "overlap", "restart" or "drop"',
     "shard": "(index, count)",
+    "order": '"curriculum", "sorted", "grouped" or "weighted"',
     "strategy": '"mixed", "best_fit", "first_fit" or "sequential"',
 }
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,20 @@ from packing_core.errors import LayoutError, UnsupportedError
 from packing_core.storage.forest import check_parents, offsets
 
 Value = TypeVar("Value")
+
+
+class Spans(NamedTuple):
+    """The span of each token, from ``begin`` to before ``end``: its tokens see each other both ways.
+
+    A token outside of all spans is one of its own, so in causal attention query i sees key j where ``j < end[i]``, and
+    key j is seen by query i where ``i >= begin[j]``. Neither tensor ever falls, so a block's ends bound what it sees.
+
+    Attributes:
+        begin, end: int32 [T], places among the flat tokens of the batch.
+    """
+
+    begin: Tensor
+    end: Tensor
 
 
 class PackedMetadata:
@@ -40,6 +54,8 @@ class PackedMetadata:
             last tokens of the key segment of the same number. None where the keys are the queries' own.
         parents: the segment that each one continues, -1 for none, on the host; None if no segment continues another.
             Only what says so can run such forests, so whatever reads segments asks for it or refuses.
+        spans: where tokens see each other both ways in causal attention (images, prefixes); None if none do. Only
+            implementations that say so can run them.
 
     A plain class on purpose: wrappers of modules walk through dataclasses among the arguments and rebuild them, and
     every layer would then hold a copy of its own.
@@ -61,6 +77,8 @@ class PackedMetadata:
         self.lengths = lengths
         self.keys = keys
         self.parents = parents
+        self.spans: Spans | None = None
+        self._plain: PackedMetadata | None = None
         self._derived: dict[Hashable, Any] = {}
 
     @classmethod
@@ -132,7 +150,41 @@ class PackedMetadata:
             return self
         boundaries = to_device(self.cu_seqlens, device)
         keys = None if self.keys is None else self.keys.to(device)
-        return PackedMetadata(boundaries, self.max_seqlen, self.tokens, self.lengths, self.parents, keys=keys)
+        found = PackedMetadata(boundaries, self.max_seqlen, self.tokens, self.lengths, self.parents, keys=keys)
+        return found if self.spans is None else found._with(Spans(*(to_device(x, device) for x in self.spans)))
+
+    def with_spans(self, numbers: Tensor) -> PackedMetadata:
+        """The same segments, in which neighbours of one number see each other both ways; nothing is read back.
+
+        Args:
+            numbers: integers [T] on the device of the segments, 0 or above in a span and below outside of all. Two
+                spans side by side have different numbers. A span ends where its segment does.
+
+        >>> packed = PackedMetadata.from_lengths([4, 3]).with_spans(torch.tensor([-1, 0, 0, -1, 1, 1, -1]))
+        >>> packed.spans.begin.tolist(), packed.spans.end.tolist()
+        ([0, 1, 1, 3, 4, 4, 6], [1, 3, 3, 4, 6, 6, 7])
+        """
+        places = torch.arange(self.tokens, device=self.device, dtype=torch.int32)
+        starts = numbers < 0
+        starts[0] = True
+        starts[1:] |= (numbers[1:] != numbers[:-1]) | (self.seq_idx[1:] != self.seq_idx[:-1])
+        ends = torch.cat([starts[1:], starts[:1]])
+        begin = torch.where(starts, places, 0).cummax(0).values
+        end = torch.where(ends, places + 1, self.tokens).flip(0).cummin(0).values.flip(0)
+        return self._with(Spans(begin, end))
+
+    @property
+    def without_spans(self) -> PackedMetadata:
+        """The same segments in plain causal attention, as some layers of a model run them."""
+        return self if self._plain is None else self._plain
+
+    def _with(self, spans: Spans) -> PackedMetadata:
+        found = PackedMetadata(
+            self.cu_seqlens, self.max_seqlen, self.tokens, self.lengths, self.parents, keys=self.keys
+        )
+        found.spans, found._plain = spans, self
+        found._derived = self._derived  # whatever depends on spans has them in its key
+        return found
 
     @property
     def readable(self) -> bool:
@@ -208,6 +260,8 @@ class PackedMetadata:
     def round_longest(self, row_length: int) -> None:
         """Round ``max_seqlen`` up to a power of two, or the length of a row, so that it takes few values."""
         self.max_seqlen = min(1 << (self.max_seqlen - 1).bit_length(), row_length)
+        if self._plain is not None:
+            self._plain.round_longest(row_length)
 
     def forget(self) -> None:
         """Drop what was derived."""
@@ -220,6 +274,8 @@ class PackedMetadata:
         """
         self.lengths = None
         self.parents = None if self.parents is None else ()
+        if self._plain is not None:
+            self._plain.hide_values()
 
 
 def padding_lengths(begin: int, end: int, row_length: int, longest: int) -> list[int]:
@@ -275,6 +331,8 @@ def refined(packed: PackedMetadata, chunk: int) -> PackedMetadata:
         UnsupportedError: see :func:`host_lengths`.
     """
     refuse_parents(packed, "attention that sees its own chunk only")
+    if packed.spans is not None:
+        raise UnsupportedError("attention that sees its own chunk only cannot run tokens that see each other both ways")
     lengths = host_lengths(packed)
 
     def cut(_: PackedMetadata) -> PackedMetadata:

@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from enum import IntEnum
 from importlib import import_module
 from typing import Annotated, Any
@@ -31,6 +32,7 @@ COMMANDS = {
     "bench": "crosspack.cli.bench:bench",
     "audit": "crosspack.cli.audit:audit",
     "doctor": "crosspack.cli.doctor:doctor",
+    "recipes": "crosspack.cli.recipes:recipes",
     "conform": "crosspack.cli.conform:conform",
 }
 _BY_PYTEST = ("conform",)  # commands whose output is pytest's
@@ -121,7 +123,12 @@ def _described(error: Exception) -> tuple[str, Status]:
         if option.lstrip("-").replace("-", "_") in SWITCHES:
             return f"No such option: {option}: {NO_SWITCH}", Status.ERROR
         help = f"{command.command_path if command else 'crosspack'} --help"
-        return f"{error.format_message().rstrip('.')}: see `{help}`", Status.ERROR
+        message = error.format_message().rstrip(".")
+        if (typed := re.fullmatch(r"No such command '(\S+)'", message)) and (
+            near := get_close_matches(typed[1], COMMANDS, n=1)
+        ):
+            message += f", is it {near[0]}?"
+        return f"{message}: see `{help}`", Status.ERROR
     if isinstance(error, OSError):
         return f"{error.filename or 'system'}: {error.strerror or first_line(error)}", Status.ERROR
     return (

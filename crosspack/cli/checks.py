@@ -42,6 +42,7 @@ def check_contradictions(given: Mapping[str, Any]) -> None:
         )
     if given["strategy"] in ZERO:
         _check_zero(given)
+    _check_order(given)
     _check_context(given, ranks)
     groups = ranks // given["context_parallel"]
     if given["rows_per_step"] < groups:
@@ -68,6 +69,17 @@ def check_contradictions(given: Mapping[str, Any]) -> None:
         raise PackingError(f"{other} runs no compiled layers: leave --compile out")
     if not given["eval_data"] and (given["eval_every"] or given["eval_split"]):
         raise PackingError("--eval-every and --eval-split need --eval-data, the documents to evaluate on")
+
+
+def _check_order(given: Mapping[str, Any]) -> None:
+    """Refuse an order of training without its column, and one of rows that are packed by length."""
+    order, column = given["order"], given["order_by"]
+    if order in ("sorted", "grouped") and column is None:
+        raise PackingError(f"--order {order} needs --order-by, the column of the records to order by")
+    if order in ("random", "curriculum") and column is not None:
+        raise PackingError(f"--order-by {column} has no effect under --order {order}: pass --order sorted or grouped")
+    if order != "random" and given["packing"] != "mixed":
+        raise PackingError(f"--order {order} packs mixed rows: leave --packing {given['packing']} out")
 
 
 def _check_context(given: Mapping[str, Any], ranks: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.markup import escape
@@ -17,7 +17,7 @@ from crosspack.cli.progress import counted
 from crosspack.cli.records import join, open_records, weighted
 from crosspack.encoding.kinds import Where, kind_of
 from crosspack.encoding.layouts import canonical
-from crosspack.encoding.text import Encoder, Loss, Policy, plain_texts
+from crosspack.encoding.text import Encoded, Encoder, Loss, Policy, plain_texts
 from crosspack.encoding.tokenizer import check_tokenizer, load_tokenizer, train_tokenizer
 from crosspack.encoding.tokens import check_length
 from crosspack.reading import Records
@@ -69,6 +69,17 @@ MaxSegments = Annotated[
 Packing = Annotated[
     Literal["mixed", "best_fit"],
     typer.Option("--packing", help="Fill rows with a random mix of lengths, or by length, which is as nearly full."),
+]
+OrderOfTraining = Annotated[
+    Literal["random", "curriculum", "sorted", "grouped"],
+    typer.Option(
+        "--order",
+        help="In which order documents are trained: at random, short ones first, sorted by --order-by, or those of one "
+        "--order-by next to each other. Rows follow it up to about 64 of them.",
+    ),
+]
+OrderBy = Annotated[
+    str | None, typer.Option("--order-by", help="The column to sort or group by, a number or a text in each record.")
 ]
 Seed = Annotated[int, typer.Option(help="Everything random follows from it.")]
 TrustRemoteCode = Annotated[
@@ -136,21 +147,36 @@ class EncodedRecords:
         )
 
     def documents(
-        self, capacity: int, overflow: str, left_out: Callable[[Where, int], None] | None = None
+        self,
+        capacity: int,
+        overflow: str,
+        left_out: Callable[[Where, int], None] | None = None,
+        *,
+        key: str | None = None,
     ) -> Iterator[Document]:
         """The documents; one longer than the capacity is an error that names its place if ``overflow`` is ``error``.
 
         Args:
             capacity, overflow: as in ``packing_core.plan``.
             left_out: is called with the place and the tokens of each document that has nothing to train on.
+            key: the column that holds the key of each document.
 
         Raises:
             CapacityError: a document is too long.
+            PackingError: a record has no key that is a number or a text.
         """
         for found in self.encoder.encoded(self.records, left_out=left_out):
             if overflow == "error":
                 check_length(str(found.where), found.document, capacity)
-            yield found.document
+            yield found.document if key is None else found.document._replace(key=_key_of(found, key))
+
+
+def _key_of(found: Encoded, column: str) -> Any:
+    value = found.record.get(column)
+    if not isinstance(value, str | int | float) or value != value:
+        what = f"has no {column}" if value is None else f"has {value!r} in {column}"
+        raise PackingError(f"{found.where} {what}, by which --order-by orders: give every record a number or a text")
+    return value
 
 
 def option_of_split(option: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,9 @@ def take_file(context: typer.Context, path: Path | None) -> Path | None:
     given = {str(key).replace("_", "-"): value for key, value in content.items()}
     for key, value in given.items():
         if key not in known:
-            raise PackingError(f"--config {path}: the command has no option --{key}: see its --help")
+            near = get_close_matches(key, known, n=1)
+            hint = f"is it {near[0]}?" if near else "see its --help"
+            raise PackingError(f"--config {path}: the command has no option --{key}: {hint}")
         parts = value if isinstance(value, list) and known[key] in several else [value]
         if not all(isinstance(part, bool | int | float | str | None) for part in parts):
             raise PackingError(f"--config {path}: {key} is a {type(value).__name__}: an option takes one value")

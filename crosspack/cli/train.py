@@ -47,7 +47,7 @@ RESULTS = (
 GROUPS = {
     "Data": (
         "data eval_data capacity overflow loss",
-        "split eval_split tokenizer limit context min_piece max_segments packing bos eos",
+        "split eval_split tokenizer limit context min_piece max_segments packing order order_by bos eos",
     ),
     "Model": ("model task lora dtype", "lora_alpha lora_dropout lora_targets merge_lora attention trust_remote_code"),
     "Steps": (
@@ -55,7 +55,7 @@ GROUPS = {
         "decay warmup weight_decay clip precision master_weights set reward compile seed deterministic",
     ),
     "Machine": ("nproc", "backend device strategy context_parallel mesh"),
-    "Results": ("output overwrite resume save_every report_to compare config", "eval_every padded_batch"),
+    "Results": ("output overwrite resume save_every compare config", "report_to eval_every padded_batch"),
 }
 BUSY = 0.7  # of the processor time that an idle machine gives
 Trainer = Callable[[TrainJob], TrainResult]
@@ -110,6 +110,8 @@ def train(
     min_piece: options.MinPiece = 1,
     max_segments: options.MaxSegments = None,
     packing: options.Packing = "mixed",
+    order: options.OrderOfTraining = "random",
+    order_by: options.OrderBy = None,
     rows_per_step: Annotated[int, typer.Option(min=1, help="Packed rows in an optimizer step.")] = 4,
     batch_size: Annotated[
         int, typer.Option(min=1, help="Examples, or rows of --task classify and mlm, in a step of another --task.")

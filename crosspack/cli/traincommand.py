@@ -99,7 +99,8 @@ class TrainCommand:
             )
         check_name("--tokenizer", given["tokenizer"])
         tokenizer = given["tokenizer"] or folder
-        records = check_data(given["data"], given["split"], tokenizer)
+        more = () if given["order_by"] is None else (given["order_by"],)
+        records = check_data(given["data"], given["split"], tokenizer, more=more)
         held_out = None
         if given["eval_data"]:
             held_out = check_data(given["eval_data"], given["eval_split"], option="--eval-data")
@@ -149,10 +150,11 @@ class Steps:
         )
         tokenizer = source.encoder.tokenizer
         pad_id = 0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        documents = islice(source.documents(capacity, overflow), given["limit"])
+        documents = islice(source.documents(capacity, overflow, key=given["order_by"]), given["limit"])
         corpus = Corpus.collect(counted(OUT, "documents read", documents))
+        ordered = {"strategy": given["packing"], "order": given["order"], "keys": corpus.keys}
         plans = tuple(
-            make_plan(corpus.documents.lengths, capacity, strategy=given["packing"], seed=seed + epoch, **limits)
+            make_plan(corpus.documents.lengths, capacity, seed=seed + epoch, **ordered, **limits)
             for epoch in range(given["epochs"])
         )
         schedule = Schedule(

@@ -25,6 +25,11 @@ class RowAssignment(NamedTuple):
     order: Int64
     sizes: Int64
 
+    @property
+    def counts(self) -> Int64:
+        """int64 [R] pieces of each row."""
+        return np.diff(self.offsets)
+
 
 def decreasing(
     pack: Callable[[Int64, Int64, int, int], tuple[bins.Blocks, Int64 | None]],

@@ -31,6 +31,7 @@ Int64 = NDArray[np.int64]
 Float64 = NDArray[np.float64]
 
 EVEN = 1.01  # slowest rank over mean, up to which bundles are shuffled
+NEAR = 16  # consecutive steps among which rows are dealt by cost where steps keep an order
 CLOSE = (0.05, 0.02, 0.01, 0.005, 0.002)  # relative differences of costs within which they are, the widest that is even
 
 
@@ -304,6 +305,24 @@ def balance(
         )
     with within_memory(f"steps of {world_size:,} x {rows_per_step:,} rows", "pass fewer rows_per_step"):
         return ShardedPlan(plan, _deal(cost.of_rows(plan), world_size, rows_per_step, seed), cost)
+
+
+def balance_in_order(plan: PackPlan, world_size: int, *, cost: Cost, seed: int) -> ShardedPlan:
+    """Deal the rows of a plan, one a rank and step, so that steps keep to their order.
+
+    ``NEAR`` steps of consecutive rows at a time are dealt by falling cost. ``seed`` then shuffles these steps, and the
+    ranks of each.
+    """
+    costs, random = cost.of_rows(plan), np.random.default_rng(seed)
+    steps = np.full((-(-plan.n_rows // world_size), world_size), plan.n_rows, np.int64)
+    for first in range(0, len(steps), NEAR):
+        near = steps[first : first + NEAR]
+        rows = np.arange(first * world_size, min(first * world_size + near.size, plan.n_rows))
+        near.reshape(-1)[: len(rows)] = rows[np.argsort(-costs[rows], kind="stable")]
+        if len(rows) == near.size:  # else the step with idle places stays the last
+            near[:] = random.permutation(near)
+    steps = random.permuted(steps, axis=1)
+    return ShardedPlan(plan, steps[:, :, None], cost)
 
 
 def _deal(costs: Float64, world_size: int, rows_per_step: int, seed: int | None) -> Int64:

@@ -6,8 +6,8 @@ as a ``PackPlan``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,6 +17,7 @@ from packing_core.hints import hinted
 from packing_core.planning import assignment
 from packing_core.planning.assignment import RowAssignment, Shuffle
 from packing_core.planning.mixed import mixed
+from packing_core.planning.order import Order, OrderRule, ordered_rows
 from packing_core.planning.packplan import PackPlan
 from packing_core.planning.pieces import (
     Overflow,
@@ -28,7 +29,7 @@ from packing_core.planning.pieces import (
     positive,
 )
 
-__all__ = ["Effort", "Overflow", "PackPlan", "Strategy", "plan"]
+__all__ = ["Effort", "Order", "Overflow", "PackPlan", "Strategy", "plan"]
 
 Int64 = NDArray[np.int64]
 Strategy = Literal["best_fit", "mixed", "first_fit", "sequential"]
@@ -49,6 +50,9 @@ def plan(
     alignment: int = 1,
     seed: int | None = 0,
     window: int | None = None,
+    order: Order = "random",
+    keys: Any = None,
+    weights: Mapping[Any, float] | None = None,
 ) -> PackPlan:
     """Decide which document goes into which row.
 
@@ -87,6 +91,16 @@ def plan(
             Under ``mixed`` it also draws the documents; None takes them in their own order as the draw.
         window: packs this many documents at a time, after shuffling the documents by ``seed``; rows are then shuffled
             inside their window only. None packs all at once.
+        order: the order of the rows. ``random`` is that of ``seed``. The others keep to an order of the documents:
+            ``curriculum`` trains short pieces first, in stages of one octave of length (65 to 128 tokens, 129 to 256),
+            whose rows have the same tokens and ever fewer documents; ``sorted`` follows the ``keys``, smallest first;
+            ``grouped`` trains documents of one key next to each other, groups in random order; ``weighted`` deals the
+            tokens of several sources, which the keys name, by ``weights`` for as long as each lasts, and every document
+            once. Documents see each other under none of them. Rows are ``mixed`` inside stages, of at most 64 rows
+            where the order names none, so they follow the order up to a stage; the emptiest row of each moves on to
+            the next. ``seed`` draws what the order leaves open.
+        keys: [N] the key of each document, a number or a text: what to sort by, the group, or the source.
+        weights: key -> share of the tokens under ``weighted``.
 
     Returns:
         The plan. Documents dropped or truncated are listed in it.
@@ -108,6 +122,10 @@ def plan(
     shuffle = None if (seed := check_seed(seed)) is None else np.random.PCG64(seed)
     rule = OverflowRule.checked(capacity, overflow, context, min_piece)
     lengths = check_lengths(lengths)
+    ordered = OrderRule.checked(order, keys, weights, len(lengths))
+    if order != "random" and (strategy != "mixed" or window is not None):
+        given = f"strategy={strategy!r}" if strategy != "mixed" else f"window={window!r}"
+        raise PackingError(f'order="{order}" packs mixed rows in stages of its own: leave {given} out')
     with within_memory("the rows of the plan", "plan fewer documents at a time, or raise the capacity"):
         pieces = rule.cut(lengths)
         sizes = pieces.length if alignment == 1 else -(-pieces.length // alignment)
@@ -116,7 +134,11 @@ def plan(
             packer = assignment.fewest if effort == "max" else _STRATEGIES[strategy]
             return packer(sizes, capacity // alignment, min(limit or len(sizes), len(sizes)), shuffle)
 
-        rows = pack(sizes) if window is None else _windows(pack, sizes, positive("window", window), shuffle)
+        if order != "random":
+            rule_of_pieces = ordered.of_pieces(pieces.source)
+            rows = ordered_rows(rule_of_pieces, pieces.length, capacity, limit, shuffle, alignment=alignment)
+        else:
+            rows = pack(sizes) if window is None else _windows(pack, sizes, positive("window", window), shuffle)
         return PackPlan(
             rows.offsets,
             rows.order if pieces.source is None else pieces.source[rows.order],

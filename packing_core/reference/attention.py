@@ -13,7 +13,9 @@ For query i and key j of one document, with s the scale (Vaswani et al. 2017, ht
 
 Key j is visible to query i when both are of the same document, ``j <= i`` if causal, and ``|i - j| < window`` if there
 is a window (Beltagy et al. 2020, https://arxiv.org/abs/2004.05150): a window of W shows W keys, the query's own among
-them.
+them. Tokens of one span, such as an image or a prefix, also see those after them in causal attention (Gemma 3,
+https://arxiv.org/abs/2503.19786; prefix-LM: Raffel et al. 2020, https://arxiv.org/abs/1910.10683, section 3.2.1): j is
+visible when ``j <= i`` or both are of the same span, and ``i - j < window``.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ class _AttentionOptions:
     alibi_slopes: Array | None  # [K, G, 1, 1]
     scale: float
     dtype: WorkingDtype
+    spans: npt.NDArray[np.int64] | None  # [T]
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,8 @@ class AttentionOptions(TypedDict, total=False):
     alibi_slopes: ``[H]`` slopes of the linear bias; None for none.
     scale: factor on the scores; None for ``D ** -0.5``.
     dtype: working dtype that every operation is rounded to (default "float64").
+    spans: ``[T]`` integers; tokens of one document with the same number, 0 or above, see each other both ways. None for
+        no such tokens. Causal attention alone.
     """
 
     causal: bool
@@ -73,6 +78,7 @@ class AttentionOptions(TypedDict, total=False):
     alibi_slopes: npt.ArrayLike | None
     scale: float | None
     dtype: WorkingDtype
+    spans: npt.ArrayLike | None
 
 
 def attention(
@@ -107,7 +113,7 @@ def attention(
     out = np.zeros_like(q, shape=(tokens, heads, v.shape[2]))
     for document in _documents(cu_seqlens, tokens, parents, chosen):
         q_, k_, v_ = (_by_group(x[document.tokens], groups) for x in (q, k, v))
-        out[document.tokens] = _by_token(_softmax(q_, k_, chosen).p @ v_)
+        out[document.tokens] = _by_token(_softmax(q_, k_, chosen, document.tokens).p @ v_)
     return plain(out)
 
 
@@ -137,7 +143,7 @@ def attention_lse(
     lse = np.full_like(q, -np.inf, shape=q.shape[:2])
     for document in _documents(cu_seqlens, q.shape[0], parents, chosen):
         q_, k_ = (_by_group(x[document.tokens], k.shape[1]) for x in (q, k))
-        lse[document.tokens] = _by_token(_softmax(q_, k_, chosen).lse)[..., 0]
+        lse[document.tokens] = _by_token(_softmax(q_, k_, chosen, document.tokens).lse)[..., 0]
     return plain(lse)
 
 
@@ -186,7 +192,7 @@ def attention_vjp(
         own = document.own[:, None, None]
         q_, k_, v_ = (_by_group(x[document.tokens], groups) for x in (q, k, v))
         dout_ = _by_group(np.where(own, dout[document.tokens], 0), groups)
-        softmax = _softmax(q_, k_, chosen)
+        softmax = _softmax(q_, k_, chosen, document.tokens)
         p = softmax.p
         dp = dout_ @ v_.swapaxes(-1, -2)
         delta = (p * dp).sum(axis=-1, keepdims=True)
@@ -217,11 +223,13 @@ def _documents(
 ) -> Iterator[DocumentPath]:
     if parents is not None and not options.causal:
         raise PackingError("parents need causal attention: a segment that others continue must not see them")
+    if parents is not None and options.spans is not None:
+        raise PackingError("spans have no place in segments that continue others: pass spans or parents")
     return documents(cu_seqlens, tokens, parents)
 
 
-def _softmax(q: Array, k: Array, options: _AttentionOptions) -> _Softmax:
-    """The softmax of one document: q ``[K, G, L, D]``, k ``[K, 1, L, D]``."""
+def _softmax(q: Array, k: Array, options: _AttentionOptions, tokens: slice | npt.NDArray[np.int64]) -> _Softmax:
+    """The softmax of one document, which ``tokens`` are of: q ``[K, G, L, D]``, k ``[K, 1, L, D]``."""
     z = (q @ k.swapaxes(-1, -2)) * options.scale
     tanh = None
     if options.softcap is not None:
@@ -234,8 +242,11 @@ def _softmax(q: Array, k: Array, options: _AttentionOptions) -> _Softmax:
     visible = np.full(ahead.shape, True)
     if options.causal:
         visible &= ahead >= 0
+    if options.spans is not None:
+        span = options.spans[tokens]
+        visible |= (span[:, None] == span) & (span >= 0)
     if options.window is not None:
-        visible &= np.abs(ahead) < options.window
+        visible &= (ahead if options.causal else np.abs(ahead)) < options.window
     z = np.where(visible, z, -np.inf)
 
     # The largest logit comes off first, or exp overflows. A query always sees itself, so it is finite.
@@ -276,6 +287,7 @@ def _checked(
     alibi_slopes: npt.ArrayLike | None = None,
     scale: float | None = None,
     dtype: WorkingDtype = "float64",
+    spans: npt.ArrayLike | None = None,
 ) -> tuple[Array, Array, Array, _AttentionOptions]:
     q, k, v = operands(dtype, q, k, v)
     check_shape("q", q, (None, None, None), "[T, H, D]")
@@ -289,6 +301,12 @@ def _checked(
         raise PackingError(f"window is {window}: it counts visible keys, the query's own included, so it is at least 1")
     if softcap is not None and not softcap > 0:
         raise PackingError(f"softcap is {softcap}: it must be positive; pass None for none")
+
+    if spans is not None:
+        spans = np.asarray(spans)
+        check_shape("spans", spans, (tokens,), "[T]")
+        if not causal:
+            raise PackingError("spans need causal attention: without it every token sees both ways")
 
     def per_head(name: str, x: npt.ArrayLike | None) -> Array | None:
         if x is None:
@@ -305,5 +323,6 @@ def _checked(
         alibi_slopes=per_head("alibi_slopes", alibi_slopes),
         scale=width**-0.5 if scale is None else scale,
         dtype=dtype,
+        spans=None if spans is None else spans.astype(np.int64),
     )
     return q, k, v, options

@@ -1,9 +1,10 @@
 """Several sources of documents and their weights in, one source out, the same for the same seed.
 
-Documents are dealt in blocks. How many of a block each source gives follows from the weights and the number of the
-block alone, and the order in the block from the seed. So document n of a mixture is known to be document k of source s
-without reading what is before it: nothing needs to be remembered to go on from anywhere. Files that many processes
-pack from the middle are mixed by bytes (``crosspack.packing.mixture``), since nobody has counted their documents.
+Documents are dealt in blocks. How many of a block each source gives follows from the weights, which may change on the
+way, and the number of the block alone; the order in the block follows from the seed. So document n of a mixture is
+known to be document k of source s without reading what is before it: nothing needs to be remembered to go on from
+anywhere. Files that many processes pack from the middle are mixed by bytes (``crosspack.packing.mixture``), since
+nobody has counted their documents.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from numpy.typing import NDArray
 from packing_core.errors import PackingError
 from packing_core.hints import hinted
 from packing_core.planning.assignment import permutation
-from packing_core.planning.pieces import check_seed, choice
+from packing_core.planning.pieces import check_seed, choice, integer
 from packing_core.streaming.sources import Source
 
 Stop = Literal["first", "all", "once", "never"]
+Weights = Sequence[float] | Sequence[tuple[int, Sequence[float]]]
+Shares = tuple[tuple[int, tuple[int, ...]], ...]  # document, and the cumulative weights there in units of ``_UNIT``
 
 BLOCK = 1024  # documents that are dealt at a time; more where a weight is so small that it would get none of them
 SMALLEST = 1e-6  # of the sum of the weights
@@ -31,7 +34,7 @@ _UNIT = 1 << 48  # what the weights add up to, as integers
 
 
 @hinted()
-def mix(sources: Sequence[Any], weights: Sequence[float], *, seed: int | None = 0, stop: Stop = "first") -> Mixture:
+def mix(sources: Sequence[Any], weights: Weights, *, seed: int | None = 0, stop: Stop = "first") -> Mixture:
     """Documents of several sources, in random order and by their weights.
 
     A mixture is a source for :func:`packing_core.stream`, which goes on in it exactly; it can be iterated, and
@@ -47,6 +50,9 @@ def mix(sources: Sequence[Any], weights: Sequence[float], *, seed: int | None = 
         weights: shares of the documents, in any unit. After any number n of documents, source i has given
             ``n * weights[i] / sum(weights)`` of them, give or take one block (1,024 documents, or more where a weight
             is below a thousandth of the sum). To mix by tokens, divide each weight by the mean length of its source.
+            A list of pairs (document, weights), ``[(0, [9, 1]), (100_000, [1, 1])]``, changes the weights on the way:
+            linearly from each of these documents of the mixture to the next, and no more after the last. They begin
+            anew in every epoch.
         seed: decides the order inside the blocks; None deals the sources of a block in turn, as evenly as can be.
         stop: what happens when a document of a source that is at its end is due. ``"first"``: the mixture ends, what is
             left of the others is not read. ``"all"``: that source starts again, and the mixture ends when each source
@@ -55,7 +61,8 @@ def mix(sources: Sequence[Any], weights: Sequence[float], *, seed: int | None = 
 
     Raises:
         PackingError: there are no sources, not one weight per source, a weight that is no number above 0 or less than a
-            millionth of the sum; a source that can be read once and would have to start again.
+            millionth of the sum; pairs that do not begin at document 0 or do not ascend; a source that can be read
+            once and would have to start again.
     """
     return Mixture(sources, weights, seed=seed, stop=stop)
 
@@ -63,11 +70,11 @@ def mix(sources: Sequence[Any], weights: Sequence[float], *, seed: int | None = 
 class Mixture:
     """Documents of several sources by weight; see :func:`mix`."""
 
-    def __init__(self, sources: Sequence[Any], weights: Sequence[float], *, seed: int | None, stop: Stop) -> None:
+    def __init__(self, sources: Sequence[Any], weights: Weights, *, seed: int | None, stop: Stop) -> None:
         if not len(sources):
             raise PackingError("sources is empty: pass at least one source")
         self.sources = [Source(source, f"sources[{i}]") for i, source in enumerate(sources)]
-        self._bounds = _shares(weights, len(sources))
+        self._shares = _schedule(weights, len(sources))
         self.seed = check_seed(seed)
         choice("stop", stop, get_args(Stop))
         self.stop = stop
@@ -78,7 +85,7 @@ class Mixture:
                         f"{source.name} is a {type(source.given).__name__}, which can be read once, and stop={stop!r} "
                         'reads sources again: pass stop="first" or "once", or something that can be read again'
                     )
-        least = min(b - a for a, b in pairwise(self._bounds))
+        least = min(b - a for _, bounds in self._shares for a, b in pairwise(bounds))
         self.block = max(BLOCK, -(-_UNIT // least))  # so that every source gives at least one document of a block
 
     def __iter__(self) -> Iterator[Any]:
@@ -120,7 +127,7 @@ class Mixture:
     def _given(self, place: int) -> list[int]:
         """Counts each source's turns among the first ``place``."""
         block, rest = divmod(place, self.block)
-        before = [block * self.block * bound // _UNIT for bound in self._bounds]
+        before = _turns_before(self._shares, block * self.block)
         given = [b - a for a, b in pairwise(before)]
         if rest:
             inside = np.bincount(self._dealt(block)[:rest], minlength=len(given))
@@ -150,7 +157,7 @@ class Mixture:
 
     def _dealt(self, block: int) -> NDArray[np.int64]:
         """The source of each turn of a block."""
-        return _deal(self._bounds, self.seed, self.block, block)
+        return _deal(self._shares, self.seed, self.block, block)
 
 
 _NONE = object()
@@ -179,14 +186,46 @@ class _Reader:
 
 
 @lru_cache(maxsize=8)
-def _deal(bounds: tuple[int, ...], seed: int | None, size: int, block: int) -> NDArray[np.int64]:
-    before, after = ([n * size * bound // _UNIT for bound in bounds] for n in (block, block + 1))
+def _deal(shares: Shares, seed: int | None, size: int, block: int) -> NDArray[np.int64]:
+    before, after = (_turns_before(shares, n * size) for n in (block, block + 1))
     counts = np.diff(np.array(after, object) - np.array(before, object)).astype(np.int64)
     dealt = np.repeat(np.arange(len(counts)), counts)
     if seed is not None:
         return dealt[permutation(size, np.random.PCG64([seed, block]))]
     turn = np.concatenate([(np.arange(count) + 0.5) / count for count in counts.tolist()])
     return dealt[np.argsort(turn, kind="stable")]
+
+
+def _turns_before(shares: Shares, place: int) -> list[int]:
+    """Counts the first ``place`` turns that fall to the sources before each, from 0 on: the integral of the shares."""
+    doubled = [0] * len(shares[0][1])  # twice the integral
+    for (begin, low), (end, high) in pairwise((*shares, (max(place, shares[-1][0] + 1), shares[-1][1]))):
+        if (width := min(place, end) - begin) <= 0:
+            break
+        doubled = [
+            total + 2 * a * width + (b - a) * width * width // (end - begin)
+            for total, a, b in zip(doubled, low, high, strict=True)
+        ]
+    return [total // (2 * _UNIT) for total in doubled]
+
+
+def _schedule(weights: Any, count: int) -> Shares:
+    """Returns the cumulative shares of the sources from each document on at which they are given.
+
+    Raises:
+        PackingError: there is not one weight per source, or the documents do not ascend from 0.
+    """
+    pairs = [pair for pair in weights if isinstance(pair, list | tuple)] if isinstance(weights, list | tuple) else []
+    if not pairs:
+        return ((0, _shares(weights, count)),)
+    if len(pairs) < len(weights) or any(len(pair) != 2 for pair in pairs):
+        raise PackingError(f"weights is {weights!r}: pass one number per source, or pairs (document, weights)")
+    places = [integer(place) for place, _ in pairs]
+    if places[0] != 0 or any(a is None or b is None or a >= b for a, b in pairwise(places)):
+        raise PackingError(
+            f"weights has pairs for the documents {[place for place, _ in pairs]}: begin at 0, with ascending integers"
+        )
+    return tuple((int(place), _shares(at, count)) for place, at in pairs)
 
 
 def _shares(weights: Any, count: int) -> tuple[int, ...]:

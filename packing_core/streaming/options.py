@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from packing_core.batches.stored import WEIGHTINGS, Weighting
 from packing_core.errors import PackingError
+from packing_core.planning.order import Order
 from packing_core.planning.pieces import Overflow, OverflowRule, check_seed, choice, integer, positive
 from packing_core.planning.plan import plan
 
@@ -15,7 +16,10 @@ StreamStrategy = Literal["mixed", "best_fit"]
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """The options of :func:`packing_core.stream` as numbers; ``checked`` makes them."""
+    """The options of :func:`packing_core.stream` as numbers; ``checked`` makes them.
+
+    ``keys`` identifies the keys and weights of the ``order``.
+    """
 
     capacity: int
     buffer: int
@@ -30,6 +34,8 @@ class StreamOptions:
     strategy: StreamStrategy
     pad_id: int
     weighting: Weighting
+    order: Order = "random"
+    keys: str | None = None
 
     @staticmethod
     def checked(**given: Any) -> StreamOptions:
@@ -54,7 +60,16 @@ class StreamOptions:
         if pad_id is None:
             raise PackingError(f"pad_id is {given['pad_id']!r}: pass an integer")
         choice("weighting", given["weighting"], WEIGHTINGS)
+        if given["order"] != "random" and given["strategy"] != "mixed":
+            raise PackingError(f'order="{given["order"]}" packs mixed rows: leave strategy={given["strategy"]!r} out')
         return StreamOptions(**given | {"pad_id": pad_id})
+
+    def state(self) -> dict[str, Any]:
+        """Returns the options that a state holds: those of the order only where there is one."""
+        held = asdict(self)
+        if self.order == "random":
+            del held["order"], held["keys"]
+        return held
 
     @property
     def rule(self) -> OverflowRule:

@@ -41,8 +41,9 @@ class Reader:
         self.n_truncated = self.n_dropped = 0
         self.restart()
 
-    def restart(self) -> None:
-        """Go back to the first document."""
+    def restart(self, epoch: int = 0) -> None:
+        """Go back to the first document of an epoch."""
+        self.source.start_epoch(epoch)
         self.go_on(0, Pending.of([]), None, None)
 
     def go_on(self, cursor: int, pending: Pending, last: Any, opened: Iterator[Any] | None) -> None:
@@ -71,9 +72,9 @@ class Reader:
                 for document in islice(self._opened, room):  # a document is read when it is in ``documents``
                     kind = type(document)
                     try:  # the usual kinds, in less time; an array without dimensions has no length
-                        length = len(document) if kind is array or kind is list else length_of(document, read.end)
+                        length = len(document) if kind is array or kind is list else self._length(document, read.end)
                     except TypeError:
-                        length = length_of(document, read.end)
+                        length = self._length(document, read.end)
                     if 0 < length <= capacity:
                         lengths.append(length)
                         documents.append(document)
@@ -101,10 +102,17 @@ class Reader:
                 self.last = documents[-1]
             self.pending, self.cursor = self.pending.and_then(read.pending()), read.end
 
-    def cut(self, number: int, document: Any) -> list[Piece]:
-        """Cuts a document into pieces by the rule; notes the tokens lost."""
+    def _length(self, document: Any, place: int) -> int:
+        return length_of(document, self._number(place))
+
+    def _number(self, place: int) -> int:
+        return int(self.source.numbers(np.array([place]))[0])
+
+    def cut(self, place: int, document: Any) -> list[Piece]:
+        """Cuts the document at a place of the source into pieces by the rule; notes the tokens lost."""
+        number = self._number(place)
         length = length_of(document, number)
-        pieces = cut(number, document, length, self.rule)
+        pieces = [(place, *piece[1:]) for piece in cut(number, document, length, self.rule)]
         if not pieces:
             self.dropped.append(number)
             self.n_dropped += 1

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from numpy.typing import ArrayLike
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from packing_core.errors import PackingError
 from packing_core.storage.arrays import as_int64
@@ -19,6 +20,7 @@ from packing_core.storage.arrow import is_arrow
 from packing_core.storage.ragged import Ragged
 from packing_core.streaming.pending import Later
 
+Int64 = NDArray[np.int64]
 Open = Callable[[int], Iterable[Any]]
 
 
@@ -60,6 +62,25 @@ class Source:
         """Returns whether the documents can be read only once."""
         return self._kind == "iterator"
 
+    @property
+    def is_sequence(self) -> bool:
+        """Returns whether any document can be read at any time."""
+        return self._kind == "sequence"
+
+    def start_epoch(self, epoch: int) -> None:
+        """Sets the epoch of the passes to come, which a source with an order of its own reads."""
+
+    def numbers(self, places: Int64) -> Int64:
+        """Returns the numbers of the documents at these places among all that :meth:`open` gives."""
+        return places
+
+    def document(self, number: int) -> Any:
+        """Returns a document of a sequence; one whose length is known is read later."""
+        if self._lengths is None:
+            return self.given[number]
+        length = self._lengths[number]
+        return Later(self.given, number, length, 0, length)
+
     def check_resumable(self) -> None:
         """Raise PackingError if the documents can be read only once."""
         if self.once:
@@ -80,11 +101,10 @@ class Source:
             if not hasattr(opened, "__iter__") and not hasattr(opened, "__getitem__"):
                 raise PackingError(f"open({start}) returned a {type(opened).__name__}: return an iterable of documents")
             return iter(opened)
+        if self._lengths is None and self._kind == "sequence":
+            return (given[i] for i in range(start, len(given)))  # read faster than by ``document``
         if self._lengths is not None:
-            numbered = zip(range(start, len(given)), self._lengths[start:], strict=True)
-            return (Later(given, number, length, 0, length) for number, length in numbered)
-        if self._kind == "sequence":
-            return (given[i] for i in range(start, len(given)))
+            return (self.document(i) for i in range(start, len(given)))
         if self._kind == "iterable":
             return islice(iter(given), start, None)
         if start != self._handed_out:

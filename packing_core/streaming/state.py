@@ -6,9 +6,10 @@ that was changed, and a source that gives other documents, are found out before 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from packing_core.errors import PackingError
 from packing_core.planning.pieces import integer
 from packing_core.storage.arrays import as_array
 from packing_core.streaming.deal import rows_done
-from packing_core.streaming.pending import Pending, read_now
+from packing_core.streaming.pending import Pending, Piece, read_now
+from packing_core.streaming.sources import Source
 
 COUNTERS = ("epoch", "rows", "round", "rows_before", "cursor")
 
@@ -132,6 +134,44 @@ def read_state(state: Any, options: Mapping[str, Any]) -> dict[str, Any]:
         )
     given = {} if part is None else {"part": part}
     return {**options, **counters, **given, "pending": pending, "fingerprint": state["fingerprint"]}
+
+
+def restore(
+    given: Mapping[str, Any], source: Source, cut: Callable[[int, Any], list[Piece]]
+) -> tuple[Mark, Iterator[Any]]:
+    """Reads the pending documents of a state again.
+
+    Args:
+        given: what :func:`read_state` returned.
+        source: the documents, in the order of the state's epoch.
+        cut: the pieces of the document at a place of the source.
+
+    Returns:
+        where the state's round begins, and the documents after those that were read before it.
+
+    Raises:
+        PackingError: the source has fewer documents than it had, or others.
+    """
+    cursor, places = given["cursor"], [(number, start) for number, start in given["pending"]]
+    wanted = {number for number, _ in places}
+    first = min([*wanted, max(cursor - 1, 0)])  # the last document that was read is in the fingerprint
+    opened = source.open(first)
+    found: dict[tuple[int, int], Piece] = {}
+    number, last = first - 1, None
+    for number, last in enumerate(islice(opened, cursor - first), first):
+        if number in wanted:
+            found |= {piece[:2]: piece for piece in cut(number, last)}
+    lost = [document for document, start in places if (document, start) not in found]
+    if lost or number < cursor - 1:
+        which = f"document {lost[0]} was pending" if lost else f"{cursor:,} documents were read"
+        raise PackingError(f"{which} and the source ends before it: give the source that it had")
+    mark = Mark(given["round"], given["rows_before"], cursor, Pending.of([found[place] for place in places]), last)
+    if sealed(given, mark.digest())["fingerprint"] != given["fingerprint"]:
+        raise PackingError(
+            "the fingerprint of the state does not match: the state was changed, or the source gives other "
+            "documents than it did; give the stream the state and the source that it had"
+        )
+    return mark, opened
 
 
 def _count(name: str, value: Any) -> int:

@@ -9,8 +9,7 @@ where it stopped, also with another number of shards.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
-from itertools import islice
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,15 +21,17 @@ from packing_core.batches.joining import concatenate
 from packing_core.batches.stored import Weighting
 from packing_core.errors import PackingError
 from packing_core.hints import hinted
+from packing_core.planning.order import Order, OrderRule
 from packing_core.planning.packplan import PackPlan
 from packing_core.planning.pieces import Overflow, positive
 from packing_core.streaming.deal import Deal, part_of
 from packing_core.streaming.options import StreamOptions, StreamStrategy
-from packing_core.streaming.pending import Pending, Piece
+from packing_core.streaming.ordered import OrderedSource
+from packing_core.streaming.pending import Pending
 from packing_core.streaming.reader import Reader
 from packing_core.streaming.rounds import leaving, make_rows, plan_round
 from packing_core.streaming.sources import Source
-from packing_core.streaming.state import Mark, read_state, sealed
+from packing_core.streaming.state import Mark, read_state, restore, sealed
 
 Int64 = NDArray[np.int64]
 
@@ -58,6 +59,9 @@ def stream(
     strategy: StreamStrategy = "mixed",
     pad_id: int = 0,
     weighting: Weighting = "token",
+    order: Order = "random",
+    keys: Any = None,
+    weights: Mapping[Any, float] | None = None,
 ) -> PackStream:
     """Pack documents as they come. Iterating yields rows, each a PackedBatch of one row.
 
@@ -88,6 +92,10 @@ def stream(
         overflow, context, min_piece, alignment, max_segments, strategy: as in ``plan``; under ``mixed`` every round
             draws from the pending documents, by the seed, or without one in their own order.
         pad_id, weighting: as in ``pack``.
+        order, keys, weights: the order in which the documents of a sequence are read, as in ``plan``, drawn by the seed
+            and the epoch; rows follow it up to a buffer, and are not shuffled. ``random`` reads them as they come. With
+            ``curriculum`` and ``weighted``, pass ``lengths``, or every document is read once before for its length. To
+            mix sources that are not sequences, pass :func:`packing_core.mix` as the source.
 
     Raises:
         PackingError: an option is out of range; while iterating also: a document is empty, or longer than ``capacity``
@@ -110,8 +118,15 @@ def stream(
         strategy=strategy,
         pad_id=pad_id,
         weighting=weighting,
+        order=order,
     )
-    return PackStream(source, options, shard=shard, worker=worker, rows_per_batch=rows_per_batch, lengths=lengths)
+    given: Any = source
+    if order == "random":
+        OrderRule.checked(order, keys, weights, 0)
+    else:
+        given = OrderedSource(source, order, keys, weights, seed=options.seed, lengths=lengths)
+        options, lengths = replace(options, keys=given.rule.digest), None
+    return PackStream(given, options, shard=shard, worker=worker, rows_per_batch=rows_per_batch, lengths=lengths)
 
 
 class PackStream:
@@ -150,7 +165,7 @@ class PackStream:
         self._deal = Deal(self.index, self.shards, *part, positive("rows_per_batch", rows_per_batch))
         self._pack_options = {"pad_id": options.pad_id, "weighting": options.weighting}
         limits = {"buffer": options.buffer, "buffer_tokens": options.buffer_tokens, "max_age": options.max_age}
-        self._source = Source(source, lengths=lengths)
+        self._source = source if isinstance(source, Source) else Source(source, lengths=lengths)
         self._reader = Reader(self._source, options.rule, **limits)
         self.start_epoch(0)
 
@@ -258,7 +273,7 @@ class PackStream:
             self._digest = at, at.digest()
         counters = {"epoch": self._epoch, "round": at.round, **self._deal.state(self._taken)}
         position = {"rows_before": at.rows_before, "cursor": at.cursor, "pending": at.places()}
-        return sealed({**asdict(self.options), **counters, **position}, self._digest[1])
+        return sealed({**self.options.state(), **counters, **position}, self._digest[1])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken: the remaining rows are the same ones. A refused state changes nothing.
@@ -267,31 +282,17 @@ class PackStream:
             PackingError: the state is not one, or was changed, or is of a stream with other options, or the source has
                 fewer documents than it had, or others.
         """
-        given = read_state(state, asdict(self.options))
+        given = read_state(state, self.options.state())
         deal = self._deal.resumed(given)
-        cursor, places = given["cursor"], [(number, start) for number, start in given["pending"]]
-        wanted = {number for number, _ in places}
-        first = min([*wanted, max(cursor - 1, 0)])  # the last document that was read is in the fingerprint
-        reader = self._source.open(first)
-        found: dict[tuple[int, int], Piece] = {}
-        number, last = first - 1, None
-        for number, last in enumerate(islice(reader, cursor - first), first):
-            if number in wanted:
-                found |= {piece[:2]: piece for piece in self._reader.cut(number, last)}
-        lost = [document for document, start in places if (document, start) not in found]
-        if lost or number < cursor - 1:
-            which = f"document {lost[0]} was pending" if lost else f"{cursor:,} documents were read"
-            raise PackingError(f"{which} and the source ends before it: give the source that it had")
-        pending = Pending.of([found[place] for place in places])
-        mark = Mark(given["round"], given["rows_before"], cursor, pending, last)
-        if sealed(given, mark.digest())["fingerprint"] != given["fingerprint"]:
-            raise PackingError(
-                "the fingerprint of the state does not match: the state was changed, or the source gives other "
-                "documents than it did; give the stream the state and the source that it had"
-            )
+        self._source.start_epoch(given["epoch"])
+        try:
+            mark, opened = restore(given, self._source, self._reader.cut)
+        except BaseException:
+            self._source.start_epoch(self._epoch)
+            raise
         self.start_epoch(given["epoch"])
         self._round, self._rows_before, self._deal = mark.round, mark.rows_before, deal
-        self._reader.go_on(cursor, pending, last, reader)
+        self._reader.go_on(mark.cursor, mark.pending, mark.last, opened)
         self._mark = self._at_round = mark
 
     # One epoch is a sequence of rounds: read until the buffer is full, plan, let the rows that are full go.
@@ -309,7 +310,7 @@ class PackStream:
         self._rows_before = 0  # rows of all shards that earlier rounds let go
         self._deal = replace(self._deal, base=0, taken=0)
         self._taken = 0  # rows of this worker since the epoch or the resumed run began
-        self._reader.restart()
+        self._reader.restart(epoch)
         self._done = False
         self._ready, self._rows, self._no_rows = (), iter(()), None
         self._place = 0
@@ -355,7 +356,7 @@ class PackStream:
         reader.fill()
         rows = self._plan_round()
         if rows is not None:
-            self._leaves = reader.pending, rows
+            self._leaves = reader.pending._replace(ids=self._source.numbers(reader.pending.ids)), rows
             if self._no_rows is None:
                 self._no_rows = self._made(np.zeros(1, np.int64))[:0]
             gone = self._leaving(rows)
@@ -373,7 +374,8 @@ class PackStream:
     def _plan_round(self) -> PackPlan | None:
         if not len(self._reader.pending.ids):
             return None
-        seed = None if self.seed is None else [self.seed, self._epoch, self._round]
+        in_order = self.seed is None or self.options.order != "random"
+        seed = None if in_order else [self.seed, self._epoch, self._round]
         return plan_round(
             self._reader.pending.lengths,
             self.capacity,
@@ -385,7 +387,7 @@ class PackStream:
         )
 
     def _leaving(self, rows: PackPlan) -> Int64:
-        """The rows that leave in this round, shuffled by the seed."""
+        """The rows that leave in this round, shuffled by the seed unless they keep an order."""
         if self._reader.exhausted:
             gone = np.arange(rows.n_rows)
         else:  # what stays now is looked at again after another buffer of documents
@@ -393,7 +395,7 @@ class PackStream:
                 self.options.max_age - self.options.buffer
             )
             gone = leaving(rows, self.options.buffer // 2, self.options.buffer_tokens // 2, old)
-        if self.seed is not None:
+        if self.seed is not None and self.options.order == "random":
             gone = np.random.default_rng([self.seed, self._epoch, self._round]).permutation(gone)
         return gone
 

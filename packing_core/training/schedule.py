@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,10 +30,14 @@ Run = Literal["packed", "padded", "grouped"]
 
 
 class Document(NamedTuple):
-    """One document: int32 token ids [n] and bool [n], False at tokens that are never targets (prompts)."""
+    """One document: int32 token ids [n] and bool [n], False at tokens that are never targets (prompts).
+
+    ``key`` is what an order of training reads of its record: a number or a text.
+    """
 
     ids: NDArray[np.int32]
     trained: NDArray[np.bool_]
+    key: Any = None
 
     @property
     def has_target(self) -> bool:
@@ -43,10 +47,11 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """All documents in memory: token ids (int32) and which of them are trained (bool)."""
+    """All documents in memory: token ids (int32), which of them are trained (bool), and their keys, None without."""
 
     documents: Ragged
     trained: Ragged
+    keys: list[Any] | None = None
 
     @cached_property
     def n_trained(self) -> int:
@@ -69,6 +74,7 @@ class Corpus:
         return Corpus(
             Ragged(np.concatenate([document.ids for document in kept]), offsets),
             Ragged(np.concatenate([document.trained for document in kept]), offsets, name="loss_mask"),
+            None if kept[0].key is None else [document.key for document in kept],
         )
 
 

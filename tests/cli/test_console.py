@@ -71,7 +71,7 @@ def test_a_switch_of_other_packers_is_not_taken_for_an_option_that_means_somethi
     ("arguments", "says"),
     [
         (["--nonsense"], "No such option: --nonsense: see `crosspack --help`"),
-        (["trian"], "No such command 'trian': see `crosspack --help`"),
+        (["trian"], "No such command 'trian', is it train?: see `crosspack --help`"),
         (["report", "--capcity", "8"], "see `crosspack report --help`"),
         (["report", "--capacity", "many"], "see `crosspack report --help`"),
         (["report", "--capacity", "0"], "see `crosspack report --help`"),

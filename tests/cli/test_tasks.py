@@ -88,6 +88,9 @@ def test_a_policy_is_trained_by_functions_of_a_file(weights, write, tmp_path):
     result = run(*options("grpo", weights, write, "--reward", f"{tmp_path / 'scores.py'}:longer", *short))
     assert result.exit_code == 0, result.output
     assert "nothing will be kept" in result.output
+    large = options("grpo", weights, write, "--reward", f"{tmp_path / 'scores.py'}:longer", *short)
+    result = run(*large, "--batch-size", 64)
+    assert "the training data fill no batch of GRPOTrainer: pass more of them" in result.stderr
 
 
 @pytest.mark.slow

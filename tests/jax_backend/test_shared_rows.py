@@ -50,7 +50,7 @@ on_one_device = cache(lambda family, scan_layers: trained(family, None, scan_lay
         ("llama3-rope-biases", {"data": 2, "context": 2, "tensor": 2}, {"implementation": "chunked"}),
         ("gpt-oss", {"data": 2, "tensor": 2}, {}),
         ("gpt-oss", {"data": 2, "context": 2}, {}),
-        ("qwen3.5", {"data": 2, "tensor": 2}, {}),
+        pytest.param("qwen3.5", {"data": 2, "tensor": 2}, {}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

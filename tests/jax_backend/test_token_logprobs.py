@@ -19,7 +19,7 @@ from tests.jax_backend.models import documents, packed, saved
 def model(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     saved(request.param, folder)
-    return weights.load(folder)
+    return weights.load(folder, implementation="xla")  # the quickest to compile
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +68,8 @@ def test_each_document_gets_what_it_gets_alone(model, batch):
 
 
 def test_candidates_are_the_most_likely_ids_or_those_that_are_named(model, batch):
-    chosen = token_logprobs(model, batch, top_k=3)
-    again = token_logprobs(model, batch, candidates=chosen.candidates)
+    chosen = nnx.jit(lambda m: token_logprobs(m, batch, top_k=3))(model)
+    again = nnx.jit(lambda m, ids: token_logprobs(m, batch, candidates=ids))(model, chosen.candidates)
     trained = batch["loss_weights"] > 0
     np.testing.assert_allclose(chosen.candidate_logprobs, again.candidate_logprobs, atol=1e-6)
     best = chosen.candidate_logprobs[trained]

@@ -13,6 +13,7 @@ from tests.packing_core.finite_differences import assert_gradients
 # Three documents of 4, 1 and 3 tokens, and 2 tokens that belong to none:  aaaa b ccc ..
 CU_SEQLENS = [0, 4, 5, 8]
 TOKENS, HEADS, KV_HEADS, WIDTH, V_WIDTH = 10, 4, 2, 3, 2
+SPANS = [-1, 0, 0, 0, 0, -1, 1, 1, 1, 1]  # which end where their documents do
 SLOPES = np.array([0.5, 0.25, 0.125, 0.0625])
 OPTIONS = [
     {},
@@ -25,6 +26,8 @@ OPTIONS = [
     {"alibi_slopes": SLOPES},
     {"alibi_slopes": SLOPES, "causal": False},
     {"scale": 1.7},
+    {"spans": SPANS},
+    {"spans": SPANS, "window": 2},
     {
         "window": 3,
         "softcap": 1.5,
@@ -32,6 +35,7 @@ OPTIONS = [
         "alibi_slopes": SLOPES,
         "scale": 0.9,
     },
+    {"spans": SPANS, "window": 3, "softcap": 1.5, "alibi_slopes": SLOPES},
 ]
 
 
@@ -45,7 +49,20 @@ def inputs(seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return tuple(rng.standard_normal(shape) for shape in shapes)
 
 
-def by_loops(q, k, v, cu_seqlens, *, causal=True, window=None, softcap=None, sinks=None, alibi_slopes=None, scale=None):
+def by_loops(
+    q,
+    k,
+    v,
+    cu_seqlens,
+    *,
+    causal=True,
+    window=None,
+    softcap=None,
+    sinks=None,
+    alibi_slopes=None,
+    scale=None,
+    spans=None,
+):
     """Attention one query, head and key at a time: the definition, with no array operation in it."""
     out, lse = np.zeros((len(q), HEADS, V_WIDTH)), np.full((len(q), HEADS), -np.inf)
     scale = WIDTH**-0.5 if scale is None else scale
@@ -55,7 +72,10 @@ def by_loops(q, k, v, cu_seqlens, *, causal=True, window=None, softcap=None, sin
                 group = head * KV_HEADS // HEADS
                 weights = {}
                 for j in range(first, last):
-                    if (causal and j > i) or (window is not None and abs(i - j) >= window):
+                    together = spans is not None and spans[i] == spans[j] >= 0
+                    if causal and j > i and not together:
+                        continue
+                    if window is not None and (i - j if together else abs(i - j)) >= window:
                         continue
                     score = scale * sum(a * b for a, b in zip(q[i, head], k[j, group]))
                     if softcap is not None:
@@ -148,6 +168,9 @@ def test_large_scores_do_not_overflow():
         ({"v": np.zeros((10, 4, 3))}, LayoutError, "v must have shape"),
         ({"sinks": np.zeros(2)}, LayoutError, r"sinks must have shape \[H\] = \(4\)"),
         ({"alibi_slopes": np.zeros((2, 4))}, LayoutError, "alibi_slopes must have shape"),
+        ({"spans": SPANS[1:]}, LayoutError, "spans must have shape"),
+        ({"spans": SPANS, "causal": False}, PackingError, "spans need causal attention"),
+        ({"spans": SPANS, "parents": [-1, 0, -1]}, PackingError, "pass spans or parents"),
         ({"window": 0}, PackingError, "window is 0"),
         ({"softcap": 0.0}, PackingError, "softcap is 0.0"),
         ({"dtype": "float8"}, PackingError, "working dtype 'float8' is unknown"),

@@ -20,6 +20,7 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.llava.processing_llava import LlavaProcessor
+from transformers.models.paligemma.processing_paligemma import PaliGemmaProcessor
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
@@ -98,6 +99,12 @@ def _gemma3() -> Any:
     )
 
 
+def _paligemma() -> Any:
+    images = CLIPImageProcessorPil(**_fixed())
+    images.image_seq_length = 16
+    return PaliGemmaProcessor(images, tiny_tokenizer(image_token="<image>"))
+
+
 def _idefics3() -> Any:
     images = Idefics3ImageProcessorPil(
         do_image_splitting=False, size={"longest_edge": 16}, max_image_size={"longest_edge": 16}, **HALVES
@@ -116,11 +123,12 @@ PROCESSORS = {
     "idefics3": _idefics3,
     "gemma3": _gemma3,
 }
+OF_PREFIXES = {"paligemma": _paligemma}  # which take a prompt and a completion, and no chats
 
 
 def tiny_processor(case: str) -> Any:
     """The processor of a model of ``vision_models.CASES``."""
-    return PROCESSORS[case]()
+    return (PROCESSORS | OF_PREFIXES)[case]()
 
 
 def picture(seed: int, height: int = 16, width: int = 16) -> Image.Image:

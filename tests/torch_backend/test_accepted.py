@@ -17,8 +17,8 @@ import torch_backend
 from packing_core.errors import PackingError
 from tests.torch_backend.models import collate, documents, error, tiny
 from tests.torch_backend.test_conditions import model_of
-from tests.torch_backend.test_multimodal import on_axes, rope_index, rows_of
-from tests.torch_backend.vision_models import image_documents, joined_images, vision_model
+from tests.torch_backend.test_multimodal import joined_kinds, on_axes, rope_index, rows_of
+from tests.torch_backend.vision_models import image_documents, joined_images, kinds_of, vision_model
 from torch_backend.auditing.tiny import tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -63,10 +63,12 @@ def image_case(case: str) -> Case:
     return Case(model, batch, alone)
 
 
+@torch.no_grad()
 def both_ways() -> Case:
     model, rows = vision_model("gemma3"), image_documents("gemma3")
-    batch = {**rows_of(rows), **joined_images("gemma3", rows)}
-    return Case(model, batch, [])
+    docs = [document for row in rows for document in row]
+    alone = [outputs(model, {"input_ids": d.ids[None], **d.images, **kinds_of("gemma3", d)})[0] for d in docs]
+    return Case(model, {**rows_of(rows), **joined_images("gemma3", rows), **joined_kinds("gemma3", rows)}, alone)
 
 
 def family_of(name: str) -> Any:

@@ -106,13 +106,14 @@ def test_values_may_be_written_with_a_strength_and_without_corrections(where):
 
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
 def test_no_document_moves_another_by_a_bit(where):
-    inputs = drawn(where)
-    before, dout = run(where, inputs, packed_on(where))
-    start, stop = np.cumsum([0, *LENGTHS])[[3, 4]]  # the document that spans three chunks
+    lengths = (20, 70, 22)  # the second spans three chunks
+    inputs = drawn(where, sum(lengths))
+    before, dout = run(where, inputs, packed_on(where, lengths))
+    start, stop = np.cumsum([0, *lengths])[[1, 2]]
     changed = [x.detach().clone() for x in (*inputs, dout)]
     for x in changed:
         x[start:stop] = -0.5 * x[start:stop] - 0.05
-    after, _ = run(where, [x.requires_grad_() for x in changed[:5]], packed_on(where), dout=changed[5])
+    after, _ = run(where, [x.requires_grad_() for x in changed[:5]], packed_on(where, lengths), dout=changed[5])
     for name, x in before.items():
         own = torch.zeros(len(x), dtype=torch.bool, device=x.device)
         own[start:stop] = True

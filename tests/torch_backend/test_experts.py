@@ -28,6 +28,7 @@ from torch_backend.ops.experts.request import request_of
 SILU = ExpertActivation()
 CLAMPED = ExpertActivation(alpha=1.702, limit=0.9, offset=1.0)
 UNGATED = ExpertActivation("relu2", gated=False)
+SMALL = {"tokens": 12, "inner": 16, "count": 3}  # for comparisons of the kernels with themselves
 
 
 class Layer:
@@ -244,7 +245,7 @@ def test_any_routing_is_the_oracle(where, routing, implementation, monkeypatch):
 @pytest.mark.parametrize("implementation", ["triton", "grouped_mm", "plain"])
 def test_an_index_out_of_range_that_nobody_reads_reaches_no_expert(where, implementation, monkeypatch):
     monkeypatch.setattr("torch_backend.ops.experts.request._check_indices", lambda indices, count: None)
-    layer = Layer(where, biased=True, **sizes(where, monkeypatch))
+    layer = Layer(where, biased=True, **SMALL | sizes(where, monkeypatch))
     layer.indices = layer.indices.clone()
     layer.indices[::4] = layer.count
     right = layer.found(implementation)
@@ -256,9 +257,9 @@ def test_an_index_out_of_range_that_nobody_reads_reaches_no_expert(where, implem
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
 @pytest.mark.parametrize("implementation", ["triton", "grouped_mm", "plain"])
 def test_padding_is_never_read(where, implementation, monkeypatch):
-    layer = Layer(where, biased=True, **sizes(where, monkeypatch))
+    layer = Layer(where, biased=True, **SMALL | sizes(where, monkeypatch))
     layer.indices = layer.indices.clone()
-    layer.indices[5:10] = 5
+    layer.indices[5:10] = layer.count
     before = layer.found(implementation)
     with torch.no_grad():
         layer.leaves["x"][5:10] = float("nan")
@@ -270,7 +271,7 @@ def test_padding_is_never_read(where, implementation, monkeypatch):
 
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
 def test_only_the_gradients_that_are_needed_are_made(where):
-    layer = Layer(where, rank=4)
+    layer = Layer(where, rank=4, **SMALL)
     whole = layer.found("triton")
     for name in ("up", "down", "weights"):
         layer.leaves[name].requires_grad_(False)
@@ -281,7 +282,7 @@ def test_only_the_gradients_that_are_needed_are_made(where):
 
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
 def test_frozen_weights_can_be_made_again_for_the_backward(where):
-    layer = Layer(where, rank=4)
+    layer = Layer(where, rank=4, **SMALL)
     whole, made = layer.found("triton"), []
     up, down = (layer.leaves.pop(name).detach() for name in ("up", "down"))
 
@@ -301,7 +302,7 @@ def test_frozen_weights_can_be_made_again_for_the_backward(where):
 
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
 def test_gradients_keep_the_strides_of_transposed_weights(where):
-    layer = Layer(where, transposed=True)
+    layer = Layer(where, transposed=True, **SMALL)
     found = layer.found("triton")
     assert found["up"].stride() == layer.leaves["up"].stride()
     assert found["down"].stride() == layer.leaves["down"].stride()
@@ -310,7 +311,7 @@ def test_gradients_keep_the_strides_of_transposed_weights(where):
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
 @pytest.mark.parametrize("implementation", ["triton", "plain"])
 def test_compiles_into_one_graph(where, implementation):
-    layer = Layer(where, rank=4)
+    layer = Layer(where, rank=4, **SMALL)
     leaves = [layer.leaves[name] for name in ("x", "weights", "up", "down", "up_a", "up_b")]
 
     def step(x, weights, up, down, a, b):
@@ -350,7 +351,7 @@ def test_nothing_is_read_by_the_host(where, implementation, monkeypatch):
     monkeypatch.setattr("torch_backend.ops.experts.request._check_indices", lambda indices, count: None)  # on the CPU
     for name in ("forward", "backward"):  # an operator would hide what it runs
         monkeypatch.setattr(ops, f"_{name}", getattr(ops, f"_launch_{name}"))
-    layer = Layer(where, rank=4, biased=True, activation=CLAMPED, **sizes(where, monkeypatch))
+    layer = Layer(where, rank=4, biased=True, activation=CLAMPED, **SMALL | sizes(where, monkeypatch))
     with NothingIsRead() as mode:
         layer.found(implementation)
         assert {"cumsum", "empty_like"} <= mode.seen, "of the forward and of the backward"

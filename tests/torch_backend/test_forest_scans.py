@@ -110,6 +110,10 @@ def of_kernels(name: str, packed: PackedMetadata, inputs: list[Tensor]) -> Tenso
 
 
 ORACLES = {"convolution": convolution, "linear": delta, "delta": delta, "kimi": delta, "diagonal": diagonal}
+# Interpreted, two of them take many times as long as the others, and tests that run a scan several times leave them to
+# `make test-all`.
+LONG = ("kimi", "diagonal")
+REPEATED = [pytest.param(name, marks=[pytest.mark.slow] if name in LONG else []) for name in ORACLES]
 
 
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
@@ -132,7 +136,7 @@ def test_forward_and_backward_are_the_recurrence_along_every_document(where, nam
 
 
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
-@pytest.mark.parametrize("name", ORACLES)
+@pytest.mark.parametrize("name", REPEATED)
 @pytest.mark.parametrize("poison", [100.0, float("nan")])
 def test_no_segment_moves_another_that_it_does_not_lead_to_by_a_bit(where, name, poison):
     inputs = drawn(where, name)
@@ -150,7 +154,7 @@ def test_no_segment_moves_another_that_it_does_not_lead_to_by_a_bit(where, name,
 
 
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
-@pytest.mark.parametrize("name", ORACLES)
+@pytest.mark.parametrize("name", REPEATED)
 def test_gradients_repeat_to_the_bit(where, name):
     inputs = [x.detach().requires_grad_() for x in drawn(where, name)]
     once, again = (

@@ -6,6 +6,8 @@ against every document by itself, logits and gradients, those of the vision towe
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import torch_backend
-from packing_core.errors import UnsupportedModelError
-from tests.torch_backend.models import Run, alone, collate, documents, packed, run_of, tiny
+from packing_core.errors import LayoutError, UnsupportedModelError
+from tests.torch_backend.models import Run, alone, collate, documents, packed, run_of
 from tests.torch_backend.vision_models import (
     CASES,
     FAMILY,
@@ -24,13 +26,12 @@ from tests.torch_backend.vision_models import (
     Document,
     image_documents,
     joined_images,
+    kinds_of,
     vision_model,
 )
 from torch_backend.auditing.compare import relative_error
-from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE
+from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE, both_ways_of
 
-REFUSED = ("gemma3",)
-EXACT = [case for case in CASES if case not in REFUSED]
 TEXT_ONLY = {"gpt2"}  # its further key is no modality; tests/torch_backend/test_inputs.py proves it
 
 
@@ -75,6 +76,13 @@ def on_axes(batch: dict[str, Any], positions: list[Tensor]) -> Tensor:
     return axes.view(3, *batch["input_ids"].shape)
 
 
+def joined_kinds(case: str, rows: list[list[Document]]) -> dict[str, Tensor]:
+    """The kinds of the tokens of packed rows [B, S], 0 in padding."""
+    capacity = sum(len(document.ids) for document in rows[0])
+    kinds = [kinds_of(case, document) for row in rows for document in row]
+    return {name: collate([each[name][0] for each in kinds], capacity=capacity)["input_ids"] for name in kinds[0]}
+
+
 def rope_index(model: Any, document: Document) -> Tensor:
     """Computes the positions of one document as a collator does: [3, 1, L]."""
     grid = document.images.get("image_grid_thw")
@@ -83,27 +91,46 @@ def rope_index(model: Any, document: Document) -> Tensor:
 
 def test_every_family_and_every_key_of_the_table_is_proved_here() -> None:
     proved: dict[str, set[str]] = {}
-    for case in EXACT:
-        keys = {key for row in image_documents(case) for document in row for key in document.images}
+    for case in CASES:
+        found = [document for row in image_documents(case) for document in row]
+        keys = {key for document in found for key in (*document.images, *kinds_of(case, document))}
         proved.setdefault(FAMILY.get(case, case), set()).update(keys)
     for family in M_ROPE:
         proved[family] |= {"pixel_values_videos", "video_grid_thw", "mm_token_type_ids"}
     assert proved == {family: set(keys) for family, keys in EXACT_KEYS.items() if family not in TEXT_ONLY}
 
 
-@pytest.mark.parametrize("case", EXACT)
+def test_the_page_says_what_each_family_takes() -> None:
+    """docs/vision.md, "Families": images, videos, and the argument by which some tokens attend both ways."""
+    page = (Path(__file__).parents[2] / "docs/vision.md").read_text().partition("## Families")[2].partition("\n## ")[0]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if "|" in line][2:]
+    assert lines.pop()[0] == "all others"
+    said = {}
+    for families, images, videos, both_ways in lines:
+        for family in families.split(", "):
+            key = re.search(r"by `(\w+)`", both_ways)
+            said[family] = (images[:5], "three axes" if "[3, B, S]" in images else "", videos[:5], key and key[1])
+    found = {}
+    for family, keys in EXACT_KEYS.items():
+        both = vision_model(family).config if family.startswith(("gemma", "paligemma")) else None
+        both = None if both is None else both_ways_of(both)
+        videos = "exact" if "pixel_values_videos" in keys else "refus"
+        found[family] = ("exact", "three axes" if family in M_ROPE else "", videos, both and both.key)
+    assert said == {family: line for family, line in found.items() if family not in TEXT_ONLY}
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_packed_images_equal_each_document_alone(case: str) -> None:
     model, rows = vision_model(case), image_documents(case)
     docs = [document for row in rows for document in row]
     m_rope = FAMILY.get(case, case) in M_ROPE
     # alone, an M-RoPE model computes the positions by itself
-    truth = each_alone(model, docs, **({"mm_token_type_ids": [doc.types for doc in docs]} if m_rope else {}))
+    kinds = [kinds_of(case, doc) for doc in docs]
+    truth = each_alone(model, docs, **{name: [each[name] for each in kinds] for name in kinds[0]})
     torch_backend.patch(model, verify=False)
-    batch = {**rows_of(rows), **joined_images(case, rows)}
+    batch = {**rows_of(rows), **joined_images(case, rows), **joined_kinds(case, rows)}
     if m_rope:
         batch["position_ids"] = on_axes(batch, [rope_index(model, doc) for doc in docs])
-        types = collate([doc.types[0].long() for doc in docs], capacity=batch["input_ids"].shape[1])["input_ids"]
-        batch["mm_token_type_ids"] = types
     assert_same(packed(model, [doc.ids for doc in docs], batch), truth)
 
 
@@ -163,19 +190,24 @@ def test_text_alone_is_exact_with_positions_on_one_axis_or_three(family: str, ax
     assert_same(packed(model, docs, batch), truth)
 
 
-def test_gemma3_images_are_refused_by_name() -> None:
-    """An image's tokens see each other in both directions, which packed attention cannot do."""
-    model, rows = torch_backend.patch(vision_model("gemma3"), verify=False), image_documents("gemma3")
-    batch = {**rows_of(rows), **joined_images("gemma3", rows)}
-    message = "came with pixel_values, and Gemma3ForConditionalGeneration is not known to be exact with it: pack text"
+@pytest.mark.parametrize("case", ["gemma3", "gemma4", "paligemma"])
+def test_images_without_the_kinds_of_tokens_are_refused(case: str) -> None:
+    """Without them these models would let the tokens of an image see the past alone."""
+    model, rows = torch_backend.patch(vision_model(case), verify=False), image_documents(case)
+    batch = {**rows_of(rows), **joined_images(case, rows)}
+    key = "mm_token_type_ids" if case == "gemma4" else "token_type_ids"
+    message = f"a packed batch came without {key}, by which {type(model).__name__} knows the tokens that see"
     with pytest.raises(UnsupportedModelError, match=message):
         model(**batch)
+    with pytest.raises(LayoutError, match=rf"{key} must have the shape of input_ids, got \[1, 3\]"):
+        model(**batch, **{key: torch.zeros(1, 3, dtype=torch.long)})
 
 
-@pytest.mark.parametrize(("family", "key"), [("gemma3", "token_type_ids"), ("gemma4", "mm_token_type_ids")])
-def test_token_types_that_mark_no_image_are_exact_and_others_are_refused(family: str, key: str) -> None:
+@pytest.mark.parametrize("case", ["gemma3", "gemma4"])
+def test_token_types_that_mark_no_image_are_exact_and_others_need_one(case: str) -> None:
     """Processors add them to text as well."""
-    model, docs = tiny(family), documents((5, 9, 7))
+    key = "token_type_ids" if case == "gemma3" else "mm_token_type_ids"
+    model, docs = vision_model(case), documents((5, 9, 7))
     truth = alone(model, docs)
     torch_backend.patch(model, verify=False)
     batch = collate(docs, capacity=32)
@@ -183,18 +215,79 @@ def test_token_types_that_mark_no_image_are_exact_and_others_are_refused(family:
     assert_same(packed(model, docs, {**batch, key: types}), truth)
     types[0, 7] = 1
     with pytest.raises(
-        UnsupportedModelError, match=rf"{key} other than 0 \(row 0, token 7\): {type(model).__name__} lets"
+        UnsupportedModelError,
+        match=rf"{key} other than 0 \(row 0, token 7\) and without pixel_values: {type(model).__name__}",
     ):
         model(**batch, **{key: types})
 
 
-@pytest.mark.parametrize("case", ["qwen2_vl", "llava", "idefics3", "gemma3"])
+def test_gemma4_without_images_that_attend_both_ways_takes_them_as_the_text() -> None:
+    """The small models of the family are causal throughout, whatever the kinds of tokens say."""
+    model, rows = vision_model("gemma4"), image_documents("gemma4")
+    model.config.text_config.use_bidirectional_attention = None
+    docs = [document for row in rows for document in row]
+    truth = each_alone(model, docs, mm_token_type_ids=[doc.types for doc in docs])
+    torch_backend.patch(model, verify=False)
+    batch = {**rows_of(rows), **joined_images("gemma4", rows), **joined_kinds("gemma4", rows)}
+    assert_same(packed(model, [doc.ids for doc in docs], batch), truth)
+    del batch["mm_token_type_ids"]
+    assert_same(packed(model, [doc.ids for doc in docs], batch), truth)
+
+
+def test_a_prefix_that_does_not_begin_its_document_is_refused() -> None:
+    model, rows = torch_backend.patch(vision_model("paligemma"), verify=False), image_documents("paligemma")
+    batch = {**rows_of(rows), **joined_images("paligemma", rows), **joined_kinds("paligemma", rows)}
+    last = len(rows[0][0].ids) - 1
+    batch["token_type_ids"][0, last] = 0
+    message = rf"token_type_ids returns to the prefix inside a document \(row 0, token {last}\)"
+    with pytest.raises(LayoutError, match=message):
+        model(**batch)
+
+
+@pytest.mark.parametrize("case", ["gemma3", "gemma4", "paligemma2"])
+def test_spans_longer_than_the_window_are_refused(case: str) -> None:
+    model, rows = vision_model(case), image_documents(case)
+    model.config.text_config.sliding_window = 3
+    torch_backend.patch(model, verify=False)
+    batch = {**rows_of(rows), **joined_images(case, rows), **joined_kinds(case, rows)}
+    message = "more than 3 tokens see each other in both directions at row 0, token .*make images smaller"
+    with pytest.raises(UnsupportedModelError, match=message):
+        model(**batch)
+
+
+def test_no_dense_mask_is_made_above_the_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma's outer model would make masks [S, S] of every batch, for layers that do not read them."""
+    from transformers import masking_utils
+
+    model, rows = vision_model("gemma3"), image_documents("gemma3")
+    torch_backend.patch(model, verify=False)
+    batch = {**rows_of(rows), **joined_images("gemma3", rows), **joined_kinds("gemma3", rows)}
+    made = []
+    own = masking_utils.sdpa_mask
+    monkeypatch.setitem(
+        masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping,
+        "sdpa",
+        lambda *args, **kwargs: made.append(kwargs.get("q_length")) or own(*args, **kwargs),
+    )
+    row = batch["input_ids"].shape[1]
+    model(**batch)  # with labels, as older versions of the family cut the mask for their loss
+    assert row in made
+    made.clear()
+    model(**{**batch, "labels": None})
+    assert row not in made
+
+
+@pytest.mark.parametrize("case", ["gemma3", "gemma4", "paligemma", "paligemma2"])
+def test_the_audit_of_a_family_that_sees_both_ways_is_exact(case: str) -> None:
+    assert torch_backend.audit(vision_model(case), patched=True).verdict == "exact"
+
+
+@pytest.mark.parametrize("case", ["qwen2_vl", "llava", "idefics3", "gemma3", "gemma4", "paligemma"])
 def test_images_in_batches_that_are_not_packed_are_unchanged_to_the_bit(case: str) -> None:
     model = vision_model(case).eval()
     document = image_documents(case)[0][2]
     inputs = {"input_ids": document.ids[None], **document.images}
-    inputs |= {"mm_token_type_ids": document.types} if case in M_ROPE else {}
-    inputs |= {"token_type_ids": document.types} if case == "gemma3" else {}
+    inputs |= kinds_of(case, document)
     calls = [
         lambda: model(**inputs).logits,
         lambda: model(**inputs, use_cache=False, attention_mask=torch.ones_like(inputs["input_ids"])).logits,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -103,11 +104,15 @@ def test_sequential_sampling_keeps_the_order_of_the_documents(tmp_path) -> None:
     assert held(trainer.get_train_dataloader()) == lengths_of(numbered())
 
 
-def test_a_run_that_resumes_inside_an_epoch_equals_one_that_was_not_stopped(tmp_path) -> None:
+@pytest.mark.parametrize("order", ["random", "curriculum"])
+def test_a_run_that_resumes_inside_an_epoch_equals_one_that_was_not_stopped(tmp_path, order) -> None:
     def run(folder: Path, resume: str | None = None) -> torch.nn.Module:
         options = {"max_steps": 8, "save_strategy": "steps", "save_steps": 7}
-        trainer = enabled(build(folder, documents(60), lr_scheduler_type="linear", **options))
-        assert len(trainer.get_train_dataloader()) == 9, "five steps an epoch: step 7 is inside the second one"
+        trainer = build(folder, documents(60), lr_scheduler_type="linear", **options)
+        enabled(trainer, order=order)
+        assert order == "curriculum" or len(trainer.get_train_dataloader()) == 9, (
+            "five steps an epoch: step 7 is inside the second one"
+        )
         trainer.train(resume_from_checkpoint=resume)
         return trainer.model
 
@@ -139,6 +144,66 @@ def test_a_run_goes_on_with_another_number_of_ranks_between_epochs_alone(tmp_pat
     with pytest.raises(UnsupportedError, match="2 steps into an epoch whose rows were dealt to 2 ranks, and 1 rank"):
         resumed(7)
     resumed(5)
+
+
+# Orders, and documents longer than a row.
+
+
+def ordered(tmp_path, **options) -> list[tuple[int, int]]:
+    data = numbered()
+    data = data.add_column("topic", ["abc"[d % 3] for d in range(len(data))])
+    return held(enabled(build(tmp_path, data), **options).get_train_dataloader())
+
+
+def test_rows_follow_the_curriculum_and_the_groups_of_a_column(tmp_path) -> None:
+    found = ordered(tmp_path, order="curriculum")
+    assert sorted(found) == lengths_of(numbered())
+    octaves = [(length - 1).bit_length() for _, length in found]
+    late = sum(
+        length
+        for octave, (_, length), before in zip(octaves, found, np.maximum.accumulate(octaves), strict=True)
+        if octave < before
+    )
+    assert late <= 5 * CAPACITY, "one row of each octave moves on"
+    found = ordered(tmp_path, order="grouped", keys="topic")
+    assert sorted(found) == lengths_of(numbered())
+    changes = sum(a % 3 != b % 3 for (a, _), (b, _) in pairwise(found))
+    assert changes < 26, "of 59 neighbours, two thirds differ at random, 39"
+    found = ordered(tmp_path, order="weighted", keys="topic", weights={"a": 8, "b": 1, "c": 1})
+    assert sum(document % 3 == 0 for document, _ in found[:15]) >= 10
+
+
+def test_an_order_that_has_no_effect_or_no_column_is_refused(tmp_path) -> None:
+    with pytest.raises(PackingError, match='keys="topic" is no column of the training data, which have input_ids'):
+        enabled(build(tmp_path, numbered()), order="grouped", keys="topic")
+    lacking = build(tmp_path, [{"input_ids": [5, 6], "topic": "a"}, {"input_ids": [5, 6]}])
+    with pytest.raises(PackingError, match='training example 1 has no "topic", which keys names: it has input_ids'):
+        enabled(lacking, order="grouped", keys="topic")
+    with pytest.raises(PackingError, match='order="curriculum" has no effect, because a stream gives its documents'):
+        enabled(build(tmp_path, numbered().to_iterable_dataset(), max_steps=2), order="curriculum")
+    with pytest.raises(PackingError, match='order="curriculum" has no effect, because the training data are rows'):
+        enabled(build(tmp_path, pack_dataset(numbered(), CAPACITY)), None, order="curriculum")
+
+
+@pytest.mark.parametrize("overflow", ["overlap", "restart"])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_pieces_with_context_train_every_token_once(tmp_path, overflow, streamed) -> None:
+    """Token t of document d is 1000 d + t; a first token is trained by no piece, after a restart nor is the next."""
+    lengths = [90, 12, 41, 7]
+    data = datasets.Dataset.from_dict({"input_ids": [[1000 * d + t for t in range(n)] for d, n in enumerate(lengths)]})
+    options = {"overflow": overflow, "context": 8, "min_piece": 5, "max_segments": 2}
+    given = data.to_iterable_dataset() if streamed else data
+    trainer = enabled(build(tmp_path, given, max_steps=2), **options)
+    trained = torch.cat([b["labels"][b["labels"] != -100] for b in trainer.get_train_dataloader()]).tolist()
+    pieces = plan(lengths, CAPACITY, **options)
+    wanted = [
+        1000 * d + t
+        for d, start, n, skipped in zip(pieces.source, pieces.start, pieces.length, pieces.untrained, strict=True)
+        for t in range(start + max(skipped, 1), start + n)
+    ]
+    assert len(set(trained)) == len(trained)
+    assert sorted(trained) == sorted(wanted)
+    assert max(map(len, (b["packed_documents"] for b in trainer.get_train_dataloader()))) <= 2 * 2
 
 
 # What is said at the call.

@@ -25,16 +25,23 @@ LAYER = {**LLAMA, "num_hidden_layers": 1}
 HALF = {"precision": "bfloat16", "dtype": "bfloat16"}
 
 
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    """A model with weights."""
-    build_model(small_job(LAYER)).save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A model with weights, which no test writes into."""
+    folder = tmp_path_factory.mktemp("trained") / "model"
+    build_model(small_job(LAYER)).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture
 def job(folder) -> TrainJob:
     return small_job(str(folder))
+
+
+@pytest.fixture(scope="module")
+def plain(folder) -> list[float]:
+    """The losses of the job as it is."""
+    return losses(train(small_job(str(folder))))
 
 
 def with_options(job: TrainJob, **options) -> TrainJob:
@@ -81,13 +88,12 @@ def test_the_norm_of_the_gradients_is_recorded_before_it_is_clipped(job, clip):
         assert records[0].grad_norm == pytest.approx(wanted, rel=1e-5)
 
 
-def test_bfloat16_weights_are_trained_and_written_as_such(job, tmp_path):
+def test_bfloat16_weights_are_trained_and_written_as_such(job, plain, tmp_path):
     result = train(dataclasses.replace(with_options(job, **HALF), output=tmp_path / "out"))
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
-    exact = losses(train(job))
-    assert losses(result) != exact
-    np.testing.assert_allclose(losses(result), exact, rtol=2e-2)
+    assert losses(result) != plain
+    np.testing.assert_allclose(losses(result), plain, rtol=2e-2)
 
 
 @pytest.mark.parametrize("master", [True, False])
@@ -130,12 +136,12 @@ def test_a_resumed_run_repeats_to_the_bit(job, options, tmp_path):
     assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes()
 
 
-def test_adapters_are_trained_alone_and_written_for_peft(job, folder, tmp_path):
+def test_adapters_are_trained_alone_and_written_for_peft(job, folder, plain, tmp_path):
     from peft import AutoPeftModelForCausalLM
 
     before = (folder / "model.safetensors").read_bytes()
     result = train(dataclasses.replace(with_evaluation(with_options(job, lora=2)), output=tmp_path / "out"))
-    assert losses(result)[0] == pytest.approx(losses(train(job))[0], rel=1e-6)  # adapters begin as zero
+    assert losses(result)[0] == pytest.approx(plain[0], rel=1e-6)  # adapters begin as zero
     assert not (tmp_path / "out" / "model.safetensors").exists()
     assert (folder / "model.safetensors").read_bytes() == before
     adapted = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -151,14 +157,14 @@ def test_a_checkpoint_of_adapters_holds_no_other_weights(job, tmp_path):
     assert load_file(saved) and all("lora_" in name for name in load_file(saved))
 
 
-def test_an_evaluation_is_the_mean_over_all_targets_of_each_document_alone(job, tmp_path):
+def test_an_evaluation_is_the_mean_over_all_targets_of_each_document_alone(job, plain, tmp_path):
     evaluated = dataclasses.replace(with_evaluation(job), output=tmp_path)
     result = train(evaluated)
     found = [record.eval_loss for record in result.records["packed"]]
     assert [loss is not None for loss in found] == [False, False, False, True, False, True]
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert found[-1] == pytest.approx(loss_of_documents(model, evaluated.evaluation), rel=1e-6)
-    assert losses(result) == losses(train(job))  # evaluating changes no step
+    assert losses(result) == plain  # evaluating changes no step
 
 
 def test_an_evaluation_leaves_dropout_out(job, tmp_path):

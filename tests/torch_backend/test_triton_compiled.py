@@ -17,8 +17,8 @@ HOPPER, CONSUMER = 227 * 1024, 99 * 1024  # bytes that one program can have
 KERNELS = ("forward", "backward_queries", "backward_keys")
 
 
-def source(name: str, width: int, value_width: int, group: int, rows: int, keys: int) -> Any:
-    """A kernel with bfloat16 inputs of contiguous heads, causal."""
+def source(name: str, width: int, value_width: int, group: int, rows: int, keys: int, *, spans: bool) -> Any:
+    """A kernel with bfloat16 inputs of contiguous heads, causal, of spans that see both ways or not."""
     from triton.compiler import ASTSource
 
     from torch_backend.ops.attention import triton_kernels
@@ -27,17 +27,19 @@ def source(name: str, width: int, value_width: int, group: int, rows: int, keys:
     kv_heads = 4
     heads = kv_heads * group
     tensors = dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), "*bf16")
-    tensors |= dict.fromkeys(("lse", "stats"), "*fp32") | {"work": "*i32"}
+    tensors |= dict.fromkeys(("lse", "stats"), "*fp32") | dict.fromkeys(("work", "begins", "ends"), "*i32")
     numbers = {"tokens": "i32", "scale": "fp32", "softcap": "fp32", "window": "i32"}
     strides = {"Q": heads * width, "K": kv_heads * width, "V": kv_heads * value_width, "DO": heads * value_width}
     constants: dict[str, Any] = {f"{x}_T": stride for x, stride in strides.items()}
     constants |= {"Q_H": width, "K_H": width, "V_H": value_width, "DO_H": value_width}
     constants |= {"HEADS": heads, "GROUP": group, "HEAD_DIM": width, "VALUE_DIM": value_width, "CAUSAL": True}
-    constants |= dict.fromkeys(("WINDOW", "SOFTCAP", "SINKS", "ALIBI", "FOREST"), False)
+    constants |= dict.fromkeys(("WINDOW", "SOFTCAP", "SINKS", "ALIBI", "FOREST"), False) | {"SPANS": spans}
     constants |= {"BLOCK_D": 1 << (width - 1).bit_length(), "BLOCK_E": 1 << (value_width - 1).bit_length()}
     constants |= {"BLOCK_M": rows, "BLOCK_N": keys} | dict.fromkeys(("sinks", "slopes", "parts"))
+    constants |= {} if spans else dict.fromkeys(("begins", "ends"))
     names = list(kernel.arg_names)
-    signature = {n: (tensors | numbers).get(n, "constexpr") for n in names}
+    types = {n: kind for n, kind in (tensors | numbers).items() if n not in constants}
+    signature = {n: types.get(n, "constexpr") for n in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")}
     return ASTSource(kernel, signature, {(names.index(n),): x for n, x in constants.items() if n in names}, aligned)
 
@@ -48,9 +50,9 @@ def shared(cases: list[list[Any]]) -> list[int]:
     from triton.backends.compiler import GPUTarget
 
     found = []
-    for name, width, value_width, group, (rows, keys, warps, stages, registers) in cases:
+    for name, width, value_width, group, spans, (rows, keys, warps, stages, registers) in cases:
         options = {"num_warps": warps, "num_stages": stages} | ({"maxnreg": registers} if registers else {})
-        made = source(name, width, value_width, group, rows, keys)
+        made = source(name, width, value_width, group, rows, keys, spans=spans)
         found.append(triton.compile(made, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared)
     return found
 
@@ -59,7 +61,7 @@ def shared(cases: list[list[Any]]) -> list[int]:
 @pytest.mark.parametrize(("tiles", "most"), [(_LARGE, HOPPER), (_SMALL, CONSUMER)], ids=["H100", "consumer cards"])
 def test_tiles_of_512_channels_fit_the_shared_memory(tiles: Any, most: int) -> None:
     pytest.importorskip("triton.backends.nvidia")
-    shapes = ((512, 512, 8), (512, 256, 8))
+    shapes = ((512, 512, 8, False), (512, 256, 8, False), (512, 512, 8, True))
     cases = [
         [name, *shape, list(tile)] for shape, (name, tile) in product(shapes, zip(KERNELS, tiles[512], strict=True))
     ]
@@ -68,7 +70,7 @@ def test_tiles_of_512_channels_fit_the_shared_memory(tiles: Any, most: int) -> N
     done = run(command, env=environment, limit=600)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 6 and max(found) <= most
+    assert len(found) == 9 and max(found) <= most
 
 
 if __name__ == "__main__":

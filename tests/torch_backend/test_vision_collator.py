@@ -20,16 +20,14 @@ from packing_core.errors import CapacityError, LayoutError, PackingError, Unsupp
 from tests.processes import limited
 from tests.torch_backend.models import in_float64, tiny
 from tests.torch_backend.processors import PROCESSORS, picture, tiny_processor
-from tests.torch_backend.vision_models import CASES, FAMILY, IMAGE, VIDEO, image_documents, vision_model
+from tests.torch_backend.vision_models import CASES, FAMILY, IMAGE, VIDEO, image_documents, kinds_of, vision_model
 from torch_backend import PackedCollator, PackedVisionDataset
 from torch_backend.collate.vision import VisionReader
-from torch_backend.hf.anatomy.families import M_ROPE
+from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE
 
 TOLERANCE = 1e-5
-REFUSED = ("gemma3",)
-EXACT = [case for case in CASES if case not in REFUSED]
 IN_FLOAT64 = ("qwen3_5_moe",)  # in float32 its scan rounds by 2e-5 of the tower's largest gradient
-RAW = [case for case in PROCESSORS if case not in REFUSED]
+RAW = [*PROCESSORS]
 
 
 def chat(*images: Any, ask: str = "w5 w6", answer: str = "w7 w8 w9", **more: Any) -> dict[str, Any]:
@@ -103,7 +101,7 @@ def collator_of_processed(model: Any, capacity: int) -> PackedCollator:
     return collator
 
 
-@pytest.mark.parametrize("case", EXACT)
+@pytest.mark.parametrize("case", CASES)
 def test_processed_examples_of_every_family_equal_each_document_alone(case: str) -> None:
     model, rows = vision_model(case), image_documents(case)
     if case in IN_FLOAT64:
@@ -115,10 +113,18 @@ def test_processed_examples_of_every_family_equal_each_document_alone(case: str)
         labels = document.ids.masked_fill((document.ids == IMAGE) | (document.ids == VIDEO), -100)[None]
         document.images = {name: in_dtype_of(model, tensor) for name, tensor in document.images.items()}
         batches.append({"input_ids": document.ids[None], "labels": labels, **document.images})
-        batches[-1] |= {"mm_token_type_ids": document.types} if m_rope else {}
+        batches[-1] |= kinds_of(case, document)
+        if case.startswith("paligemma"):  # no token of the prefix is trained
+            labels.masked_fill_(batches[-1]["token_type_ids"] == 0, -100)
     truth = update(model, batches)
     collate = collator_of_processed(model, sum(len(document.ids) for document in rows[0]))
-    batch = collate([{"input_ids": document.ids.tolist(), **document.images} for document in documents])
+    prefixes = [kinds_of(case, document) if case.startswith("paligemma") else {} for document in documents]
+    batch = collate(
+        [
+            {"input_ids": document.ids.tolist(), **document.images, **kinds}
+            for document, kinds in zip(documents, prefixes, strict=True)
+        ]
+    )
     assert batch["input_ids"].shape[0] == 2 and len(batch["packed_documents"]) == 5
     assert batch["position_ids"].ndim == (3 if m_rope else 2)
     batch |= {name: in_dtype_of(model, x) for name, x in batch.items() if isinstance(x, torch.Tensor)}
@@ -137,6 +143,44 @@ def test_raw_chats_equal_each_document_alone(case: str) -> None:
     batch = collate(CHATS)
     assert len(batch["input_ids"]) == 1
     assert_same(update(model, [batch]), truth)
+
+
+def test_prompts_and_completions_of_a_prefix_model_equal_each_document_alone() -> None:
+    """PaliGemma: the prompt and its images see both ways, and the completion alone is trained."""
+    model, processor = vision_model("paligemma"), tiny_processor("paligemma")
+    pairs = [("<image> w4 w5", "w7 w8"), ("<image> w9", "w10 w11 w12"), ("<image> <image> w13", "w14")]
+    shown = [[picture(1)], [picture(2)], [picture(3), picture(4)]]
+    alone = [
+        processor(text=[prompt], images=[images], suffix=[answer], return_tensors="pt", add_special_tokens=False)
+        for (prompt, answer), images in zip(pairs, shown, strict=True)
+    ]
+    assert all(0 < int(found["token_type_ids"].sum()) < 6 for found in alone)
+    truth = update(model, [dict(found) for found in alone])
+    torch_backend.patch(model, verify=False)
+    collate = PackedCollator(model, 48, processor=processor, strategy="sequential")
+    raw = [
+        {"prompt": prompt, "completion": f"{answer} </s>", "images": images}
+        for (prompt, answer), images in zip(pairs, shown, strict=True)
+    ]
+    batch, given = collate(raw), collate([dict(found) for found in alone])
+    assert len(batch["input_ids"]) == 2 and bool((batch["token_type_ids"][-1, -1:] == 1).all())  # padding is no prefix
+    for name in ("input_ids", "labels", "token_type_ids", "pixel_values"):
+        assert torch.equal(batch[name], given[name]), name
+    assert_same(update(model, [batch]), truth)
+    with pytest.raises(
+        LayoutError, match=r"example 0 has no token after its prefix \(token_type_ids\), whose tokens see"
+    ):
+        collate([{"text": "<image> w4", "images": [picture(1)]}])
+
+
+def test_images_of_unequal_room_are_filled_up_by_places_that_are_none() -> None:
+    """Gemma 4 marks the room that an image leaves by places of -1."""
+    model, documents = vision_model("gemma4"), [d for row in image_documents("gemma4") for d in row if d.images]
+    documents[0].images = {name: x[:, :16] for name, x in documents[0].images.items()}
+    collate = collator_of_processed(model, 128)
+    batch = collate([{"input_ids": d.ids.tolist(), **d.images} for d in documents])
+    assert batch["image_position_ids"].shape[1:] == (24, 2)
+    assert bool((batch["image_position_ids"][0, 16:] == -1).all())
 
 
 def test_images_of_unequal_sizes_equal_each_document_alone() -> None:
@@ -339,7 +383,8 @@ def test_a_processor_of_another_family_is_refused() -> None:
         PackedCollator(qwen, processor=tiny_processor("qwen2_vl").tokenizer)
 
 
-def test_models_and_options_without_packed_images_are_refused() -> None:
+def test_models_and_options_without_packed_images_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(EXACT_KEYS, "gemma3")
     with pytest.raises(UnsupportedModelError, match="Gemma3ForConditionalGeneration is not known to be exact with im"):
         PackedCollator(vision_model("gemma3"), processor=tiny_processor("gemma3"))
     with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM is not known to be exact with images"):

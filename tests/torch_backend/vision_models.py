@@ -16,6 +16,7 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from torch_backend.auditing.tiny import tiny_model
+from torch_backend.hf.anatomy.families import M_ROPE
 
 IMAGE, VIDEO = 91, 92  # token ids; text has ids from 4 to 89
 
@@ -81,6 +82,14 @@ def _patches(count: int, random: torch.Generator) -> dict[str, Tensor]:
     """4 x 4 patches of 2 frames, 3 channels and 4 x 4 pixels."""
     grid = torch.tensor([[1, 4, 4]] * count)
     return {"pixel_values": torch.randn(count * 16, 96, generator=random), "image_grid_thw": grid}
+
+
+def _placed_patches(count: int, random: torch.Generator) -> dict[str, Tensor]:
+    """4 x 4 patches of 3 channels and 4 x 4 pixels, in room for 24."""
+    places = torch.cartesian_prod(torch.arange(4), torch.arange(4)).flip(-1)
+    places = torch.cat([places, torch.full((8, 2), -1)]).expand(count, -1, -1).clone()
+    pixels = torch.rand(count, 24, 48, generator=random)
+    return {"pixel_values": pixels * (places[..., :1] >= 0), "image_position_ids": places}
 
 
 def _masked_patches(count: int, random: torch.Generator) -> dict[str, Tensor]:
@@ -160,6 +169,15 @@ _SAM = {**_VISION, "output_channels": 16, "image_size": 64, "window_size": 2, "g
 _SIGLIP2 = {"model_type": "siglip2_vision_model", "num_patches": 16, "vision_use_head": False}
 _SIGLIP2 = {**{k: v for k, v in _VISION.items() if k != "image_size"}, **_SIGLIP2}
 
+_LOCAL_FIRST = ["sliding_attention", "full_attention"]
+_GEMMA4 = {"layer_types": _LOCAL_FIRST, "sliding_window": 12, "use_bidirectional_attention": "vision"}
+_GEMMA4 |= {"global_head_dim": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96}
+_GEMMA4 |= {"num_kv_shared_layers": 0}
+_GEMMA4_VISION = {**{k: v for k, v in _VISION.items() if k not in ("image_size", "num_channels")}, "head_dim": 16}
+_GEMMA4_VISION |= {"num_key_value_heads": 2, "pooling_kernel_size": 2, "position_embedding_size": 16}
+_GEMMA4_TOKENS = {"video_token_id": VIDEO, "audio_token_id": 93, "boi_token_id": 94, "eoi_token_id": 95}
+_GEMMA4_TOKENS |= {"boa_token_id": 90, "eoa_token_index": 90, "audio_config": None}
+
 CASES: dict[str, Case] = {
     "qwen2_vl": _m_rope(_text(**_rope(2, 3, 3)), {"embed_dim": 32, "hidden_size": 64}),
     "qwen2_5_vl": _m_rope(_text(**_rope(2, 3, 3)), {"window_size": 16, "fullatt_block_indexes": [1]}),
@@ -204,12 +222,28 @@ CASES: dict[str, Case] = {
         image_token_id=IMAGE,
         projector_hidden_size=64,
     ),
-    # not exact when packed: images see each other in both directions
+    # tokens of an image, or of the prefix, see each other in both directions
     "gemma3": _plain(
         _text(**_WINDOWS, query_pre_attn_scalar=16), _SIGLIP, _images, 4, image_token_index=IMAGE, mm_tokens_per_image=4
     ),
+    "gemma4": _plain(
+        _text("gemma4_text", **_GEMMA4), _GEMMA4_VISION, _placed_patches, 4, image_token_id=IMAGE, **_GEMMA4_TOKENS
+    ),
+    "paligemma": _plain(
+        _text("gemma"), _SIGLIP, _images, 16, image_token_index=IMAGE, projection_dim=64, hidden_size=64, vocab_size=96
+    ),
+    "paligemma2": _plain(
+        _text("gemma2", layer_types=_LOCAL_FIRST, sliding_window=64, query_pre_attn_scalar=16),
+        _SIGLIP,
+        _images,
+        16,
+        image_token_index=IMAGE,
+        projection_dim=64,
+        hidden_size=64,
+        vocab_size=96,
+    ),
 }
-FAMILY = {"pixtral": "llava"}  # a case that is another one's family with other parts
+FAMILY = {"pixtral": "llava", "paligemma2": "paligemma"}  # a case that is another one's family with other parts
 
 
 @dataclass
@@ -223,6 +257,20 @@ class Document:
     def types(self) -> Tensor:
         """0 for text, 1 for an image, 2 for a video; [1, L]."""
         return ((self.ids == IMAGE).int() + 2 * (self.ids == VIDEO).int())[None]
+
+
+def kinds_of(case: str, document: Document) -> dict[str, Tensor]:
+    """The kinds of a document's tokens [1, L], under the name that its family takes; {} if it takes none.
+
+    The prefix of PaliGemma, kind 0, ends a token after the last image, or after two tokens of a text.
+    """
+    family = FAMILY.get(case, case)
+    if family == "paligemma":
+        shown = (document.ids == IMAGE).nonzero()
+        ends = int(shown[-1]) + 2 if len(shown) else 2
+        return {"token_type_ids": (torch.arange(len(document.ids)) >= ends).long()[None]}
+    name = {"gemma3": "token_type_ids"}.get(family, "mm_token_type_ids")
+    return {name: document.types.long()} if family in (*M_ROPE, "gemma3", "gemma4") else {}
 
 
 def vision_model(case: str) -> Any:

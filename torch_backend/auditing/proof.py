@@ -35,6 +35,7 @@ from torch_backend.auditing.compare import (
 )
 from torch_backend.auditing.ranks import averaged, whole_outputs
 from torch_backend.collate import PackedCollator
+from torch_backend.hf.anatomy.families import both_ways_of
 from torch_backend.hf.anatomy.heads import head_of
 from torch_backend.hf.inputs.arguments import forward_names
 from torch_backend.hf.patch import context_of
@@ -164,6 +165,8 @@ class _Proof:
         self.head = head_of(model)
         self.documents = random_documents(model, rows.lengths)
         self.labels = labels_of(model, self.head, self.documents)
+        both_ways = both_ways_of(model.config)
+        self.prefix = both_ways.key if both_ways is not None and both_ways.prefix else None
         self.on_cpu = self.documents[0].device.type == "cpu"
 
     def alone(self) -> Computation:
@@ -171,7 +174,8 @@ class _Proof:
             pairs = zip(self.documents, self.labels, strict=True)
             found = [self.model(input_ids=document[None], labels=label[None]) for document, label in pairs]
             return run(self.model, [x.logits[0] for x in found], torch.stack([x.loss for x in found]).mean())
-        outputs = [self._outputs(self.model(input_ids=document[None]))[0] for document in self.documents]
+        found = [self.model(input_ids=document[None], **self._kinds(document[None])) for document in self.documents]
+        outputs = [self._outputs(output)[0] for output in found]
         return run(self.model, outputs, self._loss(outputs))
 
     def packed(self) -> Computation:
@@ -198,7 +202,7 @@ class _Proof:
         ids = torch.stack(random_documents(self.model, [self.capacity // 4] * 16))
         if replace:
             ids[::2] = replaced(self.model, ids[::2])
-        output = self.model(input_ids=ids)
+        output = self.model(input_ids=ids, **self._kinds(ids))
         outputs = list(output.logits if self.head == "document" else self._outputs(output))
         return run(self.model, outputs, _projected(outputs[1::2]))
 
@@ -246,11 +250,20 @@ class _Proof:
             batch["labels"] = torch.stack(self.labels)
         elif self.head != "next token":
             batch["labels"] = _laid_out(self.labels, batch, IGNORE_INDEX)
+        for name in self._kinds(documents[0]):
+            batch[name] = _laid_out([self._kinds(document)[name] for document in documents], batch, 1)
         return batch
+
+    def _kinds(self, ids: Tensor) -> dict[str, Tensor]:
+        """The kinds of the tokens [..., L] of documents, for a model that takes a prefix alone: of four tokens here."""
+        if self.prefix is None:
+            return {}
+        places = torch.arange(ids.shape[-1], device=ids.device).expand(ids.shape)
+        return {self.prefix: (places >= min(4, ids.shape[-1] // 2)).long()}
 
     def _unmarked(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Returns the inputs of stock packing: tokens, labels, and restarting positions if the model takes any."""
-        names = ["input_ids", "labels"]
+        names = ["input_ids", "labels", *self._kinds(batch["input_ids"])]
         if "position_ids" in forward_names(self.model):
             names.append("position_ids")
         return {name: batch[name] for name in names if name in batch}

@@ -140,6 +140,10 @@ def audit_trainer(trainer: Any, *, batches: int = 1) -> TrainerReport:
         else:
             figures = [_Step(trainer, batch, features).measure() for batch, features in _batches(trainer, batches)]
         reports = [_report(trainer, found) for found in figures]
+    if not reports:
+        raise PackingError(
+            f"the training data fill no batch of {type(trainer).__name__}: pass more of them, or a smaller batch size"
+        )
     return max(reports, key=lambda r: (r.verdict != "exact", r.loss, r.leak))
 
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from packing_core.errors import LayoutError
 
 Images = Mapping[str, Tensor]
+PADDING = {"image_position_ids": -1}  # what fills up images of unequal size, where it is not 0
 
 
 def join_images(images: Sequence[Images], rows: Sequence[int], count: int, *, in_rows: bool) -> dict[str, Tensor]:
@@ -36,7 +37,8 @@ def join_images(images: Sequence[Images], rows: Sequence[int], count: int, *, in
     if not in_rows:
         # images and videos may be in different documents
         keys = dict.fromkeys(key for found, _ in shown for key in found)
-        return {key: _concatenate([found[key] for found, _ in shown if key in found], 0) for key in keys}
+        several = {key: [found[key] for found, _ in shown if key in found] for key in keys}
+        return {key: _concatenate(each, 0, PADDING.get(key, 0)) for key, each in several.items()}
     joined: dict[str, Tensor] = {}
     for key in shown[0][0] if shown else ():
         if any(key not in found for found, _ in shown):
@@ -48,12 +50,12 @@ def join_images(images: Sequence[Images], rows: Sequence[int], count: int, *, in
     return joined
 
 
-def _concatenate(tensors: Sequence[Tensor], axis: int) -> Tensor:
-    """Concatenates tensors along an axis; the other axes are padded with zeros to the longest."""
+def _concatenate(tensors: Sequence[Tensor], axis: int, padding: int = 0) -> Tensor:
+    """Concatenates tensors along an axis; the other axes are padded to the longest."""
     sizes = [max(each) for each in zip(*(tensor.shape for tensor in tensors), strict=True)]
     padded = []
     for tensor in tensors:
         room = [0 if i == axis else size - tensor.shape[i] for i, size in enumerate(sizes)]
         widths = [width for size in reversed(room) for width in (0, size)]
-        padded.append(F.pad(tensor, widths) if any(room) else tensor)
+        padded.append(F.pad(tensor, widths, value=padding) if any(room) else tensor)
     return torch.cat(padded, axis)

@@ -31,6 +31,7 @@ Pack = Callable[[Sequence[Mapping[str, Any]]], PackedBatch]
 SECONDS = "second_per_grid_ts"  # of videos, read by get_rope_index and by nothing else
 # Columns with the three axes of a document's positions, less those of text: 0 at text and in padding.
 AXES = ("_axis_0", "_axis_1", "_axis_2")
+MARKED = "_both_ways"  # a column: 1 at tokens that see each other in both directions, 0 at others and in padding
 RAW = ("messages", "prompt", "completion", "text", "images", "image", "videos", "video")
 _TYPES = ("mm_token_type_ids", "token_type_ids")
 # What a processor says of the characters of its text, and no model reads.
@@ -145,7 +146,13 @@ class VisionReader:
         )
 
     def emit(self, batch: dict[str, Any], rows: VisionRows) -> dict[str, Any]:
-        """A collated batch with the images of its rows and, in M-RoPE families, positions on three axes."""
+        """A collated batch with the images of its rows, and what its family takes beside them.
+
+        That is positions on three axes (M-RoPE), or the kinds of tokens of which some see each other both ways.
+        """
+        if (marked := batch.pop(MARKED, None)) is not None and (both_ways := self.vision.both_ways) is not None:
+            first = both_ways.kinds[0]  # 0 or 1; the other tokens are of the other kind, and so is padding
+            batch[both_ways.key] = marked if first else 1 - marked
         axes = [batch.pop(name) for name in AXES if name in batch]
         if axes:
             batch["position_ids"] = batch["position_ids"] + torch.stack(axes)
@@ -208,10 +215,12 @@ class VisionReader:
         found = self._tokens(prompt, pictures, where)
         ids = self.processor.tokenizer(completion, **_WITHOUT_SPECIAL)["input_ids"]
         before = len(np.asarray(found["input_ids"]).reshape(-1))
-        for name, values in {"input_ids": ids, **dict.fromkeys(_TYPES, [0] * len(ids))}.items():
+        kind = int(self.vision.both_ways is not None and self.vision.both_ways.prefix)  # 1 follows a prefix
+        for name, values in {"input_ids": ids, **dict.fromkeys(_TYPES, [kind] * len(ids))}.items():
             if name in found:
                 found[name] = np.append(np.asarray(found[name]).reshape(-1), np.array(values, np.int64))
-        found.pop("attention_mask", None)
+        for name in ("attention_mask", "labels"):
+            found.pop(name, None)
         return {**found, "completion_mask": np.arange(before + len(ids)) >= before}
 
     def _tokens(self, text: str, pictures: list[Any], where: str) -> dict[str, Any]:
@@ -254,18 +263,23 @@ class VisionReader:
                 )
         images = images if any(name.startswith("pixel_values") for name in images) else {}
         columns = _without_padding(columns, where)
-        types = columns.pop(_TYPES[0], None)
-        columns.pop(_TYPES[1], None)
+        kinds = {name: columns.pop(name, None) for name in _TYPES}
         ids_L = torch.from_numpy(columns["input_ids"])
         self.vision.check(ids_L, images, where)
-        if self.collate is None:  # image tokens are never trained
+        prefix = np.zeros(len(ids_L), np.bool_)
+        if (both_ways := self.vision.both_ways) is not None:
+            types = kinds[both_ways.key]
+            marked = self.vision.marks(ids_L, None if types is None else torch.as_tensor(types).long(), where).numpy()
+            columns[MARKED] = marked.astype(np.int64)
+            prefix = marked if both_ways.prefix else prefix
+        if self.collate is None:  # image tokens are never trained, nor those of a prefix that see what follows
             trained = trained_tokens(columns)
             columns = {name: column for name, column in columns.items() if name not in TRAINED}
-            shown = np.isin(columns["input_ids"], list(self.vision.placeholders))
+            shown = np.isin(columns["input_ids"], list(self.vision.placeholders)) | prefix
             columns["loss_mask"] = ~shown if trained is None else trained & ~shown
         if self.vision.indexer is not None:
             timed = images if seconds is None else {**images, SECONDS: torch.as_tensor(seconds)}
-            columns |= self._axes(ids_L, timed, types, where)
+            columns |= self._axes(ids_L, timed, kinds[_TYPES[0]], where)
         return VisionDocument(columns, images)
 
     def _tensor(self, name: str, value: Any) -> Tensor:

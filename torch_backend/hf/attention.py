@@ -159,10 +159,13 @@ def _packed(
             "a packed forward takes no cache and no prefix"
         )
     packed = mask.segments if (chunk := _chunk(module)) is None else refined(mask.segments, chunk)
+    if packed.spans is not None and not _sees_both_ways(module, mask):
+        packed = packed.without_spans
     rows, heads, length, _ = query.shape
     query, key, value = _same_dtype(query, key, value)
     q, k, v = (x.transpose(1, 2).reshape(rows * length, x.shape[1], x.shape[3]) for x in (query, key, value))
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    # PaliGemma's layers say that they are not causal, and leave it to its mask
+    causal = packed.spans is not None or bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
     def attend(
         q: Tensor,
@@ -226,21 +229,29 @@ def _where(module: nn.Module) -> str:
 def _chunk(module: nn.Module) -> int | None:
     """The chunk inside which an attention layer of Llama 4 sees; its layers carry no argument for it, only a mask."""
     config: Any = module.config
-    if getattr(config, "attention_chunk_size", None) is None:
+    if getattr(config, "attention_chunk_size", None) is None or _kind(module) != "chunked_attention":
         return None
-    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
-    if kinds and layer is not None and kinds[layer] == "chunked_attention":
-        return int(config.attention_chunk_size)
-    return None
+    return int(config.attention_chunk_size)
+
+
+def _kind(module: nn.Module) -> str | None:
+    """The kind of an attention layer as its config lists it; None if it does not."""
+    kinds, layer = getattr(module.config, "layer_types", None), getattr(module, "layer_idx", None)
+    return kinds[layer] if kinds and layer is not None else None
+
+
+def _sees_both_ways(module: nn.Module, mask: PackedForward) -> bool:
+    """Returns whether the spans of a batch see each other both ways in a layer."""
+    return mask.layers_of_spans is None or _kind(module) == mask.layers_of_spans
 
 
 def _window_of_mask(module: nn.Module) -> int | None:
     """The window of a layer that only its mask limits (Qwen2-MoE, Phi-3.5-MoE); flash attention reads no mask."""
     config: Any = module.config
-    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    kind = _kind(module)
     if not hasattr(sys.modules[type(module).__module__], "create_sliding_window_causal_mask"):
         return None
-    if kinds and layer is not None and kinds[layer] != "sliding_attention":
+    if kind is not None and kind != "sliding_attention":
         return None
     return getattr(config, "sliding_window", None)
 

@@ -101,6 +101,7 @@ class PackedForward(BlockMask):
         real: bool [B * S], whether a token is not padding; None if the batch does not say, or nothing asks.
         experts: what each module of experts chose, by ``id``; shared by the copies.
         shared_row: the documents of the row whose common beginnings the layers compute once; None without.
+        layers_of_spans: the kind of layers in which spans of the segments see both ways; None for all.
         share: of the step's targets that are in this batch, None where it was not asked for.
     """
 
@@ -123,6 +124,7 @@ class PackedForward(BlockMask):
         self.share: Tensor | None = None
         self.shared_row: SharedRow | None = None
         self.encoded: Tensor | None = None
+        self.layers_of_spans: str | None = None
         self.real: Tensor | None = None
         self.experts: dict[int, Any] = {}
         self.implementation = implementation
@@ -158,6 +160,7 @@ class PackedForward(BlockMask):
                     "context parallelism takes a model on one device, and this one is on several"
                 )
             copy.choices, copy.reached, copy._copies = self.choices, self.reached, self._copies
+            copy.layers_of_spans = self.layers_of_spans
             copy.experts, copy.real = self.experts, None if self.real is None else self.real.to(device)
             self._copies[device] = copy
         return self._copies[device]

@@ -41,6 +41,7 @@ from torch_backend.hf.inputs.boundaries import is_packed, take_metadata
 from torch_backend.hf.inputs.context import SHARE, MeanOverRanks, cut_batch, refuse_context
 from torch_backend.hf.inputs.forests import check_forest, check_shared_row, refuse_over_ranks
 from torch_backend.hf.inputs.guard import Guard
+from torch_backend.hf.inputs.spans import add_spans
 from torch_backend.hf.shared_rows import SHARED_ROW
 from torch_backend.ops import scan as scans
 from torch_backend.ops.attention import AttentionRequest, candidates, compiles_parents, needs_host_lengths, prepare
@@ -297,6 +298,8 @@ class Patched:
         if forward is None:
             return run_inside(self, None, call, *args, **kwargs)
         kwargs = self.rows.begin(forward, kwargs)
+        if forward.segments.spans is not None and kwargs.get("labels") is None:
+            kwargs["attention_mask"] = forward  # what is above the decoder would make masks [S, S] of every batch
         output = run_inside(self, forward, call, *args, **kwargs)
         if not forward.handed_over:
             raise UnsupportedModelError(
@@ -465,6 +468,7 @@ class Patched:
         forward = PackedForward(
             segments, (rows, row_length), self.implementation, sizes=self.anatomy.sizes, numbers=numbers
         )
+        add_spans(self.root, kwargs, forward, self.guard, wait=wait)
         if self.experts and shared is None and (mask := kwargs.get("attention_mask")) is not None:
             forward.real = mask.reshape(-1) != 0
         forward.shared_row = shared

@@ -21,20 +21,20 @@ from packing_core.batches.marks import LENGTHS
 from packing_core.errors import PackingError, UnsupportedError, first_line
 from packing_core.extras import require
 from packing_core.planning.balance import Cost
-from packing_core.planning.plan import Overflow
 from torch_backend.collate import FULL, BoundaryCollator, PackedCollator
 from torch_backend.collate.document_labels import NAMES
 from torch_backend.collate.vision import VisionRows
 from torch_backend.trainers.epoch_rows import EpochRows, RowBatches, RowStream
 from torch_backend.trainers.replaced import ReplacingCollator, name_of
 from torch_backend.trainers.resuming import refuse_other_rows
+from torch_backend.trainers.row_options import RowOptions
 from torch_backend.trainers.vision import VisionEpochRows
 
 logger = logging.getLogger(__name__)
 
 
 def pack_training_data(
-    trainer: Any, collator: PackedCollator, capacity: int | None, overflow: Overflow
+    trainer: Any, collator: PackedCollator, options: RowOptions
 ) -> tuple[PackedCollator, EpochRows | RowStream | None]:
     """The collator of a trainer, and the rows that it shall train on: None if its own batches are packed one by one.
 
@@ -43,30 +43,35 @@ def pack_training_data(
 
     Raises:
         CapacityError: a document is longer than the capacity under ``overflow="error"``.
-        PackingError: no capacity is given, and neither trainer nor model has a maximum length.
+        PackingError: no capacity is given, and neither trainer nor model has a maximum length; an order is given and
+            the data set is not packed as a whole.
     """
-    data = trainer.train_dataset
+    data, capacity = trainer.train_dataset, options.capacity
     if collator.capacity is not None or data is None:
-        return _with_capacity(collator, capacity, overflow), None
+        options.refuse_order("the documents of each batch are packed by themselves")
+        return _with_capacity(collator, options), None
     first = next(iter(data), None)
     if isinstance(first, PackedBatch | VisionRows):
         first = first if isinstance(first, PackedBatch) else first.batch
         if capacity is not None:
             raise PackingError(f"the training data are rows of {first.capacity:,} tokens already: leave capacity out")
+        options.refuse_order("the training data are rows already")
         return collator, None
     if capacity is None and isinstance(first, Mapping) and any(name in first for name in LENGTHS):
+        options.refuse_order("the training data are rows already")
         return collator, None
     if (reason := _why_batches_only(trainer)) is not None:
+        options.refuse_order(f"the documents of each batch are packed by themselves: {reason}")
         logger.warning(
             "enable_packing packs the %d documents of each batch and not the whole data set, because %s",
             trainer.args.per_device_train_batch_size,
             reason,
         )
-        return _with_capacity(collator, capacity, overflow), None
+        return _with_capacity(collator, options), None
     if capacity is None:
         capacity, source = _longest(trainer)
         logger.warning("enable_packing makes rows of %d tokens, after %s: capacity=... changes it", capacity, source)
-    return collator, _rows(trainer, collator, capacity, overflow)
+    return collator, _rows(trainer, collator, capacity, options)
 
 
 def use_rows(trainer: Any, rows: EpochRows | RowStream | None) -> None:
@@ -175,7 +180,7 @@ def _dataloader(trainer: Any, rows: EpochRows | RowStream) -> DataLoader[PackedB
     return prepared
 
 
-def _rows(trainer: Any, collator: PackedCollator, capacity: int, overflow: Overflow) -> EpochRows | RowStream:
+def _rows(trainer: Any, collator: PackedCollator, capacity: int, options: RowOptions) -> EpochRows | RowStream:
     args, data, pad_id = trainer.args, trainer.train_dataset, collator.pad_id
     replaced = collator.replaced if isinstance(collator, ReplacingCollator) else None
     read = (*trainer._signature_columns, *READ) if args.remove_unused_columns else None
@@ -189,10 +194,13 @@ def _rows(trainer: Any, collator: PackedCollator, capacity: int, overflow: Overf
             raise PackingError("a stream has no number of rows: pass max_steps to the trainer's arguments")
         if collator.labels_documents:
             raise PackingError("a stream cannot carry one label per document: pass a datasets.Dataset or a list")
-        return RowStream(data, read, capacity, overflow=overflow, seed=seed, pad_id=pad_id, replaced=replaced)
+        options.refuse_order("a stream gives its documents as they come")
+        return RowStream(data, read, capacity, options=options, seed=seed, pad_id=pad_id, replaced=replaced)
     in_order = getattr(args, "train_sampling_strategy", "random") == "sequential"
+    if in_order:
+        options.refuse_order('train_sampling_strategy="sequential" keeps the documents in theirs')
     if collator.vision is not None:
-        of_epoch: Any = {"overflow": overflow, "seed": seed, "cost": _cost(trainer.model), "in_order": in_order}
+        of_epoch: Any = {"options": options, "seed": seed, "cost": _cost(trainer.model), "in_order": in_order}
         return _announced(VisionEpochRows(data, collator.vision, capacity, pad_id=pad_id, **of_epoch))
     names = data.column_names if hasattr(data, "column_names") else list(dict.fromkeys(n for x in data for n in x))
     names = [name for name in names if (read is None or name in read if replaced is None else replaced.reads(name))]
@@ -205,7 +213,7 @@ def _rows(trainer: Any, collator: PackedCollator, capacity: int, overflow: Overf
         data,
         [name for name in names if name not in per_document],
         capacity,
-        overflow=overflow,
+        options=options,
         seed=seed,
         pad_id=pad_id,
         cost=_cost(trainer.model),
@@ -225,12 +233,12 @@ def _announced(rows: EpochRows) -> EpochRows:
     return rows
 
 
-def _with_capacity(collator: PackedCollator, capacity: int | None, overflow: Overflow) -> PackedCollator:
-    if capacity is None:
+def _with_capacity(collator: PackedCollator, options: RowOptions) -> PackedCollator:
+    if options.capacity is None:
         return collator
     collator = copy.copy(collator)
-    collator.capacity = capacity
-    collator.plan_options = {**collator.plan_options, "overflow": overflow}
+    collator.capacity = options.capacity
+    collator.plan_options = {**collator.plan_options, **options.packing}
     return collator
 
 

@@ -7,7 +7,7 @@ loop, loss, optimizer and arguments stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -17,7 +17,7 @@ from packing_core.batches.columns import READ
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import PackingError, UnsupportedError
 from packing_core.hints import hinted
-from packing_core.planning.plan import Overflow
+from packing_core.planning.plan import Order, Overflow
 from torch_backend.collate import PackedCollator
 from torch_backend.hf.anatomy.heads import labels_documents, targets_among, trains_first_token
 from torch_backend.hf.anatomy.structure import causal_lm
@@ -33,6 +33,7 @@ from torch_backend.trainers.inspection import PackingPlan, inspect
 from torch_backend.trainers.neftune import add_noise_by_document
 from torch_backend.trainers.own_loss import warn_of_means
 from torch_backend.trainers.predictions import predict_documents
+from torch_backend.trainers.row_options import RowOptions
 
 Trainer = TypeVar("Trainer")
 
@@ -43,6 +44,12 @@ def enable_packing(
     *,
     capacity: int | None = None,
     overflow: Overflow = "error",
+    context: int | None = None,
+    min_piece: int = 1,
+    max_segments: int | None = None,
+    order: Order = "random",
+    keys: str | None = None,
+    weights: Mapping[Any, float] | None = None,
     implementation: str | Sequence[str] = "auto",
     verify: bool = True,
     fast: bool = True,
@@ -76,6 +83,10 @@ def enable_packing(
         capacity: tokens of a row, by default ``max_length`` of the trainer's arguments, else the model's
             ``max_position_embeddings``; which of them it is, is logged.
         overflow: what to do with a document longer than ``capacity``, as in ``packing_core.plan``.
+        context, min_piece, max_segments: as in ``packing_core.plan``.
+        order: the order in which the documents of an epoch are trained, as in ``packing_core.plan``; a run that is
+            killed resumes in it. ``keys`` is the name of the column of the training data that holds each document's
+            key, ``weights`` the weight of each key.
         implementation, verify: as in :func:`torch_backend.patch`.
         fast: train without logits, through compiled layers and as a CUDA graph, each where nothing forbids it
             (:mod:`.fast_step`); of TRL's preference, reward and policy trainers the layers alone
@@ -112,13 +123,13 @@ def enable_packing(
                 'memory="auto" follows from rows that the fast step trains, and here it trains none: name a level, '
                 'memory="full" for example'
             )
+    rows = RowOptions(capacity, overflow, context, min_piece, max_segments, order, keys, weights)
     if share_prefix not in (True, False, "auto"):
         raise PackingError(f'share_prefix is {share_prefix!r}: pass True, False or "auto"')
     if kind_of(trainer) is not None:
         preference.enable_unpadding(
             any_trainer,
-            capacity=capacity,
-            overflow=overflow,
+            options=rows,
             implementation=implementation,
             verify=verify,
             fast=fast,
@@ -127,7 +138,7 @@ def enable_packing(
     else:
         if share_prefix is True:
             raise UnsupportedError(f"{type(trainer).__name__} shares no prefixes: {SHARERS}")
-        plan = inspect(any_trainer, capacity=capacity, overflow=overflow, fast=fast)
+        plan = inspect(any_trainer, options=rows, fast=fast)
         options: Any = {"implementation": implementation, "verify": verify, "mesh": plan.mesh}
         patch(any_trainer.model, **options)
         if any_trainer.model_init is not None:  # train() makes another model

@@ -22,10 +22,10 @@ from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError, plural
 from packing_core.planning.balance import Cost, ShardedPlan
 from packing_core.planning.epochs import plan_epoch
-from packing_core.planning.plan import Overflow
 from torch_backend.collate.document_labels import LABELS, NAMES, as_labels
 from torch_backend.trainers.hf_dataset import arrow_documents
 from torch_backend.trainers.replaced import Replaced
+from torch_backend.trainers.row_options import RowOptions
 
 READ_AT_ONCE = 256  # examples of a stream
 TRIED = 64  # rows of a stream of which one has to train something
@@ -37,8 +37,9 @@ class EpochRows(Dataset[PackedBatch]):
     Args:
         source: a ``datasets.Dataset``, or a list of examples.
         names: the columns to read.
-        capacity, overflow: as in ``packing_core.plan``.
+        capacity: tokens of a row.
         seed, cost, in_order: as in ``packing_core.planning.epochs.plan_epoch``.
+        options: of ``enable_packing``, which decide its rows.
         pad_id: the token that fills padding.
         per_document: the columns with one value per document: its label, and other numbers.
         replaced: the collator that packing replaces, which is asked about each document.
@@ -54,7 +55,7 @@ class EpochRows(Dataset[PackedBatch]):
         names: Sequence[str],
         capacity: int,
         *,
-        overflow: Overflow = "error",
+        options: RowOptions | None = None,
         seed: int = 0,
         pad_id: int = 0,
         cost: Cost | None = None,
@@ -68,7 +69,8 @@ class EpochRows(Dataset[PackedBatch]):
         self.replaced = replaced
         self.capacity = capacity
         self.pad_id = pad_id
-        self.options: dict[str, Any] = {"overflow": overflow, "seed": seed, "cost": cost, "in_order": in_order}
+        self.row_options = options or RowOptions()
+        self.options: dict[str, Any] = {"seed": seed, "cost": cost, "in_order": in_order}
         self.epoch = 0
         self.ranks = 1
         self._made: dict[tuple[int, int], tuple[ShardedPlan, PackedDataset]] = {}
@@ -91,6 +93,29 @@ class EpochRows(Dataset[PackedBatch]):
             given = {name: [example[name] for example in self.source] for name in self.names_per_document}
         return {LABELS if name in NAMES else name: as_labels(values) for name, values in given.items()}
 
+    @cached_property
+    def keys(self) -> Any:
+        """Returns the key of each document in the order of the training; None if the order has none.
+
+        Raises:
+            PackingError: the training data, or an example of them, lack the column.
+        """
+        name = self.row_options.keys
+        if name is None:
+            return None
+        if hasattr(self.source, "select_columns"):
+            if name not in self.source.column_names:
+                raise PackingError(
+                    f'keys="{name}" is no column of the training data, which have {", ".join(self.source.column_names)}'
+                )
+            return self.source.select_columns([name]).with_format(None)[name][:]
+        for number, example in enumerate(self.source):
+            if name not in example:
+                raise PackingError(
+                    f'training example {number} has no "{name}", which keys names: it has {", ".join(example)}'
+                )
+        return [example[name] for example in self.source]
+
     def dealt(self, epoch: int) -> ShardedPlan:
         """The rows of an epoch and which rank takes which."""
         return self._epoch(epoch)[0]
@@ -99,9 +124,16 @@ class EpochRows(Dataset[PackedBatch]):
         """The rows of an epoch, as plan and as data; those of two epochs are kept."""
         made = self._made.get((epoch, self.ranks))
         if made is None:
-            documents = self.documents
+            documents, given = self.documents, self.row_options
+            ordered: dict[str, Any] = {"order": given.order, "keys": self.keys, "weights": given.weights}
             dealt = plan_epoch(
-                documents.input_ids.lengths, self.capacity, epoch=epoch, ranks=self.ranks, **self.options
+                documents.input_ids.lengths,
+                self.capacity,
+                epoch=epoch,
+                ranks=self.ranks,
+                **self.options,
+                **given.packing,
+                **ordered,
             )
             packed = PackedDataset(
                 documents.input_ids,
@@ -151,12 +183,12 @@ class EpochRows(Dataset[PackedBatch]):
         """Rows with the replaced collator's additions; the first epoch compares them with the collator's batches."""
         if self.replaced is None or not (first or self.replaced.added):
             return batch
-        whole = self.options["overflow"] in ("error", "drop")
+        whole = self.row_options.keeps_whole
         return self.replaced.carry(batch, self.source, "training example {}".format, whole=whole)
 
     def __getstate__(self) -> dict[str, Any]:  # a spawned worker maps the files again and plans for itself
         return {
-            **{name: value for name, value in vars(self).items() if name not in ("documents", "per_document")},
+            **{name: value for name, value in vars(self).items() if name not in ("documents", "per_document", "keys")},
             "_made": {},
         }
 
@@ -204,7 +236,8 @@ class RowStream(IterableDataset[PackedBatch]):
     Args:
         source: yields examples; the same ones in the same order on every rank.
         names: the columns to read, None for all.
-        capacity, overflow, seed, pad_id: as in ``packing_core.stream``.
+        capacity, seed, pad_id: as in ``packing_core.stream``.
+        options: of ``enable_packing``, which decide its rows.
         replaced: as of :class:`EpochRows`; it names the columns itself.
 
     Attributes:
@@ -218,7 +251,7 @@ class RowStream(IterableDataset[PackedBatch]):
         names: Sequence[str] | None,
         capacity: int,
         *,
-        overflow: Overflow = "error",
+        options: RowOptions | None = None,
         seed: int = 0,
         pad_id: int = 0,
         replaced: Replaced | None = None,
@@ -227,7 +260,7 @@ class RowStream(IterableDataset[PackedBatch]):
         self.names = names
         self.replaced = replaced
         self.capacity = capacity
-        self.options: dict[str, Any] = {"overflow": overflow, "pad_id": pad_id}
+        self.options: dict[str, Any] = {**(options or RowOptions()).packing, "pad_id": pad_id}
         self.seed = seed
         self.epoch = 0
         self.group = 1

@@ -18,7 +18,6 @@ from packing_core.batches.columns import READ
 from packing_core.batches.marks import MARKS, is_numbered
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError, UnsupportedError, UnsupportedModelError, first_line
-from packing_core.planning.plan import Overflow
 from torch_backend.auditing.trainer import refuse_cut_documents
 from torch_backend.collate import Batch, BoundaryCollator, PackedCollator
 from torch_backend.collate.document_labels import LABELS, NAMES
@@ -31,6 +30,7 @@ from torch_backend.trainers.epoch_rows import EpochRows, RowStream
 from torch_backend.trainers.over_ranks import context_mesh
 from torch_backend.trainers.own_loss import has_own_loss
 from torch_backend.trainers.replaced import Replaced, ReplacingCollator, name_of
+from torch_backend.trainers.row_options import RowOptions
 from torch_backend.trainers.vision import collator_of_images
 
 COMPARED = 64  # examples of each dataset that the present collator and packing are compared on before training
@@ -68,31 +68,32 @@ class PackingPlan:
         return f"{data}, by {'PackedCollator in place of ' if own else ''}{self.before}"
 
 
-def inspect(trainer: Any, *, capacity: int | None, overflow: Overflow, fast: bool) -> PackingPlan:
+def inspect(trainer: Any, *, options: RowOptions, fast: bool) -> PackingPlan:
     """Plan the packing of a trainer that :func:`torch_backend.enable_packing` was given, with its arguments.
 
     Raises:
         UnsupportedError, LayoutError, CapacityError, PackingError: as ``enable_packing``, but for the model's.
     """
-    if overflow in ("overlap", "restart"):
-        raise PackingError(
-            f'overflow="{overflow}" is not among what enable_packing can carry into a trainer: pass "split", or '
-            f'pack the dataset before, pack_dataset(dataset, capacity, overflow="{overflow}")'
-        )
     _refuse_trainer(trainer)
     mesh = context_mesh(trainer, fast=fast)
     _refuse_split_model(trainer)
     trainer._set_signature_columns_if_needed()
     before = name_of(trainer.data_collator)
-    collator = _packing_collator(trainer, capacity, overflow)
+    collator = _packing_collator(trainer, options)
     _refuse_untrained(trainer, collator)
     if not isinstance(collator, PackedCollator):
         return PackingPlan(collator, None, before, mesh)
-    if collator.labels_documents and overflow == "split":
+    if collator.labels_documents and options.cuts:
         raise PackingError(
-            'overflow="split" cuts documents, and the model classifies whole ones: pass "truncate" or "drop"'
+            f'overflow="{options.overflow}" cuts documents, and the model classifies whole ones: pass "truncate" or '
+            '"drop"'
         )
-    return PackingPlan(*pack_training_data(trainer, collator, capacity, overflow), before, mesh)
+    if options.overflow in ("overlap", "restart") and (collator.labels_every_token or collator.masking is not None):
+        raise PackingError(
+            f'overflow="{options.overflow}" shows tokens twice, and the model would train their labels twice: pass '
+            '"split", "truncate" or "drop"'
+        )
+    return PackingPlan(*pack_training_data(trainer, collator, options), before, mesh)
 
 
 def _refuse_trainer(trainer: Any) -> None:
@@ -121,7 +122,7 @@ def _refuse_split_model(trainer: Any) -> None:
         )
 
 
-def _packing_collator(trainer: Any, capacity: int | None, overflow: Overflow) -> PackedCollator | BoundaryCollator:
+def _packing_collator(trainer: Any, options: RowOptions) -> PackedCollator | BoundaryCollator:
     """The trainer's collator if it packs, with boundaries, else one that packs and trains the same tokens."""
     collator = trainer.data_collator
     ours = isinstance(collator, PackedCollator | BoundaryCollator)
@@ -136,9 +137,8 @@ def _packing_collator(trainer: Any, capacity: int | None, overflow: Overflow) ->
         return of_images
     packs = ours or _packs(trainer, *examples[0])
     packs_documents = packs and not (isinstance(collator, PackedCollator) and collator.capacity is None)
-    if packs_documents and (capacity is not None or overflow != "error"):
-        given = f"overflow={overflow!r}" if capacity is None else f"capacity={capacity:,}"
-        raise PackingError(f"{name_of(collator)} packs by itself, so {given} has no effect: leave it out")
+    if packs_documents and options.given is not None:
+        raise PackingError(f"{name_of(collator)} packs by itself, so {options.given} has no effect: leave it out")
     if ours:
         return collator
     if packs:

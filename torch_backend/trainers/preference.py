@@ -26,6 +26,7 @@ from torch_backend.hf.patch import refuse_context_of, state_of
 from torch_backend.patching import patch, unpatch
 from torch_backend.steps.dynamic_compile import CompiledCalls
 from torch_backend.steps.fast_backward import GRAPH, LAYERS, LOSS
+from torch_backend.trainers.row_options import RowOptions
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +37,7 @@ REFERENCE = ("ref_logps", "ref_KL_logps", "ref_chosen_logps", "ref_rejected_logp
 def enable_unpadding(
     trainer: Any,
     *,
-    capacity: int | None,
-    overflow: str,
+    options: RowOptions,
     implementation: Any,
     verify: bool,
     fast: bool,
@@ -48,9 +48,9 @@ def enable_unpadding(
     Raises:
         UnsupportedModelError: the model or the reference model cannot be made exact.
         UnsupportedError: the trainer's model, data or arguments rule packing out.
-        PackingError: ``capacity`` or ``overflow`` is given, which have no effect.
+        PackingError: an option of rows is given, which has no effect.
     """
-    _refuse_row_options(trainer, capacity, overflow)
+    _refuse_row_options(trainer, options)
     refuse_split_rows(trainer.accelerator.parallelism_config)
     refuse_context_of(trainer.model, "enable_packing(trainer)")
     _refuse(trainer)
@@ -205,11 +205,10 @@ def _renew_reference(trainer: Any) -> None:
         trainer.eval_dataset = renewed(evaluation, "eval", args.per_device_eval_batch_size)
 
 
-def _refuse_row_options(trainer: Any, capacity: int | None, overflow: str) -> None:
+def _refuse_row_options(trainer: Any, options: RowOptions) -> None:
     """Raise for options of rows, which a preference trainer does not have."""
-    if capacity is not None or overflow != "error":
-        given = f"overflow={overflow!r}" if capacity is None else f"capacity={capacity:,}"
+    if options.given is not None:
         raise PackingError(
-            f"{type(trainer).__name__} puts the documents of each micro-batch into one row of their length, so {given} "
-            "has no effect: leave it out, and set per_device_train_batch_size"
+            f"{type(trainer).__name__} puts the documents of each micro-batch into one row of their length, so "
+            f"{options.given} has no effect: leave it out, and set per_device_train_batch_size"
         )

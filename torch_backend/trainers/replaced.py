@@ -138,19 +138,24 @@ class Replaced:
         for name, dtype in self.added.items():
             owner, count = (per_document, len(batch.sources)) if name in self.numbers else (columns, len(ids))
             owner[name] = np.zeros(count, dtype)
+        context = np.zeros(len(batch.sources), np.int64) if batch.context is None else batch.context
         starts = zip(batch.sources.tolist(), batch.starts.tolist(), batch.flat_starts.tolist(), strict=True)
         for segment, (document, start, at) in enumerate(starts):
             length = int(batch.lengths[segment])
             ours = slice(at, at + length)
             # the documents of one example stand in a row as they do in the example
             number, piece = (0, ours) if self._rows_of_documents else (document, slice(start, start + length))
+            untrained = int(context[segment]) + bool(batch.restarts and context[segment])
+            if batch.restarts and context[segment]:  # the document's beginning stands before the piece's own tokens
+                piece = np.arange(start, start + length)
+                piece[: context[segment]] = np.arange(context[segment])
             found, place = theirs[number], where(number)
             self._check_tokens(found, piece, ids[ours], place)
             if self.packs.labels_documents:
                 label = batch.per_document[LABELS][segment] if LABELS in batch.per_document else None
                 self._check_label(found.get(LABELS), label, place)
             elif labels is not None and LABELS in found:
-                self._check_labels(found[LABELS], piece, labels[ours], place, whole=whole)
+                self._check_labels(found[LABELS], piece, labels[ours], place, untrained, whole=whole)
             for name in found.keys() & (self.columns | self.added.keys()):
                 single = name in self.numbers
                 packed, at_packed = (per_document[name], segment) if single else (columns[name], ours)
@@ -173,7 +178,7 @@ class Replaced:
         trained = (batch.segment_ids != 0) & (True if batch.loss_mask is None else batch.loss_mask)
         return np.where(trained, batch.labels, IGNORE_INDEX).reshape(-1)
 
-    def _check_tokens(self, found: Batch, piece: slice, ours: Array, where: str) -> None:
+    def _check_tokens(self, found: Batch, piece: slice | Array, ours: Array, where: str) -> None:
         theirs = found["input_ids"][piece]
         if not np.array_equal(theirs, ours):
             raise PackingError(
@@ -187,17 +192,26 @@ class Replaced:
                 f"documents are: leave them out, or let {self.name} pack and wrap it in crosspack.with_boundaries"
             )
 
-    def _check_labels(self, theirs: Array, piece: slice, ours: Array, where: str, *, whole: bool) -> None:
-        """Raise if another label is trained. What the attention mask calls padding is no part of ``theirs``."""
+    def _check_labels(
+        self, theirs: Array, piece: slice | Array, ours: Array, where: str, untrained: int, *, whole: bool
+    ) -> None:
+        """Raise if another label is trained. What the attention mask calls padding is no part of ``theirs``.
+
+        Args:
+            piece: the tokens of the document.
+            untrained: how many first ones are no targets because of their context.
+        """
         trained = theirs[piece].copy()
         if not self.packs.labels_every_token:
-            trained[:1] = IGNORE_INDEX
+            trained[: max(untrained, 1)] = IGNORE_INDEX
         if whole and not self._rows_of_documents:  # what is behind the tokens is padding that no mask marks
+            assert isinstance(piece, slice), "a whole document is one slice"
             trained = np.append(trained, theirs[piece.stop :])
             ours = np.append(ours, np.full(len(trained) - len(ours), IGNORE_INDEX))
         if (token := first_true(trained != ours)) is not None:
+            number = piece.start + token if isinstance(piece, slice) else piece[token]
             raise PackingError(
-                f"{self.name} trains other tokens than packing would: token {piece.start + token} of {where} has the "
+                f"{self.name} trains other tokens than packing would: token {number} of {where} has the "
                 f"label {trained[token]} there and {ours[token]} when packed. " + self._ways_out()
             )
 

@@ -79,7 +79,7 @@ class VisionEpochRows(EpochRows):
     @cached_property
     def documents(self) -> Documents:
         """The documents' tokens and positions; their images are not kept."""
-        return read_all(self.reader, self.source, self.capacity, self.options["overflow"])[0]
+        return read_all(self.reader, self.source, self.capacity, self.row_options.overflow)[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> VisionRows:  # type: ignore[override]
         return rows_of(super().__getitems__(numbers), self._document)

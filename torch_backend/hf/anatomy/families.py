@@ -9,6 +9,7 @@ documents of similar length.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from packing_core.errors import UnsupportedModelError
@@ -140,6 +141,8 @@ EXACT_KEYS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("lighton_ocr", "llava", "llava_next", "llava_onevision", "mistral3"), _SIZES),
     **dict.fromkeys(("idefics2", "idefics3", "smolvlm"), _PIXEL_MASK),
     "lfm2_vl": _PIXEL_MASK | {"spatial_shapes"},
+    **dict.fromkeys(("gemma3", "paligemma"), _PIXELS | {"token_type_ids"}),
+    "gemma4": _PIXELS | {"image_position_ids", "mm_token_type_ids"},
     "gpt2": frozenset(("token_type_ids",)),
 }
 
@@ -149,8 +152,37 @@ def exact_in_encoders(config: Any) -> frozenset[str]:
     return frozenset(("token_type_ids",)) if getattr(config, "type_vocab_size", None) else frozenset()
 
 
-# Arguments that mark tokens which see each other in both directions, by family; exact while they mark none.
-BOTH_WAYS: Mapping[str, str] = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"}
+@dataclass(frozen=True)
+class BothWays:
+    """The tokens of a family that see each other in both directions, in attention that is causal elsewhere.
+
+    Attributes:
+        key: the argument that gives the kind of each token.
+        kinds: neighbours of these kinds see each other.
+        layers: the kind of layers in which they do; None for all.
+        prefix: whether they are the first tokens of every document (prefix-LM), and not images alone.
+    """
+
+    key: str
+    kinds: tuple[int, ...]
+    layers: str | None = None
+    prefix: bool = False
+
+
+_BOTH_WAYS = {
+    "gemma3": BothWays("token_type_ids", (1,)),
+    "gemma4": BothWays("mm_token_type_ids", (1, 2), layers="sliding_attention"),
+    "paligemma": BothWays("token_type_ids", (0,), prefix=True),
+}
+
+
+def both_ways_of(config: Any) -> BothWays | None:
+    """Returns which tokens of a model see each other in both directions; None if attention is causal throughout."""
+    found = _BOTH_WAYS.get(config.model_type)
+    if config.model_type == "gemma4" and config.get_text_config().use_bidirectional_attention != "vision":
+        return None
+    return found
+
 
 # -- layers that carry state along the row -------------------------------------------------------------------------
 

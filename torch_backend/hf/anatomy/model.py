@@ -21,7 +21,7 @@ from torch_backend.hf.anatomy.encoders import (
     sees_both_sides,
     takes_positions,
 )
-from torch_backend.hf.anatomy.families import SEE_PADDING, Route, route_of
+from torch_backend.hf.anatomy.families import SEE_PADDING, Route, both_ways_of, route_of
 from torch_backend.hf.anatomy.heads import Head, head_of
 from torch_backend.hf.anatomy.structure import decoder_of, own_modules
 from torch_backend.hf.attention import uses_interface
@@ -93,7 +93,9 @@ def anatomy_of(root: Any) -> Anatomy:
     head = head_of(root)
     served = (attention or mixers) and takes_positions(decoder)
     route, why = route_of(*configs, head=head, uses_interface=bool(served))
-    if (reason := sees_both_sides(head, attention.values())) is not None:
+    # the layers of a prefix-LM say that they are not causal, and leave it to the mask above them
+    prefix = (both_ways := both_ways_of(root.config)) is not None and both_ways.prefix
+    if not prefix and (reason := sees_both_sides(head, attention.values())) is not None:
         raise UnsupportedModelError(f"{type(root).__name__} cannot be trained packed, because {reason}")
     see_padding = {config.model_type for config in configs} & set(SEE_PADDING)
     if route == "documents":

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
-from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE
+from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE, BothWays, both_ways_of
 from torch_backend.hf.anatomy.structure import causal_lm
 
 PIXELS = ("pixel_values", "pixel_values_videos")
@@ -40,6 +40,7 @@ class Vision:
         in_rows: whether ``pixel_values`` has the images of each row of tokens in a row of its own.
         merge: tokens of a grid are its patches divided by this; None where there are no grids.
         indexer: an object without weights whose ``get_rope_index`` numbers a document; None without M-RoPE.
+        both_ways: the tokens that see each other in both directions; None if attention is causal throughout.
     """
 
     model: str
@@ -48,6 +49,7 @@ class Vision:
     in_rows: bool
     merge: int | None
     indexer: Any
+    both_ways: BothWays | None
 
     def positions(self, ids: Tensor, images: Mapping[str, Tensor], types: Tensor | None) -> Tensor:
         """Returns the positions of one document [3, L], by the family's own ``get_rope_index``.
@@ -73,6 +75,28 @@ class Vision:
         given = {name: images.get(name) for name in (*GRIDS.values(), "second_per_grid_ts") if name in images}
         found: Tensor = self.indexer.get_rope_index(ids[None], mm_token_type_ids=types[None], **given)[0]
         return found[:, 0].long()
+
+    def marks(self, ids: Tensor, types: Tensor | None, where: str) -> Tensor:
+        """Marks the tokens of a document that see each other in both directions, bool [L].
+
+        Args:
+            ids: int64 [L].
+            types: the kinds of the tokens, as the processor gives them; None for those of the placeholders.
+
+        Raises:
+            LayoutError: it does not say where the prefix of a document ends.
+        """
+        assert self.both_ways is not None
+        if types is None and not self.both_ways.prefix:
+            return torch.isin(ids, torch.tensor(sorted(self.placeholders)))
+        marked = None if types is None else torch.isin(types, torch.tensor(self.both_ways.kinds))
+        if self.both_ways.prefix and (marked is None or bool(marked.all())):
+            raise LayoutError(
+                f"{where} has no token after its prefix ({self.both_ways.key}), whose tokens see what follows them and "
+                "are not trained: pass prompt and completion, or what the processor returns with suffix="
+            )
+        assert marked is not None
+        return marked
 
     def check(self, ids: Tensor, images: Mapping[str, Tensor], where: str) -> None:
         """Raises LayoutError if a document's placeholders and its images disagree."""
@@ -120,16 +144,18 @@ def vision_of(model: nn.Module) -> Vision:
         indexer = object.__new__(type(own))
         nn.Module.__init__(indexer)
         indexer.config = own.config
+    both_ways = both_ways_of(config)
     merge = getattr(config.vision_config, "spatial_merge_size", None) if indexer is not None else None
     return Vision(
         model=type(root).__name__,
-        keys=keys - {"mm_token_type_ids"},
+        keys=keys - {"mm_token_type_ids", "token_type_ids"},
         placeholders=frozenset(
             number for name in _PLACEHOLDERS if isinstance(number := getattr(config, name, None), int)
         ),
         in_rows=config.model_type in ROWS_OF_IMAGES,
         merge=None if merge is None else merge**2,
         indexer=indexer,
+        both_ways=both_ways,
     )
 
 

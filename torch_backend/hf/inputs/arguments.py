@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from packing_core.batches.marks import LENGTHS, NUMBERS, OTHER_NAMES
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
-from torch_backend.hf.anatomy.families import BOTH_WAYS, EXACT_KEYS, M_ROPE, exact_in_encoders
+from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE, exact_in_encoders
 from torch_backend.hf.inputs.boundaries import METADATA_KEYS, PAGED_CACHE, WAY_OUT
 from torch_backend.hf.inputs.guard import Guard
 from torch_backend.segments import PackedMetadata, to_device
@@ -78,8 +78,7 @@ def check_arguments(model: nn.Module, kwargs: Mapping[str, Any], guard: Guard, *
     """
     config: Any = model.config
     family, name = config.model_type, type(model).__name__
-    exact, both_ways = EXACT_KEYS.get(family, frozenset()), BOTH_WAYS.get(family)
-    exact = exact | exact_in_encoders(config)
+    exact = EXACT_KEYS.get(family, frozenset()) | exact_in_encoders(config)
     given = [key for key, value in kwargs.items() if not _is_plain(value)]
     for key in given:
         if key in CACHES:
@@ -92,7 +91,7 @@ def check_arguments(model: nn.Module, kwargs: Mapping[str, Any], guard: Guard, *
                 f'a packed batch came with loss_weights (weighting="document"), which the loss of {name} does not '
                 'count: train by crosspack.make_train_step(model, optimizer), or pack with weighting="token"'
             )
-        if key not in HARMLESS and key not in exact and key != both_ways:
+        if key not in HARMLESS and key not in exact:
             raise UnsupportedModelError(
                 f"a packed batch came with {key}, and {name} is not known to be exact with it: {UNPACKED}"
             )
@@ -105,16 +104,6 @@ def check_arguments(model: nn.Module, kwargs: Mapping[str, Any], guard: Guard, *
                 "videos positions on three axes, and would number the row as if it were one document. Compute them "
                 "for each document in the collator, model.model.get_rope_index(...), and concatenate the results"
             )
-    if both_ways in given:
-        marks: Tensor = kwargs[both_ways]
-
-        def error(i: int) -> PackingError:
-            return UnsupportedModelError(
-                f"a packed batch came with {both_ways} other than 0 ({_place(i, marks.shape[-1])}): {name} lets these "
-                f"tokens see each other in both directions, and packed attention is causal; {UNPACKED}"
-            )
-
-        guard.check(both_ways, lambda: marks != 0, error, wait=wait)
 
 
 def check_packed(

@@ -99,6 +99,10 @@ def refusal(implementation: Implementation, request: AttentionRequest) -> str | 
             return "no segments that continue others (shared prefixes)"
         if request.dropout:
             return "no dropout in shared prefixes, whose documents would share one mask"
+    if request.both_ways and not getattr(implementation, "both_ways", False):
+        return "no spans that see both ways (images, prefixes)"
+    if request.both_ways and request.key_tokens is not None:
+        return "no spans that see both ways at the end of longer key segments"
     if request.key_tokens is not None and not getattr(implementation, "more_keys", False):
         return "takes as many keys as queries"
     return implementation.supports(request)
@@ -111,6 +115,8 @@ def prepare(packed: PackedMetadata, request: AttentionRequest, implementation: s
     of an earlier batch.
     """
     segments = packed.cu_seqlens.shape[0] - 1
+    if not request.both_ways:
+        packed = packed.without_spans
     request = replace(
         request,
         tokens=packed.tokens,
@@ -119,6 +125,7 @@ def prepare(packed: PackedMetadata, request: AttentionRequest, implementation: s
         host_lengths=packed.lengths is not None,
         compiling=True,
         parents=packed.parents is not None,
+        both_ways=packed.spans is not None,
     )
     make = getattr(load(select(request, implementation)), "prepare", None)
     if make is not None:

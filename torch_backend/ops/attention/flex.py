@@ -28,6 +28,8 @@ _EAGER = cast(Callable[..., Any], flex_attention)  # its own signature is hidden
 
 
 class Flex(Probed):
+    both_ways = True
+
     def supports(self, request: AttentionRequest) -> str | None:
         # Inside torch.compile the surrounding graph compiles the kernel: a trial would be another compilation in it.
         return self.refuses(request) if request.compiling else super().supports(request)
@@ -81,7 +83,8 @@ def block_mask(packed: PackedMetadata, *, causal: bool, window: int | None) -> B
         causal: key j is visible to query i only if j <= i.
         window: visible keys per query, its own included; None for all of the segment.
     """
-    return packed.derived(("flex", causal, window), partial(_build, causal=causal, window=window))
+    key = "flex", causal, window, packed.spans is not None
+    return packed.derived(key, partial(_build, causal=causal, window=window))
 
 
 def _without_sizes(request: AttentionRequest) -> AttentionRequest:
@@ -120,16 +123,20 @@ def _score_mod(softcap: float | None, alibi_slopes: Tensor | None) -> Callable[.
 
 def _build(packed: PackedMetadata, causal: bool, window: int | None) -> BlockMask:
     seq_idx = packed.seq_idx
+    end = None if packed.spans is None else packed.spans.end
 
     def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         visible = seq_idx[query] == seq_idx[key]
-        if causal:
+        if end is not None:
+            visible = visible & (key < end[query])
+        elif causal:
             visible = visible & (key <= query)
         if window is not None:
-            visible = visible & ((query - key).abs() < window)
+            distance = query - key
+            visible = visible & ((distance if causal else distance.abs()) < window)
         return visible
 
-    some, all_ = _visible_blocks(seq_idx, causal, window)
+    some, all_ = _visible_blocks(seq_idx, causal, window, end)
     partly, wholly = some & ~all_, all_
     return BlockMask.from_kv_blocks(
         *_listed(partly),
@@ -140,10 +147,13 @@ def _build(packed: PackedMetadata, causal: bool, window: int | None) -> BlockMas
     )
 
 
-def _visible_blocks(seq_idx: Tensor, causal: bool, window: int | None) -> tuple[Tensor, Tensor]:
+def _visible_blocks(
+    seq_idx: Tensor, causal: bool, window: int | None, end: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Returns for each block of queries and of keys, [N, N], whether any pair is visible, and whether every pair is.
 
-    Segments are contiguous, so a block holds a range of them, and what it takes to decide is each block's ends.
+    Segments are contiguous, so a block holds a range of them, and what it takes to decide is each block's ends; so it
+    is with ``end``, the ends of spans, which never fall.
     """
     tokens = seq_idx.shape[0]
     blocks = -(-tokens // _BLOCK)
@@ -154,11 +164,14 @@ def _visible_blocks(seq_idx: Tensor, causal: bool, window: int | None) -> tuple[
     all_ = (first[:, None] == last) & (last[:, None] == first)
     # query minus key over all pairs of two blocks lies between these
     nearest, furthest = first_token[:, None] - last_token, last_token[:, None] - first_token
-    if causal:
+    if end is not None:
+        some, all_ = some & (first_token < end[last_token][:, None]), all_ & (last_token < end[first_token][:, None])
+    elif causal:
         some, all_ = some & (furthest >= 0), all_ & (nearest >= 0)
     if window is not None:
-        some = some & (nearest < window) & (furthest > -window)
-        all_ = all_ & (furthest < window) & (nearest > -window)
+        some, all_ = some & (nearest < window), all_ & (furthest < window)
+        if not causal:
+            some, all_ = some & (furthest > -window), all_ & (nearest > -window)
     # The last block may be cut off by the end, and a whole block is taken without a mask.
     whole = last_token - first_token == _BLOCK - 1
     return some, all_ & whole & whole[:, None]

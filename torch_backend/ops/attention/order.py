@@ -75,7 +75,7 @@ def _by_speed(request: AttentionRequest, load: Callable[[str], Implementation]) 
         return CUDA  # a trace cannot time, and two runs may not differ in what they time
     length = KINDS[_kind(mean)][1]
     shape = {"tokens": _TOKENS, "segments": _TOKENS // length, "max_seqlen": length}
-    trial = replace(request, **shape, host_lengths=True, key_tokens=None, parents=False)
+    trial = replace(request, **shape, host_lengths=True, key_tokens=None, parents=False, both_ways=False)
     if trial not in _timed:
         if torch.cuda.is_current_stream_capturing():
             return CUDA

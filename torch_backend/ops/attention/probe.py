@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from torch_backend.ops.attention.reference import scores_attention, segments_of
+from torch_backend.ops.attention.reference import REFERENCE
 from torch_backend.ops.attention.request import AttentionRequest
 from torch_backend.ops.trial import current_device, in_own_thread, refusal
 from torch_backend.segments import PackedMetadata
@@ -27,6 +27,7 @@ _SEGMENTS = len(_LENGTHS) + 2
 _MAX_SEQLEN = 96
 _WINDOW = 7
 _MORE_KEYS = 75  # before the queries of each segment
+_SPAN = 21  # tokens that see both ways
 # A mask, an option or a gradient that is wrong shows at order one; half-precision rounding at about one hundredth.
 _TOLERANCE = 0.05
 
@@ -69,6 +70,7 @@ class Probed:
             request.sinks,
             request.alibi,
             request.key_tokens is not None,
+            request.both_ways,
             torch.are_deterministic_algorithms_enabled(),
         )
 
@@ -109,6 +111,7 @@ def _outcome(
     sinks: bool,
     alibi: bool,
     more_keys: bool,
+    both_ways: bool,
     deterministic: bool,
 ) -> str | None:
     request = AttentionRequest(
@@ -132,6 +135,7 @@ def _outcome(
         scale=head_dim**-0.5,
         compiling=False,
         key_tokens=sum(_LENGTHS) + len(_LENGTHS) * _MORE_KEYS if more_keys else None,
+        both_ways=both_ways,
     )
     return refusal(partial(_error, implementation, request), _TOLERANCE)
 
@@ -142,16 +146,16 @@ def _error(implementation: Probed, request: AttentionRequest) -> float:
     packed = PackedMetadata.from_lengths(_LENGTHS, device=request.device, entries=_SEGMENTS, max_seqlen=_MAX_SEQLEN)
     if request.key_tokens is not None:
         packed = PackedMetadata.of_last_tokens(_LENGTHS, [n + _MORE_KEYS for n in _LENGTHS], device=request.device)
+    if request.both_ways:
+        numbers = torch.arange(request.tokens, device=request.device) // _SPAN  # some cross the end of a segment
+        packed = packed.with_spans(torch.where(numbers % 2 == 0, numbers, -1))
 
     def given(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None) -> Tensor:
         return implementation(q, k, v, packed, request, sinks=sinks, alibi_slopes=slopes)
 
     def plain(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None) -> Tensor:
-        outputs = [
-            scores_attention(*each, request=request, sinks=sinks, alibi_slopes=slopes, first_query=first)
-            for each, first in segments_of(q.float(), k.float(), v.float(), packed)
-        ]
-        return torch.cat(outputs).to(request.dtype)
+        plainly = REFERENCE(q.float(), k.float(), v.float(), packed, request, sinks=sinks, alibi_slopes=slopes)
+        return plainly.to(request.dtype)
 
     with current_device(request.device):
         pairs = zip(_output_and_gradients(given, request), _output_and_gradients(plain, request), strict=True)

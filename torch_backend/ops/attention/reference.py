@@ -24,6 +24,7 @@ def scores_attention(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     first_query: int = 0,
+    ahead: Tensor | None = None,
 ) -> Tensor:
     """Attention by score matrices, softmax in float32 at least: of whole documents, or of some of their queries.
 
@@ -32,6 +33,7 @@ def scores_attention(
         request: causal, window, softcap, dropout and scale are read.
         sinks, alibi_slopes: [H].
         first_query: where the first query stands among the S keys.
+        ahead: integers [..., L], the keys that a query sees from its own on, causal attention alone; None for its own.
 
     Returns:
         [..., L, H, Dv], dtype of q.
@@ -46,9 +48,12 @@ def scores_attention(
     distance = queries[:, None] - torch.arange(scores.shape[-1], device=q.device)
     if alibi_slopes is not None:
         scores = scores - alibi_slopes.to(working).view(*heads, 1, 1) * distance.abs()
-    hidden = (distance < 0) if request.causal else torch.zeros_like(distance, dtype=torch.bool)
+    if ahead is not None:
+        hidden = -distance >= ahead[..., None, None, :, None]
+    else:
+        hidden = (distance < 0) if request.causal else torch.zeros_like(distance, dtype=torch.bool)
     if request.window is not None:
-        hidden = hidden | (distance.abs() >= request.window)
+        hidden = hidden | ((distance if request.causal else distance.abs()) >= request.window)
     scores = scores.masked_fill(hidden, float("-inf"))
     if sinks is not None:
         sink = sinks.to(working).view(*heads, 1, 1).expand(*scores.shape[:-1], 1)
@@ -78,8 +83,15 @@ def segments_of(
     return ((part, len(part[1]) - len(part[0])) for part in zip(queries, keys, values, strict=True))
 
 
+def keys_ahead(packed: PackedMetadata) -> Tensor | None:
+    """int64 [T]: the keys that each query sees from its own on; None without spans, where that is its own alone."""
+    if packed.spans is None:
+        return None
+    return packed.spans.end - torch.arange(packed.tokens, device=packed.device)
+
+
 class ReferenceAttention:
-    host_lengths = True
+    host_lengths = both_ways = True
     more_keys = True
     parents = True
 
@@ -97,10 +109,12 @@ class ReferenceAttention:
         sinks: Tensor | None,
         alibi_slopes: Tensor | None,
     ) -> Tensor:
+        given, ahead = {"request": request, "sinks": sinks, "alibi_slopes": alibi_slopes}, keys_ahead(packed)
+        several = [None] * len(host_lengths(packed)) if ahead is None else ahead.split(host_lengths(packed))
         return torch.cat(
             [
-                scores_attention(*each, request=request, sinks=sinks, alibi_slopes=alibi_slopes, first_query=first)
-                for each, first in segments_of(q, k, v, packed)
+                scores_attention(*each, **given, first_query=first, ahead=own)
+                for (each, first), own in zip(segments_of(q, k, v, packed), several, strict=True)
             ]
         )
 

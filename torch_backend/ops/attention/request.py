@@ -30,6 +30,7 @@ class AttentionRequest:
         compiling: whether torch.compile is tracing the call.
         key_tokens: S, of the keys and values, where queries are the last tokens of longer key segments; None for T.
         parents: whether segments continue others, so that queries also see their ancestors.
+        both_ways: whether tokens of spans see each other both ways (``packed.spans``).
     """
 
     tokens: int
@@ -53,6 +54,7 @@ class AttentionRequest:
     compiling: bool
     key_tokens: int | None = None
     parents: bool = False
+    both_ways: bool = False
 
 
 class Implementation(Protocol):
@@ -62,6 +64,7 @@ class Implementation(Protocol):
         host_lengths: it needs ``packed.lengths``; the collator then carries them.
         parents: it serves requests in which segments continue others; False where it has no such attribute.
         compiled_parents: it also does so in compiled layers, by what ``prepare`` derived; False likewise.
+        both_ways: it serves requests in which spans see both ways; False likewise.
 
     One that takes queries that are the last tokens of longer key segments (``packed.keys``) has ``more_keys = True``.
     One that derives something from the segments may have ``prepare(packed, request)``, which does so ahead of layers
@@ -138,6 +141,13 @@ def request_of(
         raise LayoutError(f"softcap must be positive (None for none), got {softcap}")
     if packed.parents is not None and not causal:
         raise LayoutError("segments that continue others need causal attention: what they continue must not see them")
+    if packed.spans is not None:
+        if not causal:
+            raise LayoutError("spans need causal attention: without it every token sees both ways")
+        if packed.keys is not None or packed.parents is not None:
+            raise LayoutError(
+                "spans have no place where segments continue others, nor where keys have segments of their own"
+            )
     if not 0 <= dropout < 1:
         raise LayoutError(f"dropout is a probability below 1, got {dropout}")
     tensors = [x for x in (q, k, v, sinks, alibi_slopes) if x is not None]
@@ -163,6 +173,7 @@ def request_of(
         compiling=torch.compiler.is_compiling(),
         key_tokens=None if packed.keys is None else keys,
         parents=packed.parents is not None,
+        both_ways=packed.spans is not None,
     )
 
 
@@ -177,6 +188,7 @@ def describe(request: AttentionRequest) -> str:
         request.dropout > 0 and f"dropout {request.dropout:g}",
         request.key_tokens is not None and "queries at the end of longer key segments",
         request.parents and "shared prefixes",
+        request.both_ways and "spans that see both ways",
     ]
     return (
         f"{request.heads} heads ({request.kv_heads} of keys) of {request.head_dim} ({request.value_dim} of values), "

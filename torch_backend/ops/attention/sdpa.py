@@ -7,6 +7,7 @@ follows the sum of squared lengths. Within a batch there are these ways:
     window that the documents exceed          -> torch's function on blocks of queries over two blocks of keys
     softcap, sinks, ALiBi, no fused kernel    -> score matrices, a block of queries at a time, again in the backward
     queries after longer key segments         -> the same
+    spans that see both ways                  -> the same, each query over all keys of its window and after it
     float32 on a GPU, unless TF32 is allowed  -> the same
 
 Segments that continue others (shared prefixes) run as the documents that they make, :mod:`.forest`.
@@ -27,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from torch_backend.ops.attention.forest import over_documents
-from torch_backend.ops.attention.reference import scores_attention, segments_of
+from torch_backend.ops.attention.reference import keys_ahead, scores_attention, segments_of
 from torch_backend.ops.attention.request import AttentionRequest
 from torch_backend.ops.document_batches import FINE, OWN, map_documents
 from torch_backend.segments import PackedMetadata
@@ -44,7 +45,7 @@ _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 
 
 class Sdpa:
-    host_lengths = True
+    host_lengths = both_ways = True
     more_keys = True
     parents = True
 
@@ -80,8 +81,10 @@ class Sdpa:
             run = partial(_windowed, request=request)
         else:
             run = partial(_fused, request=request)
+        ahead = keys_ahead(packed)
+        of_tokens = (q, k, v) if ahead is None else (q, k, v, ahead)
         # A token sees the padding after its document unless attention is causal: then there must be no padding.
-        return map_documents(packed, run, q, k, v, sizes=FINE if request.causal else OWN)
+        return map_documents(packed, run, *of_tokens, sizes=FINE if request.causal else OWN)
 
 
 SDPA = Sdpa()
@@ -89,7 +92,7 @@ SDPA = Sdpa()
 
 def _has_no_kernel(request: AttentionRequest) -> bool:
     """Returns whether torch's function lacks an option of the request, or has no fused kernel for it."""
-    if request.softcap is not None or request.sinks or request.alibi:
+    if request.softcap is not None or request.sinks or request.alibi or request.both_ways:
         return True
     if request.device.type == "cpu":
         return request.dropout > 0
@@ -154,7 +157,7 @@ def _windowed(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest) -> Ten
     if window >= length:
         return _fused(q, k, v, request)
     if _window_has_no_blocks(request):
-        return _scored(q, k, v, request)
+        return _scored(q, k, v, request=request)
     block = max(window, _SMALLEST_BLOCK)
     blocks = -(-length // block)
     q, k, v = (
@@ -179,6 +182,8 @@ def _scored(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    ahead: Tensor | None = None,
+    *,
     request: AttentionRequest,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -188,7 +193,7 @@ def _scored(
 
     Args:
         q, k, v: [n, L, H, D], [n, S, K, D], [n, S, K, Dv].
-        request, sinks, alibi_slopes, first_query: as :func:`scores_attention` takes them.
+        ahead, request, sinks, alibi_slopes, first_query: as :func:`scores_attention` takes them.
 
     Returns:
         [n, L, H, Dv].
@@ -196,7 +201,7 @@ def _scored(
     length = k.shape[1]
     reach = length if request.window is None else min(length, max(request.window, _SMALLEST_BLOCK))
     # Blocks follow from the length of a document alone, so its bits do not depend on how many documents there are.
-    scores_of_a_query = request.heads * min(length, 3 * reach)
+    scores_of_a_query = request.heads * (length if request.both_ways else min(length, 3 * reach))
     at_once = _SCORES_ON_CPU if q.device.type == "cpu" else _SCORES
     queries = min(reach, _power_of_two(at_once // scores_of_a_query))
     documents = max(1, at_once // (scores_of_a_query * queries))
@@ -205,22 +210,33 @@ def _scored(
     k, v = k.to(exact), v.to(exact)
     sinks, alibi_slopes = (None if x is None else x.to(exact) for x in (sinks, alibi_slopes))
 
-    def block(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, first: int) -> Tensor:
-        k, v = k.to(dtype), v.to(dtype)
-        return scores_attention(q, k, v, request=request, sinks=sinks, alibi_slopes=slopes, first_query=first)
+    def block(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        ahead: Tensor | None,
+        sinks: Tensor | None,
+        slopes: Tensor | None,
+        first: int,
+    ) -> Tensor:
+        given = {"request": request, "sinks": sinks, "alibi_slopes": slopes}
+        return scores_attention(q, k.to(dtype), v.to(dtype), **given, first_query=first, ahead=ahead)
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Iterator[Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor, ahead: Tensor | None = None) -> Iterator[Tensor]:
         for start in range(first_query, length, queries):
             stop = min(start + queries, length)
             low = max(0, start - reach + 1)
             high = stop if request.causal else min(length, stop + reach - 1)
-            asking = q[:, start - first_query : stop - first_query]
+            if ahead is not None:
+                high = length  # only the device knows where spans end
+            asking = slice(start - first_query, stop - first_query)
             yield checkpoint(
-                block, asking, k[:, low:high], v[:, low:high], sinks, alibi_slopes, start - low,
+                block, q[:, asking], k[:, low:high], v[:, low:high], None if ahead is None else ahead[:, asking],
+                sinks, alibi_slopes, start - low,
                 use_reentrant=False, preserve_rng_state=request.dropout > 0,
             )  # fmt: skip
 
-    several = zip(*(x.split(documents) for x in (q, k, v)), strict=True)
+    several = zip(*(x.split(documents) for x in (q, k, v, ahead) if x is not None), strict=True)
     return torch.cat([torch.cat(list(run(*each)), 1) for each in several])
 
 

@@ -47,7 +47,7 @@ class KernelTiles(NamedTuple):
 
 
 class Triton(Probed):
-    parents = compiled_parents = more_keys = True
+    parents = compiled_parents = both_ways = more_keys = True
 
     def refuses(self, request: AttentionRequest) -> str | None:
         probe = torch.empty(0, dtype=request.dtype, device=request.device)
@@ -103,7 +103,8 @@ def packed_attention(
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     options = request.causal, request.window or 0, request.softcap or 0.0, request.scale
     parts = query_parts(packed), key_parts(packed) if request.requires_grad else None
-    return _Attention.apply(q, k, v, sinks, alibi_slopes, work, work_q, work_k, *parts, tiles, options)
+    begins, ends = (None, None) if packed.spans is None else packed.spans
+    return _Attention.apply(q, k, v, sinks, alibi_slopes, work, work_q, work_k, *parts, begins, ends, tiles, options)
 
 
 def _work_lists(
@@ -134,11 +135,13 @@ class _Attention(torch.autograd.Function):
         work_k: Tensor | None,
         parts_q: Tensor | None,
         parts_k: Tensor | None,
+        begins: Tensor | None,
+        ends: Tensor | None,
         tiles: KernelTiles,
         options: tuple[bool, int, float, float],
     ) -> Tensor:
-        out, lse = _forward(q, k, v, sinks, slopes, work, parts_q, list(tiles.forward), *options)
-        lists = work if work_q is None else work_q, work_k, parts_q, parts_k
+        out, lse = _forward(q, k, v, sinks, slopes, work, parts_q, ends, list(tiles.forward), *options)
+        lists = work if work_q is None else work_q, work_k, parts_q, parts_k, begins, ends
         ctx.save_for_backward(q, k, v, sinks, slopes, out, lse, *lists)
         ctx.tiles, ctx.options = tiles, options
         return out
@@ -155,7 +158,7 @@ class _Attention(torch.autograd.Function):
             # the sink's weight is exp(sink) over the denominator, and its value is a zero vector
             weights = (sinks.float().view(k.shape[1], 1, -1) * LOG2E - lse).exp2()
             dsinks = -(weights * stats[..., 1]).sum(1).flatten().to(sinks.dtype)
-        return dq, dk, dv, dsinks, *[None] * 8
+        return dq, dk, dv, dsinks, *[None] * 10
 
 
 # Measured on an H200 (benchmarks/RESULTS.md); those of small shared memory fit the 99 KB of consumer cards. Tiles for
@@ -200,6 +203,7 @@ def _launch_forward(
     slopes: Tensor | None,
     work: Tensor,
     parts: Tensor | None,
+    ends: Tensor | None,
     tile: list[int],
     causal: bool,
     window: int,
@@ -210,10 +214,10 @@ def _launch_forward(
 
     out, lse = _forward_outputs(q, k, v)
     kernels.forward[work.shape[0] * k.shape[1],](
-        q, k, v, sinks, slopes, out, lse, work, parts, q.shape[0], scale, softcap, window,
+        q, k, v, sinks, slopes, out, lse, work, parts, ends, q.shape[0], scale, softcap, window,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *_shape(q, k, v),
         causal, window > 0, softcap > 0, sinks is not None, slopes is not None, parts is not None,
-        **_blocks(q, v, tile),
+        ends is not None, **_blocks(q, v, tile),
     )  # fmt: skip
     return out, lse
 
@@ -230,6 +234,8 @@ def _launch_backward(
     work_k: Tensor,
     parts_q: Tensor | None,
     parts_k: Tensor | None,
+    begins: Tensor | None,
+    ends: Tensor | None,
     tile_q: list[int],
     tile_k: list[int],
     causal: bool,
@@ -241,13 +247,14 @@ def _launch_backward(
 
     dq, dk, dv, stats = _backward_outputs(dout, q, k, v)
     strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *dout.stride()[:2]
-    options = causal, window > 0, softcap > 0, slopes is not None, parts_q is not None
+    options = causal, window > 0, softcap > 0, slopes is not None, parts_q is not None, ends is not None
     kernels.backward_queries[work_q.shape[0] * k.shape[1],](
-        q, k, v, out, dout, lse, slopes, dq, stats, work_q, parts_q, q.shape[0], scale, softcap, window,
+        q, k, v, out, dout, lse, slopes, dq, stats, work_q, parts_q, ends, q.shape[0], scale, softcap, window,
         *strides, *_shape(q, k, v), *options, **_blocks(q, v, tile_q),
     )  # fmt: skip
     kernels.backward_keys[work_k.shape[0] * k.shape[1],](
-        q, k, v, dout, stats, slopes, dk, dv, work_k, parts_k, q.shape[0], scale, softcap, min(window, k.shape[0]),
+        q, k, v, dout, stats, slopes, dk, dv, work_k, parts_k, begins, q.shape[0], scale, softcap,
+        min(window, k.shape[0]),
         *strides, *_shape(q, k, v), *options, **_blocks(q, v, tile_k),
     )  # fmt: skip
     return dq, dk, dv, stats
@@ -282,15 +289,15 @@ def _backward_outputs(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) ->
 _OPTIONS = "bool causal, int window, float softcap, float scale"
 _forward = operator(
     "attention_forward(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? slopes, Tensor work, Tensor? parts, "
-    "int[] tile, "
+    "Tensor? ends, int[] tile, "
     f"{_OPTIONS}) -> (Tensor, Tensor)",
     _launch_forward,
     _forward_outputs,
 )
 _backward = operator(
     "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? slopes, Tensor out, Tensor lse, "
-    "Tensor work_q, Tensor work_k, Tensor? parts_q, Tensor? parts_k, int[] tile_q, int[] tile_k, "
-    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor work_q, Tensor work_k, Tensor? parts_q, Tensor? parts_k, Tensor? begins, Tensor? ends, "
+    f"int[] tile_q, int[] tile_k, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
     _launch_backward,
     _backward_outputs,
 )

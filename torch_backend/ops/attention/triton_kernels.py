@@ -8,7 +8,9 @@ Nothing is accumulated across programs: results do not depend on their order.
 
 Names: i query, j key, both counted within the segment; r row; d channel of q and k, e of v. Strides along tokens and
 heads (``Q_T``, ``Q_H``) are compile-time constants, so that the rows of a tile are immediate offsets of one address;
-along channels they are 1. Softmax runs in base 2: ``exponent`` times a score is its base-2 logarithm.
+along channels they are 1. In causal attention a query sees the keys up to ``sees``, its own or with SPANS the last of
+its span, and a key is seen from query ``seen_from`` on. Neither ever falls along a segment, so those of the first and
+last token bound a tile. Softmax runs in base 2: ``exponent`` times a score is its base-2 logarithm.
 Algorithm: Dao 2023, "FlashAttention-2", https://arxiv.org/abs/2307.08691.
 """
 
@@ -16,116 +18,32 @@ Algorithm: Dao 2023, "FlashAttention-2", https://arxiv.org/abs/2307.08691.
 import triton
 import triton.language as tl
 
-LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+from torch_backend.ops.attention.triton_tiles import (
+    LOG2E,
+    exponent,
+    keys_of,
+    logits,
+    queries_of,
+    rows_of,
+    visible,
+)
+
 LOWEST: tl.constexpr = tl.constexpr(-1.0e30)  # finite, so that a row that has seen no key yet makes no NaN
 
 
 @triton.jit
-def tanh(x):
-    """Hyperbolic tangent to float32 accuracy; near 0 by its series, where the exponentials cancel."""
-    e = tl.exp2(tl.abs(x) * (-2 * LOG2E))
-    far = (1 - e) / (1 + e)
-    y = x * x
-    near = x * (1 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835)))))
-    return tl.where(tl.abs(x) < 0.25, near, tl.where(x < 0, -far, far))
-
-
-@triton.jit
-def logits(products, i, j, slopes, scale, softcap, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr):
-    """Scores of q k^T products, which times ``exponent`` are base-2 logarithms, and the slope of the softcap there."""
-    steep = 1.0
-    if SOFTCAP:
-        capped = tanh(products * (scale / softcap))
-        steep = 1 - capped * capped
-        products = softcap * capped
-    elif ALIBI:
-        products *= scale
-    if ALIBI:
-        products -= slopes * tl.abs(i - j).to(tl.float32)
-    return products, steep
-
-
-@triton.jit
-def exponent(scale, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr):
-    return LOG2E if SOFTCAP or ALIBI else scale * LOG2E
-
-
-@triton.jit
-def visible(
-    i, j, length, window,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.constexpr = 1, BEFORE: tl.constexpr = False,
-):  # fmt: skip
-    """Marks the keys that a query of the segment sees, all counted from anywhere in units of 1 / UNIT.
-
-    A query stands at any of the UNIT places of its token, a key at the first. With BEFORE, the queries may come after
-    the end of the keys.
-    """
-    if CAUSAL:
-        seen = i >= j
-        if BEFORE:
-            seen = seen & (j < length)
-    else:
-        seen = j < length
-    if WINDOW:
-        seen = seen & (i < j + window)
-        if not CAUSAL:
-            seen = seen & (i >= j - window + UNIT)
-    return seen
-
-
-@triton.jit
-def keys_of(first_i, last_i, length, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Keys that queries first_i..last_i see, ``low <= j < high``, and those that every one sees, ``all_low..all_high``.
-
-    ``low`` is a multiple of the block: which keys share a block, and so the rounding, depends on the segment alone.
-    """
-    low, high = 0, length
-    all_low, all_high = 0, length
-    if CAUSAL:
-        high = tl.minimum(length, last_i + 1)
-        all_high = tl.minimum(length, first_i + 1)
-    if WINDOW:
-        low = tl.maximum(0, first_i - window + 1) // BLOCK_N * BLOCK_N
-        all_low = last_i - window + 1
-        if not CAUSAL:
-            high = tl.minimum(length, last_i + window)
-            all_high = tl.minimum(length, first_i + window)
-    return low, high, all_low, all_high
-
-
-@triton.jit
-def queries_of(first_j, last_j, length, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Queries that see keys first_j..last_j, and those that see every one of them, as :func:`keys_of`."""
-    low, high = 0, length
-    all_low, all_high = 0, length
-    if CAUSAL:
-        low, all_low = first_j, last_j
-    if WINDOW:
-        high = tl.minimum(length, last_j + window)
-        all_high = tl.minimum(length, first_j + window)
-        if not CAUSAL:
-            low = tl.maximum(0, first_j - window + 1)
-            all_low = last_j - window + 1
-    return low, high, all_low, all_high
-
-
-@triton.jit
-def rows_of(first_i, length, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The rows of a tile: token within the tile, head within the group, and how many rows there are."""
-    r = tl.arange(0, BLOCK_M)
-    return r // GROUP, r % GROUP, tl.minimum(BLOCK_M // GROUP, length - first_i) * GROUP
-
-
-@triton.jit
 def over_keys(
-    m, total, acc, q_rows, i, first_i, last_i, k_group, v_group, start, length, slope, scale, softcap, window, base2,
+    m, total, acc, q_rows, i, first_i, last_i, sees, first_sees, last_sees, k_group, v_group, start, length,
+    slope, scale, softcap, window, base2,
     K_T: tl.constexpr, V_T: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, FOREST: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Adds to a tile's softmax the keys of the segment at ``start``, from whose first token the queries are counted."""
     d, e, n = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_N)
-    low, high, all_low, all_high = keys_of(first_i, last_i, length, window, CAUSAL, WINDOW, BLOCK_N)
+    low, high, all_low, all_high = keys_of(
+        first_i, last_i, first_sees, last_sees, length, window, CAUSAL, WINDOW, BLOCK_N
+    )
     k_block = k_group + (start + low) * K_T
     v_block = v_group + (start + low) * V_T
     for first_j in tl.range(low, high, BLOCK_N):
@@ -135,9 +53,10 @@ def over_keys(
         s = tl.dot(q_rows, tl.trans(keys), input_precision="ieee")
         s, _ = logits(s, i[:, None], j[None, :], slope, scale, softcap, SOFTCAP, ALIBI)
         if (first_j < all_low) | (first_j + BLOCK_N > all_high):
-            s = tl.where(
-                visible(i[:, None], j[None, :], length, window, CAUSAL, WINDOW, BEFORE=FOREST), s, float("-inf")
+            seen = visible(
+                i[:, None], j[None, :], sees[:, None], j[None, :], length, window, CAUSAL, WINDOW, BEFORE=FOREST
             )
+            s = tl.where(seen, s, float("-inf"))
         highest = tl.maximum(m, tl.max(s, 1) * base2)
         p = tl.exp2(s * base2 - highest[:, None])
         shrink = tl.exp2(m - highest)
@@ -153,11 +72,11 @@ def over_keys(
 
 @triton.jit
 def forward(
-    q, k, v, sinks, slopes, out, lse, work, parts, tokens, scale, softcap, window,
+    q, k, v, sinks, slopes, out, lse, work, parts, ends, tokens, scale, softcap, window,
     Q_T: tl.constexpr, Q_H: tl.constexpr, K_T: tl.constexpr, K_H: tl.constexpr, V_T: tl.constexpr, V_H: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr,
-    FOREST: tl.constexpr,
+    FOREST: tl.constexpr, SPANS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries: out [T, H, Dv] and the denominator's base-2 log, lse [K, T, H / K]. Grid: (items * K,)."""
@@ -172,6 +91,11 @@ def forward(
     token, head, rows = rows_of(first_i, length, GROUP, BLOCK_M)
     i, present = first_i + token, r < rows
     last_i = tl.minimum(first_i + BLOCK_M // GROUP, length) - 1
+    sees, first_sees, last_sees = i, first_i, last_i
+    if SPANS:
+        sees = (tl.load(ends + start + i, present, other=0) - start - 1).to(tl.int32)
+        first_sees = (tl.load(ends + start + first_i) - start - 1).to(tl.int32)
+        last_sees = (tl.load(ends + start + last_i) - start - 1).to(tl.int32)
 
     # 64 bits for the tile's first token: tokens times stride passes 2^31 in long batches
     q_tile = q + (start + first_i) * Q_T + group * (GROUP * Q_H)
@@ -192,13 +116,14 @@ def forward(
         for part in tl.range(tl.load(item + 3), tl.load(item + 4)):
             first, keys, gap = tl.load(parts + 3 * part), tl.load(parts + 3 * part + 1), tl.load(parts + 3 * part + 2)
             m, total, acc = over_keys(
-                m, total, acc, q_rows, i + gap, first_i + gap, last_i + gap, k_group, v_group, first.to(tl.int64), keys,
-                slope, scale, softcap, window, base2, K_T, V_T, HEAD_DIM, VALUE_DIM,
+                m, total, acc, q_rows, i + gap, first_i + gap, last_i + gap, i + gap, first_i + gap, last_i + gap,
+                k_group, v_group, first.to(tl.int64), keys, slope, scale, softcap, window, base2,
+                K_T, V_T, HEAD_DIM, VALUE_DIM,
                 CAUSAL, WINDOW, SOFTCAP, ALIBI, FOREST, BLOCK_D, BLOCK_E, BLOCK_N,
             )  # fmt: skip
     else:
         m, total, acc = over_keys(
-            m, total, acc, q_rows, i, first_i, last_i, k_group, v_group, start, length,
+            m, total, acc, q_rows, i, first_i, last_i, sees, first_sees, last_sees, k_group, v_group, start, length,
             slope, scale, softcap, window, base2, K_T, V_T, HEAD_DIM, VALUE_DIM,
             CAUSAL, WINDOW, SOFTCAP, ALIBI, FOREST, BLOCK_D, BLOCK_E, BLOCK_N,
         )  # fmt: skip
@@ -214,15 +139,17 @@ def forward(
 
 @triton.jit
 def over_keys_again(
-    acc, q_rows, do_rows, lse_rows, delta_rows, i, first_i, last_i, k_group, v_group, start, length,
-    slope, scale, softcap, window, base2,
+    acc, q_rows, do_rows, lse_rows, delta_rows, i, first_i, last_i, sees, first_sees, last_sees,
+    k_group, v_group, start, length, slope, scale, softcap, window, base2,
     K_T: tl.constexpr, V_T: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, FOREST: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Adds to a tile's gradient of queries what the keys of the segment at ``start`` give; see :func:`over_keys`."""
     d, e, n = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_N)
-    low, high, all_low, all_high = keys_of(first_i, last_i, length, window, CAUSAL, WINDOW, BLOCK_N)
+    low, high, all_low, all_high = keys_of(
+        first_i, last_i, first_sees, last_sees, length, window, CAUSAL, WINDOW, BLOCK_N
+    )
     k_block = k_group + (start + low) * K_T
     v_block = v_group + (start + low) * V_T
     for first_j in tl.range(low, high, BLOCK_N):
@@ -235,7 +162,10 @@ def over_keys_again(
         s, steep = logits(s, i[:, None], j[None, :], slope, scale, softcap, SOFTCAP, ALIBI)
         p = tl.exp2(s * base2 - lse_rows[:, None])
         if (first_j < all_low) | (first_j + BLOCK_N > all_high):
-            p = tl.where(visible(i[:, None], j[None, :], length, window, CAUSAL, WINDOW, BEFORE=FOREST), p, 0.0)
+            seen = visible(
+                i[:, None], j[None, :], sees[:, None], j[None, :], length, window, CAUSAL, WINDOW, BEFORE=FOREST
+            )
+            p = tl.where(seen, p, 0.0)
         ds = p * (dp - delta_rows[:, None]) * steep
         acc = tl.dot(ds.to(keys.dtype), keys, acc, input_precision="ieee")
         k_block += BLOCK_N * K_T
@@ -245,11 +175,12 @@ def over_keys_again(
 
 @triton.jit
 def backward_queries(
-    q, k, v, out, dout, lse, slopes, dq, stats, work, parts, tokens, scale, softcap, window,
+    q, k, v, out, dout, lse, slopes, dq, stats, work, parts, ends, tokens, scale, softcap, window,
     Q_T: tl.constexpr, Q_H: tl.constexpr, K_T: tl.constexpr, K_H: tl.constexpr, V_T: tl.constexpr, V_H: tl.constexpr,
     DO_T: tl.constexpr, DO_H: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, FOREST: tl.constexpr,
+    SPANS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries: dq [T, H, D], and for backward_keys stats [K, T, H / K, 2]. Grid: (items * K,).
@@ -267,6 +198,11 @@ def backward_queries(
     token, head, rows = rows_of(first_i, length, GROUP, BLOCK_M)
     i, present = first_i + token, r < rows
     last_i = tl.minimum(first_i + BLOCK_M // GROUP, length) - 1
+    sees, first_sees, last_sees = i, first_i, last_i
+    if SPANS:
+        sees = (tl.load(ends + start + i, present, other=0) - start - 1).to(tl.int32)
+        first_sees = (tl.load(ends + start + first_i) - start - 1).to(tl.int32)
+        last_sees = (tl.load(ends + start + last_i) - start - 1).to(tl.int32)
 
     row = (token * HEADS + head)[:, None]
     first = (start + first_i) * HEADS + group * GROUP
@@ -294,14 +230,15 @@ def backward_queries(
             first_key, keys = tl.load(parts + 3 * part), tl.load(parts + 3 * part + 1)
             gap = tl.load(parts + 3 * part + 2)
             acc = over_keys_again(
-                acc, q_rows, do_rows, lse_rows, delta_rows, i + gap, first_i + gap, last_i + gap, k_group, v_group,
-                first_key.to(tl.int64), keys, slope, scale, softcap, window, base2, K_T, V_T, HEAD_DIM, VALUE_DIM,
+                acc, q_rows, do_rows, lse_rows, delta_rows, i + gap, first_i + gap, last_i + gap,
+                i + gap, first_i + gap, last_i + gap, k_group, v_group, first_key.to(tl.int64), keys,
+                slope, scale, softcap, window, base2, K_T, V_T, HEAD_DIM, VALUE_DIM,
                 CAUSAL, WINDOW, SOFTCAP, ALIBI, FOREST, BLOCK_D, BLOCK_E, BLOCK_N,
             )  # fmt: skip
     else:
         acc = over_keys_again(
-            acc, q_rows, do_rows, lse_rows, delta_rows, i, first_i, last_i, k_group, v_group,
-            start, length, slope, scale, softcap, window, base2, K_T, V_T, HEAD_DIM, VALUE_DIM,
+            acc, q_rows, do_rows, lse_rows, delta_rows, i, first_i, last_i, sees, first_sees, last_sees,
+            k_group, v_group, start, length, slope, scale, softcap, window, base2, K_T, V_T, HEAD_DIM, VALUE_DIM,
             CAUSAL, WINDOW, SOFTCAP, ALIBI, FOREST, BLOCK_D, BLOCK_E, BLOCK_N,
         )  # fmt: skip
     acc = (acc * scale).to(dq.dtype.element_ty)
@@ -310,8 +247,8 @@ def backward_queries(
 
 @triton.jit
 def over_queries(
-    dk_acc, dv_acc, keys, values, j, first_j, last_j, q_group, do_group, stats_group, slopes_group, start, length,
-    scale, softcap, window, base2,
+    dk_acc, dv_acc, keys, values, j, first_j, last_j, seen_from, first_from, last_from,
+    q_group, do_group, stats_group, slopes_group, start, length, scale, softcap, window, base2,
     Q_T: tl.constexpr, Q_H: tl.constexpr, DO_T: tl.constexpr, DO_H: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, FOREST: tl.constexpr,
@@ -324,7 +261,7 @@ def over_queries(
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     d, e = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_E)[None, :]
     r, both = tl.arange(0, BLOCK_M), tl.arange(0, 2 * BLOCK_M)
-    low, high, all_low, all_high = queries_of(first_j, last_j, length, window, CAUSAL, WINDOW)
+    low, high, all_low, all_high = queries_of(first_j, last_j, first_from, last_from, length, window, CAUSAL, WINDOW)
     if FOREST:
         low = tl.maximum(low, 0)
     q_tile = q_group + (start + low) * Q_T
@@ -352,8 +289,11 @@ def over_queries(
             masked = masked | (first_i + TOKENS > all_high)
         if masked:
             # rows are compared, not their tokens: constants, where tokens would take a register each
-            ahead = (j[:, None] - first_i) * GROUP
-            seen = visible(r[None, :], ahead, (length - first_i) * GROUP, window * GROUP, CAUSAL, WINDOW, GROUP)
+            ahead, ahead_from = (j[:, None] - first_i) * GROUP, (seen_from[:, None] - first_i) * GROUP
+            seen = visible(
+                r[None, :], ahead, r[None, :], ahead_from, (length - first_i) * GROUP, window * GROUP,
+                CAUSAL, WINDOW, GROUP,
+            )  # fmt: skip
             p = tl.where(seen, p, 0.0)
         dv_acc = tl.dot(p.to(do_rows.dtype), do_rows, dv_acc, input_precision="ieee")
         ds = p * (dp - delta_rows[None, :]) * steep
@@ -366,11 +306,12 @@ def over_queries(
 
 @triton.jit
 def backward_keys(
-    q, k, v, dout, stats, slopes, dk, dv, work, parts, tokens, scale, softcap, window,
+    q, k, v, dout, stats, slopes, dk, dv, work, parts, begins, tokens, scale, softcap, window,
     Q_T: tl.constexpr, Q_H: tl.constexpr, K_T: tl.constexpr, K_H: tl.constexpr, V_T: tl.constexpr, V_H: tl.constexpr,
     DO_T: tl.constexpr, DO_H: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, FOREST: tl.constexpr,
+    SPANS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One block of keys over the queries that see it: dk [T, K, D] and dv [T, K, Dv]. Grid: (items * K,)."""
@@ -383,6 +324,11 @@ def backward_keys(
     d, e, n = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_N)
     j = first_j + n
     last_j = tl.minimum(first_j + BLOCK_N, length) - 1
+    seen_from, first_from, last_from = j, first_j, last_j
+    if SPANS:
+        seen_from = (tl.load(begins + start + j, j < length, other=0) - start).to(tl.int32)
+        first_from = (tl.load(begins + start + first_j) - start).to(tl.int32)
+        last_from = (tl.load(begins + start + last_j) - start).to(tl.int32)
     has_d, has_e = (j < length)[:, None] & (d < HEAD_DIM), (j < length)[:, None] & (e < VALUE_DIM)
     keys = tl.load(k + (start + first_j) * K_T + group * K_H + n[:, None] * K_T + d, has_d, other=0.0)
     values = tl.load(v + (start + first_j) * V_T + group * V_H + n[:, None] * V_T + e, has_e, other=0.0)
@@ -400,14 +346,16 @@ def backward_keys(
             first_i, queries = tl.load(parts + 3 * part), tl.load(parts + 3 * part + 1)
             gap = tl.load(parts + 3 * part + 2)
             dk_acc, dv_acc = over_queries(
-                dk_acc, dv_acc, keys, values, j - gap, first_j - gap, last_j - gap, q_group, do_group, stats_group,
-                slopes_group, first_i.to(tl.int64), queries, scale, softcap, window, base2, Q_T, Q_H, DO_T, DO_H,
+                dk_acc, dv_acc, keys, values, j - gap, first_j - gap, last_j - gap,
+                j - gap, first_j - gap, last_j - gap, q_group, do_group, stats_group, slopes_group,
+                first_i.to(tl.int64), queries, scale, softcap, window, base2, Q_T, Q_H, DO_T, DO_H,
                 GROUP, HEAD_DIM, VALUE_DIM, CAUSAL, WINDOW, SOFTCAP, ALIBI, FOREST, BLOCK_D, BLOCK_E, BLOCK_M,
             )  # fmt: skip
     else:
         dk_acc, dv_acc = over_queries(
-            dk_acc, dv_acc, keys, values, j, first_j, last_j, q_group, do_group, stats_group,
-            slopes_group, start, length, scale, softcap, window, base2, Q_T, Q_H, DO_T, DO_H,
+            dk_acc, dv_acc, keys, values, j, first_j, last_j, seen_from, first_from, last_from,
+            q_group, do_group, stats_group, slopes_group, start, length, scale, softcap, window, base2,
+            Q_T, Q_H, DO_T, DO_H,
             GROUP, HEAD_DIM, VALUE_DIM, CAUSAL, WINDOW, SOFTCAP, ALIBI, FOREST, BLOCK_D, BLOCK_E, BLOCK_M,
         )  # fmt: skip
 

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from torch_backend.ops.attention.triton_kernels import tanh
+from torch_backend.ops.attention.triton_tiles import tanh
 from torch_backend.ops.experts.place_kernels import at_places, tile_of
 
 

@@ -14,7 +14,7 @@ factor per row, to the products that follow.
 import triton
 import triton.language as tl
 
-from torch_backend.ops.attention.triton_kernels import LOG2E, tanh
+from torch_backend.ops.attention.triton_tiles import LOG2E, tanh
 
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 # A power is at most 2^100, so that no product with it overflows; rows whose sum is larger than 2^80 (a loss of 55) are

@@ -9,7 +9,7 @@ writes the part of the logits' gradient that does not depend on which ids were a
 import triton
 import triton.language as tl
 
-from torch_backend.ops.attention.triton_kernels import LOG2E
+from torch_backend.ops.attention.triton_tiles import LOG2E
 from torch_backend.ops.linear_cross_entropy.triton import LN2, scaled
 
 

@@ -1,0 +1,49 @@
+"""``crosspack recipes``: files of options for ``crosspack train`` to begin with, one for each kind of run."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from crosspack.cli.console import OUT, figures
+from packing_core.errors import PackingError
+
+
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="Which one is written; without it, all are listed.")] = None,
+    output: Annotated[Path | None, typer.Option(help="The file to write; without it, the recipe is printed.")] = None,
+) -> None:
+    """Write a file of options for `crosspack train --config`, or list them."""
+    found = {file.name.removesuffix(".yaml"): file.read_text(encoding="utf-8") for file in _files()}
+    if name is None:
+        if output is not None:
+            raise PackingError(f"--output {output}: say which recipe: {', '.join(found)}")
+        width = max(map(len, found))
+        for each, text in found.items():
+            OUT.print(f"{each:{width}}  {about(text)}", highlight=False, markup=False, soft_wrap=True)
+        figures({each: about(text) for each, text in found.items()})
+        return
+    if name not in found:
+        raise PackingError(f"no recipe {name}: there are {', '.join(found)}")
+    if output is None:
+        OUT.print(found[name], highlight=False, markup=False, soft_wrap=True, end="")
+        return
+    if output.exists():
+        raise PackingError(f"--output {output} exists: name another file")
+    output.write_text(found[name], encoding="utf-8")
+    OUT.print(f"crosspack train --config {output}", highlight=False, markup=False)
+
+
+def about(text: str) -> str:
+    """The first line of a recipe, which says what it is for."""
+    return text.partition("\n")[0].removeprefix("# ")
+
+
+def _files() -> list[Path]:
+    return sorted(
+        (Path(str(file)) for file in files("crosspack.recipes").iterdir() if file.name.endswith(".yaml")),
+        key=lambda path: path.name,
+    )

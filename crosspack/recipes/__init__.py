@@ -1,0 +1,1 @@
+"""Files of options for ``crosspack train``, which ``crosspack recipes`` lists and writes."""

@@ -1,0 +1,49 @@
+"""``--help`` in groups: short, complete with ``--help-all``, and true to the command's own parameters."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+import typer
+
+from crosspack.cli import COMMANDS, app
+from crosspack.cli.help import options_of
+from tests.cli.test_commands import one_line, run
+
+
+def shown(*arguments: str, width: int, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("COLUMNS", str(width))
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_help_of_train_fits_a_page_and_names_the_rest(monkeypatch):
+    everyday = shown("train", "--help", width=80, monkeypatch=monkeypatch)
+    assert len(everyday.splitlines()) <= 60
+    assert "further options: crosspack train --help-all" in everyday
+    assert "--lora-targets" not in everyday
+    assert "--lora-targets" in shown("train", "--help-all", width=80, monkeypatch=monkeypatch)
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "conform"])
+def test_the_whole_help_has_every_option_of_the_command(command, monkeypatch):
+    found = typer.main.get_command(app).get_command(None, command)
+    whole = shown(command, "--help-all", width=140, monkeypatch=monkeypatch)
+    for parameter in found.params:
+        if not getattr(parameter, "param_type_name", "").startswith("argument"):
+            assert parameter.opts[0] in whole
+
+
+def test_the_groups_of_train_name_each_of_its_options_once():
+    module = import_module("crosspack.cli.train")
+    grouped = [name for parts in module.GROUPS.values() for part in parts for name in part.split()]
+    assert len(grouped) == len(set(grouped))
+    assert set(grouped) == {parameter.name for parameter in options_of(module.train)}
+
+
+def test_a_mistyped_command_or_option_of_a_file_is_offered_the_nearest(tmp_path):
+    assert "No such command 'trian', is it train?" in one_line(run("trian"))
+    (tmp_path / "run.yaml").write_text("capcity: 8\n")
+    assert "no option --capcity: is it capacity?" in one_line(run("train", "--config", tmp_path / "run.yaml"))
