@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("crosspack", "packing_core", "torch_backend", "jax_backend", "conformance")
-DATA = {".py", ".json", ".md", ".ini", ".typed"}
+DATA = {".py", ".json", ".yaml", ".md", ".ini", ".typed"}
 BESIDE = {"LICENSE", "README.md", "PKG-INFO", "pyproject.toml", "setup.cfg"}  # of an sdist
 
 

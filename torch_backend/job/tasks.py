@@ -132,7 +132,7 @@ def _trainer(job: TaskJob, model: Any, tokenizer: Any, labels: Sequence[Any], *,
     common: dict[str, Any] = {
         "model": model,
         "processing_class": tokenizer,
-        "callbacks": [_Lines(job.on_phase)],
+        "callbacks": [_StepLines(job.on_phase)],
         **data,
     }
     if job.task in _OF_TRL:
@@ -240,7 +240,7 @@ def _timed(job: TaskJob, trainer: Any) -> float:
     return seconds
 
 
-class _Lines(TrainerCallback):
+class _StepLines(TrainerCallback):
     """Passes on a line for the steps that end: each of few, and ten in all of many."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
