@@ -171,7 +171,7 @@ def measure(name: str, case: Case, updates: int, *, profile: bool = False) -> It
         found.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return float(found)
+        return float(found.detach())
 
     for _ in range(updates + 1):
         synchronize()

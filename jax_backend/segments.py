@@ -102,8 +102,8 @@ def find_segments(
             raise LayoutError(
                 f"segment_ids has {ids.shape[0]} rows and kv_segment_ids has {kv_ids.shape[0]}: give both the same"
             )
-        key_begin, key_end, keys_fit = _locate(ids, kv_ids)
-        query_begin, query_end, queries_fit = _locate(kv_ids, ids)
+        key_begin, key_end, keys_fit = locate_runs(ids, kv_ids)
+        query_begin, query_end, queries_fit = locate_runs(kv_ids, ids)
         segments = Segments(key_begin, key_end, query_begin, query_end, count, keys_fit & queries_fit)
         if not _all(keys_fit & queries_fit):
             raise LayoutError(
@@ -249,8 +249,9 @@ def _runs(ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 @jax.jit
 @jax.vmap
-def _locate(ids: jax.Array, among: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Per row: the run of each of ``ids`` [S] in ``among`` [T], empty if it is not there; whether each is one run."""
+def locate_runs(ids: jax.Array, among: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Begin and end of the run of each of ``ids`` [B, S] in ``among`` [B, T], empty where it is not there, and bool [B]
+    whether each is one run."""
     order = jnp.argsort(among, stable=True)
     ordered = among[order]
     left = jnp.searchsorted(ordered, ids, side="left")

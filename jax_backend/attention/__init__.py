@@ -19,13 +19,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from jax_backend.attention.forest import seen_keys
+from jax_backend.attention.forest import depth_of, levels_above, over_levels, seen_keys
 from jax_backend.attention.request import FORWARD_MODE, Request, check_arrays, check_options, checked_sinks
 from jax_backend.attention.sharding import left_to_compiler, platform_of, sharding_of, spread
 from jax_backend.differentiation import reverse_mode
 from jax_backend.lacking import lacking
 from jax_backend.placement import refuse_varying
-from jax_backend.segments import Segments, cap_segments, find_segments
+from jax_backend.segments import Segments, cap_segments, find_segments, is_concrete
 from packing_core.errors import LayoutError, PackingError, UnsupportedError
 
 IMPLEMENTATIONS = {
@@ -67,6 +67,7 @@ def segment_attention(
     mesh: Mesh | NamedSharding | None = None,
     return_lse: bool = False,
     parents: jax.Array | None = None,
+    max_ancestors: int | None = None,
     implementation: str | None = None,
 ) -> Any:
     """Softmax attention of packed rows in which no segment sees another.
@@ -102,7 +103,10 @@ def segment_attention(
             N], -inf for a query that sees nothing. It is differentiable.
         parents: integer [B, S], at each token the id of the segment that its segment continues, 0 for none
             (``PackedBatch.parent_ids``): a query then also sees the segments on its path, and windows count along it.
-            By ``xla`` alone, in causal attention over the queries' own tokens, on one device.
+            In causal attention over the queries' own tokens, on one device; by ``xla``, whose memory follows the
+            square of a row, or without a window by ``pallas`` and ``chunked``, one call for each level.
+        max_ancestors: the most segments that one continues, its parent's parents counted. Concrete parents tell it;
+            traced ones run by ``xla`` without it. A row with more raises, or is NaN when traced.
         implementation: one of ``IMPLEMENTATIONS``, or None for the first of ``ORDER`` that can serve. A named one that
             cannot serve raises.
 
@@ -129,11 +133,19 @@ def segment_attention(
         max_segments=max_segments,
     )
     segments = _segments(q, k, segment_ids, kv_segment_ids, q_offset, max_segments)
-    seen = None
+    seen, levels = None, None
     if parents is not None:
-        ids = _ids_with_parents(segment_ids, kv_segment_ids, causal, mesh or sharding_of(q, k, v), implementation)
-        seen, valid = seen_keys(segments, ids, parents, window=window)
-        segments, implementation = replace(segments, valid=valid), "xla"
+        ids = _ids_with_parents(segment_ids, kv_segment_ids, causal, mesh or sharding_of(q, k, v))
+        depth = depth_of(ids, parents) if max_ancestors is None else max_ancestors
+        refused = _why_dense(depth, window, is_concrete(ids) and is_concrete(parents))
+        if implementation == "xla" or (implementation is None and refused is not None):
+            seen, valid = seen_keys(segments, ids, parents, window=window)
+            implementation = "xla"
+        elif refused is not None:
+            raise UnsupportedError(f"{_PARENTS}: {refused}, or pass implementation='xla'")
+        else:
+            levels, valid = levels_above(segments, ids, parents, depth or 0)
+        segments = replace(segments, valid=valid)
     request = request_for(
         q,
         k,
@@ -146,12 +158,13 @@ def segment_attention(
         softcap=softcap,
         sinks=sinks,
         max_segments=max_segments,
-        return_lse=return_lse,
+        return_lse=return_lse or levels is not None,
     )
     offset = jnp.asarray(q_offset, jnp.int32)
     sharding = sharding_of(q, k, v) if mesh is None else mesh
     if sharding is None:
-        module = choose(request, implementation)
+        above = request if levels is None else replace(request, causal=False, own_keys=False)
+        module = choose(above, implementation)
         name = left_to_compiler(q=q, k=k, v=v)
         if name is not None and module.__name__ not in map(IMPLEMENTATIONS.get, PARTITIONED):
             raise UnsupportedError(
@@ -164,6 +177,8 @@ def segment_attention(
             refuse_varying(f"segment_attention(implementation={name!r})", q, k, v)
         given = {} if seen is None else {"seen": seen}
         attend: Callable[..., Any] = partial(module.attend, request=request, **given)
+        if levels is not None:
+            attend = over_levels(attend, partial(module.attend, request=above), levels, merge_attention)
     else:
         attend = spread(sharding, request, run=lambda local: choose(local, implementation).attend)
     if implementation != "xla":
@@ -180,26 +195,34 @@ def segment_attention(
     return (out, lse) if return_lse else out
 
 
-def _ids_with_parents(
-    segment_ids: jax.Array | Segments, kv_segment_ids: Any, causal: bool, sharding: Any, implementation: str | None
-) -> jax.Array:
+_PARENTS = "segment_attention with parents (shared prefixes)"
+
+
+def _why_dense(depth: int | None, window: int | None, concrete: bool) -> str | None:
+    """Explains why attention of segments that continue others runs on a dense mask alone, None if it need not."""
+    if window is not None:
+        return "windows count along the path of a segment: leave window out"
+    if depth is None and concrete:
+        return "padding or another segment stands between one and what continues it: order them as pack_tree does"
+    return "parents are traced: pass max_ancestors" if depth is None else None
+
+
+def _ids_with_parents(segment_ids: jax.Array | Segments, kv_segment_ids: Any, causal: bool, sharding: Any) -> jax.Array:
     """Returns the segment ids; raises for what attention cannot combine with segments that continue others.
 
     Raises:
         UnsupportedError: names the option.
     """
-    what = "segment_attention with parents (shared prefixes)"
     if isinstance(segment_ids, Segments):
-        raise UnsupportedError(f"{what}: segment ids are needed: pass them in place of a Segments")
+        raise UnsupportedError(f"{_PARENTS}: segment ids are needed: pass them in place of a Segments")
     reasons = (
-        (implementation not in (None, "xla"), f"{implementation} has none: pass implementation='xla', or None"),
         (not causal, "attention must be causal: a segment that others continue must not see them"),
         (kv_segment_ids is not None, "keys must be the queries' own tokens: leave kv_segment_ids out"),
         (sharding is not None, "inputs must lie on one device: leave mesh out"),
     )
     for refused, reason in reasons:
         if refused:
-            raise UnsupportedError(f"{what}: {reason}")
+            raise UnsupportedError(f"{_PARENTS}: {reason}")
     return segment_ids
 
 

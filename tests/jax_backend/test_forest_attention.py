@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,12 +32,35 @@ def attend(q, k, v, **options):
     return segment_attention(q, k, v, BATCH.segment_ids, parents=BATCH.parent_ids, **options)
 
 
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "plain")
-def test_output_and_gradients_are_those_of_each_path_alone(options, jit):
+ALL = {"softcap": 1.5, "scale": 0.4, "sinks": np.linspace(-1, 1, HEADS)}
+QUICK = [("xla", {}, True), *(("xla", options, False) for options in OPTIONS[1:])]
+QUICK += [("chunked", ALL, True), ("pallas", ALL, True)]
+CASES = [*QUICK, *(("xla", options, True) for options in OPTIONS[1:]), ("xla", {}, False), (None, {}, False)]
+CASES += [(name, options, jit) for name in ("chunked", "pallas") for options, jit in (({}, False), ({}, True))]
+
+
+@pytest.mark.parametrize(
+    ("implementation", "options", "jit"),
+    [
+        pytest.param(
+            *case,
+            id=f"{case[0]}-{'+'.join(case[1]) or 'plain'}-{'jit' if case[2] else 'eager'}",
+            marks=[] if number < len(QUICK) else [pytest.mark.slow],
+        )
+        for number, case in enumerate(CASES)
+    ],
+)
+def test_output_and_gradients_are_those_of_each_path_alone(implementation, options, jit):
     q, k, v, dout = inputs()
     assert BATCH.parents.max() > 0 and len(BATCH) == 2
-    run = jax.jit(lambda *x: attend(*x, **options)) if jit else (lambda *x: attend(*x, **options))
+    given = {**options, "implementation": implementation}
+    if jit:  # where the parents are traced too
+        traced = partial(segment_attention, max_ancestors=2, **given)
+        ids, parents = jnp.asarray(BATCH.segment_ids), jnp.asarray(BATCH.parent_ids)
+        compiled = jax.jit(lambda ids, parents, *x: traced(*x, ids, parents=parents))
+        run = partial(compiled, ids, parents)
+    else:
+        run = partial(attend, **given)
     out, back = jax.vjp(run, q, k, v)
     found = dict(zip("qkv", back(dout), strict=True))
     for row in range(len(BATCH)):
@@ -49,22 +74,24 @@ def test_output_and_gradients_are_those_of_each_path_alone(options, jit):
         assert not np.asarray(out[row, end:]).any()
 
 
-def test_an_answer_moves_no_other_segment_by_a_bit():
+@pytest.mark.parametrize("implementation", ["xla", "chunked", pytest.param("pallas", marks=pytest.mark.slow)])
+def test_an_answer_moves_no_other_segment_by_a_bit(implementation):
     q, k, v, _ = inputs()
-    before = np.asarray(attend(q, k, v))
+    before = np.asarray(attend(q, k, v, implementation=implementation))
     first = int(BATCH.flat_starts[2])
     changed = [x.copy() for x in (q, k, v)]
     for x in changed:
         x.reshape(-1, *x.shape[2:])[first : first + int(BATCH.lengths[2])] = 100.0
-    moved = (np.asarray(attend(*changed)) != before).reshape(BATCH.input_ids.size, -1).any(1)
+    moved = (
+        (np.asarray(attend(*changed, implementation=implementation)) != before).reshape(BATCH.input_ids.size, -1).any(1)
+    )
     assert moved[first : first + int(BATCH.lengths[2])].all() and moved.sum() == BATCH.lengths[2]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"implementation": "chunked"}, "chunked has none: pass implementation='xla', or None"),
-        ({"implementation": "pallas"}, "pallas has none"),
+        ({"implementation": "pallas", "window": 3}, "windows count along the path of a segment: leave window out, or"),
         ({"causal": False}, "attention must be causal"),
         ({"kv_segment_ids": BATCH.segment_ids}, "leave kv_segment_ids out"),
     ],
@@ -78,9 +105,39 @@ def test_parents_that_do_not_stand_before_their_children_are_refused_or_poison_t
     q, k, v, _ = inputs()
     wrong = BATCH.parent_ids.copy()
     wrong[0, :3] = 2
-    with pytest.raises(LayoutError, match="parents of row 0 name a segment that does not stand before"):
+    with pytest.raises(LayoutError, match="row 0 has parents that do not stand, as one segment, before the segments"):
         segment_attention(q, k, v, BATCH.segment_ids, parents=wrong)
     with pytest.raises(LayoutError, match=r"parents must have shape \[B, S\]"):
         segment_attention(q, k, v, BATCH.segment_ids, parents=wrong[:, :4])
     out = jax.jit(lambda parents: segment_attention(q, k, v, BATCH.segment_ids, parents=parents))(jnp.asarray(wrong))
     assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
+
+
+def test_traced_parents_run_by_xla_or_by_the_depth_that_is_given():
+    q, k, v, _ = inputs()
+
+    def run(parents, **options):
+        return segment_attention(q, k, v, BATCH.segment_ids, parents=parents, **options)
+
+    with pytest.raises(UnsupportedError, match=r"parents are traced: pass max_ancestors, or pass implementation='xla'"):
+        jax.jit(partial(run, implementation="chunked"))(BATCH.parent_ids)
+    right = jax.jit(partial(run, implementation="xla"))(BATCH.parent_ids)
+    np.testing.assert_array_equal(jax.jit(run)(BATCH.parent_ids), right)
+    deep = [row for row in range(2) if BATCH[row].parents.max() > 0]  # a prompt below a system prompt
+    shallow = jax.jit(partial(run, implementation="chunked", max_ancestors=1))(BATCH.parent_ids)
+    assert [row for row in range(2) if np.isnan(shallow[row]).all()] == deep != []
+    with pytest.raises(LayoutError, match="holds segments that continue more than 1 others.*raise max_ancestors"):
+        run(BATCH.parent_ids, implementation="chunked", max_ancestors=1)
+
+
+def test_segments_in_another_order_run_by_xla_alone():
+    ids = np.array([[1, 1, 2, 2, 3, 3, 4, 4]])  # 2 and 4 continue 1, and 3 is between
+    parents = np.array([[0, 0, 1, 1, 0, 0, 1, 1]])
+    q = np.random.default_rng(0).standard_normal((1, 8, 2, 8)).astype(np.float32)
+    options = {"parents": parents}
+    found = segment_attention(q, q, q, ids, **options)
+    np.testing.assert_array_equal(found, segment_attention(q, q, q, ids, implementation="xla", **options))
+    with pytest.raises(UnsupportedError, match="padding or another segment stands between one and what continues it"):
+        segment_attention(q, q, q, ids, implementation="chunked", **options)
+    with pytest.raises(LayoutError, match="row 0 holds padding or another segment between one and what continues it"):
+        segment_attention(q, q, q, ids, implementation="chunked", max_ancestors=1, **options)

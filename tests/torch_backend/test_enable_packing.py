@@ -17,7 +17,7 @@ from tests.torch_backend.models import tiny
 from tests.torch_backend.test_trainer import CAPACITY, arguments, datasets, documents, llama, sft, tiny_tokenizer, trl
 from torch_backend import PackedCollator, audit, pack_dataset, with_boundaries
 from torch_backend.collate import BoundaryCollator
-from torch_backend.hf.inputs.trl_trainers import kind_of
+from torch_backend.hf.inputs.trl_trainers import has_tree_rows, kind_of
 from torch_backend.trainers.enable_packing import enable_packing
 
 PROMPTS = {"input_ids": [[5, 6, 7, 8], [9, 10, 11]], "labels": [[-100, -100, 7, 8], [-100, 10, 11]]}
@@ -238,7 +238,9 @@ def test_every_trainer_of_trl_is_served_or_refused_by_name_and_the_page_says_whi
         kind = getattr(trl, bases[0]) if bases and bases[0] in SERVED else transformers.Trainer
         trainer = object.__new__(type(name, (kind,), {"__module__": "trl.experimental.new"}))
         assert f"`{name}`" in table or name == "SFTTrainer", f"{name} is not in the table of docs/post-training.md"
-        if name in SERVED:
+        if name == "AsyncGRPOTrainer":  # see test_tree_rows
+            assert has_tree_rows(trainer)
+        elif name in SERVED:
             assert kind_of(trainer) is not None or name == "SFTTrainer"
         else:
             assert not any(f"`{name}`" in cell for cell in served), name

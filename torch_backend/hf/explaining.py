@@ -84,7 +84,7 @@ def explain(model: Any) -> Explanation:
     layers = [
         _explain_mixer(name, layer, state.choices.get(id(layer)), state.anatomy.route == "documents")
         if name in state.anatomy.mixers
-        else _explain_attention(name, state.choices.get(id(layer)), state.implementation)
+        else explain_attention(name, state.choices.get(id(layer)), state.implementation)
         for name, layer in state.anatomy.layers.items()
     ]
     return Explanation(layers + _explain_experts(state), _notes(state))
@@ -133,6 +133,9 @@ def _explain_step(trainer: Any) -> Explanation:
     """A trainer, which keeps its step as ``packed_step`` and how it packs as ``packing_plan``, or a training step."""
     plan = getattr(trainer, "packing_plan", None)
     step = getattr(trainer, "packed_step", trainer)
+    if (own := getattr(step, "explanation", None)) is not None:
+        found: Explanation = own()
+        return found
     parts = getattr(step, "parts", None)
     if plan is None and parts is None:
         raise UnsupportedError(
@@ -161,7 +164,8 @@ def _explain_mixer(name: str, layer: nn.Module, choice: Choice | None, whole_dec
     return LayerExplanation(name, "per document", "its own forward on batches of documents", rejected=rejected)
 
 
-def _explain_attention(name: str, choice: Choice | None, implementation: str | tuple[str, ...]) -> LayerExplanation:
+def explain_attention(name: str, choice: Choice | None, implementation: str | tuple[str, ...]) -> LayerExplanation:
+    """Explains an attention layer by what it chose; before it ran, nothing but its route is known."""
     if not isinstance(choice, AttentionChoice):
         return LayerExplanation(name, "attention")
     answers = rejections(choice.request, implementation)

@@ -22,7 +22,7 @@ from torch_backend.collate import PackedCollator
 from torch_backend.hf.anatomy.heads import labels_documents, targets_among, trains_first_token
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.explaining import SHARERS
-from torch_backend.hf.inputs.trl_trainers import kind_of
+from torch_backend.hf.inputs.trl_trainers import has_tree_rows, kind_of
 from torch_backend.patching import patch
 from torch_backend.steps.memory import Level, Memory, check_level, set_level
 from torch_backend.steps.memory_fit import FittedLevel
@@ -34,6 +34,7 @@ from torch_backend.trainers.neftune import add_noise_by_document
 from torch_backend.trainers.own_loss import warn_of_means
 from torch_backend.trainers.predictions import predict_documents
 from torch_backend.trainers.row_options import RowOptions
+from torch_backend.trainers.tree_rows import serve_tree_rows
 
 Trainer = TypeVar("Trainer")
 
@@ -75,7 +76,8 @@ def enable_packing(
     (:mod:`torch_backend.trainers.over_ranks`), as by ``patch(model, mesh=...)``.
 
     TRL's DPO, KTO, reward, GRPO and RLOO trainers keep their batches, and their forwards run without padding
-    (:mod:`torch_backend.trainers.preference`).
+    (:mod:`torch_backend.trainers.preference`). Its AsyncGRPOTrainer, whose rows share prefixes by themselves, keeps
+    everything but its attention (:mod:`torch_backend.trainers.tree_rows`).
 
     Args:
         trainer: a ``transformers.Trainer`` or a subclass of it, with its model, also one under PEFT, and with training
@@ -116,6 +118,12 @@ def enable_packing(
             trains other tokens than packing would.
     """
     any_trainer: Any = trainer
+    if has_tree_rows(trainer):
+        named = {"capacity": capacity, "overflow": overflow, "memory": memory, "share_prefix": share_prefix}
+        idle: dict[str, Any] = {"capacity": None, "overflow": "error", "memory": None}
+        idle["share_prefix"] = True if share_prefix is True else "auto"
+        serve_tree_rows(any_trainer, implementation, {name: x for name, x in named.items() if x != idle[name]})
+        return trainer
     if memory is not None:
         check_level(any_trainer.model, memory)
         if memory == "auto" and (kind_of(trainer) is not None or not fast):

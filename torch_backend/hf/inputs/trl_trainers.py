@@ -36,6 +36,11 @@ def kind_of(trainer: Any) -> str | None:
     return None
 
 
+def has_tree_rows(trainer: Any) -> bool:
+    """Returns whether a trainer makes rows in which samples share prefixes, and asks for attention of them by name."""
+    return any(_of_trl(base) and base.__name__ == "AsyncGRPOTrainer" for base in type(trainer).__mro__)
+
+
 def generates(trainer: Any) -> bool:
     """Returns whether a trainer that has a kind generates the completions that it trains on."""
     return _LOSSES.get(kind_of(trainer) or "") == GENERATES
