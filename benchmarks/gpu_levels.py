@@ -4,7 +4,7 @@
     python -m benchmarks.gpu_levels --match llama --levels full offload --tokens 32768
     python -m benchmarks.gpu_levels --auto                 # what memory="auto" takes, at growing rows until none fits
     python -m benchmarks.gpu_levels --longest --match window --steps 2   # the longest document that the formula allows
-    python -m benchmarks.gpu_levels --match window --document --levels offload --tokens 131072 --host 12  # shared inputs
+    python -m benchmarks.gpu_levels --match window --document --levels offload --tokens 131072 --host 12  # shared
     python -m benchmarks.gpu_levels --budget 500           # seconds after which nothing new is begun
     python -m benchmarks.gpu_levels --tiny                 # on the CPU, to see that it runs
 
