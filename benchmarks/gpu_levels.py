@@ -4,6 +4,7 @@
     python -m benchmarks.gpu_levels --match llama --levels full offload --tokens 32768
     python -m benchmarks.gpu_levels --auto                 # what memory="auto" takes, at growing rows until none fits
     python -m benchmarks.gpu_levels --longest --match window --steps 2   # the longest document that the formula allows
+    python -m benchmarks.gpu_levels --match window --document --levels offload --tokens 131072 --host 12  # shared
     python -m benchmarks.gpu_levels --budget 500           # seconds after which nothing new is begun
     python -m benchmarks.gpu_levels --tiny                 # on the CPU, to see that it runs
 
@@ -38,8 +39,9 @@ from benchmarks.gpu_workload import LONGEST, Shape, llama3, make_model, qwen2, w
 from packing_core import pack
 from packing_core.training.memory_model import GIB, LEVELS
 from torch_backend import PackedCollator, make_train_step, patch
+from torch_backend.steps import memory_fit
 from torch_backend.steps.memory import level_of
-from torch_backend.steps.memory_fit import device_bytes, host_bytes, memory_of
+from torch_backend.steps.memory_fit import device_bytes, memory_of
 
 
 def windowed(few: bool) -> Any:
@@ -68,7 +70,7 @@ def measure(name: str, level: str, tokens: int, *, document: bool, steps: int) -
     predicted = memory_of(model, optimizer)
     if tokens == LONGEST_BY_FORMULA:
         there = 2**24 if TOY else device_bytes(DEVICE)
-        tokens = predicted.longest(level, there or 0, host_bytes()) // 64 * 64
+        tokens = predicted.longest(level, there or 0, memory_fit.host_bytes()) // 64 * 64
     length = tokens if document else min(LONGEST, tokens)
     vocabulary = int(model.config.vocab_size)
     docs = [np.random.default_rng(i).integers(1, vocabulary, length) for i in range(tokens // length)]
@@ -80,10 +82,11 @@ def measure(name: str, level: str, tokens: int, *, document: bool, steps: int) -
         loss = float(step(batch)["loss"])
         times.append(time.perf_counter() - began)
     used = level_of(model) if level == "auto" else level
+    group = step._gradients.host.group
     return {
-        "level": used,
+        "level": used if group == 1 else f"{used}, one input for {group} layers",
         "tokens": tokens,
-        "predicted": predicted.bytes(used, tokens) / GIB,
+        "predicted": predicted.bytes(used, tokens, group=group) / GIB,
         "allocated": 0.0 if TOY else torch.cuda.max_memory_allocated() / GIB,
         "reserved": 0.0 if TOY else torch.cuda.max_memory_reserved() / GIB,
         "first": times[0],
@@ -123,6 +126,7 @@ def main() -> None:
     options.add_argument("--tokens", type=int, help="of the row")
     options.add_argument("--document", action="store_true", help="one document as long as the row")
     options.add_argument("--longest", action="store_true", help="one document, the longest that fits by the formula")
+    options.add_argument("--host", type=float, help="GiB of the host for offloading, where it shall be less than it is")
     options.add_argument("--steps", type=int, default=5, help="of each process")
     options.add_argument("--budget", type=float, default=float("inf"), help="seconds for all of it")
     options.add_argument("--auto", action="store_true", help='memory="auto", at rows of twice the length each time')
@@ -133,6 +137,8 @@ def main() -> None:
     if chosen.one:
         name, level, tokens = chosen.one
         document = chosen.document or chosen.longest
+        if chosen.host:
+            memory_fit.host_bytes = lambda: int(chosen.host * GIB)
         print("\n" + json.dumps(measure(name, level, int(tokens), document=document, steps=chosen.steps)))
         return
     if not TOY:
@@ -144,6 +150,7 @@ def main() -> None:
             continue
         command = [sys.executable, "-m", "benchmarks.gpu_levels", "--one", name, level, str(tokens)]
         command += ["--steps", str(chosen.steps), *["--document"] * (chosen.document or chosen.longest)]
+        command += ["--host", str(chosen.host)] * bool(chosen.host)
         command += ["--tiny"] * TOY
         try:
             done = subprocess.run(command, timeout=limit, capture_output=True, text=True)

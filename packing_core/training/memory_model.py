@@ -10,12 +10,19 @@ and an MLP of W inner columns (both halves of a gated one), the backward reads
     "none"       inputs of the norms 2 D, rotated queries and keys Q + K, V, O, the MLP's inner columns W
     "selective"  2 D + Q + K + V + O
     "full"       the layer's input D
-    "offload"    D of the four layers whose copies are on their way
+    "offload"    D of two layers: of this one, and of the next on its way back from the host
 
 and the softmax statistics, 4 bytes a head. Norms of queries and keys read those before the rotation too, and norms
-behind attention and MLP their inputs. While a layer computes its gradients it holds what it recomputed, the gradient of
-the MLP's product and of both its halves, for the row or, where it is long, for a tile of it. Figures that this was
-compared with: benchmarks/RESULTS.md, levels of memory.
+behind attention and MLP their inputs. Most is held at one of three times:
+
+    in the loss      what all layers keep, hidden states before and after the last norm and their gradient, a chunk of
+                     logits, and the sum of the output layer's gradient in float32
+    at the last layer's gradients    what all layers keep, and what one layer holds while it computes its gradients
+    at the first layer's             what one layer keeps and holds, and all gradients
+
+While a layer computes its gradients it holds what it recomputed, and either three columns in place of each inner one
+(halves, their product and the gradients of these) or the gradients of O, queries, keys and values. In long rows the
+MLP holds a tile of these. Figures that this was compared with: benchmarks/RESULTS.md, levels of memory.
 """
 
 from __future__ import annotations
@@ -36,7 +43,8 @@ USABLE = 0.95  # of a device: its own context, and what the allocator cannot use
 _CHUNKS, _LEAST_BYTES, _MOST_BYTES = 7, 2**29, 2**31
 # Rows from this length on compute their MLPs by tiles of so many tokens, at the levels that recompute them.
 TILED_FROM, TILE = 65_536, 8_192
-_ON_THEIR_WAY = 4  # inputs of layers that offloading holds on the device: two leave, two come back
+_ON_THEIR_WAY = 2  # inputs of layers that offloading holds on the device: the last two to leave, or to come back
+_WORKSPACES = 144 * 2**20  # of the libraries of matrix products, on the streams of a step
 
 _NORMS_BEHIND = ("gemma2", "gemma3", "gemma3_text", "gemma4_text", "glm4", "olmo2", "olmo3")
 _NORMS_OF_QUERIES = (
@@ -58,38 +66,72 @@ class MemoryModel:
 
     Attributes:
         fixed: weights, gradients and states of the optimizer.
+        gradients: of these, the gradients, which the first microbatch of a step makes in its backward.
         kept: at each level, what all layers keep for a token.
         work: at each level, what one layer holds beside that for a token while it computes its gradients.
         tiled: as ``work`` in rows whose MLPs are computed by tiles, without these; empty where none are.
         tile: of a layer, for a tile of its MLP and the sums of its weights' gradients.
-        outside: of a token outside of the layers: hidden states and their gradient around the loss.
+        hidden: of a token, one hidden state: the input of a layer.
         logits: of a token, in the dtype of the activations.
-        host: of a token, on the host, at ``"offload"``.
+        layers: number of layers.
+        head: the gradient of the output layer, if it is trained.
+        head_sum: the sum of that gradient over chunks of logits, in float32.
+        accumulates: whether gradients of earlier microbatches are there from the beginning.
     """
 
     fixed: int
     kept: Mapping[str, int]
     work: Mapping[str, int]
-    outside: int
+    hidden: int
     logits: int
-    host: int
+    layers: int
+    gradients: int = 0
+    head: int = 0
+    head_sum: int = 0
     tiled: Mapping[str, int] = field(default_factory=dict)
     tile: int = 0
+    accumulates: bool = False
 
-    def bytes(self, level: str, tokens: int) -> int:
-        """Returns the most that a step with ``tokens`` in its largest microbatch holds at a level."""
-        loss = min(loss_chunk(tokens, self.logits), tokens * self.logits)
+    @property
+    def host(self) -> int:
+        """Returns the bytes of a token on the host where ``"offload"`` keeps the input of every layer there."""
+        return self.layers * self.hidden
+
+    def group(self, tokens: int, host_bytes: int | None = None) -> int | None:
+        """Returns how many layers share one input on the host at ``"offload"``, None if the host cannot hold one.
+
+        With more than one, the inputs of the others are recomputed from it before their backward.
+        """
+        fit = self.layers if host_bytes is None else min(self.layers, host_bytes // (tokens * self.hidden))
+        return None if fit < 1 else -(-self.layers // fit)
+
+    def bytes(self, level: str, tokens: int, *, group: int = 1) -> int:
+        """Returns the most that a step with ``tokens`` in its largest microbatch holds at a level.
+
+        Args:
+            group: of layers that share one input on the host at ``"offload"``.
+        """
+        at_loss = at_last = tokens * self.kept[level]
+        at_first = -(-at_loss // self.layers)
         work = tokens * self.work[level]
         if tokens >= TILED_FROM and level in self.tiled:
             work = tokens * self.tiled[level] + self.tile
-        return self.fixed + tokens * (self.kept[level] + self.outside) + max(loss, work)
+        if level == "offload":
+            at_first = at_loss = min(self.layers, _ON_THEIR_WAY) * tokens * self.hidden
+            at_last = max(at_loss, group * tokens * self.hidden)
+        before = self.fixed if self.accumulates else self.fixed - self.gradients
+        rows = min(tokens, -(-loss_chunk(tokens, self.logits) // self.logits // 128) * 128)
+        loss = before + at_loss + 3 * tokens * self.hidden + rows * self.logits + self.head_sum
+        work += tokens * self.hidden  # the gradient of the layer's output
+        return _WORKSPACES + max(loss, before + self.head + at_last + work, self.fixed + at_first + work)
 
     def longest(self, level: str, device_bytes: int, host_bytes: int | None = None) -> int:
         """Returns the most tokens of a row, or of one document, that fit; 0 if none does.
 
         Args:
             device_bytes: what a device has, all of it; :data:`USABLE` of it is used.
-            host_bytes: what can be page-locked on the host for ``"offload"``; None for any amount.
+            host_bytes: what can be page-locked on the host for ``"offload"``; None for any amount. Where it is not
+                enough for the inputs of all layers, layers share them in groups.
         """
         # a row that is just long enough for tiles may fit where shorter ones do not
         low, high = 0, 1
@@ -107,9 +149,8 @@ class MemoryModel:
         return next((level for level in LEVELS if self._fits(level, tokens, device_bytes, host_bytes)), None)
 
     def _fits(self, level: str, tokens: int, device_bytes: int, host_bytes: int | None) -> bool:
-        if level == "offload" and host_bytes is not None and tokens * self.host > host_bytes:
-            return False
-        return self.bytes(level, tokens) <= USABLE * device_bytes
+        group = self.group(tokens, host_bytes) if level == "offload" else 1
+        return group is not None and self.bytes(level, tokens, group=group) <= USABLE * device_bytes
 
     @classmethod
     def from_config(
@@ -121,6 +162,8 @@ class MemoryModel:
         states: int = 2,
         itemsize: int = 2,
         adapted: int | None = None,
+        gradients: int | None = None,
+        head: bool | None = None,
     ) -> MemoryModel:
         """Returns the memory of training a decoder, by its sizes.
 
@@ -131,50 +174,86 @@ class MemoryModel:
             states: numbers that the optimizer keeps for each trained one: 2 for AdamW.
             itemsize: bytes of an activation, and of a weight and its states.
             adapted: the sum of the ranks of a layer's adapters, where it is known.
+            gradients: bytes of the gradients, where they are known.
+            head: whether the output layer and the norms are trained; by ``rank`` if None.
 
         Raises:
             PackingError: the config does not say how large the model is, or a size is not one integer.
             UnsupportedModelError: it has layers whose memory the formula does not know.
         """
         sizes = _Sizes.read(config)
+        head = rank is None and not adapted if head is None else head
+        count = sizes.parameters if rank is None else 2 * sizes.layers * rank * sizes.adapter_width
+        if gradients is None:
+            gradients = (itemsize if rank is None else 4) * count
         if fixed is None:
-            fixed = itemsize * sizes.parameters
-            if rank is None:
-                fixed += itemsize * sizes.parameters * (1 + states)
-            else:
-                fixed += 4 * sizes.layers * rank * sizes.adapter_width * (2 + states)
+            fixed = itemsize * sizes.parameters + (1 + states) * gradients
         if adapted is None:
             adapted = 7 * rank if rank else 0
-        narrow = sizes.norms * sizes.width + sizes.attention + adapted
+        narrow = sizes.norms * sizes.width + sizes.attention + sizes.again + adapted
         statistics = 4 * sizes.heads
         per_layer = {
             "none": itemsize * (narrow + sizes.inner + sizes.routed) + statistics,
             "selective": itemsize * narrow + statistics,
             "full": itemsize * sizes.width,
         }
+        work, tiled = _work(sizes, narrow, statistics, itemsize, trained=head)
         half = sizes.inner // 2 if sizes.gated else sizes.inner
-        gradients = itemsize * max(half + sizes.inner, sizes.attention)
-        kept = {level: sizes.layers * size for level, size in per_layer.items()}
-        kept["offload"] = min(sizes.layers, _ON_THEIR_WAY) * per_layer["full"]
-        work = {
-            "none": gradients,
-            "selective": gradients + itemsize * sizes.routed,
-            "full": per_layer["none"] - per_layer["full"] + itemsize * half,
-        }
-        work["offload"] = work["full"]
-        recomputed = itemsize * (narrow - sizes.width + sizes.attention) + statistics
-        tiled = {"selective": itemsize * sizes.attention, "full": recomputed, "offload": recomputed}
         columns = itemsize * TILE * (2 * sizes.inner + half)
+        embedded = sizes.vocabulary * sizes.width if head else 0
         return cls(
             fixed=fixed,
-            kept=kept,
+            gradients=gradients,
+            kept={level: sizes.layers * size for level, size in per_layer.items()} | {"offload": 0},
             work=work,
-            outside=2 * itemsize * sizes.width,
+            hidden=per_layer["full"],
+            layers=sizes.layers,
             logits=itemsize * sizes.vocabulary,
-            host=kept["full"],
+            head=itemsize * embedded,
+            head_sum=4 * embedded,
             tiled=tiled if sizes.tiles else {},
             tile=columns + (0 if adapted else 4 * 3 * sizes.width * half),
         )
+
+
+def _work(
+    sizes: _Sizes, narrow: int, statistics: int, itemsize: int, *, trained: bool
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Returns what a layer holds for a token while it computes its gradients, with a whole MLP and without one.
+
+    Three times count: in the MLP, in attention, and at the end, where products with each projection's weight wait to be
+    added up. The order is that of compiled layers, which compute the gradients of weights and norms last.
+    """
+    width, attention = sizes.width, sizes.attention
+    # normalised input; inner columns, their product or activation, and the gradients of these; rows for the experts
+    mlp = width + (3 if sizes.gated else 4) * sizes.inner + 2 * sizes.routed
+    # normalised input, gradients of what attention reads and returns
+    around = width + attention
+    # normalised input, gradients of what attention reads, and of that input by each of three projections
+    end = 4 * width + attention // 2 + sizes.keys
+    # what the second norm's weight reads: its input, and the gradient of its output by each half of a gated MLP
+    late, late_tiled = (2 * width, width) if trained else (0, 0)
+    second = width if trained else 0
+    again = narrow - width  # what "full" recomputes, but for the inner columns
+    queries = attention // 2 - sizes.keys
+    work = {
+        "none": max(mlp - sizes.inner - sizes.routed, around + late, end + late),
+        "selective": max(mlp, around + late, end + late),
+        "full": max(again + width + mlp, again - width + second + around + late, end + queries + second + late),
+    }
+    tiled = {
+        "selective": max(2 * width, around + late_tiled, end + late_tiled),
+        "full": max(
+            again + 3 * width, again - width + second + around + late_tiled, end + queries + second + late_tiled
+        ),
+    }
+    recomputed = {"full": statistics}
+    found = [
+        {level: itemsize * columns + recomputed.get(level, 0) for level, columns in each.items()}
+        for each in (work, tiled)
+    ]
+    work, tiled = (each | {"offload": each["full"]} for each in found)
+    return work, tiled
 
 
 @dataclass(frozen=True)
@@ -182,7 +261,9 @@ class _Sizes:
     """Sizes that the formula reads of a config: columns of a token in a layer, where nothing else is said.
 
     Attributes:
-        attention: Q + K + V + O, and Q + K again under norms of queries and keys.
+        attention: Q + K + V + O.
+        keys: K, of keys alone.
+        again: Q + K before the norms of queries and keys, where there are such.
         inner: W, of all experts that a token visits.
         routed: copies of a token's input for its experts.
         norms: inputs of norms that are as wide as the model.
@@ -193,6 +274,8 @@ class _Sizes:
     layers: int
     heads: int
     attention: int
+    keys: int
+    again: int
     inner: int
     routed: int
     norms: int
@@ -251,7 +334,9 @@ class _Sizes:
             width=width,
             layers=layers,
             heads=heads,
-            attention=2 * queries + 2 * keys + again,
+            attention=2 * queries + 2 * keys,
+            keys=keys,
+            again=again,
             inner=halves * ((visited or 1) * one + shared),
             routed=visited * width if experts else 0,
             norms=4 if kind in _NORMS_BEHIND else 2,

@@ -18,7 +18,7 @@ from tests.torch_backend.test_trainer import llama
 from torch_backend import enable_packing, explain, make_train_step, patch
 from torch_backend.steps import memory_fit
 from torch_backend.steps.memory import level_of, set_level
-from torch_backend.steps.memory_fit import check_host, choose_level, memory_of
+from torch_backend.steps.memory_fit import choose_level, memory_of
 
 WIDE = {"hidden_size": 64, "intermediate_size": 512, "num_hidden_layers": 6, "layer_types": ["full_attention"] * 6}
 
@@ -37,6 +37,11 @@ def model(graphs: SimpleNamespace) -> Any:
 def give(monkeypatch: pytest.MonkeyPatch, device: float, host: int | None = None) -> None:
     monkeypatch.setattr(memory_fit, "device_bytes", lambda _: int(device) + 1)
     monkeypatch.setattr(memory_fit, "host_bytes", lambda: host)
+
+
+def memory(model: Any) -> Any:
+    """Of a step of several microbatches. All gradients are there from its second one, so levels differ at any size."""
+    return memory_of(model, torch.optim.AdamW(model.parameters()), accumulates=True)
 
 
 def step_of(model: Any, **options: Any) -> Any:
@@ -64,10 +69,9 @@ def test_adapters_are_trained_alone_and_kept_beside() -> None:
 def test_the_fastest_level_that_fits_is_taken_and_printed(
     model: Any, level: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    memory = memory_of(model, torch.optim.AdamW(model.parameters()))
-    give(monkeypatch, memory.bytes(level, 128) / USABLE)
+    give(monkeypatch, memory(model).bytes(level, 128) / USABLE)
     step = step_of(model, memory="auto")
-    step(batch())
+    step([batch(), batch()])
     assert level_of(model) == level
     assert f'memory="auto" takes "{level}": 128 tokens need ' in capsys.readouterr().err
 
@@ -83,49 +87,66 @@ def test_the_first_batch_through_compiled_layers_is_announced(model: Any, capsys
 def test_a_longer_row_takes_another_level_and_a_shorter_one_does_not(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory = memory_of(model, torch.optim.AdamW(model.parameters()))
-    give(monkeypatch, memory.bytes("none", 128) / USABLE)
+    give(monkeypatch, memory(model).bytes("none", 128) / USABLE)
     step = step_of(model, memory="auto")
     levels = []
     for capacity in (128, 256, 128):
-        step(batch(capacity))
+        step([batch(capacity), batch(capacity)])
         levels.append(level_of(model))
     assert levels[0] == "none" and levels[1] == levels[2] != "none"
+
+
+def test_a_second_microbatch_finds_gradients_and_may_take_another_level(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = memory_of(model, torch.optim.AdamW(model.parameters()))
+    assert alone.bytes("none", 128) < memory(model).bytes("none", 128)
+    give(monkeypatch, alone.bytes("none", 128) / USABLE)
+    step = step_of(model, memory="auto")
+    step(batch())
+    assert level_of(model) == "none"
+    step([batch(), batch()])
+    assert level_of(model) != "none"
 
 
 def test_a_row_that_fits_at_no_level_is_refused_before_the_first_step(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory = memory_of(model, torch.optim.AdamW(model.parameters()))
-    give(monkeypatch, memory.bytes("offload", 100) / USABLE)
+    give(monkeypatch, memory(model).bytes("offload", 100) / USABLE)
     before = [p.clone() for p in model.parameters()]
     with pytest.raises(CapacityError, match='128 tokens fits .* GiB at no level .* has 100, at memory="offload"'):
-        step_of(model, memory="auto")(batch())
+        step_of(model, memory="auto")([batch(), batch()])
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
 def test_an_out_of_memory_error_names_the_level_that_fits(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = memory_of(model, torch.optim.AdamW(model.parameters()))
     step = step_of(model, memory="none")
 
     def fail(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
 
     step._gradients.path = SimpleNamespace(backward=fail)
-    give(monkeypatch, memory.bytes("full", 128) / USABLE)
+    give(monkeypatch, memory(model).bytes("full", 128) / USABLE)
     said = r'CUDA out of memory\. .* Crosspack: a row of 128 tokens ran at memory="none", and fits at memory="'
     with pytest.raises(torch.OutOfMemoryError, match=said + "full"):
-        step(batch())
-    give(monkeypatch, memory.bytes("offload", 100) / USABLE)
+        step([batch(), batch()])
+    give(monkeypatch, memory(model).bytes("offload", 100) / USABLE)
     with pytest.raises(torch.OutOfMemoryError, match='the longest that fits has 100 tokens, at memory="offload"'):
-        step(batch())
+        step([batch(), batch()])
 
 
-def test_the_host_must_hold_what_is_offloaded(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_fit, "host_bytes", lambda: 128 * memory_of(model).host)
-    check_host(model, 128)
-    with pytest.raises(PackingError, match=r'memory="offload" keeps .* GiB of a row of 129 tokens on the host'):
-        check_host(model, 129)
+def test_a_step_lets_layers_share_inputs_where_the_host_is_small_and_refuses_before_it_runs(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = 128 * memory_of(model).hidden
+    monkeypatch.setattr(memory_fit, "host_bytes", lambda: 3 * one)
+    step = step_of(model, memory="offload")
+    step(batch())
+    assert step._gradients.host.group == 2
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(PackingError, match=r'memory="offload" keeps .* GiB of a row of 512 tokens on the host'):
+        step(batch(512))
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
 def test_layers_that_are_not_compiled_take_full() -> None:
@@ -142,11 +163,11 @@ def test_layers_that_are_not_compiled_take_full() -> None:
 def test_a_trainer_takes_the_fastest_level_that_fits(
     graphs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    trainer = built(tmp_path, True)
+    trainer = built(tmp_path, True, gradient_accumulation_steps=2)
     enable_packing(trainer, capacity=40, verify=False, memory="auto")
     graphs.model = trainer.model
-    memory = memory_of(trainer.model, torch.optim.SGD(trainer.model.parameters()))
-    give(monkeypatch, memory.bytes("selective", 80) / USABLE)
+    expected = memory_of(trainer.model, torch.optim.SGD(trainer.model.parameters()), accumulates=True)
+    give(monkeypatch, expected.bytes("selective", 80) / USABLE)
     trainer.train()
     assert level_of(trainer.model) == "selective"
     assert any("memory of the step: the longest row" in note for note in explain(trainer).notes)

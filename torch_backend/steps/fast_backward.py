@@ -28,6 +28,7 @@ from torch_backend.hf.foreign_kernels import (
     without_kernels,
 )
 from torch_backend.hf.patch import context_of, state_of
+from torch_backend.steps.boundaries import Host
 from torch_backend.steps.cuda_graph import GRAPHS, CapturedBackward, compile_layers, form_of, layers_of
 from torch_backend.steps.eligibility import (
     Batch,
@@ -41,12 +42,8 @@ from torch_backend.steps.eligibility import (
 )
 from torch_backend.steps.fixed_shapes import FixedShapes
 from torch_backend.steps.graph_collectives import Exchange, exchange_of, place_of
-from torch_backend.steps.memory import (
-    Host,
-    level_layers,
-    level_of,
-    recomputing_inside,
-)
+from torch_backend.steps.memory import level_layers, level_of, recomputing_inside
+from torch_backend.steps.memory_fit import group_on_host, tokens_of
 from torch_backend.steps.progress import announced
 from torch_backend.steps.tiled_layers import tiled, tiled_modules
 
@@ -140,6 +137,7 @@ class Gradients:
         self.layers: dict[nn.Module, Any] = {}  # compiled ones, each with its compiled call
         self.foreign: dict[nn.Module, Any] = {}  # modules in them that run a library's kernels otherwise
         self.tiles: dict[int, list[nn.Module]] = {}  # MLPs that batches of so many tokens compute by tiles
+        self.groups: dict[int, int] = {}  # layers that share an input on the host, for batches of so many tokens
         self.recomputed: list[Any] = []  # of them, those that do not keep all that their backward reads
         self.host = Host()
         self.announced = False  # that layers are being compiled
@@ -154,6 +152,7 @@ class Gradients:
         """Returns the loss as the path's ``backward`` does."""
         try:
             path = self.path or self._prepare(inputs.batch)
+            self.host.group = self._group(inputs.batch)
             with self.exchange.around(last=last), tiled(self._tiled(inputs.batch)):
                 if self.pieces:
                     return self._of_pieces(path, inputs)
@@ -175,6 +174,15 @@ class Gradients:
         if tokens not in self.tiles:
             self.tiles[tokens] = tiled_modules(self.model, tokens)
         return self.tiles[tokens]
+
+    def _group(self, batch: Batch) -> int:
+        """Layers that share an input on the host; asked once for all batches of a size."""
+        if not self.compile or level_inside(self.model) != "offload":
+            return 1
+        tokens = tokens_of(batch)
+        if tokens not in self.groups:
+            self.groups[tokens] = group_on_host(self.model, tokens, self.host.held)
+        return self.groups[tokens]
 
     def _of_pieces(self, path: LossPath, inputs: StepInputs) -> Tensor:
         """Through compiled layers. What fails on one rank is raised there: trying again, it would exchange alone."""
@@ -243,6 +251,7 @@ class Gradients:
             for module in self.layers:
                 module._compiled_call_impl = None
             state.compiled = set()
+            self.host.begin()  # free what a backward left
 
     def _captured(self, path: LossPath, inputs: StepInputs) -> Tensor:
         weights = [(place_of(p), p.requires_grad) for p in self.model.parameters()]

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from operator import getitem
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts, noop_context_fn
 
 from packing_core.errors import PackingError, UnsupportedError
@@ -192,89 +191,3 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
 
 # By which torch's checkpoint is told the level, and by which it is read back.
 _CONTEXTS: dict[Level, Any] = {"selective": _selective, "full": noop_context_fn, "offload": _offload}
-
-
-class Host:
-    """The inputs of compiled layers in page-locked memory of the host, from their forward to their backward.
-
-    Copies run on a stream of their own, beside the layers. All that they read and write keeps its address from step to
-    step, so a CUDA graph records them with the rest. The input of a layer is freed when the next layer but one begins,
-    and comes back while the layer above it computes its gradients.
-    """
-
-    def __init__(self) -> None:
-        self.buffers: list[Tensor] = []
-        self.stream: torch.cuda.Stream | None = None
-        self.leaving: list[tuple[Tensor, torch.cuda.Event]] = []  # copies to the host that nobody waited for
-        self.back: dict[int, tuple[Tensor, torch.cuda.Event]] = {}
-        self.count = 0
-
-    def begin(self) -> None:
-        """Begin with the first layer of a forward."""
-        self.count = 0
-        self.leaving.clear()
-        self.back.clear()
-
-    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns ``call`` of a layer, whose first tensor is kept on the host for its backward."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            hidden = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-            if not (hidden.is_cuda and torch.is_grad_enabled()):
-                return call(*args, **kwargs)
-            with saved_tensors_hooks(partial(self._leave, hidden.data_ptr(), hidden.shape), self._return):
-                return call(*args, **kwargs)
-
-        return run
-
-    def _leave(self, address: int, shape: torch.Size, x: Tensor) -> Any:
-        if x.data_ptr() != address or x.numel() != shape.numel():
-            return x
-        number, self.count = self.count, self.count + 1
-        if number == len(self.buffers):
-            self.buffers.append(_page_locked(x))
-        while len(self.leaving) > 1:
-            self._settle()
-        self.leaving.append((x, self._copy(self.buffers[number], x)))
-        return number
-
-    def _return(self, kept: Any) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        while self.leaving:
-            self._settle()
-        here, copied = self.back.pop(kept) if kept in self.back else self._fetch(kept)
-        torch.cuda.current_stream().wait_event(copied)
-        if kept > 0:
-            self.back[kept - 1] = self._fetch(kept - 1)
-        return here
-
-    def _settle(self) -> None:
-        """Let the layers wait for the oldest copy to the host, before what it read is freed."""
-        _, copied = self.leaving.pop(0)
-        torch.cuda.current_stream().wait_event(copied)
-
-    def _fetch(self, number: int) -> tuple[Tensor, torch.cuda.Event]:
-        there = self.buffers[number]
-        here = torch.empty_like(there, device=torch.cuda.current_device())
-        return here, self._copy(here, there)
-
-    def _copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event:
-        self.stream = self.stream or torch.cuda.Stream()
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            target.copy_(source.view_as(target), non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record()
-        return copied
-
-
-def _page_locked(x: Tensor) -> Tensor:
-    try:
-        return torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    except RuntimeError as error:
-        size = x.numel() * x.element_size() / 2**30
-        raise UnsupportedError(
-            f'memory="offload" needs {size:.2f} GiB of page-locked memory for each layer, and the host has no more: '
-            'pass memory="full", or shorter rows'
-        ) from error

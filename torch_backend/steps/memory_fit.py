@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,22 @@ from packing_core.training.memory_model import GIB, LEVELS, USABLE, MemoryModel
 from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.attention import DecoderLayer
+from torch_backend.steps.boundaries import why_not_shared
 from torch_backend.steps.eligibility import why_not_compiled
 from torch_backend.steps.memory import Level, level_of, set_level
 from torch_backend.steps.progress import announce
 
 
-def memory_of(model: nn.Module, optimizer: Any = None, autocast: torch.dtype | None = None) -> MemoryModel:
+def memory_of(
+    model: nn.Module, optimizer: Any = None, autocast: torch.dtype | None = None, *, accumulates: bool = False
+) -> MemoryModel:
     """Returns the memory of a model's training step.
 
     Args:
         model: a transformers model, or a wrapper of one.
         optimizer: whose states are counted if there are any, else expected by its kind; AdamW if None.
         autocast: the dtype of activations, where it is not that of the weights.
+        accumulates: whether a step has several microbatches.
 
     Raises:
         UnsupportedModelError: no formula is known for its layers.
@@ -43,18 +48,32 @@ def memory_of(model: nn.Module, optimizer: Any = None, autocast: torch.dtype | N
     copies = sum(_numel(p) for p in parameters if p.dtype != dtype) * dtype.itemsize if autocast else 0
     states = _states(optimizer, trained)
     layers = max(1, int(getattr(root.config.get_text_config(), "num_hidden_layers", 1)))
-    return MemoryModel.from_config(
+    gradients = sum(map(_bytes, trained))
+    output = root.get_output_embeddings()
+    memory = MemoryModel.from_config(
         root.config.get_text_config(),
-        fixed=weights + copies + sum(map(_bytes, trained)) + states,
+        fixed=weights + copies + gradients + states,
+        gradients=gradients,
         itemsize=dtype.itemsize,
         adapted=_ranks(root) // layers,
+        head=output is not None and any(p.requires_grad for p in output.parameters()),
     )
+    # buckets of DDP are there from the beginning too
+    return replace(memory, accumulates=accumulates or isinstance(model, nn.parallel.DistributedDataParallel))
 
 
 def choose_level(
-    model: nn.Module, tokens: int, optimizer: Any = None, autocast: torch.dtype | None = None
+    model: nn.Module,
+    tokens: int,
+    optimizer: Any = None,
+    autocast: torch.dtype | None = None,
+    *,
+    accumulates: bool = False,
 ) -> tuple[Level, str]:
     """Returns the fastest level at which a microbatch of ``tokens`` fits the device, and a reason.
+
+    Args:
+        model, optimizer, autocast, accumulates: as of :func:`memory_of`.
 
     Raises:
         CapacityError: it fits at none.
@@ -66,7 +85,7 @@ def choose_level(
         return "none", f"the memory of {device.type} is not asked for"
     if (reason := why_not_compiled(model)) is not None:
         return "full", f"layers are not compiled ({reason}), so what they keep is not known beforehand"
-    memory, host = memory_of(model, optimizer, autocast), host_bytes()
+    memory, host = memory_of(model, optimizer, autocast, accumulates=accumulates), host_bytes()
     there -= _others(model, optimizer, device)
     found = memory.fastest(tokens, there, host)
     if found is None:
@@ -77,49 +96,68 @@ def choose_level(
             f'{longest[best]:,}, at memory="{best}". Pack or cut documents to that capacity'
         )
     level: Any = found
-    need = memory.bytes(found, tokens) / GIB
-    return level, f"{tokens:,} tokens need {need:.1f} of {there / GIB:.1f} GiB"
+    group = (memory.group(tokens, host) or 1) if found == "offload" else 1
+    need = memory.bytes(found, tokens, group=group) / GIB
+    shared = f", {group} layers share an input on the host" if group > 1 else ""
+    return level, f"{tokens:,} tokens need {need:.1f} of {there / GIB:.1f} GiB{shared}"
 
 
 class FittedLevel:
     """``memory="auto"`` of one step: the level of a model, chosen again where a longer microbatch comes.
 
     Attributes:
-        tokens: of the longest microbatch so far; reason: of the level.
+        tokens: of the longest microbatch so far; accumulates: whether a step had several; reason: of the level.
     """
 
     def __init__(self) -> None:
         self.tokens = 0
+        self.accumulates = False
         self.reason = ""
 
-    def fit(self, model: nn.Module, tokens: int, optimizer: Any, autocast: torch.dtype | None = None) -> bool:
+    def fit(
+        self,
+        model: nn.Module,
+        tokens: int,
+        optimizer: Any,
+        autocast: torch.dtype | None = None,
+        *,
+        accumulates: bool = False,
+    ) -> bool:
         """Set the level for a microbatch, and return whether it is another one than before."""
-        if tokens <= self.tokens:
+        if tokens <= self.tokens and accumulates <= self.accumulates:
             return False
         before = level_of(model)
-        level, self.reason = choose_level(model, tokens, optimizer, autocast)
-        self.tokens = tokens
+        longest, accumulates = max(tokens, self.tokens), accumulates or self.accumulates
+        level, self.reason = choose_level(model, longest, optimizer, autocast, accumulates=accumulates)
+        self.tokens, self.accumulates = longest, accumulates
         set_level(model, level)
         announce(f'memory="auto" takes "{level}": {self.reason}')
         return level != before
 
 
-def check_host(model: nn.Module, tokens: int) -> None:
-    """Check that the host has the page-locked memory that ``"offload"`` needs for a microbatch.
+def group_on_host(model: nn.Module, tokens: int, held: int = 0) -> int:
+    """Returns how many layers share one input on the host at ``"offload"``, for a microbatch of ``tokens``.
+
+    Args:
+        held: bytes of the host that are page-locked for such inputs already.
 
     Raises:
-        PackingError: it has not.
+        PackingError: the host cannot hold one input, or too few for layers that cannot share.
     """
     there = host_bytes()
     try:
-        need = tokens * memory_of(model).host
+        memory = memory_of(model)
     except UnsupportedModelError:
-        return
-    if there is not None and need > there:
-        raise PackingError(
-            f'memory="offload" keeps {need / GIB:.1f} GiB of a row of {tokens:,} tokens on the host, which has '
-            f'{there / GIB:.1f} GiB free: pass memory="full", or shorter rows'
-        )
+        return 1
+    group = memory.group(tokens, None if there is None else there + held)
+    if group == 1 or (group is not None and (why := why_not_shared(model)) is None):
+        return group
+    least = memory.host if group is not None else memory.hidden
+    alone = f", because {why}" if group is not None else ""
+    raise PackingError(
+        f'memory="offload" keeps {tokens * least / GIB:.1f} GiB of a row of {tokens:,} tokens on the host{alone}, and '
+        f'{((there or 0) + held) / GIB:.1f} GiB are free there: pass memory="full", or shorter rows'
+    )
 
 
 def describe(model: nn.Module, optimizer: Any = None, autocast: torch.dtype | None = None) -> str | None:
@@ -138,22 +176,22 @@ def describe(model: nn.Module, optimizer: Any = None, autocast: torch.dtype | No
 
 @contextmanager
 def naming_the_level(
-    model: nn.Module, tokens: Callable[[], int], optimizer: Any, autocast: Any = None
+    model: nn.Module, tokens: Callable[[], int], optimizer: Any, autocast: Any = None, *, accumulates: bool = False
 ) -> Iterator[None]:
     """Inside, an out-of-memory error also says at which level the microbatch would fit."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        error.args = (" ".join(filter(None, (str(error), _way_out(model, tokens(), optimizer, autocast)))),)
+        try:
+            memory = memory_of(model, optimizer, autocast, accumulates=accumulates)
+        except (PackingError, UnsupportedModelError):
+            raise error from None
+        error.args = (" ".join(filter(None, (str(error), _way_out(model, tokens(), memory)))),)
         raise
 
 
-def _way_out(model: nn.Module, tokens: int, optimizer: Any, autocast: Any) -> str | None:
+def _way_out(model: nn.Module, tokens: int, memory: MemoryModel) -> str | None:
     there, now = device_bytes(execution_device(causal_lm(model))), level_of(model)
-    try:
-        memory = memory_of(model, optimizer, autocast)
-    except (PackingError, UnsupportedModelError):
-        return None
     if there is None:
         return None
     slower = LEVELS[LEVELS.index(now) + 1 :]

@@ -38,8 +38,8 @@ from torch_backend.steps.fast_backward import (
     run_layers,
 )
 from torch_backend.steps.fixed_shapes import FixedShapes
-from torch_backend.steps.memory import Memory, check_level, level_of, set_level
-from torch_backend.steps.memory_fit import FittedLevel, check_host, describe, naming_the_level, tokens_of
+from torch_backend.steps.memory import Memory, check_level, set_level
+from torch_backend.steps.memory_fit import FittedLevel, describe, naming_the_level, tokens_of
 
 _DATA_PARALLEL = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
 
@@ -124,7 +124,7 @@ class TrainStep:
         self._labels_documents = labels_documents(model)
         self._first_token = 0 if trains_first_token(model) or self._labels_documents else 1
         self._takes_count = _takes_count(causal_lm(model))
-        self._autocast, self._fitted, self._largest = autocast, fitted, 0
+        self._autocast, self._fitted = autocast, fitted
         self._new_gradients = partial(Gradients, model, self._choose, compile=compile, capture=capture, fixed=fixed)
         self._gradients = self._new_gradients()
 
@@ -147,7 +147,7 @@ class TrainStep:
         if not microbatches or any(each.get("labels") is None for each in microbatches):
             raise LayoutError("a step takes a batch with labels, or a list of at least one")
         check_trainable(self.model)  # it may have been frozen since
-        self._check_memory(max(map(tokens_of, microbatches)))
+        self._fit_memory(max(map(tokens_of, microbatches)), accumulates=len(microbatches) > 1)
         tokens = self._reduced(torch.stack([self._count(each) for each in microbatches]).sum())
         weighted = any(LOSS_WEIGHTS in each for each in microbatches)
         weight = self._reduced(torch.stack([self._weight(each) for each in microbatches]).sum()) if weighted else tokens
@@ -156,7 +156,8 @@ class TrainStep:
         for number, each in enumerate(microbatches):
             given = self._on_device(each)
             last = number == len(microbatches) - 1
-            with accumulating(self.wrappers, last=last), self._naming_the_level(each):
+            naming = self._naming_the_level(each, accumulates=len(microbatches) > 1)
+            with accumulating(self.wrappers, last=last), naming:
                 loss += self._gradients(StepInputs(given, weight), last=last)
         norm = self._clip()
         rate = self.optimizer.param_groups[0]["lr"]
@@ -189,18 +190,16 @@ class TrainStep:
         loss, weight, tokens = self._reduced(sums)
         return {"loss": loss / torch.where(weight > 0, weight, 1), "tokens": tokens.long()}
 
-    def _check_memory(self, tokens: int) -> None:
-        """Choose the level for microbatches of so many tokens, if they are the longest so far, or check it."""
-        if tokens <= self._largest:
-            return
-        if self._fitted is not None and self._fitted.fit(self.model, tokens, self.optimizer, self._autocast):
+    def _fit_memory(self, tokens: int, *, accumulates: bool) -> None:
+        """Choose the level for microbatches of so many tokens, if they are the longest so far."""
+        if self._fitted is not None and self._fitted.fit(
+            self.model, tokens, self.optimizer, self._autocast, accumulates=accumulates
+        ):
             self._gradients = self._new_gradients()
-        if level_of(self.model) == "offload" and self.device.type == "cuda":
-            check_host(self.model, tokens)
-        self._largest = tokens
 
-    def _naming_the_level(self, batch: Batch) -> AbstractContextManager[None]:
-        return naming_the_level(self.model, partial(tokens_of, batch), self.optimizer, self._autocast)
+    def _naming_the_level(self, batch: Batch, *, accumulates: bool) -> AbstractContextManager[None]:
+        tokens = partial(tokens_of, batch)
+        return naming_the_level(self.model, tokens, self.optimizer, self._autocast, accumulates=accumulates)
 
     def _count(self, batch: Batch) -> Tensor:
         """Counts the targets of a batch."""

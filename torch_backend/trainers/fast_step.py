@@ -121,10 +121,11 @@ class PackedStep:
             self.trainer.optimizer.train()
         size = self.trainer._train_batch_size  # auto_find_batch_size reduces it
         fresh = self.gradients is None or self.gradients.model is not model or size != self.size
+        rule = {"accumulates": self.trainer.args.gradient_accumulation_steps > 1}
         if self.fitted is not None:
             if fresh:
                 self.fitted.tokens = 0
-            fresh |= self.fitted.fit(self.model, tokens_of(inputs), self.trainer.optimizer, self.autocast)
+            fresh |= self.fitted.fit(self.model, tokens_of(inputs), self.trainer.optimizer, self.autocast, **rule)
         if fresh:
             self.size, self.gradients = size, self._gradients(model)
         if self.metrics is not None:
@@ -133,7 +134,8 @@ class PackedStep:
             inputs = self.over_ranks.cut(inputs, model)
         last = self.trainer.accelerator.sync_gradients
         assert self.gradients is not None
-        with naming_the_level(self.model, partial(tokens_of, inputs), self.trainer.optimizer, self.autocast):
+        tokens = partial(tokens_of, inputs)
+        with naming_the_level(self.model, tokens, self.trainer.optimizer, self.autocast, **rule):
             return self.losses(self.gradients(StepInputs(inputs, num_items_in_batch), last=last))
 
     def compute_loss(
