@@ -270,11 +270,42 @@ def test_no_dense_mask_is_made_above_the_decoder(monkeypatch: pytest.MonkeyPatch
         lambda *args, **kwargs: made.append(kwargs.get("q_length")) or own(*args, **kwargs),
     )
     row = batch["input_ids"].shape[1]
-    model(**batch)  # with labels, as older versions of the family cut the mask for their loss
-    assert row in made
-    made.clear()
-    model(**{**batch, "labels": None})
+    model(**batch)
     assert row not in made
+    model(input_ids=batch["input_ids"], **joined_images("gemma3", rows), token_type_ids=batch["token_type_ids"])
+    assert row in made  # of a batch that is not packed
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_where_nothing_but_the_tower_is_trained_a_batch_without_images_has_gradients_of_zero(case: str) -> None:
+    """A blank image runs through the tower; it reaches the same parameters as the images of documents do."""
+    model, rows = vision_model(case), image_documents(case)
+    torch_backend.patch(model, verify=False)
+    text = [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
+    for module in text:
+        module.requires_grad_(False)
+    batch = {**rows_of(rows), **joined_images(case, rows), **joined_kinds(case, rows)}
+    if FAMILY.get(case, case) in M_ROPE:
+        batch["position_ids"] = on_axes(batch, [rope_index(model, doc) for row in rows for doc in row])
+
+    def gradients(batch: dict[str, Any]) -> dict[str, Tensor]:
+        model.zero_grad()
+        model(**batch).loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    shown = gradients(batch)
+    docs = documents((5, 9, 7))
+    batch = collate(docs, capacity=32)
+    if "paligemma" in case:
+        batch["token_type_ids"] = torch.ones_like(batch["input_ids"])
+    with torch.no_grad():
+        loss = model(**batch).loss
+    blank = gradients(batch)
+    assert blank.keys() == shown.keys() and blank
+    assert not any(gradient.any() for gradient in blank.values())
+    assert torch.equal(model(**batch).loss.detach(), loss)
+    text[0].requires_grad_(True)  # and no blank image runs
+    assert not gradients(batch).keys() & shown.keys()
 
 
 @pytest.mark.parametrize("case", ["gemma3", "gemma4", "paligemma", "paligemma2"])

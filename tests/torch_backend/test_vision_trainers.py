@@ -16,7 +16,8 @@ from tests.torch_backend.models import PLAIN_SGD
 from tests.torch_backend.processors import picture, tiny_processor
 from tests.torch_backend.test_vision_collator import CHATS, TOLERANCE, chat, processed, update
 from tests.torch_backend.vision_models import vision_model
-from torch_backend import PackedCollator, PackedVisionDataset, enable_packing
+from torch_backend import PackedCollator, PackedVisionDataset, audit, enable_packing
+from torch_backend.collate.vision import VisionReader
 from torch_backend.hf.anatomy.families import EXACT_KEYS
 
 RATE = 10.0  # so that the step is larger than what float32 rounds of a weight
@@ -103,6 +104,31 @@ def test_a_trainer_with_our_collator_or_our_rows_trains_alike(tmp_path: Any) -> 
         enable_packing(trainer, **({} if own_rows else {"capacity": 48}), verify=False)
         trainer.train()
         assert_trained(model, before, want)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "idefics3"])
+def test_the_audit_of_a_trainer_with_images_is_exact(family: str, tmp_path: Any) -> None:
+    model, processor = vision_model(family), tiny_processor(family)
+    model.config.pad_token_id = 0
+    trainer = trainer_of(family, "trainer", model, processor, CHATS, tmp_path)
+    enable_packing(trainer, capacity=48, verify=False)
+    report = audit(trainer)
+    assert report.verdict == "exact" and report.documents == len(CHATS) and report.rows > 1
+    assert report.gradients < TOLERANCE
+
+
+def test_the_audit_notices_images_of_other_documents(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, processor = vision_model("qwen2_5_vl"), tiny_processor("qwen2_5_vl")
+    trainer = trainer_of("qwen2_5_vl", "trainer", model, processor, CHATS, tmp_path)
+    enable_packing(trainer, capacity=48, verify=False)
+    emit = VisionReader.emit
+
+    def turned(reader: Any, batch: dict[str, Any], rows: Any) -> dict[str, Any]:
+        found = emit(reader, batch, rows)
+        return found | {"pixel_values": found["pixel_values"].flip(0)}  # each document gets another one's images
+
+    monkeypatch.setattr(VisionReader, "emit", turned)
+    assert audit(trainer).verdict == "contaminated"
 
 
 def test_evaluation_is_that_of_each_document_alone(tmp_path: Any) -> None:

@@ -24,9 +24,12 @@ from packing_core.batches.columns import documents_of
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError, UnsupportedError
 from torch_backend.auditing.compare import MOVED, cosine, gradients_error
+from torch_backend.auditing.images import alone_with, images_of, is_placeholder, rows_with_images
 from torch_backend.auditing.ranks import averaged, mean_over, refuse_several_devices
 from torch_backend.auditing.scored import ScoredStep, scored_batches, without_workers
 from torch_backend.collate import Batch
+from torch_backend.collate.image_tensors import Images
+from torch_backend.collate.vision import VisionRows
 from torch_backend.hf.anatomy.heads import labels_documents, trains_first_token
 from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.inputs.boundaries import is_packed
@@ -170,7 +173,8 @@ class _Step:
         self.places = _find([p for f in features for p in _pieces(f)], batch["input_ids"].cpu().numpy())
         if len(self.places) < 2:
             raise PackingError("the trainer's first batch holds one document: raise its batch size to audit packing")
-        self.alone = [self._alone(place) for place in self.places]
+        self.images = images_of(features, len(self.places))
+        self.alone = [self._alone(*each) for each in zip(self.places, self.images, strict=True)]
         self.targets = [_targets(inputs) for inputs in self.alone]
         if sum(self.targets) == 0:
             raise PackingError("nothing is trained in the trainer's first batch: all labels are -100")
@@ -213,7 +217,7 @@ class _Step:
                 weight = 1.0 if divides else targets / total
                 part, found = self._run(inputs, total, weight)
                 loss += part
-                gradients = {name: gradients[name] + g if name in gradients else g for name, g in found.items()}
+                gradients |= {name: gradients[name] + g if name in gradients else g for name, g in found.items()}
         return loss, gradients
 
     def _divides(self) -> bool:
@@ -246,8 +250,8 @@ class _Step:
             loss: Tensor = trainer.compute_loss(trainer.model, dict(inputs), num_items_in_batch=counted)
         return loss
 
-    def _alone(self, place: tuple[int, slice]) -> Batch:
-        """The document as a batch of its own: every tensor per token, none of the marks."""
+    def _alone(self, place: tuple[int, slice], images: Images) -> Batch:
+        """The document as a batch of its own: every tensor per token, its images, none of the marks."""
         row, tokens = place
         shape = self.batch["input_ids"].shape
         inputs: Batch = {
@@ -258,7 +262,7 @@ class _Step:
         if "shift_labels" in inputs:
             inputs["shift_labels"][:, -1] = IGNORE_INDEX
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-        return inputs
+        return inputs | alone_with(self.trainer.model, inputs["input_ids"], images)
 
     def _changed(self) -> tuple[int, slice]:
         """A document that others follow in its row: what leaks, leaks forward."""
@@ -278,11 +282,13 @@ class _Step:
         return batch
 
     def _replaced(self, place: tuple[int, slice]) -> Tensor:
-        """The rows with every token of a document exchanged for another one of the batch."""
+        """The rows with every token of a document exchanged for another one of the batch, but those of its images."""
         ids: Tensor = self.batch["input_ids"].clone()
-        known = torch.unique(ids)
-        where = torch.searchsorted(known, ids[place[0], place[1]])
-        ids[place[0], place[1]] = known[(where + max(len(known) // 2, 1)) % len(known)]
+        kept = is_placeholder(self.trainer.model, ids) if any(self.images) else torch.zeros_like(ids, dtype=torch.bool)
+        known, own = torch.unique(ids[~kept]), ids[place[0], place[1]]
+        where = torch.searchsorted(known, own)
+        other = known[(where + max(len(known) // 2, 1)) % len(known)]
+        ids[place[0], place[1]] = torch.where(kept[place[0], place[1]], own, other)
         return ids
 
 
@@ -313,8 +319,9 @@ def _batches(trainer: Any, count: int) -> Iterator[tuple[Batch, list[Any]]]:
     collator, seen = trainer.data_collator, []
 
     def recorded(features: Any) -> Any:
-        seen.append(list(features))
-        return collator(features)
+        rows = rows_with_images(collator, features)
+        seen.append(list(features) if rows is None else [rows])
+        return collator(features if rows is None else rows)
 
     trainer.data_collator = recorded
     try:
@@ -378,6 +385,8 @@ def _as_before(trainer: Any) -> Iterator[None]:
 
 def _pieces(feature: Any) -> list[NDArray[np.int64]]:
     """Splits a feature into documents at its own boundaries; without any, it is one document."""
+    if isinstance(feature, VisionRows):
+        feature = feature.batch
     if isinstance(feature, PackedBatch):
         flat, starts = feature.input_ids.reshape(-1), feature.flat_starts
         return [np.asarray(flat[a : a + n], np.int64) for a, n in zip(starts, feature.lengths, strict=True)]

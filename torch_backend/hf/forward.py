@@ -102,6 +102,7 @@ class PackedForward(BlockMask):
         experts: what each module of experts chose, by ``id``; shared by the copies.
         shared_row: the documents of the row whose common beginnings the layers compute once; None without.
         layers_of_spans: the kind of layers in which spans of the segments see both ways; None for all.
+        wants_blank_image: whether the vision tower has yet to run, on a blank image (:mod:`.blank_images`).
         share: of the step's targets that are in this batch, None where it was not asked for.
     """
 
@@ -131,7 +132,7 @@ class PackedForward(BlockMask):
         self.sizes = sizes
         self.choices: dict[int, Choice] = {}
         self.reached: set[str] = set()
-        self.handed_over = self.prepared = False
+        self.handed_over = self.prepared = self.wants_blank_image = False
         self._shape = (shape[0], 1, shape[1], shape[1])
         self._copies: dict[torch.device, PackedForward] = {segments.device: self}
 

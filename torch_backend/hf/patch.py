@@ -21,12 +21,14 @@ from torch_backend.context_parallel.group import AUTO, ContextGroup, context_gro
 from torch_backend.context_parallel.share import RankShare
 from torch_backend.hf import router
 from torch_backend.hf.anatomy.encoders import check_lengths
+from torch_backend.hf.anatomy.families import EXACT_KEYS, both_ways_of
 from torch_backend.hf.anatomy.heads import targets_among
 from torch_backend.hf.anatomy.model import Anatomy, anatomy_of
 from torch_backend.hf.anatomy.placement import execution_device
 from torch_backend.hf.anatomy.seen import CHANGED, Seen
 from torch_backend.hf.anatomy.structure import causal_lm, has_compiled_layers, refuse_sharding_inside
 from torch_backend.hf.attention import register, softcap_of
+from torch_backend.hf.blank_images import tie_blank_image, wants_blank_image
 from torch_backend.hf.edits.experts import experts_overrides, restore_experts
 from torch_backend.hf.edits.head_rows import HeadRows
 from torch_backend.hf.edits.kinds import AttentionName, ContinuousBatching, Edit, Hook, LayerOverride, Rotation
@@ -221,6 +223,11 @@ class Patched:
         # also for a forward that replaces the entry's, as Liger's do, and calls a decoder that has one
         yield Hook(partial(self.root.register_forward_pre_hook, unseal, with_kwargs=True))
         yield from self.rows.edits(self.current)
+        if "pixel_values" in EXACT_KEYS.get(self.root.config.model_type, ()):
+            yield Hook(partial(self.root.get_input_embeddings().register_forward_hook, self._tie_blank_image))
+        if both_ways_of(self.root.config) is not None:
+            between = self.root.base_model  # it would make masks [S, S] of every batch, for layers that read none
+            yield Hook(partial(between.register_forward_pre_hook, self._hand_over, with_kwargs=True))
         for name, layer in self.anatomy.layers.items():
             if layer is not self.decoder:
                 yield Hook(partial(layer.register_forward_pre_hook, partial(self._reach, name)))
@@ -298,8 +305,7 @@ class Patched:
         if forward is None:
             return run_inside(self, None, call, *args, **kwargs)
         kwargs = self.rows.begin(forward, kwargs)
-        if forward.segments.spans is not None and kwargs.get("labels") is None:
-            kwargs["attention_mask"] = forward  # what is above the decoder would make masks [S, S] of every batch
+        forward.wants_blank_image = wants_blank_image(self.root, self.decoder, kwargs)
         output = run_inside(self, forward, call, *args, **kwargs)
         if not forward.handed_over:
             raise UnsupportedModelError(
@@ -412,6 +418,18 @@ class Patched:
         # a graph that read the segments through this hook would be guarded on their numbers as on those of a module
         if not torch.compiler.is_compiling() and (forward := self.current()) is not None:
             forward.reached.add(name)
+
+    def _tie_blank_image(self, embedding: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        forward = self.current()
+        if forward is None or not forward.wants_blank_image:
+            return None
+        return tie_blank_image(self.root, forward, output)
+
+    def _hand_over(
+        self, between: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        forward = self.current()
+        return args, kwargs if forward is None else {**kwargs, "attention_mask": forward}
 
     def current(self) -> PackedForward | None:
         """The packed forward that runs on this thread, None outside of one."""

@@ -14,6 +14,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from packing_core.errors import UnsupportedModelError
 from torch_backend.hf.anatomy.experts import find_experts, makes_weights
 from torch_backend.hf.anatomy.structure import causal_lm
+from torch_backend.hf.blank_images import wants_blank_image
 from torch_backend.hf.edits.experts import why_experts_read
 from torch_backend.hf.foreign_kernels import unknown_part
 from torch_backend.hf.forward import RowChoice
@@ -57,6 +58,10 @@ def why_not_captured(model: nn.Module, batch: Batch) -> str | None:
         return "its head reads documents, of which each batch has another number"
     if has_parents(batch):
         return "attention of shared prefixes has other lists for every batch"
+    if holds_images(batch):
+        return "its batches hold images, whose number and sizes differ"
+    if state is not None and wants_blank_image(state.root, state.decoder, batch):
+        return "ranks whose rows have no image run the vision tower on a blank one, which reads sizes back"
     return _why_not_fixed(model, batch) or why_experts_read(model)
 
 
@@ -104,8 +109,6 @@ def _why_not_fixed(model: nn.Module, batch: Batch | None) -> str | None:
     marked = batch is not None and batch.get("attention_mask") is not None
     if getattr(root.config.get_text_config(), "output_router_logits", False) and not marked:
         return "its router's auxiliary loss would count the padding that fixed shapes need"
-    if batch is not None and holds_images(batch):
-        return "its batches hold images, whose number and sizes differ"
     if batch is not None and not FixedShapes.takes(batch):
         return "batches do not carry the lengths of their documents (packed_lengths)"
     return None

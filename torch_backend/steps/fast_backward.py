@@ -95,9 +95,10 @@ class Gradients:
 
     Graphs are recorded for one form of batches at a time: that of the first batch, and later any that comes twice in a
     row. Compiled layers also run batches of as many tokens that differ in their segments, so that no step takes more
-    memory than a compiled one. Batches of another size run as usual. Layers of documents that are cut over ranks are
-    compiled for any number of tokens; attention, convolutions and scans, which exchange other pieces in every batch,
-    run between their graphs. Outside of a call the layers are as they were, so evaluation and generation run as usual.
+    memory than a compiled one. Batches of another size run as usual. Batches with images run no graph: their vision
+    tower runs as usual, in front of compiled layers. Layers of documents that are cut over ranks are compiled for any
+    number of tokens; attention, convolutions and scans, which exchange other pieces in every batch, run between their
+    graphs. Outside of a call the layers are as they were, so evaluation and generation run as usual too.
 
     Args:
         model: what is called, with all its wrappers.
@@ -134,6 +135,7 @@ class Gradients:
         self.pieces = False  # whether compiled layers run the pieces of documents that are cut over ranks
         self.forests = False  # whether layers are compiled for batches whose forests differ in shape
         self.path: LossPath | None = None
+        self.images = False  # whether a batch with images has run, so that attention was asked about its spans
         self.layers: dict[nn.Module, Any] = {}  # compiled ones, each with its compiled call
         self.foreign: dict[nn.Module, Any] = {}  # modules in them that run a library's kernels otherwise
         self.tiles: dict[int, list[nn.Module]] = {}  # MLPs that batches of so many tokens compute by tiles
@@ -158,7 +160,7 @@ class Gradients:
                     return self._of_pieces(path, inputs)
                 if self.forests and self.compile:
                     return self._through_layers(path, inputs, path.backward)
-                if self.fixed is None or holds_images(inputs.batch) or has_parents(inputs.batch):
+                if self.fixed is None or has_parents(inputs.batch):
                     return path.backward(inputs)
                 return self._by_form(path, replace(inputs, batch=self.fixed(inputs.batch)))
         except torch.OutOfMemoryError:
@@ -190,19 +192,21 @@ class Gradients:
             return path.backward(inputs)
 
     def _by_form(self, path: LossPath, inputs: StepInputs) -> Tensor:
-        form = form_of(inputs.flat())
+        form, images = form_of(inputs.flat()), holds_images(inputs.batch)
         together = self.exchange.same((form, bool(self.capture)))
-        if together and (self.form is None or form == self.last):
+        if together and (self.form is None or (form == self.last and not images)):
             self.form = form
         self.last = form if together else None
-        if self.form is None or form["input_ids"] != self.form["input_ids"]:
+        asked, self.images = self.images or not images, self.images or images
+        if self.form is None or form["input_ids"] != self.form["input_ids"] or not asked:
             return path.backward(inputs)
-        graph = together and self.capture and form == self.form
+        graph = together and self.capture and form == self.form and not images
         return self._through_layers(path, inputs, partial(self._captured, path) if graph else path.backward)
 
     def _through_layers(self, path: LossPath, inputs: StepInputs, run: Callable[[StepInputs], Tensor]) -> Tensor:
         """``run`` with compiled layers, or with plain ones if these turn out not to compile."""
-        limit = torch._dynamo.config.patch(recompile_limit=GRAPHS) if self.forests else nullcontext()
+        several = self.forests or self.images  # with spans that see both ways and without
+        limit = torch._dynamo.config.patch(recompile_limit=GRAPHS) if several else nullcontext()
         started = any(parameter.grad is not None for parameter in self.model.parameters())
         first, self.announced = bool(self.compile) and not self.announced, True
         try:
@@ -298,7 +302,7 @@ class Gradients:
         graph = self.no_graph or why_not_captured(self.model, batch)
         graph = _refused("capture", self.capture, graph or why_not_recomputed(self.model, compiled=layers is None))
         self.pieces = layers is None and context_of(self.model) is not None
-        self.forests = has_parents(batch)
+        self.forests, self.images = has_parents(batch), holds_images(batch)
         if (layers is None or graph is None) and not self.pieces and not self.forests:
             self.fixed = self.shapes
         with torch.random.fork_rng(_cuda_devices()), torch.no_grad():
@@ -332,7 +336,8 @@ def run_layers(model: nn.Module, batch: Batch) -> None:
     """
     names = ("labels", "shift_labels")
     sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
-    run = model if sharded or (state := state_of(causal_lm(model))) is None else state.decoder  # which makes no logits
+    whole = sharded or holds_images(batch) or (state := state_of(causal_lm(model))) is None
+    run = model if whole else state.decoder  # which makes no logits
     run(**{name: x for name, x in batch.items() if name not in names})
 
 

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from packing_core.batches.stored import IGNORE_INDEX
 from torch_backend.segments import padding_lengths
 
+OF_IMAGES = ("pixel", "image", "video", "spatial")  # how the names of tensors begin that are not one for each token
 TOKENS_PER_SEGMENT = 64  # room for segments: rows whose documents are this long on average fit without a change of form
 
 
@@ -92,8 +93,11 @@ class FixedShapes:
     def _padded(self, name: str, x: Any, shape: tuple[int, int], longest: int) -> Any:
         """A value per token with padding after its last token; anything else as it is."""
         (rows, length), more = shape, self.rows * self.row_length - shape[0] * shape[1]
-        if not more or not isinstance(x, Tensor) or x.shape[-2:] != (rows, length):
+        if not more or not isinstance(x, Tensor) or x.shape[-2:] != (rows, length) or name.startswith(OF_IMAGES):
             return x
+        if name == "token_type_ids":  # as the last token, which is of no prefix that would see both ways
+            flat = torch.cat((x.flatten(-2), x.flatten(-2)[..., -1:].expand(*x.shape[:-2], more)), -1)
+            return flat.view(*x.shape[:-2], self.rows, self.row_length)
         if name == "position_ids" or name == "seq_idx":
             behind = rows * (self.row_length - length)  # in the only row; more rows are whole ones
             count = torch.arange(more, dtype=x.dtype, device=x.device) - behind  # below 0: behind the row's last token

@@ -129,6 +129,8 @@ M_ROPE = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
     *("glm4v", "glm4v_moe", "glm46v", "glm_ocr"),
 )
+# Families whose processors give a row of images to each row of tokens, pixel_values [B, images, ...].
+ROWS_OF_IMAGES = ("idefics2", "idefics3", "smolvlm")
 _GRIDS = frozenset(("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "mm_token_type_ids"))
 _PIXELS = frozenset(("pixel_values",))
 _SIZES = _PIXELS | {"image_sizes"}

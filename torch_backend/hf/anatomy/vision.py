@@ -13,13 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from packing_core.errors import LayoutError, PackingError, UnsupportedModelError
-from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE, BothWays, both_ways_of
+from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE, ROWS_OF_IMAGES, BothWays, both_ways_of
 from torch_backend.hf.anatomy.structure import causal_lm
 
 PIXELS = ("pixel_values", "pixel_values_videos")
 GRIDS = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
-# Families whose processors give a row of images to each row of tokens, pixel_values [B, images, ...].
-ROWS_OF_IMAGES = ("idefics2", "idefics3", "smolvlm")
 _PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
 # Sizes that a processor and a vision tower must agree on: attribute of the image processor, fields of the tower.
 _SIZES = {

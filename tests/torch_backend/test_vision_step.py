@@ -1,0 +1,78 @@
+"""The fast step with images: compiled decoder layers behind the vision tower, the loss without logits, and no graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from tests.torch_backend.models import error
+from tests.torch_backend.test_captured import interpreted as interpreted
+from tests.torch_backend.vision_models import image_documents, kinds_of, vision_model
+from torch_backend import PackedCollator, make_train_step, patch
+from torch_backend.collate.vision import VisionReader
+from torch_backend.steps import cuda_graph, fast_backward
+from torch_backend.steps.eligibility import why_not_captured, why_not_compiled
+from torch_backend.steps.fixed_shapes import FixedShapes
+
+
+def batches_of(case: str, capacity: int = 32, implementation: str = "triton") -> tuple[Any, list[dict[str, Any]]]:
+    """A patched model, and batches of one row: text, one image, two images, text."""
+    model = patch(vision_model(case), implementation=implementation, verify=False)
+    collate = PackedCollator(model, capacity)
+    collate.vision, collate.pad_id = VisionReader(vision_model(case)), 0
+    documents = [document for row in image_documents(case) for document in row]
+    kinds = [{name: x[0] for name, x in kinds_of(case, d).items() if name == "token_type_ids"} for d in documents]
+    examples = [{"input_ids": d.ids.tolist(), **d.images, **each} for d, each in zip(documents, kinds, strict=True)]
+    rows = ([examples[1], examples[3]], [examples[0], examples[1]], [examples[2], examples[1]], [examples[3]])
+    return model, [collate(row) for row in rows]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(("case", "first"), [("gemma3", "text"), ("qwen3_vl", "image")])
+def test_decoder_layers_are_compiled_behind_the_tower(case: str, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graph, "DEVICE", "cpu")
+    counter, stock = CompileCounterWithBackend("aot_eager"), fast_backward.compile_layers
+    monkeypatch.setattr(
+        fast_backward, "compile_layers", lambda model, **options: stock(model, backend=counter, **options)
+    )
+    trained, losses = [], []
+    for choice in ("auto", False):
+        model, batches = batches_of(case, implementation="triton" if choice == "auto" else "sdpa")
+        if first == "image":
+            batches = [*batches[1:], batches[0]]
+        step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), compile=choice, capture=False)
+        seen = []
+        for batch in (*batches, *batches[:2]):
+            losses.append(float(step(batch)["loss"]))
+            seen.append(counter.frame_count)
+        trained.append({name: x.detach() for name, x in model.named_parameters()})
+        if choice == "auto":
+            assert step.parts["layers"] == "compiled" and step.parts["loss"] == "without logits"
+            assert 0 < seen[-1] == seen[3], seen  # no batch of the second round compiles anything anew
+    assert losses[:6] == pytest.approx(losses[6:], rel=1e-4)
+    for name, value in trained[0].items():
+        assert error(value, trained[1][name]) <= 1e-4, name
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_the_step_says_why_it_records_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graph, "DEVICE", "cpu")
+    model, (text, image, *_) = batches_of("qwen2_5_vl")
+    assert why_not_compiled(model, image) is None is why_not_captured(model, text)
+    assert why_not_captured(model, image) == "its batches hold images, whose number and sizes differ"
+    for module in (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()):
+        module.requires_grad_(False)
+    assert (why_not_captured(model, text) or "").startswith("ranks whose rows have no image run the vision tower on a")
+
+
+def test_fixed_shapes_pad_what_is_one_for_each_token_and_leave_images_as_they_are() -> None:
+    _, (_, batch, *_) = batches_of("paligemma", capacity=48)
+    batch["token_type_ids"][..., -1] = 1
+    fixed = FixedShapes(tokens=64)(batch)
+    assert fixed["input_ids"].shape == fixed["token_type_ids"].shape == (1, 64)
+    assert bool((fixed["token_type_ids"][:, 47:] == 1).all())  # no prefix in padding
+    assert torch.equal(fixed["pixel_values"], batch["pixel_values"])

@@ -1,0 +1,127 @@
+"""Runs the vision tower on a blank image in calls whose batch has no image, where something waits for the tower.
+
+    a batch without images -> the embedding of its tokens -> a forward hook runs the tower on one blank image and ties
+    its features to the embeddings, which keep their values -> every parameter of the tower has a gradient, 0
+
+DDP waits for the gradient of every parameter on every rank, FSDP for every rank in each collective of the tower. The
+hook is at the embedding, because models embed their tokens first: ranks with and without images then gather sharded
+weights in one order. In a process of its own the tower runs only where nothing else is trained, since the loss would
+have no gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from torch_backend.hf.anatomy.families import EXACT_KEYS, M_ROPE, ROWS_OF_IMAGES
+from torch_backend.hf.forward import PackedForward
+
+_PIXELS = ("pixel_values", "pixel_values_videos")
+_FEATURES = ("pooler_output", "deepstack_features")  # of what a tower returns, those that models put among the tokens
+
+
+def wants_blank_image(root: Any, decoder: nn.Module, kwargs: Mapping[str, Any]) -> bool:
+    """Returns whether a packed call has to run the vision tower although its batch has no image."""
+    if "pixel_values" not in EXACT_KEYS.get(root.config.model_type, ()):
+        return False
+    if any(kwargs.get(name) is not None for name in _PIXELS):
+        return False
+    tower = list(_tower(root, decoder))
+    trained = torch.is_grad_enabled() and any(p.requires_grad for m in tower for p in m.parameters(recurse=False))
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return trained or any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in tower)
+    text = (decoder, root.get_input_embeddings(), root.get_output_embeddings())
+    return trained and not any(p.requires_grad for module in text if module is not None for p in module.parameters())
+
+
+def tie_blank_image(root: Any, forward: PackedForward, embeddings: Tensor) -> Tensor:
+    """Runs the tower of a model on a blank image, and returns the embeddings, on which its gradients now wait."""
+    forward.wants_blank_image = False  # some models embed tokens more than once
+    model = root if hasattr(root, "get_image_features") else root.base_model
+    found = model.get_image_features(**blank_image(root))
+    used = {name: found[name] for name in _FEATURES if name in found} if isinstance(found, Mapping) else found
+    features = [x for x in _tensors(used) if x.requires_grad]
+    tied: Tensor = _Tied.apply(embeddings, *features) if features else embeddings
+    return tied
+
+
+class _Tied(torch.autograd.Function):
+    """Its first argument, unchanged; the gradients of the others are 0, whatever their values are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:
+        ctx.shapes = [(other.shape, other.dtype, other.device) for other in others]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return grad, *(torch.zeros(s, dtype=dtype, device=device) for s, dtype, device in ctx.shapes)
+
+
+def blank_image(root: Any) -> dict[str, Tensor]:
+    """The tensors of the smallest image that a family's tower takes, of ones, on the device of the tower."""
+    config, vision = root.config, root.config.vision_config
+    family = config.model_type
+    weight = next(p for name, p in root.named_parameters() if "vi" in name)
+    patch = getattr(vision, "patch_size", None)
+
+    def ones(*shape: int) -> Tensor:
+        return torch.ones(shape, device=weight.device)
+
+    def sizes(*numbers: int) -> Tensor:
+        return torch.tensor([numbers], device=weight.device)
+
+    channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", 3)
+    if family in M_ROPE:
+        merge = vision.spatial_merge_size
+        width = channels * vision.temporal_patch_size * patch**2
+        return {"pixel_values": ones(merge**2, width), "image_grid_thw": sizes(1, merge, merge)}
+    if family == "gemma4":
+        side = torch.arange(vision.pooling_kernel_size, device=weight.device)
+        places = torch.cartesian_prod(side, side)[None]
+        return {"pixel_values": ones(1, len(side) ** 2, channels * patch**2), "image_position_ids": places}
+    if family == "lfm2_vl":
+        side = math.isqrt(vision.num_patches)
+        pixels = ones(1, side**2, channels * patch**2)
+        return {
+            "pixel_values": pixels,
+            "spatial_shapes": sizes(side, side),
+            "pixel_attention_mask": torch.ones(1, side**2, dtype=torch.long, device=weight.device),
+        }
+    if vision.model_type == "pixtral":
+        side = patch * getattr(config, "spatial_merge_size", 1)  # two tokens: Mistral 3 cannot split one
+        return {"pixel_values": ones(1, channels, 2 * side, side), "image_sizes": sizes(2 * side, side)}
+    size = vision.image_size
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    if family in ("llava_next", "llava_onevision"):
+        area = min(config.image_grid_pinpoints, key=math.prod)
+        tiles = 1 + math.prod(area) // (height * width)
+        return {"pixel_values": ones(1, tiles, channels, height, width), "image_sizes": sizes(*area)}
+    rows = (1, 1) if family in ROWS_OF_IMAGES else (1,)
+    return {"pixel_values": ones(*rows, channels, height, width)}
+
+
+def _tower(root: Any, decoder: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a model around its decoder, embedding and output layer: the tower and what follows it."""
+    text = (decoder, root.get_input_embeddings(), root.get_output_embeddings())
+    of_text = {id(module) for part in text if part is not None for module in part.modules()}
+    around = {id(root), id(root.base_model)}
+    return (module for module in root.modules() if id(module) not in of_text | around)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
