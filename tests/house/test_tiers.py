@@ -31,6 +31,10 @@ def test_the_quick_tier_takes_one_case_of_every_test_and_whole_folders() -> None
     assert taken == tiers.quick(IDS, SLOW)
 
 
+def test_what_runs_whole_is_there() -> None:
+    assert all((ROOT / name).exists() for name in tiers.WHOLE)
+
+
 def test_tests_take_different_cases_so_that_together_they_meet_all() -> None:
     taken = {name.partition("[")[2] for name in tiers.quick(OTHERS, ())}
     assert len(taken) > 3

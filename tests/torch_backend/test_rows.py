@@ -6,6 +6,7 @@ import json
 import logging
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from tests.torch_backend.torchrun import torchrun
 from torch_backend import PackedCollator, pack_dataset
 from torch_backend.trainers.enable_packing import enable_packing
 from torch_backend.trainers.epoch_rows import EpochRows, RowBatches
+from torch_backend.trainers.resuming import SameRows
 
 
 def numbered(count: int = 60, longest: int = 24) -> datasets.Dataset:
@@ -139,6 +141,21 @@ def test_a_run_goes_on_with_another_number_of_ranks_between_epochs_alone(tmp_pat
     with pytest.raises(UnsupportedError, match="2 steps into an epoch whose rows were dealt to 2 ranks, and 1 rank"):
         resumed(7)
     resumed(5)
+
+
+def test_a_note_that_names_no_rows_goes_on_over_as_many_ranks() -> None:
+    """Checkpoints of before rows were compared, and those of other trainers, which have no note."""
+    callback = SameRows(EpochRows(documents(60), ["input_ids", "labels"], CAPACITY))
+    args = SimpleNamespace(gradient_accumulation_steps=1, world_size=1, train_batch_size=2)
+
+    def resume(**note: int) -> None:
+        state = SimpleNamespace(global_step=7, stateful_callbacks={"crosspack.rows": {"attributes": note}})
+        callback.on_train_begin(args, state, None, train_dataloader=range(5))
+
+    resume()
+    resume(ranks=1)
+    with pytest.raises(UnsupportedError, match="2 steps into an epoch whose rows were dealt to 2 ranks, and 1 rank"):
+        resume(ranks=2)
 
 
 # What is said at the call.
