@@ -20,8 +20,13 @@ from tests.imports import ROOT, closure_files, modules_of
 from tests.processes import run
 
 TIERS = ("quick", "rest", "all")
-# Folders whose tests are quick enough to run with all of their cases every time.
-WHOLE = ("tests/packing_core/", "tests/house/")
+# Folders and files that run with all of their cases every time. They are quick, and in these files of torch_backend a
+# case is a rule of its own about what a batch, a call or a trainer may hold.
+RULES = (
+    "around_training", "changed_after_patch", "collator", "columns", "document_losses", "enable_packing", "inputs",
+    "marks", "memory_fit", "reduction", "replaced_collator", "shared_prefixes", "unmarked_inputs", "unpad",
+)  # fmt: skip
+WHOLE = ("tests/packing_core/", "tests/house/", *(f"tests/torch_backend/test_{name}.py" for name in RULES))
 DURATIONS = ROOT / "tests" / "durations.json"
 UNKNOWN = 10.0  # seconds of a file that has no recorded duration
 

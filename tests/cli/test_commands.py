@@ -295,6 +295,7 @@ def test_a_model_that_does_not_load_does_not_cost_the_earlier_run(small, model, 
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
+@pytest.mark.slow
 def test_overwrite_removes_the_checkpoints_of_the_earlier_run_and_nobodys_files(small, tmp_path):
     out = tmp_path / "out"
     options = (*small, "--output", out, "--steps", 2)

@@ -59,6 +59,7 @@ def test_its_exit_status_is_the_suites(tmp_path):
     assert code == 4 and "was asked for and does not load" in output
 
 
+@pytest.mark.slow
 def test_it_runs_from_an_installed_wheel(tmp_path):
     source = tmp_path / "source"
     source.mkdir()

@@ -186,6 +186,7 @@ def test_a_part_may_hold_a_test_of_each_requirement(tmp_path):
     assert passed(each, "ISO-01", names[1]), "Modest declares less of attention"
 
 
+@pytest.mark.slow
 def test_workers_hand_over_the_same_report(tmp_path):
     options = ["--backend=reference", f"--backend={HERE}:Interpreted", *only("ISO-01", "MASK-02", "SHAPE-03", "LAY-05")]
     alone, shared = run(tmp_path, *options), run(tmp_path, *options, "-n", "2", "--dist", "loadgroup")

@@ -31,6 +31,10 @@ def test_the_quick_tier_takes_one_case_of_every_test_and_whole_folders() -> None
     assert taken == tiers.quick(IDS, SLOW)
 
 
+def test_what_runs_whole_is_there() -> None:
+    assert all((ROOT / name).exists() for name in tiers.WHOLE)
+
+
 def test_tests_take_different_cases_so_that_together_they_meet_all() -> None:
     taken = {name.partition("[")[2] for name in tiers.quick(OTHERS, ())}
     assert len(taken) > 3
@@ -72,7 +76,7 @@ def collected(marks: dict[str, str]) -> list[SimpleNamespace]:
 
 
 def test_no_case_that_needs_a_gpu_or_is_slow_stands_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "changed_files", lambda: [])  # a branch that changes what the file tests takes all cases
+    monkeypatch.setattr(tiers, "changed_files", list)  # a branch that changes what the file tests takes all cases
     items = collected({"a": "gpu", "b": "slow", "c": "", "d": "two_gpus"})
     options = {"tier": "quick", "keyword": "", "shard": None}
     hook = SimpleNamespace(pytest_deselected=lambda items: None)

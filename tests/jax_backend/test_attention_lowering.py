@@ -162,6 +162,7 @@ for heads in (8, 14):
 """
 
 
+@pytest.mark.slow
 @limited()
 def test_without_the_triton_lowering_a_hopper_gpu_keeps_its_own_kernels() -> None:
     done = processes.run([sys.executable, "-c", ON_HOPPER_ALONE])

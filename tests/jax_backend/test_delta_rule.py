@@ -149,9 +149,9 @@ def test_a_row_in_two_parts_is_the_row(scan, cut: int) -> None:
 def test_the_last_state_is_that_of_the_last_document() -> None:
     arrays = delta_operands(((3, 20, 70), (93,), (90, -3)))
     ids = segment_ids(((3, 20, 70), (93,), (90, -3)))
-    out, state = gated_delta_rule(**arrays, segment_ids=jnp.asarray(ids), return_state=True)
-    one = {name: x[:1, 23:] for name, x in arrays.items()}
-    _, alone = gated_delta_rule(**one, segment_ids=jnp.ones((1, 70), int), return_state=True)
+    run = quick_jit(lambda given, ids: gated_delta_rule(**given, segment_ids=ids, return_state=True))
+    out, state = run(arrays, jnp.asarray(ids))
+    _, alone = run({name: x[:1, 23:] for name, x in arrays.items()}, jnp.ones((1, 70), int))
     assert np.allclose(state[0], alone[0], atol=1e-6)
     assert not state[2].any() and state[1].any()
     asked = jnp.einsum("nde,nd->ne", state[1], jnp.repeat(arrays["q"][1, -1], 2, axis=0)) * 8**-0.5

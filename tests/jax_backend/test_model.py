@@ -77,7 +77,7 @@ def test_packed_logits_loss_and_gradients_are_those_of_each_document_alone_in_to
 
 def test_recomputed_layers_change_no_gradient(tmp_path) -> None:
     saved("qwen2-window-tied", tmp_path)
-    model = weights.load(tmp_path)
+    model = weights.load(tmp_path, implementation="xla")
     arrays = {name: jnp.asarray(array) for name, array in to_batch(packed()).items()}
     _, kept = value_and_gradients(model, arrays)
     model.remat = True
@@ -86,7 +86,9 @@ def test_recomputed_layers_change_no_gradient(tmp_path) -> None:
         assert relative(one, other) < 1e-6
 
 
-@pytest.mark.parametrize("windows", [[None, None, None], [5, None, 5, None, 5]], ids=str)
+@pytest.mark.parametrize(
+    "windows", [[None, None, None], pytest.param([5, None, 5, None, 5], marks=pytest.mark.slow)], ids=str
+)
 def test_scanned_layers_are_the_same_model_in_and_out_of_folders(windows, tmp_path) -> None:
     kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
     more = {"num_hidden_layers": len(windows), "layer_types": kinds}

@@ -170,7 +170,10 @@ OPERATIONS = {
 }
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(
+    "operation",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in ("delta rule", "ssd") else []) for name in OPERATIONS],
+)
 def test_every_operation_reads_ids_by_the_same_rules(operation: str) -> None:
     run, x = OPERATIONS[operation], jnp.asarray(np.random.default_rng(0).standard_normal((1, 8, 2, 4)), jnp.float32)
     #                 . 1 1 2 2 2 . .

@@ -248,7 +248,7 @@ def test_a_step_in_which_nothing_is_trained_moves_nothing() -> None:
     assert largest_difference(state.params, train_step.init().params) == 0.0
 
 
-@pytest.mark.parametrize("mesh_shape", [None, (2, 4)], ids=str)
+@pytest.mark.parametrize("mesh_shape", [None, pytest.param((2, 4), marks=pytest.mark.slow)], ids=str)
 def test_a_resumed_run_goes_on_to_the_bit(tmp_path, mesh_shape) -> None:
     mesh = None if mesh_shape is None else jax.make_mesh(mesh_shape, ("data", "fsdp"))
     train_step, state, _ = run(BATCHES[:2], mesh)

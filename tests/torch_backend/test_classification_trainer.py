@@ -250,6 +250,10 @@ def test_masked_language_models_train_as_their_documents_alone(tmp_path: Any) ->
     args = arguments(transformers.TrainingArguments, tmp_path)
     model = encoder("bert", transformers.AutoModelForMaskedLM)
     built = transformers.Trainer(model, args, data_collator=masking, train_dataset=documents)
+    masking.whole_word_mask = True
+    with pytest.raises(PackingError, match="whole_word_mask=True reads the words of padded examples: leave it out"):
+        enable_packing(built, capacity=CAPACITY, verify=False)
+    masking.whole_word_mask = False
     enable_packing(built, capacity=CAPACITY, verify=False)
     seen, collator = [], built.data_collator
     built.data_collator = lambda rows: seen.append(collator(rows)) or seen[-1]

@@ -15,6 +15,8 @@ from tests.torch_backend.models import documents, error
 from torch_backend import PackedCollator
 from torch_backend.auditing.families import HEAD_DIM
 from torch_backend.auditing.tiny import family_config, tiny_config, tiny_model
+from torch_backend.hf.anatomy.encoders import PaddingOffset
+from torch_backend.segments import PackedMetadata
 
 # From position 0 on; RoBERTa's offset; windows and two rotary frequencies; no kinds of tokens; shared layers, and a
 # pooler that gets one token of each row; attention of its own, per document.
@@ -114,6 +116,14 @@ def test_kinds_of_tokens_travel_with_their_documents() -> None:
     batch = PackedCollator(model, capacity=64)(given)
     assert error(model(**batch).logits, torch.cat(alone)) <= 1e-5
     assert error(model(**{**batch, "token_type_ids": None}).logits, torch.cat(alone)) > 1e-2
+
+
+def test_robertas_positions_begin_after_the_number_of_padding() -> None:
+    """Of tokens, of which padding is not counted, and of embeddings."""
+    packed = PackedMetadata.from_lengths((3, 2))
+    number = PaddingOffset(padding=1)
+    assert number(None, packed).tolist() == [2, 3, 4, 2, 3]
+    assert number(torch.tensor([[5, 1, 6, 7, 8]]), packed).tolist() == [2, 1, 3, 2, 3]
 
 
 def test_robertas_positions_may_not_be_others() -> None:

@@ -22,7 +22,13 @@ from tests.torch_backend.test_trainer import llama
 from torch_backend import explain, make_train_step, patch
 from torch_backend.hf.edits.override import override
 from torch_backend.hf.edits.rebinding import rebound
-from torch_backend.hf.foreign_kernels import replaced_modules, unknown_part, without_kernels
+from torch_backend.hf.foreign_kernels import (
+    has_ligers_forward,
+    own_forward,
+    replaced_modules,
+    unknown_part,
+    without_kernels,
+)
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.steps.eligibility import why_not_compiled
 
@@ -60,6 +66,18 @@ def on_instances(model: Any, forward: bool = True) -> None:
     modeling_llama.LlamaRMSNorm = of_library(modeling_llama.LlamaRMSNorm, "LigerRMSNorm")
     if forward:
         model.forward = MethodType(kernel("lce_forward"), model)
+
+
+def test_a_forward_of_liger_is_taken_away_where_nothing_wraps_it() -> None:
+    """Accelerate's wrapper stands in ``forward``, and keeps in ``_original_forward`` what it wraps."""
+    model = llama()
+    model.forward = MethodType(kernel("lce_forward"), model)
+    assert has_ligers_forward(model)
+    with own_forward(model):
+        assert "forward" not in model.__dict__
+    assert "forward" in model.__dict__
+    model._original_forward = model.forward
+    assert not has_ligers_forward(model)
 
 
 @pytest.fixture(autouse=True)

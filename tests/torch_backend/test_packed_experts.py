@@ -277,6 +277,20 @@ def test_disabled_and_merged_adapters_are_left_to_peft() -> None:
     assert torch.allclose(merged.loss, whole.loss, rtol=1e-5)
 
 
+def test_adapters_that_are_on_elsewhere_alone_change_no_experts() -> None:
+    model = torch_backend.patch(adapted("qwen3_moe"), verify=False)
+    batch = with_mask(collate(documents(LENGTHS), capacity=16))
+    with torch.no_grad():
+        with_them = model(**batch).logits
+        with model.disable_adapter():
+            base = model(**batch).logits
+        for module in model.modules():
+            if type(module).__name__ == "ParamWrapper":
+                module._active_adapter = ["of another part"]
+        found = model(**batch).logits
+    assert torch.allclose(found, base, atol=1e-6) and not torch.allclose(found, with_them, atol=1e-3)
+
+
 class Sixteenths(nn.Module):
     """Makes a weight from integers, as weights of 4 bits are made."""
 

@@ -240,6 +240,15 @@ def test_shapes_are_chosen_from_the_data_so_that_all_steps_have_one_form(
     assert (graphs.recorded, graphs.replayed) == (1, 10)
 
 
+def test_a_model_that_is_compiled_as_a_whole_has_no_compiled_layers(tmp_path: Path) -> None:
+    """``torch_compile=True`` where it does not give way to compiled layers."""
+    trainer = built(tmp_path, True, torch_compile=True, torch_compile_backend="eager")
+    step = trainer.packed_step
+    assert step._gradients(trainer.model).no_layers == "torch_compile=True compiles the model as a whole"
+    step.in_place_of_compile = True
+    assert step._gradients(trainer.model).no_layers != "torch_compile=True compiles the model as a whole"
+
+
 @pytest.mark.slow
 def test_torch_compile_gives_way_to_compiled_layers(graphs: SimpleNamespace, tmp_path: Path) -> None:
     options = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 4}

@@ -164,6 +164,21 @@ def test_evaluation_is_that_of_each_document_alone(tmp_path, precomputed) -> Non
             assert ours[name] == pytest.approx(truth[name], rel=1e-4), name
 
 
+def test_references_of_several_evaluations_are_computed_again(tmp_path) -> None:
+    """TRL's padded ones give phi3's short documents the frequencies of long ones."""
+    data = pairs(3, seed=3)
+    one, several = (
+        dpo(tmp_path, "phi3", eval_dataset=evaluation, precompute_ref_log_probs=True)
+        for evaluation in (data, {"a": data, "b": pairs(2, seed=4)})
+    )
+    before = several.eval_dataset["a"]["ref_chosen_logps"]
+    for trainer in (one, several):
+        enable_packing(trainer, verify=False)
+    found = several.eval_dataset["a"]["ref_chosen_logps"]
+    assert found == pytest.approx(one.eval_dataset["ref_chosen_logps"], rel=1e-5) and found != before
+    assert len(several.eval_dataset["b"]) == 2
+
+
 def test_generation_is_stock(tmp_path) -> None:
     trainer = dpo(tmp_path, "phi3")
     prompts = {"input_ids": torch.arange(4, 20).view(2, 8), "attention_mask": torch.ones(2, 8, dtype=torch.int64)}

@@ -7,6 +7,7 @@ import logging
 import pickle
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from tests.torch_backend.torchrun import torchrun
 from torch_backend import PackedCollator, pack_dataset
 from torch_backend.trainers.enable_packing import enable_packing
 from torch_backend.trainers.epoch_rows import EpochRows, RowBatches
+from torch_backend.trainers.resuming import SameRows
 
 
 def numbered(count: int = 60, longest: int = 24) -> datasets.Dataset:
@@ -204,6 +206,21 @@ def test_pieces_with_context_train_every_token_once(tmp_path, overflow, streamed
     assert len(set(trained)) == len(trained)
     assert sorted(trained) == sorted(wanted)
     assert max(map(len, (b["packed_documents"] for b in trainer.get_train_dataloader()))) <= 2 * 2
+
+
+def test_a_note_that_names_no_rows_goes_on_over_as_many_ranks() -> None:
+    """Checkpoints of before rows were compared, and those of other trainers, which have no note."""
+    callback = SameRows(EpochRows(documents(60), ["input_ids", "labels"], CAPACITY))
+    args = SimpleNamespace(gradient_accumulation_steps=1, world_size=1, train_batch_size=2)
+
+    def resume(**note: int) -> None:
+        state = SimpleNamespace(global_step=7, stateful_callbacks={"crosspack.rows": {"attributes": note}})
+        callback.on_train_begin(args, state, None, train_dataloader=range(5))
+
+    resume()
+    resume(ranks=1)
+    with pytest.raises(UnsupportedError, match="2 steps into an epoch whose rows were dealt to 2 ranks, and 1 rank"):
+        resume(ranks=2)
 
 
 # What is said at the call.

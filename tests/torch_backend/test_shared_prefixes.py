@@ -15,6 +15,8 @@ from packing_core.errors import LayoutError, PackingError, UnsupportedError, Uns
 from packing_core.storage.forest import lineage
 from tests.torch_backend.models import alone, documents, error, patched, tiny
 from torch_backend import PackedCollator, next_token_pairs, packed_cross_entropy, reduce, spread, token_logprobs
+from torch_backend.hf.inputs.forests import why_not_this_call
+from torch_backend.hf.patch import state_of
 from torch_backend.hf.shared_rows import SharedRow
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.segments import PackedMetadata
@@ -266,6 +268,11 @@ def test_batches_that_are_not_exact_are_refused():
     model = patched("llama")
     with pytest.raises(UnsupportedModelError, match=refused + "the batch came with shift_labels"):
         causal_lm_loss(model, batch | {"shift_labels": batch["labels"]})
+    positions = torch.zeros(3, *batch["input_ids"].shape, dtype=torch.int64)
+    assert why_not_this_call(state_of(model).anatomy, {"position_ids": positions}) == (
+        "the batch came with positions on several axes"
+    )
+    assert why_not_this_call(state_of(model).anatomy, {"position_ids": positions[0]}) is None
     with pytest.raises(LayoutError, match="position_ids do not count on from the end of what a segment continues"):
         causal_lm_loss(model, batch | {"position_ids": torch.arange(batch["input_ids"].numel())[None]})
     with pytest.raises(LayoutError, match=r"parents\[1\] is 3"):

@@ -192,7 +192,6 @@ class PackedForward(BlockMask):
         kwargs: dict[str, Any],
         *,
         mask: Callable[[Tensor], Any],
-        sizes: int | None = None,
     ) -> Any:
         """``function(*args, **kwargs)`` as if every document were in a batch of its own.
 
@@ -200,7 +199,6 @@ class PackedForward(BlockMask):
             function: causal along the second axis of its tensors [B, S, ...].
             args, kwargs: of the call; this object among them is the attention mask.
             mask: makes the mask of a batch of documents [n, L, ...].
-            sizes: in place of ``self.sizes``.
         """
         made = PerBatch(mask)
         args = tuple(made if isinstance(value, PackedForward) else value for value in args)
@@ -209,8 +207,7 @@ class PackedForward(BlockMask):
             for name, value in kwargs.items()
             if name not in CARRIED
         }
-        sizes = self.sizes if sizes is None else sizes
-        return per_document(self.segments, function, args, kwargs, sizes=sizes)
+        return per_document(self.segments, function, args, kwargs, sizes=self.sizes)
 
     def over_documents(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``function(*args, **kwargs)`` of segments that continue others, where ``function`` knows documents alone.

@@ -1,0 +1,70 @@
+"""What a trainer whose documents are cut over ranks may hold, and the angles of a rank's pieces: without processes.
+
+``test_context_trainer`` and ``test_context_parallel`` train over ranks.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.torch_backend.test_conditions import model_of
+from tests.torch_backend.test_rank_share import shares
+from torch_backend.hf.edits import rotary
+from torch_backend.trainers import over_ranks
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "metrics": ({"compute_metrics": len}, "no rank has the logits of whole ones: leave compute_metrics"),
+    "logits": ({"preprocess_logits_for_metrics": len}, "no rank has the logits of whole ones"),
+    "NEFTune": ({"neftune_noise_alpha": 5.0}, "NEFTune's noise depends on their lengths: leave neftune_noise_alpha"),
+    "counts": (
+        {"average_tokens_across_devices": False},
+        "their targets are counted on all ranks: leave average_tokens",
+    ),
+    "torch_compile": ({"torch_compile": True}, "their pieces differ in every batch: leave torch_compile out"),
+    "DeepSpeed": ({"is_deepspeed_enabled": True}, "DeepSpeed averages gradients over ranks of its own choice: use DDP"),
+    "tensors": ({"tp_enabled": True, "tp_size": 2}, "tensor parallelism beside it is not tested: leave tp_size=2 out"),
+}
+
+
+def reason(fast: bool = True, **changes: Any) -> str | None:
+    settings = {
+        "compute_metrics": None, "preprocess_logits_for_metrics": None, "is_deepspeed_enabled": False,
+        "neftune_noise_alpha": None, "average_tokens_across_devices": True, "torch_compile": False, "tp_enabled": False,
+    } | changes  # fmt: skip
+    one: Any = SimpleNamespace(**settings)  # the trainer, its arguments and its parallelism in one
+    one.args, one.accelerator = one, SimpleNamespace(parallelism_config=one)
+    return over_ranks._why_not(one, fast)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_needs_whole_documents_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(over_ranks, "why_logits", lambda trainer: None)
+    changes, message = REFUSED[name]
+    assert (reason(**changes) or "").startswith(message)
+    assert reason() is None
+
+
+def test_a_loss_with_logits_and_the_trainers_own_step_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(over_ranks, "why_logits", lambda trainer: "it has metrics of its own")
+    assert reason() == "every rank computes its part of the loss without logits: it has metrics of its own"
+    assert reason(fast=False) == "the trainer's own step runs whole ones: leave fast=False out"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_angles_of_a_piece_are_those_of_its_whole_document(rank: int) -> None:
+    """LongRoPE takes other frequencies for documents of more than 24 tokens: 40 and 31 here, not 7."""
+    lengths = [40, 7, 31]
+    share = shares(lengths, 2, contiguous=False)[rank]
+    module = model_of("phi3").model.rotary_emb
+    positions = torch.from_numpy(share.positions)[None]
+    found = rotary._of_pieces(module, module.forward, share, (torch.zeros(1, positions.numel(), 8), positions), {})
+    whole = {n: module(torch.zeros(1, n, 8), torch.arange(n)[None]) for n in lengths}
+    assert not torch.equal(whole[40][0][:, :7], whole[7][0])
+    at = positions[0].split(share.lengths)
+    for x, part in zip(found, (0, 1), strict=True):
+        wanted = [whole[n][part][:, places] for n, places in zip(share.document_lengths, at, strict=True)]
+        torch.testing.assert_close(x, torch.cat(wanted, 1), rtol=0, atol=0)
