@@ -13,6 +13,9 @@ from crosspack.cli.outputs import check
 from packing_core.errors import MissingExtraError, PackingError
 from packing_core.training.job import ZERO
 
+# axes of --mesh over which rows are spread, and those over which devices share a row
+ROW_AXES, SHARED_AXES = ("data", "fsdp"), ("tensor", "context")
+
 
 def check_output(
     output: Path | None, *, compare: bool, overwrite: bool, resume: bool, save_every: int, run: str | None
@@ -51,13 +54,15 @@ def check_contradictions(given: Mapping[str, Any]) -> None:
             f"--rows-per-step {given['rows_per_step']} leaves some of {who} without a row in every step: "
             f"pass {groups} or more"
         )
-    devices = math.prod(read_mesh(given["mesh"]).values())
-    if given["compare"] and devices > 1:
+    mesh = read_mesh(given["mesh"])
+    if given["compare"] and math.prod(mesh.values()) > 1:
         raise PackingError("--compare measures one device: pass it without --mesh")
-    if given["rows_per_step"] < devices:
+    apart = math.prod(size for name, size in mesh.items() if name in ROW_AXES)
+    if given["rows_per_step"] < apart:
+        who = f"{apart} devices" if apart == math.prod(mesh.values()) else f"{apart} groups of devices"
         raise PackingError(
-            f"--rows-per-step {given['rows_per_step']} leaves some of {devices} devices without a row in every step: "
-            f"pass {devices} or more"
+            f"--rows-per-step {given['rows_per_step']} leaves some of {who} without a row in every step: "
+            f"pass {apart} or more"
         )
     if given["merge_lora"]:
         if not given["lora"]:
@@ -129,10 +134,10 @@ def read_mesh(text: str | None) -> dict[str, int]:
         return {}
     parts = [part.strip().partition("=") for part in text.split(",")]
     axes = {name: int(size) for name, _, size in parts if size.isdecimal()}
-    if len(axes) != len(parts) or not axes.keys() <= {"data", "fsdp"} or min(axes.values()) < 1:
+    if len(axes) != len(parts) or not axes.keys() <= {*ROW_AXES, *SHARED_AXES} or min(axes.values()) < 1:
         raise PackingError(
-            f"--mesh {text}: pass the devices of each axis, data=2, fsdp=4 or data=2,fsdp=4: rows are spread over both "
-            "axes, weights are cut over fsdp"
+            f"--mesh {text}: pass the devices of each axis, such as data=2 or fsdp=4,tensor=2: rows are spread over "
+            "data and fsdp, weights are cut over fsdp, heads and MLPs over tensor, the tokens of a row over context"
         )
     return axes
 

@@ -167,7 +167,7 @@ def train(
         typer.Option(min=1, help="Processes over which the documents of each row are cut, for rows too long for one."),
     ] = 1,
     mesh: Annotated[
-        str | None, typer.Option(help="Devices of one process: data=2,fsdp=4 (weights are cut over fsdp).")
+        str | None, typer.Option(help="Devices of one process: data=2,fsdp=4 (cuts weights), tensor=2, context=2.")
     ] = None,
     report_to: Annotated[Service, typer.Option(help="Where figures of each step go.")] = "none",
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Repeat to the bit on a GPU too.")] = False,

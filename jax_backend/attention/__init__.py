@@ -38,8 +38,8 @@ IMPLEMENTATIONS = {
 
 # Names that are asked for and are no implementation, each with the reason.
 REFUSED = {
-    "tokamax": "dot_product_attention takes no segment ids, and with a boolean mask it computes every pair of a row: pass "
-    "None, or put segment_attention in its place (docs/jax.md)",
+    "tokamax": "dot_product_attention takes no segment ids, and with a boolean mask it computes every pair of a row: "
+    "pass None, or put segment_attention in its place (docs/jax.md)",
 }
 
 # Plain XLA operations, which the compiler's partitioner may split as it likes.

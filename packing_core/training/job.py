@@ -153,8 +153,9 @@ class TrainJob:
             ``zero3`` are DeepSpeed's ZeRO, which shards optimizer states and gradients, and in stage 3 weights.
         context_parallel: ranks over which the documents of each row are cut; such groups of ranks train on different
             rows.
-        mesh: axis -> number of devices, of one process over several: rows are spread over all axes, weights are cut
-            over ``fsdp``. Empty for one device.
+        mesh: axis -> number of devices, of one process over several: rows are spread over ``data`` and ``fsdp``,
+            weights are cut over ``fsdp``, heads and MLPs over ``tensor``, tokens over ``context``. Empty for one
+            device.
         runs: which runs, each from the same initial weights; only ``packed`` is kept.
         device: ``auto`` or what the framework calls it.
         attention: the name of an attention implementation, or ``auto``.

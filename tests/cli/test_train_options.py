@@ -64,6 +64,11 @@ def test_a_file_that_says_nothing_to_the_command_is_refused(content, says, tmp_p
             "--strategy zero2 shards weights over processes: pass --nproc, or start it with torch",
         ),
         (["--nproc", "8"], "--rows-per-step 4 leaves some of 8 processes without a row in every step: pass 8 or more"),
+        (
+            ["--mesh", "fsdp=8"],
+            "--rows-per-step 4 leaves some of 8 devices without a row in every step: pass 8 or more",
+        ),
+        (["--mesh", "data=5,tensor=2"], "--rows-per-step 4 leaves some of 5 groups of devices without a row in every"),
         (["--context-parallel", "2"], "--context-parallel 2 does not divide 1 process: every process belongs to one"),
         (["--nproc", "6", "--context-parallel", "4"], "--context-parallel 4 does not divide 6 processes"),
         (

@@ -25,7 +25,7 @@ from tests import training_jobs
 from tests.torch_backend.test_train_options import loss_of_documents, norm_of_gradients, with_evaluation, with_options
 from tests.training_jobs import losses, small_job
 
-LLAMA = {**training_jobs.LLAMA, "num_hidden_layers": 1}
+LLAMA = {**training_jobs.LLAMA, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
 HALF = {"precision": "bfloat16", "dtype": "bfloat16"}
 
 
@@ -73,7 +73,9 @@ def test_adapters_alone_are_trained_and_peft_reads_them(job, tmp_path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [{"data": 2}, {"data": 1, "fsdp": 2}, {"fsdp": 3}], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [{"data": 2}, {"data": 1, "fsdp": 2}, {"fsdp": 3}, {"data": 2, "tensor": 2}, {"context": 2}], ids=str
+)
 def test_devices_share_the_rows_of_a_step_and_its_evaluation(job, mesh, tmp_path) -> None:
     job = with_evaluation(job)
     alone = train(job)
@@ -118,15 +120,16 @@ def test_weight_decay_leaves_norms_alone(job) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"), [(None, {}), ("data=2", {"data": 2}), ("data=2, fsdp=4", {"data": 2, "fsdp": 4})]
+    ("text", "wanted"),
+    [(None, {}), ("data=2, fsdp=4", {"data": 2, "fsdp": 4}), ("tensor=2,context=3", {"tensor": 2, "context": 3})],
 )
 def test_a_mesh_is_axes_and_devices(text, wanted) -> None:
     assert read_mesh(text) == wanted
 
 
 def test_another_mesh_is_refused() -> None:
-    for text in ("", "4", "data=", "data=0", "tensor=2", "data=2,data=2", "fsdp=-1"):
-        with pytest.raises(PackingError, match=r"pass the devices of each axis, data=2, fsdp=4 or data=2,fsdp=4"):
+    for text in ("", "4", "data=", "data=0", "stage=2", "data=2,data=2", "fsdp=-1"):
+        with pytest.raises(PackingError, match=r"pass the devices of each axis, such as data=2 or fsdp=4,tensor=2"):
             read_mesh(text)
 
 
