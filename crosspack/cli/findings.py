@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packing_core.errors import PackingError
-from packing_core.planning.balance import Cost, balance
+from packing_core.planning.balance import balance
+from packing_core.planning.cost import Cost
 from packing_core.planning.packplan import PackPlan
 from packing_core.planning.pieces import CUTS, OverflowRule
 from packing_core.planning.plan import Strategy, plan
@@ -149,9 +150,10 @@ def hours(rows: PackPlan, config: dict[str, int], gpu: str, batches: Sequence[in
             starts = np.arange(0, len(order), size)
             longest = np.maximum.reduceat(order, starts).astype(np.float64)
             counts = np.diff(np.append(starts, len(order)))
-            operations = float((counts * (cost.tokens * longest + cost.squares * longest**2)).sum())
+            operations = float((counts * cost.of_segments(longest)).sum())
             found.append({"arrangement": f"batches of {size}, {name}", "hours": 3 * operations / second / 3600})
-    packed = cost.tokens * rows.n_rows * rows.capacity + cost.squares * float((rows.length.astype(float) ** 2).sum())
+    padding = cost.tokens * (rows.n_rows * rows.capacity - rows.n_tokens)
+    packed = padding + float(cost.of_rows(rows).sum())
     return [*found, {"arrangement": f"rows of {rows.capacity:,}, packed", "hours": 3 * packed / second / 3600}]
 
 

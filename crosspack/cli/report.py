@@ -42,7 +42,7 @@ from crosspack.encoding.text import Policy
 from crosspack.encoding.tokens import check_length, token_documents
 from packing_core.errors import PackingError, plural
 from packing_core.extras import require
-from packing_core.planning.balance import Cost
+from packing_core.planning.cost import Cost
 from packing_core.planning.packplan import PackPlan
 from packing_core.planning.plan import plan as make_plan
 from packing_core.training.schedule import Document
