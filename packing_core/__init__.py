@@ -13,8 +13,9 @@ from packing_core.errors import (
     UnsupportedError,
     UnsupportedModelError,
 )
-from packing_core.planning.balance import Cost, ShardedPlan, balance
+from packing_core.planning.balance import ShardedPlan, balance
 from packing_core.planning.context import ContextPlan, context_plan
+from packing_core.planning.cost import Cost
 from packing_core.planning.plan import PackPlan, plan
 from packing_core.storage.ragged import Ragged
 from packing_core.streaming.mixing import Mixture, mix

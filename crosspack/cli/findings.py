@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from crosspack.cli.speed import GPUS, Speed
 from packing_core.errors import PackingError
-from packing_core.planning.balance import Cost, balance
+from packing_core.planning.balance import balance
+from packing_core.planning.cost import Cost
 from packing_core.planning.packplan import PackPlan
 from packing_core.planning.pieces import CUTS, OverflowRule
 from packing_core.planning.plan import Strategy, plan
@@ -18,20 +20,7 @@ from packing_core.training.memory_model import GIB, LEVELS, MemoryModel
 Int64 = NDArray[np.int64]
 
 STRATEGIES: tuple[Strategy, ...] = ("mixed", "best_fit", "first_fit", "sequential")
-# Dense bfloat16 operations per second, as the makers state them.
-GPUS = {"a100": 312e12, "h100": 989e12, "h200": 989e12, "b200": 2250e12, "l4": 121e12, "rtx4090": 165e12}
 GIB_OF = {"a100": 80, "h100": 80, "h200": 141, "b200": 180, "l4": 24, "rtx4090": 24}  # of the larger card of a name
-UTILISATION = 0.4  # of it that training of such models reaches
-_LLAMA = {"vocab_size": 128_256, "head_dim": 128, "num_key_value_heads": 8}
-SHAPES: dict[str, dict[str, int]] = {
-    "llama-1b": _LLAMA
-    | {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "intermediate_size": 8192}
-    | {"head_dim": 64},
-    "llama-8b": _LLAMA
-    | {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 14_336},
-    "llama-70b": _LLAMA
-    | {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "intermediate_size": 28_672},
-}
 
 
 def gpu_of(name: str) -> tuple[str, float]:
@@ -57,8 +46,8 @@ def longest_rows(config: Any, gib: float, rank: int | None) -> dict[str, int]:
     return {level: memory.longest(level, int(gib * GIB)) for level in LEVELS}
 
 
-def by_strategy(lengths: Int64, capacity: int, overflow: Any, seed: int) -> list[dict[str, Any]]:
-    """Rows and efficiency of every strategy at half, one, two and four times the capacity."""
+def by_strategy(lengths: Int64, capacity: int, overflow: Any, seed: int, speed: Speed) -> list[dict[str, Any]]:
+    """Rows, efficiency and hours of an epoch of every strategy at half, one, two and four times the capacity."""
     policy: Any = "split" if overflow == "error" else overflow
     found: list[dict[str, Any]] = []
     for size in sorted({max(1, capacity // 2), capacity, 2 * capacity, 4 * capacity}):
@@ -67,7 +56,7 @@ def by_strategy(lengths: Int64, capacity: int, overflow: Any, seed: int) -> list
                 made = plan(lengths, size, strategy=strategy, overflow=policy, seed=seed)
             except PackingError:  # every document is dropped
                 continue
-            figures = {"rows": made.n_rows, "efficiency": made.efficiency}
+            figures = {"rows": made.n_rows, "efficiency": made.efficiency, "hours": speed.of_rows(made)}
             found.append({"capacity": size, "strategy": strategy, "overflow": policy, **figures})
     return found
 
@@ -134,14 +123,11 @@ def _imbalance(steps: NDArray[np.float64]) -> float:
     return float(steps.max(axis=1).sum() / steps.mean(axis=1).sum())
 
 
-def hours(rows: PackPlan, config: dict[str, int], gpu: str, batches: Sequence[int], seed: int) -> list[dict[str, Any]]:
-    """Estimated hours of one epoch, packed and in padded batches.
+def hours(rows: PackPlan, speed: Speed, batches: Sequence[int], seed: int) -> list[dict[str, Any]]:
+    """Estimated hours of one epoch, in padded batches and packed.
 
-    Training takes three times the operations of the forward (``Cost.operations``), of which a GPU does
-    ``UTILISATION`` times what its maker states. Padding costs what real tokens cost, in attention too.
+    Padding costs what real tokens cost, in attention too.
     """
-    cost = Cost.operations(config)
-    second = GPUS[gpu] * UTILISATION
     shuffled = np.random.default_rng(seed).permutation(rows.length)
     found = []
     for name, order in (("random", shuffled), ("sorted", -np.sort(-rows.length))):
@@ -149,10 +135,9 @@ def hours(rows: PackPlan, config: dict[str, int], gpu: str, batches: Sequence[in
             starts = np.arange(0, len(order), size)
             longest = np.maximum.reduceat(order, starts).astype(np.float64)
             counts = np.diff(np.append(starts, len(order)))
-            operations = float((counts * (cost.tokens * longest + cost.squares * longest**2)).sum())
-            found.append({"arrangement": f"batches of {size}, {name}", "hours": 3 * operations / second / 3600})
-    packed = cost.tokens * rows.n_rows * rows.capacity + cost.squares * float((rows.length.astype(float) ** 2).sum())
-    return [*found, {"arrangement": f"rows of {rows.capacity:,}, packed", "hours": 3 * packed / second / 3600}]
+            taken = speed.hours(float((counts * speed.cost.of_segments(longest)).sum()))
+            found.append({"arrangement": f"batches of {size}, {name}", "hours": taken})
+    return [*found, {"arrangement": f"rows of {rows.capacity:,}, packed", "hours": speed.of_rows(rows)}]
 
 
 def histogram(values: NDArray[Any], bins: int = 32) -> tuple[list[int], list[float]]:

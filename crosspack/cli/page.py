@@ -183,10 +183,13 @@ def _strategies(found: dict[str, Any]) -> str:
     made = found["strategies"]
     if not made:
         return "<p>No document fits a row.</p>"
-    lines = [[f"{x['capacity']:,} {x['strategy']}", f"{x['rows']:,}", f"{x['efficiency']:.2%}"] for x in made]
+    lines = [
+        [f"{x['capacity']:,} {x['strategy']}", f"{x['rows']:,}", f"{x['efficiency']:.2%}", _hours(x["hours"])]
+        for x in made
+    ]
     bars = [Bar(f"{x['capacity']:,}, {x['strategy']}", 1, x["efficiency"], f"{x['efficiency']:.1%}") for x in made]
     drawn = charts.bars("Packing efficiency by capacity and strategy", bars)
-    shown = charts.table("Rows and efficiency", ["capacity, strategy", "rows", "efficiency"], lines)
+    shown = charts.table("Rows, efficiency and time", ["capacity, strategy", "rows", "efficiency", "epoch"], lines)
     caption = f"Real tokens over tokens of the rows; longer documents under --overflow {made[0]['overflow']}."
     caps = [[f"{x['max_segments'] or 'no cap'}", f"{x['rows']:,}", f"{x['efficiency']:.2%}"] for x in found["caps"]]
     capped = charts.table("Fill under a cap on the documents of a row", ["--max-segments", "rows", "efficiency"], caps)
@@ -224,9 +227,17 @@ def _time(found: dict[str, Any]) -> str:
         for x in time["hours"]
     ]
     packed = time["hours"][-1]["hours"]
-    caption = (
-        f"An estimate: a model of the shape of {time['shape']} on one {time['gpu']}, at {time['utilisation']:.0%} of "
-        f"its stated bfloat16 speed. Packing saves {_hours(longest - packed)} of {_hours(longest)} at most."
+    if "run" in time:
+        of = f"By the run in {time['run']} on {time['device']}, {time['tokens_per_second']:,.0f} tokens a second."
+    else:
+        of = (
+            f"An estimate: a model of the shape of {time['shape']} on one {time['gpu']}, at {time['utilisation']:.0%} "
+            "of its stated bfloat16 speed."
+        )
+    row = {name: _hours(seconds / 3600) for name, seconds in time["row_seconds"].items()}
+    caption = escape(
+        f"{of} Packing saves {_hours(longest - packed)} of {_hours(longest)} at most. A row takes {row['mean']} on "
+        f"average and {row['most']} at most."
     )
     lines = [[x["arrangement"], _hours(x["hours"])] for x in time["hours"]]
     shown = charts.table("Estimated time of an epoch", ["arrangement", "time"], lines)
@@ -237,7 +248,7 @@ def _hours(hours: float) -> str:
     for unit, size in (("days", 24.0), ("h", 1.0), ("min", 1 / 60)):
         if hours >= size:
             return f"{hours / size:,.1f} {unit}"
-    return f"{hours * 3600:,.2g} s"
+    return f"{hours * 3600:,.1f} s" if hours * 3600 >= 0.1 else f"{hours * 3.6e6:,.2g} ms"
 
 
 def _warnings(found: dict[str, Any]) -> str:

@@ -20,8 +20,6 @@ from crosspack.cli.concerns import DocumentFigures, concerns
 from crosspack.cli.console import OUT, figures, warn
 from crosspack.cli.figures import report_figure
 from crosspack.cli.findings import (
-    SHAPES,
-    UTILISATION,
     by_cap,
     by_policy,
     by_rank,
@@ -35,6 +33,7 @@ from crosspack.cli.models import check_name, model_config
 from crosspack.cli.options import EncodedRecords, check_data
 from crosspack.cli.page import page
 from crosspack.cli.progress import counted
+from crosspack.cli.speed import Speed
 from crosspack.cli.tables import composition_table, computed_tokens, lengths_table, memory_table, savings_table
 from crosspack.encoding.kinds import Where, kind_of
 from crosspack.encoding.layouts import canonical
@@ -42,7 +41,7 @@ from crosspack.encoding.text import Policy
 from crosspack.encoding.tokens import check_length, token_documents
 from packing_core.errors import PackingError, plural
 from packing_core.extras import require
-from packing_core.planning.balance import Cost
+from packing_core.planning.cost import Cost
 from packing_core.planning.packplan import PackPlan
 from packing_core.planning.plan import plan as make_plan
 from packing_core.training.schedule import Document
@@ -77,6 +76,10 @@ def report(
         str,
         typer.Option(help="The GPU whose time and memory are estimated: a100, h100, h200, b200, l4, rtx4090, or GiB."),
     ] = "h100",
+    measured: Annotated[
+        Path | None,
+        typer.Option("--run", help="The --output of a run of crosspack train: its model and speed are taken instead."),
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="Also show the longest rows of this model that fit: a folder, file or hub name.")
     ] = None,
@@ -134,6 +137,7 @@ def report(
             "trained in an earlier piece",
             highlight=False,
         )
+    speed = Speed.stated(shape, card) if measured is None else Speed.measured(measured, packed)
     OUT.print(savings_table(packed, batches=BATCHES, seed=seed))
     OUT.print(composition_table(composition, random.composition()))
     warnings = concerns(seen, packed)
@@ -159,15 +163,10 @@ def report(
         "composition": asdict(composition),
         "length_histogram": _histogram(documents),
         "row_cost_histogram": _histogram(Cost(tokens=0, squares=1).of_rows(packed)),
-        "strategies": by_strategy(documents, capacity, overflow, seed),
+        "strategies": by_strategy(documents, capacity, overflow, seed, speed),
         "policies": by_policy(documents, capacity, context=context, min_piece=min_piece),
-        "ranks": by_rank(packed, ranks, Cost.from_config(SHAPES[shape]), seed),
-        "time": {
-            "shape": shape,
-            "gpu": card,
-            "utilisation": UTILISATION,
-            "hours": hours(packed, SHAPES[shape], card, BATCHES, seed),
-        },
+        "ranks": by_rank(packed, ranks, speed.cost, seed),
+        "time": {**speed.about, "hours": hours(packed, speed, BATCHES, seed), "row_seconds": speed.of_row(packed)},
     }
     figures(found if memory is None else found | {"model": model, "gpu_gib": gib, "longest_rows": memory})
     if output is None:

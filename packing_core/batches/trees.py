@@ -21,7 +21,7 @@ from packing_core.batches.dataset import pack
 from packing_core.batches.stored import IGNORE_INDEX, Weighting, segment_starts
 from packing_core.errors import CapacityError, LayoutError, PackingError
 from packing_core.hints import hinted
-from packing_core.planning.balance import Cost
+from packing_core.planning.cost import Cost
 from packing_core.planning.pieces import positive
 from packing_core.planning.plan import plan
 from packing_core.storage.arrays import as_array, as_int64

@@ -9,13 +9,9 @@ one row per rank there is nothing to bundle: a step then holds rows of close cos
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from math import isfinite
-from numbers import Real
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -23,6 +19,8 @@ from numpy.typing import ArrayLike, NDArray
 from packing_core.errors import LayoutError, PackingError, within_memory
 from packing_core.hints import hinted
 from packing_core.planning.composition import Composition, composition
+from packing_core.planning.context import context_plan
+from packing_core.planning.cost import Cost, WeighedRows
 from packing_core.planning.pieces import MOST_TOKENS, check_seed, integer, positive
 from packing_core.planning.plan import PackPlan
 from packing_core.storage.arrays import as_array, read_only
@@ -35,139 +33,8 @@ NEAR = 16  # consecutive steps among which rows are dealt by cost where steps ke
 CLOSE = (0.05, 0.02, 0.01, 0.005, 0.002)  # relative differences of costs within which they are, the widest that is even
 
 
-@dataclass(frozen=True)
-class Cost:
-    """The cost of a row: ``tokens * (its tokens) + squares * (sum of its squared segment lengths)``.
-
-    The unit is free, only the ratio matters. The default ratio is that of a Llama of 8 billion parameters.
-
-    Attributes:
-        tokens: cost of a token: projections, feed-forward blocks, the output head.
-        squares: cost of a squared segment length: causal attention.
-
-    Raises:
-        PackingError: a factor is negative, or both are 0.
-    """
-
-    tokens: float = 1.0
-    squares: float = 1.75e-5
-
-    def __post_init__(self) -> None:
-        factors = (self.tokens, self.squares)
-        if not all(isinstance(x, Real) and isfinite(x) and x >= 0 for x in factors) or not any(factors):
-            raise PackingError(
-                f"cost has tokens={self.tokens} and squares={self.squares}: pass factors of 0 or more, not both 0"
-            )
-
-    @classmethod
-    def from_config(cls, config: Any) -> Cost:
-        """The ratio of :meth:`operations` of a model, with tokens at 1.
-
-        Args:
-            config: a Hugging Face config object, or its ``config.json`` as a mapping.
-
-        Raises:
-            PackingError: as :meth:`operations`.
-        """
-        cost = cls.operations(config)
-        return cls(tokens=1.0, squares=cost.squares / cost.tokens)
-
-    @classmethod
-    def operations(cls, config: Any) -> Cost:
-        """Forward floating-point operations of a decoder, after Kaplan et al. 2020 (arXiv:2001.08361), table 1.
-
-        Per token and layer the projections take ``2 h d (2 n + 2 k)`` and a gated feed-forward block ``6 h f`` per
-        expert that a token visits; the head takes ``2 h v``. Causal attention takes ``2 n d`` per layer and squared
-        length: half of all pairs, a multiplication and an addition for the score and for the value. (h hidden size,
-        d head width, n and k query and key heads, f feed-forward width, v vocabulary.) The backward is a multiple of
-        both.
-
-        Args:
-            config: a Hugging Face config object, or its ``config.json`` as a mapping.
-
-        Raises:
-            PackingError: the config does not say how large the model is, or a size is not one integer.
-        """
-        hidden, layers = _size(config, "hidden_size", "n_embd"), _size(config, "num_hidden_layers", "n_layer")
-        by_layer = [_size(layer, "num_attention_heads", "n_head") for layer in _layers(config, layers or 0)]
-        if not (hidden and by_layer and all(by_layer)):
-            raise PackingError(
-                "the config names no hidden_size, num_hidden_layers and num_attention_heads: "
-                "pass Cost(tokens=..., squares=...)"
-            )
-        tokens, squares = 2 * hidden * _size(config, "vocab_size", default=0), 0
-        for layer, heads in zip(_layers(config, layers), by_layer, strict=True):
-            width = _size(layer, "head_dim", default=hidden // heads)
-            kv_heads = _size(layer, "num_key_value_heads", default=heads)
-            visited = _size(layer, "num_experts_per_tok")
-            inner = _size(layer, "moe_intermediate_size") if visited else None
-            inner = inner or _size(layer, "intermediate_size", "n_inner", default=4 * hidden)
-            tokens += 2 * hidden * width * (2 * heads + 2 * kv_heads) + 6 * hidden * inner * (visited or 1)
-            squares += 2 * heads * width
-        return cls(tokens=float(tokens), squares=float(squares))
-
-    def of_segments(self, lengths: ArrayLike, before: ArrayLike = 0) -> Float64:
-        """float64 [S]: the cost of each segment, where its queries see ``before`` earlier tokens beside itself.
-
-        A segment of n tokens after b of its ancestors has n (n + 2 b) = (b + n)^2 - b^2 squares, so the segments on a
-        path cost together what the whole path does.
-
-        >>> Cost(tokens=0, squares=1).of_segments([4, 2], before=[0, 4]).tolist()
-        [16.0, 20.0]
-        """
-        length = np.asarray(lengths, np.float64)
-        costs: Float64 = length * (self.tokens + self.squares * (length + 2 * np.asarray(before)))
-        return costs
-
-    def of_rows(self, rows: PackPlan | PackedRows) -> Float64:
-        """float64 [R]: the cost of each row; that of a segment that continues others as :meth:`of_segments` has it."""
-        if isinstance(rows, PackPlan):  # which has no empty row
-            row_costs: Float64 = np.add.reduceat(self.of_segments(rows.length), rows.row_offsets[:-1])
-            return row_costs
-        return np.bincount(rows.rows, self.of_segments(rows.lengths, rows.offsets), minlength=len(rows))
-
-
-class PackedRows(Protocol):
-    """The parts of a ``PackedBatch`` that its rows are weighed by: ``rows``, ``lengths`` and ``offsets``, [S] each."""
-
-    @property
-    def rows(self) -> Int64: ...
-    @property
-    def lengths(self) -> Int64: ...
-    @property
-    def offsets(self) -> Int64: ...
-    def __len__(self) -> int: ...
-
-
-def _count(rows: PackPlan | PackedRows) -> int:
+def _count(rows: PackPlan | WeighedRows) -> int:
     return rows.n_rows if isinstance(rows, PackPlan) else len(rows)
-
-
-def _size(config: Any, *names: str, default: Any = None) -> Any:
-    """The first of these sizes that a config has."""
-    for name in names:
-        value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-        if value is not None:
-            return positive(f"the config's {name}", value)
-    return default
-
-
-def _layers(config: Any, count: int) -> list[Any]:
-    """The config of each layer, where some have sizes of their own (``per_layer_config``), as in Gemma 4."""
-    if isinstance(config, Mapping):
-        own = config.get("per_layer_config") or {}
-        return [{**config, **own.get(str(layer), {})} for layer in range(count)] if own else [config] * count
-    if getattr(config, "is_heterogeneous", False):
-        return [config.per_layer_config[layer] for layer in range(count)]
-    return [config] * count
-
-
-def cost_of(configs: Sequence[Any]) -> Cost:
-    """The cost of a row by the last of a model's configurations that says how large it is; ``Cost()`` if none does."""
-    for config in reversed(configs):
-        with suppress(PackingError):
-            return Cost.from_config(config)
-    return Cost()
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,14 +47,16 @@ class ShardedPlan:
             Where rows do not divide, the last step has idle places. They hold the number of rows, a row that does
             not exist, so that no data set takes it for one of its rows.
         cost: what the rows were weighed by.
+        row_costs: float64 [R]: the cost of each row; None for that of its tokens alone, ``cost.of_rows(plan)``.
 
     Raises:
         LayoutError: ``steps`` is not [N, W, K], names a row that does not exist, or names a row twice.
     """
 
-    plan: PackPlan | PackedRows
+    plan: PackPlan | WeighedRows
     steps: Int64
     cost: Cost
+    row_costs: Float64 | None = None
 
     def __post_init__(self) -> None:
         steps = as_array(self.steps, "steps")
@@ -206,7 +75,7 @@ class ShardedPlan:
         object.__setattr__(self, "steps", read_only(steps))
 
     def __reduce__(self) -> tuple[Any, ...]:  # pickling arrays would make them writeable
-        return ShardedPlan, (self.plan, self.steps, self.cost)
+        return ShardedPlan, (self.plan, self.steps, self.cost, self.row_costs)
 
     @property
     def world_size(self) -> int:
@@ -240,7 +109,8 @@ class ShardedPlan:
     @cached_property
     def loads(self) -> Float64:
         """float64 [N, W]: the cost that each rank carries at each step."""
-        costs = np.append(self.cost.of_rows(self.plan), 0.0)  # an idle place costs nothing
+        rows = self.cost.of_rows(self.plan) if self.row_costs is None else self.row_costs
+        costs = np.append(rows, 0.0)  # an idle place costs nothing
         loads: Float64 = costs[self.steps].sum(axis=2)
         return read_only(loads)
 
@@ -263,12 +133,14 @@ class ShardedPlan:
 
 @hinted()
 def balance(
-    plan: PackPlan | PackedRows,
+    plan: PackPlan | WeighedRows,
     world_size: int,
     *,
     cost: Cost | None = None,
     rows_per_step: int = 1,
     seed: int | None = 0,
+    vision_tokens: ArrayLike | None = None,
+    context_parallel: int = 1,
 ) -> ShardedPlan:
     """Deal the rows of a plan to ranks so that the ranks of a step finish together.
 
@@ -285,10 +157,15 @@ def balance(
         rows_per_step: rows K that each rank takes at a step.
         seed: shuffles bundles of close costs, the steps, and which rank carries what in each; None keeps them by
             falling cost. A step with idle places is the last one in any case.
+        vision_tokens: [N] image tokens of each document, which cost ``cost.vision`` more; None for no images.
+        context_parallel: ranks C over which the documents of each row are cut (``context_plan``). ``world_size`` then
+            counts groups of C ranks, and a row costs what the slowest rank of its group carries.
 
     Raises:
-        PackingError: ``world_size`` or ``rows_per_step`` is not an integer of at least 1, ``seed`` is not one of at
-            least 0, or there are fewer rows than ranks, so that a rank would have nothing to do in the whole run.
+        PackingError: ``world_size``, ``rows_per_step`` or ``context_parallel`` is not an integer of at least 1,
+            ``seed`` is not one of at least 0, or there are fewer rows than ranks, so that a rank would have nothing to
+            do in the whole run.
+        LayoutError: there is not one number of image tokens per document.
     """
     if not isinstance(plan, PackPlan) and not hasattr(plan, "parents"):
         raise PackingError(f"plan is a {type(plan).__name__}: pass what crosspack.plan, pack or pack_tree returns")
@@ -303,8 +180,19 @@ def balance(
             f"the plan has {count:,} rows and there are {world_size:,} ranks: "
             "lower the capacity or the number of ranks, or take more documents"
         )
+    row_costs = cost.of_rows(plan, vision_tokens=vision_tokens)
+    if positive("context_parallel", context_parallel) > 1:
+        if not isinstance(plan, PackPlan):
+            raise PackingError("context_parallel cuts the documents of a plan: pass what crosspack.plan returns")
+        row_costs = row_costs - cost.of_rows(plan) + _slowest_of_groups(plan, context_parallel, cost)
     with within_memory(f"steps of {world_size:,} x {rows_per_step:,} rows", "pass fewer rows_per_step"):
-        return ShardedPlan(plan, _deal(cost.of_rows(plan), world_size, rows_per_step, seed), cost)
+        return ShardedPlan(plan, _deal(row_costs, world_size, rows_per_step, seed), cost, read_only(row_costs))
+
+
+def _slowest_of_groups(plan: PackPlan, ranks: int, cost: Cost) -> Float64:
+    """float64 [R]: the cost of each row on the slowest of the ranks over which its documents are cut."""
+    lengths = np.split(plan.length, plan.row_offsets[1:-1])
+    return np.array([context_plan(row, ranks, cost=cost).loads.max() for row in lengths])
 
 
 def balance_in_order(plan: PackPlan, world_size: int, *, cost: Cost, seed: int) -> ShardedPlan:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from packing_core.errors import PackingError, within_memory
 from packing_core.hints import hinted
-from packing_core.planning.balance import Cost
+from packing_core.planning.cost import Cost
 from packing_core.planning.pieces import MOST_TOKENS, check_lengths, integer, positive
 from packing_core.storage.arrays import read_only
 
@@ -154,7 +154,7 @@ Piece = tuple[int, int, int]  # document, start, length
 
 def _costs(cost: Cost, start: Any, length: Any) -> Any:
     """The cost of the pieces [start, start + length)."""
-    return length * (cost.tokens + cost.squares * (2.0 * start + length))
+    return cost.of_segments(length, start)
 
 
 def _assign(lengths: Int64, ranks: int, cost: Cost, contiguous: bool) -> list[list[Piece]]:
@@ -202,8 +202,10 @@ def _portions(loads: Float64, share: float, needed: float) -> tuple[Int64, Float
 def _contiguous(cost: Cost, length: int, ranks: Int64, parts: Float64) -> list[Piece]:
     """A piece for each rank, as (rank, start, length): the cost of [0, b) is its part of the whole document's."""
     wanted = np.cumsum(parts) * _costs(cost, 0, float(length))
-    # squares * b^2 + tokens * b = wanted, in the form that does not cancel
-    ends = 2 * wanted / np.maximum(cost.tokens + np.sqrt(cost.tokens**2 + 4 * cost.squares * wanted), 1e-300)
+    if cost.windows:
+        ends = np.searchsorted(cost.of_segments(np.arange(length + 1)), wanted)
+    else:  # squares * b^2 + tokens * b = wanted, in the form that does not cancel
+        ends = 2 * wanted / np.maximum(cost.tokens + np.sqrt(cost.tokens**2 + 4 * cost.squares * wanted), 1e-300)
     marks = [0, *np.rint(ends[:-1]).astype(int).tolist(), length]
     return [(int(r), a, b - a) for r, a, b in zip(ranks, marks[:-1], marks[1:], strict=True) if b > a]
 

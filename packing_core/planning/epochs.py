@@ -15,7 +15,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from packing_core.errors import PackingError
 from packing_core.planning.assignment import RowAssignment
-from packing_core.planning.balance import Cost, ShardedPlan, balance, balance_in_order
+from packing_core.planning.balance import ShardedPlan, balance, balance_in_order
+from packing_core.planning.cost import Cost
 from packing_core.planning.mixed import FULL, most_rows
 from packing_core.planning.order import Order, OrderRule, ordered_rows
 from packing_core.planning.packplan import PackPlan

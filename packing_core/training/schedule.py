@@ -19,7 +19,8 @@ from packing_core.batches.batch import PackedBatch
 from packing_core.batches.dataset import PackedDataset, with_empty_row
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import PackingError
-from packing_core.planning.balance import Cost, balance
+from packing_core.planning.balance import balance
+from packing_core.planning.cost import Cost
 from packing_core.planning.plan import PackPlan
 from packing_core.storage.ragged import Ragged
 

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from crosspack.cli import charts
-from crosspack.cli.findings import SHAPES, by_cap, by_policy, by_rank, by_strategy, histogram, hours
+from crosspack.cli.findings import by_cap, by_policy, by_rank, by_strategy, histogram, hours
 from crosspack.cli.page import DARK, LIGHT, _lengths
 from crosspack.cli.report import pictured
-from packing_core import Cost, plan
+from crosspack.cli.speed import SHAPES, Speed
+from packing_core import Cost, PackingError, plan
 from tests.cli.test_commands import one_line, run
 
 VOID = {"meta", "rect", "line"}
@@ -170,9 +171,13 @@ def test_a_cap_on_documents_costs_fill() -> None:
 
 def test_strategies_are_the_plans_rows() -> None:
     lengths = np.random.default_rng(0).integers(1, 30, 200)
-    for made in by_strategy(lengths, 32, "truncate", 0):
+    for made in by_strategy(lengths, 32, "truncate", 0, Speed.stated("llama-1b", "h100")):
         rows = plan(lengths, made["capacity"], strategy=made["strategy"], overflow="truncate", seed=0)
         assert (made["rows"], made["efficiency"]) == (rows.n_rows, rows.efficiency)
+        cost = Cost.operations(SHAPES["llama-1b"])
+        squares = int((rows.length**2).sum())
+        forward = cost.tokens * rows.n_rows * rows.capacity + cost.squares * squares
+        assert made["hours"] == pytest.approx(3 * forward / (989e12 * 0.4) / 3600)
 
 
 def test_balancing_makes_ranks_wait_less() -> None:
@@ -184,11 +189,32 @@ def test_balancing_makes_ranks_wait_less() -> None:
 
 def test_hours_follow_the_operations() -> None:
     rows = plan([100] * 64, 100)
-    found = {x["arrangement"]: x["hours"] for x in hours(rows, SHAPES["llama-8b"], "h100", (8,), 0)}
+    found = {x["arrangement"]: x["hours"] for x in hours(rows, Speed.stated("llama-8b", "h100"), (8,), 0)}
     cost = Cost.operations(SHAPES["llama-8b"])
     expected = 3 * 64 * (100 * cost.tokens + 100**2 * cost.squares) / (989e12 * 0.4) / 3600
     assert all(value == pytest.approx(expected) for value in found.values())
     assert 2 * 7.5e9 < cost.tokens < 2 * 8.1e9  # two operations a parameter that a token meets
+
+
+def test_a_measured_run_gives_the_time_of_its_own_rows_and_of_others_by_their_cost(tmp_path) -> None:
+    """Rows of the run: 200 tokens in 0.5 s. Rows of one long document take longer, by the cost of its attention."""
+    steps = [{"seconds": s, "slots": 400} for s in (9.0, 1.0, 1.1, 0.9)]
+    (tmp_path / "crosspack.json").write_text(json.dumps({"device": "cpu", "runs": {"packed": steps}}))
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 1}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    rows = plan([100] * 8, 200)
+    speed = Speed.measured(tmp_path, rows)
+    assert speed.of_rows(rows) * 3600 == pytest.approx(4 * 0.5)
+    assert speed.of_row(rows) == pytest.approx({"mean": 0.5, "most": 0.5})
+    token, square = 2 * 8 * 8 * 4 + 6 * 8, 2 * 8
+    longer = (200 * token + 200**2 * square) / (200 * token + 2 * 100**2 * square)
+    assert speed.of_rows(plan([200] * 4, 200)) * 3600 == pytest.approx(4 * 0.5 * longer)
+    assert speed.about["tokens_per_second"] == pytest.approx(400)
+    with pytest.raises(PackingError, match="is not the output of a run that trained weights .FileNotFoundError"):
+        Speed.measured(tmp_path / "absent", rows)
+    (tmp_path / "crosspack.json").write_text("[]")
+    with pytest.raises(PackingError, match="pass the folder that crosspack train --output wrote"):
+        Speed.measured(tmp_path, rows)
 
 
 def test_a_histogram_counts_everything_once() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,9 +13,12 @@ from hypothesis import strategies as st
 
 from packing_core import pack, pack_tree
 from packing_core.errors import LayoutError, PackingError
-from packing_core.planning.balance import Cost, ShardedPlan, balance
+from packing_core.planning.balance import ShardedPlan, balance
+from packing_core.planning.context import context_plan
+from packing_core.planning.cost import Cost
 from packing_core.planning.plan import PackPlan, plan
 
+LENGTHS = np.random.default_rng(0).integers(1, 33, 60)
 LLAMA_8B = {
     "hidden_size": 4096,
     "num_hidden_layers": 32,
@@ -172,9 +177,94 @@ def test_a_mixture_costs_the_experts_that_a_token_visits() -> None:
     assert Cost.from_config(mixture) == Cost.from_config(LLAMA_8B)
 
 
+def test_layers_with_a_window_cost_the_pairs_that_their_queries_see() -> None:
+    for window in (1, 3, 8):
+        for length in (1, 2, 3, 7, 8, 20):
+            for before in (0, 2, 9):
+                places = range(before, before + length)
+                pairs = sum(min(place + 1, window) for place in places)
+                # a full square counts n^2 for n (n + 1) / 2 pairs, so each query counts twice its pairs less one, and
+                # past the window twice the window
+                wanted = 2 * pairs - sum(place < window for place in places)
+                found = Cost(0, 0, windows=((window, 1.0),)).of_segments([length], before=[before])
+                assert found[0] == wanted
+
+
+GEMMA = {
+    "hidden_size": 1152,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "intermediate_size": 6912,
+    "vocab_size": 262_144,
+    "sliding_window": 512,
+    "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+}
+
+
+def test_windows_and_recurrent_layers_of_a_config_cost_what_they_compute() -> None:
+    cost = Cost.operations(GEMMA)
+    assert cost.squares == 2 * 4 * 256
+    assert cost.windows == ((512, 5 * 2 * 4 * 256),)
+    assert Cost.operations({"text_config": GEMMA, "model_type": "gemma3"}) == cost
+    hybrid = GEMMA | {"layer_types": ["linear_attention"] * 5 + ["full_attention"], "sliding_window": None}
+    assert Cost.operations(hybrid).squares == 2 * 4 * 256
+    assert Cost.operations(hybrid).windows == ()
+    jamba = GEMMA | {"layer_types": None, "attn_layer_period": 3, "attn_layer_offset": 1, "sliding_window": None}
+    assert Cost.operations(jamba).squares == 2 * 2 * 4 * 256
+    unused = GEMMA | {"layer_types": None, "use_sliding_window": False}
+    assert Cost.operations(unused).squares == 6 * 2 * 4 * 256
+    everywhere = GEMMA | {"layer_types": None}
+    assert (Cost.operations(everywhere).squares, len(Cost.operations(everywhere).windows)) == (0, 1)
+    chunked = GEMMA | {"layer_types": ["chunked_attention"] * 6, "attention_chunk_size": 1024}
+    assert Cost.operations(chunked).windows == ((512, 6 * 2 * 4 * 256),)
+
+
+def test_experts_cost_those_that_are_visited_the_shared_ones_and_the_dense_layers() -> None:
+    dense = Cost.operations(LLAMA_8B).tokens
+    mixture = LLAMA_8B | {"num_experts_per_tok": 8, "moe_intermediate_size": 1024, "num_experts": 64}
+    block, width = 6 * 4096 * 14336, 6 * 4096 * 1024
+    assert Cost.operations(mixture).tokens == dense + 32 * (8 * width - block)
+    assert Cost.operations(mixture | {"n_shared_experts": 2}).tokens == dense + 32 * (10 * width - block)
+    assert Cost.operations(mixture | {"first_k_dense_replace": 3}).tokens == dense + 29 * (8 * width - block)
+
+
+def test_latent_attention_costs_its_own_widths() -> None:
+    config = LLAMA_8B | {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
+    assert Cost.operations(config).squares == 32 * 32 * (192 + 128)
+
+
+def test_image_tokens_cost_the_vision_tower() -> None:
+    tower = {"hidden_size": 1280, "depth": 32, "intermediate_size": 3420, "spatial_merge_size": 2}
+    cost = Cost.operations({"text_config": LLAMA_8B, "vision_config": tower})
+    patch = 32 * (8 * 1280**2 + 4 * 1280 * 3420)
+    assert cost.vision == 4 * patch + 2 * 4 * 1280 * 4096
+    rows = plan([4, 4, 4, 4], 8, seed=None)
+    images = np.array([0, 3, 0, 1])
+    assert Cost(1, 0, vision=10).of_rows(rows, vision_tokens=images).tolist() == [8 + 30, 8 + 10]
+    dealt = balance(plan(LENGTHS, 64), 2, cost=Cost(1, 0, vision=1), vision_tokens=np.arange(len(LENGTHS)))
+    assert dealt.loads.sum() == LENGTHS.sum() + np.arange(len(LENGTHS)).sum()
+    with pytest.raises(LayoutError, match="vision_tokens has 3 entries from 0 on and the plan is of 4 documents"):
+        Cost().of_rows(rows, vision_tokens=[0, 1, 2])
+
+
+def test_a_row_that_is_cut_over_ranks_costs_what_the_slowest_of_them_carries() -> None:
+    # over two ranks a row of [8] or [4 4] is halved, and [6 2] gives 6 whole tokens to one rank or 4 to each if cut
+    rows = plan([8, 4, 4, 5, 3], 8, seed=None, strategy="sequential")
+    cost = Cost(1, 0.1)
+    dealt = balance(rows, 3, cost=cost, context_parallel=2, seed=None)
+    wanted = sorted(context_plan(rows.length[a:b], 2, cost=cost).loads.max() for a, b in pairwise(rows.row_offsets))
+    assert sorted(dealt.loads.reshape(-1).tolist()) == wanted
+    assert dealt.loads.max() < cost.of_rows(rows).max()
+    assert pickle.loads(pickle.dumps(dealt)).loads.tolist() == dealt.loads.tolist()
+
+
 @pytest.mark.parametrize(
     ("call", "text"),
     [
+        (lambda p: Cost(1, 0, windows=((0, 1.0),)), "cost has a window of 0 tokens: pass an integer of at least 1"),
+        (lambda p: Cost(1, 0, vision=-1), "cost has windows=.* and vision=-1: pass factors of 0 or more"),
         (lambda p: balance(p, 0), "world_size must be an integer of at least 1, got 0"),
         (lambda p: balance(p, 2.0), "world_size must be an integer of at least 1, got 2.0"),
         (lambda p: balance(p, 2, rows_per_step=0), "rows_per_step must be an integer of at least 1, got 0"),

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packing_core.errors import PackingError
-from packing_core.planning.balance import Cost
 from packing_core.planning.context import ContextPlan, context_plan
+from packing_core.planning.cost import Cost
 
 RANKS = (2, 4, 8, 64)
 costs = st.sampled_from([Cost(), Cost(1, 0), Cost(0, 1), Cost(1, 0.1)])

@@ -26,7 +26,7 @@ from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.batches.views import KernelView
 from packing_core.errors import LayoutError, PackingError, UnsupportedError
 from packing_core.hints import hinted
-from packing_core.planning.balance import cost_of
+from packing_core.planning.cost import cost_of
 from packing_core.planning.pieces import positive
 from torch_backend.collate.document_labels import LABELS, check_whole, in_order, take_numbers
 from torch_backend.collate.shared import pack_shared, sharing

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from packing_core.errors import LayoutError, PackingError, UnsupportedError
-from packing_core.planning.balance import Cost
 from packing_core.planning.context import context_plan
+from packing_core.planning.cost import Cost
 from torch_backend.context_parallel.attention import METHODS
 from torch_backend.context_parallel.share import RankShare
 

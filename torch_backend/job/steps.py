@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from packing_core.batches.batch import PackedBatch
-from packing_core.planning.balance import Cost
+from packing_core.planning.cost import Cost
 from packing_core.training.schedule import Run, Schedule
 from torch_backend.collate import Batch, PackedCollator
 from torch_backend.job.ranks import Ranks

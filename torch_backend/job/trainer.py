@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import PackingError
 from packing_core.extras import require
-from packing_core.planning.balance import Cost
+from packing_core.planning.cost import Cost
 from packing_core.training.job import ZERO, TrainJob
 from packing_core.training.schedule import Run
 from torch_backend.collate import Batch, PackedCollator

@@ -20,7 +20,7 @@ from packing_core.batches.columns import READ
 from packing_core.batches.marks import LENGTHS
 from packing_core.errors import PackingError, UnsupportedError, first_line
 from packing_core.extras import require
-from packing_core.planning.balance import Cost
+from packing_core.planning.cost import Cost
 from torch_backend.collate import FULL, BoundaryCollator, PackedCollator
 from torch_backend.collate.document_labels import NAMES
 from torch_backend.collate.vision import VisionRows

@@ -20,7 +20,8 @@ from packing_core.batches.columns import Documents, documents_of, read_examples,
 from packing_core.batches.dataset import with_empty_row
 from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import LayoutError, PackingError, plural
-from packing_core.planning.balance import Cost, ShardedPlan
+from packing_core.planning.balance import ShardedPlan
+from packing_core.planning.cost import Cost
 from packing_core.planning.epochs import plan_epoch
 from torch_backend.collate.document_labels import LABELS, NAMES, as_labels
 from torch_backend.trainers.hf_dataset import arrow_documents

@@ -14,7 +14,7 @@ from packing_core.planning.plan import Overflow
 
 @dataclass(frozen=True)
 class RowOptions:
-    """What :func:`torch_backend.enable_packing` documents; ``keys`` is the name of a column."""
+    """Options that :func:`torch_backend.enable_packing` documents; ``keys`` is the name of a column."""
 
     capacity: int | None = None
     overflow: Overflow = "error"

@@ -13,7 +13,7 @@ import torch
 
 from packing_core.batches.trees import LEAST_SAVED, LONG, SHORTEST, part_saved
 from packing_core.errors import UnsupportedModelError
-from packing_core.planning.balance import cost_of
+from packing_core.planning.cost import cost_of
 from torch_backend.hf.inputs.forests import WAY_OUT, why_no_attention, why_not_this_call
 from torch_backend.hf.shared_rows import SharedRow, share_row
 

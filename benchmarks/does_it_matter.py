@@ -1,0 +1,322 @@
+"""Measures whether contamination and cut documents matter: one tiny model, four ways to put the same documents in rows.
+
+    python -m benchmarks.does_it_matter                       # about an hour on two cores
+    python -m benchmarks.does_it_matter --minutes 10          # as many runs as fit; run it again to go on
+    python -m benchmarks.does_it_matter --steps 4000 --seeds 5 --width 256 --minutes 9 --device cuda    # one GPU
+    python -m benchmarks.does_it_matter --tiny                # a minute, to see that it runs
+
+Every run of a seed begins with the same weights and trains the same documents in the same steps, by the same number of
+trained tokens but for ``wrapped``, where the first tokens after a cut have no context:
+
+    exact         rows of ``plan``, each document alone (``crosspack.patch``)
+    contaminated  the same rows; positions restart, and attention sees the whole row, as in stock flattening
+    wrapped       documents end to end, cut at the ends of rows; attention sees the whole row
+    padded        a document a row
+
+Two tasks: values of keys to be found again, where other documents have the same keys with other values; and the text of
+GSM8K. The held-out metric is always of each document alone. Each run is a line of ``--output``, and a run that is there
+already is not repeated. Figures are means over seeds with the 95% interval of Student's t; differences are paired by
+seed. After a twentieth of the steps of ``exact``, the gradients of 8 steps at its weights say how far each way is from
+``exact``, and how noisy it is.
+Needs torch and transformers; no network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import crosspack
+from benchmarks._matter_tasks import Task, retrieval, text
+from benchmarks._report import machine, table, versions
+from packing_core import PackedBatch, plan
+from packing_core.batches.stored import IGNORE_INDEX
+from packing_core.training.schedule import Corpus, Schedule
+
+GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k_train.jsonl"
+WAYS = ("exact", "contaminated", "wrapped", "padded")
+PEAK, WARMUP = 3e-3, 0.1  # learning rate, and the part of the steps in which it rises
+T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t by degrees of freedom, from 1
+NOISE_STEPS = 8
+
+Inputs = tuple[dict[str, Tensor], Tensor]  # arguments of the model, and unshifted targets
+
+
+def main(arguments: Sequence[str] | None = None) -> str:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--task", choices=("retrieval", "text"), action="append", help="only this; may be repeated")
+    options.add_argument("--way", choices=WAYS, action="append", help="only this; may be repeated")
+    options.add_argument("--data", type=Path, default=GSM8K, help="a .jsonl file of prompt and completion")
+    options.add_argument("--steps", type=int, default=1200)
+    options.add_argument("--seeds", type=int, default=3)
+    options.add_argument("--width", type=int, default=64, help="hidden size; two layers")
+    options.add_argument("--minutes", type=float, default=60, help="no run begins after so many")
+    options.add_argument("--threads", type=int, default=1)
+    options.add_argument("--device", default="cpu")
+    options.add_argument("--output", type=Path, default=Path("runs/does_it_matter.jsonl"))
+    options.add_argument("--tiny", action="store_true", help="few steps and documents, nothing is kept")
+    chosen = options.parse_args(arguments)
+    if chosen.tiny:
+        chosen.steps, chosen.seeds, chosen.width = 4, 2, 32
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    torch.set_num_threads(chosen.threads)
+    print(machine(), versions("torch", "transformers", "crosspack"), sep="\n")
+    settings = {name: getattr(chosen, name) for name in ("steps", "width")}
+    records = [] if chosen.tiny else _kept(chosen.output, settings)
+    begun = time.perf_counter()
+    tasks: dict[str, Task] = {}
+    for seed in range(chosen.seeds):
+        for name in chosen.task or ("retrieval", "text"):
+            for way in chosen.way or WAYS:
+                if any((r["task"], r["way"], r["seed"]) == (name, way, seed) for r in records):
+                    continue
+                if time.perf_counter() - begun > 60 * chosen.minutes:
+                    print(f"{chosen.minutes:g} minutes are over: run it again to go on")
+                    return _report(records)
+                if name not in tasks:
+                    tasks[name] = _task(name, chosen.data, tiny=chosen.tiny)
+                run = Run(tasks[name], way, seed, chosen.steps, chosen.width, chosen.device)
+                records.append({"task": name, "way": way, "seed": seed, **settings, **run.train()})
+                print(f"{name}, {way}, seed {seed}: {records[-1]['curve'][-1]}, {records[-1]['seconds']:.0f} s")
+                if not chosen.tiny:
+                    chosen.output.parent.mkdir(parents=True, exist_ok=True)
+                    with chosen.output.open("a", encoding="utf-8") as kept:
+                        kept.write(json.dumps(records[-1]) + "\n")
+    return _report(records)
+
+
+def _kept(path: Path, settings: dict[str, int]) -> list[dict[str, Any]]:
+    """Returns the runs of earlier calls with the same settings."""
+    if not path.exists():
+        return []
+    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [record for record in found if all(record[name] == value for name, value in settings.items())]
+
+
+def _task(name: str, data: Path, *, tiny: bool) -> Task:
+    held_out = 16 if tiny else 200
+    return retrieval(held_out, 128) if name == "retrieval" else text(data, held_out, 512)
+
+
+class Run:
+    """One model, trained in one way.
+
+    Args:
+        task: the documents.
+        way: one of ``WAYS``.
+        seed: decides the weights, the documents and their rows.
+        steps, width, device: as on the command line.
+    """
+
+    def __init__(self, task: Task, way: str, seed: int, steps: int, width: int, device: str) -> None:
+        self.task, self.way, self.device, self.steps = task, way, device, steps
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            vocab_size=task.vocabulary,
+            hidden_size=width,
+            intermediate_size=3 * width,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=1024,
+            tie_word_embeddings=True,
+        )
+        self.model = LlamaForCausalLM(config).to(device)
+        self.rows = 4
+        random = np.random.default_rng(seed)
+        mean = task.held_out.documents.lengths.mean()
+        count = int(1.1 * (steps + NOISE_STEPS) * self.rows * task.capacity / mean) + 8
+        corpus = Corpus.collect(task.draw(random, count))
+        made = plan(corpus.documents.lengths, task.capacity, seed=seed)
+        self.schedule = Schedule(corpus, (made,), self.rows, padded_batch=10**6, seed=seed)
+
+    def train(self) -> dict[str, Any]:
+        """Trains, and returns the curve of the held-out metric and what the gradients say."""
+        inputs, model, begin = INPUTS[self.way], self.model, time.perf_counter()
+        if self.way == "exact":
+            crosspack.patch(model, verify=False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK, weight_decay=0.01)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._rate)
+        curve: list[dict[str, float]] = []
+        found: dict[str, Any] = {"curve": curve}
+        every, trained = max(1, self.steps // 20), 0
+        for step in range(self.steps):
+            loss, targets = self._loss(inputs, step)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            trained += targets
+            if (step + 1) % every == 0:
+                curve.append({"tokens": trained, **self._evaluate()})
+            if step + 1 == every and self.way == "exact":
+                found["gradients"] = self._gradients()
+        return found | {"seconds": time.perf_counter() - begin}
+
+    def _rate(self, step: int) -> float:
+        warm = WARMUP * self.steps
+        left = max(0.0, (step - warm) / max(1, self.steps - warm))
+        return min(1.0, (step + 1) / warm) * (0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi * min(1.0, left))))
+
+    def _loss(self, inputs: Callable[[Schedule, int], Iterator[Inputs]], step: int) -> tuple[Tensor, int]:
+        """The mean loss of a step's targets, and their number."""
+        total, count = torch.zeros((), device=self.device), 0
+        for arguments, targets in inputs(self.schedule, step):
+            logits = self.model(**{name: _on(value, self.device) for name, value in arguments.items()}).logits
+            shifted = targets[:, 1:].to(self.device)
+            total = total + nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1).float(), shifted.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+            )
+            count += int((shifted != IGNORE_INDEX).sum())
+        return total / count, count
+
+    @torch.no_grad()
+    def _evaluate(self) -> dict[str, float]:
+        """Mean loss and accuracy of the targets of the held-out documents, each of them alone."""
+        corpus = self.task.held_out
+        made = plan(corpus.documents.lengths, self.task.capacity, seed=None)
+        ((arguments, targets),) = _padded(Schedule(corpus, (made,), made.n_rows, padded_batch=10**6), 0)
+        logits = self.model(**{name: _on(value, self.device) for name, value in arguments.items()}).logits[:, :-1]
+        shifted = targets[:, 1:].to(self.device)
+        real = shifted != IGNORE_INDEX
+        loss = nn.functional.cross_entropy(logits[real].float(), shifted[real])
+        return {
+            "loss": round(float(loss), 5),
+            "accuracy": round(float((logits.argmax(-1) == shifted)[real].float().mean()), 5),
+        }
+
+    def _gradients(self) -> dict[str, dict[str, float]]:
+        """Returns each way's distance from the gradient of ``exact`` at the present weights, and its noise over steps."""
+        of_way: dict[str, Tensor] = {}
+        for way in ("exact", "contaminated", "wrapped"):
+            if way != "exact":
+                crosspack.unpatch(self.model)
+            of_way[way] = torch.stack([self._gradient(INPUTS[way], self.steps + n) for n in range(NOISE_STEPS)])
+        exact, found = of_way["exact"], {}
+        for way, gradients in of_way.items():
+            mean = gradients.mean(dim=0)
+            noise = ((gradients - mean) ** 2).sum(dim=1).sum() / (NOISE_STEPS - 1) / (mean**2).sum()
+            error = (gradients - exact).norm(dim=1) / exact.norm(dim=1)
+            found[way] = {"error": float(error.mean()), "noise": float(noise)}
+        crosspack.patch(self.model, verify=False)
+        return found
+
+    def _gradient(self, inputs: Callable[[Schedule, int], Iterator[Inputs]], step: int) -> Tensor:
+        self.model.zero_grad()
+        self._loss(inputs, step)[0].backward()
+        return torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None])
+
+
+def _on(value: Any, device: str) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def _tensors(batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    return torch.from_numpy(batch.input_ids.astype(np.int64)), torch.from_numpy(batch.targets.astype(np.int64))
+
+
+def _exact(schedule: Schedule, step: int) -> Iterator[Inputs]:
+    rows = schedule.rows(step)
+    arguments = crosspack.PackedCollator()(rows)
+    arguments.pop("labels", None)
+    yield arguments, _tensors(rows)[1]
+
+
+def _contaminated(schedule: Schedule, step: int) -> Iterator[Inputs]:
+    rows = schedule.rows(step)
+    ids, targets = _tensors(rows)
+    positions = torch.from_numpy(rows.position_ids.astype(np.int64))
+    yield {"input_ids": ids, "position_ids": positions, "attention_mask": torch.ones_like(ids)}, targets
+
+
+def _wrapped(schedule: Schedule, step: int) -> Iterator[Inputs]:
+    rows = schedule.rows(step)
+    ids, targets = _tensors(rows)
+    real = torch.from_numpy(rows.attention_mask.copy())
+    pad = -int(real.sum()) % rows.capacity  # of the last row
+    flat = [nn.functional.pad(x[real], (0, pad), value=fill) for x, fill in ((ids, 0), (targets, IGNORE_INDEX))]
+    wrapped, wanted = (x.reshape(-1, rows.capacity) for x in flat)
+    yield {"input_ids": wrapped, "attention_mask": torch.ones_like(wrapped)}, wanted
+
+
+def _padded(schedule: Schedule, step: int) -> Iterator[Inputs]:
+    for batch in schedule.padded(step, "padded"):
+        ids = torch.from_numpy(batch.input_ids.astype(np.int64))
+        mask = torch.from_numpy(batch.attention_mask.astype(np.int64))
+        yield {"input_ids": ids, "attention_mask": mask}, torch.from_numpy(batch.targets.astype(np.int64))
+
+
+INPUTS: dict[str, Callable[[Schedule, int], Iterator[Inputs]]] = {
+    "exact": _exact,
+    "contaminated": _contaminated,
+    "wrapped": _wrapped,
+    "padded": _padded,
+}
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The mean, and half of its 95% confidence interval; NaN for one value."""
+    if len(values) < 2:
+        return float(np.mean(values)), float("nan")
+    return float(np.mean(values)), T95[min(len(values) - 2, len(T95) - 1)] * float(np.std(values, ddof=1)) / len(
+        values
+    ) ** 0.5
+
+
+def tokens_to(curve: Sequence[dict[str, float]], loss: float) -> float:
+    """Trained tokens until the held-out loss is at most ``loss``, linear between evaluations; NaN if it never is."""
+    before: dict[str, float] | None = None
+    for point in curve:
+        if point["loss"] <= loss:
+            if before is None or before["loss"] == point["loss"]:
+                return point["tokens"]
+            part = (before["loss"] - loss) / (before["loss"] - point["loss"])
+            return before["tokens"] + part * (point["tokens"] - before["tokens"])
+        before = point
+    return float("nan")
+
+
+def _report(records: list[dict[str, Any]]) -> str:
+    """Prints the tables of each task, over the seeds that every way has."""
+    said = []
+    for task in dict.fromkeys(record["task"] for record in records):
+        runs = {(r["way"], r["seed"]): r for r in records if r["task"] == task}
+        ways = [way for way in WAYS if any(way == other for other, _ in runs)]
+        seeds = sorted({seed for _, seed in runs if all((way, seed) in runs for way in ways)})
+        if not seeds or "exact" not in ways:
+            continue
+        worst = max(np.mean([runs[way, s]["curve"][-1]["loss"] for s in seeds]) for way in ways)
+        lines = []
+        for way in ways:
+            last = [runs[way, seed]["curve"][-1] for seed in seeds]
+            base = [runs["exact", seed]["curve"][-1] for seed in seeds]
+            cells = [_said([x[name] for x in last], digits) for name, digits in (("loss", 4), ("accuracy", 3))]
+            cells.append(_said([x["loss"] - y["loss"] for x, y in zip(last, base, strict=True)], 4))
+            cells.append(f"{np.mean([tokens_to(runs[way, seed]['curve'], worst) for seed in seeds]):,.0f}")
+            of_way = [runs["exact", seed]["gradients"].get(way) for seed in seeds]
+            cells += [_said([g[name] for g in of_way], 2) if all(of_way) else "as exact" for name in ("error", "noise")]
+            lines.append([way, *cells])
+        header = ["way", "held-out loss", "accuracy", "loss above exact", f"tokens to {worst:.3f}", "gradient error"]
+        said.append(f"\n{task}, {len(seeds)} seeds\n\n{table([*header, 'gradient noise'], lines)}")
+    print("\n".join(said))
+    return "\n".join(said)
+
+
+def _said(values: Sequence[float], digits: int) -> str:
+    mean, half = interval(values)
+    return f"{mean:.{digits}f}" + ("" if np.isnan(half) else f" ± {half:.{digits}f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""The speed of training steps for ``crosspack report``: a stated GPU or a measured run in, hours of rows out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from packing_core.errors import PackingError
+from packing_core.planning.cost import Cost
+from packing_core.planning.packplan import PackPlan
+
+# Dense bfloat16 operations per second, as the makers state them.
+GPUS = {"a100": 312e12, "h100": 989e12, "h200": 989e12, "b200": 2250e12, "l4": 121e12, "rtx4090": 165e12}
+UTILISATION = 0.4  # of it that training of such models reaches
+_LLAMA = {"vocab_size": 128_256, "head_dim": 128, "num_key_value_heads": 8}
+SHAPES: dict[str, dict[str, int]] = {
+    "llama-1b": _LLAMA
+    | {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "intermediate_size": 8192}
+    | {"head_dim": 64},
+    "llama-8b": _LLAMA
+    | {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 14_336},
+    "llama-70b": _LLAMA
+    | {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "intermediate_size": 28_672},
+}
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The speed at which a model trains.
+
+    Training takes three times the operations of the forward (``Cost.operations``).
+
+    Attributes:
+        cost: the operations of the model's forward.
+        per_second: operations of training a second.
+        about: what the speed is of, for a page and ``--json``.
+    """
+
+    cost: Cost
+    per_second: float
+    about: dict[str, Any]
+
+    @staticmethod
+    def stated(shape: str, gpu: str) -> Speed:
+        """Estimates the speed of a model of a shape on a GPU: ``UTILISATION`` times what its maker states."""
+        about = {"shape": shape, "gpu": gpu, "utilisation": UTILISATION}
+        return Speed(Cost.operations(SHAPES[shape]), GPUS[gpu] * UTILISATION, about)
+
+    @staticmethod
+    def measured(folder: Path, rows: PackPlan) -> Speed:
+        """Takes the speed of a run of ``crosspack train --output``: its median step but the first, and its model.
+
+        Args:
+            folder: its output.
+            rows: packed rows of the data; those of the run are taken to cost as much by the token.
+
+        Raises:
+            PackingError: the folder holds no such run, or its model does not say its sizes.
+        """
+        try:
+            summary = json.loads((folder / "crosspack.json").read_text(encoding="utf-8"))
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            steps = summary["runs"]["packed"]
+            seconds = [step["seconds"] / step["slots"] for step in steps[1:] or steps]
+            per_slot, device = float(np.median(seconds)), str(summary["device"])
+        except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+            raise PackingError(
+                f"--run {folder} is not the output of a run that trained weights ({type(error).__name__}: {error}): "
+                "pass the folder that crosspack train --output wrote"
+            ) from None
+        if not 0 < per_slot < float("inf"):
+            raise PackingError(f"--run {folder} says that its steps took no time: train a few more steps")
+        cost = Cost.operations(config)
+        per_second = 3 * operations(rows, cost) / (rows.n_rows * rows.capacity) / per_slot
+        return Speed(cost, per_second, {"run": str(folder), "device": device, "tokens_per_second": 1 / per_slot})
+
+    def hours(self, forward: float) -> float:
+        """Hours of training that takes so many operations in the forward."""
+        return 3 * forward / self.per_second / 3600
+
+    def of_rows(self, rows: PackPlan) -> float:
+        """Hours of one epoch of packed rows."""
+        return self.hours(operations(rows, self.cost))
+
+    def of_row(self, rows: PackPlan) -> dict[str, float]:
+        """Seconds that the mean row takes, and the most expensive one."""
+        padding = rows.capacity - rows.row_tokens
+        seconds = 3600 * self.hours(1.0) * (self.cost.of_rows(rows) + self.cost.tokens * padding)
+        return {"mean": float(seconds.mean()), "most": float(seconds.max())}
+
+
+def operations(rows: PackPlan, cost: Cost) -> float:
+    """Operations of the forward of packed rows; padding costs what tokens do, and has no attention."""
+    return float(cost.of_rows(rows).sum()) + cost.tokens * (rows.n_rows * rows.capacity - rows.n_tokens)

@@ -1,0 +1,173 @@
+"""The sizes of a model from its Hugging Face config: the operations of its forward for a token, a pair, an image token.
+
+The names are those that the configs of transformers use; a config that lacks one means what such models mean by it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from packing_core.errors import PackingError
+from packing_core.planning.pieces import positive
+
+Read = Callable[..., Any]
+
+# Layers of these kinds have no attention: their work grows with the tokens alone.
+_RECURRENT = ("linear", "mamba", "conv", "recurrent", "rglru", "delta", "ssm", "mlp", "moe")
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Forward floating-point operations of a decoder.
+
+    Attributes:
+        token: of each token.
+        squares: of each squared segment length, in layers whose attention sees all earlier tokens.
+        windows: window -> the same in layers whose attention sees so many tokens.
+        vision: of each image token, in the vision tower.
+    """
+
+    token: int
+    squares: int
+    windows: Mapping[int, int]
+    vision: int
+
+    @staticmethod
+    def of(config: Any) -> ModelSizes:
+        """Reads a config object, or its ``config.json`` as a mapping; one with images holds its decoder's inside.
+
+        Raises:
+            PackingError: the config does not say how large the model is, or a size is not one integer.
+        """
+        text = _get(config, "text_config") or config
+        read = _reader(text)
+        hidden, count = read("hidden_size", "n_embd"), read("num_hidden_layers", "n_layer")
+        layers = _layers(text, count or 0)
+        by_layer = [_reader(layer)("num_attention_heads", "n_head") for layer in layers]
+        if not (hidden and by_layer and all(by_layer)):
+            raise PackingError(
+                "the config names no hidden_size, num_hidden_layers and num_attention_heads: "
+                "pass Cost(tokens=..., squares=...)"
+            )
+        token, full, windows = 2 * hidden * read("vocab_size", default=0), 0, Counter[int]()
+        for number, (own, heads, window) in enumerate(zip(layers, by_layer, _windows(text, read, count), strict=True)):
+            attention, squares = _attention(_reader(own), hidden, heads)
+            token += _recurrent(read, hidden, attention) if window == 0 else attention
+            token += _feed_forward(text, _reader(own), hidden, number)
+            if window is None:
+                full += squares
+            elif window:
+                windows[window] += squares
+        return ModelSizes(token, full, windows, _vision(_get(config, "vision_config"), hidden))
+
+
+def _get(config: Any, name: str) -> Any:
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+
+
+def _layers(config: Any, count: int) -> list[Any]:
+    """The config of each layer, where some have sizes of their own (``per_layer_config``), as in Gemma 4."""
+    if isinstance(config, Mapping):
+        own = config.get("per_layer_config") or {}
+        return [{**config, **own.get(str(layer), {})} for layer in range(count)] if own else [config] * count
+    if getattr(config, "is_heterogeneous", False):
+        return [config.per_layer_config[layer] for layer in range(count)]
+    return [config] * count
+
+
+def _reader(config: Any) -> Read:
+    """A function that reads the first size of several names that the config has."""
+
+    def read(*names: str, default: Any = None) -> Any:
+        for name in names:
+            value = _get(config, name)
+            if value is not None:
+                return positive(f"the config's {name}", value)
+        return default
+
+    return read
+
+
+def _attention(read: Read, hidden: int, heads: int) -> tuple[int, int]:
+    """Operations of the projections for a token, and of a squared length."""
+    latent = read("kv_lora_rank")
+    if latent is not None:  # multi-head latent attention
+        rope, value = read("qk_rope_head_dim", default=64), read("v_head_dim", default=128)
+        key = read("qk_nope_head_dim", default=128) + rope
+        query = read("q_lora_rank")
+        queries = hidden * heads * key if query is None else query * (hidden + heads * key)
+        keys = hidden * (latent + rope) + latent * heads * (key - rope + value)
+        return 2 * (queries + keys + heads * value * hidden), heads * (key + value)
+    width = read("head_dim", default=hidden // heads)
+    kv_heads = read("num_key_value_heads", default=heads)
+    return 2 * hidden * width * (2 * heads + 2 * kv_heads), 2 * heads * width
+
+
+def _windows(config: Any, read: Read, layers: int) -> list[int | None]:
+    """The tokens that each layer's attention sees: None for all, 0 in layers without attention.
+
+    A chunk of attention counts as a window of half of it, which has about as many pairs.
+    """
+    sliding = (
+        read("sliding_window", "attention_window_size") if _get(config, "use_sliding_window") in (None, True) else None
+    )
+    kinds = _get(config, "layer_types") or _get(config, "layers_block_type") or _get(config, "block_types")
+    if isinstance(kinds, list | tuple) and kinds:
+        return [_window_of(str(kinds[layer % len(kinds)]), sliding, read) for layer in range(layers)]
+    indices = _get(config, "attn_layer_indices")
+    if indices is None and (period := read("attn_layer_period")):  # jamba
+        offset = _get(config, "attn_layer_offset") or 0
+        indices = range(offset, layers, period)
+    if indices is not None:
+        return [sliding if layer in indices else 0 for layer in range(layers)]
+    return [sliding] * layers
+
+
+def _window_of(kind: str, sliding: int | None, read: Read) -> int | None:
+    if kind == "linear_attention" or ("attention" not in kind and any(word in kind for word in _RECURRENT)):
+        return 0
+    if "chunk" in kind and (chunk := read("attention_chunk_size")):
+        return max(1, chunk // 2)
+    return sliding if "sliding" in kind or "local" in kind else None
+
+
+def _recurrent(read: Read, hidden: int, attention: int) -> int:
+    """Operations of a recurrent layer for a token: its projections, and its state where the config has its sizes."""
+    keys, values = read("linear_num_key_heads"), read("linear_num_value_heads")
+    if keys and values:  # the gated delta rule: queries, keys, values, gates and output; five products with the state
+        key, value = read("linear_key_head_dim", default=128), read("linear_value_head_dim", default=128)
+        return 2 * hidden * (2 * keys * key + 3 * values * value) + 10 * values * key * value
+    if expand := read("mamba_expand", "expand"):
+        inner = read("mamba_d_ssm", default=expand * hidden)
+        return 6 * hidden * inner + 6 * inner * read("mamba_d_state", "state_size", "ssm_state_size", default=16)
+    return attention
+
+
+def _feed_forward(config: Any, read: Read, hidden: int, layer: int) -> int:
+    """Operations of a layer's feed-forward block for a token: the experts that it visits, or the dense block."""
+    dense = 6 * hidden * read("intermediate_size", "n_inner", default=4 * hidden)
+    visited = read("num_experts_per_tok", "moe_k")
+    if visited is None or layer < (_get(config, "first_k_dense_replace") or 0):
+        return dense
+    if layer in (_get(config, "mlp_only_layers") or ()):
+        return dense
+    inner = read("moe_intermediate_size", "intermediate_size", "n_inner", default=4 * hidden)
+    shared = _get(config, "shared_expert_intermediate_size") or inner * (_get(config, "n_shared_experts") or 0)
+    return 6 * hidden * (inner * visited + shared)
+
+
+def _vision(config: Any, hidden: int) -> int:
+    """Operations of the vision tower for an image token of the decoder, which stands for several patches."""
+    if config is None:
+        return 0
+    read = _reader(config)
+    width, layers = read("hidden_size", "embed_dim"), read("num_hidden_layers", "depth", "num_layers")
+    if not (width and layers):
+        return 0
+    merged = read("spatial_merge_size", default=1) ** 2
+    inner = read("intermediate_size", default=4 * width)
+    patch = layers * (8 * width * width + 4 * width * inner)
+    return int(merged * patch + 2 * merged * width * hidden)
