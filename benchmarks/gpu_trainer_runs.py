@@ -266,9 +266,9 @@ def measure(
     run = Run(docs, PackedDataset(docs, tight(docs, capacity)), epochs, profile=Profile() if profile else None)
     if not TOY:
         torch.cuda.reset_peak_memory_stats()
-    model = make_model(replace(shape, lora=False), "sdpa", few=TOY)
+    model = make_model(replace(shape, lora=False), None, few=TOY)
     if shape.lora:
-        model = with_adapters(model)
+        model = (shape.adapters or with_adapters)(model)
     section, case = f"training, {shape.name}", f"rows of {capacity:,}"
     try:
         CONTENDERS[name](run, model)
