@@ -13,7 +13,9 @@
   tokens, 8 experts each.
 - ``step``: optimizer steps of models cut to a few layers, by the rules of ``benchmarks.gpu_step``.
 - ``step-lora``: the same with adapters of rank 16 on attention and experts.
-- ``whole``: the latter on all layers of gpt-oss-20b, for its memory.
+- ``trainer``: ``Trainer`` after ``enable_packing``, both in full and with adapters, by the rules of
+  ``benchmarks.gpu_trainers``.
+- ``whole``: the step with adapters, on all layers of gpt-oss-20b, for its memory.
 
 Useful FLOPs of a layer are those of the products of each token with the experts that it visits: two products forward,
 and per product its input's gradient and, where weights train, theirs. Errors are relative, in the 2-norm, against
@@ -51,7 +53,7 @@ from benchmarks.gpu_clock import (
     wanted,
 )
 from benchmarks.gpu_moe_shapes import PEFT, SHAPES, Experts, adapted, available
-from benchmarks.gpu_moe_step import run_adapted_step, run_step, run_whole
+from benchmarks.gpu_moe_step import run_adapted_step, run_step, run_trainer, run_whole
 from benchmarks.gpu_workload import DTYPE
 from torch_backend.hf.edits.experts import override_adapter, override_experts, restore_experts
 from torch_backend.hf.edits.override import original_class, restore
@@ -341,6 +343,7 @@ SECTIONS: dict[str, Callable[[Sequence[Experts]], Iterator[Result]]] = {
     "lora": run_lora,
     "step": run_step,
     "step-lora": run_adapted_step,
+    "trainer": run_trainer,
     "whole": run_whole,
 }
 

@@ -9,13 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
-from benchmarks.gpu_clock import QUICK, TOY, Result
+import torch
+
+from benchmarks.gpu_clock import QUICK, TOY, Result, free, wanted
 from benchmarks.gpu_moe_shapes import Experts, available
 from benchmarks.gpu_step import Contender, Loss, ours_alone, ours_compiled, race, stock, stock_liger
+from benchmarks.gpu_trainer_runs import measure
 
 ROWS = (256,) if TOY else (8_192,) if QUICK else (8_192, 16_384)
+TRAINER = "Trainer, enable_packing"
 WHOLE_LAYERS = 2 if TOY else 24  # of gpt-oss-20b
 OURS = Contender("ours, compiled and captured", ours_compiled, "fixed", captured=True)
 RECOMPUTED = Contender(
@@ -79,6 +84,15 @@ def run_step(shapes: Sequence[Experts], lora: bool = False) -> Iterator[Result]:
 
 def run_adapted_step(shapes: Sequence[Experts]) -> Iterator[Result]:
     yield from run_step(shapes, lora=True)
+
+
+def run_trainer(shapes: Sequence[Experts]) -> Iterator[Result]:
+    """``Trainer`` after ``enable_packing`` on the same rows, in full and with adapters."""
+    for shape, lora in product(shapes, (False, True)):
+        if wanted(TRAINER):
+            yield from measure(shape.step(ROWS, lora), TRAINER, ROWS[0], epochs=1, repeat=1)
+            torch._dynamo.reset()
+            free()
 
 
 def run_whole(shapes: Sequence[Experts]) -> Iterator[Result]:

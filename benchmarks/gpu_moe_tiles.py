@@ -35,20 +35,19 @@ RANK = 16
 TABLES = {
     "ROWS": [
         TileSize(128, 256, 64, 8, 4), TileSize(128, 256, 64, 8, 3), TileSize(128, 128, 64, 4, 3),
-        TileSize(128, 128, 64, 8, 3), TileSize(64, 256, 64, 4, 3), TileSize(64, 256, 64, 8, 3),
+        TileSize(128, 256, 128, 8, 2), TileSize(64, 256, 64, 4, 3), TileSize(64, 256, 64, 8, 3),
     ],
     "GATED": [
         TileSize(128, 128, 64, 8, 4), TileSize(128, 128, 64, 8, 3), TileSize(128, 64, 64, 4, 3),
-        TileSize(64, 128, 64, 4, 3), TileSize(64, 128, 64, 8, 3),
+        TileSize(64, 128, 64, 4, 3), TileSize(64, 128, 64, 8, 3), TileSize(128, 128, 128, 8, 2),
     ],
     "BACKWARD": [
         TileSize(64, 64, 64, 4, 4), TileSize(128, 64, 64, 8, 4), TileSize(128, 64, 64, 4, 4),
-        TileSize(64, 128, 64, 4, 3, 2), TileSize(128, 128, 64, 8, 3, 2), TileSize(128, 128, 64, 4, 3, 2),
-        TileSize(128, 128, 64, 8, 4),
+        TileSize(64, 128, 64, 4, 3, 2), TileSize(128, 128, 64, 8, 3, 2), TileSize(64, 256, 64, 8, 3, 2),
     ],
     "ACTIVATION": [
         TileSize(64, 64, 64, 4, 1), TileSize(32, 128, 64, 4, 1), TileSize(128, 64, 64, 8, 1),
-        TileSize(32, 64, 64, 4, 1),
+        TileSize(32, 64, 64, 4, 1), TileSize(16, 128, 64, 4, 1),
     ],
     "NARROW": [
         TileSize(128, 64, 64, 8, 4), TileSize(128, 64, 64, 4, 4), TileSize(64, 64, 64, 4, 4),

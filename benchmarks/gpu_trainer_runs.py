@@ -271,9 +271,9 @@ def measure(
     run = Run(docs, PackedDataset(docs, tight(docs, capacity)), epochs, profile=Profile() if profile else None)
     if not TOY:
         torch.cuda.reset_peak_memory_stats()
-    model = make_model(replace(shape, lora=False), "sdpa", few=TOY)
+    model = make_model(replace(shape, lora=False), None, few=TOY)
     if shape.lora:
-        model = with_adapters(model)
+        model = (shape.adapters or with_adapters)(model)
     try:
         CONTENDERS[name](run, model)
     except Exception as failure:  # a contender that fails is a line in the table

@@ -151,6 +151,13 @@ def test_plain_is_the_oracle(options):
         np.testing.assert_allclose(numpy(found[name]), exact[name], rtol=1e-12, atol=1e-12, err_msg=name)
 
 
+@pytest.mark.parametrize("options", [LAYERS[1], LAYERS[6]])
+@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
+def test_an_activation_in_two_parts_is_the_oracle(where, options, monkeypatch):
+    monkeypatch.setattr(triton, "BACKWARD", ((2**62, triton.TileSize(64, 64, 32, 4, 2, parts=2)),))
+    check(Layer(where, **options), "triton")
+
+
 def sizes(where: Where, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Returns sizes that torch's grouped product serves: wide ones on a GPU, and those of every layer on the CPU."""
     if where.device.type == "cuda":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import subprocess
 import sys
 import time
 
@@ -15,6 +14,7 @@ import torch
 from benchmarks import gpu, gpu_clock, gpu_moe, gpu_options, gpu_preference, gpu_step, gpu_trees
 from benchmarks.gpu_clock import Result, gated
 from benchmarks.gpu_step import Contender, Shape
+from tests.processes import run
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its toy sizes are for machines without a GPU")
 
@@ -67,7 +67,7 @@ signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 with ending_within(0.5):
     signal.sigwait([signal.SIGUSR1])
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    ended = run([sys.executable, "-c", code], limit=120)
     assert ended.returncode == 1 and "Timeout" in ended.stderr
 
 

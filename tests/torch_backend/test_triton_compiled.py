@@ -1,4 +1,4 @@
-"""The attention kernels compiled for an H100 without one: the tiles of wide heads fit its shared memory."""
+"""Kernels compiled for an H100 without one: tiles of wide heads and of experts with adapters fit its shared memory."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 
 from tests.processes import run
+from torch_backend.ops import operators
 from torch_backend.ops.attention.triton import _LARGE, _SMALL
+from torch_backend.ops.experts import triton as experts
+from torch_backend.ops.experts.products import Places
 
 HOPPER, CONSUMER = 227 * 1024, 99 * 1024  # bytes that one program can have
 KERNELS = ("forward", "backward_queries", "backward_keys")
 
 
-def source(name: str, width: int, value_width: int, group: int, rows: int, keys: int, *, spans: bool) -> Any:
+def source(name: str, width: int, value_width: int, group: int, rows: int, keys: int, spans: bool) -> Any:
     """A kernel with bfloat16 inputs of contiguous heads, causal, of spans that see both ways or not."""
     from triton.compiler import ASTSource
 
@@ -44,33 +48,82 @@ def source(name: str, width: int, value_width: int, group: int, rows: int, keys:
     return ASTSource(kernel, signature, {(names.index(n),): x for n, x in constants.items() if n in names}, aligned)
 
 
+def experts_source(name: str, rank: int, m: int, n: int, k: int, parts: int) -> Any:
+    """A product of 128 experts of 2,048 x 768 with gates and adapters, bfloat16."""
+    from triton.compiler import ASTSource
+
+    from torch_backend.ops.experts import product_kernels
+
+    kernel = getattr(product_kernels, name)
+    tensors = dict.fromkeys(("a", "x", "dy", "w", "t", "b", "y", "z", "h", "dz", "weights", "weighted"), "*bf16")
+    tensors |= dict.fromkeys(("order", "offsets"), "*i32") | {"shares": "*fp32"}
+    numbers = {"tiles": "i32"} | dict.fromkeys(("scale", "alpha", "limit", "offset"), "fp32")
+    strides = dict.fromkeys(("w_e", "w_n", "w_k", "b_e", "b_n", "b_r"), "i32")
+    constants: dict[str, Any] = {"w_k": 1, "b_r": 1, "bias": None, "BIAS": False, "GATHER": False, "LIMIT": False}
+    constants |= {"N": 2_048, "INNER": 768, "K": 768 if name == "rows" else 2_048, "R": rank, "TOP_K": 8}
+    constants |= {"EXPERTS": 128, "PADDED": 128, "NAME": "silu", "GATED": True, "INTERLEAVED": False, "PARTS": parts}
+    constants |= {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "BLOCK_R": rank, "GROUP": 8, "PRECISION": "ieee"}
+    names = list(kernel.arg_names)
+    kinds = tensors | numbers | strides
+    signature = {n: "constexpr" if n in constants else kinds[n] for n in names}
+    aligned = {
+        (i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] == "*" or signature[n] == "i32"
+    }
+    return ASTSource(kernel, signature, {(names.index(n),): x for n, x in constants.items() if n in names}, aligned)
+
+
 def shared(cases: list[list[Any]]) -> list[int]:
     """Bytes of shared memory of each compiled case; runs in a process whose kernels are not interpreted."""
     import triton
     from triton.backends.compiler import GPUTarget
 
     found = []
-    for name, width, value_width, group, spans, (rows, keys, warps, stages, registers) in cases:
+    for make, arguments, warps, stages, registers in cases:
         options = {"num_warps": warps, "num_stages": stages} | ({"maxnreg": registers} if registers else {})
-        made = source(name, width, value_width, group, rows, keys, spans=spans)
+        made = globals()[make](*arguments)
         found.append(triton.compile(made, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared)
+    return found
+
+
+def compiled(cases: list[list[Any]]) -> list[int]:
+    """As :func:`shared`, in a process of its own."""
+    pytest.importorskip("triton.backends.nvidia")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.torch_backend.test_triton_compiled", json.dumps(cases)]
+    done = run(command, env=environment, limit=600)
+    assert done.returncode == 0, done.stderr
+    found: list[int] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tiles", "most"), [(_LARGE, HOPPER), (_SMALL, CONSUMER)], ids=["H100", "consumer cards"])
 def test_tiles_of_512_channels_fit_the_shared_memory(tiles: Any, most: int) -> None:
-    pytest.importorskip("triton.backends.nvidia")
     shapes = ((512, 512, 8, False), (512, 256, 8, False), (512, 512, 8, True))
-    cases = [
-        [name, *shape, list(tile)] for shape, (name, tile) in product(shapes, zip(KERNELS, tiles[512], strict=True))
-    ]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.torch_backend.test_triton_compiled", json.dumps(cases)]
-    done = run(command, env=environment, limit=600)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    cases = []
+    for (*shape, spans), (name, tile) in product(shapes, zip(KERNELS, tiles[512], strict=True)):
+        rows, keys, *options = tile
+        cases.append(["source", [name, *shape, rows, keys, spans], *options])
+    found = compiled(cases)
     assert len(found) == 9 and max(found) <= most
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [16, 64])
+def test_tiles_of_experts_with_adapters_fit_the_shared_memory(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "shared_memory", lambda device: HOPPER)
+    monkeypatch.setattr(operators, "INTERPRETED", False)
+    places = Places(torch.empty(32_768), torch.empty(4_096, 8), torch.empty(129), torch.empty(4_096, 8))
+    like, cases = torch.empty(0, dtype=torch.bfloat16), []
+    for name, table, columns in (
+        ("rows", experts.ROWS, 1),
+        ("up", experts.GATED, 2),
+        ("down_backward", experts.BACKWARD, 1),
+    ):
+        tile = experts._tile(table, places, like, columns=columns, rank=rank)
+        cases.append(["experts_source", [name, rank, tile.m, tile.n, tile.k, tile.parts], tile.warps, tile.stages, 0])
+    found = compiled(cases)
+    assert len(found) == 3 and max(found) <= HOPPER
 
 
 if __name__ == "__main__":

@@ -1,36 +1,30 @@
 """A patched model: the list of edits that make it train packed rows, and the entry that carries the segments.
 
-A packed batch -> the entry of the model (:mod:`.entry`) makes its :class:`PackedForward` -> the entry of the decoder
-puts it where the attention mask goes -> every layer receives it as an argument -> the registered attention function and
-the overridden layers use it -> the decoder's entry checks that every layer that ran did. A batch without boundaries
-takes the path it took before.
+A packed batch -> the entry of the model (:mod:`.entry`) makes its :class:`PackedForward` (:mod:`.batch_reader`) -> the
+entry of the decoder puts it where the attention mask goes -> every layer receives it as an argument -> the registered
+attention function and the overridden layers use it -> the decoder's entry checks that every layer that ran did. A batch
+without boundaries takes the path it took before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from packing_core.errors import UnsupportedModelError
 from torch_backend.context_parallel.group import AUTO, ContextGroup, context_group
-from torch_backend.context_parallel.share import RankShare
 from torch_backend.hf import router
-from torch_backend.hf.anatomy.encoders import check_lengths
 from torch_backend.hf.anatomy.families import EXACT_KEYS, both_ways_of
-from torch_backend.hf.anatomy.heads import targets_among
 from torch_backend.hf.anatomy.model import Anatomy, anatomy_of
-from torch_backend.hf.anatomy.placement import execution_device
-from torch_backend.hf.anatomy.seen import CHANGED, Seen
 from torch_backend.hf.anatomy.structure import causal_lm, has_compiled_layers, refuse_sharding_inside
 from torch_backend.hf.attention import register, softcap_of
+from torch_backend.hf.batch_reader import BatchReader
 from torch_backend.hf.blank_images import tie_blank_image, wants_blank_image
-from torch_backend.hf.edits.experts import experts_overrides, restore_experts
-from torch_backend.hf.edits.head_rows import HeadRows
+from torch_backend.hf.edits.experts import restore_experts
 from torch_backend.hf.edits.kinds import AttentionName, ContinuousBatching, Edit, Hook, LayerOverride, Rotation
 from torch_backend.hf.edits.mixers import overrides, run_per_document
 from torch_backend.hf.edits.override import is_reached
@@ -39,15 +33,9 @@ from torch_backend.hf.entry import Call, override_entries, require_entry, restor
 from torch_backend.hf.experts import ExpertsChoice
 from torch_backend.hf.forward import CARRIED, AttentionChoice, Choice, PackedForward
 from torch_backend.hf.inputs import arguments as inputs
-from torch_backend.hf.inputs.boundaries import is_packed, take_metadata
-from torch_backend.hf.inputs.context import SHARE, MeanOverRanks, cut_batch, refuse_context
-from torch_backend.hf.inputs.forests import check_forest, check_shared_row, refuse_over_ranks
-from torch_backend.hf.inputs.guard import Guard
-from torch_backend.hf.inputs.spans import add_spans
-from torch_backend.hf.shared_rows import SHARED_ROW
-from torch_backend.ops import scan as scans
-from torch_backend.ops.attention import AttentionRequest, candidates, compiles_parents, needs_host_lengths, prepare
-from torch_backend.ops.operators import runs_triton
+from torch_backend.hf.inputs.boundaries import is_packed
+from torch_backend.hf.inputs.context import MeanOverRanks, refuse_context
+from torch_backend.ops.attention import AttentionRequest
 from torch_backend.seal import unseal, unsealed
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -135,50 +123,26 @@ def cut_over_ranks(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]
 # -- the patched model ---------------------------------------------------------------------------------------------
 
 
-class Patched:
+class Patched(BatchReader):
     """One patched model: its layers, the edits, and the hooks.
 
-    Args:
-        anatomy: of the model.
-        implementation: of attention, as the user named it.
-        context: the ranks over which documents are cut; None for one rank.
-
     Attributes:
-        experts: the modules that are overridden for routed experts, each with what overrides it.
         expert_choices: what each module of experts chose in the last packed forward, by id; for ``explain`` alone.
         own_rotation: attention layers that keep their modeling file's rotation, each with the reason.
         unpadding: runs padded calls packed (:mod:`.inputs.unpadding`); None where nobody asked for it.
         choices: what each layer chose in the last packed forward, by id; for ``explain`` alone.
-        compiled: the attention requests of compiled layers, see ``steps.cuda_graph.compile_layers``.
     """
 
     def __init__(
         self, anatomy: Anatomy, implementation: str | Sequence[str], context: ContextGroup | None = None
     ) -> None:
-        self.anatomy = anatomy
-        self.context = context
-        self.root, self.decoder = anatomy.root, anatomy.decoder
-        self.implementation = implementation if isinstance(implementation, str) else tuple(implementation)
-        candidates(self.device, implementation)  # an unknown name raises here
-        self.rows = HeadRows(self.root, self.decoder, anatomy.head, per_document=anatomy.route == "documents")
-        self.experts = [] if anatomy.route == "documents" else list(experts_overrides(self.decoder))
+        super().__init__(anatomy, implementation, context)
         self.expert_choices: dict[int, ExpertsChoice] = {}
         self.own_rotation: dict[str, str] = {}
         self.edits: list[Edit] = []
         self.suspended = False
         self.unpadding: Any = None
         self.choices: dict[int, Choice] = {}
-        self.compiled: set[AttentionRequest] = set()
-        self.guard = Guard()
-        self.root_names, self.decoder_names = inputs.forward_names(self.root), inputs.forward_names(self.decoder)
-        self.shifted = anatomy.head == "next token"
-        parts = self.decoder, *self.rows.parts, *anatomy.layers.values(), *anatomy.rotaries.values()
-        self.seen = Seen(self.root, (anatomy.head, anatomy.route, anatomy.sizes), parts)
-
-    @property
-    def device(self) -> torch.device:
-        """Returns the device of the model's computation."""
-        return execution_device(self.root)
 
     def install(self) -> None:
         """Apply all edits, or none if one of them raises."""
@@ -255,33 +219,8 @@ class Patched:
         names = self.suspended or all(name.in_force for name in self._attention_names())
         return names and is_reached(self.root) and is_reached(self.decoder)
 
-    def still_fits(self) -> bool:
-        """Returns whether the edits are still those that this model needs."""
-        if not self.seen.unchanged():
-            fresh = Patched(anatomy_of(self.root), self.implementation).seen
-            if not fresh.agrees(self.seen):
-                return False
-            self.seen = fresh
-        return True
-
     def _attention_names(self) -> list[AttentionName]:
         return [edit for edit in self.edits if isinstance(edit, AttentionName)]
-
-    @property
-    def needs_lengths(self) -> bool:
-        """Returns whether something in the model needs the segments' lengths on the host, whatever the batch."""
-        return self.context is not None or self.rows.needs_lengths or self.layers_need_lengths
-
-    @property
-    def layers_need_lengths(self) -> bool:
-        """As :attr:`needs_lengths`, apart from the model's head, which reads them outside of the layers."""
-        if self.anatomy.rotaries or getattr(self.decoder.config, "attention_chunk_size", None):
-            return True
-        if self.anatomy.divided:
-            return True
-        if not runs_triton(torch.empty(0, device=self.device)):
-            return True  # the short convolution and, on the CPU, attention run on batches of documents
-        return all(needs_host_lengths(name) for name in candidates(self.device, self.implementation))
 
     @property
     def requests(self) -> list[AttentionRequest]:
@@ -300,8 +239,8 @@ class Patched:
             expected, kwargs = self.unpadding.take_out(kwargs)
         whole = self.context is not None and is_packed(kwargs)
         if whole:
-            kwargs = self._with_count(self.cut(kwargs))
-        forward, kwargs = self._forward_of(self.root, self.root_names, kwargs)
+            kwargs = self.with_count(self.cut(kwargs))
+        forward, kwargs = self.forward_of(self.root, self.root_names, kwargs)
         if forward is None:
             return run_inside(self, None, call, *args, **kwargs)
         kwargs = self.rows.begin(forward, kwargs)
@@ -323,7 +262,7 @@ class Patched:
         if (outer := running(self)) is not None:
             return self._run_layers(outer.forward, call, args, kwargs)
         kwargs = unsealed(kwargs)
-        forward, kwargs = self._forward_of(self.decoder, self.decoder_names, kwargs)  # a loss calls the decoder itself
+        forward, kwargs = self.forward_of(self.decoder, self.decoder_names, kwargs)  # a loss calls the decoder itself
         if forward is not None and not self.shifted:  # Liger's forwards call a decoder and its next-token loss alone
             require_entry(self.root)
         return run_inside(self, forward, self._run_layers, forward, call, args, kwargs)
@@ -362,41 +301,11 @@ class Patched:
                 kwargs["position_ids"] = None
             return kwargs
         if self.compiled and (forward.segments.parents is None or self.why_no_compiled_forest(self.compiled) is None):
-            self._prepare(forward)
+            self.prepare(forward)
         kwargs["attention_mask"] = forward
         if self.anatomy.mixers:  # some layers pass on what they do not know, some only the argument of fused kernels
             kwargs |= dict.fromkeys(CARRIED, forward)
         return kwargs
-
-    def _prepare(self, forward: PackedForward) -> None:
-        """Derive what compiled layers read of the segments, and drop what their graphs must not contain."""
-        forward.prepared = True
-        segments, shared = forward.segments, forward.segments.parents is not None
-        if self.rows.needs_lengths and not self.layers_need_lengths:
-            forward.documents  # noqa: B018  made while the lengths are known
-        if not (shared or self.layers_need_lengths):
-            segments.hide_values()
-        segments.round_longest(forward.shape[-1])  # a graph may contain it
-        # Compiled layers are guarded on what was derived. The checks of a batch derive more, and while a CUDA graph is
-        # recorded none is made: then layers may be compiled again in the recording, where it can fail.
-        segments.forget()
-        for request in self.compiled:
-            prepare(segments, request, self.implementation)
-        if shared:
-            segments.hide_values()  # lists of shared prefixes are made from them
-        if self.anatomy.mixers:
-            segments.seq_idx, segments.position_ids  # noqa: B018  made once, not in every graph
-            scans.prepare(segments)
-
-    def why_no_compiled_forest(self, requests: Iterable[AttentionRequest]) -> str | None:
-        """Explains why compiled layers that make these requests cannot run shared prefixes; None if they can."""
-        if self.anatomy.mixers:
-            return "recurrent layers hand states on from level to level, of which each batch has others"
-        if self.layers_need_lengths:
-            return "they need the lengths of documents on the host"
-        if not all(compiles_parents(request, self.implementation) for request in requests):
-            return "no attention with lists that are made before serves them"
-        return None
 
     def _check(self, forward: PackedForward) -> None:
         """Every attention and mixer layer that ran must have used the segments."""
@@ -435,115 +344,6 @@ class Patched:
         """The packed forward that runs on this thread, None outside of one."""
         call = running(self)
         return None if call is None else call.forward
-
-    def _forward_of(
-        self, module: nn.Module, names: tuple[str, ...], kwargs: dict[str, Any]
-    ) -> tuple[PackedForward | None, dict[str, Any]]:
-        """The PackedForward of a batch and the other arguments; None if the batch has no boundaries.
-
-        Args:
-            module: the model or its decoder, whichever was called; names: of its forward's parameters.
-            kwargs: all its arguments.
-        """
-        wait, shared = module.training, kwargs.pop(SHARED_ROW, None)
-        inputs.refuse_other_marks(kwargs, names)
-        if self.context is not None and shared is not None:
-            refuse_over_ranks(self.root)
-        kwargs = self.cut(kwargs)
-        if kwargs.get(SHARE) is not None:
-            return self._forward_of_share(names, kwargs)
-        if not is_packed(kwargs):
-            inputs.check_unmarked(kwargs, self.guard, wait=wait)
-            return None, kwargs
-        if not (torch.compiler.is_compiling() or self.still_fits()):
-            raise UnsupportedModelError(CHANGED)
-        tokens, numbers = inputs.tokens_of(kwargs), kwargs.get("packed_documents")
-        inputs.check_arguments(module, kwargs, self.guard, wait=wait)
-        segments = take_metadata(kwargs, tokens=tokens, host_lengths=self.needs_lengths, guard=self.guard, wait=wait)
-        if segments.parents is not None:
-            refused = self.why_no_compiled_forest(self.compiled) if self.compiled else None
-            check_forest(self.anatomy, kwargs, segments, self.guard, compiled=refused, wait=wait)
-        inputs.check_packed(
-            kwargs,
-            segments,
-            self.guard,
-            labels="document" if self.rows.head == "document" else "next" if self.shifted else "token",
-            renumbered=self.anatomy.numbers_tokens,
-            axes=self.anatomy.takes_axes,
-            wait=wait,
-        )
-        rows, row_length = tokens.shape[:2]
-        if self.anatomy.numbering is not None:
-            kwargs["position_ids"] = self.anatomy.numbering(kwargs.get("input_ids"), segments).view(rows, row_length)
-        elif kwargs.get("position_ids") is None:
-            kwargs["position_ids"] = segments.position_ids.view(rows, row_length)
-        check_lengths(segments, kwargs["position_ids"], self.anatomy.positions, type(self.root).__name__)
-        if "use_cache" in names:  # a model above the decoder may make a cache for it
-            kwargs["use_cache"] = False
-        if shared is not None:
-            check_shared_row(self.anatomy, kwargs, segments, self.guard, wait=wait)
-            segments, row_length = shared.segments, shared.segments.tokens
-        forward = PackedForward(
-            segments, (rows, row_length), self.implementation, sizes=self.anatomy.sizes, numbers=numbers
-        )
-        add_spans(self.root, kwargs, forward, self.guard, wait=wait)
-        if self.experts and shared is None and (mask := kwargs.get("attention_mask")) is not None:
-            forward.real = mask.reshape(-1) != 0
-        forward.shared_row = shared
-        return forward, kwargs
-
-    def cut(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's part of a packed batch, which is checked as a whole; a batch that is cut already as it is."""
-        kwargs = unsealed(dict(batch))
-        if self.context is None or kwargs.get(SHARE) is not None or not is_packed(kwargs):
-            return dict(batch)
-        if kwargs.get("packed_parents") is not None:
-            refuse_over_ranks(self.root)
-        weights = kwargs.pop("loss_weights", None)
-        tokens, wait = inputs.tokens_of(kwargs), self.root.training
-        inputs.check_arguments(self.root, kwargs, self.guard, wait=wait)
-        metadata = dict(kwargs)
-        segments = take_metadata(metadata, tokens=tokens, host_lengths=True, guard=self.guard, wait=wait)
-        inputs.check_packed(kwargs, segments, self.guard, labels="next", renumbered=False, axes=False, wait=wait)
-        check_lengths(segments, segments.position_ids, self.anatomy.positions, type(self.root).__name__)
-        if weights is not None:
-            kwargs["loss_weights"] = weights
-        return cut_batch(kwargs, segments.to(self.device), self.context)
-
-    def _with_count(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments with the number of targets on all ranks, by which the model divides its sum."""
-        targets = kwargs.get("shift_labels")
-        if targets is None or kwargs.get("num_items_in_batch") is not None:
-            return kwargs
-        share: RankShare = kwargs[SHARE]
-        count = targets_among(targets, self.root.config, of_documents=False).sum()
-        dist.all_reduce(count, group=share.group)
-        return {**kwargs, "num_items_in_batch": count.clamp(min=1)}
-
-    def _forward_of_share(
-        self, names: tuple[str, ...], kwargs: dict[str, Any]
-    ) -> tuple[PackedForward | None, dict[str, Any]]:
-        """:meth:`_forward_of` of a batch that was cut over ranks."""
-        share: RankShare = kwargs.pop(SHARE)
-        if self.context is None or share.group is not self.context.group:
-            raise UnsupportedModelError(
-                "the batch was cut over ranks, and the model that runs it was patched without their mesh: call "
-                'crosspack.patch(model, mesh=mesh["cp"])'
-            )
-        if not self.still_fits():
-            raise UnsupportedModelError(CHANGED)
-        shape = tuple(kwargs["position_ids"].shape)
-        if "use_cache" in names:
-            kwargs["use_cache"] = False
-        forward = PackedForward(
-            share.segments,
-            (shape[0], shape[1]),
-            self.implementation,
-            sizes=self.anatomy.sizes,
-            context=share,
-            method=self.context.method,
-        )
-        return forward, kwargs
 
     @property
     def adds_softcap(self) -> str | None:

@@ -160,7 +160,12 @@ def _adapter_of(wrapper: Any, name: str) -> Adapter:
     along_first = not getattr(wrapper, "_did_swap_in_out_features", False)
     if along_first != bool(getattr(_innermost(wrapper), "is_transposed", False)):
         a, b = b.mT, a.mT
-    return Adapter(a.contiguous(), b.contiguous(), float(wrapper.scaling[name]))
+    return Adapter(_dense(a), _dense(b), float(wrapper.scaling[name]))
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """The factor of an adapter, copied unless its rows or its columns lie without gaps, as kernels read them."""
+    return x if 1 in x.stride()[1:] else x.contiguous()
 
 
 def _innermost(wrapper: Any) -> nn.Module:

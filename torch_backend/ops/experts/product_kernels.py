@@ -63,6 +63,45 @@ def products(
 
 
 @triton.jit
+def places_of(
+    offsets, tiles, wide, EXPERTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr
+):  # fmt: skip
+    """The expert of a program's tile, its first place, all its places, which are the expert's, and its column tile.
+
+    An expert of EXPERTS or more is none.
+    """
+    tile, column = tile_and_columns(tiles, wide, GROUP)
+    expert, first, end = tile_of(offsets, tile, EXPERTS, PADDED, BLOCK)
+    place = first + tl.arange(0, BLOCK)
+    return expert, first, place, place < end, column
+
+
+@triton.jit
+def expert_products(
+    a, w, t, b, order, place, inside, expert, scale, w_e, w_n, w_k, b_e, b_n, b_r, n, second, total, total_2,
+    K: tl.constexpr, R: tl.constexpr, DOUBLE: tl.constexpr, GATHER: tl.constexpr, TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """:func:`products` of an expert's weights w [E, N, K] and scale, and of its adapter, t [S, R] and b [E, N, R].
+
+    Lines of a are of places, with GATHER of their tokens. K or R of 0 leaves out the one or the other.
+    """
+    e = expert.to(tl.int64)
+    if K > 0:
+        lines = lines_of(order, place, inside, GATHER, TOP_K)
+        total, total_2 = products(
+            a, lines, w + e * w_e, w_n, w_k, n, second, total, total_2, K, DOUBLE, BLOCK_K, PRECISION
+        )
+        total, total_2 = total * scale, total_2 * scale
+    if R > 0:
+        lines = lines_of(order, place, inside, False, TOP_K)
+        total, total_2 = products(
+            t, lines, b + e * b_e, b_n, b_r, n, second, total, total_2, R, DOUBLE, BLOCK_R, PRECISION
+        )
+    return total, total_2
+
+
+@triton.jit
 def rows(
     a, w, bias, t, b, order, offsets, y, tiles, scale, w_e, w_n, w_k, b_e, b_n, b_r,
     N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr,
@@ -73,23 +112,19 @@ def rows(
 
     With R, t [S, R] and b [E, N, R] are an adapter. Grid: (row tiles * column tiles,).
     """
-    tile, column = tile_and_columns(tiles, tl.cdiv(N, BLOCK_N), GROUP)
-    expert, first, end = tile_of(offsets, tile, EXPERTS, PADDED, BLOCK_M)
+    expert, first, place, inside, column = places_of(
+        offsets, tiles, tl.cdiv(N, BLOCK_N), EXPERTS, PADDED, BLOCK_M, GROUP
+    )
     if expert >= EXPERTS:
         return
-    place = first + tl.arange(0, BLOCK_M)
-    inside = place < end
     n, known = columns_of(column, N, BLOCK_N)
-    e = expert.to(tl.int64)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    lines = lines_of(order, place, inside, GATHER, TOP_K)
-    total, _ = products(a, lines, w + e * w_e, w_n, w_k, known, known, total, total, K, False, BLOCK_K, PRECISION)
-    total *= scale
-    if R > 0:
-        lines = lines_of(order, place, inside, False, TOP_K)
-        total, _ = products(t, lines, b + e * b_e, b_n, b_r, known, known, total, total, R, False, BLOCK_R, PRECISION)
+    total, _ = expert_products(
+        a, w, t, b, order, place, inside, expert, scale, w_e, w_n, w_k, b_e, b_n, b_r, known, known, total, total,
+        K, R, False, GATHER, TOP_K, BLOCK_K, BLOCK_R, PRECISION,
+    )  # fmt: skip
     if BIAS:
-        total += tl.load(bias + e * N + known).to(tl.float32)[None, :]
+        total += tl.load(bias + expert.to(tl.int64) * N + known).to(tl.float32)[None, :]
     tl.store(at_places(y, first, n, N, BLOCK_M), total.to(y.dtype.element_ty), inside[:, None] & (n < N)[None, :])
 
 
@@ -105,31 +140,25 @@ def up(
 
     Gates are the first half of z's columns and values the second, or both alternate. Grid: (row * column tiles,).
     """
-    tile, column = tile_and_columns(tiles, tl.cdiv(INNER, BLOCK_N), GROUP)
-    expert, first, end = tile_of(offsets, tile, EXPERTS, PADDED, BLOCK_M)
+    expert, first, place, inside, column = places_of(
+        offsets, tiles, tl.cdiv(INNER, BLOCK_N), EXPERTS, PADDED, BLOCK_M, GROUP
+    )
     if expert >= EXPERTS:
         return
-    place = first + tl.arange(0, BLOCK_M)
-    inside = place < end
-    e = expert.to(tl.int64)
     OUTER: tl.constexpr = 2 * INNER if GATED else INNER
     # Interleaved gates and values are one tile of neighbouring columns, otherwise two.
     WIDE: tl.constexpr = 2 * BLOCK_N if INTERLEAVED else BLOCK_N
     TWO: tl.constexpr = GATED and not INTERLEAVED
     n, known = columns_of(column, OUTER if INTERLEAVED else INNER, WIDE)
-    lines = lines_of(order, place, inside, True, TOP_K)
     first_half = tl.zeros([BLOCK_M, WIDE], tl.float32)
     second_half = tl.zeros([BLOCK_M, WIDE], tl.float32)
     second = known + INNER if TWO else known
-    first_half, second_half = products(
-        x, lines, w + e * w_e, w_n, w_k, known, second, first_half, second_half, K, TWO, BLOCK_K, PRECISION
-    )
-    if R > 0:
-        lines = lines_of(order, place, inside, False, TOP_K)
-        first_half, second_half = products(
-            t, lines, b + e * b_e, b_n, b_r, known, second, first_half, second_half, R, TWO, BLOCK_R, PRECISION
-        )
+    first_half, second_half = expert_products(
+        x, w, t, b, order, place, inside, expert, 1.0, w_e, w_n, w_k, b_e, b_n, b_r, known, second,
+        first_half, second_half, K, R, TWO, True, TOP_K, BLOCK_K, BLOCK_R, PRECISION,
+    )  # fmt: skip
     if BIAS:
+        e = expert.to(tl.int64)
         first_half += tl.load(bias + e * OUTER + known).to(tl.float32)[None, :]
         if TWO:
             second_half += tl.load(bias + e * OUTER + second).to(tl.float32)[None, :]
@@ -165,21 +194,15 @@ def down_backward(
     ``weighted`` will be. Grid: (row * column tiles,).
     """
     wide = tl.cdiv(INNER, BLOCK_N)
-    tile, column = tile_and_columns(tiles, wide, GROUP)
-    expert, first, end = tile_of(offsets, tile, EXPERTS, PADDED, BLOCK_M)
+    expert, first, place, inside, column = places_of(offsets, tiles, wide, EXPERTS, PADDED, BLOCK_M, GROUP)
     if expert >= EXPERTS:
         return
-    place = first + tl.arange(0, BLOCK_M)
-    inside = place < end
-    e = expert.to(tl.int64)
     _, known = columns_of(column, INNER, BLOCK_N)
     dh = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if K > 0:
-        lines = lines_of(order, place, inside, True, TOP_K)
-        dh, _ = products(dy, lines, w + e * w_e, w_n, w_k, known, known, dh, dh, K, False, BLOCK_K, PRECISION)
-    if R > 0:
-        lines = lines_of(order, place, inside, False, TOP_K)
-        dh, _ = products(t, lines, b + e * b_e, b_n, b_r, known, known, dh, dh, R, False, BLOCK_R, PRECISION)
+    dh, _ = expert_products(
+        dy, w, t, b, order, place, inside, expert, 1.0, w_e, w_n, w_k, b_e, b_n, b_r, known, known, dh, dh,
+        K, R, False, True, TOP_K, BLOCK_K, BLOCK_R, PRECISION,
+    )  # fmt: skip
     weight = weights_of(weights, order, place, inside)
     if PARTS == 2:
         left, right = tl.split(tl.permute(tl.reshape(dh, [BLOCK_M, 2, BLOCK_N // 2]), [0, 2, 1]))
