@@ -28,7 +28,14 @@ from torch_backend.hf.foreign_kernels import (
     without_kernels,
 )
 from torch_backend.hf.patch import context_of, state_of
-from torch_backend.steps.cuda_graph import GRAPHS, CapturedBackward, compile_layers, form_of, layers_of
+from torch_backend.steps.cuda_graph import (
+    GRAPHS,
+    CapturedBackward,
+    compile_layers,
+    form_of,
+    layers_of,
+    whole_layers,
+)
 from torch_backend.steps.eligibility import (
     Batch,
     has_parents,
@@ -237,7 +244,7 @@ class Gradients:
         state.compiled = self.requests
         self.host.begin()
         try:
-            with recomputing_inside(self.recomputed), without_kernels(self.foreign):
+            with whole_layers(), recomputing_inside(self.recomputed), without_kernels(self.foreign):
                 yield
         finally:
             for module in self.layers:
