@@ -8,6 +8,7 @@ print(seen.report(steps=3))
 from __future__ import annotations
 
 import re
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -42,17 +43,26 @@ class Profile:
         if not TOY:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self.profiler = torch.profiler.profile(activities=activities)
+        self.catching = warnings.catch_warnings(record=True)
+        self.waits: list[warnings.WarningMessage] = []
 
     def start(self) -> None:
         synchronize()
+        self.waits = self.catching.__enter__() or []
+        warnings.simplefilter("always")
+        if not TOY:
+            torch.cuda.set_sync_debug_mode("warn")
         self.profiler.start()
 
     def stop(self) -> None:
+        if not TOY:
+            torch.cuda.set_sync_debug_mode("default")
+        self.catching.__exit__(None, None, None)
         synchronize()
         self.profiler.stop()
 
     def report(self, steps: int) -> str:
-        """Three tables, in milliseconds a step: by kind, the longest kernels, and where the host spends its time."""
+        """Tables, in milliseconds a step: by kind, longest kernels, and where the host spends time and waits."""
         wanted = torch.autograd.DeviceType.CPU if TOY else torch.autograd.DeviceType.CUDA
         events = [event for event in self.profiler.events() if event.device_type == wanted and not SPANS(event.name)]
         spans = [(event.time_range.start, event.time_range.end) for event in events]
@@ -76,11 +86,14 @@ class Profile:
         calls_of_host = [
             [x.key[:80], f"{x.count / steps:.0f}", f"{x.self_cpu_time_total / 1e3 / steps:.2f}"] for x in host[:SHOWN]
         ]
+        places = Counter(f"{w.filename}:{w.lineno}" for w in self.waits if "called a synchronizing" in str(w.message))
+        waits = [[place[-80:], f"{count / steps:.1f}"] for place, count in places.most_common(SHOWN)]
         return "\n\n".join(
             (
                 table([f"of {whole / steps:.1f} ms a step", "ms", "share"], by_kind),
                 table([f"kernel, of {len(events) / steps:.0f}", "calls a step", "ms"], longest),
                 table(["on the host", "calls a step", "ms of its own"], calls_of_host),
+                table(["the host waits for the GPU at", "times a step"], waits),
             )
         )
 

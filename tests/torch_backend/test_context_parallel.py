@@ -60,6 +60,14 @@ def test_layers_are_compiled_around_what_exchanges(ranks: dict[str, Any], case: 
     assert found["graphs"] > 0
 
 
+def test_buckets_of_gradients_do_not_split_compiled_layers(ranks: dict[str, Any]) -> None:
+    found = ranks.get("compiled, small buckets")
+    if found is None:
+        return
+    assert_same_steps(found, train())
+    assert found["graphs"] == ranks["compiled, DDP"]["graphs"]
+
+
 def test_layers_that_recompute_are_not_compiled_over_ranks(ranks: dict[str, Any]) -> None:
     found = ranks["compiled, recomputing"]
     assert_same_steps(found, train())

@@ -377,6 +377,8 @@ def compiled_steps(mesh: Any) -> dict[str, Any]:
     results = {"compiled, recomputing": attempt(partial(compiled, DistributedDataParallel, mesh, memory="full"))}
     if mesh.size() == 2:
         results |= {f"compiled, {name}": attempt(partial(compiled, wrap, mesh)) for name, wrap in WRAPPERS.items()}
+        small = partial(DistributedDataParallel, bucket_cap_mb=0.001)  # which every weight fills
+        results["compiled, small buckets"] = attempt(partial(compiled, small, mesh))
         for family in COMPILED_HYBRIDS:
             hybrid = partial(compiled, DistributedDataParallel, mesh, family=family)
             results[f"compiled, {family}"] = attempt(hybrid)

@@ -14,7 +14,7 @@ learning rate a tensor if it is scheduled.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -72,6 +72,17 @@ def compile_layers(
     for module in layers_of(state.decoder):
         recomputed = getattr(module, "gradient_checkpointing", False) and memory != "none"
         module.compile(backend=by_level if recomputed else chosen, dynamic=dynamic)
+
+
+def whole_layers() -> AbstractContextManager[None]:
+    """Inside, layers of a DDP model are compiled as they are without DDP.
+
+    Otherwise torch splits their graphs wherever a bucket of gradients is full, and any large weight fills one. Nothing
+    is fused across such a cut, and what lies on it is kept for the backward. Gradients are reduced beside the backward
+    all the same, because each layer has a graph of its own.
+    """
+    found: AbstractContextManager[None] = torch._dynamo.config.patch(optimize_ddp=False)
+    return found
 
 
 def layers_of(decoder: nn.Module) -> list[nn.Module]:

@@ -21,7 +21,7 @@ from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.foreign_kernels import replaced_modules, without_kernels
 from torch_backend.hf.forward import PackedForward, forward_among
 from torch_backend.hf.patch import Patched, state_of
-from torch_backend.steps.cuda_graph import GRAPHS, compile_layers
+from torch_backend.steps.cuda_graph import GRAPHS, compile_layers, whole_layers
 from torch_backend.steps.eligibility import why_not_compiled
 
 log = logging.getLogger("crosspack")
@@ -82,7 +82,8 @@ class _Call:
         if self.owner.failed or forward is None or not forward.prepared:
             return self.plain(*args, **kwargs)
         try:
-            with torch._dynamo.config.patch(recompile_limit=GRAPHS), without_kernels(self.foreign):
+            limit = torch._dynamo.config.patch(recompile_limit=GRAPHS)
+            with limit, whole_layers(), without_kernels(self.foreign):
                 return self.compiled(*args, **kwargs)
         except TorchDynamoException as error:
             self.owner.fail(error)

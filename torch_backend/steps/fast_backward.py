@@ -29,7 +29,14 @@ from torch_backend.hf.foreign_kernels import (
 )
 from torch_backend.hf.patch import context_of, state_of
 from torch_backend.steps.boundaries import Host
-from torch_backend.steps.cuda_graph import GRAPHS, CapturedBackward, compile_layers, form_of, layers_of
+from torch_backend.steps.cuda_graph import (
+    GRAPHS,
+    CapturedBackward,
+    compile_layers,
+    form_of,
+    layers_of,
+    whole_layers,
+)
 from torch_backend.steps.eligibility import (
     Batch,
     has_parents,
@@ -249,7 +256,7 @@ class Gradients:
         state.compiled = self.requests
         self.host.begin()
         try:
-            with recomputing_inside(self.recomputed), without_kernels(self.foreign):
+            with whole_layers(), recomputing_inside(self.recomputed), without_kernels(self.foreign):
                 yield
         finally:
             for module in self.layers:
