@@ -180,8 +180,8 @@ def _options(given: Mapping[str, Any], model: str | dict[str, Any]) -> Options:
     if lr is None:
         lr = 2e-5 if isinstance(model, str) else 3e-3
     names = ("decay", "warmup", "weight_decay", "clip", "seed", "dtype", "master_weights")
-    names += ("lora", "lora_alpha", "lora_dropout", "lora_targets")
-    chosen = {name: given[name] for name in names}
+    adapters = ("lora", "lora_alpha", "lora_dropout", "lora_targets")
+    chosen = {name: given[name] for name in names + adapters}
     return Options(lr=lr, precision=given["precision"] or given["dtype"], **chosen)
 
 

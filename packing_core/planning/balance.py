@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -25,6 +25,7 @@ from packing_core.planning.pieces import MOST_TOKENS, check_seed, integer, posit
 from packing_core.planning.plan import PackPlan
 from packing_core.storage.arrays import as_array, read_only
 
+Rows = TypeVar("Rows", bound=PackPlan | WeighedRows)
 Int64 = NDArray[np.int64]
 Float64 = NDArray[np.float64]
 
@@ -38,7 +39,7 @@ def _count(rows: PackPlan | WeighedRows) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class ShardedPlan:
+class ShardedPlan(Generic[Rows]):
     """Rows dealt to ranks and steps.
 
     Attributes:
@@ -53,7 +54,7 @@ class ShardedPlan:
         LayoutError: ``steps`` is not [N, W, K], names a row that does not exist, or names a row twice.
     """
 
-    plan: PackPlan | WeighedRows
+    plan: Rows
     steps: Int64
     cost: Cost
     row_costs: Float64 | None = None
@@ -133,7 +134,7 @@ class ShardedPlan:
 
 @hinted()
 def balance(
-    plan: PackPlan | WeighedRows,
+    plan: Rows,
     world_size: int,
     *,
     cost: Cost | None = None,
@@ -141,7 +142,7 @@ def balance(
     seed: int | None = 0,
     vision_tokens: ArrayLike | None = None,
     context_parallel: int = 1,
-) -> ShardedPlan:
+) -> ShardedPlan[Rows]:
     """Deal the rows of a plan to ranks so that the ranks of a step finish together.
 
     Rows are dealt in K rounds to bundles of K rows, the most expensive rows first, each round to the bundle that costs
@@ -195,7 +196,7 @@ def _slowest_of_groups(plan: PackPlan, ranks: int, cost: Cost) -> Float64:
     return np.array([context_plan(row, ranks, cost=cost).loads.max() for row in lengths])
 
 
-def balance_in_order(plan: PackPlan, world_size: int, *, cost: Cost, seed: int) -> ShardedPlan:
+def balance_in_order(plan: PackPlan, world_size: int, *, cost: Cost, seed: int) -> ShardedPlan[PackPlan]:
     """Deal the rows of a plan, one a rank and step, so that steps keep to their order.
 
     ``NEAR`` steps of consecutive rows at a time are dealt by falling cost. ``seed`` then shuffles these steps, and the

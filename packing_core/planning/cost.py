@@ -132,7 +132,8 @@ class Cost:
         if not isinstance(rows, PackPlan):
             if vision_tokens is not None:
                 raise LayoutError("vision_tokens are of the documents of a plan: pass what crosspack.plan returns")
-            return np.bincount(rows.rows, self.of_segments(rows.lengths, rows.offsets), minlength=len(rows))
+            of_batch = self.of_segments(rows.lengths, rows.offsets)
+            return np.bincount(rows.rows, of_batch, minlength=len(rows)).astype(np.float64)
         plan, costs = rows, self.of_segments(rows.length)
         if vision_tokens is not None:
             images = as_int64(vision_tokens, "vision_tokens")

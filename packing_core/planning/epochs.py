@@ -44,7 +44,7 @@ def plan_epoch(
     order: Order = "random",
     keys: Any = None,
     weights: Mapping[Any, float] | None = None,
-) -> ShardedPlan:
+) -> ShardedPlan[PackPlan]:
     """The rows of one epoch, and which rank takes which row at which step, one row a rank and step.
 
     Rows are ``mixed`` (``packing_core.plan``) and drawn anew, so a document has other neighbours in every epoch. Every

@@ -219,7 +219,7 @@ def _arguments(job: TaskJob, kind: type[Any], folder: Path) -> Any:
 
 def _packed(job: TaskJob, trainer: Any) -> Audit:
     """Packs the trainer in place; returns the verdict on it."""
-    rows = {"capacity": job.capacity, "overflow": job.overflow} if TASKS[job.task].rows else {}
+    rows: dict[str, Any] = {"capacity": job.capacity, "overflow": job.overflow} if TASKS[job.task].rows else {}
     if job.task in _OF_TRL:
         enable_packing(trainer, implementation=job.attention, verify=False, **rows)
         report: Any = audit_trainer(trainer)

@@ -184,5 +184,5 @@ def device_of(name: str, local: int = 0) -> torch.device:
 def device_name(device: torch.device) -> str:
     """The device as people call it."""
     if device.type == "cuda":
-        return torch.cuda.getdevice_name(device)
+        return torch.cuda.get_device_name(device)
     return f"{device.type}, {plural(torch.get_num_threads(), 'thread')}"

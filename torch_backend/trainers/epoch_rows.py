@@ -23,6 +23,7 @@ from packing_core.errors import LayoutError, PackingError, plural
 from packing_core.planning.balance import ShardedPlan
 from packing_core.planning.cost import Cost
 from packing_core.planning.epochs import plan_epoch
+from packing_core.planning.packplan import PackPlan
 from torch_backend.collate.document_labels import LABELS, NAMES, as_labels
 from torch_backend.trainers.hf_dataset import arrow_documents
 from torch_backend.trainers.replaced import Replaced
@@ -74,7 +75,7 @@ class EpochRows(Dataset[PackedBatch]):
         self.options: dict[str, Any] = {"seed": seed, "cost": cost, "in_order": in_order}
         self.epoch = 0
         self.ranks = 1
-        self._made: dict[tuple[int, int], tuple[ShardedPlan, PackedDataset]] = {}
+        self._made: dict[tuple[int, int], tuple[ShardedPlan[PackPlan], PackedDataset]] = {}
 
     @cached_property
     def documents(self) -> Documents:
@@ -117,11 +118,11 @@ class EpochRows(Dataset[PackedBatch]):
                 )
         return [example[name] for example in self.source]
 
-    def dealt(self, epoch: int) -> ShardedPlan:
+    def dealt(self, epoch: int) -> ShardedPlan[PackPlan]:
         """The rows of an epoch and which rank takes which."""
         return self._epoch(epoch)[0]
 
-    def _epoch(self, epoch: int) -> tuple[ShardedPlan, PackedDataset]:
+    def _epoch(self, epoch: int) -> tuple[ShardedPlan[PackPlan], PackedDataset]:
         """The rows of an epoch, as plan and as data; those of two epochs are kept."""
         made = self._made.get((epoch, self.ranks))
         if made is None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -74,7 +75,7 @@ def _by_speed(request: AttentionRequest, load: Callable[[str], Implementation]) 
     if request.compiling or torch.are_deterministic_algorithms_enabled():
         return CUDA  # a trace cannot time, and two runs may not differ in what they time
     length = KINDS[_kind(mean)][1]
-    shape = {"tokens": _TOKENS, "segments": _TOKENS // length, "max_seqlen": length}
+    shape: Any = {"tokens": _TOKENS, "segments": _TOKENS // length, "max_seqlen": length}
     trial = replace(request, **shape, host_lengths=True, key_tokens=None, parents=False, both_ways=False)
     if trial not in _timed:
         if torch.cuda.is_current_stream_capturing():

@@ -6,6 +6,7 @@ It serves every option on every device, at the cost of a Python loop over docume
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,7 +110,8 @@ class ReferenceAttention:
         sinks: Tensor | None,
         alibi_slopes: Tensor | None,
     ) -> Tensor:
-        given, ahead = {"request": request, "sinks": sinks, "alibi_slopes": alibi_slopes}, keys_ahead(packed)
+        given: dict[str, Any] = {"request": request, "sinks": sinks, "alibi_slopes": alibi_slopes}
+        ahead = keys_ahead(packed)
         several = [None] * len(host_lengths(packed)) if ahead is None else ahead.split(host_lengths(packed))
         return torch.cat(
             [

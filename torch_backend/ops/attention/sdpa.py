@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -219,7 +220,7 @@ def _scored(
         slopes: Tensor | None,
         first: int,
     ) -> Tensor:
-        given = {"request": request, "sinks": sinks, "alibi_slopes": slopes}
+        given: dict[str, Any] = {"request": request, "sinks": sinks, "alibi_slopes": slopes}
         return scores_attention(q, k.to(dtype), v.to(dtype), **given, first_query=first, ahead=ahead)
 
     def run(q: Tensor, k: Tensor, v: Tensor, ahead: Tensor | None = None) -> Iterator[Tensor]:
