@@ -13,7 +13,7 @@ from typing import Any
 from packing_core.errors import PackingError
 from packing_core.planning.pieces import positive
 
-Read = Callable[..., Any]
+Read = Callable[..., Any]  # a size, or the default
 
 # Layers of these kinds have no attention: their work grows with the tokens alone.
 _RECURRENT = ("linear", "mamba", "conv", "recurrent", "rglru", "delta", "ssm", "mlp", "moe")
