@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import runpy
 import sys
 import types
 from pathlib import Path
@@ -280,7 +281,7 @@ def test_the_function_for_named_axes_takes_them_in_any_order(monkeypatch: pytest
 
 def test_the_functions_for_tunix_give_the_loss_of_each_document() -> None:
     """On a stand-in for its models: ``(input_tokens, positions, cache, attention_mask) -> (logits, cache)``."""
-    page = module("packed_tunix.py")
+    page = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "jax_tunix.py"))
     table, places = (jax.random.normal(jax.random.key(i), (16, 8)) for i in range(2))
 
     def model(tokens: jax.Array, positions: jax.Array, cache: None, attention_mask: jax.Array) -> Any:
@@ -292,7 +293,7 @@ def test_the_functions_for_tunix_give_the_loss_of_each_document() -> None:
 
     def loss(documents: list[np.ndarray]) -> float:
         batch = jax_backend.to_batch(packing_core.pack(documents, 16))
-        return float(page.packed_loss(model, **page.packed_inputs(batch)))
+        return float(page["packed_loss"](model, **page["packed_inputs"](batch)))
 
     alone = [loss([document]) * (len(document) - 1) for document in documents]
     assert abs(loss(documents) - sum(alone) / (4 + 6)) < 1e-5
