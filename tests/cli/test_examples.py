@@ -41,6 +41,7 @@ def test_every_example_is_run_here():
         "jax_loop.py",
         "jax_own_model.py",
         "jax_other_models.py",
+        "jax_tunix.py",
         "jax_dpo.py",
         "jax_grpo.py",
         "grain_rows.py",
@@ -189,6 +190,14 @@ def test_flaxs_own_layers_are_exact_and_learn_from_grain_and_orbax(capsys):
     for line in lines:
         first, last = (float(loss) for loss in re.findall(r"\d\.\d+", line))
         assert "exact True" in line and "resumed True" in line and last < first - 3
+
+
+@pytest.mark.slow
+def test_tunix_trains_adapters_in_packed_rows():
+    pytest.importorskip("tunix", reason="unsupported here: google-tunix is in none of the extras that the tests need")
+    first, last = output("jax_tunix.py").splitlines()[-2:]
+    before, after = (float(loss) for loss in re.findall(r"\d\.\d+", last))
+    assert first == "exact: True" and after < before - 2
 
 
 @pytest.mark.slow

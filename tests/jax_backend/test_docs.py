@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import runpy
 import sys
 import types
 from pathlib import Path
@@ -278,9 +279,19 @@ def test_the_function_for_named_axes_takes_them_in_any_order(monkeypatch: pytest
     np.testing.assert_allclose(found.array.reshape(q.shape), segment_attention(q, k, v, segment_ids), atol=1e-6)
 
 
+def test_the_arguments_for_easydel_mark_padding_as_ejkernel_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = types.SimpleNamespace(MaskInfo=types.SimpleNamespace(from_segments=lambda ids: ids))
+    monkeypatch.setitem(sys.modules, "ejkernel", types.SimpleNamespace(types=stand_in))
+    monkeypatch.setitem(sys.modules, "ejkernel.types", stand_in)
+    batch = jax_backend.to_batch(packing_core.pack([np.arange(5), np.arange(4)], 12, seed=None))
+    arguments = module("packed_easydel.py").packed_arguments(batch)
+    assert arguments["mask_info"].tolist() == [[1] * 5 + [2] * 4 + [-1] * 3]
+    assert arguments["position_ids"].tolist() == [[*range(5), *range(4), 0, 0, 0]]
+
+
 def test_the_functions_for_tunix_give_the_loss_of_each_document() -> None:
     """On a stand-in for its models: ``(input_tokens, positions, cache, attention_mask) -> (logits, cache)``."""
-    page = module("packed_tunix.py")
+    page = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "jax_tunix.py"))
     table, places = (jax.random.normal(jax.random.key(i), (16, 8)) for i in range(2))
 
     def model(tokens: jax.Array, positions: jax.Array, cache: None, attention_mask: jax.Array) -> Any:
@@ -292,7 +303,7 @@ def test_the_functions_for_tunix_give_the_loss_of_each_document() -> None:
 
     def loss(documents: list[np.ndarray]) -> float:
         batch = jax_backend.to_batch(packing_core.pack(documents, 16))
-        return float(page.packed_loss(model, **page.packed_inputs(batch)))
+        return float(page["packed_loss"](model, **page["packed_inputs"](batch)))
 
     alone = [loss([document]) * (len(document) - 1) for document in documents]
     assert abs(loss(documents) - sum(alone) / (4 + 6)) < 1e-5
