@@ -46,6 +46,7 @@ ROWS = (
 # First halves of adapters and what else has few columns: bound by reading their rows.
 NARROW = (
     (24, TileSize(16, 64, 128, 4, 4)),
+    (96, TileSize(64, 64, 64, 8, 3)),
     (2**62, TileSize(128, 64, 64, 8, 4)),
 )
 # Gates and values are two tiles of this size side by side.
