@@ -81,7 +81,7 @@ def test_a_training_step_compiles_its_layers_for_forests_of_any_shape(monkeypatc
         trained.append(list(model.parameters()))
         if choice == "auto":
             assert step.parts["layers"] == "compiled, for rows of any length"
-            assert step.parts["graph"].startswith("no CUDA graph: attention of shared prefixes has other lists")
+            assert step.parts["graph"].startswith("no CUDA graph: rows with shared prefixes run at any length")
             assert 0 < seen[-1] == seen[-2], seen
     for one, other in zip(*trained, strict=True):
         assert error(one.detach(), other.detach()) <= 1e-5
