@@ -67,6 +67,7 @@ def tree(*prompts: tuple[int, ...], seed: int = 0, capacity: int = 96) -> dict[s
 
 def test_the_loss_pairs_each_first_token_with_the_end_of_its_prompt() -> None:
     batch, shapes = tree((20, 3, 5), (17, 4, 1, 2)), FixedShapes()
+    batch["labels"][0, 0] = 7  # nothing predicts the first token of a row, whatever its label
     shapes.forests = True
     fixed = shapes(batch)
     assert fixed["packed_parent_index"].shape == (len(fixed["cu_seq_lens_q"]) - 1,) and fixed["packed_depth"] == 1
@@ -84,6 +85,7 @@ def test_the_loss_pairs_each_first_token_with_the_end_of_its_prompt() -> None:
         of_targets = each.targets(given["labels"]).double()[..., None]
         results.append(each.at_labels(of_targets, shape)[..., 0])
     trained = batch["labels"] != -100
+    trained[0, 0] = False
     assert torch.equal(results[0][trained], batch["labels"][trained].double())
     assert torch.equal(results[1][trained], results[0][trained])
 
@@ -114,3 +116,24 @@ def test_recurrent_layers_with_shared_prefixes_are_not_recorded(graphs: SimpleNa
     step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.5), capture=True)
     with pytest.raises(UnsupportedError, match="capture=True is not possible, because recurrent layers hand states on"):
         step([tree((20, 3, 5))])
+
+
+@pytest.mark.gpu
+def test_a_graph_on_a_gpu_trains_as_plain_layers_do() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    trees = [((40, 9, 15),), ((60, 9, 2, 1),), ((36, 2, 4), (47, 3, 5)), ((20, 90, 30), (16, 7, 7))]
+    trained, losses = [], []
+    for options in ({"capture": True}, {"capture": False, "compile": False}):
+        model = patch(tiny("qwen2").cuda(), implementation="triton", verify=False)
+        step = make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+        found = [step([tree(*trees[i % 4], seed=i, capacity=256)])["loss"] for i in range(9)]
+        found.append(step([tree(*trees[i], capacity=256) for i in range(4)])["loss"])
+        losses.append([float(loss) for loss in found])
+        trained.append([p.detach().cpu() for p in model.parameters()])
+        if "compile" not in options:
+            assert step.parts["graph"] == "CUDA graph", step.parts
+            assert step.parts["layers"] == "compiled", step.parts
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    for one, other in zip(*trained, strict=True):
+        assert error(one, other) <= 1e-4

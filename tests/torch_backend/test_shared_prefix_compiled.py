@@ -97,7 +97,7 @@ def test_compiled_layers_that_need_lengths_refuse_a_forest_by_name() -> None:
     state = state_of(model)
     state.compiled = set(state.requests)
     with pytest.raises(
-        UnsupportedModelError, match=r"its layers are compiled \(pass compile=False\), and they need the lengths"
+        UnsupportedModelError, match=r"its layers are compiled \(pass compile=False\), and layers need the lengths"
     ):
         causal_lm_loss(model, batch)
 

@@ -66,7 +66,10 @@ def why_not_captured(model: nn.Module, batch: Batch, *, insists: bool = False) -
         return "its batches hold images, whose number and sizes differ"
     if state is not None and wants_blank_image(state.root, state.decoder, batch):
         return "ranks whose rows have no image run the vision tower on a blank one, which reads sizes back"
-    return _why_not_fixed(model, batch) or why_experts_read(model)
+    reason = _why_not_fixed(model, batch)
+    if reason is None and has_parents(batch) and state is not None:
+        reason = state.why_no_compiled_forest(())
+    return reason or why_experts_read(model)
 
 
 def why_not_recomputed(model: nn.Module, *, compiled: bool) -> str | None:
