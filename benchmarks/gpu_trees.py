@@ -5,6 +5,7 @@
     python -m benchmarks.gpu_trees --case "8 x 256 after 4,096" --no-dpo
     python -m benchmarks.gpu_trees --case "8 x 512 after 512" --no-dpo --profile  # and kernels by kind
     python -m benchmarks.gpu_trees --match enable_packing  # DPO alone
+    python -m benchmarks.gpu_trees --steps             # steps of the 0.5B shape instead: CUDA graphs over forests
     python -m benchmarks.gpu_trees --budget 500        # begin no contender after so many seconds
     python -m benchmarks.gpu_trees --tiny              # everything on the CPU; its times mean nothing
 
@@ -14,6 +15,8 @@ mean that the case names. All contenders update on the same answers; their losse
 that was allocated in an update, less what was before it (activations and gradients). Times are the median of the
 updates after the first. Of "8 x 512 after 512", the adapters' updates compute 1.62 times the tokens unshared, but the
 head sees the same tokens of answers either way, and attention has 1.2 times the pairs of queries and keys.
+
+``--steps`` times ``make_train_step`` on rows of 8,192 tokens of groups of 8 answers of mean 256 to prompts of 512.
 
 DPO runs TRL's DPOTrainer on pairs whose prompt and answers are equally long.
 """
@@ -28,6 +31,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +41,7 @@ if "--tiny" in sys.argv:
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from benchmarks import gpu_preference
 from benchmarks.gpu import as_table, header, in_one_line, survived, write
@@ -44,7 +49,7 @@ from benchmarks.gpu_clock import DEVICE, TOY, Result, seconds_left, set_budget, 
 from benchmarks.gpu_preference import qwen3_4b
 from benchmarks.gpu_profile import Profile
 from benchmarks.gpu_workload import DTYPE
-from torch_backend import PackedCollator, patch, spread, token_logprobs
+from torch_backend import PackedCollator, make_train_step, patch, spread, token_logprobs
 
 SECTION = "shared prefixes" if not TOY else "shared prefixes, toy"
 SCALE = 32 if TOY else 1  # by which lengths are divided
@@ -73,9 +78,9 @@ CASES = (
 )
 
 
-def documents(case: Case) -> Features:
+def documents(case: Case, seed: int = 0) -> Features:
     """The answers of a case behind what leads to them, as token ids with labels."""
-    generator = np.random.default_rng(0)
+    generator = np.random.default_rng(seed)
 
     def drawn(mean: int, answer: bool) -> list[int]:
         mean = max(2, mean // SCALE)
@@ -146,7 +151,6 @@ def _advantages(count: int) -> Tensor:
 def build() -> Any:
     """Random weights of the Qwen3-4B shape with adapters that train."""
     import peft
-    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
     with torch.device(DEVICE):
@@ -237,6 +241,44 @@ def measure_dpo(updates: int) -> Iterator[Result]:
             yield from gpu_preference.measure(contender, "0.5B", updates, section=f"{SECTION}, DPO", pairs=pairs)
 
 
+STEPS = {
+    "shared, CUDA graph": (True, {"capture": True}),
+    "shared, compiled": (True, {}),
+    "shared, as usual": (True, {"compile": False, "capture": False}),
+    "unshared, CUDA graph": (False, {}),
+}
+
+
+def measure_steps(name: str, updates: int) -> Iterator[Result]:
+    """Times steps of ``make_train_step`` on rows of one capacity, in answers per second."""
+    share, options = STEPS[name]
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        model = AutoModelForCausalLM.from_config(gpu_preference.SHAPES["0.5B"](False), dtype=DTYPE)
+    model = patch(model, verify=False).train()
+    step = make_train_step(model, torch.optim.AdamW(model.parameters(), lr=1e-6, fused=not TOY), **options)
+    collate = PackedCollator(model, 8_192 // SCALE, share_prefix=share, overflow="repeat" if share else "error")
+    groups = [documents(Case("", ((1, 512), (8, 256))), seed=seed) for seed in range(4 * (updates + 4))]
+    times, answers, first = [], 0, 0.0
+    for number in range(updates + 4):  # the first ones compile and record
+        features = list(chain.from_iterable(groups[4 * number : 4 * number + 4]))
+        rows = collate.pack(features)
+        batch = [collate(rows[row]) for row in range(len(rows))]
+        synchronize()
+        begin = time.perf_counter()
+        loss = step(batch)["loss"]
+        synchronize()
+        first = first or float(loss)
+        if number >= 4:
+            times.append(time.perf_counter() - begin)
+            answers += len(features)
+    case = "8 x 256 after 512, rows of 8,192"
+    yield Result(SECTION, case, name, answers / sum(times), "answers/s")
+    yield Result(SECTION, case, name, 0.0 if TOY else torch.cuda.max_memory_allocated() / 2**30, "GiB at most")
+    yield Result(SECTION, case, name, first, "first loss")
+    print(f"{name}: {step.parts}", flush=True)
+
+
 def dpo_verdict(results: Sequence[Result]) -> str:
     """Compares pairs per second with and without shared prefixes."""
     speed = {"True" in r.contender: r.value for r in results if r.section.endswith("DPO") and r.unit == "pairs/s"}
@@ -253,6 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options.add_argument("--budget", type=float, metavar="SECONDS", help="begin no contender after that")
     options.add_argument("--no-dpo", action="store_true", help="the updates of GRPO alone")
     options.add_argument("--profile", action="store_true", help="print the kernels of an update of each contender")
+    options.add_argument("--steps", action="store_true", help="of make_train_step, in place of updates of GRPO and DPO")
     options.add_argument("--output", type=Path, help="folder for gpu.json")
     options.add_argument("--tiny", action="store_true", help="on the CPU, to see that everything runs")
     chosen = options.parse_args(arguments)
@@ -272,6 +315,14 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
         if not TOY:
             torch.cuda.empty_cache()
 
+    if chosen.steps:
+        for name in STEPS:
+            if wanted(name) and seconds_left() >= 0:
+                if not TOY:
+                    torch.cuda.reset_peak_memory_stats()
+                add(name, list(survived(name, measure_steps(name, chosen.updates))))
+        print(f"\n{as_table(results)}")
+        return results
     for case in (case for case in CASES if case.name in chosen.case):
         for name in contenders():
             if wanted(name) and seconds_left() >= 0:

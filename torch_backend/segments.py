@@ -53,7 +53,10 @@ class PackedMetadata:
         keys: the segments of the keys, where attention has more keys than queries: the queries of a segment are the
             last tokens of the key segment of the same number. None where the keys are the queries' own.
         parents: the segment that each one continues, -1 for none, on the host; None if no segment continues another.
-            Only what says so can run such forests, so whatever reads segments asks for it or refuses.
+            Only what says so can run such forests, so whatever reads segments asks for it or refuses. Empty where only
+            ``parent_index`` knows them, or nothing any more.
+        parent_index: int [N] the same on the device, for shapes that do not depend on the forest; None without.
+        depth: the most segments that one continues, where there is a ``parent_index``; may be rounded up.
         spans: where tokens see each other both ways in causal attention (images, prefixes); None if none do. Only
             implementations that say so can run them.
 
@@ -70,6 +73,8 @@ class PackedMetadata:
         parents: tuple[int, ...] | None = None,
         *,
         keys: PackedMetadata | None = None,
+        parent_index: Tensor | None = None,
+        depth: int = 0,
     ) -> None:
         self.cu_seqlens = cu_seqlens
         self.max_seqlen = max_seqlen
@@ -77,6 +82,8 @@ class PackedMetadata:
         self.lengths = lengths
         self.keys = keys
         self.parents = parents
+        self.parent_index = parent_index
+        self.depth = depth
         self.spans: Spans | None = None
         self._plain: PackedMetadata | None = None
         self._derived: dict[Hashable, Any] = {}
@@ -150,7 +157,9 @@ class PackedMetadata:
             return self
         boundaries = to_device(self.cu_seqlens, device)
         keys = None if self.keys is None else self.keys.to(device)
-        found = PackedMetadata(boundaries, self.max_seqlen, self.tokens, self.lengths, self.parents, keys=keys)
+        index = None if self.parent_index is None else to_device(self.parent_index, device)
+        known = boundaries, self.max_seqlen, self.tokens, self.lengths, self.parents
+        found = PackedMetadata(*known, keys=keys, parent_index=index, depth=self.depth)
         return found if self.spans is None else found._with(Spans(*(to_device(x, device) for x in self.spans)))
 
     def with_spans(self, numbers: Tensor) -> PackedMetadata:
@@ -179,9 +188,8 @@ class PackedMetadata:
         return self if self._plain is None else self._plain
 
     def _with(self, spans: Spans) -> PackedMetadata:
-        found = PackedMetadata(
-            self.cu_seqlens, self.max_seqlen, self.tokens, self.lengths, self.parents, keys=self.keys
-        )
+        known = self.cu_seqlens, self.max_seqlen, self.tokens, self.lengths, self.parents
+        found = PackedMetadata(*known, keys=self.keys, parent_index=self.parent_index, depth=self.depth)
         found.spans, found._plain = spans, self
         found._derived = self._derived  # whatever depends on spans has them in its key
         return found
@@ -195,7 +203,15 @@ class PackedMetadata:
 
     @classmethod
     def from_boundaries(
-        cls, cu_seqlens: Tensor, *, rows: int, row_length: int, max_seqlen: int, device: torch.device | str
+        cls,
+        cu_seqlens: Tensor,
+        *,
+        rows: int,
+        row_length: int,
+        max_seqlen: int,
+        device: torch.device | str,
+        parent_index: Tensor | None = None,
+        depth: int = 0,
     ) -> PackedMetadata:
         """Metadata from boundaries whose values only the device knows, in shapes that do not depend on the values.
 
@@ -212,6 +228,8 @@ class PackedMetadata:
             rows, row_length: the shape of the batch.
             max_seqlen: the longest segment, as the batch claims it.
             device: where the metadata goes.
+            parent_index: int [N], by the numbers of the segments between these boundaries, none of which is cut.
+            depth: the most segments that one continues.
 
         Raises:
             LayoutError: ``cu_seqlens`` is not a list of integers, or one of the numbers is below 1.
@@ -234,7 +252,10 @@ class PackedMetadata:
         lengths = cuts.diff()
         segment, first, exists = pieces(lengths, longest, most_pieces(tokens, lengths.shape[0], longest))
         starts = torch.where(exists, cuts[segment] + first, tokens)
-        return cls(torch.cat([starts, row_ends[-1:]]).int(), longest, tokens)
+        made = cls(torch.cat([starts, row_ends[-1:]]).int(), longest, tokens)
+        if parent_index is not None:
+            made.continue_segments(parent_index, depth)
+        return made
 
     @property
     def device(self) -> torch.device:
@@ -262,6 +283,13 @@ class PackedMetadata:
         self.max_seqlen = min(1 << (self.max_seqlen - 1).bit_length(), row_length)
         if self._plain is not None:
             self._plain.round_longest(row_length)
+
+    def continue_segments(self, parent_index: Tensor, depth: int) -> None:
+        """Say on the device which segment each one continues, -1 for none; entries that are missing continue none."""
+        more = self.cu_seqlens.shape[0] - 1 - parent_index.shape[0]
+        index = to_device(parent_index, self.device).int()
+        self.parent_index, self.depth = torch.nn.functional.pad(index, (0, more), value=-1), depth
+        self.parents = () if self.parents is None else self.parents
 
     def forget(self) -> None:
         """Drop what was derived."""
@@ -374,5 +402,27 @@ def _position_ids(packed: PackedMetadata) -> Tensor:
     positions = torch.arange(packed.tokens, device=packed.device) - starts
     if packed.parents is None:
         return positions
+    if packed.parent_index is not None:
+        return positions + ancestors(packed)[1].index_select(0, packed.seq_idx)
     before = offsets(np.array(packed.parents), np.array(host_lengths(packed)))
     return positions + to_device(torch.from_numpy(before), packed.device).index_select(0, packed.seq_idx)
+
+
+def ancestors(packed: PackedMetadata) -> tuple[Tensor, Tensor]:
+    """The segments above each one, by what the device knows, in shapes that depend on ``packed.depth`` alone.
+
+    Returns:
+        int64 [N, depth + 1] the segment itself, its parent and so on, -1 for none; int64 [N] the tokens of them all but
+        itself, the position of its first token.
+    """
+    return packed.derived("ancestors", _ancestors)
+
+
+def _ancestors(packed: PackedMetadata) -> tuple[Tensor, Tensor]:
+    assert packed.parent_index is not None
+    parents = packed.parent_index.long()
+    table = [torch.arange(len(parents), device=packed.device)]
+    for _ in range(packed.depth):
+        table.append(torch.where(table[-1] >= 0, parents[table[-1].clamp(min=0)], -1))
+    found, lengths = torch.stack(table, 1), packed.cu_seqlens.diff().long()
+    return found, torch.where(found >= 0, lengths[found.clamp(min=0)], 0).sum(1) - lengths

@@ -57,6 +57,18 @@ def offsets(parents: Int64, lengths: Int64) -> Int64:
     return before
 
 
+def depth_of(parents: Sequence[int] | Int64) -> int:
+    """The most segments that one continues, one after the other.
+
+    >>> depth_of([-1, 0, 1, 0, -1])
+    2
+    """
+    depths: list[int] = []
+    for above in parents:
+        depths.append(depths[above] + 1 if above >= 0 else 0)
+    return max(depths, default=0)
+
+
 def leaves(parents: Int64) -> Int64:
     """int64: the segments that no other continues, rising; each ends a document.
 

@@ -81,7 +81,7 @@ def test_a_training_step_compiles_its_layers_for_forests_of_any_shape(monkeypatc
         trained.append(list(model.parameters()))
         if choice == "auto":
             assert step.parts["layers"] == "compiled, for rows of any length"
-            assert step.parts["graph"].startswith("no CUDA graph: attention of shared prefixes has other lists")
+            assert step.parts["graph"].startswith("no CUDA graph: rows with shared prefixes run at any length")
             assert 0 < seen[-1] == seen[-2], seen
     for one, other in zip(*trained, strict=True):
         assert error(one.detach(), other.detach()) <= 1e-5
@@ -97,7 +97,7 @@ def test_compiled_layers_that_need_lengths_refuse_a_forest_by_name() -> None:
     state = state_of(model)
     state.compiled = set(state.requests)
     with pytest.raises(
-        UnsupportedModelError, match=r"its layers are compiled \(pass compile=False\), and they need the lengths"
+        UnsupportedModelError, match=r"its layers are compiled \(pass compile=False\), and layers need the lengths"
     ):
         causal_lm_loss(model, batch)
 

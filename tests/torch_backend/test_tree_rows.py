@@ -99,11 +99,11 @@ def test_a_row_is_read_once_for_all_layers(monkeypatch):
 
 
 def test_segments_have_the_parents_of_the_tree():
-    #   0..2 -> 3..4 -> 5
+    #   0..2 -> 3 -> 4..5
     #        -> 6..7           8 alone
-    kv = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 0, 1, 2, 6, 7, 8])
-    found = segments_of(kv, torch.tensor([0, 3, 5, 6, 8, 9]), torch.tensor([0, 3, 8, 14, 19, 20]))
-    assert found.lengths == (3, 2, 1, 2, 1) and found.parents == (-1, 0, 1, 0, -1)
+    kv = torch.tensor([0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 0, 1, 2, 6, 7, 8])
+    found = segments_of(kv, torch.tensor([0, 3, 4, 6, 8, 9]), torch.tensor([0, 3, 7, 13, 18, 19]))
+    assert found.lengths == (3, 1, 2, 2, 1) and found.parents == (-1, 0, 1, 0, -1)
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ class ScanMethods(TensorMethods):
 
 
 def _convolution(x: Tensor, weight: Tensor, bias: Tensor, activation: str | None) -> Tensor:
-    """What a modeling file calls on documents [B, C, S] where Triton does not run."""
+    """Convolves documents [B, C, S], as modeling files do where Triton does not run."""
     assert activation is None
     padded = F.pad(x, (weight.shape[1] - 1, 0))
     return F.conv1d(padded, weight[:, None], bias, groups=weight.shape[0])

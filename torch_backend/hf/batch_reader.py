@@ -233,7 +233,7 @@ class BatchReader:
         if self.anatomy.mixers:
             return "recurrent layers hand states on from level to level, of which each batch has others"
         if self.layers_need_lengths:
-            return "they need the lengths of documents on the host"
+            return "layers need the lengths of documents on the host"
         if not all(compiles_parents(request, self.implementation) for request in requests):
             return "no attention with lists that are made before serves them"
         return None

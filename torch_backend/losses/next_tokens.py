@@ -30,8 +30,15 @@ class NextTokens:
     """
 
     def __init__(self, batch: Mapping[str, Any]) -> None:
-        parents = batch.get("packed_parents")
+        parents, index = batch.get("packed_parents"), batch.get("packed_parent_index")
         self._places: Tensor | None = None  # [2, E] the last token of each parent, the first token of its child
+        self._real: Tensor | None = None  # bool [E] which of these there are; None for all
+        if index is not None:  # as many for every batch
+            starts, ends = (batch["cu_seq_lens_q"][part].long() for part in (slice(None, -1), slice(1, None)))
+            self._real = index >= 0
+            places = torch.where(self._real, ends[index.clamp(min=0).long()] - 1, 0)
+            self._places = torch.stack([places, torch.where(self._real, starts, 0)])
+            return
         if parents is None or max(parents, default=-1) < 0:
             return
         if (given := batch.get("packed_lengths")) is None or len(given) != len(parents):
@@ -69,16 +76,26 @@ class NextTokens:
         moved = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
         if self._places is None:
             return moved
-        return moved.flatten(0, 1).index_copy(0, self._on(x)[1], more).view(moved.shape)
+        flat, first = moved.flatten(0, 1), self._on(x)[1]
+        if self._real is not None:  # what is none goes behind the last token
+            first = torch.where(self._real, first, tokens)
+            return torch.cat([flat, flat[:1]]).index_copy(0, first, more)[:tokens].view(moved.shape)
+        return flat.index_copy(0, first, more).view(moved.shape)
 
     def _moved(self, x: Tensor, fill: int) -> Tensor:
         """[B, S, ...] from the tokens that are predicted to those that predict."""
         moved = torch.nn.functional.pad(x[:, 1:].movedim(1, -1), (0, 1), value=fill).movedim(-1, 1)
         if self._places is None:
             return moved
-        first = self._on(x)[1]
-        flat = moved.flatten(0, 1).index_fill(0, first - 1, fill)  # the token before in the row predicts nothing
-        return torch.cat([flat, x.flatten(0, 1).index_select(0, first)])[None]
+        first, flat = self._on(x)[1], moved.flatten(0, 1)
+        again = x.flatten(0, 1).index_select(0, first)
+        if self._real is None:
+            flat = flat.index_fill(0, first - 1, fill)  # the token before in the row predicts nothing
+        else:
+            before = torch.where(self._real, first - 1, len(flat))
+            flat = torch.cat([flat, flat[:1]]).index_fill(0, before, fill)[:-1]
+            again = torch.where(self._real.view(-1, *[1] * (again.ndim - 1)), again, fill)
+        return torch.cat([flat, again])[None]
 
     def _on(self, x: Tensor) -> Tensor:
         assert self._places is not None

@@ -50,19 +50,26 @@ def why_not_compiled(model: nn.Module, batch: Batch | None = None) -> str | None
     return _why_not_fixed(model, batch) if context_of(model) is None else _why_not_pieces(model)
 
 
-def why_not_captured(model: nn.Module, batch: Batch) -> str | None:
-    """Explains why forward and backward of a model cannot be recorded as a CUDA graph, None if they can."""
+def why_not_captured(model: nn.Module, batch: Batch, *, insists: bool = False) -> str | None:
+    """Explains why forward and backward of a model cannot be recorded as a CUDA graph, None if they can.
+
+    Args:
+        insists: whether the caller wants one for shared prefixes too, which batches of one capacity alone can have.
+    """
     if (reason := why_not_recorded(model)) is not None:
         return reason
     if (state := state_of(causal_lm(model))) is not None and state.rows.needs_lengths:
         return "its head reads documents, of which each batch has another number"
-    if has_parents(batch):
-        return "attention of shared prefixes has other lists for every batch"
+    if has_parents(batch) and not insists:
+        return "rows with shared prefixes run at any length: pass capture=True where they have one capacity"
     if holds_images(batch):
         return "its batches hold images, whose number and sizes differ"
     if state is not None and wants_blank_image(state.root, state.decoder, batch):
         return "ranks whose rows have no image run the vision tower on a blank one, which reads sizes back"
-    return _why_not_fixed(model, batch) or why_experts_read(model)
+    reason = _why_not_fixed(model, batch)
+    if reason is None and has_parents(batch) and state is not None:
+        reason = state.why_no_compiled_forest(())
+    return reason or why_experts_read(model)
 
 
 def why_not_recomputed(model: nn.Module, *, compiled: bool) -> str | None:

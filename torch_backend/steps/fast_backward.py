@@ -165,9 +165,9 @@ class Gradients:
             with self.exchange.around(last=last), tiled(self._tiled(inputs.batch)):
                 if self.pieces:
                     return self._of_pieces(path, inputs)
-                if self.forests and self.compile:
+                if self.forests and self.compile and self.fixed is None:
                     return self._through_layers(path, inputs, path.backward)
-                if self.fixed is None or has_parents(inputs.batch):
+                if self.fixed is None or (has_parents(inputs.batch) and not self.forests):
                     return path.backward(inputs)
                 return self._by_form(path, replace(inputs, batch=self.fixed(inputs.batch)))
         except torch.OutOfMemoryError:
@@ -244,7 +244,8 @@ class Gradients:
             level = level_inside(self.model)
             self.recomputed = [] if level == "none" else level_layers(self.model)
             self.foreign = replaced_modules(layers_of(state.decoder))
-            compile_layers(self.model, memory=level, dynamic=None if self.pieces or self.forests else False)
+            any_length = self.pieces or (self.forests and self.fixed is None)
+            compile_layers(self.model, memory=level, dynamic=None if any_length else False)
             if self.pieces:
                 state.compiled = set()  # attention runs between graphs
             self.layers = {m: m._compiled_call_impl for m in self.model.modules() if m._compiled_call_impl is not None}
@@ -300,18 +301,19 @@ class Gradients:
     @property
     def _compiled_how(self) -> str:
         around = ", around what exchanges between ranks" if self.pieces else ""
-        lengths = ", for rows of any length" if self.forests else ""
+        lengths = ", for rows of any length" if self.forests and self.fixed is None else ""
         return f"compiled{lengths}{_memory_of(self.model)}{_in_place_of_kernels(self.model)}{around}"
 
     def _prepare(self, batch: Batch) -> LossPath:
         """Choose what is fast, and try the loss on the first batch."""
         layers = _refused("compile", self.compile, self.no_layers or why_not_compiled(self.model, batch))
-        graph = self.no_graph or why_not_captured(self.model, batch)
+        graph = self.no_graph or why_not_captured(self.model, batch, insists=self.capture is True)
         graph = _refused("capture", self.capture, graph or why_not_recomputed(self.model, compiled=layers is None))
         self.pieces = layers is None and context_of(self.model) is not None
         self.forests, self.images = has_parents(batch), holds_images(batch)
-        if (layers is None or graph is None) and not self.pieces and not self.forests:
+        if not self.pieces and (graph is None or (layers is None and not self.forests)):
             self.fixed = self.shapes
+            self.fixed.forests = self.forests
         with torch.random.fork_rng(_cuda_devices()), torch.no_grad():
             path = self.choose(batch if self.fixed is None else self.fixed(batch), layers is None)
         if self.fixed is not None and (waits := why_mixers_wait(self.model)) is not None:
@@ -319,8 +321,10 @@ class Gradients:
             graph = graph or _refused("capture", self.capture, waits)
             self.fixed = None
         state = state_of(causal_lm(self.model))
-        if self.forests and layers is None and state is not None:
-            layers = _refused("compile", self.compile, state.why_no_compiled_forest(state.requests))
+        if self.forests and state is not None and (reason := state.why_no_compiled_forest(state.requests)) is not None:
+            layers = layers or _refused("compile", self.compile, reason)
+            graph = graph or _refused("capture", self.capture, reason)
+            self.fixed = None
         if self.capture:
             self.exchange, graph = exchange_of(self.model, graph)
             graph = _refused("capture", self.capture, graph)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from packing_core.batches.stored import IGNORE_INDEX
+from packing_core.storage.forest import depth_of
 from torch_backend.segments import padding_lengths
 
 OF_IMAGES = ("pixel", "image", "video", "spatial")  # how the names of tensors begin that are not one for each token
@@ -36,6 +37,8 @@ class FixedShapes:
 
     Attributes:
         largest: the largest of each size over ranks whose batches shall have one form.
+        forests: whether segments of the batches may continue others. Batches then say so on the device too, in
+            ``packed_parent_index`` int32 [entries] and ``packed_depth``, the most segments that one continues.
     """
 
     def __init__(self, tokens: int | None = None, longest: int = 1, segments: int = 0) -> None:
@@ -43,6 +46,7 @@ class FixedShapes:
         self.segments = segments
         self.longest = _power_of_two(longest)
         self.rows = self.row_length = self.entries = 0
+        self.forests, self.depth = False, 1
         self.largest: Callable[..., tuple[int, ...]] = lambda *sizes: sizes
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,6 +75,13 @@ class FixedShapes:
                 fixed[name] = longest
         if batch.get("packed_documents") is None:  # every segment is a document, and the padding is none
             fixed["packed_documents"] = tuple((number,) for number in range(len(lengths)))
+        if self.forests:
+            parents = (*(batch.get("packed_parents") or (-1,) * len(lengths)), *[-1] * len(pieces))
+            (self.depth,) = self.largest(max(self.depth, _power_of_two(max(1, depth_of(parents)))))
+            index = torch.full((self.entries,), -1, dtype=torch.int32)
+            index[: len(parents)] = torch.tensor(parents, dtype=torch.int32)
+            fixed["packed_parent_index"] = index.to(boundaries.device, non_blocking=True)
+            fixed |= {"packed_parents": parents, "packed_depth": self.depth}
         return fixed | {"packed_lengths": (*lengths, *pieces)}
 
     def forget_rows(self) -> None:

@@ -82,7 +82,7 @@ class StateOfTheSegmentBefore(Mutant, rejected_by="TREE-03"):
 
 
 class StateGradientOfOneChild(Mutant, rejected_by="TREE-03"):
-    """Of several segments that start from one state, the first alone hands a gradient back to it."""
+    """The first alone of several segments that start from one state hands a gradient back to it."""
 
     def hands_back(self, before):
         firsts = np.zeros(before.shape, bool)
@@ -92,7 +92,7 @@ class StateGradientOfOneChild(Mutant, rejected_by="TREE-03"):
 
 
 class StateOfTheRoot(Mutant, rejected_by="TREE-04"):
-    """What continues an answer starts from the state in which the prompt ended."""
+    """A segment that continues an answer starts from the state in which the prompt ended."""
 
     def before(self, segment_ids, parents):
         if parents is not None:
@@ -116,4 +116,4 @@ class TailLost(Mutant, rejected_by="TREE-05"):
 
 
 class TailGradientOfOneChild(StateGradientOfOneChild, rejected_by="TREE-05"):
-    """Of several segments that see the last tokens of one, the first alone hands them a gradient."""
+    """The first alone of several segments that see the last tokens of one hands them a gradient."""

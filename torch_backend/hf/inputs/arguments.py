@@ -250,7 +250,10 @@ def check_labels(
     def find() -> Tensor:
         starts = packed.cu_seqlens[1:-1]
         roots = torch.ones_like(starts, dtype=torch.bool)
-        if packed.parents is not None:  # the first token of a segment with a parent is predicted by the parent's last
+        # the first token of a segment with a parent is predicted by the parent's last
+        if packed.parent_index is not None:
+            roots = packed.parent_index[1:] < 0
+        elif packed.parents is not None:
             parents = torch.tensor(packed.parents[1:])
             roots[: len(parents)] = to_device(parents < 0, roots.device)
         # the label of a row's first token is dropped by the shift; moved ahead, it stands at the last token before

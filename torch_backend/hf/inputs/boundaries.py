@@ -28,6 +28,8 @@ METADATA_KEYS = (
     "packed_lengths",
     "packed_documents",
     "packed_parents",
+    "packed_parent_index",
+    "packed_depth",
     "cu_seq_lens_q",
     "cu_seq_lens_k",
     "max_length_q",
@@ -89,18 +91,34 @@ def take_metadata(
         _check_on_device(claimed, guard, rows=rows, wait=wait)
         # also while a CUDA graph is recorded, or compiled layers would meet new shapes in it and be compiled again
         return PackedMetadata.from_boundaries(
-            claimed.cu_seqlens, rows=rows, row_length=row_length, max_seqlen=int(longest), device=device
+            claimed.cu_seqlens,
+            rows=rows,
+            row_length=row_length,
+            max_seqlen=int(longest),
+            device=device,
+            parent_index=found.get("packed_parent_index"),
+            depth=found.get("packed_depth", 0),
         )
     lengths = check_lengths(lengths, rows=rows, row_length=row_length, embedded=embedded)
     longest = check_agreement(found, lengths, guard, row_length=row_length)
     if boundaries is None:
-        return PackedMetadata.from_lengths(lengths, device=device, max_seqlen=longest, parents=parents)
+        return _continued(
+            PackedMetadata.from_lengths(lengths, device=device, max_seqlen=longest, parents=parents), found
+        )
     if not has_values(boundaries):
         return PackedMetadata(to_device(boundaries.int(), device), longest, rows * row_length, lengths, parents)
     entries = len(boundaries) - 1  # as many as the batch has, so that shapes stay fixed
     packed = PackedMetadata.from_lengths(lengths, device=device, entries=entries, max_seqlen=longest, parents=parents)
+    packed = _continued(packed, found)
     if not guard.immediate(boundaries):
         _check_contradiction(packed, boundaries, guard, wait=wait)
+    return packed
+
+
+def _continued(packed: PackedMetadata, found: Mapping[str, Any]) -> PackedMetadata:
+    """The segments, which continue others also by what the device knows, if the batch says so there."""
+    if (index := found.get("packed_parent_index")) is not None:
+        packed.continue_segments(index, found["packed_depth"])
     return packed
 
 

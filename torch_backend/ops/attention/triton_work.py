@@ -7,7 +7,8 @@ are short ones. Where segments continue others, or queries are the last tokens o
 says where in a second list its tile's parts stand: of queries the segments of keys that they see, of keys the segments
 of queries that see them, each as ``(first token, length, tokens from the start of the keys' segment to that of the
 queries')``. Where the lengths are on the host the list is made there and is exact; else the same arithmetic runs on the
-device, without reading back, in a list whose length depends on shapes alone, with items of length 0 at its end.
+device, without reading back, in a list whose length depends on shapes alone, with items of length 0 at its end. So do
+the parts, where the device knows which segment each one continues.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from packing_core.storage.forest import lineage, offsets
-from torch_backend.segments import PackedMetadata, host_lengths, most_pieces, pieces, to_device
+from torch_backend.segments import PackedMetadata, ancestors, host_lengths, most_pieces, pieces, to_device
 
 
 def query_parts(packed: PackedMetadata) -> Tensor | None:
@@ -49,11 +50,12 @@ def key_tiles(packed: PackedMetadata, tokens: int, *, fixed_shape: bool = False)
 
 def _work(packed: PackedMetadata, tokens: int, of_queries: bool, fixed_shape: bool) -> Tensor:
     def make(packed: PackedMetadata) -> Tensor:
-        in_parts = _in_parts(packed)
-        if in_parts:
+        on_device, in_parts = packed.parent_index is not None, _in_parts(packed)
+        if in_parts and not on_device:
             host_lengths(packed)
         segments = packed if of_queries or packed.keys is None else packed.keys
-        if segments.lengths is None or (fixed_shape and not in_parts) or torch.compiler.is_compiling():
+        fixed = on_device or (fixed_shape and not in_parts)
+        if segments.lengths is None or fixed or torch.compiler.is_compiling():
             boundaries = segments.cu_seqlens
             items = most_pieces(segments.tokens, boundaries.shape[0] - 1, tokens)
         else:
@@ -64,7 +66,8 @@ def _work(packed: PackedMetadata, tokens: int, of_queries: bool, fixed_shape: bo
             bounds = packed.derived(
                 *(("parts of queries", _query_parts) if of_queries else ("parts of keys", _key_parts))
             )
-            made = torch.cat([made, bounds[1][torch.searchsorted(boundaries, made[:, 0].long(), right=True) - 1]], 1)
+            segment = torch.searchsorted(boundaries, made[:, 0].to(boundaries.dtype).contiguous(), right=True) - 1
+            made = torch.cat([made, bounds[1][segment.clamp(max=len(boundaries) - 2)]], 1)
         return to_device(made, packed.device)
 
     return packed.derived(("triton tiles", tokens, of_queries), make)
@@ -81,9 +84,12 @@ def _items(boundaries: Tensor, items: int, tokens: int, last_first: bool) -> Ten
 
 
 def _query_parts(packed: PackedMetadata) -> tuple[Tensor, Tensor]:
-    """The parts on the device of the batch, and on the host int32 [S, 2] where those of each segment stand."""
+    """The parts, and int32 [S, 2] where those of each segment stand; that is where the items are made, on the host or
+    the device."""
     if packed.keys is not None:
         return _parts_of_last_tokens(packed, packed.keys, packed.keys)
+    if packed.parent_index is not None:
+        return _query_parts_on_device(packed)
     parents = packed.parents
     assert parents is not None
     return _parts(packed, [[(s, above) for above in lineage(parents, s)] for s in range(len(parents))])
@@ -93,6 +99,8 @@ def _key_parts(packed: PackedMetadata) -> tuple[Tensor, Tensor]:
     """As :func:`_query_parts`."""
     if packed.keys is not None:
         return _parts_of_last_tokens(packed, packed.keys, packed)
+    if packed.parent_index is not None:
+        return _key_parts_on_device(packed)
     parents = packed.parents
     assert parents is not None
     below: list[list[tuple[int, int]]] = [[] for _ in parents]
@@ -126,3 +134,31 @@ def _placed(packed: PackedMetadata, parts: np.ndarray, counts: np.ndarray) -> tu
     ends = np.cumsum(counts)
     bounds = np.stack([ends - counts, ends], 1)
     return to_device(torch.from_numpy(parts).int(), packed.device), torch.from_numpy(bounds).int()
+
+
+def _query_parts_on_device(packed: PackedMetadata) -> tuple[Tensor, Tensor]:
+    """Room for ``depth + 1`` parts of each segment, those on its path from the root down first."""
+    table, before = ancestors(packed)
+    count, (segments, width) = (table >= 0).sum(1), table.shape
+    place = torch.arange(width, device=packed.device)
+    keys = table.gather(1, (count[:, None] - 1 - place).clamp(min=0))
+    queries = torch.arange(segments, device=packed.device)[:, None].expand_as(keys)
+    first = torch.arange(0, segments * width, width, device=packed.device)
+    return _rows(packed, keys, before[queries] - before[keys]), torch.stack([first, first + count], 1).int()
+
+
+def _key_parts_on_device(packed: PackedMetadata) -> tuple[Tensor, Tensor]:
+    """All pairs of a segment and one that it is or continues, sorted by the latter; what is no pair stands last."""
+    table, before = ancestors(packed)
+    segments = len(table)
+    numbers = torch.arange(segments + 1, device=packed.device)
+    pairs = torch.where(table >= 0, table * segments + numbers[:-1, None], segments * segments)
+    pairs = pairs.flatten().sort().values
+    keys, queries = (pairs // segments).clamp(max=segments - 1), pairs % segments
+    edges = torch.searchsorted(pairs, numbers * segments)
+    return _rows(packed, queries, before[queries] - before[keys]), torch.stack([edges[:-1], edges[1:]], 1).int()
+
+
+def _rows(packed: PackedMetadata, met: Tensor, gap: Tensor) -> Tensor:
+    starts, lengths = packed.cu_seqlens[:-1], packed.cu_seqlens.diff()
+    return torch.stack([starts[met], lengths[met], gap], -1).flatten(0, -2).int()
