@@ -74,8 +74,15 @@ def _by_speed(request: AttentionRequest, load: Callable[[str], Implementation]) 
     if request.compiling or torch.are_deterministic_algorithms_enabled():
         return CUDA  # a trace cannot time, and two runs may not differ in what they time
     length = KINDS[_kind(mean)][1]
-    shape = {"tokens": _TOKENS, "segments": _TOKENS // length, "max_seqlen": length}
-    trial = replace(request, **shape, host_lengths=True, key_tokens=None, parents=False)
+    trial = replace(
+        request,
+        tokens=_TOKENS,
+        segments=_TOKENS // length,
+        max_seqlen=length,
+        host_lengths=True,
+        key_tokens=None,
+        parents=False,
+    )
     if trial not in _timed:
         if torch.cuda.is_current_stream_capturing():
             return CUDA
