@@ -1,4 +1,4 @@
-"""Trainer with enable_packing on several GPUs against one: DDP and FSDP2, rows dealt at equal cost or as they come.
+"""Trainer with enable_packing, and make_train_step, on several GPUs against one: DDP and FSDP2, rows by cost or not.
 
     python -m benchmarks.gpu_ranks                      # 2 GPUs, Qwen2-0.5B shape, rows of 16,384, bfloat16
     python -m benchmarks.gpu_ranks --ranks 8 --match FSDP2 --output results
@@ -7,11 +7,11 @@
     python -m benchmarks.gpu_ranks --tiny               # two processes on the CPU by gloo, where nothing is sharded
 
 Every contender trains random weights on the same packed rows, one row per rank and step, in processes of its own that
-torchrun starts. Documents are heavy-tailed: a lognormal with sigma 1.3, at most as long as a row, so rows of few long
-documents cost several times as much attention as rows of many short ones. ``balance`` puts rows of equal cost into one
-step, ``as they come`` leaves the plan's random order. The first epoch warms up and the next ones are timed as a whole,
-on rank 0 after all ranks have ended. Tokens per second count real tokens of all ranks; the ratio is to one GPU on the
-rows as they come.
+torchrun starts, by ``Trainer`` and ``enable_packing`` unless its name says ``make_train_step``. Documents are
+heavy-tailed: a lognormal with sigma 1.3, at most as long as a row, so rows of few long documents cost several times as
+much attention as rows of many short ones. ``balance`` puts rows of equal cost into one step, ``as they come`` leaves
+the plan's random order. The first epoch warms up and the next ones are timed as a whole, on rank 0 after all ranks have
+ended. Tokens per second count real tokens of all ranks; the ratio is to one GPU on the rows as they come.
 """
 
 from __future__ import annotations
@@ -33,15 +33,18 @@ if "--tiny" in sys.argv:
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks._launch import launch
 from benchmarks.gpu import collected, parsed, parser
-from benchmarks.gpu_clock import DEVICE, TOY, Result, seconds_left, wanted
+from benchmarks.gpu_clock import DEVICE, TOY, Result, seconds_left, synchronize, wanted
 from benchmarks.gpu_profile import Profile
 from benchmarks.gpu_workload import DTYPE, qwen2
 from packing_core import Cost, PackedDataset, PackPlan, balance, plan
-from torch_backend import enable_packing, explain
+from torch_backend import PackedCollator, enable_packing, explain, make_train_step, patch
 
 SECTION = "training on several GPUs, Qwen2-0.5B" if not TOY else "training on several ranks, toy"
 LEARNING_RATE = 1e-5
@@ -59,6 +62,7 @@ class Contender:
 
     Attributes:
         gathered: of sharded layers, keep the weights between forward and backward.
+        by_step: train by ``make_train_step`` in place of ``Trainer``.
         arguments: of transformers' ``TrainingArguments``, beyond those of all contenders.
     """
 
@@ -66,6 +70,7 @@ class Contender:
     sharded: bool = False
     balanced: bool = False
     gathered: bool = False
+    by_step: bool = False
     arguments: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -73,7 +78,8 @@ class Contender:
         if self.ranks == 1:
             return "one"
         dealt = "balance" if self.balanced else "as they come"
-        more = ["layers kept gathered"] * self.gathered + [f"{name}={value}" for name, value in self.arguments.items()]
+        more = ["make_train_step"] * self.by_step + ["layers kept gathered"] * self.gathered
+        more += [f"{name}={value}" for name, value in self.arguments.items()]
         return ", ".join([f"{self.ranks} ranks", "FSDP2" if self.sharded else "DDP", dealt, *more])
 
 
@@ -108,35 +114,71 @@ def dealt(rows: PackPlan, contender: Contender, cost: Cost) -> tuple[PackPlan, f
     return rows, float(loads.max(1).sum() / loads.mean(1).sum())
 
 
+class Clock:
+    """Takes the time after the first epoch and after the last one, and profiles what follows the first.
+
+    Args:
+        steps: of an epoch.
+        last: step of the run.
+        profiled: whether to profile, on rank 0.
+    """
+
+    def __init__(self, steps: int, last: int, profiled: bool) -> None:
+        self.steps, self.last = steps, last
+        self.ticks: list[float] = []
+        self.profile = Profile() if profiled and os.environ["RANK"] == "0" else None
+
+    def ended(self, step: int) -> None:
+        """Call it after each step, counted from 1."""
+        if step in (self.steps, self.last):
+            synchronize()
+            if dist.is_initialized():
+                dist.barrier()
+            self.ticks.append(time.perf_counter())
+        if self.profile is not None and step == self.steps:
+            self.profile.start()
+        if self.profile is not None and step == self.steps + PROFILED:
+            self.profile.stop()
+
+
 def train(contender: Contender, chosen: argparse.Namespace) -> Measured:
     """Run by every process of a contender."""
-    from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+    from transformers import AutoModelForCausalLM
 
-    config, capacity, epochs = qwen2(False), chosen.capacity, chosen.epochs
+    config = qwen2(False)
     torch.manual_seed(0)
     with torch.device(DEVICE):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=DTYPE)
+    docs = documents(chosen.capacity, chosen.documents)
+    planned = plan([len(each) for each in docs], chosen.capacity, seed=0)
+    rows, imbalance = dealt(planned, contender, Cost.from_config(config))
+    steps = rows.n_rows // contender.ranks
+    clock = Clock(steps, steps * (1 + chosen.epochs), chosen.profile)
+    run = by_step if contender.by_step else by_trainer
+    losses, note = run(contender, model, PackedDataset(docs, rows), clock)
+    if clock.profile is not None:
+        print(clock.profile.report(PROFILED), flush=True)
+    seconds = clock.ticks[1] - clock.ticks[0]
+    return Measured(
+        tokens_per_second=rows.n_tokens * chosen.epochs / seconds,
+        seconds_per_step=seconds / (steps * chosen.epochs),
+        peak=0.0 if TOY else torch.cuda.max_memory_allocated() / 2**30,
+        imbalance=imbalance,
+        losses=losses,
+        note=note,
+    )
+
+
+def by_trainer(contender: Contender, model: Any, data: PackedDataset, clock: Clock) -> tuple[list[float], str]:
+    """Trains by ``Trainer``; the losses, and how its steps ran."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Ticks(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            clock.ended(state.global_step)
+
     if contender.sharded:
         model.cpu()  # accelerate shards what it finds on the host
-    docs = documents(capacity, chosen.documents)
-    rows, imbalance = dealt(plan([len(each) for each in docs], capacity, seed=0), contender, Cost.from_config(config))
-    steps = rows.n_rows // contender.ranks
-    ticks: dict[int, float] = {}
-    profile = Profile() if chosen.profile and os.environ["RANK"] == "0" else None
-
-    class Clock(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step in (steps, steps * (1 + epochs)):
-                if not TOY:
-                    torch.cuda.synchronize()
-                if dist.is_initialized():
-                    dist.barrier()
-                ticks[state.global_step] = time.perf_counter()
-            if profile is not None and state.global_step == steps:
-                profile.start()
-            if profile is not None and state.global_step == steps + PROFILED:
-                profile.stop()
-
     wrap = {
         "version": 2,
         "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"],
@@ -145,27 +187,40 @@ def train(contender: Contender, chosen: argparse.Namespace) -> Measured:
     sharding = {"fsdp": "full_shard auto_wrap", "fsdp_config": wrap} if contender.sharded else {}
     with TemporaryDirectory() as folder:
         arguments = TrainingArguments(
-            folder, max_steps=steps * (1 + epochs), per_device_train_batch_size=1, learning_rate=LEARNING_RATE,
-            lr_scheduler_type="constant", optim="adamw_torch_fused", logging_steps=steps, report_to=[],
+            folder, max_steps=clock.last, per_device_train_batch_size=1, learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant", optim="adamw_torch_fused", logging_steps=clock.steps, report_to=[],
             save_strategy="no", disable_tqdm=True, use_cpu=TOY, train_sampling_strategy="sequential",
             remove_unused_columns=False, **sharding, **contender.arguments,
         )  # fmt: skip
-        trainer = Trainer(model, arguments, train_dataset=PackedDataset(docs, rows), callbacks=[Clock()])
+        trainer = Trainer(model, arguments, train_dataset=data, callbacks=[Ticks()])
         enable_packing(trainer, verify=False)
         trainer.train()
     if contender.sharded and not TOY:  # accelerate shards nothing on the CPU
         assert any(isinstance(p, DTensor) for p in trainer.model.parameters()), "the weights are not sharded"
-    if profile is not None:
-        print(profile.report(PROFILED), flush=True)
-    seconds = ticks[steps * (1 + epochs)] - ticks[steps]
-    return Measured(
-        tokens_per_second=rows.n_tokens * epochs / seconds,
-        seconds_per_step=seconds / (steps * epochs),
-        peak=0.0 if TOY else torch.cuda.max_memory_allocated() / 2**30,
-        imbalance=imbalance,
-        losses=[entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-        note="; ".join(note for note in explain(trainer).notes if "of the step" in note),
-    )
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, "; ".join(note for note in explain(trainer).notes if "of the step" in note)
+
+
+def by_step(contender: Contender, model: Any, data: PackedDataset, clock: Clock) -> tuple[list[float], str]:
+    """Trains by ``make_train_step`` with what ``Trainer`` has by default; the last loss, and how the steps ran."""
+    patch(model.train(), verify=False)
+    collate, wrapped, rank = PackedCollator(model), model, int(os.environ["RANK"])
+    if contender.ranks > 1:
+        dist.init_process_group("gloo" if TOY else "nccl")
+    if contender.sharded:
+        mesh = init_device_mesh(DEVICE.type, (contender.ranks,))
+        for module in (*model.get_decoder().layers, model):
+            fully_shard(module, mesh=mesh, reshard_after_forward=not contender.gathered)
+    elif contender.ranks > 1:
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    fused = not TOY
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=0.0, fused=fused)
+    step = make_train_step(wrapped, optimizer, max_grad_norm=1.0)
+    for number in range(clock.last):
+        row = number % clock.steps * contender.ranks + rank
+        metrics = step(collate([data[row]]))
+        clock.ended(number + 1)
+    return [float(metrics["loss"])], "; ".join(f"{part} of the step: {how}" for part, how in step.parts.items())
 
 
 def launched(contender: Contender, chosen: argparse.Namespace) -> list[Result]:
@@ -196,6 +251,7 @@ def contenders(ranks: int) -> list[Contender]:
     """The most important first."""
     several = [Contender(ranks, sharded, balanced) for balanced in (True, False) for sharded in (False, True)]
     more = [Contender(ranks, balanced=True, arguments=each) for each in VARIANTS]
+    more = [*(Contender(ranks, sharded, True, by_step=True) for sharded in (False, True)), *more]
     return [Contender(1), *several, Contender(ranks, sharded=True, balanced=True, gathered=True), *more]
 
 

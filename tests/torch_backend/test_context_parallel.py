@@ -65,7 +65,7 @@ def test_buckets_of_gradients_do_not_split_compiled_layers(ranks: dict[str, Any]
     if found is None:
         return
     assert_same_steps(found, train())
-    assert found["graphs"] == ranks["compiled, DDP"]["graphs"]
+    assert 0 < found["graphs"] <= ranks["compiled, DDP"]["graphs"]
 
 
 def test_layers_that_recompute_are_not_compiled_over_ranks(ranks: dict[str, Any]) -> None:

@@ -219,7 +219,7 @@ def refusals(mesh: Any, world: Any) -> dict[str, Callable[[], Any]]:
         model = on_mesh(tiny("qwen3"))
         state = state_of(model)
         assert state is not None and state.context is not None
-        OverRanks(Mock(), state.context).cut({**batch, "loss_weights": batch["labels"]}, model)
+        OverRanks(Mock(label_smoother=None), state.context).cut({**batch, "loss_weights": batch["labels"]}, model)
 
     def outside(ranks: list[int]) -> None:
         patch(tiny("qwen3"), verify=False, mesh=DeviceMesh("cpu", ranks))
