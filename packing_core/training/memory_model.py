@@ -1,8 +1,9 @@
 """The device memory of a training step, by a formula: what each level of memory keeps for a token.
 
-A config -> bytes that do not depend on the row (weights, gradients, optimizer) and bytes for a token at each level ->
-the longest row that fits a device, and the fastest level at which a row does. It holds for compiled layers of plain
-attention with or without experts, whose attention keeps no scores, and a loss that holds no logits.
+A config -> sizes (:mod:`.decoder_sizes`) -> bytes that do not depend on the row (weights, gradients, optimizer) and
+bytes for a token at each level -> the longest row that fits a device, and the fastest level at which a row does. It
+holds for compiled layers of attention (plain or latent) or the gated delta rule, with or without experts, whose
+attention keeps no scores, and a loss that holds no logits.
 
 Where the figures come from: for a token and layer of width D, queries Q, keys and values K and V, attention output O
 and an MLP of W inner columns (both halves of a gated one), the backward reads
@@ -12,8 +13,8 @@ and an MLP of W inner columns (both halves of a gated one), the backward reads
     "full"       the layer's input D
     "offload"    D of two layers: of this one, and of the next on its way back from the host
 
-and the softmax statistics, 4 bytes a head. Norms of queries and keys read those before the rotation too, and norms
-behind attention and MLP their inputs. Most is held at one of three times:
+and the softmax statistics, 4 bytes a head. Norms of queries and keys read those before the rotation too, norms behind
+attention and MLP the input of the latter, and other mixers what their sizes say. Most is held at one of three times:
 
     in the loss      what all layers keep, hidden states before and after the last norm and their gradient, a chunk of
                      logits, and the sum of the output layer's gradient in float32
@@ -31,8 +32,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from packing_core.errors import PackingError, UnsupportedModelError
-from packing_core.planning.pieces import positive
+from packing_core.training.decoder_sizes import DecoderSizes, Mixer
 
 GIB = 2**30
 LEVELS = ("none", "selective", "full", "offload")  # the fastest first
@@ -45,14 +45,6 @@ _CHUNKS, _LEAST_BYTES, _MOST_BYTES = 7, 2**29, 2**31
 TILED_FROM, TILE = 65_536, 8_192
 _ON_THEIR_WAY = 2  # inputs of layers that offloading holds on the device: the last two to leave, or to come back
 _WORKSPACES = 144 * 2**20  # of the libraries of matrix products, on the streams of a step
-
-_NORMS_BEHIND = ("gemma2", "gemma3", "gemma3_text", "gemma4_text", "glm4", "olmo2", "olmo3")
-_NORMS_OF_QUERIES = (
-    *("gemma3", "gemma3_text", "gemma4_text", "hunyuan_v1_dense", "olmo2", "olmo3"),
-    *("olmoe", "qwen3", "qwen3_moe", "glm4_moe"),
-)
-_NOT_GATED = ("bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "mpt", "nemotron", "opt", "phi", "starcoder2")
-_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 
 
 def loss_chunk(tokens: int, row_bytes: int) -> int:
@@ -181,7 +173,7 @@ class MemoryModel:
             PackingError: the config does not say how large the model is, or a size is not one integer.
             UnsupportedModelError: it has layers whose memory the formula does not know.
         """
-        sizes = _Sizes.read(config)
+        sizes = DecoderSizes.read(config, itemsize)
         head = rank is None and not adapted if head is None else head
         count = sizes.parameters if rank is None else 2 * sizes.layers * rank * sizes.adapter_width
         if gradients is None:
@@ -190,23 +182,25 @@ class MemoryModel:
             fixed = itemsize * sizes.parameters + (1 + states) * gradients
         if adapted is None:
             adapted = 7 * rank if rank else 0
-        narrow = sizes.norms * sizes.width + sizes.attention + sizes.again + adapted
         statistics = 4 * sizes.heads
-        per_layer = {
-            "none": itemsize * (narrow + sizes.inner + sizes.routed) + statistics,
-            "selective": itemsize * narrow + statistics,
-            "full": itemsize * sizes.width,
-        }
-        work, tiled = _work(sizes, narrow, statistics, itemsize, trained=head)
+        kept = dict.fromkeys(("none", "selective", "full", "offload"), 0)
+        works = []
+        for mixer in sizes.mixers:
+            narrow = sizes.norms * sizes.width + mixer.kept + adapted
+            kept["none"] += mixer.layers * (itemsize * (narrow + sizes.inner + sizes.routed) + statistics)
+            kept["selective"] += mixer.layers * (itemsize * narrow + statistics)
+            kept["full"] += mixer.layers * itemsize * sizes.width
+            works.append(_work(sizes, mixer, narrow, statistics, itemsize, trained=head))
+        work, tiled = ({level: max(each[level] for each in kinds) for level in kinds[0]} for kinds in zip(*works))
         half = sizes.inner // 2 if sizes.gated else sizes.inner
         columns = itemsize * TILE * (2 * sizes.inner + half)
         embedded = sizes.vocabulary * sizes.width if head else 0
         return cls(
             fixed=fixed,
             gradients=gradients,
-            kept={level: sizes.layers * size for level, size in per_layer.items()} | {"offload": 0},
+            kept=kept,
             work=work,
-            hidden=per_layer["full"],
+            hidden=itemsize * sizes.width,
             layers=sizes.layers,
             logits=itemsize * sizes.vocabulary,
             head=itemsize * embedded,
@@ -217,34 +211,33 @@ class MemoryModel:
 
 
 def _work(
-    sizes: _Sizes, narrow: int, statistics: int, itemsize: int, *, trained: bool
+    sizes: DecoderSizes, mixer: Mixer, narrow: int, statistics: int, itemsize: int, *, trained: bool
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Returns what a layer holds for a token while it computes its gradients, with a whole MLP and without one.
 
     Three times count: in the MLP, in attention, and at the end, where products with each projection's weight wait to be
     added up. The order is that of compiled layers, which compute the gradients of weights and norms last.
     """
-    width, attention = sizes.width, sizes.attention
+    width = sizes.width
     # normalised input; inner columns, their product or activation, and the gradients of these; rows for the experts
     mlp = width + (3 if sizes.gated else 4) * sizes.inner + 2 * sizes.routed
     # normalised input, gradients of what attention reads and returns
-    around = width + attention
+    around = width + mixer.gradients
     # normalised input, gradients of what attention reads, and of that input by each of three projections
-    end = 4 * width + attention // 2 + sizes.keys
+    end = 4 * width + mixer.gradients - mixer.output
     # what the second norm's weight reads: its input, and the gradient of its output by each half of a gated MLP
     late, late_tiled = (2 * width, width) if trained else (0, 0)
     second = width if trained else 0
     again = narrow - width  # what "full" recomputes, but for the inner columns
-    queries = attention // 2 - sizes.keys
     work = {
         "none": max(mlp - sizes.inner - sizes.routed, around + late, end + late),
         "selective": max(mlp, around + late, end + late),
-        "full": max(again + width + mlp, again - width + second + around + late, end + queries + second + late),
+        "full": max(again + width + mlp, again - width + second + around + late, end + mixer.output + second + late),
     }
     tiled = {
         "selective": max(2 * width, around + late_tiled, end + late_tiled),
         "full": max(
-            again + 3 * width, again - width + second + around + late_tiled, end + queries + second + late_tiled
+            again + 3 * width, again - width + second + around + late_tiled, end + mixer.output + second + late_tiled
         ),
     }
     recomputed = {"full": statistics}
@@ -254,94 +247,3 @@ def _work(
     ]
     work, tiled = (each | {"offload": each["full"]} for each in found)
     return work, tiled
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """Sizes that the formula reads of a config: columns of a token in a layer, where nothing else is said.
-
-    Attributes:
-        attention: Q + K + V + O.
-        keys: K, of keys alone.
-        again: Q + K before the norms of queries and keys, where there are such.
-        inner: W, of all experts that a token visits.
-        routed: copies of a token's input for its experts.
-        norms: inputs of norms that are as wide as the model.
-        adapter_width: inputs and outputs of a layer's linear layers, added up.
-    """
-
-    width: int
-    layers: int
-    heads: int
-    attention: int
-    keys: int
-    again: int
-    inner: int
-    routed: int
-    norms: int
-    gated: bool
-    vocabulary: int
-    parameters: int
-    adapter_width: int
-
-    @property
-    def tiles(self) -> bool:
-        """Returns whether long rows compute MLPs by tiles: gated ones, and no experts."""
-        return self.gated and not self.routed
-
-    @classmethod
-    def read(cls, config: Any) -> _Sizes:
-        def find(*names: str) -> Any:
-            for name in names:
-                value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-                if value is not None:
-                    return value
-            return None
-
-        def read(*names: str, default: int = 0) -> int:
-            value = find(*names)
-            return default if value is None else positive(f"the config's {names[0]}", value)
-
-        if (inside := find("text_config")) is not None:
-            return cls.read(inside)
-        kind, kinds = str(find("model_type")), find("layer_types") or ()
-        others = sorted({each for each in kinds if each not in _ATTENTION})
-        if others or find("kv_lora_rank", "ssm_cfg", "state_size", "mamba_d_state", "rnn_hidden_size"):
-            what = f"layers of the kind {others[0]}" if others else "attention or recurrent layers of its own"
-            raise UnsupportedModelError(
-                f"the memory of {kind} is not known beforehand, because it has {what}: choose a level by trying, "
-                'memory="selective" or "full"'
-            )
-        width, layers = read("hidden_size", "n_embd", "d_model"), read("num_hidden_layers", "n_layer", "n_layers")
-        heads = read("num_attention_heads", "n_head", "n_heads")
-        if not (width and layers and heads):
-            raise PackingError("the config names no hidden_size, num_hidden_layers and num_attention_heads")
-        head = read("head_dim", default=width // heads)
-        keys, queries = read("num_key_value_heads", default=heads) * head, heads * head
-        gated = kind not in _NOT_GATED
-        visited, experts = read("num_experts_per_tok"), read("num_local_experts", "num_experts", "n_routed_experts")
-        dense = read("intermediate_size", "n_inner", "ffn_dim", default=4 * width)
-        one = read("moe_intermediate_size", default=dense) if experts else dense
-        shared = read("shared_expert_intermediate_size") or one * read("n_shared_experts") if experts else 0
-        halves = 2 if gated else 1
-        attended = width * (queries + 2 * keys) + queries * width
-        columns = (experts or 1) * one + shared
-        vocabulary = read("vocab_size", default=1)
-        embedded = vocabulary * width * (1 if find("tie_word_embeddings") else 2)
-        per_layer = attended + (halves + 1) * width * columns + 2 * width + experts * width
-        again = queries + keys if kind in _NORMS_OF_QUERIES else 0
-        return cls(
-            width=width,
-            layers=layers,
-            heads=heads,
-            attention=2 * queries + 2 * keys,
-            keys=keys,
-            again=again,
-            inner=halves * ((visited or 1) * one + shared),
-            routed=visited * width if experts else 0,
-            norms=4 if kind in _NORMS_BEHIND else 2,
-            gated=gated,
-            vocabulary=vocabulary,
-            parameters=embedded + layers * per_layer + width,
-            adapter_width=6 * width + 2 * queries + 2 * keys + (halves + 1) * one - (0 if gated else width),
-        )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from packing_core.errors import PackingError
+from packing_core.errors import PackingError, UnsupportedError
 from tests.torch_backend.models import collate, documents, in_float64, tiny
 from torch_backend import patch
 from torch_backend.losses.causal_lm import causal_lm_loss
@@ -156,6 +156,18 @@ def test_layers_share_what_the_host_can_hold(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(memory_fit, "why_not_shared", lambda model: "its layers cannot")
     with pytest.raises(PackingError, match="on the host, because its layers cannot, and"):
         group_on_host(model, 100)
+
+
+def test_memory_that_cannot_be_page_locked_is_refused_with_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch, "empty", fail)
+    host, x = Host(), torch.zeros(2**20, 128)
+    with pytest.raises(
+        UnsupportedError, match=r'"offload" needs 0\.50 GiB of page-locked memory for each group of layers'
+    ):
+        host.around(lambda hidden: hidden)(x)
 
 
 def test_sharded_layers_do_not_share(monkeypatch: pytest.MonkeyPatch) -> None:

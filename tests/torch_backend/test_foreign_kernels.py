@@ -15,6 +15,7 @@ from transformers.models.gemma import modeling_gemma
 from transformers.models.llama import modeling_llama
 from transformers.models.phi3 import modeling_phi3
 
+from packing_core.errors import UnsupportedModelError
 from tests.torch_backend.models import collate, documents
 from tests.torch_backend.test_packed_step import assert_same, built
 from tests.torch_backend.test_train_step import graphs as graphs
@@ -180,6 +181,19 @@ def test_unsloths_class_gives_way_to_the_one_it_derives_from() -> None:
         torch.testing.assert_close(model.model.norm(x), llama().model.norm(x), rtol=0, atol=0)
     with pytest.raises(Reached):
         model.model.norm(x)
+
+
+@pytest.mark.parametrize("name", ["LlamaAttention", "LlamaDecoderLayer", "LlamaModel", "LlamaForCausalLM"])
+def test_a_model_whose_classes_run_unsloths_forwards_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As FastLanguageModel leaves the classes of transformers, for every model of the process."""
+    model, kind = llama(), getattr(modeling_llama, name)
+    monkeypatch.setattr(kind, "forward", kernel(f"{name}_fast_forward", "unsloth.models.llama"))
+    before = set(vars(model))
+    with pytest.raises(UnsupportedModelError, match=f"{name} runs Unsloth's forward, which computes"):
+        patch(model, verify=False)
+    assert set(vars(model)) == before
 
 
 def passed_on(layer: nn.Module, call: Callable[..., Any], *args: Any) -> Any:

@@ -17,6 +17,7 @@ from tests.torch_backend.test_train_step import graphs as graphs
 from tests.torch_backend.test_trainer import llama
 from torch_backend import enable_packing, explain, make_train_step, patch
 from torch_backend.steps import memory_fit
+from torch_backend.steps.fast_backward import Gradients
 from torch_backend.steps.memory import level_of, set_level
 from torch_backend.steps.memory_fit import choose_level, memory_of
 
@@ -171,6 +172,24 @@ def test_a_trainer_takes_the_fastest_level_that_fits(
     trainer.train()
     assert level_of(trainer.model) == "selective"
     assert any("memory of the step: the longest row" in note for note in explain(trainer).notes)
+
+
+def test_an_out_of_memory_error_of_a_trainer_names_the_level_that_fits(
+    graphs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    trainer = built(tmp_path, True, gradient_accumulation_steps=2)
+    graphs.model = trainer.model
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(Gradients, "__call__", fail)
+    expected = memory_of(trainer.model, torch.optim.SGD(trainer.model.parameters()), accumulates=True)
+    give(monkeypatch, expected.bytes("full", 80) / USABLE)
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r'out of memory\. Crosspack: .* ran at memory="none", and fits at'
+    ):
+        trainer.train()
 
 
 def test_auto_is_refused_where_no_level_is_possible_or_the_step_is_not_ours(tmp_path: Path) -> None:

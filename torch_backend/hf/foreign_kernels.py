@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from packing_core.errors import UnsupportedModelError
 from torch_backend.hf.anatomy.families import ROTATION
 from torch_backend.hf.edits.override import OUTER, original_class
 from torch_backend.hf.edits.rebinding import called
@@ -77,6 +78,22 @@ def unknown_part(layers: Iterable[nn.Module]) -> str | None:
 def _is_plain_here(module: nn.Module, name: str, function: Any) -> bool:
     """Returns whether packed calls of a patched layer run another function under this name."""
     return name == ROTATION and is_half_rotation(function) and type(module) is not original_class(module)
+
+
+def refuse_replaced_layers(root: nn.Module) -> None:
+    """Check that no class of a model's own runs Unsloth's forward, which attends by itself and not as it is told.
+
+    Raises:
+        UnsupportedModelError: one does, as in every model after Unsloth's ``FastLanguageModel`` loaded one.
+    """
+    kinds = {original_class(m) for m in root.modules() if library_of(original_class(m)) is None}
+    name = min((kind.__name__ for kind in kinds if library_of(kind.forward) == "Unsloth"), default=None)
+    if name is not None:
+        raise UnsupportedModelError(
+            f"{name} runs Unsloth's forward, which computes attention by itself and would not keep the documents of a "
+            "row apart as crosspack.patch has it: load the model by transformers, in a process that does not load "
+            "Unsloth's FastLanguageModel"
+        )
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from torch_backend.hf.edits.override import is_reached
 from torch_backend.hf.edits.rotary import override_frequencies, restore_frequencies
 from torch_backend.hf.entry import Call, override_entries, require_entry, restore_entry, run_inside, running
 from torch_backend.hf.experts import ExpertsChoice
+from torch_backend.hf.foreign_kernels import refuse_replaced_layers
 from torch_backend.hf.forward import CARRIED, AttentionChoice, Choice, PackedForward
 from torch_backend.hf.inputs import arguments as inputs
 from torch_backend.hf.inputs.boundaries import is_packed
@@ -65,6 +66,7 @@ def install(
     same = state is not None and state.implementation == wanted and state.context == context
     if state is not None and same and state.in_force and state.still_fits():
         return model
+    refuse_replaced_layers(root)
     fresh = Patched(anatomy_of(root), wanted, context)
     if state is not None:
         fresh.unpadding = state.unpadding

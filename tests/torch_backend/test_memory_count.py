@@ -1,0 +1,93 @@
+"""What a compiled layer keeps between forward and backward, counted, beside the formula by which memory is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config
+from torch.autograd.graph import saved_tensors_hooks
+
+from packing_core.training.memory_model import MemoryModel
+from tests.torch_backend.guards import DeviceGuard
+from tests.torch_backend.models import collate, documents, tiny
+from tests.torch_backend.test_memory import interpreted as interpreted
+from torch_backend import patch
+from torch_backend.hf.patch import state_of
+from torch_backend.losses.causal_lm import causal_lm_loss
+from torch_backend.steps.cuda_graph import compile_layers
+from torch_backend.steps.memory import level_layers, recomputing_inside, set_level
+
+TOKENS = 128
+
+
+def counted(family: str, level: Any, **changes: Any) -> tuple[int, Any]:
+    """Bytes of a token that all layers keep, tensors that layers share left out, and the config."""
+    model = patch(tiny(family, **changes), implementation="triton", verify=False).train()
+    state_of(model).guard = DeviceGuard()  # type: ignore[union-attr] # boundaries on the CPU would be read
+    given = collate(documents((5, 19, 33, 71)), capacity=TOKENS, max_seqlen=TOKENS, bucket=16)
+    given = {name: value for name, value in given.items() if name != "packed_lengths"}
+    with torch.no_grad():
+        causal_lm_loss(model, given)
+    set_level(model, level)
+    run = aot_autograd(
+        fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward),
+        bw_compiler=lambda graph, inputs: make_boxed_func(graph.forward),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        with config.patch(ban_recompute_materialized_backward=False):  # as compiled layers have it
+            return run(graph, inputs)
+
+    compile_layers(model, backend=backend, recompute=False, memory=level)
+    shared = {p.data_ptr() for p in model.parameters()}
+    found: list[dict[int, int]] = []
+
+    def around(call: Any) -> Any:
+        def layer(*args: Any, **kwargs: Any) -> Any:
+            kept: dict[int, int] = {}
+
+            def note(x: torch.Tensor) -> torch.Tensor:
+                if x.data_ptr() not in shared and x.numel() >= TOKENS:
+                    kept[x.data_ptr()] = x.nbytes
+                return x
+
+            with saved_tensors_hooks(note, lambda x: x):
+                result = call(*args, **kwargs)
+            found.append(kept)
+            return result
+
+        return layer
+
+    for layer in state_of(model).decoder.layers:  # type: ignore[union-attr]
+        layer._compiled_call_impl = around(layer._compiled_call_impl)
+    with recomputing_inside(level_layers(model)):
+        causal_lm_loss(model, given)
+    everywhere = set.intersection(*(set(kept) for kept in found))  # boundaries, angles
+    return sum(
+        size for kept in found for place, size in kept.items() if place not in everywhere
+    ) // TOKENS, model.config
+
+
+DENSE = {"first_k_dense_replace": 2, "intermediate_size": 32}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("qwen2", {}), ("qwen3", {}), ("gemma2", {}), ("qwen3_5_text", {}), ("deepseek_v3", DENSE)],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_the_formula_counts_what_a_compiled_layer_keeps(
+    interpreted: None, family: str, changes: dict[str, Any]
+) -> None:
+    found, config = counted(family, "none", **changes)
+    sizes = config.to_dict()
+    if family == "deepseek_v3":
+        sizes["n_routed_experts"] = sizes["num_experts_per_tok"] = None
+    memory = MemoryModel.from_config(sizes, itemsize=4)
+    assert memory.kept["none"] == pytest.approx(found, rel=0.05)
