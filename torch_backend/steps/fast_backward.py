@@ -327,8 +327,8 @@ def run_layers(model: nn.Module, batch: Batch) -> None:
     """
     names = ("labels", "shift_labels")
     sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
-    whole = sharded or holds_images(batch) or (state := state_of(causal_lm(model))) is None
-    run = model if whole else state.decoder  # which makes no logits
+    state = None if sharded or holds_images(batch) else state_of(causal_lm(model))
+    run = model if state is None else state.decoder  # which makes no logits
     run(**{name: x for name, x in batch.items() if name not in names})
 
 

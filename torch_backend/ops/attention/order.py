@@ -74,8 +74,15 @@ def _by_speed(request: AttentionRequest, load: Callable[[str], Implementation]) 
     if request.compiling or torch.are_deterministic_algorithms_enabled():
         return CUDA  # a trace cannot time, and two runs may not differ in what they time
     length = KINDS[_kind(mean)][1]
-    of_trial = {"tokens": _TOKENS, "segments": _TOKENS // length, "max_seqlen": length}
-    trial = replace(request, **of_trial, host_lengths=True, parents=False, both_ways=False)
+    trial = replace(
+        request,
+        tokens=_TOKENS,
+        segments=_TOKENS // length,
+        max_seqlen=length,
+        host_lengths=True,
+        parents=False,
+        both_ways=False,
+    )
     if trial not in _timed:
         if torch.cuda.is_current_stream_capturing():
             return CUDA
