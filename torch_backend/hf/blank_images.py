@@ -78,7 +78,7 @@ def blank_image(root: Any) -> dict[str, Tensor]:
     def sizes(*numbers: int) -> Tensor:
         return torch.tensor([numbers], device=weight.device)
 
-    channels: int = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", 3)
+    channels: Any = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", 3)
     if family in M_ROPE:
         merge = vision.spatial_merge_size
         width = channels * vision.temporal_patch_size * patch**2
