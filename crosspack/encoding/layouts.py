@@ -25,6 +25,7 @@ ROLES = {
     "tool": "tool",
     "observation": "tool",
 }
+IMAGES = ("images", "image", "videos", "video")  # columns beside a text, as TRL names them
 _KNOWN = ("input_ids", "messages", "prompt", "text")  # a record with one of these is taken as it is
 
 
@@ -38,8 +39,8 @@ def canonical(record: Mapping[str, Any], where: Any, fields: tuple[tuple[str, st
             layout is looked for.
 
     Raises:
-        PackingError: it has not the columns of ``fields``, a conversation is not as ShareGPT writes it, or it has a
-            ``system`` for which there is no place.
+        PackingError: it has not the columns of ``fields``, a conversation is not as ShareGPT writes it, it has a
+            ``system`` for which there is no place, or images.
     """
     if fields:
         missing = [column for _, column in fields if record.get(column) is None]
@@ -54,6 +55,7 @@ def canonical(record: Mapping[str, Any], where: Any, fields: tuple[tuple[str, st
     chat = record.get("messages")
     if chat is None and not any(record.get(name) is not None for name in _KNOWN):
         chat = record.get("conversations")
+    _refuse_images(chat, record, where)
     if isinstance(chat, list):
         return _chat(chat, record, where)
     if record.get("prompt") is not None and record.get("completion") is not None:
@@ -63,6 +65,19 @@ def canonical(record: Mapping[str, Any], where: Any, fields: tuple[tuple[str, st
     if isinstance(record.get("instruction"), str) and isinstance(record.get("output"), str):
         return _Renamed({"prompt": _instruction(record, where), "completion": record["output"]}, record)
     return record
+
+
+def _refuse_images(chat: Any, record: Mapping[str, Any], where: Any) -> None:
+    """Raises PackingError if a record has images, which would be left out without a word."""
+    found = next((name for name in IMAGES if record.get(name) not in (None, [], "")), None)
+    turns = [turn.get("content") for turn in chat if isinstance(turn, Mapping)] if isinstance(chat, list) else []
+    parts = [part for content in turns if isinstance(content, list) for part in content if isinstance(part, Mapping)]
+    found = found or next((str(part["type"]) for part in parts if part.get("type") in IMAGES), None)
+    if found is not None:
+        raise PackingError(
+            f"{where} has {found}, which this command does not read: train records with images by "
+            "crosspack.enable_packing(trainer) or crosspack.PackedVisionDataset, or leave the images out of them"
+        )
 
 
 def _chat(messages: list[Any], record: Mapping[str, Any], where: Any) -> Mapping[str, Any]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from crosspack.encoding import kinds
+from crosspack.encoding.layouts import canonical
 from crosspack.encoding.text import Encoder, Policy, plain_texts
 from crosspack.encoding.tokenizer import load_tokenizer, train_tokenizer
 from packing_core.errors import MissingExtraError, PackingError
@@ -409,3 +410,23 @@ def test_a_tokenizer_that_is_nowhere_is_one_line(tmp_path):
         load_tokenizer(str(tmp_path / "absent"))
     with pytest.raises(PackingError, match=r"^tokenizer .*: [^\n]*$"):
         load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("record", "column"),
+    [
+        ({"messages": CHAT, "images": ["a.png"]}, "images"),
+        ({"text": "a fox", "image": {"bytes": b"", "path": "a.png"}}, "image"),
+        ({"prompt": "a", "completion": "b", "videos": ["a.mp4"]}, "videos"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]}, "image"),
+    ],
+)
+def test_records_with_images_are_refused_and_not_trained_without_them(record, column):
+    message = f"record 0 has {column}, which this command does not read: train records with images by crosspack.enable"
+    with pytest.raises(PackingError, match=re.escape(message)):
+        canonical(record, "record 0", ())
+    without = {name: value for name, value in record.items() if name != column} | {column: []}
+    if "messages" not in record or record["messages"] is CHAT:
+        canonical(without, "record 0", ())
+    canonical({"input_ids": [1], "images": ["a.png"]}, "record 0", ())
+    canonical(record | {"body": "a"}, "record 0", (("text", "body"),))

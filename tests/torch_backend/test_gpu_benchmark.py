@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_clock, gpu_moe, gpu_options, gpu_preference, gpu_step, gpu_trees
+from benchmarks import gpu, gpu_clock, gpu_moe, gpu_options, gpu_preference, gpu_step, gpu_trees, gpu_vision
 from benchmarks.gpu_clock import Result, gated
 from benchmarks.gpu_step import Contender, Shape
 from tests.processes import run
@@ -189,3 +189,14 @@ def test_gradients_of_every_weight_and_adapter_of_experts_are_compared():
         broken = [gradients[0], gradients[1], *(2 * gradient for gradient in gradients[2:])]
         wrong = gpu_moe.errors(case, result.detach(), broken)
         assert all(wrong[name] == pytest.approx(1, rel=1e-3) for name in names)
+
+
+@pytest.mark.slow
+def test_images_train_to_the_loss_of_padded_batches_and_a_difference_shows():
+    results = gpu_vision.main(["--case", "OCR", "--images", "32"])
+    losses = {r.contender: r.value for r in results if r.unit == "first loss"}
+    assert len(losses) == 4 and max(losses.values()) == pytest.approx(min(losses.values()), rel=1e-5)
+    assert gpu_vision.verdict("OCR", results)[0].startswith("OCR: losses agree")
+    assert any(r.contender == "2 workers" and r.value > 0 for r in results)
+    wrong = [dataclasses.replace(r, value=2 * r.value) if r.contender == gpu_vision.PACKED else r for r in results]
+    assert gpu_vision.verdict("OCR", wrong)[0].startswith("OCR: losses DIFFER")

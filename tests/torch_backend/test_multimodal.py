@@ -255,6 +255,34 @@ def test_spans_longer_than_the_window_are_refused(case: str) -> None:
         model(**batch)
 
 
+@pytest.mark.parametrize("case", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"])
+def test_a_tower_attends_to_all_images_of_a_step_in_one_call_for_each_layer(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stock towers call attention for every image, or window, and read the boundaries back in every layer."""
+    from torch_backend.hf import attention
+
+    model, rows = vision_model(case), image_documents(case)
+    torch_backend.patch(model, verify=False)
+    batch = {**rows_of(rows), **joined_images(case, rows)}
+    batch["position_ids"] = on_axes(batch, [rope_index(model, doc) for row in rows for doc in row])
+    calls, own = [], attention._of_tower
+    monkeypatch.setattr(attention, "_of_tower", lambda *given, **named: calls.append(given[3]) or own(*given, **named))
+    model(**batch)
+    images = len(batch["image_grid_thw"])
+    assert len(calls) == 2 and images > 3  # of two layers
+    full = calls[-1].lengths
+    assert full == (16,) * images
+    if case == "qwen2_5_vl":
+        assert set(calls[0].lengths) == {16}  # windows of 4 x 4 patches
+    else:
+        assert calls[0] is calls[1]  # made once
+    calls.clear()
+    document = rows[0][0]
+    model(input_ids=document.ids[None], **document.images, **kinds_of(case, document))
+    assert not calls
+
+
 def test_no_dense_mask_is_made_above_the_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gemma's outer model would make masks [S, S] of every batch, for layers that do not read them."""
     from transformers import masking_utils

@@ -31,7 +31,7 @@ def images_of(features: list[Any], documents: int) -> list[Images]:
 
 
 def alone_with(model: Any, ids: Tensor, images: Images) -> dict[str, Any]:
-    """What a document [1, L] alone takes beside its tokens: its images, and in M-RoPE families what they are.
+    """Returns the inputs of a document [1, L] alone beside its tokens: its images and, in M-RoPE families, token types.
 
     Positions are left to the model, which numbers a document by itself.
     """

@@ -35,6 +35,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 __all__ = ["PREFIX", "DecoderLayer", "PreTrainedModel", "packed_attention", "register", "softcap_of", "stands_over"]
 
 PREFIX = "crosspack_"
+TOWER_SEGMENTS = "tower_segments"  # the keyword of the segments that a vision tower's layer attends inside
 
 
 def register(name: str) -> str:
@@ -97,6 +98,9 @@ def packed_attention(
     Raises:
         UnsupportedModelError: a packed forward asks for something that would not be exact.
     """
+    if (segments := kwargs.pop(TOWER_SEGMENTS, None)) is not None:
+        scale, dropout = kwargs.get("scaling"), kwargs.get("dropout", 0.0)
+        return _of_tower(query, key, value, segments, scale=scale, dropout=dropout), None
     if not isinstance(attention_mask, PackedForward):
         refuse_without_carrier(module, kwargs)
         return _function_before(before, module)(module, query, key, value, attention_mask, *args, **kwargs)
@@ -197,6 +201,14 @@ def _packed(
         _refuse_across_ranks(module, causal=causal, dropout=dropout)
         out = _across_ranks(q, k, v, mask, attend, sliding_window, s_aux)
     return out.view(rows, length, heads, -1), None
+
+
+def _of_tower(query: Tensor, key: Tensor, value: Tensor, segments: PackedMetadata, **options: Any) -> Tensor:
+    """Attention of all images [1, H, T, D] at once, each seeing itself alone; [1, T, H, D]."""
+    q, k, v = (x[0].transpose(0, 1) for x in _same_dtype(query, key, value))
+    request = request_of(q, k, v, segments, causal=False, **options)
+    name, request = choose(request, segments)
+    return run(name, request, q, k, v, segments)[None]
 
 
 @torch.compiler.disable  # each batch has other pieces, which a graph would be made of anew

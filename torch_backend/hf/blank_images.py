@@ -70,7 +70,7 @@ def blank_image(root: Any) -> dict[str, Tensor]:
     config, vision = root.config, root.config.vision_config
     family = config.model_type
     weight = next(p for name, p in root.named_parameters() if "vi" in name)
-    patch = getattr(vision, "patch_size", None)
+    patch: Any = getattr(vision, "patch_size", None)
 
     def ones(*shape: int) -> Tensor:
         return torch.ones(shape, device=weight.device)
@@ -78,15 +78,15 @@ def blank_image(root: Any) -> dict[str, Tensor]:
     def sizes(*numbers: int) -> Tensor:
         return torch.tensor([numbers], device=weight.device)
 
-    channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", 3)
+    channels: Any = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", 3)
     if family in M_ROPE:
         merge = vision.spatial_merge_size
         width = channels * vision.temporal_patch_size * patch**2
         return {"pixel_values": ones(merge**2, width), "image_grid_thw": sizes(1, merge, merge)}
     if family == "gemma4":
-        side = torch.arange(vision.pooling_kernel_size, device=weight.device)
-        places = torch.cartesian_prod(side, side)[None]
-        return {"pixel_values": ones(1, len(side) ** 2, channels * patch**2), "image_position_ids": places}
+        places = torch.arange(vision.pooling_kernel_size, device=weight.device)
+        pixels = ones(1, len(places) ** 2, channels * patch**2)
+        return {"pixel_values": pixels, "image_position_ids": torch.cartesian_prod(places, places)[None]}
     if family == "lfm2_vl":
         side = math.isqrt(vision.num_patches)
         pixels = ones(1, side**2, channels * patch**2)

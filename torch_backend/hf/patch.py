@@ -29,6 +29,7 @@ from torch_backend.hf.edits.kinds import AttentionName, ContinuousBatching, Edit
 from torch_backend.hf.edits.mixers import overrides, run_per_document
 from torch_backend.hf.edits.override import is_reached
 from torch_backend.hf.edits.rotary import override_frequencies, restore_frequencies
+from torch_backend.hf.edits.towers import PACKED, override_tower_layer, tower_layers, tower_of
 from torch_backend.hf.entry import Call, override_entries, require_entry, restore_entry, run_inside, running
 from torch_backend.hf.experts import ExpertsChoice
 from torch_backend.hf.foreign_kernels import refuse_replaced_layers
@@ -191,6 +192,11 @@ class Patched(BatchReader):
         yield from self.rows.edits(self.current)
         if "pixel_values" in EXACT_KEYS.get(self.root.config.model_type, ()):
             yield Hook(partial(self.root.get_input_embeddings().register_forward_hook, self._tie_blank_image))
+        if (tower := tower_of(self.root)) is not None:
+            yield AttentionName(tower.config)
+            for layer in tower_layers(tower):
+                yield LayerOverride(layer, override_tower_layer)
+            yield Hook(partial(tower.register_forward_pre_hook, self._hand_to_tower, with_kwargs=True))
         if both_ways_of(self.root.config) is not None:
             between = self.root.base_model  # it would make masks [S, S] of every batch, for layers that read none
             yield Hook(partial(between.register_forward_pre_hook, self._hand_over, with_kwargs=True))
@@ -335,6 +341,12 @@ class Patched(BatchReader):
         if forward is None or not forward.wants_blank_image:
             return None
         return tie_blank_image(self.root, forward, output)
+
+    def _hand_to_tower(
+        self, tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        forward = self.current()
+        return args, kwargs if forward is None else {**kwargs, PACKED: forward}
 
     def _hand_over(
         self, between: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

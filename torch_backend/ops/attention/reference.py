@@ -6,7 +6,7 @@ It serves every option on every device, at the cost of a Python loop over docume
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -110,15 +110,11 @@ class ReferenceAttention:
         sinks: Tensor | None,
         alibi_slopes: Tensor | None,
     ) -> Tensor:
-        given: dict[str, Any] = {"request": request, "sinks": sinks, "alibi_slopes": alibi_slopes}
-        ahead = keys_ahead(packed)
-        several = [None] * len(host_lengths(packed)) if ahead is None else ahead.split(host_lengths(packed))
-        return torch.cat(
-            [
-                scores_attention(*each, **given, first_query=first, ahead=own)
-                for (each, first), own in zip(segments_of(q, k, v, packed), several, strict=True)
-            ]
-        )
+        scored = partial(scores_attention, request=request, sinks=sinks, alibi_slopes=alibi_slopes)
+        ahead, lengths = keys_ahead(packed), host_lengths(packed)
+        several = [None] * len(lengths) if ahead is None else ahead.split(lengths)
+        parts = zip(segments_of(q, k, v, packed), several, strict=True)
+        return torch.cat([scored(*each, first_query=first, ahead=own) for (each, first), own in parts])
 
 
 REFERENCE = ReferenceAttention()

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -220,8 +219,9 @@ def _scored(
         slopes: Tensor | None,
         first: int,
     ) -> Tensor:
-        given: dict[str, Any] = {"request": request, "sinks": sinks, "alibi_slopes": slopes}
-        return scores_attention(q, k.to(dtype), v.to(dtype), **given, first_query=first, ahead=ahead)
+        k, v = k.to(dtype), v.to(dtype)
+        scored = partial(scores_attention, request=request, sinks=sinks, alibi_slopes=slopes)
+        return scored(q, k, v, first_query=first, ahead=ahead)
 
     def run(q: Tensor, k: Tensor, v: Tensor, ahead: Tensor | None = None) -> Iterator[Tensor]:
         for start in range(first_query, length, queries):
