@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -55,15 +56,19 @@ def retrieval(held_out: int, capacity: int) -> Task:
     return Task(KEYS + KEYS * VALUES, capacity, Corpus.collect(draw(np.random.default_rng(10**6), held_out)), draw)
 
 
-def text(data: Path, held_out: int, capacity: int) -> Task:
-    """Questions and answers of GSM8K, of which the answers are trained; a byte-level BPE of the training part."""
+def text(data: Path, held_out: int, capacity: int, tokenizer: Any = None) -> Task:
+    """Questions and answers of GSM8K, of which the answers are trained.
+
+    Args:
+        tokenizer: of a trained model; by default a byte-level BPE of the training part.
+    """
     with data.open(encoding="utf-8") as lines:
         records = [json.loads(line) for line in lines]
     order = np.random.default_rng(10**6).permutation(len(records))
     held, trained = order[:held_out], order[held_out:]
-    tokenizer = train_tokenizer(
-        (f"{records[n]['prompt']}\n{records[n]['completion']}" for n in islice(trained.tolist(), 2000)), VOCABULARY
-    )
+    if tokenizer is None:
+        some = (f"{records[n]['prompt']}\n{records[n]['completion']}" for n in islice(trained.tolist(), 2000))
+        tokenizer = train_tokenizer(some, VOCABULARY)
 
     def document(number: int) -> Document:
         prompt = tokenizer(records[number]["prompt"] + "\n", add_special_tokens=False)["input_ids"]

@@ -14,10 +14,10 @@ trained tokens but for ``wrapped``, where the first tokens after a cut have no c
     padded        a document a row
 
 Two tasks: values of keys to be found again, where other documents have the same keys with other values; and the text of
-GSM8K. The held-out metric is always of each document alone. Each run is a line of ``--output``, and a run that is there
-already is not repeated. Figures are means over seeds with the 95% interval of Student's t; differences are paired by
-seed. After a twentieth of the steps of ``exact``, the gradients of 8 steps at its weights say how far each way is from
-``exact``, and how noisy it is.
+GSM8K, on which ``--model FOLDER`` fine-tunes trained weights. The held-out metric is always of each document alone.
+Each run is a line of ``--output``, and a run that is there already is not repeated. Figures are means over seeds with
+the 95% interval of Student's t; differences are paired by seed. After a twentieth of the steps of ``exact``, the
+gradients of 8 steps at its weights say how far each way is from ``exact``, and how noisy it is.
 Needs torch and transformers; no network.
 """
 
@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import crosspack
 from benchmarks._matter_tasks import Task, retrieval, text
@@ -45,7 +45,8 @@ from packing_core.training.schedule import Corpus, Schedule
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k_train.jsonl"
 WAYS = ("exact", "contaminated", "wrapped", "padded")
-PEAK, WARMUP = 3e-3, 0.1  # learning rate, and the part of the steps in which it rises
+PEAK, PEAK_TRAINED = 3e-3, 2e-5  # learning rates, of random weights and of trained ones
+WARMUP = 0.1  # the part of the steps in which the rate rises
 T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t by degrees of freedom, from 1
 NOISE_STEPS = 8
 
@@ -60,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> str:
     options.add_argument("--steps", type=int, default=1200)
     options.add_argument("--seeds", type=int, default=3)
     options.add_argument("--width", type=int, default=64, help="hidden size; two layers")
+    options.add_argument("--model", default="", help="a folder or hub name whose weights are fine-tuned on the text")
     options.add_argument("--minutes", type=float, default=60, help="no run begins after so many")
     options.add_argument("--threads", type=int, default=1)
     options.add_argument("--device", default="cpu")
@@ -67,16 +69,16 @@ def main(arguments: Sequence[str] | None = None) -> str:
     options.add_argument("--tiny", action="store_true", help="few steps and documents, nothing is kept")
     chosen = options.parse_args(arguments)
     if chosen.tiny:
-        chosen.steps, chosen.seeds, chosen.width = 4, 2, 32
+        chosen.steps, chosen.seeds, chosen.width = (1, 1, 0) if chosen.model else (4, 2, 32)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     torch.set_num_threads(chosen.threads)
     print(machine(), versions("torch", "transformers", "crosspack"), sep="\n")
-    settings = {name: getattr(chosen, name) for name in ("steps", "width")}
+    settings = {name: getattr(chosen, name) for name in ("steps", "width", "model")}
     records = [] if chosen.tiny else _kept(chosen.output, settings)
     begun = time.perf_counter()
     tasks: dict[str, Task] = {}
     for seed in range(chosen.seeds):
-        for name in chosen.task or ("retrieval", "text"):
+        for name in chosen.task or (("text",) if chosen.model else ("retrieval", "text")):
             for way in chosen.way or WAYS:
                 if any((r["task"], r["way"], r["seed"]) == (name, way, seed) for r in records):
                     continue
@@ -84,8 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> str:
                     print(f"{chosen.minutes:g} minutes are over: run it again to go on")
                     return _report(records)
                 if name not in tasks:
-                    tasks[name] = _task(name, chosen.data, tiny=chosen.tiny)
-                run = Run(tasks[name], way, seed, chosen.steps, chosen.width, chosen.device)
+                    tasks[name] = _task(name, chosen.data, chosen.model, tiny=chosen.tiny)
+                run = Run(tasks[name], way, seed, chosen)
                 records.append({"task": name, "way": way, "seed": seed, **settings, **run.train()})
                 print(f"{name}, {way}, seed {seed}: {records[-1]['curve'][-1]}, {records[-1]['seconds']:.0f} s")
                 if not chosen.tiny:
@@ -100,12 +102,14 @@ def _kept(path: Path, settings: dict[str, int]) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [record for record in found if all(record[name] == value for name, value in settings.items())]
+    return [record for record in found if all(record.get(name, "") == value for name, value in settings.items())]
 
 
-def _task(name: str, data: Path, *, tiny: bool) -> Task:
+def _task(name: str, data: Path, model: str, *, tiny: bool) -> Task:
     held_out = 16 if tiny else 200
-    return retrieval(held_out, 128) if name == "retrieval" else text(data, held_out, 512)
+    if name == "retrieval":
+        return retrieval(held_out, 128)
+    return text(data, held_out, 512, AutoTokenizer.from_pretrained(model) if model else None)
 
 
 class Run:
@@ -115,27 +119,19 @@ class Run:
         task: the documents.
         way: one of ``WAYS``.
         seed: decides the weights, the documents and their rows.
-        steps, width, device: as on the command line.
+        chosen: the command line.
     """
 
-    def __init__(self, task: Task, way: str, seed: int, steps: int, width: int, device: str) -> None:
-        self.task, self.way, self.device, self.steps = task, way, device, steps
+    def __init__(self, task: Task, way: str, seed: int, chosen: argparse.Namespace) -> None:
+        self.task, self.way, self.device, self.steps = task, way, chosen.device, chosen.steps
+        self.peak = PEAK_TRAINED if chosen.model else PEAK
         torch.manual_seed(seed)
-        config = LlamaConfig(
-            vocab_size=task.vocabulary,
-            hidden_size=width,
-            intermediate_size=3 * width,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            max_position_embeddings=1024,
-            tie_word_embeddings=True,
-        )
-        self.model = LlamaForCausalLM(config).to(device)
+        self.model = _trained(chosen.model) if chosen.model else _random(task, chosen.width)
+        self.model.to(self.device)
         self.rows = 4
         random = np.random.default_rng(seed)
         mean = task.held_out.documents.lengths.mean()
-        count = int(1.1 * (steps + NOISE_STEPS) * self.rows * task.capacity / mean) + 8
+        count = int(1.1 * (self.steps + NOISE_STEPS) * self.rows * task.capacity / mean) + 8
         corpus = Corpus.collect(task.draw(random, count))
         made = plan(corpus.documents.lengths, task.capacity, seed=seed)
         self.schedule = Schedule(corpus, (made,), self.rows, padded_batch=10**6, seed=seed)
@@ -145,9 +141,9 @@ class Run:
         inputs, model, begin = INPUTS[self.way], self.model, time.perf_counter()
         if self.way == "exact":
             crosspack.patch(model, verify=False)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK, weight_decay=0.01)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=self.peak, weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._rate)
-        curve: list[dict[str, float]] = []
+        curve: list[dict[str, float]] = [{"tokens": 0, **self._evaluate()}]
         found: dict[str, Any] = {"curve": curve}
         every, trained = max(1, self.steps // 20), 0
         for step in range(self.steps):
@@ -186,18 +182,18 @@ class Run:
         """Mean loss and accuracy of the targets of the held-out documents, each of them alone."""
         corpus = self.task.held_out
         made = plan(corpus.documents.lengths, self.task.capacity, seed=None)
-        ((arguments, targets),) = _padded(Schedule(corpus, (made,), made.n_rows, padded_batch=10**6), 0)
-        logits = self.model(**{name: _on(value, self.device) for name, value in arguments.items()}).logits[:, :-1]
-        shifted = targets[:, 1:].to(self.device)
-        real = shifted != IGNORE_INDEX
-        loss = nn.functional.cross_entropy(logits[real].float(), shifted[real])
-        return {
-            "loss": round(float(loss), 5),
-            "accuracy": round(float((logits.argmax(-1) == shifted)[real].float().mean()), 5),
-        }
+        loss, right, count = 0.0, 0, 0
+        for arguments, targets in _padded(Schedule(corpus, (made,), made.n_rows, padded_batch=50), 0):
+            logits = self.model(**{name: _on(value, self.device) for name, value in arguments.items()}).logits[:, :-1]
+            shifted = targets[:, 1:].to(self.device)
+            real = shifted != IGNORE_INDEX
+            loss += float(nn.functional.cross_entropy(logits[real].float(), shifted[real], reduction="sum"))
+            right += int((logits.argmax(-1) == shifted)[real].sum())
+            count += int(real.sum())
+        return {"loss": round(loss / count, 5), "accuracy": round(right / count, 5)}
 
     def _gradients(self) -> dict[str, dict[str, float]]:
-        """Returns each way's distance from the gradient of ``exact`` at the present weights, and its noise over steps."""
+        """Returns each way's distance from the gradient of ``exact`` at these weights, and its noise over steps."""
         of_way: dict[str, Tensor] = {}
         for way in ("exact", "contaminated", "wrapped"):
             if way != "exact":
@@ -216,6 +212,26 @@ class Run:
         self.model.zero_grad()
         self._loss(inputs, step)[0].backward()
         return torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None])
+
+
+def _random(task: Task, width: int) -> nn.Module:
+    """A Llama of two layers."""
+    config = LlamaConfig(
+        vocab_size=task.vocabulary,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config)
+
+
+def _trained(name: str) -> nn.Module:
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation="sdpa")
+    return model
 
 
 def _on(value: Any, device: str) -> Any:
@@ -296,7 +312,7 @@ def _report(records: list[dict[str, Any]]) -> str:
         seeds = sorted({seed for _, seed in runs if all((way, seed) in runs for way in ways)})
         if not seeds or "exact" not in ways:
             continue
-        worst = max(np.mean([runs[way, s]["curve"][-1]["loss"] for s in seeds]) for way in ways)
+        worst = max(runs[way, s]["curve"][-1]["loss"] for s in seeds for way in ways)  # which every run reaches
         lines = []
         for way in ways:
             last = [runs[way, seed]["curve"][-1] for seed in seeds]

@@ -129,7 +129,8 @@ def _windows(config: Any, read: Read, layers: int) -> list[int | None]:
 def _window_of(kind: str, sliding: int | None, read: Read) -> int | None:
     if kind == "linear_attention" or ("attention" not in kind and any(word in kind for word in _RECURRENT)):
         return 0
-    if "chunk" in kind and (chunk := read("attention_chunk_size")):
+    chunk: int | None = read("attention_chunk_size")
+    if "chunk" in kind and chunk:
         return max(1, chunk // 2)
     return sliding if "sliding" in kind or "local" in kind else None
 
@@ -137,18 +138,19 @@ def _window_of(kind: str, sliding: int | None, read: Read) -> int | None:
 def _recurrent(read: Read, hidden: int, attention: int) -> int:
     """Operations of a recurrent layer for a token: its projections, and its state where the config has its sizes."""
     keys, values = read("linear_num_key_heads"), read("linear_num_value_heads")
+    work: int = attention
     if keys and values:  # the gated delta rule: queries, keys, values, gates and output; five products with the state
         key, value = read("linear_key_head_dim", default=128), read("linear_value_head_dim", default=128)
-        return 2 * hidden * (2 * keys * key + 3 * values * value) + 10 * values * key * value
-    if expand := read("mamba_expand", "expand"):
+        work = 2 * hidden * (2 * keys * key + 3 * values * value) + 10 * values * key * value
+    elif expand := read("mamba_expand", "expand"):
         inner = read("mamba_d_ssm", default=expand * hidden)
-        return 6 * hidden * inner + 6 * inner * read("mamba_d_state", "state_size", "ssm_state_size", default=16)
-    return attention
+        work = 6 * hidden * inner + 6 * inner * read("mamba_d_state", "state_size", "ssm_state_size", default=16)
+    return work
 
 
 def _feed_forward(config: Any, read: Read, hidden: int, layer: int) -> int:
     """Operations of a layer's feed-forward block for a token: the experts that it visits, or the dense block."""
-    dense = 6 * hidden * read("intermediate_size", "n_inner", default=4 * hidden)
+    dense: int = 6 * hidden * read("intermediate_size", "n_inner", default=4 * hidden)
     visited = read("num_experts_per_tok", "moe_k")
     if visited is None or layer < (_get(config, "first_k_dense_replace") or 0):
         return dense
@@ -156,7 +158,8 @@ def _feed_forward(config: Any, read: Read, hidden: int, layer: int) -> int:
         return dense
     inner = read("moe_intermediate_size", "intermediate_size", "n_inner", default=4 * hidden)
     shared = _get(config, "shared_expert_intermediate_size") or inner * (_get(config, "n_shared_experts") or 0)
-    return 6 * hidden * (inner * visited + shared)
+    experts: int = 6 * hidden * (inner * visited + shared)
+    return experts
 
 
 def _vision(config: Any, hidden: int) -> int:

@@ -374,8 +374,9 @@ class PackStream:
     def _plan_round(self) -> PackPlan | None:
         if not len(self._reader.pending.ids):
             return None
-        in_order = self.seed is None or self.options.order != "random"
-        seed = None if in_order else [self.seed, self._epoch, self._round]
+        seed = None
+        if self.seed is not None and self.options.order == "random":
+            seed = [self.seed, self._epoch, self._round]
         return plan_round(
             self._reader.pending.lengths,
             self.capacity,

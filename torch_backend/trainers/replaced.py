@@ -144,11 +144,12 @@ class Replaced:
             length = int(batch.lengths[segment])
             ours = slice(at, at + length)
             # the documents of one example stand in a row as they do in the example
-            number, piece = (0, ours) if self._rows_of_documents else (document, slice(start, start + length))
-            untrained = int(context[segment]) + bool(batch.restarts and context[segment])
-            if batch.restarts and context[segment]:  # the document's beginning stands before the piece's own tokens
-                piece = np.arange(start, start + length)
-                piece[: context[segment]] = np.arange(context[segment])
+            number = 0 if self._rows_of_documents else document
+            piece: slice | Array = ours if self._rows_of_documents else slice(start, start + length)
+            skipped = int(context[segment])
+            if batch.restarts and skipped:  # the document's beginning stands before the piece's own tokens
+                piece = np.append(np.arange(skipped), np.arange(start + skipped, start + length))
+            untrained = skipped + bool(batch.restarts and skipped)
             found, place = theirs[number], where(number)
             self._check_tokens(found, piece, ids[ours], place)
             if self.packs.labels_documents:
