@@ -19,6 +19,7 @@ from tests.processes import limited
 from tests.torch_backend.test_trainer import CAPACITY, arguments, datasets, differences, documents, llama, sft
 from tests.torch_backend.torchrun import torchrun
 from torch_backend import PackedCollator, pack_dataset
+from torch_backend.trainers.dataloader import rows_of
 from torch_backend.trainers.enable_packing import enable_packing
 from torch_backend.trainers.epoch_rows import EpochRows, RowBatches
 from torch_backend.trainers.resuming import SameRows
@@ -156,6 +157,11 @@ def test_a_note_that_names_no_rows_goes_on_over_as_many_ranks() -> None:
     resume(ranks=1)
     with pytest.raises(UnsupportedError, match="2 steps into an epoch whose rows were dealt to 2 ranks, and 1 rank"):
         resume(ranks=2)
+
+
+def test_a_trainer_that_was_given_no_rows_has_none() -> None:
+    assert rows_of(SimpleNamespace()) is None
+    assert rows_of(SimpleNamespace(get_train_dataloader=list)) is None
 
 
 # What is said at the call.
