@@ -30,7 +30,7 @@ def attend(q, k, v, **options):
     return segment_attention(q, k, v, BATCH.segment_ids, parents=BATCH.parent_ids, **options)
 
 
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("jit", [pytest.param(False, marks=pytest.mark.slow), True], ids=["eager", "jit"])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "plain")
 def test_output_and_gradients_are_those_of_each_path_alone(options, jit):
     q, k, v, dout = inputs()

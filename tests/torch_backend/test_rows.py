@@ -249,7 +249,7 @@ def test_another_dataset_has_to_be_enabled_again(tmp_path) -> None:
     assert len(enabled(trainer, None).get_train_dataloader().dataset) == 20
 
 
-@pytest.mark.parametrize("streamed", [False, True], ids=["data set", "stream"])
+@pytest.mark.parametrize("streamed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["data set", "stream"])
 def test_a_run_goes_on_inside_an_epoch_with_the_rows_that_it_had(tmp_path, streamed) -> None:
     """With rows of another capacity the steps before hold other documents: 28% of the tokens were never trained."""
     data = documents(60)
