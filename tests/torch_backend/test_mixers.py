@@ -332,3 +332,14 @@ def test_a_gated_norm_with_hooks_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) 
         assert not row_layers._is_fast(found)
         handle.remove()
     assert row_layers._is_fast(found)
+
+
+def test_a_selective_scan_gets_the_layers_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(selective, "selective_scan", lambda x, *others, z, **named: seen.append(z) or x)
+    x, dt, z = torch.randn(3, 1, 4, 5).unbind()
+    b, c = torch.randn(2, 1, 2, 5).unbind()
+    with stand_ins.running(LayerSegments(PackedMetadata.from_lengths((2, 3)))):
+        for gate in (z, None):
+            assert torch.equal(stand_ins.selective_scan(x, dt, -torch.ones(4, 2), b, c, z=gate), x)
+    assert torch.equal(seen[0], z[0].T) and seen[1] is None
