@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -100,11 +101,12 @@ def test_rows_over_explicit_axes_give_the_numbers_of_one_device(name: str) -> No
 
 def test_tokens_over_explicit_axes_are_cut_where_context_attention_wants_them() -> None:
     q, _, batch = operands()
-    wanted = jax_backend.segment_attention(q, q, q, batch["segment_ids"])
+    wanted = jax.jit(jax_backend.segment_attention)(q, q, q, batch["segment_ids"])
     mesh = jax.make_mesh((2, 4), ("data", "context"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
         whole = jax.device_put(q, NamedSharding(mesh, ROWS))
-        found = jax_backend.context_attention(whole, whole, whole, batch["segment_ids"], mesh=mesh, rows="data")
+        attend = jax.jit(partial(jax_backend.context_attention, mesh=mesh, rows="data"))
+        found = attend(whole, whole, whole, batch["segment_ids"])
     assert found.sharding.is_equivalent_to(NamedSharding(mesh, P("data", "context")), 4)
     assert_same(found, wanted)
 
@@ -127,7 +129,7 @@ def test_gradients_of_attention_keep_the_axes(implementation: str) -> None:
     def loss(q: jax.Array) -> jax.Array:
         return (jax_backend.segment_attention(q, q, q, ids, implementation=implementation) ** 2).sum()
 
-    wanted = jax.grad(loss)(q)
+    wanted = jax.jit(jax.grad(loss))(q)
     with jax.set_mesh(mesh):
         found = jax.jit(jax.grad(loss))(jax.device_put(q, P("data", None, "tensor")))
     assert tuple(found.sharding.spec)[:3] == ("data", None, "tensor")

@@ -116,6 +116,7 @@ def test_spawned_workers_read_the_same_rows(tmp_path):
         assert pool.apply(row_sums, (dataset, [0, 7, -1])) == row_sums(dataset, [0, 7, -1])
 
 
+@pytest.mark.slow
 @limited()
 def test_torch_loaders_take_batches_of_rows_through_workers(tmp_path):
     from torch.utils.data import DataLoader

@@ -35,7 +35,7 @@ def test_a_model_that_is_not_patched_is_judged_as_it_is() -> None:
     report = torch_backend.audit(model)
     assert (report.verdict, report.audited) == ("contaminated", "as it is") and report.leak > 0.1, str(report)
     assert torch_backend.audit(model, patched=True).audited == "once patched"
-    patched = torch_backend.audit(torch_backend.patch(model))
+    patched = torch_backend.audit(torch_backend.patch(model, verify=False))
     assert (patched.verdict, patched.audited) == ("exact", "patched"), str(patched)
     assert torch_backend.audit(model, patched=False).verdict == "contaminated"
 

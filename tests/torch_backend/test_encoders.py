@@ -119,7 +119,7 @@ def test_kinds_of_tokens_travel_with_their_documents() -> None:
 
 
 def test_robertas_positions_begin_after_the_number_of_padding() -> None:
-    """Of tokens, of which padding is not counted, and of embeddings."""
+    """Padding among tokens is not counted; embedded tokens all are."""
     packed = PackedMetadata.from_lengths((3, 2))
     number = PaddingOffset(padding=1)
     assert number(None, packed).tolist() == [2, 3, 4, 2, 3]

@@ -85,7 +85,10 @@ def test_the_loaders_own_batch_of_one_is_the_batch(batch_size) -> None:
         next(iter(DataLoader(streamed(), batch_size=2)))
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+OTHERS = [pytest.param(method, marks=pytest.mark.slow) for method in ("spawn", "forkserver")]
+
+
+@pytest.mark.parametrize("method", ["fork", *OTHERS])
 def test_workers_give_the_same_batches_in_the_same_order(method) -> None:
     batches = list(loader(streamed(), 2, multiprocessing_context=method))
     assert ids(batches) == WHOLE and documents(batches) == EVERY

@@ -330,6 +330,7 @@ def test_collators_are_picklable() -> None:
     assert packed([{"input_ids": [1, 2, 3]}])["packed_lengths"] == (3, 1)
 
 
+@pytest.mark.slow
 @limited()
 def test_workers_that_are_spawned_carry_boundaries() -> None:
     data = [{"input_ids": IDS, "seq_lengths": [[3, 2]]}]

@@ -18,7 +18,8 @@ import torch_backend
 from packing_core.errors import UnsupportedModelError
 from tests.torch_backend.models import alone, assert_same, collate, documents, packed, tiny
 from torch_backend.hf.anatomy.families import CONVOLUTION, SCANS
-from torch_backend.hf.edits import mixers, stand_ins
+from torch_backend.hf.edits import mixers, row_layers, stand_ins
+from torch_backend.hf.edits.override import original_class
 from torch_backend.hf.edits.stand_ins import LayerSegments
 from torch_backend.ops import conv, norm, operators
 from torch_backend.ops.scan import request
@@ -294,3 +295,51 @@ def test_a_scan_is_given_what_it_takes_and_nothing_else_of_the_model(monkeypatch
     packed, x = LayerSegments(PackedMetadata.from_lengths((4, 3))), torch.randn(1, 7, 2)
     options = {"scale": 2.0, "packed": packed, "position_ids": torch.arange(7)[None], "cu_seqlens": None}
     assert torch.equal(stand_ins.scan("double", double, ("fla",), x, **options), x * 2)
+
+
+def test_the_recurrent_block_of_griffin_on_a_row_is_that_of_each_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop stands in for the scan, whose kernel the tests of whole models interpret for long."""
+
+    def loop(u: Tensor, g: Tensor, A: Tensor, B: Tensor, C: Tensor, packed: PackedMetadata) -> Tensor:
+        out = []
+        for inputs, gates in zip(*(x.split(packed.cu_seqlens.diff().tolist()) for x in (u, g)), strict=True):
+            state = torch.zeros_like(u[0])
+            for x, gate in zip(inputs, gates, strict=True):
+                state = (gate * A[:, 0]).exp() * state + x * B[0]
+                out.append(state)
+        return torch.stack(out)
+
+    monkeypatch.setattr(row_layers, "diagonal_scan", loop)
+    model = tiny("recurrent_gemma").eval()
+    block: Any = next(m for m in model.modules() if type(m).__name__ == "RecurrentGemmaRecurrentBlock")
+    torch.manual_seed(0)
+    row = torch.randn(1, 16, model.config.hidden_size)
+    lengths = (5, 8, 3)
+    with torch.no_grad():
+        segments = LayerSegments(PackedMetadata.from_lengths(lengths))
+        found, _ = row_layers.recurrent_gemma(block, segments, row)
+        truth = [block(x, torch.arange(x.shape[1])[None], None, use_cache=False)[0] for x in row.split(lengths, 1)]
+    torch.testing.assert_close(found, torch.cat(truth, 1), rtol=1e-5, atol=1e-6)
+
+
+def test_a_gated_norm_with_hooks_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_layers, "runs_triton", lambda weight: True)
+    norms = [m for m in tiny("qwen3_next").modules() if original_class(m).__name__ in row_layers.GATED_NORMS]
+    found = norms[0]
+    assert row_layers._is_fast(found)
+    for register in (found.register_forward_hook, found.register_forward_pre_hook, found.register_full_backward_hook):
+        handle = register(lambda *_: None)
+        assert not row_layers._is_fast(found)
+        handle.remove()
+    assert row_layers._is_fast(found)
+
+
+def test_a_selective_scan_gets_the_layers_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(selective, "selective_scan", lambda x, *others, z, **named: seen.append(z) or x)
+    x, dt, z = torch.randn(3, 1, 4, 5).unbind()
+    b, c = torch.randn(2, 1, 2, 5).unbind()
+    with stand_ins.running(LayerSegments(PackedMetadata.from_lengths((2, 3)))):
+        for gate in (z, None):
+            assert torch.equal(stand_ins.selective_scan(x, dt, -torch.ones(4, 2), b, c, z=gate), x)
+    assert torch.equal(seen[0], z[0].T) and seen[1] is None

@@ -1,4 +1,4 @@
-"""What a trainer whose documents are cut over ranks may hold, and the angles of a rank's pieces: without processes.
+"""Refusals of trainers whose documents are cut over ranks, and the angles of a rank's pieces, without processes.
 
 ``test_context_trainer`` and ``test_context_parallel`` train over ranks.
 """

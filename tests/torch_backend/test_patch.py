@@ -294,3 +294,10 @@ def test_a_softcap_that_sdpa_leaves_out_is_applied_in_packed_and_unpacked_calls(
     assert torch.equal(pickle.loads(pickle.dumps(model))(**padding).logits, eager(**padding).logits)
     torch_backend.unpatch(model)
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_lengths_that_the_host_needs_are_explained() -> None:
+    """On the CPU attention runs on batches of documents, and so does the convolution without Triton."""
+    assert "segment lengths are needed on the host: PackedCollator carries them" in str(
+        torch_backend.explain(torch_backend.patch(tiny("llama"), verify=False))
+    )

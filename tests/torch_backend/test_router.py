@@ -15,7 +15,9 @@ from packing_core.errors import LayoutError, UnsupportedModelError
 from tests.torch_backend.graphs import stand_in
 from tests.torch_backend.models import collate, documents, tiny
 from torch_backend.auditing.tiny import all_families
+from torch_backend.hf.patch import Patched
 from torch_backend.losses.causal_lm import causal_lm_loss
+from torch_backend.steps import eligibility
 from torch_backend.steps.fixed_shapes import FixedShapes
 
 # Row of 7: | 7 |   | 3 | .. |   | 5 | .. |     row of 8: | 7 | . |   | 3 | 5 |     row of 16: | 7 | 3 | 5 | . |
@@ -169,3 +171,18 @@ def test_the_step_without_the_loss_would_differ() -> None:
         step = torch_backend.make_train_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
         losses.append(float(step(batch)["loss"]))
     assert losses[0] > losses[1] + 0.1
+
+
+def test_fixed_shapes_are_refused_where_a_routers_loss_would_count_their_padding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(eligibility, "_why_not_here", lambda state: None)  # as on a GPU
+    monkeypatch.setattr(Patched, "layers_need_lengths", False)
+    reason = "its router's auxiliary loss would count the padding that fixed shapes need"
+    with_loss, without = (
+        torch_backend.patch(tiny("mixtral", output_router_logits=on), verify=False) for on in (True, False)
+    )
+    batch = collate(documents())
+    assert eligibility._why_not_fixed(with_loss, batch) == reason != eligibility._why_not_fixed(without, batch)
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    assert eligibility._why_not_fixed(with_loss, batch) != reason

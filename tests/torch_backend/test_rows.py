@@ -20,6 +20,7 @@ from tests.processes import limited
 from tests.torch_backend.test_trainer import CAPACITY, arguments, datasets, differences, documents, llama, sft
 from tests.torch_backend.torchrun import torchrun
 from torch_backend import PackedCollator, pack_dataset
+from torch_backend.trainers.dataloader import rows_of
 from torch_backend.trainers.enable_packing import enable_packing
 from torch_backend.trainers.epoch_rows import EpochRows, RowBatches
 from torch_backend.trainers.resuming import SameRows
@@ -223,6 +224,11 @@ def test_a_note_that_names_no_rows_goes_on_over_as_many_ranks() -> None:
         resume(ranks=2)
 
 
+def test_a_trainer_that_was_given_no_rows_has_none() -> None:
+    assert rows_of(SimpleNamespace()) is None
+    assert rows_of(SimpleNamespace(get_train_dataloader=list)) is None
+
+
 # What is said at the call.
 
 
@@ -308,7 +314,7 @@ def test_another_dataset_has_to_be_enabled_again(tmp_path) -> None:
     assert len(enabled(trainer, None).get_train_dataloader().dataset) == 20
 
 
-@pytest.mark.parametrize("streamed", [False, True], ids=["data set", "stream"])
+@pytest.mark.parametrize("streamed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["data set", "stream"])
 def test_a_run_goes_on_inside_an_epoch_with_the_rows_that_it_had(tmp_path, streamed) -> None:
     """With rows of another capacity the steps before hold other documents: 28% of the tokens were never trained."""
     data = documents(60)

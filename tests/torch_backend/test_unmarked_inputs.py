@@ -12,7 +12,7 @@ import torch_backend
 from packing_core.errors import LayoutError
 from tests.torch_backend.guards import DeviceGuard
 from tests.torch_backend.models import documents, patched, tiny
-from torch_backend.hf.inputs.arguments import check_unmarked
+from torch_backend.hf.inputs.arguments import _restarts, check_unmarked
 from torch_backend.hf.inputs.guard import Guard
 from torch_backend.hf.patch import state_of
 
@@ -159,3 +159,10 @@ def test_positions_beside_a_cache_are_those_of_generation() -> None:
     model(
         input_ids=torch.ones(2, 3, dtype=torch.long), position_ids=torch.tensor([[6, 7, 6]] * 2), past_key_values=cache
     )
+
+
+def test_text_positions_before_three_axes_tell_documents_of_one_token_apart() -> None:
+    """Three axes alone do not: images repeat positions."""
+    positions = torch.tensor([[0, 0, 1, 2]])
+    assert _restarts(positions.expand(4, 1, 4), None).tolist() == [[True, False, False]]
+    assert _restarts(positions.expand(3, 1, 4), None).tolist() == [[False, False, False]]

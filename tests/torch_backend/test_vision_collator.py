@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -264,6 +265,19 @@ def test_trained_are_the_text_the_assistant_s_turns_or_the_completion_and_never_
     given = {**processed(processor, chats[0])}
     given["labels"] = given["input_ids"].clone()  # a data set that trains its images by mistake
     assert PackedCollator(model, processor=processor)([given])["labels"].tolist() == every.tolist()
+
+
+def test_special_tokens_are_those_of_the_text_alone() -> None:
+    """A tokenizer that begins every text with one would put it before the template's, and inside an example."""
+    model, processor = vision_model("qwen2_vl"), tiny_processor("qwen2_vl")
+    pair = {"prompt": "<user> <|image_pad|> w5 <assistant> ", "completion": "w7 w8 </s> ", "images": [picture(1)]}
+    examples = [chat(picture(1)), pair]
+    collate = PackedCollator(model, processor=processor)
+    before = [collate([example])["input_ids"].tolist() for example in examples]
+    backend = processor.tokenizer.backend_tokenizer
+    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    assert processor.tokenizer("w5")["input_ids"] == [1, 5]
+    assert [collate([example])["input_ids"].tolist() for example in examples] == before
 
 
 def test_a_batch_of_text_alone_works_and_has_no_tensors_of_images() -> None:
