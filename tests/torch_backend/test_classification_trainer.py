@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from tests.torch_backend.preference import GRADIENT, trained
 from tests.torch_backend.test_document_heads import ROUTES, classifier
 from tests.torch_backend.test_heads import assert_same_gradients
 from tests.torch_backend.test_trainer import arguments, datasets
+from torch_backend.trainers import inspection
 from torch_backend.trainers.enable_packing import enable_packing
 
 CAPACITY = 48
@@ -250,10 +252,6 @@ def test_masked_language_models_train_as_their_documents_alone(tmp_path: Any) ->
     args = arguments(transformers.TrainingArguments, tmp_path)
     model = encoder("bert", transformers.AutoModelForMaskedLM)
     built = transformers.Trainer(model, args, data_collator=masking, train_dataset=documents)
-    masking.whole_word_mask = True
-    with pytest.raises(PackingError, match="whole_word_mask=True reads the words of padded examples: leave it out"):
-        enable_packing(built, capacity=CAPACITY, verify=False)
-    masking.whole_word_mask = False
     enable_packing(built, capacity=CAPACITY, verify=False)
     seen, collator = [], built.data_collator
     built.data_collator = lambda rows: seen.append(collator(rows)) or seen[-1]
@@ -270,3 +268,9 @@ def test_masked_language_models_train_as_their_documents_alone(tmp_path: Any) ->
             count += int((flat[1][segment] != -100).sum())
     want = float(torch.stack(sums).sum().detach()) / count
     assert built.state.log_history[0]["loss"] == pytest.approx(want, rel=1e-4)
+
+
+def test_masking_of_whole_words_is_refused() -> None:
+    trainer = SimpleNamespace(data_collator=SimpleNamespace(whole_word_mask=True), model=None)
+    with pytest.raises(PackingError, match="whole_word_mask=True reads the words of padded examples: leave it out"):
+        inspection._masking_collator(trainer)
