@@ -18,7 +18,7 @@ def packed_inputs(batch):
 
 
 def mask_of(batch):
-    """What Tunix's models take. The mask is dense, so time and memory grow with the square of the row."""
+    """Makes the arguments of Tunix's models. The mask is dense, so time and memory grow with the square of the row."""
     ids, tokens = batch["segment_ids"], batch["segment_ids"].shape[1]
     same = (ids[:, :, None] == ids[:, None, :]) & (ids[:, :, None] > 0)
     return {
