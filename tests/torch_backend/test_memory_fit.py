@@ -41,7 +41,7 @@ def give(monkeypatch: pytest.MonkeyPatch, device: float, host: int | None = None
 
 
 def memory(model: Any) -> Any:
-    """Of a step of several microbatches. All gradients are there from its second one, so levels differ at any size."""
+    """Returns that of a step of several microbatches, from whose second one all gradients are there."""
     return memory_of(model, torch.optim.AdamW(model.parameters()), accumulates=True)
 
 

@@ -34,7 +34,7 @@ def why_not_shared(model: nn.Module) -> str | None:
     return None
 
 
-class _Call(NamedTuple):
+class _LayerForward(NamedTuple):
     """The forward of one layer, to be run again.
 
     Attributes:
@@ -66,7 +66,7 @@ class Host:
 
     def begin(self) -> None:
         """Begin with the first layer of a forward."""
-        self.calls: list[_Call] = []
+        self.calls: list[_LayerForward] = []
         self.leaders: dict[int, int] = {}  # number of a layer -> its buffer
         self.saved: Counter[int] = Counter()  # number of a layer -> how often its backward reads its input
         self.leaving: list[tuple[Tensor, Any]] = []  # copies to the host that nobody waited for
@@ -119,7 +119,7 @@ class Host:
                 )
             return _first(result).detach()
 
-        self.calls.append(_Call(leader, again))
+        self.calls.append(_LayerForward(leader, again))
         if leader == number:
             self._send(number, hidden.detach())
         return number
