@@ -1,180 +1,254 @@
-"""Inputs of layers on the host: the same gradients, whichever layers share one, and less that stays on the device."""
+"""Boundaries whose values only the device knows: whatever they hold, the segments cover every token of the batch.
+
+So every kernel writes every row of its outputs; ``test_attention_on_gpu`` has the same for the libraries' kernels.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-from weakref import ref
+from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from packing_core.errors import PackingError, UnsupportedError
-from tests.torch_backend.models import collate, documents, in_float64, tiny
-from torch_backend import patch
-from torch_backend.losses.causal_lm import causal_lm_loss
-from torch_backend.steps import boundaries, memory_fit
-from torch_backend.steps.boundaries import Host, why_not_shared
-from torch_backend.steps.memory_fit import group_on_host, memory_of
+from packing_core.errors import LayoutError
+from tests.torch_backend import flash_stand_ins
+from tests.torch_backend.guards import DeviceGuard
+from tests.torch_backend.kernels import ONE_DTYPE
+from tests.torch_backend.test_attention_implementations import OURS, called
+from torch_backend.hf.inputs.boundaries import take_metadata
+from torch_backend.ops.attention import attention, triton
+from torch_backend.ops.attention.triton import TRITON, KernelTiles, Tile
+from torch_backend.ops.conv import short_convolution
+from torch_backend.ops.scan.libraries.fla import chunks as chunks_of
+from torch_backend.segments import PackedMetadata, most_pieces
 
-LAYERS = 5
-
-
-class Layer(nn.Module):
-    """Keeps its input alone between forward and backward, as a compiled layer does, and counts its forwards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 8, dtype=torch.float64) / 3)
-        self.forwards = 0
-
-    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
-        self.forwards += 1
-        found: Tensor = _Squared.apply(x, self.weight, scale)
-        return found
-
-
-class _Squared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scale: float) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.scale = scale
-        return (x @ weight).square() * scale + x
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        inner = 2 * ctx.scale * dy * (x @ weight)
-        return inner @ weight.T + dy, x.T @ inner, None
+ROWS, ROW_LENGTH, LONGEST = 2, 20, 8
+TOKENS = ROWS * ROW_LENGTH
+# what a batch of two rows of 20 tokens may say of itself, right and wrong
+BOUNDARIES = {
+    "right": [0, 5, 12, 20, 28, 33, 40],
+    "padded with its end": [0, 5, 12, 20, 28, 40, 40],
+    "padded with zeros": [0, 5, 12, 20, 28, 0, 0],
+    "stop before the tail": [0, 5, 12, 13, 14, 15, 16],
+    "begin after the first token": [3, 5, 12, 20, 28, 33, 40],
+    "cross from one row into the next": [0, 5, 12, 18, 25, 33, 40],
+    "decrease": [0, 12, 5, 28, 20, 40, 33],
+    "beyond the batch": [0, 5, 12, 20, 28, 33, 2**31 - 1],
+    "below zero": [-7, 5, 12, 20, 28, 33, 40],
+    "longer than claimed": [0, 1, 19, 20, 21, 22, 40],
+    "nothing": [0, 0, 0, 0, 0, 0, 0],
+}
 
 
-def run(calls: list[Callable[..., Any]], x: Tensor, between: Callable[[int, Tensor], Tensor]) -> Tensor:
-    hidden = x
-    for number, call in enumerate(calls):
-        hidden = call(between(number, hidden), scale=0.1 * (number + 1))
-    return hidden.sum()
+def on_device(boundaries: list[int], device: torch.device | str = "cpu") -> PackedMetadata:
+    given = torch.tensor(boundaries, dtype=torch.int32, device=device)
+    return PackedMetadata.from_boundaries(given, rows=ROWS, row_length=ROW_LENGTH, max_seqlen=LONGEST, device=device)
 
 
-def gradients(
-    group: int | None, between: Callable[[int, Tensor], Tensor] = lambda n, x: x
-) -> tuple[list[Tensor], Host, list[Layer]]:
-    torch.manual_seed(0)
-    layers, x = [Layer() for _ in range(LAYERS)], torch.randn(6, 8, dtype=torch.float64)
-    host = Host()
-    host.group = group or 1
-    calls: list[Callable[..., Any]] = [layer if group is None else host.around(layer) for layer in layers]
-    for _ in range(2):  # steps
-        for layer in layers:
-            layer.weight.grad = None
-        host.begin()
-        run(calls, x, between).backward()
-    return [layer.weight.grad for layer in layers], host, layers  # type: ignore[misc]
+def by_hand(boundaries: list[int], rows: int = ROWS, row_length: int = ROW_LENGTH, longest: int = LONGEST) -> list[int]:
+    """Lengths of the segments between all cuts that stand inside the batch, none longer than the longest."""
+    cuts = {min(max(cut, 0), rows * row_length) for cut in boundaries} | {row * row_length for row in range(rows + 1)}
+    return [min(longest, end - at) for start, end in pairwise(sorted(cuts)) for at in range(start, end, longest)]
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, LAYERS])
-def test_gradients_are_those_of_inputs_that_were_kept(group: int) -> None:
-    found, host, layers = gradients(group)
-    for got, right in zip(found, gradients(None)[0], strict=True):
-        assert torch.equal(got, right)
-    assert len(host.buffers) == -(-LAYERS // group), "one input on the host for each group"
-    again = [n for n in range(LAYERS) if n % group != group - 1 and n != LAYERS - 1]
-    assert [layer.forwards for layer in layers] == [2 * (1 + (n in again)) for n in range(LAYERS)]
-    assert not host.here and not host.coming
+@pytest.mark.parametrize("boundaries", BOUNDARIES.values(), ids=BOUNDARIES)
+def test_segments_cover_every_token_once_and_stay_in_rows_and_under_the_maximum(boundaries):
+    packed = on_device(boundaries)
+    lengths = packed.cu_seqlens.diff()
+    assert packed.cu_seqlens[0] == 0 and packed.cu_seqlens[-1] == TOKENS == packed.tokens
+    assert lengths[lengths > 0].tolist() == by_hand(boundaries)
+    assert not lengths[len(by_hand(boundaries)) :].any(), "zero-length segments stand at the end"
+    assert packed.cu_seqlens.dtype == torch.int32 and packed.max_seqlen == LONGEST and packed.lengths is None
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-def test_an_input_that_was_changed_between_layers_begins_a_group(in_place: bool) -> None:
-    def between(number: int, x: Tensor) -> Tensor:
-        if number != 2:
-            return x
-        return x.add_(1.0) if in_place else x + 1.0
-
-    found, host, _ = gradients(3, between)
-    for got, right in zip(found, gradients(None, between)[0], strict=True):
-        assert torch.equal(got, right)
-    assert len(host.buffers) == 2, "layers 0 and 1, layers 2 to 4"
+def test_right_boundaries_stay_as_they_are():
+    assert on_device(BOUNDARIES["right"]).cu_seqlens.tolist()[:7] == BOUNDARIES["right"]
 
 
-def test_inputs_are_freed_in_the_forward() -> None:
-    """A layer of a group keeps nothing; that of its first layer is freed when it was copied."""
-    alive: list[int] = []
-    seen: list[Any] = []
-
-    def between(number: int, x: Tensor) -> Tensor:
-        seen.append(ref(x))
-        alive.append(sum(r() is not None for r in seen))
-        return x
-
-    gradients(3, between)
-    # the row's own input stays with the caller; two copies are on their way at most
-    assert max(alive) <= 4 and alive[LAYERS - 1] <= 3
+def test_the_shape_does_not_depend_on_the_values():
+    assert len({on_device(boundaries).cu_seqlens.shape for boundaries in BOUNDARIES.values()}) == 1
 
 
-def test_rows_of_another_length_get_buffers_of_their_own() -> None:
-    host, layers = Host(), [Layer() for _ in range(3)]
-    for tokens in (6, 4, 6):
-        host.begin()
-        run(
-            [host.around(layer) for layer in layers],
-            torch.randn(tokens, 8, dtype=torch.float64),
-            lambda n, x: x,
-        ).backward()
-        assert [buffer.shape[0] for buffer in host.buffers] == [tokens] * 3
-        assert host.held == 3 * tokens * 8 * 8
-
-
-@pytest.mark.parametrize("group", [1, 2, 3])
-def test_layers_of_a_model_share_inputs(group: int) -> None:
-    model = in_float64(patch(tiny("llama", num_hidden_layers=3), verify=False).train())
-    batch = collate(documents((5, 19, 33, 71)), capacity=128)
-    parameters = list(model.parameters())
-
-    def found() -> list[Tensor]:
-        total, weight = causal_lm_loss(model, batch)
-        return list(torch.autograd.grad(total / weight, parameters))
-
-    exact, host = found(), Host()
-    host.group = group
-    for layer in model.model.layers:
-        layer._compiled_call_impl = host.around(layer._call_impl)
-    torch.testing.assert_close(found(), exact, rtol=1e-12, atol=1e-12)
-    assert len(host.buffers) == -(-3 // group)
-
-
-def test_layers_share_what_the_host_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = patch(tiny("llama", num_hidden_layers=6), verify=False)
-    one = memory_of(model).hidden
-    for inputs, group in ((6, 1), (5, 2), (3, 2), (2, 3), (1, 6)):
-        monkeypatch.setattr(memory_fit, "host_bytes", lambda inputs=inputs: inputs * 128 * one)
-        assert group_on_host(model, 128) == group
-    assert group_on_host(model, 128, held=5 * 128 * one) == 1, "what is held already counts"
-    with pytest.raises(
-        PackingError, match=r'memory="offload" keeps .* of a row of 129 tokens on the host, and .* free'
-    ):
-        group_on_host(model, 129)
-    monkeypatch.setattr(memory_fit, "why_not_shared", lambda model: "its layers cannot")
-    with pytest.raises(PackingError, match="on the host, because its layers cannot, and"):
-        group_on_host(model, 100)
-
-
-def test_memory_that_cannot_be_page_locked_is_refused_with_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("CUDA error: out of memory")
-
-    monkeypatch.setattr(torch, "empty", fail)
-    host, x = Host(), torch.zeros(2**20, 128)
-    with pytest.raises(
-        UnsupportedError, match=r'"offload" needs 0\.50 GiB of page-locked memory for each group of layers'
-    ):
-        host.around(lambda hidden: hidden)(x)
-
-
-def test_sharded_layers_do_not_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny("llama")
-    assert why_not_shared(model) is None
-    monkeypatch.setattr(boundaries, "FSDPModule", type(model.model.layers[0]))
-    assert (
-        why_not_shared(model)
-        == "FSDP2 gathers weights in a forward, and layers that share inputs run one in the backward"
+@pytest.mark.parametrize("seed", range(30))
+def test_any_integers_are_cuts(seed):
+    generator = np.random.default_rng(seed)
+    rows, row_length, longest, count = (int(n) for n in generator.integers(1, [5, 30, 40, 12]))
+    drawn = generator.integers(-10, rows * row_length + 10, count).tolist()
+    packed = PackedMetadata.from_boundaries(
+        torch.tensor(drawn), rows=rows, row_length=row_length, max_seqlen=longest, device="cpu"
     )
+    lengths = packed.cu_seqlens.diff().tolist()
+    right = by_hand(drawn, rows, row_length, longest)
+    assert lengths == right + [0] * (len(lengths) - len(right))
+    assert packed.max_seqlen == min(longest, row_length) >= max(lengths)
+
+
+def test_a_segmentation_never_has_more_pieces_than_the_list_has_entries():
+    for lengths in ([1] * 7, [8] * 5, [9] * 5, [1, 40, 3], [40]):
+        assert most_pieces(sum(lengths), len(lengths), 8) >= sum(-(-n // 8) for n in lengths)
+    assert most_pieces(5 * 9, 5, 8) == 10  # it can be reached
+
+
+def test_nothing_is_read_back():
+    """A meta tensor has no values to read."""
+    assert on_device(BOUNDARIES["right"], "meta").cu_seqlens.device.type == "meta"
+
+
+def test_one_compiled_graph_serves_all_boundaries():
+    graphs = []
+
+    def counting(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def segments(given: Tensor) -> Tensor:
+        return PackedMetadata.from_boundaries(
+            given, rows=ROWS, row_length=ROW_LENGTH, max_seqlen=LONGEST, device="cpu"
+        ).cu_seqlens
+
+    compiled = torch.compile(segments, fullgraph=True, backend=counting)
+    for boundaries in BOUNDARIES.values():
+        given = torch.tensor(boundaries)
+        assert torch.equal(compiled(given), segments(given))
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("boundaries", [[0, 7], [0, 5, 11], [0, 20, 23], [0, 20, 40]])
+def test_a_tail_that_is_read_on_the_host_stays_in_its_rows_too(boundaries):
+    marks = torch.tensor(boundaries, dtype=torch.int32)
+    batch = {"cu_seq_lens_q": marks, "cu_seq_lens_k": marks}
+    found = take_metadata(
+        batch, tokens=torch.zeros(ROWS, ROW_LENGTH, dtype=torch.int64), host_lengths=True, guard=DeviceGuard()
+    )
+    longest = max(end - start for start, end in pairwise(boundaries))
+    assert found.lengths == tuple(by_hand(boundaries, longest=longest))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cu_seqlens": torch.zeros(3)}, r"boundaries are integers \[N\+1\], got torch.float32 \[3\]"),
+        ({"cu_seqlens": torch.zeros(1, 3, dtype=torch.int32)}, r"got torch.int32 \[1, 3\]"),
+        ({"max_seqlen": 0}, "rows, row_length and max_seqlen are at least 1, got 2, 20 and 0"),
+        ({"rows": 0}, "got 0, 20 and 8"),
+    ],
+)
+def test_what_is_no_list_of_boundaries_raises(change, message):
+    given = {"cu_seqlens": torch.tensor([0, 5]), "rows": ROWS, "row_length": ROW_LENGTH, "max_seqlen": LONGEST}
+    with pytest.raises(LayoutError, match=message):
+        PackedMetadata.from_boundaries(**{**given, **change}, device="cpu")
+
+
+# -- every implementation that needs no lengths on the host writes every row: fresh memory is NaN ----------------------
+
+# By the first test here, kernels get segments that cover the batch, then empty ones, whatever the boundaries hold. So
+# the slow ones run on few: right ones, a first segment that is cut off, segments that are too long, and none at all.
+FOR_KERNELS = {
+    name: BOUNDARIES[name] for name in ("right", "begin after the first token", "longer than claimed", "nothing")
+}
+
+
+def drawn(where) -> list[Tensor]:
+    return [where.draw(TOKENS, heads, 16, seed=seed) for seed, heads in enumerate((4, 2, 2, 4))]
+
+
+def results(function, inputs: list[Tensor], dout: Tensor) -> list[Tensor]:
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def assert_same(found: list[Tensor], right: list[Tensor]) -> None:
+    for x, y in zip(found, right, strict=True):
+        assert x.isfinite().all() and torch.equal(x, y)
+
+
+@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
+@pytest.mark.parametrize("boundaries", FOR_KERNELS.values(), ids=FOR_KERNELS)
+def test_triton_attention_writes_every_row(where, boundaries, monkeypatch):
+    small = Tile(16, 16, 4, 1)
+    monkeypatch.setattr(triton, "choose_tiles", lambda request: KernelTiles(small, small, small))
+    monkeypatch.setattr(TRITON, "supports", TRITON.refuses)  # without a trial run
+    *inputs, dout = drawn(where)
+
+    def run(packed: PackedMetadata) -> list[Tensor]:
+        return results(lambda q, k, v: attention(q, k, v, packed, implementation="triton"), inputs, dout)
+
+    assert_same(
+        run(on_device(boundaries, where.device)),
+        run(PackedMetadata.from_lengths(by_hand(boundaries), device=where.device)),
+    )
+
+
+@pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
+@pytest.mark.parametrize("boundaries", FOR_KERNELS.values(), ids=FOR_KERNELS)
+def test_the_convolution_writes_every_row(where, boundaries):
+    x, dy = where.draw(TOKENS, 24), where.draw(TOKENS, 24, seed=1)
+    weight, bias = where.draw(24, 4, seed=2), where.draw(24, seed=3)
+
+    def run(packed: PackedMetadata) -> list[Tensor]:
+        return results(lambda x, w, b: short_convolution(x, w, packed, bias=b, silu=True), [x, weight, bias], dy)
+
+    assert_same(
+        run(on_device(boundaries, where.device)),
+        run(PackedMetadata.from_lengths(by_hand(boundaries), device=where.device)),
+    )
+
+
+@pytest.mark.parametrize("name", ["flash2", "flash3", "flash4", "varlen"])
+@pytest.mark.parametrize("boundaries", BOUNDARIES.values(), ids=BOUNDARIES)
+def test_the_flash_family_gets_boundaries_that_cover_every_row(name, boundaries, monkeypatch):
+    """The stand-ins return as many rows as the boundaries cover, and the real kernels write no others."""
+    flash_stand_ins.install(monkeypatch)
+    q, k, v = (torch.randn(TOKENS, heads, 16) for heads in (4, 2, 2))
+    found = called(OURS[name], q, k, v, on_device(boundaries), {})
+    right = attention(q, k, v, PackedMetadata.from_lengths(by_hand(boundaries)), implementation="reference")
+    torch.testing.assert_close(found, right)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("boundaries", FOR_KERNELS.values(), ids=FOR_KERNELS)
+def test_flex_writes_every_row(boundaries):
+    q, k, v = (torch.randn(TOKENS, heads, 16) for heads in (4, 2, 2))
+    found = attention(q, k, v, on_device(boundaries), implementation="flex")
+    right = attention(q, k, v, PackedMetadata.from_lengths(by_hand(boundaries)), implementation="reference")
+    torch.testing.assert_close(found, right)
+
+
+@pytest.mark.parametrize("boundaries", BOUNDARIES.values(), ids=BOUNDARIES)
+def test_the_chunks_of_a_scan_hold_every_token_once(boundaries):
+    starts, chunks = chunks_of(on_device(boundaries))
+    bounds = [(starts[s] + 64 * c, min(starts[s] + 64 * (c + 1), starts[s + 1])) for s, c in chunks.tolist()]
+    assert sorted(token for start, stop in bounds for token in range(start, stop)) == list(range(TOKENS))
+
+
+def test_a_recording_gets_the_boundaries_of_the_calls_before_it(monkeypatch):
+    """Others would have other shapes, and compiled layers would be compiled again inside of the recording."""
+
+    def taken() -> Tensor:
+        batch = {"cu_seq_lens_q": torch.tensor([0, 5, 8, 14, 14]), "max_length_q": 7}
+        tokens = torch.zeros(2, 8, dtype=torch.long)
+        return take_metadata(batch, tokens=tokens, host_lengths=False, guard=DeviceGuard()).cu_seqlens
+
+    before = taken()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert torch.equal(taken(), before)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_nothing_is_read_back_from_a_gpu():
+    given = torch.tensor(BOUNDARIES["right"], device="cuda")
+    torch.cuda.synchronize()
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        packed = PackedMetadata.from_boundaries(
+            given, rows=ROWS, row_length=ROW_LENGTH, max_seqlen=LONGEST, device="cuda"
+        )
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    assert packed.cu_seqlens.tolist()[:7] == BOUNDARIES["right"]

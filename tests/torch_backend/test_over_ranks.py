@@ -42,15 +42,17 @@ def reason(fast: bool = True, **changes: Any) -> str | None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_needs_whole_documents_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(over_ranks, "why_logits", lambda trainer: None)
+    monkeypatch.setattr(over_ranks, "why_not_known", lambda trainer: None)
     changes, message = REFUSED[name]
     assert (reason(**changes) or "").startswith(message)
     assert reason() is None
 
 
 def test_a_loss_with_logits_and_the_trainers_own_step_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(over_ranks, "why_logits", lambda trainer: "it has metrics of its own")
-    assert reason() == "every rank computes its part of the loss without logits: it has metrics of its own"
+    monkeypatch.setattr(over_ranks, "why_not_known", lambda trainer: "it has metrics of its own")
+    assert (
+        reason() == "every rank computes its part of the loss without the logits of others: it has metrics of its own"
+    )
     assert reason(fast=False) == "the trainer's own step runs whole ones: leave fast=False out"
 
 

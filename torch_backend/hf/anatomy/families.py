@@ -301,6 +301,7 @@ TOUCHED = (
     "transformers:TrainerCallback",
     "transformers:TrainingArguments",
     "transformers.integrations:unset_hf_deepspeed_config",
+    "transformers.trainer_utils:get_last_checkpoint",
     "transformers.integrations.moe:ALL_EXPERTS_FUNCTIONS",
     "transformers.modeling_layers:GradientCheckpointingLayer",
     "transformers.models.auto:modeling_auto",
