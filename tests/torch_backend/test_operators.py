@@ -1,4 +1,4 @@
-"""Operators: kernels are started on the device of their tensors."""
+"""Operators: kernels are started on the device of their tensors, and traces ask for its sizes without a warning."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torch_backend.ops.operators import on_its_device
+from torch_backend.ops.operators import on_its_device, shared_memory
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -42,3 +42,9 @@ def test_a_rotation_on_the_second_device_is_that_of_the_first() -> None:
         found = apply_rope(*(x.to("cuda:1") for x in inputs))
     for x, y in zip(found, apply_rope(*inputs), strict=True):
         assert x.device.index == 1 and torch.equal(x.to("cuda:0"), y)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_trace_that_asks_for_shared_memory_warns_of_nothing() -> None:
+    compiled = torch.compile(lambda x: x + shared_memory(x.device), fullgraph=True, backend="eager")
+    assert compiled(torch.ones(2)).tolist() == [1, 1]

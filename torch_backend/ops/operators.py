@@ -61,9 +61,14 @@ def runs_triton(x: torch.Tensor) -> bool:
     return TRITON and served and (x.is_cuda or INTERPRETED)
 
 
-@cache
+@torch.compiler.assume_constant_result  # a trace reads a cached function anew, and warns the user of it
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program can have on a device; 0 where kernels are interpreted."""
+    return _shared_memory(device)
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     properties: Any = torch.cuda.get_device_properties(device)  # torch's own stubs lack the attribute
