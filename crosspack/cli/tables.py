@@ -70,6 +70,34 @@ def saving_line(schedule: Schedule) -> str:
     )
 
 
+def saved_line(schedule: Schedule, records: Sequence[StepRecord]) -> str:
+    """Says what an epoch takes at the speed of a run that has ended, packed and in padded batches of its documents.
+
+    Each computed token is taken to cost the same.
+    """
+    plan = schedule.plans[0]
+    slots = computed_tokens(plan, batches=(schedule.padded_batch,), seed=schedule.seed)
+    padded = slots[f"batches of {schedule.padded_batch}, random"]
+    a_second = median(record.slots / record.seconds for record in records[1:] or records)
+    packed_time, padded_time = (tokens / a_second for tokens in (plan.n_rows * plan.capacity, padded))
+    return (
+        f"an epoch takes about {duration(packed_time)} at this speed; in padded batches of {schedule.padded_batch} it "
+        f"would take about {duration(padded_time)}: packing saves {duration(max(0.0, padded_time - packed_time))}"
+    )
+
+
+def duration(seconds: float) -> str:
+    """Writes a time for people.
+
+    >>> duration(4.21), duration(75), duration(5400)
+    ('4.2 s', '1.2 min', '1.5 h')
+    """
+    for size, unit in ((3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:,.1f} {unit}"
+    return f"{seconds:.1f} s"
+
+
 def computed_tokens(plan: PackPlan, *, batches: Sequence[int], seed: int) -> dict[str, int]:
     """Tokens that a model computes for one epoch: padded in random and in sorted batches, and packed.
 

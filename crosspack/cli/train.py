@@ -26,7 +26,7 @@ from crosspack.cli.outputs import Output, writing
 from crosspack.cli.progress import TrainProgress
 from crosspack.cli.reporting import Service, reporting, scalars
 from crosspack.cli.runfile import RUN_FILE, take_file
-from crosspack.cli.tables import comparison_table, lengths_table, padding, rate, saving_line, steps_table
+from crosspack.cli.tables import comparison_table, lengths_table, padding, rate, saved_line, saving_line, steps_table
 from crosspack.cli.tasks import train_task
 from crosspack.cli.traincommand import Steps, TrainCommand
 from packing_core.errors import ContaminationError, plural
@@ -299,6 +299,7 @@ def _report(command: TrainCommand, steps: Steps, result: TrainResult, kept: Outp
         OUT.print(f"picture: {(command.output or folder) / PICTURE}", highlight=False)
     else:
         OUT.print(_outcome(result.records["packed"]), highlight=False)
+        OUT.print(saved_line(steps.schedule, result.records["packed"]), highlight=False)
     about = _about(result, command.given["backend"])
     if kept is not None:
         _publish(command, steps, about, kept)
