@@ -138,6 +138,7 @@ def test_the_end_of_a_run_says_what_an_epoch_takes_packed_and_padded():
     schedule = Schedule(made, (plan([3, 3, 1, 1], 4),), padded_batch=4)
     records = [StepRecord("packed", step, 1.0, 4, 4, seconds) for step, seconds in enumerate((60.0, 2.0))]
     assert saved_line(schedule, records) == (  # at 2 tokens a second, because the first step warms up
-        "an epoch takes about 4.0 s at this speed; in padded batches of 4 it would take about 6.0 s: packing saves 2.0 s"
+        "an epoch takes about 4.0 s at this speed; in padded batches of 4 it would take about 6.0 s: "
+        "packing saves 2.0 s"
     )
     assert (duration(7200), duration(90)) == ("2.0 h", "1.5 min")
