@@ -311,7 +311,7 @@ AUDITS: dict[str, tuple[str, tuple[Any, str, Any] | None]] = {
     "mamba": ("mamba", None),
     "lost halo": ("lfm2", (stand_ins, "convolve_pieces", _lost_halo)),
     "leaked state": ("qwen3_5_text", (stand_ins, "scan_by_heads", _leaked_state)),
-    "mean of means": ("qwen3", (Patched, "_with_count", _mean_of_means)),
+    "mean of means": ("qwen3", (Patched, "with_count", _mean_of_means)),
     "boundaries divided by ranks": ("qwen3", (RankShare, "earlier", _boundaries_divided_by_ranks)),
 }
 
