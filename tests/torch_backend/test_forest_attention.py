@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ LENGTHS, PARENTS = (19, 5, 9, 1, 20, 8), (-1, 0, 0, 2, 2, -1)
 TOKENS = sum(LENGTHS)
 CAUSAL = {name: options for name, options in OPTIONS.items() if options.get("causal", True)}
 SERVING = ("reference", "sdpa", "triton")
+ROOM: dict[str, Any] = {"entries": len(LENGTHS) + 1, "max_seqlen": max(LENGTHS) + 3}  # more than there is
 
 
 @pytest.fixture(autouse=True)
@@ -37,26 +39,28 @@ def forest(where: Where, **options) -> PackedMetadata:
 @pytest.mark.parametrize("name", ["sdpa", "triton"])
 @pytest.mark.parametrize("options", CAUSAL.values(), ids=CAUSAL)
 def test_every_option_is_the_oracle(where, name, options):
-    assert_is_the_oracle(where, name, options)
+    assert_is_the_oracle(where, name, options, forest(where, **ROOM), LENGTHS, parents=PARENTS)
 
 
 @pytest.mark.parametrize("where", FLOAT32, indirect=True)
 @pytest.mark.parametrize("options", CAUSAL.values(), ids=CAUSAL)
 def test_every_option_of_the_plain_reference_is_the_oracle(where, options):
-    assert_is_the_oracle(where, "reference", options)
+    assert_is_the_oracle(where, "reference", options, forest(where, **ROOM), LENGTHS, parents=PARENTS)
 
 
-def assert_is_the_oracle(where: Where, name: str, options: dict) -> None:
-    q, k, v, dout = drawn(where, 4, 2, 16, 16, tokens=TOKENS)
+def assert_is_the_oracle(
+    where: Where, name: str, options: dict, packed: PackedMetadata, lengths: tuple[int, ...], **relation: Any
+) -> None:
+    """Compares attention and its gradients with the oracle, which gets the ``relation`` between tokens as well."""
+    q, k, v, dout = drawn(where, 4, 2, 16, 16, tokens=sum(lengths))
     given = with_tensors(where, options, 4)
     inputs = {"q": q, "k": k, "v": v} | ({"sinks": given["sinks"]} if "sinks" in given else {})
     for x in inputs.values():
         x.requires_grad_()
-    packed = forest(where, entries=len(LENGTHS) + 1, max_seqlen=max(LENGTHS) + 3)
     out = attention(q, k, v, packed, implementation=name, **given)
     found = {"out": out, **dict(zip(inputs, torch.autograd.grad(out, list(inputs.values()), dout), strict=True))}
-    as_given = options | {key: numpy(x) for key, x in given.items() if torch.is_tensor(x)} | {"parents": PARENTS}
-    arrays, boundaries = [numpy(x) for x in (q, k, v)], np.cumsum([0, *LENGTHS])
+    as_given = options | {key: numpy(x) for key, x in given.items() if torch.is_tensor(x)} | relation
+    arrays, boundaries = [numpy(x) for x in (q, k, v)], np.cumsum([0, *lengths])
 
     def oracle(dtype: str) -> dict[str, np.ndarray]:
         gradients = reference.attention_vjp(*arrays, boundaries, numpy(dout), dtype=dtype, **as_given)

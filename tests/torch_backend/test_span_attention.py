@@ -5,14 +5,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from packing_core import reference
 from packing_core.errors import LayoutError, UnsupportedError
-from tests.torch_backend.kernels import FLOAT32, ONE_DTYPE, Where, assert_within_budget, numpy
-from tests.torch_backend.test_triton_attention import OPTIONS, SMALL, drawn, with_tensors
+from tests.torch_backend.kernels import FLOAT32, ONE_DTYPE, Where
+from tests.torch_backend.test_forest_attention import assert_is_the_oracle
+from tests.torch_backend.test_triton_attention import OPTIONS, SMALL, drawn
 from torch_backend.ops.attention import IMPLEMENTATIONS, attention
 from torch_backend.ops.attention.flex import block_mask
 from torch_backend.ops.attention.triton import TRITON
@@ -29,6 +28,7 @@ SPANS = torch.tensor(
 CAUSAL: dict[str, dict[str, Any]] = {name: each for name, each in OPTIONS.items() if each.get("causal", True)}
 SERVING = ("reference", "sdpa", "triton")
 ALL = {*SERVING, "flex"}
+ROOM: dict[str, Any] = {"entries": len(LENGTHS) + 1, "max_seqlen": max(LENGTHS) + 3}  # more than there is
 
 
 @pytest.fixture(autouse=True)
@@ -44,34 +44,13 @@ def with_spans(where: Where, **options: Any) -> PackedMetadata:
 @pytest.mark.parametrize("name", ["sdpa", "triton"])
 @pytest.mark.parametrize("options", CAUSAL.values(), ids=CAUSAL)
 def test_every_option_is_the_oracle(where: Where, name: str, options: dict[str, Any]) -> None:
-    assert_is_the_oracle(where, name, options)
+    assert_is_the_oracle(where, name, options, with_spans(where, **ROOM), LENGTHS, spans=SPANS)
 
 
 @pytest.mark.parametrize("where", FLOAT32, indirect=True)
 @pytest.mark.parametrize("options", CAUSAL.values(), ids=CAUSAL)
 def test_every_option_of_the_plain_reference_is_the_oracle(where: Where, options: dict[str, Any]) -> None:
-    assert_is_the_oracle(where, "reference", options)
-
-
-def assert_is_the_oracle(where: Where, name: str, options: dict[str, Any]) -> None:
-    q, k, v, dout = drawn(where, 4, 2, 16, 16, tokens=TOKENS)
-    given = with_tensors(where, options, 4)
-    inputs = {"q": q, "k": k, "v": v} | ({"sinks": given["sinks"]} if "sinks" in given else {})
-    for x in inputs.values():
-        x.requires_grad_()
-    packed = with_spans(where, entries=len(LENGTHS) + 1, max_seqlen=max(LENGTHS) + 3)
-    out = attention(q, k, v, packed, implementation=name, **given)
-    found = {"out": out, **dict(zip(inputs, torch.autograd.grad(out, list(inputs.values()), dout), strict=True))}
-    as_given = options | {key: numpy(x) for key, x in given.items() if torch.is_tensor(x)} | {"spans": SPANS}
-    arrays, boundaries = [numpy(x) for x in (q, k, v)], np.cumsum([0, *LENGTHS])
-
-    def oracle(dtype: str) -> dict[str, np.ndarray]:
-        gradients = reference.attention_vjp(*arrays, boundaries, numpy(dout), dtype=dtype, **as_given)
-        gradients.pop("alibi_slopes", None)
-        return {"out": reference.attention(*arrays, boundaries, dtype=dtype, **as_given), **gradients}
-
-    working = str(where.dtype).removeprefix("torch.")
-    assert_within_budget(found, oracle("float64"), oracle(working), where.dtype)
+    assert_is_the_oracle(where, "reference", options, with_spans(where, **ROOM), LENGTHS, spans=SPANS)
 
 
 @pytest.mark.parametrize("where", ONE_DTYPE, indirect=True)
