@@ -1,7 +1,8 @@
 """The contract between ``crosspack train --task`` and the backends, for tasks other than the next token.
 
-The command reads the records, checks that each has the columns of the task, and fills a TaskJob; the function that the
-entry point ``crosspack.tasks`` names trains on it and returns a TaskResult. No framework, no console.
+The command reads the records, checks that each has the columns of the task, and fills a TaskJob. The function that the
+entry point ``crosspack.tasks`` names audits the packed trainer, trains it unless documents see each other, and returns
+a TaskResult. No framework, no console.
 """
 
 from __future__ import annotations
@@ -112,8 +113,8 @@ class TaskResult:
 
     Attributes:
         steps: the figures of every optimizer step that was logged, by name: ``step``, ``loss`` and those of the task.
-        seconds: of training.
-        examples: that were trained on, repetitions counted.
+        seconds: of training, in this run.
+        examples: that this run trained on, repetitions counted.
         audit: the verdict on the packed trainer.
         device: what it ran on, for people.
     """

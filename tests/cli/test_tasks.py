@@ -12,6 +12,7 @@ import pytest
 from crosspack.cli import tasks
 from crosspack.cli.settings import read_settings
 from packing_core.errors import PackingError
+from packing_core.training.job import Audit
 from tests.cli.conftest import LLAMA
 from tests.cli.test_commands import one_line, run
 
@@ -65,7 +66,7 @@ def test_a_task_trains_and_writes_its_model(task, weights, write, tmp_path):
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     if task == "classify":
         assert config["id2label"] == {"0": "animals", "1": "boxes"}
-    assert (tmp_path / "out" / "model.safetensors").is_file()
+    assert (tmp_path / "out" / "model.safetensors").is_file() and (tmp_path / "out" / "tokenizer.json").is_file()
     assert not (tmp_path / "out" / "checkpoints").exists()
 
 
@@ -79,6 +80,17 @@ def test_adapters_alone_are_written_or_weights_with_them(merge, weights, write, 
     if not merge:
         adapters = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
         assert (adapters["r"], adapters["lora_alpha"], set(adapters["target_modules"])) == (4, 16, {"q_proj", "v_proj"})
+
+
+def test_a_contaminated_trainer_is_not_trained(weights, write, tmp_path, monkeypatch):
+    from torch_backend.job import tasks as torch_tasks
+
+    monkeypatch.setattr(torch_tasks, "_packed", lambda *_: Audit(exact=False, line="loss 1e+00"))
+    monkeypatch.setattr(torch_tasks, "_timed", lambda *_: pytest.fail("it was trained"))
+    result = run(*options("dpo", weights, write, "--output", tmp_path / "out"))
+    assert result.exit_code == 2
+    assert "documents that are packed together see each other: loss 1e+00" in result.stderr
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from packing_core.errors import PackingError, first_line
+from packing_core.errors import ContaminationError, PackingError, first_line
 from packing_core.extras import require
 from packing_core.training.job import Audit
 from packing_core.training.tasks import TASKS, TaskJob, TaskResult
@@ -53,13 +53,11 @@ def train(job: TaskJob) -> TaskResult:
     """Trains the task; see ``packing_core.training.tasks``.
 
     Raises:
-        PackingError: the model cannot be loaded, cannot be packed without contamination, or an argument is none of the
-            trainer's.
+        PackingError: the model or the tokenizer cannot be loaded, or an argument is none of the trainer's.
+        ContaminationError: the audit before the first step finds that packed documents see each other.
     """
     job.on_phase("building the model")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(job.tokenizer, trust_remote_code=job.trust_remote_code)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer = _tokenizer(job)
     labels = _labels(job)
     model = _model(job, tokenizer, labels)
     if job.options.lora:
@@ -74,17 +72,35 @@ def train(job: TaskJob) -> TaskResult:
         )
         job.on_phase("patching and auditing it")
         audit = _packed(job, trainer)
-        seconds = _timed(job, trainer)
+        if not audit.exact:  # nothing is trained
+            raise ContaminationError(f"audit: documents that are packed together see each other: {audit.line}")
+        steps, seconds = _timed(job, trainer)
         result = TaskResult(
             steps=_steps(trainer),
             seconds=seconds,
-            examples=trainer.state.max_steps * job.batch_size,
+            examples=steps * job.batch_size,
             audit=audit,
             device=device_name(trainer.args.device),
         )
     if job.output is not None and trainer.is_world_process_zero():
         write_model(trainer.accelerator.unwrap_model(trainer.model), job.output, merge_lora=job.merge_lora)
+        tokenizer.save_pretrained(job.output)
     return result
+
+
+def _tokenizer(job: TaskJob) -> Any:
+    """The tokenizer, which pads with its EOS if it has nothing else.
+
+    Raises:
+        PackingError: it cannot be loaded.
+    """
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(job.tokenizer, trust_remote_code=job.trust_remote_code)
+    except Exception as error:  # files of the folder may hold anything, and so may what reading them raises
+        raise PackingError(f"tokenizer {job.tokenizer}: {first_line(error)}") from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
 
 
 def _labels(job: TaskJob) -> list[Any]:
@@ -229,15 +245,16 @@ def _packed(job: TaskJob, trainer: Any) -> Audit:
     return Audit(exact=found.verdict == "exact", line=str(found))
 
 
-def _timed(job: TaskJob, trainer: Any) -> float:
-    """Trains; returns the seconds that it took."""
+def _timed(job: TaskJob, trainer: Any) -> tuple[int, float]:
+    """Trains; returns the steps of this run, without those before a checkpoint, and the seconds that they took."""
     newest = get_last_checkpoint(str(job.checkpoints)) if job.resume else None
+    before = 0 if newest is None else int(newest.rpartition("-")[2])
     begin = time.perf_counter()
     trainer.train(resume_from_checkpoint=newest)
     seconds = time.perf_counter() - begin
     if job.held_out:
         trainer.evaluate()
-    return seconds
+    return trainer.state.global_step - before, seconds
 
 
 class _StepLines(TrainerCallback):
