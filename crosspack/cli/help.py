@@ -45,7 +45,12 @@ class GroupedCommand(TyperCommand):
     def _print(self, ctx: Any, *, whole: bool) -> None:
         options = {parameter.name: parameter for parameter in options_of(self.function)}
         out = Console(highlight=False)
-        out.print(f"Usage: {ctx.command_path} [OPTIONS]\n\n{inspect.getdoc(self.function)}", markup=False)
+        arguments = [parameter for parameter in _given(self.function) if _is_argument(parameter)]
+        usage = " ".join([ctx.command_path, "[OPTIONS]", *(_argument(each) for each in arguments)])
+        out.print(f"Usage: {usage}\n\n{inspect.getdoc(self.function)}", markup=False)
+        if arguments:
+            out.print(Text("\nArguments", style="bold"))
+            out.print(_table(arguments))
         left_out = 0
         for heading, everyday, further in _grouped(self.groups, list(options)):
             names = [*everyday, *further] if whole else everyday
@@ -59,14 +64,17 @@ class GroupedCommand(TyperCommand):
 
 def options_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
     """The parameters of a command's function that are options."""
+    return [parameter for parameter in _given(function) if not _is_argument(parameter)]
+
+
+def _given(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters that the command line gives."""
     parameters = inspect.signature(function, eval_str=True).parameters.values()
-    return [
-        parameter for parameter in parameters if get_origin(parameter.annotation) is Annotated or _is_plain(parameter)
-    ]
+    return [x for x in parameters if get_origin(x.annotation) is Annotated or x.annotation in (int, float, str, bool)]
 
 
-def _is_plain(parameter: inspect.Parameter) -> bool:
-    return parameter.annotation in (int, float, str, bool)
+def _is_argument(parameter: inspect.Parameter) -> bool:
+    return any(isinstance(item, typer.models.ArgumentInfo) for item in get_args(parameter.annotation)[1:])
 
 
 def _grouped(groups: Groups, names: list[str]) -> Iterator[tuple[str, list[str], list[str]]]:
@@ -88,12 +96,18 @@ def _table(parameters: list[inspect.Parameter]) -> Table:
     return table
 
 
+def _argument(parameter: inspect.Parameter) -> str:
+    """The argument as usage lines have it, in brackets if it may be left out."""
+    name = parameter.name.upper()
+    return name if parameter.default is inspect.Parameter.empty else f"[{name}]"
+
+
 def _described(parameter: inspect.Parameter) -> tuple[str, str]:
-    """The option as it is written, and what it does, its choices and its default."""
+    """The option or argument as it is written, and what it does, its choices and its default."""
     kind, *metadata = (
         get_args(parameter.annotation) if get_origin(parameter.annotation) is Annotated else [parameter.annotation]
     )
-    info = next((item for item in metadata if isinstance(item, typer.models.OptionInfo)), None)
+    info = next((item for item in metadata if isinstance(item, typer.models.ParameterInfo)), None)
     # typer holds the first name as a default, as if there were no Annotated
     named = [name for name in (info.default, *(info.param_decls or ())) if isinstance(name, str)] if info else []
     names = ", ".join(named or [f"--{parameter.name.replace('_', '-')}"])
@@ -105,6 +119,8 @@ def _described(parameter: inspect.Parameter) -> tuple[str, str]:
     if get_origin(kind) is Literal:
         said.append(f"({', '.join(map(str, _choices(kind)))})")
     value = "" if kind is bool else f" {_VALUES.get(kind, 'NAME')}"
+    if _is_argument(parameter):
+        names, value = _argument(parameter), ""
     if parameter.default not in (None, False, inspect.Parameter.empty):
         said.append(f"[{parameter.default}]")
     return f"  {names}{value}", " ".join(said)

@@ -36,6 +36,14 @@ def test_the_whole_help_has_every_option_of_the_command(command, monkeypatch):
             assert parameter.opts[0] in whole
 
 
+@pytest.mark.parametrize(("command", "usage"), [("inspect", "DATA"), ("recipes", "[NAME]"), ("audit", "[MODEL]")])
+def test_an_argument_stands_in_the_usage_and_is_no_option(command, usage, monkeypatch):
+    shown_help = shown(command, "--help", width=80, monkeypatch=monkeypatch)
+    assert shown_help.splitlines()[0].endswith(f"{command} [OPTIONS] {usage}")
+    assert f"\n  {usage}  " in shown_help
+    assert f"--{usage.strip('[]').lower()} TEXT" not in shown_help
+
+
 def test_the_groups_of_train_name_each_of_its_options_once():
     module = import_module("crosspack.cli.train")
     grouped = [name for parts in module.GROUPS.values() for part in parts for name in part.split()]
