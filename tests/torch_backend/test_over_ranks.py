@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from packing_core.errors import UnsupportedModelError
 from tests.torch_backend.test_conditions import model_of
 from tests.torch_backend.test_rank_share import shares
+from tests.torch_backend.vision_models import vision_model
+from torch_backend.hf.anatomy.model import anatomy_of
 from torch_backend.hf.edits import rotary
+from torch_backend.hf.inputs.context import refuse_context
 from torch_backend.trainers import over_ranks
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -70,3 +74,14 @@ def test_the_angles_of_a_piece_are_those_of_its_whole_document(rank: int) -> Non
     for x, part in zip(found, (0, 1), strict=True):
         wanted = [whole[n][part][:, places] for n, places in zip(share.document_lengths, at, strict=True)]
         torch.testing.assert_close(x, torch.cat(wanted, 1), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("family", "refused"), [("paligemma", True), ("gemma3", False)])
+def test_models_whose_documents_begin_with_a_prefix_are_not_cut(family: str, refused: bool) -> None:
+    """Text trains a Gemma 3 over ranks, and its images are refused with the batch; a PaliGemma has no such text."""
+    anatomy = anatomy_of(vision_model(family))
+    if not refused:
+        assert refuse_context(anatomy) is None
+        return
+    with pytest.raises(UnsupportedModelError, match="tokens of a document's prefix see each other both ways"):
+        refuse_context(anatomy)

@@ -20,6 +20,7 @@ from packing_core.batches.stored import IGNORE_INDEX
 from packing_core.errors import UnsupportedError, UnsupportedModelError
 from torch_backend.context_parallel.group import ContextGroup
 from torch_backend.context_parallel.share import RankShare
+from torch_backend.hf.anatomy.families import both_ways_of
 from torch_backend.hf.anatomy.heads import takes_next_token_loss
 from torch_backend.hf.anatomy.model import Anatomy
 from torch_backend.hf.inputs.boundaries import METADATA_KEYS
@@ -53,6 +54,8 @@ def _why_not(anatomy: Anatomy) -> str | None:
         return "its attention sees chunks of a document, which are not communicated"
     if anatomy.numbering is not None:
         return "its decoder numbers the tokens of its input itself"
+    if (both_ways := both_ways_of(anatomy.root.config)) is not None and both_ways.prefix:
+        return "the tokens of a document's prefix see each other both ways, and a rank may hold a part of them"
     if getattr(anatomy.root.config, "output_router_logits", False):
         return (
             "the loss of its router is a statistic over all tokens, of which a rank holds a part "
