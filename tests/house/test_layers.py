@@ -31,7 +31,7 @@ FLOORS = [
     "trainers",
     "job",
 ]
-FLOORS += ["stacks", "doctor", "conformance"]
+FLOORS += ["stacks", "doctor", "interpretation", "conformance"]
 # the same of crosspack
 CONSOLE = ["reading", "encoding", "packing", "cli", "__main__"]
 
