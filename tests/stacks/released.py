@@ -20,6 +20,7 @@ class Stack:
         train: runs its command in this process, on a folder of data and into another one.
         stand_in: the folder in ``stand_ins`` whose signatures have to be those of the release; None if it has none.
         environment: variables of its process.
+        absent: modules that it imports at its start and does not need here, which empty ones stand for.
     """
 
     packages: tuple[str, ...]
@@ -27,6 +28,7 @@ class Stack:
     train: Callable[[Path, Path], None]
     stand_in: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
+    absent: tuple[str, ...] = ()
 
 
 def axolotl(data: Path, work: Path) -> None:
@@ -57,6 +59,37 @@ def axolotl(data: Path, work: Path) -> None:
     do_cli(str(work / "train.yaml"))
 
 
+def llamafactory(data: Path, work: Path) -> None:
+    """As ``python -m crosspack.integrations.llamafactory train train.yaml``."""
+    from crosspack.integrations.llamafactory import main
+
+    config = {
+        "model_name_or_path": str(data / "model"),
+        "crosspack": {"audit": True},
+        "stage": "sft",
+        "do_train": True,
+        "finetuning_type": "full",
+        "dataset": "chats",
+        "dataset_dir": str(work),
+        "template": "empty",
+        "cutoff_len": CAPACITY,
+        "neat_packing": True,
+        "output_dir": str(work / "out"),
+        "per_device_train_batch_size": ROWS,
+        "gradient_accumulation_steps": STEP,
+        "num_train_epochs": 1,
+        "optim": "sgd",
+        "learning_rate": 0.1,
+        "use_cpu": True,
+        "report_to": "none",
+        "save_strategy": "no",
+    }
+    work.mkdir(parents=True, exist_ok=True)
+    (work / "dataset_info.json").write_text(json.dumps({"chats": {"file_name": str(data / "chats.jsonl")}}))
+    (work / "train.yaml").write_text(json.dumps(config))
+    main(["train", str(work / "train.yaml")])
+
+
 STACKS = {
     "axolotl": Stack(
         packages=(
@@ -71,5 +104,17 @@ STACKS = {
         train=axolotl,
         stand_in="axolotl",
         environment={"AXOLOTL_DO_NOT_TRACK": "1", "ACCELERATE_USE_CPU": "true"},
+    ),
+    "llamafactory": Stack(
+        packages=(
+            *("llamafactory", "transformers==5.6.0", "trl==0.24.0", "peft==0.18.1", "accelerate==1.11.0"),
+            *("datasets==4.0.0", "huggingface_hub==1.17.0", "tokenizers==0.22.2", "httpx", "httpcore", "anyio"),
+            *("certifi", "idna", "h11", "sniffio", "omegaconf", "antlr4-python3-runtime==4.9.3", "fire", "termcolor"),
+            *("tyro<0.9", "fsspec", "dill", "multiprocess", "xxhash"),
+        ),
+        shown=("llamafactory", "transformers", "trl", "accelerate", "peft"),
+        train=llamafactory,
+        stand_in="llamafactory",
+        absent=("torchaudio",),  # its wheels are built for one version of torch each
     ),
 }
