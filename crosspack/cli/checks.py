@@ -36,6 +36,8 @@ def check_contradictions(given: Mapping[str, Any]) -> None:
     if given["set"] or given["reward"]:
         option = "--set" if given["set"] else "--reward"
         raise PackingError(f"{option} goes to the trainer of another task: pass --task too")
+    if given["on_error"] != "stop":
+        raise PackingError("--on-error skip leaves out records whose images cannot be used, and --data has no images")
     ranks = launch.world_size() if launch.world_size() > 1 else given["nproc"]
     if given["compare"] and ranks > 1:
         raise PackingError("--compare measures one process: pass it without --nproc and torchrun")

@@ -1,4 +1,4 @@
-"""``crosspack train --task``: preferences, rewards, policies, classes and masked tokens, by their own trainers.
+"""``crosspack train --task``: preferences, rewards, policies, classes, masked tokens and images, by their own trainers.
 
 The options -> a :class:`TaskCommand`, checked before any framework is imported -> all records, each with the columns of
 the task -> a TaskJob, which the backend trains -> its TaskResult as lines and files.
@@ -22,7 +22,8 @@ from rich.markup import escape
 
 from crosspack.cli import launch
 from crosspack.cli.checks import check_output
-from crosspack.cli.console import OUT, figures
+from crosspack.cli.console import OUT, figures, warn
+from crosspack.cli.images import with_whole_paths
 from crosspack.cli.models import check_name
 from crosspack.cli.options import option_of_split
 from crosspack.cli.outputs import Output, writing
@@ -31,7 +32,9 @@ from crosspack.cli.records import join, open_records, weighted
 from crosspack.cli.reporting import check_service
 from crosspack.cli.runfile import RUN_FILE, as_yaml, effective
 from crosspack.cli.settings import read_settings
+from crosspack.encoding.layouts import images_in
 from crosspack.reading import Records
+from crosspack.reading.places import Row
 from packing_core.errors import PackingError, UnsupportedError, first_line, plural
 from packing_core.extras import loaded, registered, require
 from packing_core.training.checkpoints import FOLDER
@@ -41,7 +44,7 @@ from packing_core.training.tasks import GROUP, TASKS, Task, TaskJob, TaskName, T
 SUMMARY = "crosspack.json"
 RESULTS = (RUN_FILE, "*.json", "*.safetensors", "tokenizer*", "*.jinja")  # what the files of a result are called
 
-# Parameters of the command that every task reads, and those of tasks with rows.
+# Parameters of the command that every task reads, those of tasks with rows, and those of records with images.
 _READ = frozenset(
     (
         *("config", "task", "set", "model", "data", "split", "tokenizer", "limit", "eval_data", "eval_split"),
@@ -52,6 +55,7 @@ _READ = frozenset(
     )
 )
 _OF_ROWS = frozenset({"capacity", "overflow"})
+_OF_IMAGES = frozenset({"loss", "on_error"})
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,7 @@ class TaskCommand:
 
 
 def train_task(context: typer.Context, given: Mapping[str, Any]) -> None:
-    """Runs ``crosspack train`` for a task other than the next token.
+    """Runs ``crosspack train`` for a task other than the next token of text.
 
     Args:
         context: of the command.
@@ -175,12 +179,10 @@ def train_task(context: typer.Context, given: Mapping[str, Any]) -> None:
     OUT.print(f"audit: [green]exact[/]: {escape(result.audit.line)}", highlight=False)
 
 
-def _job(
-    command: TaskCommand, records: list[dict[str, Any]], held_out: list[dict[str, Any]], kept: Output | None
-) -> TaskJob:
+def _job(command: TaskCommand, records: list[Row], held_out: list[Row], kept: Output | None) -> TaskJob:
     given = command.given
     same = ("device", "attention", "gradient_checkpointing", "trust_remote_code", "eval_every", "save_every", "resume")
-    more = ("merge_lora", "capacity", "overflow", "epochs", "steps", "batch_size", "model")
+    more = ("merge_lora", "capacity", "overflow", "epochs", "steps", "batch_size", "model", "loss", "on_error")
     return TaskJob(
         task=command.name,
         tokenizer=given["tokenizer"] or given["model"],
@@ -205,6 +207,8 @@ def _report(command: TaskCommand, result: TaskResult, kept: Output | None) -> No
         f"loss {first:.4f} to {last:.4f}",
         highlight=False,
     )
+    if result.skipped:
+        warn(f"left out {plural(len(result.skipped), 'record')} that cannot be used, the first: {result.skipped[0]}")
     about = {"task": command.name, "backend": command.given["backend"], **asdict(result)}
     if kept is not None:
         (kept.partial / "README.md").unlink(missing_ok=True)  # of peft and TRL, an empty form
@@ -233,7 +237,7 @@ def _remove_checkpoints(home: Path) -> None:
 
 def _check_effect(context: typer.Context, given: Mapping[str, Any], name: TaskName) -> None:
     """Raise UnsupportedError for an option that is not at its default and that the task does not read."""
-    read = _READ | (_OF_ROWS if TASKS[name].rows else frozenset())
+    read = _READ | (_OF_ROWS if TASKS[name].rows else frozenset()) | (_OF_IMAGES if name == "sft" else frozenset())
     for parameter in context.command.params:
         option = str(parameter.name)
         if option in given and option not in read and given[option] != parameter.default:
@@ -264,17 +268,24 @@ def _open(name: TaskName, data: Sequence[str] | None, split: str | None, option:
     return join(sources)
 
 
-def _read(command: TaskCommand, records: Records) -> list[dict[str, Any]]:
+def _read(command: TaskCommand, records: Records) -> list[Row]:
     """All records, each with the columns that the task reads; of the training data as many as ``--limit`` says.
 
     Raises:
-        PackingError: a record has not the columns.
+        PackingError: a record has not the columns, or it has images and the task does not read them.
     """
     limit = command.given["limit"] if records is command.records else None
     found = []
     for record in counted(OUT, "records read", islice(records, limit)):
         command.task.columns_of(record, record.where, command.name)
-        found.append(dict(record))
+        if command.name == "sft":
+            record = with_whole_paths(record)
+        elif (images := images_in(record)) is not None:
+            raise UnsupportedError(
+                f"{record.where} has {images}, which --task {command.name} does not read: leave them out, or build the "
+                "trainer yourself and pass it to crosspack.enable_packing"
+            )
+        found.append(record)
     return found
 
 

@@ -22,6 +22,7 @@ from crosspack.cli import launch, options
 from crosspack.cli.checks import read_mesh, used_options
 from crosspack.cli.console import OUT, figures, warn
 from crosspack.cli.figures import compare_figure
+from crosspack.cli.images import have_images
 from crosspack.cli.outputs import Output, writing
 from crosspack.cli.progress import TrainProgress
 from crosspack.cli.reporting import Service, reporting, scalars
@@ -47,7 +48,7 @@ RESULTS = (
 GROUPS = {
     "Data": (
         "data eval_data capacity overflow loss",
-        "split eval_split tokenizer limit context min_piece max_segments packing order order_by bos eos",
+        "split eval_split tokenizer limit on_error context min_piece max_segments packing order order_by bos eos",
     ),
     "Model": ("model task lora dtype", "lora_alpha lora_dropout lora_targets merge_lora attention trust_remote_code"),
     "Steps": (
@@ -72,7 +73,7 @@ def train(
         ),
     ] = None,
     task: Annotated[
-        Literal["sft", TaskName],
+        TaskName,
         typer.Option(
             help="Next tokens of documents and answers, preferences, rewards, a policy, classes, masked tokens."
         ),
@@ -87,6 +88,9 @@ def train(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Train on the first documents alone, as many as this.")
     ] = None,
+    on_error: Annotated[
+        Literal["stop", "skip"], typer.Option(help="Of a record whose images cannot be used: stop, or leave it out.")
+    ] = "stop",
     eval_data: Annotated[
         list[str] | None, typer.Option(help="Documents to evaluate on, packed: whatever --data takes.")
     ] = None,
@@ -179,7 +183,7 @@ def train(
 ) -> None:
     """Fine-tune a causal language model on packed documents; --compare measures it against padding."""
     given = {name: value for name, value in locals().items() if name != "command_line"}
-    if task != "sft":
+    if task != "sft" or have_images(data, split):
         train_task(command_line, {**command_line.params, **given})
         return
     command = TrainCommand.of(command_line, given)
