@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from importlib.util import module_from_spec, spec_from_file_location
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,9 @@ import typer
 from rich.markup import escape
 
 from crosspack.cli import launch
-from crosspack.cli.checks import check_output
-from crosspack.cli.console import OUT, figures
+from crosspack.cli.checks import check_keeping, check_output
+from crosspack.cli.console import OUT, figures, warn
+from crosspack.cli.hub import create_repository, push
 from crosspack.cli.models import check_name
 from crosspack.cli.options import option_of_split
 from crosspack.cli.outputs import Output, writing
@@ -32,10 +32,11 @@ from crosspack.cli.reporting import check_service
 from crosspack.cli.runfile import RUN_FILE, as_yaml, effective
 from crosspack.cli.settings import read_settings
 from crosspack.reading import Records
+from crosspack.reading.places import BadRecord, Row
 from packing_core.errors import PackingError, UnsupportedError, first_line, plural
 from packing_core.extras import loaded, registered, require
 from packing_core.training.checkpoints import FOLDER
-from packing_core.training.job import Options
+from packing_core.training.options import Options
 from packing_core.training.tasks import GROUP, TASKS, Task, TaskJob, TaskName, TaskResult
 
 SUMMARY = "crosspack.json"
@@ -48,7 +49,8 @@ _READ = frozenset(
         *("eval_every", "output", "overwrite", "resume", "save_every", "backend", "device", "attention", "batch_size"),
         *("epochs", "steps", "lr", "decay", "warmup", "weight_decay", "clip", "precision", "dtype", "lora"),
         *("lora_alpha", "lora_dropout", "lora_targets", "merge_lora", "gradient_checkpointing", "nproc", "report_to"),
-        *("reward", "seed", "trust_remote_code", "verbose", "quiet", "as_json"),
+        *("reward", "seed", "trust_remote_code", "verbose", "quiet", "as_json", "optim", "neftune_alpha"),
+        *("keep_checkpoints", "keep_best", "early_stopping", "push_to_hub", "on_error"),
     )
 )
 _OF_ROWS = frozenset({"capacity", "overflow"})
@@ -106,6 +108,7 @@ class TaskCommand:
             raise PackingError(f"--task {name} keeps documents whole: pass --overflow truncate or drop")
         if not given["eval_data"] and (given["eval_every"] or given["eval_split"]):
             raise PackingError("--eval-every and --eval-split need --eval-data, the records to evaluate on")
+        check_keeping(given)
         arguments = read_settings(given["set"])
         check_service(given["report_to"])
         check_output(
@@ -120,7 +123,7 @@ class TaskCommand:
             raise PackingError(
                 f"--resume: {given['output']} has no checkpoint: start it without --resume, with --save-every N"
             )
-        names = ("decay", "warmup", "weight_decay", "clip", "seed", "dtype")
+        names = ("decay", "warmup", "weight_decay", "clip", "seed", "dtype", "optim", "neftune_alpha")
         adapters = ("lora", "lora_alpha", "lora_dropout", "lora_targets")
         options = Options(
             lr=2e-5 if given["lr"] is None else given["lr"],
@@ -155,6 +158,8 @@ def train_task(context: typer.Context, given: Mapping[str, Any]) -> None:
     if given["nproc"] > 1 and launch.world_size() == 1:
         raise typer.Exit(launch.start_again("train", given, command.run_file))
     OUT.quiet = OUT.quiet or launch.rank() > 0
+    if launch.rank() == 0:
+        create_repository(given["push_to_hub"], given["output"])
     records = _read(command, command.records)
     held_out = _read(command, command.held_out) if command.held_out is not None else []
     OUT.print(
@@ -181,6 +186,7 @@ def _job(
     given = command.given
     same = ("device", "attention", "gradient_checkpointing", "trust_remote_code", "eval_every", "save_every", "resume")
     more = ("merge_lora", "capacity", "overflow", "epochs", "steps", "batch_size", "model")
+    kept_of_run = ("keep_checkpoints", "keep_best", "early_stopping")
     return TaskJob(
         task=command.name,
         tokenizer=given["tokenizer"] or given["model"],
@@ -192,7 +198,7 @@ def _job(
         checkpoints=None if given["output"] is None else given["output"] / FOLDER,
         output=None if kept is None else kept.partial,
         on_phase=lambda line: OUT.print(line, style="dim", highlight=False),
-        **{name: given[name] for name in same + more},
+        **{name: given[name] for name in same + more + kept_of_run},
     )
 
 
@@ -213,6 +219,8 @@ def _report(command: TaskCommand, result: TaskResult, kept: Output | None) -> No
         kept.publish()
         _remove_checkpoints(kept.folder / FOLDER)
         OUT.print(f"model: {kept.folder}", highlight=False)
+        if command.given["push_to_hub"]:
+            OUT.print(f"pushed to {push(kept.folder, command.given['push_to_hub'])}", highlight=False)
     if launch.rank() == 0:
         figures(about)
 
@@ -256,7 +264,7 @@ def _open(name: TaskName, data: Sequence[str] | None, split: str | None, option:
             records = open_records(path, split=split)
         except PackingError as error:
             raise type(error)(str(error).replace("--data", option)) from error
-        first = next(iter(records), None)
+        first = next((record for record in records.items() if isinstance(record, Row)), None)
         if first is None:
             raise PackingError(f"{option} {records.name} has no records: check the file and {option_of_split(option)}")
         TASKS[name].columns_of(first, first.where, name)
@@ -271,10 +279,23 @@ def _read(command: TaskCommand, records: Records) -> list[dict[str, Any]]:
         PackingError: a record has not the columns.
     """
     limit = command.given["limit"] if records is command.records else None
-    found = []
-    for record in counted(OUT, "records read", islice(records, limit)):
-        command.task.columns_of(record, record.where, command.name)
-        found.append(dict(record))
+    found: list[dict[str, Any]] = []
+    skipped: list[str] = []
+    for item in counted(OUT, "records read", records.items()):
+        if limit is not None and len(found) == limit:
+            break
+        try:
+            if isinstance(item, BadRecord):
+                raise item.error()
+            command.task.columns_of(item, item.where, command.name)
+        except PackingError as error:
+            if command.given["on_error"] == "raise":
+                raise
+            skipped.append(first_line(error))
+        else:
+            found.append(dict(item))
+    if skipped:
+        warn(f"left out {plural(len(skipped), 'record')} that cannot be used, the first: {skipped[0]}")
     return found
 
 

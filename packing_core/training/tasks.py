@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from packing_core.errors import PackingError
-from packing_core.training.job import Audit, Options
+from packing_core.training.job import Audit
+from packing_core.training.options import Options
 
 GROUP = "crosspack.tasks"
 
@@ -75,6 +76,9 @@ class TaskJob:
         rewards: functions that score completions, as TRL calls them.
         eval_every: steps between evaluations; 0 for one at the end.
         save_every: steps between checkpoints below ``checkpoints``; 0 for none.
+        keep_checkpoints: how many of the newest checkpoints stay.
+        keep_best: write the weights with the lowest evaluation loss.
+        early_stopping: end after so many evaluations without a lower loss; 0 for never.
         resume: continue from the newest checkpoint.
         merge_lora: add the adapters to the weights that are written.
         output: where the trained model goes; None keeps nothing.
@@ -100,6 +104,9 @@ class TaskJob:
     trust_remote_code: bool = False
     eval_every: int = 0
     save_every: int = 0
+    keep_checkpoints: int = 1
+    keep_best: bool = False
+    early_stopping: int = 0
     resume: bool = False
     merge_lora: bool = False
     checkpoints: Path | None = None

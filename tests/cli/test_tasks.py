@@ -134,6 +134,21 @@ def test_a_run_that_was_saved_goes_on_and_its_checkpoints_go(weights, write, tmp
     assert not (tmp_path / "out" / "checkpoints").exists()
 
 
+@pytest.mark.slow
+def test_a_task_keeps_its_best_step_ends_early_and_leaves_out_what_cannot_be_used(weights, write, tmp_path):
+    held_out = write("held-out.jsonl", PAIRS[:2])
+    data = write("bad.jsonl", [*PAIRS, {"prompt": "a", "chosen": "b"}])
+    options = ("train", "--task", "dpo", "--model", weights, "--data", data, "--device", "cpu", "--batch-size", 2)
+    kept = ("--eval-data", held_out, "--eval-every", 1, "--keep-best", "--early-stopping", 1, "--lr", 10.0)
+    other = ("--optim", "sgd", "--neftune-alpha", 5, "--on-error", "skip", "--output", tmp_path / "out")
+    result = run(*options, *kept, *other)
+    assert result.exit_code == 0, result.output
+    assert "left out 1 record that cannot be used, the first: " in " ".join(result.output.split())
+    about = json.loads((tmp_path / "out" / "crosspack.json").read_text())
+    losses = [step["eval_loss"] for step in about["steps"] if "eval_loss" in step]
+    assert losses[-1] == min(losses)  # of the best weights, after the last step
+
+
 def refused(task: str, weights: Path, write: Any, *more: object) -> str:
     return one_line(run(*options(task, weights, write, *more)))
 
@@ -146,7 +161,8 @@ def test_what_has_no_effect_on_a_task_is_refused_by_name(weights, write, tmp_pat
     assert "no such folder or file" not in refused("mlm", weights, write, "--overflow", "split")
     absent = refused("grpo", weights, write, "--reward", f"{tmp_path / 'absent.py'}:score")
     assert "pass FILE.py:FUNCTION, a Python file and a function in it" in absent
-    assert "--set goes to the trainer of another task: pass --task too" in one_line(run("train", "--set", "beta=1"))
+    assert "--set beta: --task sft reads optim, lr_scheduler_type" in one_line(run("train", "--set", "beta=1"))
+    assert "--reward goes to the trainer of another task" in one_line(run("train", "--reward", "a.py:b"))
     assert "--task dpo trains a model that is there" in one_line(run("train", "--task", "dpo"))
     assert "--lora-alpha is of adapters" in refused("dpo", weights, write, "--lora-alpha", 4)
     unknown = run(*options("dpo", weights, write, "--set", "max_lenght=1"))

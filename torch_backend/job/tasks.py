@@ -31,7 +31,7 @@ from torch_backend.trainers.enable_packing import enable_packing
 require("transformers", extra="hf")
 
 import transformers  # noqa: E402
-from transformers import PrinterCallback, TrainerCallback  # noqa: E402
+from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback  # noqa: E402
 from transformers.trainer_utils import get_last_checkpoint  # noqa: E402
 
 # task -> names in TRL of its trainer and of the trainer's arguments
@@ -145,10 +145,11 @@ def _trainer(job: TaskJob, model: Any, tokenizer: Any, labels: Sequence[Any], *,
     data = {"train_dataset": _dataset(job, job.records, tokenizer, labels)}
     if job.held_out:
         data["eval_dataset"] = _dataset(job, job.held_out, tokenizer, labels)
+    stopping = [EarlyStoppingCallback(job.early_stopping)] if job.early_stopping else []
     common: dict[str, Any] = {
         "model": model,
         "processing_class": tokenizer,
-        "callbacks": [_StepLines(job.on_phase)],
+        "callbacks": [_StepLines(job.on_phase), *stopping],
         **data,
     }
     if job.task in _OF_TRL:
@@ -199,7 +200,15 @@ def _arguments(job: TaskJob, kind: type[Any], folder: Path) -> Any:
     if job.batch_size % ranks:
         raise PackingError(f"--batch-size {job.batch_size} does not divide over {ranks} processes: pass a multiple")
     evaluates = {"eval_strategy": "steps", "eval_steps": job.eval_every} if job.held_out and job.eval_every else {}
-    saves = {"save_strategy": "steps", "save_steps": job.save_every, "save_total_limit": 1} if job.save_every else {}
+    saves: dict[str, Any] = {}
+    if job.save_every or job.keep_best:
+        every = job.save_every or job.eval_every
+        saves = {"save_strategy": "steps", "save_steps": every, "save_total_limit": job.keep_checkpoints}
+    if job.keep_best or job.early_stopping:
+        saves |= {"metric_for_best_model": "eval_loss", "greater_is_better": False}
+        saves |= {"load_best_model_at_end": job.keep_best}
+    if options.optim is not None:
+        saves["optim"] = options.optim
     settled = {
         "output_dir": str(folder),
         "per_device_train_batch_size": job.batch_size // ranks,
@@ -222,6 +231,7 @@ def _arguments(job: TaskJob, kind: type[Any], folder: Path) -> Any:
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
+        "neftune_noise_alpha": options.neftune_alpha,
         **evaluates,
         **saves,
     }
