@@ -42,7 +42,7 @@ from packing_core.training.tasks import GROUP, TASKS, Task, TaskJob, TaskName, T
 SUMMARY = "crosspack.json"
 RESULTS = (RUN_FILE, "*.json", "*.safetensors", "tokenizer*", "*.jinja")  # what the files of a result are called
 
-# Parameters of the command that every task reads, and those of tasks with rows.
+# Parameters of the command that every task reads.
 _READ = frozenset(
     (
         *("config", "task", "set", "model", "data", "split", "tokenizer", "limit", "eval_data", "eval_split"),
@@ -53,7 +53,6 @@ _READ = frozenset(
         *("keep_checkpoints", "keep_best", "early_stopping", "push_to_hub", "on_error"),
     )
 )
-_OF_ROWS = frozenset({"capacity", "overflow"})
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ class TaskCommand:
                 if name == "grpo"
                 else f"--reward scores the completions of --task grpo: leave it out of --task {name}"
             )
-        if task.rows and given["overflow"] not in ("error", "truncate", "drop"):
+        if given["overflow"] not in ("error", "truncate", "drop"):
             raise PackingError(f"--task {name} keeps documents whole: pass --overflow truncate or drop")
         if not given["eval_data"] and (given["eval_every"] or given["eval_split"]):
             raise PackingError("--eval-every and --eval-split need --eval-data, the records to evaluate on")
@@ -241,7 +240,7 @@ def _remove_checkpoints(home: Path) -> None:
 
 def _check_effect(context: typer.Context, given: Mapping[str, Any], name: TaskName) -> None:
     """Raise UnsupportedError for an option that is not at its default and that the task does not read."""
-    read = _READ | (_OF_ROWS if TASKS[name].rows else frozenset())
+    read = _READ.union(TASKS[name].reads)
     for parameter in context.command.params:
         option = str(parameter.name)
         if option in given and option not in read and given[option] != parameter.default:

@@ -82,7 +82,7 @@ def train(
     task: Annotated[
         Literal["sft", TaskName],
         typer.Option(
-            help="Next tokens of documents and answers, preferences, rewards, a policy, classes, masked tokens."
+            help="Next tokens of documents and answers, preferences, rewards, a policy, classes, masked tokens, pairs."
         ),
     ] = "sft",
     model: Annotated[

@@ -18,7 +18,7 @@ from packing_core.training.options import Options
 
 GROUP = "crosspack.tasks"
 
-TaskName = Literal["dpo", "kto", "reward", "grpo", "classify", "mlm"]
+TaskName = Literal["dpo", "kto", "reward", "grpo", "classify", "mlm", "embed"]
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,13 @@ class Task:
         columns: the sets of columns of which a record must have one; the first that it has is used.
         rows: whether the documents of the whole data set are packed into rows. Otherwise the forwards of each batch of
             examples run without padding.
+        reads: parameters of the command that this task reads, besides those that every task does.
     """
 
     trains: str
     columns: tuple[tuple[str, ...], ...]
     rows: bool = False
+    reads: tuple[str, ...] = ()
 
     def columns_of(self, record: Mapping[str, Any], where: str, task: str) -> tuple[str, ...]:
         """Returns the columns of a record that the task reads.
@@ -49,13 +51,15 @@ class Task:
         raise PackingError(f"{where} has {', '.join(record) or 'nothing'}: --task {task} reads {wanted}")
 
 
+_ROWS = ("capacity", "overflow")
 TASKS: Mapping[TaskName, Task] = {
     "dpo": Task("preferences, by DPO", (("chosen", "rejected"),)),
     "kto": Task("good and bad answers, by KTO", (("prompt", "completion", "label"),)),
     "reward": Task("a reward model, on preferences", (("chosen", "rejected"),)),
     "grpo": Task("a policy by its rewards, by GRPO", (("prompt",),)),
-    "classify": Task("classes of documents", (("text", "label"), ("input_ids", "label")), rows=True),
-    "mlm": Task("masked tokens", (("text",), ("input_ids",)), rows=True),
+    "classify": Task("classes of documents", (("text", "label"), ("input_ids", "label")), rows=True, reads=_ROWS),
+    "mlm": Task("masked tokens", (("text",), ("input_ids",)), rows=True, reads=_ROWS),
+    "embed": Task("embeddings of texts, on pairs", (("anchor", "positive"),), reads=("overflow",)),
 }
 
 

@@ -24,8 +24,10 @@ from packing_core.training.job import Audit
 from packing_core.training.tasks import TASKS, TaskJob, TaskResult
 from torch_backend.auditing.model import verify
 from torch_backend.auditing.trainer import audit_trainer
+from torch_backend.job.embeddings import EmbeddingTrainer, PairCollator, tokenized
 from torch_backend.job.models import with_adapters, write_model
 from torch_backend.job.train import device_name
+from torch_backend.patching import unpad
 from torch_backend.trainers.enable_packing import enable_packing
 
 require("transformers", extra="hf")
@@ -45,8 +47,13 @@ _HEADS = {
     "classify": "AutoModelForSequenceClassification",
     "reward": "AutoModelForSequenceClassification",
     "mlm": "AutoModelForMaskedLM",
+    "embed": "AutoModel",
 }
-_ADAPTERS = {"classify": "SEQ_CLS", "reward": "SEQ_CLS"}  # peft's names of tasks; others train no head
+_ADAPTERS = {
+    "classify": "SEQ_CLS",
+    "reward": "SEQ_CLS",
+    "embed": "FEATURE_EXTRACTION",
+}  # peft's names of tasks; others train no head
 
 
 def train(job: TaskJob) -> TaskResult:
@@ -142,9 +149,10 @@ def _model(job: TaskJob, tokenizer: Any, labels: Sequence[Any]) -> Any:
 
 def _trainer(job: TaskJob, model: Any, tokenizer: Any, labels: Sequence[Any], *, folder: Path) -> Any:
     """The trainer of the task, as its library builds it."""
-    data = {"train_dataset": _dataset(job, job.records, tokenizer, labels)}
+    longest = _longest(model, tokenizer)
+    data = {"train_dataset": _dataset(job, job.records, tokenizer, labels, longest)}
     if job.held_out:
-        data["eval_dataset"] = _dataset(job, job.held_out, tokenizer, labels)
+        data["eval_dataset"] = _dataset(job, job.held_out, tokenizer, labels, longest)
     stopping = [EarlyStoppingCallback(job.early_stopping)] if job.early_stopping else []
     common: dict[str, Any] = {
         "model": model,
@@ -157,6 +165,10 @@ def _trainer(job: TaskJob, model: Any, tokenizer: Any, labels: Sequence[Any], *,
         kind, config = (getattr(trl, name) for name in _OF_TRL[job.task])
         rewards = {"reward_funcs": list(job.rewards)} if job.task == "grpo" else {}
         trainer = kind(args=_arguments(job, config, folder), **rewards, **common)
+    elif job.task == "embed":
+        arguments = _arguments(job, transformers.TrainingArguments, folder)
+        texts = len(data["train_dataset"].column_names)
+        trainer = EmbeddingTrainer(args=arguments, data_collator=PairCollator(tokenizer), texts=texts, **common)
     else:
         collator: Any = (
             transformers.DataCollatorForLanguageModeling(tokenizer)
@@ -169,9 +181,19 @@ def _trainer(job: TaskJob, model: Any, tokenizer: Any, labels: Sequence[Any], *,
     return trainer
 
 
-def _dataset(job: TaskJob, records: Sequence[Mapping[str, Any]], tokenizer: Any, labels: Sequence[Any]) -> Any:
+def _longest(model: Any, tokenizer: Any) -> int:
+    """Returns the number of tokens of a text that both the model and its tokenizer take."""
+    positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return min(int(tokenizer.model_max_length), positions or int(tokenizer.model_max_length))
+
+
+def _dataset(
+    job: TaskJob, records: Sequence[Mapping[str, Any]], tokenizer: Any, labels: Sequence[Any], longest: int
+) -> Any:
     """The records as the trainer of the task reads them."""
     datasets = require("datasets", extra="hf")
+    if job.task == "embed":
+        return datasets.Dataset.from_list(tokenized(records, tokenizer, longest=longest, overflow=job.overflow))
     if not TASKS[job.task].rows:
         return datasets.Dataset.from_list([dict(record) for record in records])
     numbers = {label: number for number, label in enumerate(labels)}
@@ -231,6 +253,7 @@ def _arguments(job: TaskJob, kind: type[Any], folder: Path) -> Any:
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
+        "remove_unused_columns": job.task != "embed",
         "neftune_noise_alpha": options.neftune_alpha,
         **evaluates,
         **saves,
@@ -251,6 +274,9 @@ def _packed(job: TaskJob, trainer: Any) -> Audit:
         report: Any = audit_trainer(trainer)
         return Audit(exact=report.verdict == "exact", line=str(report))
     found = verify(trainer.model, job.attention)
+    if job.task == "embed":
+        unpad(trainer.model, implementation=job.attention, verify=False)
+        return Audit(exact=found.verdict == "exact", line=str(found))
     enable_packing(trainer, implementation=job.attention, verify=False, **rows)
     return Audit(exact=found.verdict == "exact", line=str(found))
 
