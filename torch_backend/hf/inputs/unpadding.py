@@ -30,6 +30,7 @@ from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.inputs.arguments import CACHES
 from torch_backend.hf.inputs.boundaries import is_packed
 from torch_backend.hf.inputs.no_cache import NoCache
+from torch_backend.hf.inputs.padded_images import image_keys, positions_of_rows
 from torch_backend.hf.inputs.prefixes import Prefixes, Sharing
 from torch_backend.hf.patch import Patched, state_of
 from torch_backend.hf.shared_rows import SHARED_ROW, RowIds
@@ -234,7 +235,10 @@ class Unpadding:
         for name in _NOT_OF_THE_MODEL:
             kwargs.pop(name, None)
         labels = kwargs.pop("labels", None) if state.anatomy.head == "document" else None  # of documents, however many
-        row = {name: padded.row(x) for name, x in kwargs.items() if padded.per_token(x)}
+        if (positions := positions_of_rows(root, kwargs)) is not None:
+            kwargs["position_ids"] = positions
+        images = image_keys(root)
+        row = {name: padded.row(x) for name, x in kwargs.items() if name not in images and padded.per_token(x)}
         if state.shifted and "labels" in row:
             row["labels"] = padded.labels(kwargs["labels"])
         if labels is not None:
