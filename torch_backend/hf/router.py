@@ -122,7 +122,7 @@ def over_ranks(
 
 
 class _Rank(threading.local):
-    """What the rank holds of the batch whose forward runs on this thread."""
+    """Keeps what this rank holds of the batch whose forward runs on the thread."""
 
     def __init__(self) -> None:
         self.share: RankShare | None = None
