@@ -6,12 +6,13 @@ compiled layers, counted by ``tests/torch_backend/test_memory_count.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from packing_core.errors import PackingError, UnsupportedModelError
-from packing_core.planning.pieces import positive
+from packing_core.planning.config_reader import ConfigReader
 
 _NORMS_BEHIND = ("gemma2", "gemma3", "gemma3_text", "gemma4_text", "glm4", "olmo2", "olmo3")
 _GATED_ATTENTION = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
@@ -98,17 +99,7 @@ class DecoderSizes:
             UnsupportedModelError: it has layers whose memory is not known.
         """
 
-        def find(*names: str) -> Any:
-            for name in names:
-                value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-                if value is not None:
-                    return value
-            return None
-
-        def read(*names: str, default: int = 0) -> int:
-            value = find(*names)
-            return default if value is None else positive(f"the config's {names[0]}", value)
-
+        find, read = ConfigReader(config).find, partial(ConfigReader(config), default=0)
         if (inside := find("text_config")) is not None:
             return cls.read(inside, itemsize)
         kind, kinds = str(find("model_type")), tuple(find("layer_types") or ())

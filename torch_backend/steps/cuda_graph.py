@@ -74,7 +74,8 @@ def compile_layers(
         recomputed = getattr(module, "gradient_checkpointing", False) and memory != "none"
         module.compile(backend=by_level if recomputed else chosen, dynamic=dynamic)
         if dynamic is None:
-            module._compiled_call_impl = partial(_of_any_length, module._compiled_call_impl)
+            compiled: Any = module._compiled_call_impl
+            module._compiled_call_impl = partial(_of_any_length, compiled)
 
 
 def _of_any_length(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
