@@ -291,6 +291,10 @@ class PackedMetadata:
         self.parent_index, self.depth = torch.nn.functional.pad(index, (0, more), value=-1), depth
         self.parents = () if self.parents is None else self.parents
 
+    def held(self) -> tuple[Any, ...]:
+        """Returns all that it holds, also what was derived so far."""
+        return (*vars(self).values(), *self._derived.values())
+
     def forget(self) -> None:
         """Drop what was derived."""
         self._derived.clear()
