@@ -26,7 +26,7 @@ from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.inputs.boundaries import METADATA_KEYS
 from torch_backend.hf.inputs.padded_images import image_keys
 from torch_backend.hf.inputs.trl_trainers import generates
-from torch_backend.hf.inputs.unpadding import LENGTHS, Padded, lengths_of, padded_calls
+from torch_backend.hf.inputs.unpadding import IDS, LENGTHS, Padded, lengths_of, padded_calls
 
 SMALLEST_LOSS = 1.0  # a smaller loss is compared with this much: advantages, whose mean is 0, cancel in it
 _MARKS = ("position_ids", *METADATA_KEYS)
@@ -182,7 +182,8 @@ def _divided(root: Any) -> Iterator[None]:
             )
         if args or ids is None or mask is None or mask.shape != ids.shape or kwargs.get("past_key_values") is not None:
             return stock(*args, **kwargs)
-        kwargs.pop(LENGTHS, None)
+        for name in (LENGTHS, IDS):  # of all rows together
+            kwargs.pop(name, None)
         per_token = root.get_output_embeddings() is not None
         images = images_of_rows(root, kwargs)
         rest = {name: x for name, x in kwargs.items() if name not in image_keys(root)}

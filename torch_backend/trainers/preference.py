@@ -23,7 +23,7 @@ from torch_backend.hf.edits.rotary import find_batch_dependent
 from torch_backend.hf.inputs.boundaries import refuse_split_rows
 from torch_backend.hf.inputs.prefixes import Sharing
 from torch_backend.hf.inputs.trl_trainers import generates, kind_of, rows_of_example
-from torch_backend.hf.inputs.unpadding import LENGTHS, LengthsCollator, unpad_calls
+from torch_backend.hf.inputs.unpadding import IDS, LENGTHS, LengthsCollator, unpad_calls
 from torch_backend.hf.patch import refuse_context_of, state_of
 from torch_backend.patching import patch, unpatch
 from torch_backend.steps.dynamic_compile import CompiledCalls
@@ -75,7 +75,7 @@ def enable_unpadding(
     # accelerate would let the first rank read for all and concatenate batches, which plain ints cannot be.
     trainer.accelerator.dataloader_config.dispatch_batches = False
     if not isinstance(trainer.data_collator, LengthsCollator):
-        trainer.data_collator = LengthsCollator(trainer.data_collator)
+        trainer.data_collator = LengthsCollator(trainer.data_collator, ids=share_prefix is not False)
         _MeanOverStep(trainer)
         if kind_of(trainer) == "KTOTrainer":
             _tell_lengths_of_kl(trainer)
@@ -194,7 +194,7 @@ def _tell_lengths_of_kl(trainer: Any) -> None:
     stock = trainer._compute_kl_logps
 
     def compute(model: Any, batch: Any) -> Any:
-        return stock(model, {**batch, LENGTHS: batch.get("KL_" + LENGTHS)})
+        return stock(model, {**batch, **{name: batch.get("KL_" + name) for name in (LENGTHS, IDS)}})
 
     trainer._compute_kl_logps = compute
 
