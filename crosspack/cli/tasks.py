@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from importlib.util import module_from_spec, spec_from_file_location
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,9 @@ import typer
 from rich.markup import escape
 
 from crosspack.cli import launch
-from crosspack.cli.checks import check_output
+from crosspack.cli.checks import check_keeping, check_output
 from crosspack.cli.console import OUT, figures, warn
+from crosspack.cli.hub import create_repository, push
 from crosspack.cli.images import with_whole_paths
 from crosspack.cli.models import check_name
 from crosspack.cli.options import option_of_split
@@ -34,28 +34,27 @@ from crosspack.cli.runfile import RUN_FILE, as_yaml, effective
 from crosspack.cli.settings import read_settings
 from crosspack.encoding.layouts import images_in
 from crosspack.reading import Records
-from crosspack.reading.places import Row
+from crosspack.reading.places import BadRecord, Row
 from packing_core.errors import PackingError, UnsupportedError, first_line, plural
 from packing_core.extras import loaded, registered, require
 from packing_core.training.checkpoints import FOLDER
-from packing_core.training.job import Options
+from packing_core.training.options import Options
 from packing_core.training.tasks import GROUP, TASKS, Task, TaskJob, TaskName, TaskResult
 
 SUMMARY = "crosspack.json"
 RESULTS = (RUN_FILE, "*.json", "*.safetensors", "tokenizer*", "*.jinja")  # what the files of a result are called
 
-# Parameters of the command that every task reads, those of tasks with rows, and those of records with images.
+# Parameters of the command that every task reads.
 _READ = frozenset(
     (
         *("config", "task", "set", "model", "data", "split", "tokenizer", "limit", "eval_data", "eval_split"),
         *("eval_every", "output", "overwrite", "resume", "save_every", "backend", "device", "attention", "batch_size"),
         *("epochs", "steps", "lr", "decay", "warmup", "weight_decay", "clip", "precision", "dtype", "lora"),
         *("lora_alpha", "lora_dropout", "lora_targets", "merge_lora", "gradient_checkpointing", "nproc", "report_to"),
-        *("reward", "seed", "trust_remote_code", "verbose", "quiet", "as_json"),
+        *("reward", "seed", "trust_remote_code", "verbose", "quiet", "as_json", "optim", "neftune_alpha"),
+        *("keep_checkpoints", "keep_best", "early_stopping", "push_to_hub", "on_error"),
     )
 )
-_OF_ROWS = frozenset({"capacity", "overflow"})
-_OF_IMAGES = frozenset({"loss", "on_error"})
 
 
 @dataclass(frozen=True)
@@ -106,10 +105,11 @@ class TaskCommand:
                 if name == "grpo"
                 else f"--reward scores the completions of --task grpo: leave it out of --task {name}"
             )
-        if task.rows and given["overflow"] not in ("error", "truncate", "drop"):
+        if given["overflow"] not in ("error", "truncate", "drop"):
             raise PackingError(f"--task {name} keeps documents whole: pass --overflow truncate or drop")
         if not given["eval_data"] and (given["eval_every"] or given["eval_split"]):
             raise PackingError("--eval-every and --eval-split need --eval-data, the records to evaluate on")
+        check_keeping(given)
         arguments = read_settings(given["set"])
         check_service(given["report_to"])
         check_output(
@@ -124,7 +124,7 @@ class TaskCommand:
             raise PackingError(
                 f"--resume: {given['output']} has no checkpoint: start it without --resume, with --save-every N"
             )
-        names = ("decay", "warmup", "weight_decay", "clip", "seed", "dtype")
+        names = ("decay", "warmup", "weight_decay", "clip", "seed", "dtype", "optim", "neftune_alpha")
         adapters = ("lora", "lora_alpha", "lora_dropout", "lora_targets")
         options = Options(
             lr=2e-5 if given["lr"] is None else given["lr"],
@@ -159,6 +159,8 @@ def train_task(context: typer.Context, given: Mapping[str, Any]) -> None:
     if given["nproc"] > 1 and launch.world_size() == 1:
         raise typer.Exit(launch.start_again("train", given, command.run_file))
     OUT.quiet = OUT.quiet or launch.rank() > 0
+    if launch.rank() == 0:
+        create_repository(given["push_to_hub"], given["output"])
     records = _read(command, command.records)
     held_out = _read(command, command.held_out) if command.held_out is not None else []
     OUT.print(
@@ -183,6 +185,7 @@ def _job(command: TaskCommand, records: list[Row], held_out: list[Row], kept: Ou
     given = command.given
     same = ("device", "attention", "gradient_checkpointing", "trust_remote_code", "eval_every", "save_every", "resume")
     more = ("merge_lora", "capacity", "overflow", "epochs", "steps", "batch_size", "model", "loss", "on_error")
+    kept_of_run = ("keep_checkpoints", "keep_best", "early_stopping")
     return TaskJob(
         task=command.name,
         tokenizer=given["tokenizer"] or given["model"],
@@ -194,7 +197,7 @@ def _job(command: TaskCommand, records: list[Row], held_out: list[Row], kept: Ou
         checkpoints=None if given["output"] is None else given["output"] / FOLDER,
         output=None if kept is None else kept.partial,
         on_phase=lambda line: OUT.print(line, style="dim", highlight=False),
-        **{name: given[name] for name in same + more},
+        **{name: given[name] for name in same + more + kept_of_run},
     )
 
 
@@ -217,6 +220,8 @@ def _report(command: TaskCommand, result: TaskResult, kept: Output | None) -> No
         kept.publish()
         _remove_checkpoints(kept.folder / FOLDER)
         OUT.print(f"model: {kept.folder}", highlight=False)
+        if command.given["push_to_hub"]:
+            OUT.print(f"pushed to {push(kept.folder, command.given['push_to_hub'])}", highlight=False)
     if launch.rank() == 0:
         figures(about)
 
@@ -237,7 +242,7 @@ def _remove_checkpoints(home: Path) -> None:
 
 def _check_effect(context: typer.Context, given: Mapping[str, Any], name: TaskName) -> None:
     """Raise UnsupportedError for an option that is not at its default and that the task does not read."""
-    read = _READ | (_OF_ROWS if TASKS[name].rows else frozenset()) | (_OF_IMAGES if name == "sft" else frozenset())
+    read = _READ.union(TASKS[name].reads)
     for parameter in context.command.params:
         option = str(parameter.name)
         if option in given and option not in read and given[option] != parameter.default:
@@ -260,7 +265,7 @@ def _open(name: TaskName, data: Sequence[str] | None, split: str | None, option:
             records = open_records(path, split=split)
         except PackingError as error:
             raise type(error)(str(error).replace("--data", option)) from error
-        first = next(iter(records), None)
+        first = next((record for record in records.items() if isinstance(record, Row)), None)
         if first is None:
             raise PackingError(f"{option} {records.name} has no records: check the file and {option_of_split(option)}")
         TASKS[name].columns_of(first, first.where, name)
@@ -275,17 +280,30 @@ def _read(command: TaskCommand, records: Records) -> list[Row]:
         PackingError: a record has not the columns, or it has images and the task does not read them.
     """
     limit = command.given["limit"] if records is command.records else None
-    found = []
-    for record in counted(OUT, "records read", islice(records, limit)):
-        command.task.columns_of(record, record.where, command.name)
+    found: list[Row] = []
+    skipped: list[str] = []
+    for item in counted(OUT, "records read", records.items()):
+        if limit is not None and len(found) == limit:
+            break
+        try:
+            if isinstance(item, BadRecord):
+                raise item.error()
+            command.task.columns_of(item, item.where, command.name)
+        except PackingError as error:
+            if command.given["on_error"] == "stop":
+                raise
+            skipped.append(first_line(error))
+            continue
         if command.name == "sft":
-            record = with_whole_paths(record)
-        elif (images := images_in(record)) is not None:
+            item = with_whole_paths(item)
+        elif (images := images_in(item)) is not None:
             raise UnsupportedError(
-                f"{record.where} has {images}, which --task {command.name} does not read: leave them out, or build the "
+                f"{item.where} has {images}, which --task {command.name} does not read: leave them out, or build the "
                 "trainer yourself and pass it to crosspack.enable_packing"
             )
-        found.append(record)
+        found.append(item)
+    if skipped:
+        warn(f"left out {plural(len(skipped), 'record')} that cannot be used, the first: {skipped[0]}")
     return found
 
 

@@ -22,6 +22,7 @@ from crosspack.cli import launch, options
 from crosspack.cli.checks import read_mesh, used_options
 from crosspack.cli.console import OUT, figures, warn
 from crosspack.cli.figures import compare_figure
+from crosspack.cli.hub import create_repository, push
 from crosspack.cli.images import have_images
 from crosspack.cli.outputs import Output, writing
 from crosspack.cli.progress import TrainProgress
@@ -33,7 +34,10 @@ from crosspack.cli.traincommand import Steps, TrainCommand
 from packing_core.errors import ContaminationError, plural
 from packing_core.extras import loaded, require
 from packing_core.training.checkpoints import FOLDER, remove_checkpoints, remove_older
-from packing_core.training.job import StepRecord, Strategy, TrainJob, TrainResult, check_honoured
+from packing_core.training.job import Strategy, TrainJob, TrainResult, check_honoured
+from packing_core.training.options import Optimizer
+from packing_core.training.rates import Decay
+from packing_core.training.records import StepRecord
 from packing_core.training.tasks import TaskName
 
 SUMMARY, PICTURE = "crosspack.json", "compare.png"
@@ -53,10 +57,14 @@ GROUPS = {
     "Model": ("model task lora dtype", "lora_alpha lora_dropout lora_targets merge_lora attention trust_remote_code"),
     "Steps": (
         "rows_per_step batch_size epochs steps lr gradient_checkpointing",
-        "decay warmup weight_decay clip precision master_weights set reward compile seed deterministic",
+        "optim decay warmup weight_decay clip neftune_alpha precision master_weights set reward early_stopping compile "
+        "seed deterministic",
     ),
     "Machine": ("nproc", "backend device strategy context_parallel mesh"),
-    "Results": ("output overwrite resume save_every compare config", "report_to eval_every padded_batch"),
+    "Results": (
+        "output overwrite resume save_every compare config",
+        "keep_checkpoints keep_best sample push_to_hub report_to eval_every padded_batch",
+    ),
 }
 BUSY = 0.7  # of the processor time that an idle machine gives
 Trainer = Callable[[TrainJob], TrainResult]
@@ -75,7 +83,7 @@ def train(
     task: Annotated[
         TaskName,
         typer.Option(
-            help="Next tokens of documents and answers, preferences, rewards, a policy, classes, masked tokens."
+            help="Next tokens of documents and answers, preferences, rewards, a policy, classes, masked tokens, pairs."
         ),
     ] = "sft",
     model: Annotated[
@@ -88,9 +96,6 @@ def train(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Train on the first documents alone, as many as this.")
     ] = None,
-    on_error: Annotated[
-        Literal["stop", "skip"], typer.Option(help="Of a record whose images cannot be used: stop, or leave it out.")
-    ] = "stop",
     eval_data: Annotated[
         list[str] | None, typer.Option(help="Documents to evaluate on, packed: whatever --data takes.")
     ] = None,
@@ -105,6 +110,22 @@ def train(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run that --output holds.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint in --output.")] = False,
     save_every: Annotated[int, typer.Option(min=0, help="Steps between checkpoints; 0 for none.")] = 0,
+    keep_checkpoints: Annotated[int, typer.Option(min=1, help="How many of the newest checkpoints stay.")] = 1,
+    keep_best: Annotated[
+        bool, typer.Option("--keep-best", help="Write the weights with the lowest evaluation loss, not the last ones.")
+    ] = False,
+    early_stopping: Annotated[
+        int, typer.Option(min=0, help="End after so many evaluations without a lower loss; 0 for never.")
+    ] = 0,
+    sample: Annotated[
+        list[str] | None, typer.Option(help="A prompt that the model continues after each evaluation, and at the end.")
+    ] = None,
+    push_to_hub: Annotated[
+        str | None, typer.Option(help="Upload --output to the hub at the end, under this name: owner/name.")
+    ] = None,
+    on_error: Annotated[
+        Literal["stop", "skip"], typer.Option(help="A record that cannot be used: stop, or leave it out.")
+    ] = "stop",
     backend: Annotated[str, typer.Option(help="Which installed trainer runs it: torch, jax, ...")] = "torch",
     device: Annotated[str, typer.Option(help="What the backend calls the device; auto takes the fastest.")] = "auto",
     attention: Annotated[str, typer.Option(help="Attention implementation of the packed run.")] = "auto",
@@ -127,7 +148,13 @@ def train(
         float | None,
         typer.Option(min=0.0, help="Peak learning rate of AdamW. Default: 2e-5, and 3e-3 for random weights."),
     ] = None,
-    decay: Annotated[Literal["cosine", "linear", "constant"], typer.Option(help="Learning-rate schedule.")] = "cosine",
+    decay: Annotated[Decay, typer.Option(help="Learning-rate schedule, by transformers' name.")] = "cosine",
+    optim: Annotated[
+        Optimizer | None, typer.Option(help="Optimizer, by transformers' name. Default: fused AdamW.")
+    ] = None,
+    neftune_alpha: Annotated[
+        float | None, typer.Option(min=0.0, help="NEFTune: noise on embeddings in training, of this size.")
+    ] = None,
     warmup: Annotated[float, typer.Option(min=0.0, max=1.0, help="Fraction of steps used for warm-up.")] = 0.05,
     weight_decay: Annotated[float, typer.Option(min=0.0)] = 0.0,
     clip: Annotated[float, typer.Option(min=0.0, help="Largest gradient norm; 0 leaves the gradient.")] = 1.0,
@@ -157,7 +184,9 @@ def train(
     reward: Annotated[
         list[str] | None, typer.Option(help="Of --task grpo: a function that scores completions, FILE.py:NAME.")
     ] = None,
-    set: Annotated[list[str] | None, typer.Option(help="A further argument of the --task's trainer: beta=0.2.")] = None,
+    set: Annotated[
+        list[str] | None, typer.Option(help="A further argument of the --task's trainer: beta=0.2, adam_beta2=0.95.")
+    ] = None,
     compile: Annotated[
         bool | None, typer.Option("--compile/--no-compile", help="Compile layers. Default: where it is possible.")
     ] = None,
@@ -191,6 +220,8 @@ def train(
     if nproc > 1 and launch.world_size() == 1:
         raise typer.Exit(launch.start_again("train", command.given, command.run_file))
     OUT.quiet = OUT.quiet or launch.rank() > 0
+    if launch.rank() == 0:
+        create_repository(push_to_hub, output)
     prepared = Steps.read(command)
     _print_plan(command, prepared)
     with ExitStack() as stack:
@@ -225,6 +256,8 @@ def _print_plan(command: TrainCommand, steps: Steps) -> None:
     OUT.print(lengths_table(lengths, trained=steps.schedule.corpus.n_trained))
     OUT.print(steps_table(steps.schedule))
     OUT.print(saving_line(steps.schedule), highlight=False)
+    if steps.skipped:
+        warn(f"left out {plural(len(steps.skipped), 'record')} that cannot be used, the first: {steps.skipped[0]}")
     if steps.evaluation is not None and command.held_out is not None:
         corpus, (rows,) = steps.evaluation.corpus, steps.evaluation.plans
         OUT.print(
@@ -261,6 +294,11 @@ def _run(command: TrainCommand, steps: Steps, trainer: Trainer, kept: Output | N
         progress.step(record)
         log(scalars(record, options.learning_rate(record.step, len(steps.schedule))), record.step + 1)
 
+    def on_sample(done: int, number: int, ids: list[int]) -> None:
+        text = steps.source.encoder.tokenizer.decode(ids, skip_special_tokens=True)
+        steps.samples.append({"steps": done, "prompt": given["sample"][number], "continuation": text})
+        OUT.print(f"after step {done:,}: {given['sample'][number]} -> {text}", highlight=False, markup=False)
+
     job = TrainJob(
         model=steps.model,
         schedule=steps.schedule,
@@ -281,8 +319,13 @@ def _run(command: TrainCommand, steps: Steps, trainer: Trainer, kept: Output | N
         output=command.output if kept is None else kept.partial,
         checkpoints=None if command.output is None else command.output / FOLDER,
         save_every=given["save_every"],
+        keep_checkpoints=given["keep_checkpoints"],
+        keep_best=given["keep_best"],
+        early_stopping=given["early_stopping"],
+        prompts=steps.prompts,
         resume=command.resume,
         on_step=on_step,
+        on_sample=on_sample,
         on_phase=progress.phase,
     )
     result = trainer(job)
@@ -305,6 +348,7 @@ def _report(command: TrainCommand, steps: Steps, result: TrainResult, kept: Outp
         OUT.print(_outcome(result.records["packed"]), highlight=False)
         OUT.print(saved_line(steps.schedule, result.records["packed"]), highlight=False)
     about = _about(result, command.given["backend"])
+    about |= {"samples": steps.samples} if steps.samples else {}
     if kept is not None:
         _publish(command, steps, about, kept)
     elif command.output is None and not command.given["compare"]:
@@ -321,9 +365,13 @@ def _publish(command: TrainCommand, steps: Steps, about: Mapping[str, Any], kept
     (kept.partial / RUN_FILE).write_text(command.run_file)
     kept.publish()
     # those of a run that was overwritten, or what a killed one left
-    remove = remove_older if command.resume or command.given["save_every"] else remove_checkpoints
-    remove(kept.folder / FOLDER)
+    if command.resume or command.given["save_every"]:
+        remove_older(kept.folder / FOLDER, command.given["keep_checkpoints"])
+    else:
+        remove_checkpoints(kept.folder / FOLDER)
     OUT.print(f"model: {kept.folder}", highlight=False)
+    if command.given["push_to_hub"]:
+        OUT.print(f"pushed to {push(kept.folder, command.given['push_to_hub'])}", highlight=False)
 
 
 def _report_finished(kept: Output) -> None:

@@ -193,6 +193,21 @@ class Encoder:
                     if left_out is not None:
                         left_out(found.where, len(found.document.ids))
 
+    def prompt(self, text: str, *, chat: bool) -> tuple[int, ...]:
+        """The token ids of a prompt that a model continues: a user's message if it is trained on chats.
+
+        Raises:
+            PackingError: the chat template refuses it.
+        """
+        if chat:
+            message = {"role": "user", "content": text}
+            try:
+                text = self.tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+            except Exception as error:  # a template is a program of the model's author and may raise anything
+                raise PackingError(f"the chat template refused {text!r}: {first_line(error)}") from error
+        (ids,) = self._ids([text])
+        return tuple((ids if chat else np.concatenate([self._bos, ids])).tolist())
+
     def limit(self, max_record: int) -> None:
         """Bounds what goes through the tokenizer at once by the bytes that a record may take."""
         self._long_texts.longest = max_record // FACTOR

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from packing_core.errors import PackingError
-from packing_core.training.job import Audit, Options
+from packing_core.training.job import Audit
+from packing_core.training.options import Options
 
 GROUP = "crosspack.tasks"
 
-TaskName = Literal["sft", "dpo", "kto", "reward", "grpo", "classify", "mlm"]
+TaskName = Literal["sft", "dpo", "kto", "reward", "grpo", "classify", "mlm", "embed"]
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,13 @@ class Task:
         columns: the sets of columns of which a record must have one; the first that it has is used.
         rows: whether the documents of the whole data set are packed into rows. Otherwise the forwards of each batch of
             examples run without padding.
+        reads: parameters of the command that this task reads, besides those that every task does.
     """
 
     trains: str
     columns: tuple[tuple[str, ...], ...]
     rows: bool = False
+    reads: tuple[str, ...] = ()
 
     def columns_of(self, record: Mapping[str, Any], where: str, task: str) -> tuple[str, ...]:
         """Returns the columns of a record that the task reads.
@@ -50,16 +53,21 @@ class Task:
         raise PackingError(f"{where} has {', '.join(record) or 'nothing'}: --task {task} reads {wanted}")
 
 
+_ROWS = ("capacity", "overflow")
 TASKS: Mapping[TaskName, Task] = {
     "sft": Task(
-        "next tokens of documents with images", (("messages",), ("prompt", "completion"), ("text",)), rows=True
+        "next tokens of documents with images",
+        (("messages",), ("prompt", "completion"), ("text",)),
+        rows=True,
+        reads=(*_ROWS, "loss"),
     ),
     "dpo": Task("preferences, by DPO", (("chosen", "rejected"),)),
     "kto": Task("good and bad answers, by KTO", (("prompt", "completion", "label"),)),
     "reward": Task("a reward model, on preferences", (("chosen", "rejected"),)),
     "grpo": Task("a policy by its rewards, by GRPO", (("prompt",),)),
-    "classify": Task("classes of documents", (("text", "label"), ("input_ids", "label")), rows=True),
-    "mlm": Task("masked tokens", (("text",), ("input_ids",)), rows=True),
+    "classify": Task("classes of documents", (("text", "label"), ("input_ids", "label")), rows=True, reads=_ROWS),
+    "mlm": Task("masked tokens", (("text",), ("input_ids",)), rows=True, reads=_ROWS),
+    "embed": Task("embeddings of texts, on pairs", (("anchor", "positive"),), reads=("overflow",)),
 }
 
 
@@ -83,6 +91,9 @@ class TaskJob:
         rewards: functions that score completions, as TRL calls them.
         eval_every: steps between evaluations; 0 for one at the end.
         save_every: steps between checkpoints below ``checkpoints``; 0 for none.
+        keep_checkpoints: how many of the newest checkpoints stay.
+        keep_best: write the weights with the lowest evaluation loss.
+        early_stopping: end after so many evaluations without a lower loss; 0 for never.
         resume: continue from the newest checkpoint.
         merge_lora: add the adapters to the weights that are written.
         output: where the trained model goes; None keeps nothing.
@@ -110,6 +121,9 @@ class TaskJob:
     trust_remote_code: bool = False
     eval_every: int = 0
     save_every: int = 0
+    keep_checkpoints: int = 1
+    keep_best: bool = False
+    early_stopping: int = 0
     resume: bool = False
     merge_lora: bool = False
     checkpoints: Path | None = None

@@ -117,9 +117,6 @@ def test_a_model_and_data_that_do_not_go_together_are_refused(start: Path, data:
     texts = data([{"text": "w5 w6 w7"}] * 2)
     refused = error_of(*options(start, texts))
     assert f"--model {start} takes images (llava), and none of the first records of --data has any" in refused
-    assert "--on-error skip leaves out records whose images cannot be used" in error_of(
-        *options(start, texts, "--on-error", "skip")
-    )
     path = data(RECORDS)
     assert "--task sft trains a model that is there: pass --model" in error_of("train", "--data", path)
     assert "--task sft has no --compare: leave it out" in error_of(*options(start, path, "--compare"))

@@ -10,7 +10,8 @@ from torch import nn
 
 from packing_core.errors import PackingError, first_line
 from packing_core.extras import require
-from packing_core.training.job import Options, TrainJob, is_hub_name
+from packing_core.training.job import TrainJob, is_hub_name
+from packing_core.training.options import Options
 from torch_backend.patching import unpatch
 
 

@@ -26,14 +26,16 @@ from torch_backend.auditing.model import verify
 from torch_backend.auditing.trainer import audit_trainer
 from torch_backend.collate import PackedCollator
 from torch_backend.collate.vision_dataset import PackedVisionDataset
+from torch_backend.job.embeddings import EmbeddingTrainer, PairCollator, tokenized
 from torch_backend.job.models import with_adapters, write_model
 from torch_backend.job.train import device_name
+from torch_backend.patching import unpad
 from torch_backend.trainers.enable_packing import enable_packing
 
 require("transformers", extra="hf")
 
 import transformers  # noqa: E402
-from transformers import PrinterCallback, TrainerCallback  # noqa: E402
+from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback  # noqa: E402
 from transformers.trainer_utils import get_last_checkpoint  # noqa: E402
 
 # task -> names in TRL of its trainer and of the trainer's arguments
@@ -48,8 +50,13 @@ _HEADS = {
     "reward": "AutoModelForSequenceClassification",
     "mlm": "AutoModelForMaskedLM",
     "sft": "AutoModelForImageTextToText",  # of records with images
+    "embed": "AutoModel",
 }
-_ADAPTERS = {"classify": "SEQ_CLS", "reward": "SEQ_CLS"}  # peft's names of tasks; others train no head
+_ADAPTERS = {
+    "classify": "SEQ_CLS",
+    "reward": "SEQ_CLS",
+    "embed": "FEATURE_EXTRACTION",
+}  # peft's names of tasks; others train no head
 
 
 def train(job: TaskJob) -> TaskResult:
@@ -156,15 +163,18 @@ def _model(job: TaskJob, tokenizer: Any, labels: Sequence[Any]) -> Any:
 def _trainer(job: TaskJob, model: Any, tokenizer: Any, labels: Sequence[Any], *, folder: Path) -> Any:
     """The trainer of the task, as its library builds it."""
     sets = {"train_dataset": job.records, **({"eval_dataset": job.held_out} if job.held_out else {})}
+    data: dict[str, Any]
     if job.task == "sft":
         job.on_phase("reading the images")
         data = {name: _image_rows(job, records, model, tokenizer) for name, records in sets.items()}
     else:
-        data = {name: _dataset(job, records, tokenizer, labels) for name, records in sets.items()}
+        longest = _longest(model, tokenizer)
+        data = {name: _dataset(job, records, tokenizer, labels, longest) for name, records in sets.items()}
+    stopping = [EarlyStoppingCallback(job.early_stopping)] if job.early_stopping else []
     common: dict[str, Any] = {
         "model": model,
         "processing_class": tokenizer,
-        "callbacks": [_StepLines(job.on_phase)],
+        "callbacks": [_StepLines(job.on_phase), *stopping],
         **data,
     }
     if job.task in _OF_TRL:
@@ -172,6 +182,10 @@ def _trainer(job: TaskJob, model: Any, tokenizer: Any, labels: Sequence[Any], *,
         kind, config = (getattr(trl, name) for name in _OF_TRL[job.task])
         rewards = {"reward_funcs": list(job.rewards)} if job.task == "grpo" else {}
         trainer = kind(args=_arguments(job, config, folder), **rewards, **common)
+    elif job.task == "embed":
+        arguments = _arguments(job, transformers.TrainingArguments, folder)
+        texts = len(data["train_dataset"].column_names)
+        trainer = EmbeddingTrainer(args=arguments, data_collator=PairCollator(tokenizer), texts=texts, **common)
     else:
         collators: dict[str, Callable[[], Any]] = {
             "sft": lambda: PackedCollator(model, processor=tokenizer),
@@ -185,9 +199,19 @@ def _trainer(job: TaskJob, model: Any, tokenizer: Any, labels: Sequence[Any], *,
     return trainer
 
 
-def _dataset(job: TaskJob, records: Sequence[Mapping[str, Any]], tokenizer: Any, labels: Sequence[Any]) -> Any:
+def _longest(model: Any, tokenizer: Any) -> int:
+    """Returns the number of tokens of a text that both the model and its tokenizer take."""
+    positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return min(int(tokenizer.model_max_length), positions or int(tokenizer.model_max_length))
+
+
+def _dataset(
+    job: TaskJob, records: Sequence[Mapping[str, Any]], tokenizer: Any, labels: Sequence[Any], longest: int
+) -> Any:
     """The records as the trainer of the task reads them."""
     datasets = require("datasets", extra="hf")
+    if job.task == "embed":
+        return datasets.Dataset.from_list(tokenized(records, tokenizer, longest=longest, overflow=job.overflow))
     if not TASKS[job.task].rows:
         return datasets.Dataset.from_list([dict(record) for record in records])
     numbers = {label: number for number, label in enumerate(labels)}
@@ -240,7 +264,15 @@ def _arguments(job: TaskJob, kind: type[Any], folder: Path) -> Any:
     if job.batch_size % ranks:
         raise PackingError(f"--batch-size {job.batch_size} does not divide over {ranks} processes: pass a multiple")
     evaluates = {"eval_strategy": "steps", "eval_steps": job.eval_every} if job.held_out and job.eval_every else {}
-    saves = {"save_strategy": "steps", "save_steps": job.save_every, "save_total_limit": 1} if job.save_every else {}
+    saves: dict[str, Any] = {}
+    if job.save_every or job.keep_best:
+        every = job.save_every or job.eval_every
+        saves = {"save_strategy": "steps", "save_steps": every, "save_total_limit": job.keep_checkpoints}
+    if job.keep_best or job.early_stopping:
+        saves |= {"metric_for_best_model": "eval_loss", "greater_is_better": False}
+        saves |= {"load_best_model_at_end": job.keep_best}
+    if options.optim is not None:
+        saves["optim"] = options.optim
     settled = {
         "output_dir": str(folder),
         "per_device_train_batch_size": job.batch_size // ranks,
@@ -263,7 +295,8 @@ def _arguments(job: TaskJob, kind: type[Any], folder: Path) -> Any:
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
-        **({"remove_unused_columns": False} if job.task == "sft" else {}),
+        "remove_unused_columns": job.task not in ("embed", "sft"),
+        "neftune_noise_alpha": options.neftune_alpha,
         **evaluates,
         **saves,
     }
@@ -282,6 +315,9 @@ def _packed(job: TaskJob, trainer: Any) -> Audit:
         report: Any = audit_trainer(trainer)
         return Audit(exact=report.verdict == "exact", line=str(report))
     found = verify(trainer.model, job.attention)
+    if job.task == "embed":
+        unpad(trainer.model, implementation=job.attention, verify=False)
+        return Audit(exact=found.verdict == "exact", line=str(found))
     enable_packing(trainer, implementation=job.attention, verify=False, capacity=job.capacity, overflow=job.overflow)
     return Audit(exact=found.verdict == "exact", line=str(found))
 

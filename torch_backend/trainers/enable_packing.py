@@ -42,8 +42,8 @@ Trainer = TypeVar("Trainer")
 @hinted()
 def enable_packing(
     trainer: Trainer,
-    *,
     capacity: int | None = None,
+    *,
     overflow: Overflow = "error",
     context: int | None = None,
     min_piece: int = 1,
