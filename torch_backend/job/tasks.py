@@ -112,8 +112,8 @@ def _tokenizer(job: TaskJob) -> Any:
         raise PackingError(f"{what} {job.tokenizer}: {first_line(error)}") from error
     if job.task == "sft" and getattr(loaded, "image_processor", None) is None:
         raise PackingError(
-            f"records have images, and {job.tokenizer} has no processor of images, only {type(loaded).__name__}: pass a "
-            "vision-language model, or leave the images out of the records"
+            f"records have images, and {job.tokenizer} has no processor of images, only {type(loaded).__name__}: pass "
+            "a vision-language model, or leave the images out of the records"
         )
     tokenizer = getattr(loaded, "tokenizer", loaded)
     if tokenizer.pad_token is None:
