@@ -30,6 +30,7 @@ PAGES = (
     "docs/faq.md",
     "docs/hybrids.md",
     "docs/migration.md",
+    "docs/my-script.md",
     "docs/plain-loop.md",
     "docs/post-training.md",
     "docs/shared-prefixes.md",
