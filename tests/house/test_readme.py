@@ -90,6 +90,13 @@ def test_console_commands_run(command, folder, monkeypatch) -> None:
     assert result.exit_code == int(contaminated_stock_path), result.output
 
 
+@pytest.mark.parametrize("page", ["README.md", *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))])
+def test_commands_do_not_scroll_sideways(page) -> None:
+    for block in [*blocks(page, "console"), *blocks(page, "")]:
+        wide = [line for line in block.splitlines() if len(line) > 100]
+        assert not wide, f"{page}: {wide}"
+
+
 def test_the_command_of_a_trained_models_losses_runs(folder) -> None:
     assert "`python -m benchmarks.real_weights " in README
     losses = dict(real_weights.main([str(folder / "my-model"), str(folder / "my-data.jsonl"), "--documents", "4"]))
