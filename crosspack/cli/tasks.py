@@ -1,4 +1,4 @@
-"""``crosspack train --task``: preferences, rewards, policies, classes and masked tokens, by their own trainers.
+"""``crosspack train --task``: preferences, rewards, policies, classes, masked tokens and images, by their own trainers.
 
 The options -> a :class:`TaskCommand`, checked before any framework is imported -> all records, each with the columns of
 the task -> a TaskJob, which the backend trains -> its TaskResult as lines and files.
@@ -23,6 +23,7 @@ from crosspack.cli import launch
 from crosspack.cli.checks import check_keeping, check_output
 from crosspack.cli.console import OUT, figures, warn
 from crosspack.cli.hub import create_repository, push
+from crosspack.cli.images import with_whole_paths
 from crosspack.cli.models import check_name
 from crosspack.cli.options import option_of_split
 from crosspack.cli.outputs import Output, writing
@@ -31,6 +32,7 @@ from crosspack.cli.records import join, open_records, weighted
 from crosspack.cli.reporting import check_service
 from crosspack.cli.runfile import RUN_FILE, as_yaml, effective
 from crosspack.cli.settings import read_settings
+from crosspack.encoding.layouts import images_in
 from crosspack.reading import Records
 from crosspack.reading.places import BadRecord, Row
 from packing_core.errors import PackingError, UnsupportedError, first_line, plural
@@ -145,7 +147,7 @@ class TaskCommand:
 
 
 def train_task(context: typer.Context, given: Mapping[str, Any]) -> None:
-    """Runs ``crosspack train`` for a task other than the next token.
+    """Runs ``crosspack train`` for a task other than the next token of text.
 
     Args:
         context: of the command.
@@ -179,12 +181,10 @@ def train_task(context: typer.Context, given: Mapping[str, Any]) -> None:
     OUT.print(f"audit: [green]exact[/]: {escape(result.audit.line)}", highlight=False)
 
 
-def _job(
-    command: TaskCommand, records: list[dict[str, Any]], held_out: list[dict[str, Any]], kept: Output | None
-) -> TaskJob:
+def _job(command: TaskCommand, records: list[Row], held_out: list[Row], kept: Output | None) -> TaskJob:
     given = command.given
     same = ("device", "attention", "gradient_checkpointing", "trust_remote_code", "eval_every", "save_every", "resume")
-    more = ("merge_lora", "capacity", "overflow", "epochs", "steps", "batch_size", "model")
+    more = ("merge_lora", "capacity", "overflow", "epochs", "steps", "batch_size", "model", "loss", "on_error")
     kept_of_run = ("keep_checkpoints", "keep_best", "early_stopping")
     return TaskJob(
         task=command.name,
@@ -210,6 +210,8 @@ def _report(command: TaskCommand, result: TaskResult, kept: Output | None) -> No
         f"loss {first:.4f} to {last:.4f}",
         highlight=False,
     )
+    if result.skipped:
+        warn(f"left out {plural(len(result.skipped), 'record')} that cannot be used, the first: {result.skipped[0]}")
     about = {"task": command.name, "backend": command.given["backend"], **asdict(result)}
     if kept is not None:
         (kept.partial / "README.md").unlink(missing_ok=True)  # of peft and TRL, an empty form
@@ -271,14 +273,14 @@ def _open(name: TaskName, data: Sequence[str] | None, split: str | None, option:
     return join(sources)
 
 
-def _read(command: TaskCommand, records: Records) -> list[dict[str, Any]]:
+def _read(command: TaskCommand, records: Records) -> list[Row]:
     """All records, each with the columns that the task reads; of the training data as many as ``--limit`` says.
 
     Raises:
-        PackingError: a record has not the columns.
+        PackingError: a record has not the columns, or it has images and the task does not read them.
     """
     limit = command.given["limit"] if records is command.records else None
-    found: list[dict[str, Any]] = []
+    found: list[Row] = []
     skipped: list[str] = []
     for item in counted(OUT, "records read", records.items()):
         if limit is not None and len(found) == limit:
@@ -288,11 +290,18 @@ def _read(command: TaskCommand, records: Records) -> list[dict[str, Any]]:
                 raise item.error()
             command.task.columns_of(item, item.where, command.name)
         except PackingError as error:
-            if command.given["on_error"] == "raise":
+            if command.given["on_error"] == "stop":
                 raise
             skipped.append(first_line(error))
-        else:
-            found.append(dict(item))
+            continue
+        if command.name == "sft":
+            item = with_whole_paths(item)
+        elif (images := images_in(item)) is not None:
+            raise UnsupportedError(
+                f"{item.where} has {images}, which --task {command.name} does not read: leave them out, or build the "
+                "trainer yourself and pass it to crosspack.enable_packing"
+            )
+        found.append(item)
     if skipped:
         warn(f"left out {plural(len(skipped), 'record')} that cannot be used, the first: {skipped[0]}")
     return found

@@ -23,6 +23,7 @@ from crosspack.cli.checks import read_mesh, used_options
 from crosspack.cli.console import OUT, figures, warn
 from crosspack.cli.figures import compare_figure
 from crosspack.cli.hub import create_repository, push
+from crosspack.cli.images import have_images
 from crosspack.cli.outputs import Output, writing
 from crosspack.cli.progress import TrainProgress
 from crosspack.cli.reporting import Service, reporting, scalars
@@ -80,7 +81,7 @@ def train(
         ),
     ] = None,
     task: Annotated[
-        Literal["sft", TaskName],
+        TaskName,
         typer.Option(
             help="Next tokens of documents and answers, preferences, rewards, a policy, classes, masked tokens, pairs."
         ),
@@ -123,8 +124,8 @@ def train(
         str | None, typer.Option(help="Upload --output to the hub at the end, under this name: owner/name.")
     ] = None,
     on_error: Annotated[
-        Literal["raise", "skip"], typer.Option(help="A record that cannot be used: stop, or leave it out.")
-    ] = "raise",
+        Literal["stop", "skip"], typer.Option(help="A record that cannot be used: stop, or leave it out.")
+    ] = "stop",
     backend: Annotated[str, typer.Option(help="Which installed trainer runs it: torch, jax, ...")] = "torch",
     device: Annotated[str, typer.Option(help="What the backend calls the device; auto takes the fastest.")] = "auto",
     attention: Annotated[str, typer.Option(help="Attention implementation of the packed run.")] = "auto",
@@ -211,7 +212,7 @@ def train(
 ) -> None:
     """Fine-tune a causal language model on packed documents; --compare measures it against padding."""
     given = {name: value for name, value in locals().items() if name != "command_line"}
-    if task != "sft":
+    if task != "sft" or have_images(data, split):
         train_task(command_line, {**command_line.params, **given})
         return
     command = TrainCommand.of(command_line, given)

@@ -26,6 +26,7 @@ ROLES = {
     "observation": "tool",
 }
 IMAGES = ("images", "image", "videos", "video")  # columns beside a text, as TRL names them
+LOOKED_AT = 100  # records that are looked at to see whether a data set has images
 _KNOWN = ("input_ids", "messages", "prompt", "text")  # a record with one of these is taken as it is
 
 
@@ -55,7 +56,7 @@ def canonical(record: Mapping[str, Any], where: Any, fields: tuple[tuple[str, st
     chat = record.get("messages")
     if chat is None and not any(record.get(name) is not None for name in _KNOWN):
         chat = record.get("conversations")
-    _refuse_images(chat, record, where)
+    _refuse_images(record, where)
     if isinstance(chat, list):
         return _chat(chat, record, where)
     if record.get("prompt") is not None and record.get("completion") is not None:
@@ -67,16 +68,29 @@ def canonical(record: Mapping[str, Any], where: Any, fields: tuple[tuple[str, st
     return record
 
 
-def _refuse_images(chat: Any, record: Mapping[str, Any], where: Any) -> None:
-    """Raises PackingError if a record has images, which would be left out without a word."""
-    found = next((name for name in IMAGES if record.get(name) not in (None, [], "")), None)
-    turns = [turn.get("content") for turn in chat if isinstance(turn, Mapping)] if isinstance(chat, list) else []
+def images_in(record: Mapping[str, Any]) -> str | None:
+    """Returns the column or the kind of part by which a record has images or videos; None if it has none.
+
+    Token ids are taken as they are, whatever stands beside them.
+    """
+    if record.get("input_ids") is not None:
+        return None
+    column = next((name for name in IMAGES if record.get(name) not in (None, [], "")), None)
+    if column is not None:
+        return column
+    chats = [chat for name in ("messages", "conversations", "prompt") if isinstance(chat := record.get(name), list)]
+    turns = [turn.get("content") for chat in chats for turn in chat if isinstance(turn, Mapping)]
     parts = [part for content in turns if isinstance(content, list) for part in content if isinstance(part, Mapping)]
-    found = found or next((str(part["type"]) for part in parts if part.get("type") in IMAGES), None)
-    if found is not None:
+    return next((str(part["type"]) for part in parts if part.get("type") in IMAGES), None)
+
+
+def _refuse_images(record: Mapping[str, Any], where: Any) -> None:
+    """Raises PackingError if a record has images, which would be left out without a word."""
+    if (found := images_in(record)) is not None:
         raise PackingError(
-            f"{where} has {found}, which this command does not read: train records with images by "
-            "crosspack.enable_packing(trainer) or crosspack.PackedVisionDataset, or leave the images out of them"
+            f"{where} has {found}, which is not read here: `crosspack train --model` trains records with images, of "
+            f"which one is among the first {LOOKED_AT}, and crosspack.PackedVisionDataset packs them; or leave the "
+            "images out of them"
         )
 
 

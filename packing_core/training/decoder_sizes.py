@@ -52,6 +52,8 @@ class DecoderSizes:
         mixers: of each kind that the model has.
         inner: W, of all experts that a token visits.
         routed: copies of a token's input for its experts.
+        routing: bytes of a token by which its experts are chosen and found.
+        feed_forward: parameters of a layer's MLP, or of all its experts.
         norms: inputs of norms that are as wide as the model.
         adapter_width: inputs and outputs of a layer's linear layers, added up.
     """
@@ -62,6 +64,8 @@ class DecoderSizes:
     mixers: tuple[Mixer, ...]
     inner: int
     routed: int
+    routing: int
+    feed_forward: int
     norms: int
     gated: bool
     vocabulary: int
@@ -69,9 +73,21 @@ class DecoderSizes:
     adapter_width: int
 
     @property
-    def tiles(self) -> bool:
-        """Returns whether long rows compute MLPs by tiles: gated ones, and no experts."""
-        return self.gated and not self.routed
+    def tiled(self) -> tuple[str, ...]:
+        """Returns the levels at which long rows compute MLPs or experts by tiles; experts keep a product at others."""
+        if self.routed:
+            return "full", "offload"
+        return ("selective", "full", "offload") if self.gated else ()
+
+    @property
+    def inside(self) -> int:
+        """Returns the columns that an MLP holds while it computes its gradients, beside its input and output.
+
+        An MLP holds inner columns, their product or activation, and the gradients of these. Experts hold them and a
+        gathered input, later inner columns and their gradients with two gathered inputs.
+        """
+        once = (3 if self.gated else 4) * self.inner
+        return max(once + self.routed, 2 * (self.inner + self.routed))
 
     @classmethod
     def read(cls, config: Any, itemsize: int = 2) -> DecoderSizes:
@@ -126,7 +142,8 @@ class DecoderSizes:
         halves = 2 if gated else 1
         vocabulary = read("vocab_size", default=1)
         embedded = vocabulary * width * (1 if find("tie_word_embeddings") else 2)
-        mlp = (halves + 1) * width * ((experts or 1) * one + shared) + 2 * width + experts * width
+        feed_forward = (halves + 1) * width * ((experts or 1) * one + shared)
+        mlp = feed_forward + 2 * width + experts * width
         return cls(
             width=width,
             layers=layers,
@@ -134,6 +151,8 @@ class DecoderSizes:
             mixers=tuple(mixer for mixer in mixers if mixer.layers),
             inner=halves * ((visited or 1) * one + shared),
             routed=visited * width if experts else 0,
+            routing=4 * experts + 24 * visited if experts else 0,
+            feed_forward=feed_forward,
             norms=3 if kind in _NORMS_BEHIND else 2,
             gated=gated,
             vocabulary=vocabulary,

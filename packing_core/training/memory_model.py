@@ -23,7 +23,8 @@ attention and MLP the input of the latter, and other mixers what their sizes say
 
 While a layer computes its gradients it holds what it recomputed, and either three columns in place of each inner one
 (halves, their product and the gradients of these) or the gradients of O, queries, keys and values. In long rows the
-MLP holds a tile of these. Figures that this was compared with: benchmarks/RESULTS.md, levels of memory.
+MLP, or the experts, hold a tile of these. Experts keep their first product at "selective", in rows of any length.
+Figures that this was compared with: benchmarks/RESULTS.md, levels of memory.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ USABLE = 0.95  # of a device: its own context, and what the allocator cannot use
 # Chunks of the loss take a seventh of all logits, within these bounds: few sums in float32 where rows are long, and
 # little memory beside the activations where they are not. Each chunk reads and writes the gradient of the weight once.
 _CHUNKS, _LEAST_BYTES, _MOST_BYTES = 7, 2**29, 2**31
-# Rows from this length on compute their MLPs by tiles of so many tokens, at the levels that recompute them.
+# Rows from this length on compute MLPs and experts by tiles of so many tokens, at the levels that recompute them.
 TILED_FROM, TILE = 65_536, 8_192
 _ON_THEIR_WAY = 2  # inputs of layers that offloading holds on the device: the last two to leave, or to come back
 _WORKSPACES = 144 * 2**20  # of the libraries of matrix products, on the streams of a step
@@ -61,8 +62,8 @@ class MemoryModel:
         gradients: of these, the gradients, which the first microbatch of a step makes in its backward.
         kept: at each level, what all layers keep for a token.
         work: at each level, what one layer holds beside that for a token while it computes its gradients.
-        tiled: as ``work`` in rows whose MLPs are computed by tiles, without these; empty where none are.
-        tile: of a layer, for a tile of its MLP and the sums of its weights' gradients.
+        tiled: as ``work`` in rows whose MLPs or experts are computed by tiles, without these; empty where none are.
+        tile: of a layer, for a tile of its MLP or experts and the sums of their weights' gradients.
         hidden: of a token, one hidden state: the input of a layer.
         logits: of a token, in the dtype of the activations.
         layers: number of layers.
@@ -182,18 +183,18 @@ class MemoryModel:
             fixed = itemsize * sizes.parameters + (1 + states) * gradients
         if adapted is None:
             adapted = 7 * rank if rank else 0
-        statistics = 4 * sizes.heads
+        statistics = 4 * sizes.heads + sizes.routing
+        first_product = sizes.inner if sizes.routed else 0
         kept = dict.fromkeys(("none", "selective", "full", "offload"), 0)
         works = []
         for mixer in sizes.mixers:
             narrow = sizes.norms * sizes.width + mixer.kept + adapted
-            kept["none"] += mixer.layers * (itemsize * (narrow + sizes.inner + sizes.routed) + statistics)
-            kept["selective"] += mixer.layers * (itemsize * narrow + statistics)
+            kept["none"] += mixer.layers * (itemsize * (narrow + sizes.inner) + statistics)
+            kept["selective"] += mixer.layers * (itemsize * (narrow + first_product) + statistics)
             kept["full"] += mixer.layers * itemsize * sizes.width
             works.append(_work(sizes, mixer, narrow, statistics, itemsize, trained=head))
         work, tiled = ({level: max(each[level] for each in kinds) for level in kinds[0]} for kinds in zip(*works))
-        half = sizes.inner // 2 if sizes.gated else sizes.inner
-        columns = itemsize * TILE * (2 * sizes.inner + half)
+        columns = sizes.inside + 2 * sizes.width if sizes.routed else 5 * sizes.inner // 2
         embedded = sizes.vocabulary * sizes.width if head else 0
         return cls(
             fixed=fixed,
@@ -205,8 +206,8 @@ class MemoryModel:
             logits=itemsize * sizes.vocabulary,
             head=itemsize * embedded,
             head_sum=4 * embedded,
-            tiled=tiled if sizes.tiles else {},
-            tile=columns + (0 if adapted else 4 * 3 * sizes.width * half),
+            tiled={level: tiled[level] for level in sizes.tiled},
+            tile=itemsize * TILE * columns + (0 if adapted else 4 * sizes.feed_forward),
         )
 
 
@@ -219,8 +220,7 @@ def _work(
     added up. The order is that of compiled layers, which compute the gradients of weights and norms last.
     """
     width = sizes.width
-    # normalised input; inner columns, their product or activation, and the gradients of these; rows for the experts
-    mlp = width + (3 if sizes.gated else 4) * sizes.inner + 2 * sizes.routed
+    mlp = width + sizes.inside  # with the normalised input
     # normalised input, gradients of what attention reads and returns
     around = width + mixer.gradients
     # normalised input, gradients of what attention reads, and of that input by each of three projections
@@ -230,8 +230,8 @@ def _work(
     second = width if trained else 0
     again = narrow - width  # what "full" recomputes, but for the inner columns
     work = {
-        "none": max(mlp - sizes.inner - sizes.routed, around + late, end + late),
-        "selective": max(mlp, around + late, end + late),
+        "none": max(mlp - sizes.inner, around + late, end + late),
+        "selective": max(mlp - (sizes.inner if sizes.routed else 0), around + late, end + late),
         "full": max(again + width + mlp, again - width + second + around + late, end + mixer.output + second + late),
     }
     tiled = {

@@ -422,7 +422,9 @@ def test_a_tokenizer_that_is_nowhere_is_one_line(tmp_path):
     ],
 )
 def test_records_with_images_are_refused_and_not_trained_without_them(record, column):
-    message = f"record 0 has {column}, which this command does not read: train records with images by crosspack.enable"
+    message = (
+        f"record 0 has {column}, which is not read here: `crosspack train --model` trains records with images, of "
+    )
     with pytest.raises(PackingError, match=re.escape(message)):
         canonical(record, "record 0", ())
     without = {name: value for name, value in record.items() if name != column} | {column: []}

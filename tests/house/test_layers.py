@@ -33,7 +33,7 @@ FLOORS = [
 ]
 FLOORS += ["stacks", "doctor", "conformance"]
 # the same of crosspack
-CONSOLE = ["reading", "encoding", "packing", "cli", "__main__"]
+CONSOLE = ["integrations", "reading", "encoding", "packing", "cli", "__main__"]
 
 
 @pytest.mark.parametrize("package", PACKAGES)

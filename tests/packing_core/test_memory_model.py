@@ -29,6 +29,18 @@ LLAMA = {
     "intermediate_size": 14_336,
     "vocab_size": 128_256,
 }
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "hidden_size": 2_880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "intermediate_size": 2_880,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "vocab_size": 201_088,
+}
 
 
 @pytest.mark.parametrize(
@@ -106,6 +118,22 @@ def test_an_eight_billion_model_with_adapters_trains_on_a_document_of_1_200_000_
     memory = MemoryModel.from_config(LLAMA, rank=16)
     assert memory.group(1_200_000, int(0.95 * 128e9)) == 3
     assert memory.longest("offload", int(140e9), int(0.95 * 128e9)) > 1_200_000
+
+
+def test_experts_by_tiles_make_room_for_a_document_of_500_000_tokens_in_80_gb() -> None:
+    """gpt-oss-20b with adapters, its weights in bfloat16; whole, the rows of its experts ended it at 165,000."""
+    memory = MemoryModel.from_config(GPT_OSS, rank=16)
+    host = int(0.95 * 128e9)
+    assert memory.longest("offload", int(80e9), host) > 500_000
+    assert replace(memory, tiled={}).longest("offload", int(80e9), host) < 200_000
+
+
+def test_experts_keep_their_first_product_at_the_selective_level_and_have_no_tiles_there() -> None:
+    memory, dense = MemoryModel.from_config(GPT_OSS), MemoryModel.from_config(LLAMA)
+    first_product = 2 * 4 * 2 * 2_880
+    assert memory.kept["none"] == memory.kept["selective"] > 24 * first_product
+    assert memory.kept["full"] == 24 * 2 * 2_880
+    assert set(memory.tiled) == {"full", "offload"} and set(dense.tiled) == {"selective", "full", "offload"}
 
 
 def test_later_microbatches_find_gradients_in_the_loss() -> None:

@@ -37,6 +37,7 @@ from torch_backend.conformance.ranks import ContextMethods, on_ranks
 from torch_backend.conformance.reductions import DocumentMethods
 from torch_backend.conformance.scans import ScanMethods
 from torch_backend.conformance.tensors import TensorMethods, to_numpy
+from torch_backend.interpretation import interpret_quickly
 from torch_backend.losses.causal_lm import causal_lm_loss
 from torch_backend.losses.cross_entropy import next_token_targets, normalise, packed_cross_entropy
 from torch_backend.ops.attention import IMPLEMENTATIONS, AttentionRequest, attention, load, rejections
@@ -74,6 +75,8 @@ def _make(name: str) -> Backend:
     if reason is not None:
         hint = "; TRITON_INTERPRET=1 runs its kernels on the CPU" if declared.interpreted else ""
         raise UnsupportedError(reason + hint)
+    if declared.interpreted:
+        interpret_quickly()
     return (Stack if name == "sdpa" else AttentionStack)(name, device, declared)
 
 

@@ -90,9 +90,11 @@ def check_shared_row(
 ) -> None:
     """Refuse a row of whole documents, of which the decoder computes each beginning once, if that would not be exact.
 
+    The model itself was asked when the row was made, by :func:`why_not_this_call`.
+
     Args, Raises: as :func:`check_forest`; ``packed`` are the whole documents.
     """
-    _refuse(anatomy.root, why_not_this_call(anatomy, kwargs))
+    _refuse(anatomy.root, _why_not_these(anatomy.root, kwargs))
     _check_positions(kwargs.get("position_ids"), packed, guard, wait=wait)
 
 
