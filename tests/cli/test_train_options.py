@@ -273,6 +273,19 @@ def test_records_that_cannot_be_used_are_left_out_and_counted_on_request(small, 
     assert (sample["steps"], sample["prompt"]) == (1, "lazy dog")
 
 
+def test_columns_of_other_names_are_read_where_they_are_named(small, tmp_path):
+    path = tmp_path / "qa.jsonl"
+    path.write_text('{"question": "lazy dog", "answer": " fox fox fox", "text": "zebras"}\n' * 4)
+    named = ["--data", path, "--eval-data", path, "--steps", 1, "--column", "prompt=question"]
+    at = small.index("--data")
+    small = (*small[:at], *small[at + 2 :])
+    result = run(*small, *named, "--column", "completion=answer")
+    assert result.exit_code == 0 and "evaluation loss" in words(result), result.output
+    assert "qa.jsonl:1 has no reply, only question" in one_line(run(*small, *named, "--column", "completion=reply"))
+    assert "--column chosen=a: chosen is not read: name one of text, " in one_line(run(*small, "--column", "chosen=a"))
+    assert "--column text: pass what is read and the column that holds it" in one_line(run(*small, "--column", "text"))
+
+
 class Hub(BaseHTTPRequestHandler):
     """A stand-in for the hub: takes a repository, says that files are sent in a commit, and keeps the commit."""
 
