@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from crosspack.cli import COMMANDS, app
 from crosspack.cli.figures import compare_titles
-from packing_core.training.job import Audit, StepRecord, TrainResult
+from packing_core.training.job import Audit, TrainResult
+from packing_core.training.records import StepRecord
 from tests import processes
 from tests.cli.conftest import LLAMA
 
