@@ -12,7 +12,8 @@ from rich.table import Table
 from crosspack.cli.progress import LABELS
 from packing_core.planning.composition import Composition
 from packing_core.planning.plan import PackPlan
-from packing_core.training.job import StepRecord, TrainResult
+from packing_core.training.job import TrainResult
+from packing_core.training.records import StepRecord
 from packing_core.training.schedule import Run, Schedule
 
 Int64 = NDArray[np.int64]

@@ -7,12 +7,13 @@ mixes its tokens (:mod:`.mixer_sizes`) and the MLP or experts behind it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from packing_core.errors import PackingError, UnsupportedModelError
-from packing_core.planning.pieces import positive
+from packing_core.planning.config_reader import ConfigReader
 from packing_core.training import mixer_sizes as mixers
 from packing_core.training.mixer_sizes import GATED_ATTENTION, Mixer, Read
 
@@ -121,17 +122,7 @@ class DecoderSizes:
             UnsupportedModelError: it has layers whose memory is not known.
         """
 
-        def find(*names: str) -> Any:
-            for name in names:
-                value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-                if value is not None:
-                    return value
-            return None
-
-        def read(*names: str, default: int = 0) -> int:
-            value = find(*names)
-            return default if value is None else positive(f"the config's {names[0]}", value)
-
+        find, read = ConfigReader(config).find, partial(ConfigReader(config), default=0)
         if (inside := find("text_config")) is not None:
             return cls.read(inside, itemsize)
         family, width = str(find("model_type")), read("hidden_size", "n_embd", "d_model")

@@ -9,7 +9,7 @@ from crosspack.cli.tables import duration, saved_line
 from crosspack.encoding.text import Document
 from packing_core.errors import PackingError
 from packing_core.planning.plan import plan
-from packing_core.training.job import StepRecord
+from packing_core.training.records import StepRecord
 from packing_core.training.schedule import Corpus, Schedule
 
 

@@ -21,6 +21,7 @@ FLOORS = [
     "segments",
     "seal",
     "ops",
+    "hub",
     "context_parallel",
     "hf",
     "collate",
@@ -33,7 +34,7 @@ FLOORS = [
 ]
 FLOORS += ["stacks", "doctor", "conformance"]
 # the same of crosspack
-CONSOLE = ["reading", "encoding", "packing", "cli", "__main__"]
+CONSOLE = ["integrations", "reading", "encoding", "packing", "cli", "__main__"]
 
 
 @pytest.mark.parametrize("package", PACKAGES)

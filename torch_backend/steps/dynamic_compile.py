@@ -4,21 +4,16 @@ A packed call -> the first one runs as usual and asks the attention implementati
 number of tokens as a variable -> later packed calls run through them, with gradients or without. All other calls,
 generation among them, run the layers as they are. So a row stays as long as its documents, where fixed shapes would
 need padding.
-
-Sizes that follow the row are marked before the first compilation. Left alone, torch compiles for the first row's sizes,
-and once more for others when they come; ``dynamic=True`` makes variables of all sizes and numbers, such as the width of
-a head.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
@@ -26,14 +21,12 @@ from torch_backend.hf.anatomy.structure import causal_lm
 from torch_backend.hf.foreign_kernels import replaced_modules, without_kernels
 from torch_backend.hf.forward import PackedForward, forward_among
 from torch_backend.hf.patch import Patched, state_of
-from torch_backend.segments import PackedMetadata
 from torch_backend.steps.cuda_graph import GRAPHS, compile_layers, whole_layers
 from torch_backend.steps.eligibility import why_not_compiled
 
 log = logging.getLogger("crosspack")
 
 COMPILED = "compiled, for rows of any length"
-_NUMBERS_OF_THE_ROW = r".*\.segments\.(tokens|max_seqlen)$"  # sources of Dynamo, as a regular expression
 
 
 class CompiledCalls:
@@ -89,9 +82,8 @@ class _Call:
         if self.owner.failed or forward is None or not forward.prepared:
             return self.plain(*args, **kwargs)
         try:
-            _mark_sizes_of_the_row(forward.segments, (*args, *kwargs.values()))
             limit = torch._dynamo.config.patch(recompile_limit=GRAPHS)
-            with limit, _numbers_of_the_row(), whole_layers(), without_kernels(self.foreign):
+            with limit, whole_layers(), without_kernels(self.foreign):
                 return self.compiled(*args, **kwargs)
         except TorchDynamoException as error:
             self.owner.fail(error)
@@ -100,42 +92,6 @@ class _Call:
     def _current(self) -> PackedForward | None:
         state = self.owner.state
         return None if state is None else state.current()
-
-
-@contextmanager
-def _numbers_of_the_row() -> Iterator[None]:
-    """Inside, torch.compile takes numbers that follow the row as variables. ``config.patch`` costs 50 us a layer."""
-    config: Any = torch.compiler.config
-    before = config.dynamic_sources
-    config.dynamic_sources = f"{before},{_NUMBERS_OF_THE_ROW}" if before else _NUMBERS_OF_THE_ROW
-    try:
-        yield
-    finally:
-        config.dynamic_sources = before
-
-
-def _mark_sizes_of_the_row(segments: PackedMetadata, given: Iterable[Any]) -> None:
-    """Let torch.compile take the number of tokens, and of what lists segments or tiles, as variables.
-
-    Args:
-        given: arguments of a layer, among them tensors and tuples of tensors.
-    """
-    for x in _tensors(given):
-        sizes = x.shape[:-1] if x.is_floating_point() else x.shape  # without channels, which may be as many
-        for dim, size in enumerate(sizes):
-            if size == segments.tokens:
-                torch._dynamo.maybe_mark_dynamic(x, dim)
-    for x in _tensors(segments.held()):
-        if x.ndim:
-            torch._dynamo.maybe_mark_dynamic(x, 0)
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, tuple):
-            yield from (x for x in value if isinstance(x, Tensor))
 
 
 def _why_not_any_length(model: nn.Module) -> str | None:
