@@ -33,7 +33,7 @@ from crosspack.cli.models import check_name, model_config
 from crosspack.cli.options import EncodedRecords, check_data
 from crosspack.cli.page import page
 from crosspack.cli.progress import counted
-from crosspack.cli.speed import Speed
+from crosspack.cli.speed import Speed, said_of
 from crosspack.cli.tables import composition_table, computed_tokens, lengths_table, memory_table, savings_table
 from crosspack.encoding.kinds import Where, kind_of
 from crosspack.encoding.layouts import canonical
@@ -168,6 +168,8 @@ def report(
         "ranks": by_rank(packed, ranks, speed.cost, seed),
         "time": {**speed.about, "hours": hours(packed, speed, BATCHES, seed), "row_seconds": speed.of_row(packed)},
     }
+    if measured is not None:
+        OUT.print(said_of(found["time"]), highlight=False)
     figures(found if memory is None else found | {"model": model, "gpu_gib": gib, "longest_rows": memory})
     if output is None:
         return

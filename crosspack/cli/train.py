@@ -28,6 +28,7 @@ from crosspack.cli.outputs import Output, writing
 from crosspack.cli.progress import TrainProgress
 from crosspack.cli.reporting import Service, reporting, scalars
 from crosspack.cli.runfile import RUN_FILE, take_file
+from crosspack.cli.speed import of_run
 from crosspack.cli.tables import comparison_table, lengths_table, padding, rate, saved_line, saving_line, steps_table
 from crosspack.cli.tasks import train_task
 from crosspack.cli.traincommand import Steps, TrainCommand
@@ -52,7 +53,8 @@ RESULTS = (
 GROUPS = {
     "Data": (
         "data eval_data capacity overflow loss",
-        "split eval_split tokenizer limit on_error context min_piece max_segments packing order order_by bos eos",
+        "split eval_split column tokenizer limit on_error context min_piece max_segments packing order order_by "
+        "bos eos",
     ),
     "Model": ("model task lora dtype", "lora_alpha lora_dropout lora_targets merge_lora attention trust_remote_code"),
     "Steps": (
@@ -92,6 +94,10 @@ def train(
     ] = None,
     data: options.Data = None,
     split: options.Split = "train",
+    column: Annotated[
+        list[str] | None,
+        typer.Option(help="The column that holds what is read as NAME: prompt=question. Once for each."),
+    ] = None,
     tokenizer: options.TokenizerName = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Train on the first documents alone, as many as this.")
@@ -350,6 +356,7 @@ def _report(command: TrainCommand, steps: Steps, result: TrainResult, kept: Outp
     about = _about(result, command.given["backend"])
     about |= {"samples": steps.samples} if steps.samples else {}
     if kept is not None:
+        about |= of_run(kept.partial / "config.json", steps.schedule.plans[0])
         _publish(command, steps, about, kept)
     elif command.output is None and not command.given["compare"]:
         OUT.print("nothing is kept: pass --output to keep the model")

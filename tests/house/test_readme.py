@@ -30,6 +30,7 @@ PAGES = (
     "docs/faq.md",
     "docs/hybrids.md",
     "docs/migration.md",
+    "docs/my-script.md",
     "docs/plain-loop.md",
     "docs/post-training.md",
     "docs/shared-prefixes.md",
@@ -83,10 +84,17 @@ def commands(page: str) -> list[list[str]]:
 @pytest.mark.parametrize("command", [c for c in commands("README.md") if c[0] == "crosspack"], ids=" ".join)
 def test_console_commands_run(command, folder, monkeypatch) -> None:
     monkeypatch.chdir(folder)
-    extra = ["--overflow", "split", "--steps", "2"] if command[1] == "train" else []
+    extra = ["--overflow", "split", "--steps", "2", "--capacity", "256"] if command[1] == "train" else []
     result = CliRunner().invoke(app, command[1:] + extra)
     contaminated_stock_path = command[1] == "audit"
     assert result.exit_code == int(contaminated_stock_path), result.output
+
+
+@pytest.mark.parametrize("page", ["README.md", *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))])
+def test_commands_do_not_scroll_sideways(page) -> None:
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    shown = [line for language, text in fenced if language in ("", "console") for line in text.splitlines()]
+    assert not [line for line in shown if len(line) > 100]
 
 
 def test_the_command_of_a_trained_models_losses_runs(folder) -> None:

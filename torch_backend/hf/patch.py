@@ -249,6 +249,7 @@ class Patched(BatchReader):
             return run_inside(self, None, call, *args, **kwargs)
         kwargs = self.rows.begin(forward, kwargs)
         forward.wants_blank_image = wants_blank_image(self.root, self.decoder, kwargs)
+        call = router.over_ranks(self.root, call, forward.context, kwargs, whole=whole)
         output = run_inside(self, forward, call, *args, **kwargs)
         if not forward.handed_over:
             raise UnsupportedModelError(
