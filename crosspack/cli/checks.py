@@ -45,7 +45,7 @@ def check_contradictions(given: Mapping[str, Any]) -> None:
         )
     if given["strategy"] in ZERO:
         _check_zero(given)
-    _check_order(given)
+    check_order(given)
     _check_context(given, ranks)
     groups = ranks // given["context_parallel"]
     if given["rows_per_step"] < groups:
@@ -113,7 +113,7 @@ def _check_optimizer(given: Mapping[str, Any]) -> None:
         )
 
 
-def _check_order(given: Mapping[str, Any]) -> None:
+def check_order(given: Mapping[str, Any]) -> None:
     """Refuse an order of training without its column, and one of rows that are packed by length."""
     order, column = given["order"], given["order_by"]
     if order in ("sorted", "grouped") and column is None:

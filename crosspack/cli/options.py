@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 from rich.markup import escape
@@ -15,9 +15,10 @@ from rich.markup import escape
 from crosspack.cli.console import OUT
 from crosspack.cli.progress import counted
 from crosspack.cli.records import join, open_records, weighted
+from crosspack.encoding.keys import key_of
 from crosspack.encoding.kinds import Refuse, Where, kind_of, raise_error
 from crosspack.encoding.layouts import canonical
-from crosspack.encoding.text import Encoded, Encoder, Loss, Policy, plain_texts
+from crosspack.encoding.text import Encoder, Loss, Policy, plain_texts
 from crosspack.encoding.tokenizer import check_tokenizer, load_tokenizer, train_tokenizer
 from crosspack.encoding.tokens import check_length
 from crosspack.reading import Records
@@ -177,7 +178,7 @@ class EncodedRecords:
         for found in self.encoder.encoded(records, skip or raise_error, left_out):
             if overflow == "error":
                 check_length(str(found.where), found.document, capacity)
-            yield found.document if key is None else found.document._replace(key=_key_of(found, key))
+            yield found.document if key is None else found.document._replace(key=key_of(found.where, found.record, key))
 
 
 def _usable(records: Records, skip: Refuse) -> Iterator[Row]:
@@ -187,14 +188,6 @@ def _usable(records: Records, skip: Refuse) -> Iterator[Row]:
             skip(item, item.error())
         else:
             yield item
-
-
-def _key_of(found: Encoded, column: str) -> Any:
-    value = found.record.get(column)
-    if not isinstance(value, str | int | float) or value != value:
-        what = f"has no {column}" if value is None else f"has {value!r} in {column}"
-        raise PackingError(f"{found.where} {what}, by which --order-by orders: give every record a number or a text")
-    return value
 
 
 def option_of_split(option: str) -> str:

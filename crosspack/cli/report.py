@@ -33,7 +33,7 @@ from crosspack.cli.models import check_name, model_config
 from crosspack.cli.options import EncodedRecords, check_data
 from crosspack.cli.page import page
 from crosspack.cli.progress import counted
-from crosspack.cli.speed import Speed
+from crosspack.cli.speed import Speed, said_of
 from crosspack.cli.tables import (
     composition_table,
     computed_tokens,
@@ -148,8 +148,9 @@ def report(
     OUT.print(savings_table(packed, batches=BATCHES, seed=seed))
     OUT.print(composition_table(composition, random.composition()))
     taken = hours(packed, speed, BATCHES, seed)
-    whose = f"estimated for {shape} on one {card}" if measured is None else f"at the speed of {measured}"
-    OUT.print(epoch_line({way["arrangement"]: way["hours"] for way in taken}, whose), highlight=False)
+    if measured is None:
+        ways = {way["arrangement"]: way["hours"] for way in taken}
+        OUT.print(epoch_line(ways, f"estimated for {shape} on one {card}"), highlight=False)
     warnings = concerns(seen, packed)
     for concern in warnings:
         warn(concern.text)
@@ -178,6 +179,8 @@ def report(
         "ranks": by_rank(packed, ranks, speed.cost, seed),
         "time": {**speed.about, "hours": taken, "row_seconds": speed.of_row(packed)},
     }
+    if measured is not None:
+        OUT.print(said_of(found["time"]), highlight=False)
     figures(found if memory is None else found | {"model": model, "gpu_gib": gib, "longest_rows": memory})
     if output is None:
         return

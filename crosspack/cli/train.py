@@ -28,6 +28,7 @@ from crosspack.cli.outputs import Output, writing
 from crosspack.cli.progress import TrainProgress
 from crosspack.cli.reporting import Service, reporting, scalars
 from crosspack.cli.runfile import RUN_FILE, take_file
+from crosspack.cli.speed import of_run
 from crosspack.cli.tables import comparison_table, lengths_table, padding, rate, saved_line, saving_line, steps_table
 from crosspack.cli.tasks import train_task
 from crosspack.cli.traincommand import Steps, TrainCommand
@@ -355,6 +356,7 @@ def _report(command: TrainCommand, steps: Steps, result: TrainResult, kept: Outp
     about = _about(result, command.given["backend"])
     about |= {"samples": steps.samples} if steps.samples else {}
     if kept is not None:
+        about |= of_run(kept.partial / "config.json", steps.schedule.plans[0])
         _publish(command, steps, about, kept)
     elif command.output is None and not command.given["compare"]:
         OUT.print("nothing is kept: pass --output to keep the model")

@@ -21,6 +21,7 @@ FLOORS = [
     "segments",
     "seal",
     "ops",
+    "hub",
     "context_parallel",
     "hf",
     "collate",

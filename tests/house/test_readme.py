@@ -84,7 +84,7 @@ def commands(page: str) -> list[list[str]]:
 @pytest.mark.parametrize("command", [c for c in commands("README.md") if c[0] == "crosspack"], ids=" ".join)
 def test_console_commands_run(command, folder, monkeypatch) -> None:
     monkeypatch.chdir(folder)
-    extra = ["--overflow", "split", "--steps", "2"] if command[1] == "train" else []
+    extra = ["--overflow", "split", "--steps", "2", "--capacity", "256"] if command[1] == "train" else []
     result = CliRunner().invoke(app, command[1:] + extra)
     contaminated_stock_path = command[1] == "audit"
     assert result.exit_code == int(contaminated_stock_path), result.output

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from packing_core.errors import CapacityError, PackingError, UnsupportedError
+from packing_core.errors import CapacityError, LayoutError, PackingError, UnsupportedError
 from packing_core.training.memory_model import LEVELS, USABLE
 from tests.torch_backend.models import collate, documents, tiny
 from tests.torch_backend.test_packed_step import adapted, built
@@ -17,6 +17,7 @@ from tests.torch_backend.test_train_step import graphs as graphs
 from tests.torch_backend.test_trainer import llama
 from torch_backend import enable_packing, explain, make_train_step, patch
 from torch_backend.steps import memory_fit
+from torch_backend.steps.cuda_graph import compile_layers
 from torch_backend.steps.fast_backward import Gradients
 from torch_backend.steps.memory import level_of, set_level
 from torch_backend.steps.memory_fit import choose_level, memory_of
@@ -159,6 +160,16 @@ def test_layers_that_are_not_compiled_take_full() -> None:
     finally:
         memory_fit.device_bytes = memory_fit_device
     assert (level, "layers are not compiled (the model computes on cpu)" in reason) == ("full", True)
+
+
+def test_layers_of_a_model_without_attention_are_compiled_after_a_packed_batch() -> None:
+    model = patch(tiny("mamba2"), verify=False).train()
+    with pytest.raises(LayoutError, match="a patched model that has run a packed batch"):
+        compile_layers(model, backend="eager")
+    model(**collate(documents((5, 19)), capacity=24))
+    compile_layers(model, backend="eager")
+    assert all(layer._compiled_call_impl is not None for layer in model.backbone.layers)
+    assert memory_of(model).kept["none"] > 0
 
 
 def test_a_trainer_takes_the_fastest_level_that_fits(

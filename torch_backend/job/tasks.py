@@ -110,6 +110,11 @@ def _tokenizer(job: TaskJob) -> Any:
         loaded = getattr(transformers, auto).from_pretrained(job.tokenizer, trust_remote_code=job.trust_remote_code)
     except Exception as error:  # files of the folder may hold anything, and so may what reading them raises
         raise PackingError(f"{what} {job.tokenizer}: {first_line(error)}") from error
+    if job.task == "sft" and getattr(loaded, "image_processor", None) is None:
+        raise PackingError(
+            f"records have images, and {job.tokenizer} has no processor of images, only {type(loaded).__name__}: pass "
+            "a vision-language model, or leave the images out of the records"
+        )
     tokenizer = getattr(loaded, "tokenizer", loaded)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

@@ -20,7 +20,8 @@ import torch
 TRITON = find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-_LIBRARY = torch.library.Library("crosspack", "FRAGMENT")
+NAMESPACE = "crosspack"  # a copy of these files for the Kernels Hub has one of its own
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def operator(schema: str, launch: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -35,8 +36,8 @@ def operator(schema: str, launch: Callable[..., Any], fake: Callable[..., Any]) 
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, launch, "CPU")
     _LIBRARY.impl(name, on_its_device(launch), "CUDA")
-    torch.library.register_fake(f"crosspack::{name}", fake)
-    return getattr(torch.ops.crosspack, name).default
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
 def on_its_device(launch: Callable[..., Any]) -> Callable[..., Any]:
