@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -194,6 +196,22 @@ def test_a_pattern_names_the_kind_of_each_layer() -> None:
     plain = MemoryModel.from_config(QWEN2 | {"intermediate_size": 4_864 // 2}).kept["none"]
     attention, unit = 2 * (2 * 896 + 2 * 128) + 4 * 14, 2 * 9 * 896 + 4 * 2 * 896
     assert kept - plain == 16 * (unit - attention)
+
+
+def test_the_table_of_longest_documents_is_that_of_the_formula() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "speed.md").read_text()
+    models: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "Qwen2-0.5B, all weights, AdamW": (QWEN2, {}),
+        "Llama-3.1-8B, LoRA of rank 16": (LLAMA, {"rank": 16}),
+        "Llama-3.1-8B, all weights, 8-bit AdamW": (LLAMA, {"states": 1}),
+        "Llama-3.1-8B, all weights, optimizer on the host": (LLAMA, {"states": 0}),
+        "gpt-oss-20b in bfloat16, LoRA of rank 16": (GPT_OSS, {"rank": 16}),
+    }
+    devices = {"80 GiB": 80 * GIB, "140 GB": int(140e9)}
+    for (name, (config, options)), (device, size) in product(models.items(), devices.items()):
+        memory = MemoryModel.from_config(config, **options)
+        longest = (memory.longest(level, size, int(0.95 * 128e9)) // 1_000 for level in LEVELS)
+        assert f"| {name} | {device} | {' | '.join(f'{tokens:,}' for tokens in longest)} |" in page
 
 
 def test_later_microbatches_find_gradients_in_the_loss() -> None:
