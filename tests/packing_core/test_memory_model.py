@@ -78,12 +78,6 @@ def test_a_layer_keeps_what_its_backward_reads() -> None:
     assert memory.fixed == 2 * weights * (1 + 1 + 2)
 
 
-def test_experts_keep_a_copy_of_each_token_and_columns_of_their_own() -> None:
-    moe = LLAMA | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
-    dense, experts = (MemoryModel.from_config(config).kept["none"] for config in (LLAMA, moe))
-    assert experts - dense == 32 * 2 * (2 * 4_096 + 2 * 14_336)
-
-
 def test_norms_of_queries_and_norms_behind_layers_keep_more() -> None:
     plain, queries, behind = (MemoryModel.from_config(LLAMA | {"model_type": m}) for m in ("llama", "qwen3", "glm4"))
     assert queries.kept["none"] - plain.kept["none"] == 32 * 2 * (4_096 + 1_024)
