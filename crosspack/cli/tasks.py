@@ -194,6 +194,7 @@ def _job(command: TaskCommand, records: list[Row], held_out: list[Row], kept: Ou
         tokenizer=given["tokenizer"] or given["model"],
         records=records,
         held_out=held_out,
+        images=command.name == "sft" or any(images_in(record) for record in [*records, *held_out]),
         options=command.options,
         arguments={"report_to": given["report_to"], **command.arguments},
         rewards=command.rewards,
@@ -301,7 +302,7 @@ def _read(command: TaskCommand, records: Records) -> list[Row]:
                 raise
             skipped.append(first_line(error))
             continue
-        if command.name == "sft":
+        if command.task.images:
             item = with_whole_paths(item)
         elif (images := images_in(item)) is not None:
             raise UnsupportedError(

@@ -32,7 +32,7 @@ FLOORS = [
     "trainers",
     "job",
 ]
-FLOORS += ["stacks", "doctor", "conformance"]
+FLOORS += ["stacks", "doctor", "interpretation", "conformance"]
 # the same of crosspack
 CONSOLE = ["integrations", "reading", "encoding", "packing", "cli", "__main__"]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,6 +76,12 @@ def test_a_layer_keeps_what_its_backward_reads() -> None:
     assert memory.kept["full"] == memory.host == 2 * 8
     weights = 2 * 10 * 8 + 8 * (8 + 4 + 4) + 8 * 8 + 3 * 8 * 24 + 2 * 8 + 8
     assert memory.fixed == 2 * weights * (1 + 1 + 2)
+
+
+def test_experts_keep_a_copy_of_each_token_and_columns_of_their_own() -> None:
+    moe = LLAMA | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    dense, experts = (MemoryModel.from_config(config).kept["none"] for config in (LLAMA, moe))
+    assert experts - dense == 32 * 2 * (2 * 4_096 + 2 * 14_336)
 
 
 def test_norms_of_queries_and_norms_behind_layers_keep_more() -> None:
@@ -188,6 +196,22 @@ def test_a_pattern_names_the_kind_of_each_layer() -> None:
     plain = MemoryModel.from_config(QWEN2 | {"intermediate_size": 4_864 // 2}).kept["none"]
     attention, unit = 2 * (2 * 896 + 2 * 128) + 4 * 14, 2 * 9 * 896 + 4 * 2 * 896
     assert kept - plain == 16 * (unit - attention)
+
+
+def test_the_table_of_longest_documents_is_that_of_the_formula() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "speed.md").read_text()
+    models: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "Qwen2-0.5B, all weights, AdamW": (QWEN2, {}),
+        "Llama-3.1-8B, LoRA of rank 16": (LLAMA, {"rank": 16}),
+        "Llama-3.1-8B, all weights, 8-bit AdamW": (LLAMA, {"states": 1}),
+        "Llama-3.1-8B, all weights, optimizer on the host": (LLAMA, {"states": 0}),
+        "gpt-oss-20b in bfloat16, LoRA of rank 16": (GPT_OSS, {"rank": 16}),
+    }
+    devices = {"80 GiB": 80 * GIB, "140 GB": int(140e9)}
+    for (name, (config, options)), (device, size) in product(models.items(), devices.items()):
+        memory = MemoryModel.from_config(config, **options)
+        longest = (memory.longest(level, size, int(0.95 * 128e9)) // 1_000 for level in LEVELS)
+        assert f"| {name} | {device} | {' | '.join(f'{tokens:,}' for tokens in longest)} |" in page
 
 
 def test_later_microbatches_find_gradients_in_the_loss() -> None:

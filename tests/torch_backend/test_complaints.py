@@ -1,4 +1,4 @@
-"""What users of other packers report: ``docs/complaints.md`` names a test for each; these had none."""
+"""Problems that users of other packers report: ``docs/complaints.md`` names a test for each; these had none."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import os
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +18,7 @@ from transformers.utils.import_utils import is_kernels_available
 from conformance.numerics import largest
 from packing_core import reference
 from packing_core.errors import PackingError, UnsupportedError
+from tests.processes import run
 from torch_backend.hub import functions, package
 
 needs_kernels = pytest.mark.skipif(find_spec("kernels") is None, reason="needs the library kernels")
@@ -130,7 +130,8 @@ def computed(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     script = folder / "alone.py"
     script.write_text(hide + ALONE)
     command = [sys.executable, str(script), str(repository / "build" / "torch-cpu"), str(folder)]
-    subprocess.run(command, check=True, env=environment, cwd=folder)
+    result = run(command, env=environment, cwd=folder)
+    assert result.returncode == 0, result.stderr
     with np.load(folder / "out.npz") as found:
         return dict(found)
 
@@ -261,4 +262,5 @@ def test_transformers_trains_packed_rows_through_its_own_hooks(repository: Path,
     path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     local = {"LOCAL_KERNELS": f"{package.REPOSITORY}={repository}", "TRITON_INTERPRET": "1", "PYTHONPATH": path}
     command = [sys.executable, "-c", IN_TRANSFORMERS, how, str(repository)]
-    subprocess.run(command, check=True, env=os.environ | local)
+    result = run(command, env=os.environ | local, limit=300)
+    assert result.returncode == 0, result.stderr

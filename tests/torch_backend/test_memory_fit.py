@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from packing_core.errors import CapacityError, LayoutError, PackingError, UnsupportedError
+from packing_core.errors import CapacityError, PackingError, UnsupportedError
+from packing_core.training import memory_model
 from packing_core.training.memory_model import LEVELS, USABLE
 from tests.torch_backend.models import collate, documents, tiny
 from tests.torch_backend.test_packed_step import adapted, built
@@ -17,7 +18,6 @@ from tests.torch_backend.test_train_step import graphs as graphs
 from tests.torch_backend.test_trainer import llama
 from torch_backend import enable_packing, explain, make_train_step, patch
 from torch_backend.steps import memory_fit
-from torch_backend.steps.cuda_graph import compile_layers
 from torch_backend.steps.fast_backward import Gradients
 from torch_backend.steps.memory import level_of, set_level
 from torch_backend.steps.memory_fit import choose_level, memory_of
@@ -121,6 +121,32 @@ def test_a_row_that_fits_at_no_level_is_refused_before_the_first_step(
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+def test_a_row_too_long_for_the_level_that_was_named_is_announced_before_the_first_step(
+    model: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(memory_model, "_WORKSPACES", 0)  # a hundred times what this model takes
+    give(monkeypatch, memory(model).bytes("full", 128) / USABLE)
+    step_of(model, memory="full")([batch(), batch()])
+    assert "128 tokens" not in capsys.readouterr().err
+    step = step_of(model, memory="none")
+    for _ in range(2):
+        step([batch(), batch()])
+    lines = [line for line in capsys.readouterr().err.splitlines() if "a row of 128 tokens needs about" in line]
+    assert len(lines) == 1 and lines[0].endswith('are there: memory="full" fits')
+
+
+def test_a_row_too_long_for_any_level_is_refused_whatever_level_was_named(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_model, "_WORKSPACES", 0)
+    give(monkeypatch, memory(model).bytes("offload", 128) / 1.1)
+    with pytest.raises(CapacityError, match="a row of 128 tokens fits .* GiB at no level of memory: the longest that"):
+        step_of(model, memory="none")([batch(), batch()])
+    give(monkeypatch, memory(model).fixed / 2)
+    with pytest.raises(CapacityError, match=r"no shorter one does: weights, gradients and optimizer take \d+\.\d GiB"):
+        step_of(model, memory="auto")([batch(), batch()])
+
+
 def test_an_out_of_memory_error_names_the_level_that_fits(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     step = step_of(model, memory="none")
 
@@ -160,16 +186,6 @@ def test_layers_that_are_not_compiled_take_full() -> None:
     finally:
         memory_fit.device_bytes = memory_fit_device
     assert (level, "layers are not compiled (the model computes on cpu)" in reason) == ("full", True)
-
-
-def test_layers_of_a_model_without_attention_are_compiled_after_a_packed_batch() -> None:
-    model = patch(tiny("mamba2"), verify=False).train()
-    with pytest.raises(LayoutError, match="a patched model that has run a packed batch"):
-        compile_layers(model, backend="eager")
-    model(**collate(documents((5, 19)), capacity=24))
-    compile_layers(model, backend="eager")
-    assert all(layer._compiled_call_impl is not None for layer in model.backbone.layers)
-    assert memory_of(model).kept["none"] > 0
 
 
 def test_a_trainer_takes_the_fastest_level_that_fits(

@@ -78,6 +78,23 @@ def experts_source(name: str, rank: int, m: int, n: int, k: int, parts: int) -> 
     return ASTSource(kernel, signature, {(names.index(n),): x for n, x in constants.items() if n in names}, aligned)
 
 
+def launched(name: str, given: dict[str, Any]) -> Any:
+    """A kernel of attention with the arguments of a launch: kinds of tensors, numbers, constants."""
+    from triton.compiler import ASTSource
+
+    from torch_backend.ops.attention import triton_kernels
+
+    kernel = getattr(triton_kernels, name)
+    constants = {p.name: given[p.name] for p in kernel.params if p.is_constexpr or given[p.name] is None}
+    numbers = {int: "i32", float: "fp32"}
+    signature = {
+        n: "constexpr" if n in constants else numbers.get(type(x), x)
+        for n, x in ((n, given[n]) for n in kernel.arg_names)
+    }
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if signature[n].startswith("*")}
+    return ASTSource(kernel, signature, {(kernel.arg_names.index(n),): x for n, x in constants.items()}, aligned)
+
+
 def shared(cases: list[list[Any]], capability: int) -> list[int]:
     """Bytes of shared memory of each compiled case; runs in a process whose kernels are not interpreted."""
     import triton

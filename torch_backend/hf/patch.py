@@ -227,6 +227,12 @@ class Patched(BatchReader):
         return [edit for edit in self.edits if isinstance(edit, AttentionName)]
 
     @property
+    def _compiles(self) -> bool:
+        """Returns whether compiled layers run, among them layers without attention, which make no requests."""
+        alone = self.context is None and not (self.anatomy.attention or self.layers_need_lengths)
+        return bool(self.compiled) or (alone and has_compiled_layers(self.decoder))
+
+    @property
     def requests(self) -> list[AttentionRequest]:
         """The attention requests of the layers in the last packed forward that left a record."""
         return [choice.request for choice in self.choices.values() if isinstance(choice, AttentionChoice)]
@@ -305,7 +311,7 @@ class Patched(BatchReader):
             if self.anatomy.head == "next token" or kwargs.get("position_ids") is not None:
                 kwargs["position_ids"] = None
             return kwargs
-        if self.compiled and (forward.segments.parents is None or self.why_no_compiled_forest(self.compiled) is None):
+        if self._compiles and (forward.segments.parents is None or self.why_no_compiled_forest(self.compiled) is None):
             self.prepare(forward)
         kwargs["attention_mask"] = forward
         if self.anatomy.mixers:  # some layers pass on what they do not know, some only the argument of fused kernels

@@ -65,7 +65,7 @@ def compile_layers(
     """
     root = causal_lm(model)
     state = state_of(root)
-    if state is None or not state.choices:
+    if state is None or not (state.requests or (state.choices and not state.layers_need_lengths)):
         raise LayoutError("compile_layers takes a patched model that has run a packed batch: call patch(model) and it")
     state.compiled = {replace(request, requires_grad=True) for request in state.requests}
     chosen = _recompute_cheap if recompute and backend == "inductor" else backend

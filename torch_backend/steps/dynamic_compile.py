@@ -51,7 +51,7 @@ class CompiledCalls:
 
     def _compile(self, *_: Any) -> None:
         """A hook after each call, until the first packed one."""
-        if self.state is None or not self.state.choices:
+        if self.state is None or not self.state.requests:
             return
         self._hook.remove()
         compile_layers(self.model, dynamic=None)

@@ -264,7 +264,7 @@ def _launch_backward(
         q, k, v, out, dout, lse, slopes, dq, stats, work_q, parts_q, ends, q.shape[0], scale, softcap, window,
         *strides, *_shape(q, k, v), *options, **_blocks(q, v, tile_q),
     )  # fmt: skip
-    blocks, shares = _blocks(q, v, tile_k), None
+    blocks, shares = _blocks(q, v, tile_k), stats  # any pointer: without sums no walk is cut
     if sums_k is not None:
         shares = stats.new_empty(sums_k.shape[0], k.shape[1], blocks["BLOCK_N"], k.shape[2] + v.shape[2])
     kernels.backward_keys[work_k.shape[0] * k.shape[1],](
