@@ -25,8 +25,8 @@ class runs them on the CPU in float32, and then one document after the other is 
 and EasyDeL the board runs the released packers and loss masks, in our patched model, which honours their segments: what
 it finds is in their batches. `kept` is the share of real tokens that are trained (lognormal lengths of mean 600, rows
 of 2,048; some documents are longer), `filled` is the share of slots that hold one. Speed is tokens/s relative to
-crosspack in the same run, on tiny models on a shared CPU: it shows that a path was taken, and is no measure of a GPU.
-"""
+crosspack in the same run, on tiny models and a CPU that other work shared: halves and doubles are noise, and nothing
+follows for a GPU."""
 
 
 def markdown(lines: Sequence[Any], models: dict[str, str], day: date) -> str:
@@ -35,7 +35,7 @@ def markdown(lines: Sequence[Any], models: dict[str, str], day: date) -> str:
     speeds = table(["tokens/s, relative to crosspack", *header[4:]], _speeds(lines, models))
     parts = [f"# {TITLE}", f"{day}, {_versions()}.", LEGEND, table(header, rows)]
     notes = "\n".join(f"- {line.stack}: {line.note}." for line in lines if line.note)
-    numbered = "\n".join(f"{number}. `{reason}`" for number, reason in enumerate(reasons, 1))
+    numbered = "\n".join(f"{number}. `` {reason} ``" for number, reason in enumerate(reasons, 1))
     again = "Run it again, all of it or one cell:\n\n```text\n" + "\n".join(COMMANDS) + "\n```"
     return (
         "\n\n".join(

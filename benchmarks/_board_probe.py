@@ -93,7 +93,7 @@ def judge(model: nn.Module, documents: Sequence[Tensor], make: MakeBatches, alon
 def failed(error: Exception) -> Cell:
     """Returns the cell of what was raised: a module that is missing means that the stack was not run."""
     verdict = "not run" if isinstance(error, ModuleNotFoundError) else "refused"
-    return Cell(verdict, reason=f"{type(error).__name__}: {first_line(error)}"[:160])
+    return Cell(verdict, reason=f"{type(error).__name__}: {first_line(error)}"[:240])
 
 
 def each_alone(model: nn.Module, documents: Sequence[Tensor]) -> Computation:

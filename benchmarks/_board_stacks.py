@@ -38,6 +38,7 @@ class Stack:
         prepare: called with the model type before the model is built, and its result, if any, with the model.
         cache: whether the model keeps its default ``use_cache``; the trainers of all stacks turn it off, a plain loop
             does not.
+        own_model: whether the model is one that the stack trains; its speed is measured then.
         note: what was run of the stack.
     """
 
@@ -48,6 +49,7 @@ class Stack:
     attention: str = "sdpa"
     prepare: Callable[[str], Callable[[Any], Any] | None] = lambda family: None
     cache: bool = False
+    own_model: bool = True
     note: str = ""
 
 
@@ -380,6 +382,7 @@ STACKS = {
         _maxtext,
         _maxtext_rows,
         prepare=_patched,
+        own_model=False,
         note=f"{TRAINED_BATCH}; rows of a batch of 32",
     ),
     "easydel": Stack(
@@ -388,6 +391,7 @@ STACKS = {
         _easydel,
         _easydel_rows,
         prepare=_patched,
+        own_model=False,
         note=f"{TRAINED_BATCH}; documents longer than a row make longer rows",
     ),
 }

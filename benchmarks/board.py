@@ -102,7 +102,7 @@ def run(name: str, folder: Path | None, models: Sequence[str], *, tiny: bool = F
         result = subprocess.run(command, env=environment, cwd=temporary, capture_output=True, text=True, timeout=1800)
         if not found.exists():
             reason = (result.stderr.strip().splitlines() or ["no output"])[-1]
-            return _not_run(stack, models, reason[:160])
+            return _not_run(stack, models, reason[:240])
         fields: dict[str, Any] = json.loads(found.read_text())
     return Line(**fields | {"cells": {model: Cell(**cell) for model, cell in fields["cells"].items()}})
 
@@ -148,7 +148,7 @@ def _cell(stack: Stack, family: str, tiny: bool) -> Cell:
     except Exception as error:  # whatever a stack's patches and a family's constructor raise is the result
         return _board_probe.failed(error)
     cell = _board_probe.judge(model, documents, lambda lists: stack.batches(lists, CAPACITY, model), alone)
-    if tiny or cell.verdict in ("refused", "not run"):
+    if tiny or not stack.own_model or cell.verdict in ("refused", "not run"):
         return cell
     longer = [document.tolist() for document in random_documents(model, [4 * n for n in LENGTHS])]
     seconds = _board_probe.clock(model, stack.batches(longer, 4 * CAPACITY, model))

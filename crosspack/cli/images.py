@@ -14,7 +14,7 @@ from crosspack.reading.files import is_url
 from crosspack.reading.places import Row
 from packing_core.errors import PackingError
 
-_CHATS = ("messages", "prompt", "completion")
+_CHATS = ("messages", "prompt", "completion", "chosen", "rejected")
 
 
 def have_images(data: Sequence[str] | None, split: str) -> bool:

@@ -34,7 +34,14 @@ from crosspack.cli.options import EncodedRecords, check_data
 from crosspack.cli.page import page
 from crosspack.cli.progress import counted
 from crosspack.cli.speed import Speed, said_of
-from crosspack.cli.tables import composition_table, computed_tokens, lengths_table, memory_table, savings_table
+from crosspack.cli.tables import (
+    composition_table,
+    computed_tokens,
+    epoch_line,
+    lengths_table,
+    memory_table,
+    savings_table,
+)
 from crosspack.encoding.kinds import Where, kind_of
 from crosspack.encoding.layouts import canonical
 from crosspack.encoding.text import Policy
@@ -140,6 +147,10 @@ def report(
     speed = Speed.stated(shape, card) if measured is None else Speed.measured(measured, packed)
     OUT.print(savings_table(packed, batches=BATCHES, seed=seed))
     OUT.print(composition_table(composition, random.composition()))
+    taken = hours(packed, speed, BATCHES, seed)
+    if measured is None:
+        ways = {way["arrangement"]: way["hours"] for way in taken}
+        OUT.print(epoch_line(ways, f"estimated for {shape} on one {card}"), highlight=False)
     warnings = concerns(seen, packed)
     for concern in warnings:
         warn(concern.text)
@@ -166,7 +177,7 @@ def report(
         "strategies": by_strategy(documents, capacity, overflow, seed, speed),
         "policies": by_policy(documents, capacity, context=context, min_piece=min_piece),
         "ranks": by_rank(packed, ranks, speed.cost, seed),
-        "time": {**speed.about, "hours": hours(packed, speed, BATCHES, seed), "row_seconds": speed.of_row(packed)},
+        "time": {**speed.about, "hours": taken, "row_seconds": speed.of_row(packed)},
     }
     if measured is not None:
         OUT.print(said_of(found["time"]), highlight=False)

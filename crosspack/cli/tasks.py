@@ -28,7 +28,7 @@ from crosspack.cli.models import check_name
 from crosspack.cli.options import option_of_split
 from crosspack.cli.outputs import Output, writing
 from crosspack.cli.progress import counted
-from crosspack.cli.records import join, open_records, weighted
+from crosspack.cli.records import join, open_records, read_columns, weighted
 from crosspack.cli.reporting import check_service
 from crosspack.cli.runfile import RUN_FILE, as_yaml, effective
 from crosspack.cli.settings import read_settings
@@ -52,7 +52,7 @@ _READ = frozenset(
         *("epochs", "steps", "lr", "decay", "warmup", "weight_decay", "clip", "precision", "dtype", "lora"),
         *("lora_alpha", "lora_dropout", "lora_targets", "merge_lora", "gradient_checkpointing", "nproc", "report_to"),
         *("reward", "seed", "trust_remote_code", "verbose", "quiet", "as_json", "optim", "neftune_alpha"),
-        *("keep_checkpoints", "keep_best", "early_stopping", "push_to_hub", "on_error"),
+        *("keep_checkpoints", "keep_best", "early_stopping", "push_to_hub", "on_error", "column"),
     )
 )
 
@@ -131,13 +131,16 @@ class TaskCommand:
             precision=given["precision"] or given["dtype"],
             **{option: given[option] for option in names + adapters},
         )
-        held_out = _open(name, given["eval_data"], given["eval_split"], "--eval-data") if given["eval_data"] else None
+        columns = read_columns(given["column"])
+        held_out = None
+        if given["eval_data"]:
+            held_out = _open(name, given["eval_data"], given["eval_split"], "--eval-data", columns)
         return cls(
             given=given,
             name=name,
             task=task,
             entry=entry,
-            records=_open(name, given["data"], given["split"], "--data"),
+            records=_open(name, given["data"], given["split"], "--data", columns),
             held_out=held_out,
             options=options,
             arguments=arguments,
@@ -191,6 +194,7 @@ def _job(command: TaskCommand, records: list[Row], held_out: list[Row], kept: Ou
         tokenizer=given["tokenizer"] or given["model"],
         records=records,
         held_out=held_out,
+        images=command.name == "sft" or any(images_in(record) for record in [*records, *held_out]),
         options=command.options,
         arguments={"report_to": given["report_to"], **command.arguments},
         rewards=command.rewards,
@@ -249,7 +253,9 @@ def _check_effect(context: typer.Context, given: Mapping[str, Any], name: TaskNa
             raise UnsupportedError(f"--task {name} has no {parameter.opts[0]}: leave it out")
 
 
-def _open(name: TaskName, data: Sequence[str] | None, split: str | None, option: str) -> Records:
+def _open(
+    name: TaskName, data: Sequence[str] | None, split: str | None, option: str, named: Sequence[tuple[str, str]]
+) -> Records:
     """Opens the records, and looks at the first of each data set.
 
     Raises:
@@ -268,7 +274,7 @@ def _open(name: TaskName, data: Sequence[str] | None, split: str | None, option:
         first = next((record for record in records.items() if isinstance(record, Row)), None)
         if first is None:
             raise PackingError(f"{option} {records.name} has no records: check the file and {option_of_split(option)}")
-        TASKS[name].columns_of(first, first.where, name)
+        TASKS[name].columns_of(_renamed(first, named), first.where, name)
         sources.append((records, weight))
     return join(sources)
 
@@ -282,19 +288,21 @@ def _read(command: TaskCommand, records: Records) -> list[Row]:
     limit = command.given["limit"] if records is command.records else None
     found: list[Row] = []
     skipped: list[str] = []
+    named = read_columns(command.given["column"])
     for item in counted(OUT, "records read", records.items()):
         if limit is not None and len(found) == limit:
             break
         try:
             if isinstance(item, BadRecord):
                 raise item.error()
+            item = _renamed(item, named)
             command.task.columns_of(item, item.where, command.name)
         except PackingError as error:
             if command.given["on_error"] == "stop":
                 raise
             skipped.append(first_line(error))
             continue
-        if command.name == "sft":
+        if command.task.images:
             item = with_whole_paths(item)
         elif (images := images_in(item)) is not None:
             raise UnsupportedError(
@@ -305,6 +313,18 @@ def _read(command: TaskCommand, records: Records) -> list[Row]:
     if skipped:
         warn(f"left out {plural(len(skipped), 'record')} that cannot be used, the first: {skipped[0]}")
     return found
+
+
+def _renamed(record: Row, named: Sequence[tuple[str, str]]) -> Row:
+    """A record with the columns of ``--column`` under the names that the task reads.
+
+    Raises:
+        PackingError: it has not the column.
+    """
+    for _, column in named:
+        if column not in record:
+            raise PackingError(f"{record.where} has no {column}, only {', '.join(record)}: check --column")
+    return Row({**record, **{name: record[column] for name, column in named}}, record.place, record.number)
 
 
 def _function(text: str) -> Callable[..., Any]:

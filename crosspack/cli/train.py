@@ -53,7 +53,8 @@ RESULTS = (
 GROUPS = {
     "Data": (
         "data eval_data capacity overflow loss",
-        "split eval_split tokenizer limit on_error context min_piece max_segments packing order order_by bos eos",
+        "split eval_split column tokenizer limit on_error context min_piece max_segments packing order order_by "
+        "bos eos",
     ),
     "Model": ("model task lora dtype", "lora_alpha lora_dropout lora_targets merge_lora attention trust_remote_code"),
     "Steps": (
@@ -93,6 +94,10 @@ def train(
     ] = None,
     data: options.Data = None,
     split: options.Split = "train",
+    column: Annotated[
+        list[str] | None,
+        typer.Option(help="The column that holds what is read as NAME: prompt=question. Once for each."),
+    ] = None,
     tokenizer: options.TokenizerName = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Train on the first documents alone, as many as this.")

@@ -21,6 +21,7 @@ from crosspack.cli.listing import digest
 from crosspack.cli.models import SMALL_LLAMA, check_name, model_source, special_tokens
 from crosspack.cli.options import EncodedRecords, check_data
 from crosspack.cli.progress import counted
+from crosspack.cli.records import read_columns
 from crosspack.cli.reporting import check_service
 from crosspack.cli.runfile import as_yaml, effective
 from crosspack.cli.settings import of_sft, read_settings
@@ -103,10 +104,11 @@ class TrainCommand:
         tokenizer = given["tokenizer"] or folder
         more = () if given["order_by"] is None else (given["order_by"],)
         lenient = given["on_error"] == "skip"
-        records = check_data(given["data"], given["split"], tokenizer, more=more, lenient=lenient)
+        policy = _policy(given)
+        records = check_data(given["data"], given["split"], tokenizer, policy=policy, more=more, lenient=lenient)
         held_out = None
         if given["eval_data"]:
-            held_out = check_data(given["eval_data"], given["eval_split"], option="--eval-data")
+            held_out = check_data(given["eval_data"], given["eval_split"], option="--eval-data", policy=policy)
         check_service(given["report_to"])
         options = _options(given, model)
         settled = effective(context, lr=options.lr, precision=options.precision)
@@ -153,7 +155,7 @@ class Steps:
         given = command.given
         capacity, overflow, seed = given["capacity"], given["overflow"], given["seed"]
         limits = {name: given[name] for name in ("overflow", "context", "min_piece", "max_segments")}
-        policy = Policy(given["loss"], given["bos"], given["eos"])
+        policy = _policy(given)
         lenient = given["on_error"] == "skip"
         source = EncodedRecords.of(
             command.records,
@@ -191,6 +193,12 @@ class Steps:
         chats = bool(given["sample"]) and source.holds_chats()
         prompts = tuple(source.encoder.prompt(text, chat=chats) for text in given["sample"] or ())
         return Steps(source, model, schedule, evaluation, prompts, skipped)
+
+
+def _policy(given: Mapping[str, Any]) -> Policy:
+    """The rules for tokens, and the columns that are read."""
+    names = ("text", "prompt", "completion", "messages", "input_ids")
+    return Policy(given["loss"], given["bos"], given["eos"], read_columns(given["column"], names))
 
 
 def _options(given: Mapping[str, Any], model: str | dict[str, Any]) -> Options:

@@ -24,7 +24,10 @@ ROLES = {
     "system": "system",
     "tool": "tool",
     "observation": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
 }
+CALLS = ("function_call", "tool_call")  # who speaks where the assistant calls a tool, by JSON
 IMAGES = ("images", "image", "videos", "video")  # columns beside a text, as TRL names them
 LOOKED_AT = 100  # records that are looked at to see whether a data set has images
 _KNOWN = ("input_ids", "messages", "prompt", "text")  # a record with one of these is taken as it is
@@ -172,9 +175,14 @@ def _messages(conversation: list[Any], where: Any) -> list[Any]:
     messages = []
     for number, turn in enumerate(conversation):
         if isinstance(turn, Mapping) and "from" in turn and "value" in turn:
-            role = ROLES.get(str(turn["from"]).lower())
+            speaker = str(turn["from"]).lower().replace("-", "_")
+            if speaker in CALLS:
+                others = {name: value for name, value in turn.items() if name not in ("from", "value")}
+                messages.append({**others, **_call(turn["value"], f"{where}: message {number}")})
+                continue
+            role = ROLES.get(speaker)
             if role is None:
-                known = ", ".join(ROLES)
+                known = ", ".join((*ROLES, *CALLS))
                 raise PackingError(
                     f"{where}: message {number} is from {turn['from']!r}: rename the speaker to one of {known}"
                 )
@@ -183,6 +191,30 @@ def _messages(conversation: list[Any], where: Any) -> list[Any]:
         else:
             messages.append(turn)
     return messages
+
+
+def _call(value: Any, where: str) -> dict[str, Any]:
+    """The assistant's message that calls tools, of ``{"name": ..., "arguments": ...}`` or a list of them, in JSON."""
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise PackingError(f"{where} calls a tool by what is not JSON: {error}") from None
+    calls = found if isinstance(found, list) else [found]
+    if not calls or not all(isinstance(call, Mapping) and isinstance(call.get("name"), str) for call in calls):
+        raise PackingError(f'{where} calls a tool: pass {{"name": ..., "arguments": {{...}}}}, or a list of them')
+    functions = [{"name": call["name"], "arguments": _arguments(call.get("arguments"))} for call in calls]
+    made = [{"type": "function", "function": function} for function in functions]
+    return {"role": "assistant", "content": "", "tool_calls": made}
+
+
+def _arguments(given: Any) -> Any:
+    """The arguments of a call as an object, which files also hold as JSON in a string."""
+    if not isinstance(given, str):
+        return {} if given is None else given
+    try:
+        return json.loads(given)
+    except ValueError:
+        return given
 
 
 def _instruction(record: Mapping[str, Any], where: Any) -> str:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from crosspack.encoding.chats import assistant_spans, in_spans
+from crosspack.encoding.chats import assistant_spans, check_calls, in_spans
 from crosspack.encoding.kinds import (
     Located,
     Refuse,
@@ -273,6 +273,16 @@ class Encoder:
             raise PackingError("the tokenizer has no chat template: pass --tokenizer of a chat model")
         template = self.tokenizer.get_chat_template(tools=tools)
         everything = self.policy.loss == "all"
+
+        def write(messages: Sequence[Any], *, ask: bool = False) -> str:
+            return check_written(
+                self.tokenizer.apply_chat_template(
+                    list(messages), tools=tools, tokenize=False, add_generation_prompt=ask
+                )
+            )
+
+        if any(message.get("tool_calls") for message in messages):
+            check_calls(write(messages), messages)
         wanted = [number >= first_trained and _trains(message, number) for number, message in enumerate(messages)]
         if _GENERATION.search(template) and not first_trained and not everything:
             encoded = self.tokenizer.apply_chat_template(messages, tools=tools, return_assistant_tokens_mask=True)
@@ -285,13 +295,6 @@ class Encoder:
                 for (begin, end), wants in zip(turns.tolist(), of_turns, strict=False):
                     trained[begin:end] = wants
                 return _document(encoded["input_ids"], trained)
-
-        def write(messages: Sequence[Any], *, ask: bool = False) -> str:
-            return check_written(
-                self.tokenizer.apply_chat_template(
-                    list(messages), tools=tools, tokenize=False, add_generation_prompt=ask
-                )
-            )
 
         if everything:
             (ids,) = self._ids([write(messages)])

@@ -2,8 +2,8 @@
 
 A config -> sizes (:mod:`.decoder_sizes`) -> bytes that do not depend on the row (weights, gradients, optimizer) and
 bytes for a token at each level -> the longest row that fits a device, and the fastest level at which a row does. It
-holds for compiled layers of attention (plain or latent) or the gated delta rule, with or without experts, whose
-attention keeps no scores, and a loss that holds no logits.
+holds for compiled layers of attention (plain or latent), the gated delta rule, Mamba-2 or RG-LRU, with or without
+experts, whose attention keeps no scores, and a loss that holds no logits.
 
 Where the figures come from: for a token and layer of width D, queries Q, keys and values K and V, attention output O
 and an MLP of W inner columns (both halves of a gated one), the backward reads
@@ -33,7 +33,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from packing_core.training.decoder_sizes import DecoderSizes, Mixer
+from packing_core.training.decoder_sizes import DecoderSizes, LayerKind
 
 GIB = 2**30
 LEVELS = ("none", "selective", "full", "offload")  # the fastest first
@@ -176,25 +176,25 @@ class MemoryModel:
         """
         sizes = DecoderSizes.read(config, itemsize)
         head = rank is None and not adapted if head is None else head
-        count = sizes.parameters if rank is None else 2 * sizes.layers * rank * sizes.adapter_width
+        count = sizes.parameters if rank is None else rank * sizes.linear
         if gradients is None:
             gradients = (itemsize if rank is None else 4) * count
         if fixed is None:
             fixed = itemsize * sizes.parameters + (1 + states) * gradients
         if adapted is None:
             adapted = 7 * rank if rank else 0
-        statistics = 4 * sizes.heads + sizes.routing
-        first_product = sizes.inner if sizes.routed else 0
-        kept = dict.fromkeys(("none", "selective", "full", "offload"), 0)
+        kept = dict.fromkeys(LEVELS, 0)
         works = []
-        for mixer in sizes.mixers:
-            narrow = sizes.norms * sizes.width + mixer.kept + adapted
-            kept["none"] += mixer.layers * (itemsize * (narrow + sizes.inner) + statistics)
-            kept["selective"] += mixer.layers * (itemsize * (narrow + first_product) + statistics)
-            kept["full"] += mixer.layers * itemsize * sizes.width
-            works.append(_work(sizes, mixer, narrow, statistics, itemsize, trained=head))
+        for kind in sizes.kinds:
+            statistics = kind.mixer.statistics + kind.feed.routing
+            narrow = kind.norms * sizes.width + kind.mixer.kept + adapted
+            first_product = kind.feed.inner if kind.feed.routed else 0
+            kept["none"] += kind.layers * (itemsize * (narrow + kind.feed.inner) + statistics)
+            kept["selective"] += kind.layers * (itemsize * (narrow + first_product) + statistics)
+            kept["full"] += kind.layers * itemsize * sizes.width
+            works.append(_work(sizes.width, kind, narrow, statistics, itemsize, trained=head))
         work, tiled = ({level: max(each[level] for each in kinds) for level in kinds[0]} for kinds in zip(*works))
-        columns = sizes.inside + 2 * sizes.width if sizes.routed else 5 * sizes.inner // 2
+        levels = {level for kind in sizes.kinds for level in kind.feed.tiled}
         embedded = sizes.vocabulary * sizes.width if head else 0
         return cls(
             fixed=fixed,
@@ -206,21 +206,30 @@ class MemoryModel:
             logits=itemsize * sizes.vocabulary,
             head=itemsize * embedded,
             head_sum=4 * embedded,
-            tiled={level: tiled[level] for level in sizes.tiled},
-            tile=itemsize * TILE * columns + (0 if adapted else 4 * sizes.feed_forward),
+            tiled={level: tiled[level] for level in LEVELS if level in levels},
+            tile=max(_tile(sizes.width, kind, itemsize, trained=not adapted) for kind in sizes.kinds),
         )
 
 
+def _tile(width: int, kind: LayerKind, itemsize: int, *, trained: bool) -> int:
+    """Returns what a layer holds for a tile of its MLP or experts, and their weights' gradients in float32."""
+    feed = kind.feed
+    if not feed.tiled:
+        return 0
+    columns = feed.inside + 2 * width if feed.routed else 5 * feed.inner // 2
+    return itemsize * TILE * columns + (4 * feed.parameters if trained else 0)
+
+
 def _work(
-    sizes: DecoderSizes, mixer: Mixer, narrow: int, statistics: int, itemsize: int, *, trained: bool
+    width: int, kind: LayerKind, narrow: int, statistics: int, itemsize: int, *, trained: bool
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Returns what a layer holds for a token while it computes its gradients, with a whole MLP and without one.
 
     Three times count: in the MLP, in attention, and at the end, where products with each projection's weight wait to be
     added up. The order is that of compiled layers, which compute the gradients of weights and norms last.
     """
-    width = sizes.width
-    mlp = width + sizes.inside  # with the normalised input
+    mixer, feed = kind.mixer, kind.feed
+    mlp = width + feed.inside  # with the normalised input
     # normalised input, gradients of what attention reads and returns
     around = width + mixer.gradients
     # normalised input, gradients of what attention reads, and of that input by each of three projections
@@ -230,16 +239,19 @@ def _work(
     second = width if trained else 0
     again = narrow - width  # what "full" recomputes, but for the inner columns
     work = {
-        "none": max(mlp - sizes.inner, around + late, end + late),
-        "selective": max(mlp - (sizes.inner if sizes.routed else 0), around + late, end + late),
+        "none": max(mlp - feed.inner, around + late, end + late),
+        "selective": max(mlp - (feed.inner if feed.routed else 0), around + late, end + late),
         "full": max(again + width + mlp, again - width + second + around + late, end + mixer.output + second + late),
     }
     tiled = {
         "selective": max(2 * width, around + late_tiled, end + late_tiled),
         "full": max(
-            again + 3 * width, again - width + second + around + late_tiled, end + mixer.output + second + late_tiled
+            again + 3 * width + feed.inside_tiles,
+            again - width + second + around + late_tiled,
+            end + mixer.output + second + late_tiled,
         ),
     }
+    tiled = {level: tiled[level] if level in feed.tiled or not feed.inner else work[level] for level in tiled}
     recomputed = {"full": statistics}
     found = [
         {level: itemsize * columns + recomputed.get(level, 0) for level, columns in each.items()}

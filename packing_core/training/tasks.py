@@ -33,12 +33,14 @@ class Task:
         rows: whether the documents of the whole data set are packed into rows. Otherwise the forwards of each batch of
             examples run without padding.
         reads: parameters of the command that this task reads, besides those that every task does.
+        images: whether records may have images; those of ``sft`` do.
     """
 
     trains: str
     columns: tuple[tuple[str, ...], ...]
     rows: bool = False
     reads: tuple[str, ...] = ()
+    images: bool = False
 
     def columns_of(self, record: Mapping[str, Any], where: str, task: str) -> tuple[str, ...]:
         """Returns the columns of a record that the task reads.
@@ -60,11 +62,12 @@ TASKS: Mapping[TaskName, Task] = {
         (("messages",), ("prompt", "completion"), ("text",)),
         rows=True,
         reads=(*_ROWS, "loss"),
+        images=True,
     ),
-    "dpo": Task("preferences, by DPO", (("chosen", "rejected"),)),
-    "kto": Task("good and bad answers, by KTO", (("prompt", "completion", "label"),)),
+    "dpo": Task("preferences, by DPO", (("chosen", "rejected"),), images=True),
+    "kto": Task("good and bad answers, by KTO", (("prompt", "completion", "label"),), images=True),
     "reward": Task("a reward model, on preferences", (("chosen", "rejected"),)),
-    "grpo": Task("a policy by its rewards, by GRPO", (("prompt",),)),
+    "grpo": Task("a policy by its rewards, by GRPO", (("prompt",),), images=True),
     "classify": Task("classes of documents", (("text", "label"), ("input_ids", "label")), rows=True, reads=_ROWS),
     "mlm": Task("masked tokens", (("text",), ("input_ids",)), rows=True, reads=_ROWS),
     "embed": Task("embeddings of texts, on pairs", (("anchor", "positive"),), reads=("overflow",)),
@@ -88,6 +91,7 @@ class TaskJob:
         epochs: over the records; ``steps`` ends the run earlier.
         loss: of documents with images, ``completion`` trains completions and what the assistant says, ``all`` all text.
         on_error: of a record whose images or tokens cannot be used: stop, or skip it.
+        images: whether some records have images, for which the model and the tokenizer's processor are loaded.
         rewards: functions that score completions, as TRL calls them.
         eval_every: steps between evaluations; 0 for one at the end.
         save_every: steps between checkpoints below ``checkpoints``; 0 for none.
@@ -114,6 +118,7 @@ class TaskJob:
     steps: int | None = None
     loss: Literal["completion", "all"] = "completion"
     on_error: Literal["stop", "skip"] = "stop"
+    images: bool = False
     rewards: Sequence[Callable[..., Any]] = ()
     device: str = "auto"
     attention: str = "auto"

@@ -180,6 +180,9 @@ def test_pairs_that_are_uneven_or_too_long_are_refused_or_cut(encoder, write):
 
     uneven = said([*PAIRS_OF_TEXTS, {**PAIRS_OF_TEXTS[0], "negative": "fox"}])
     assert "record 4 has a negative, other than those before it: give all records one, or none" in uneven.stderr
+    other = [{"title": pair["anchor"], "body": pair["positive"]} for pair in PAIRS_OF_TEXTS]
+    assert said(other, "--column", "anchor=title", "--column", "positive=body").exit_code == 0
+    assert "has no name, only title, body: check --column" in one_line(said(other, "--column", "anchor=name"))
     long = [*PAIRS_OF_TEXTS, {"anchor": "zebras " * 80, "positive": "jump"}]
     assert "the model takes 64: pass --overflow truncate or drop" in said(long).stderr
     assert said(long, "--overflow", "truncate").exit_code == 0

@@ -80,6 +80,51 @@ def test_images_beside_the_file_are_trained_and_audited(start: Path, data: Any, 
     assert (tmp_path / "out" / "processor_config.json").is_file()
 
 
+def of_task(task: str, *shown: str) -> dict[str, Any]:
+    """A record of a task of TRL's about the images at these paths."""
+    answers = {
+        name: [{"role": "assistant", "content": words}] for name, words in (("chosen", "w8"), ("rejected", "w9 w4"))
+    }
+    more = {"dpo": answers, "kto": {"completion": answers["chosen"], "label": len(shown) > 1}, "grpo": {}}
+    return {"prompt": [{"role": "user", "content": USER}], "images": list(shown), **more[task]}
+
+
+@pytest.mark.parametrize("task", ["dpo", *(pytest.param(x, marks=pytest.mark.slow) for x in ("kto", "grpo"))])
+def test_other_tasks_train_on_images_too(task: str, start: Path, data: Any, tmp_path: Path) -> None:
+    (tmp_path / "scores.py").write_text(
+        "def even(completion_ids, **_):\n    return [sum(x) % 7 for x in completion_ids]\n"
+    )
+    more: tuple[object, ...] = ("--on-error", "skip", "--output", tmp_path / "out")
+    if task == "grpo":
+        more += ("--reward", f"{tmp_path / 'scores.py'}:even", "--set", "max_completion_length=4")
+        more += ("--set", "num_generations=2")
+    path = data(
+        [of_task(task, *shown) for shown in (("a.png",), ("b.png", "a.png"), ("torn.png",), ("b.png",), ("a.png",))]
+    )
+    given = (
+        "train",
+        "--task",
+        task,
+        "--model",
+        start,
+        "--data",
+        path,
+        "--device",
+        "cpu",
+        "--batch-size",
+        4,
+        "--steps",
+        1,
+    )
+    result = run(*given, *more)
+    assert result.exit_code == 0, result.output
+    assert "audit: exact" in result.output
+    about = json.loads((tmp_path / "out" / "crosspack.json").read_text())
+    assert len(about["skipped"]) == 1 and "records.jsonl:3: image 0 cannot be decoded" in about["skipped"][0]
+    refused = error_of(*given, *more[2:], "--overwrite")
+    assert "records.jsonl:3: image 0 cannot be decoded (UnidentifiedImageError" in refused
+
+
 def test_a_record_that_cannot_be_used_ends_the_run_or_is_left_out(start: Path, data: Any) -> None:
     path = data([*RECORDS, chat("torn.png"), chat("absent.png")])
     refused = error_of(*options(start, path))
@@ -120,9 +165,9 @@ def test_a_model_and_data_that_do_not_go_together_are_refused(start: Path, data:
     path = data(RECORDS)
     assert "--task sft trains a model that is there: pass --model" in error_of("train", "--data", path)
     assert "--task sft has no --compare: leave it out" in error_of(*options(start, path, "--compare"))
-    pairs = data([{"prompt": "w5", "completion": "w6", "label": True, "images": ["a.png"]}])
-    kto = error_of("train", "--task", "kto", "--model", start, "--data", pairs)
-    assert "records.jsonl:1 has images, which --task kto does not read: leave them out, or build the trainer" in kto
+    pairs = data([{"chosen": "w5", "rejected": "w6", "images": ["a.png"]}])
+    reward = error_of("train", "--task", "reward", "--model", start, "--data", pairs)
+    assert "records.jsonl:1 has images, which --task reward does not read: leave them out, or build the" in reward
 
 
 def test_a_tokenizer_in_place_of_the_processor_is_refused(start: Path, data: Any, tmp_path: Path) -> None:
@@ -130,7 +175,7 @@ def test_a_tokenizer_in_place_of_the_processor_is_refused(start: Path, data: Any
 
     tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
     refused = error_of(*options(start, data(RECORDS), "--tokenizer", tmp_path / "tokenizer"))
-    assert "which has no tokenizer and image_processor: pass transformers.AutoProcessor.from_pretrained" in refused
+    assert f"records have images, and {tmp_path / 'tokenizer'} has no processor of images, only " in refused
 
 
 def test_paths_are_those_from_the_file_and_all_else_stays(tmp_path: Path) -> None:

@@ -231,16 +231,16 @@ def test_adapters_of_a_model_with_weights_are_written_as_peft_reads_them(small, 
     assert (out / "adapter_model.safetensors").exists() and not (out / "README.md").exists()
 
 
-def test_rows_are_trained_in_the_order_of_a_column(tmp_path):
+@pytest.mark.parametrize(("order", "column"), [("grouped", "topic"), ("sorted", "day"), ("curriculum", None)])
+def test_rows_are_trained_in_the_order_of_a_column(order, column, tmp_path):
     records = [{"text": f"number {i} of a topic", "topic": "ab"[i % 2], "day": i * 7 % 40} for i in range(40)]
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(record) + "\n" for record in records))
     options = ("train", "--data", data, "--capacity", 64, "--rows-per-step", 1, "--steps", 1)
-    for order, column in (("grouped", "topic"), ("sorted", "day"), ("curriculum", None)):
-        by = [] if column is None else ["--order-by", column]
-        result = run(*options, "--order", order, *by, "--output", tmp_path / order)
-        assert result.exit_code == 0, result.output
-        assert f'order: "{order}"' in (tmp_path / order / "run.yaml").read_text()
+    by = [] if column is None else ["--order-by", column]
+    result = run(*options, "--order", order, *by, "--output", tmp_path / order)
+    assert result.exit_code == 0, result.output
+    assert f'order: "{order}"' in (tmp_path / order / "run.yaml").read_text()
     del records[7]["topic"]
     data.write_text("".join(json.dumps(record) + "\n" for record in records))
     refused = one_line(run(*options, "--order", "grouped", "--order-by", "topic"))
@@ -271,6 +271,19 @@ def test_records_that_cannot_be_used_are_left_out_and_counted_on_request(small, 
     assert "after step 1: lazy dog -> " in words(result)
     (sample,) = json.loads((tmp_path / "out" / "crosspack.json").read_text())["samples"]
     assert (sample["steps"], sample["prompt"]) == (1, "lazy dog")
+
+
+def test_columns_of_other_names_are_read_where_they_are_named(small, tmp_path):
+    path = tmp_path / "qa.jsonl"
+    path.write_text('{"question": "lazy dog", "answer": " fox fox fox", "text": "zebras"}\n' * 4)
+    named = ["--data", path, "--eval-data", path, "--steps", 1, "--column", "prompt=question"]
+    at = small.index("--data")
+    small = (*small[:at], *small[at + 2 :])
+    result = run(*small, *named, "--column", "completion=answer")
+    assert result.exit_code == 0 and "evaluation loss" in words(result), result.output
+    assert "qa.jsonl:1 has no reply, only question" in one_line(run(*small, *named, "--column", "completion=reply"))
+    assert "--column chosen=a: chosen is not read: name one of text, " in one_line(run(*small, "--column", "chosen=a"))
+    assert "--column text: pass what is read and the column that holds it" in one_line(run(*small, "--column", "text"))
 
 
 class Hub(BaseHTTPRequestHandler):

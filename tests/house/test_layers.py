@@ -21,6 +21,7 @@ FLOORS = [
     "segments",
     "seal",
     "ops",
+    "hub",
     "context_parallel",
     "hf",
     "collate",
@@ -31,7 +32,7 @@ FLOORS = [
     "trainers",
     "job",
 ]
-FLOORS += ["stacks", "doctor", "conformance"]
+FLOORS += ["stacks", "doctor", "interpretation", "conformance"]
 # the same of crosspack
 CONSOLE = ["integrations", "reading", "encoding", "packing", "cli", "__main__"]
 

@@ -90,6 +90,38 @@ def llamafactory(data: Path, work: Path) -> None:
     main(["train", str(work / "train.yaml")])
 
 
+def swift(data: Path, work: Path) -> None:
+    """As ``swift sft --external_plugins packed.py --packing true``."""
+    work.mkdir(parents=True, exist_ok=True)
+    plugin = work / "packed.py"
+    plugin.write_text("from crosspack.integrations import swift\n\nswift.configure(audit=True)\n")
+    from swift.pipelines import sft_main
+
+    options = {
+        "external_plugins": plugin,
+        "packing": "true",
+        "model": data / "model",
+        "model_type": "llama",
+        "template": "dummy",
+        "tuner_type": "full",
+        "torch_dtype": "float32",
+        "attn_impl": "sdpa",
+        "dataset": data / "chats.jsonl",
+        "split_dataset_ratio": 0,
+        "max_length": CAPACITY,
+        "per_device_train_batch_size": ROWS,
+        "gradient_accumulation_steps": STEP,
+        "num_train_epochs": 1,
+        "optim": "sgd",
+        "learning_rate": 0.1,
+        "use_cpu": "true",
+        "report_to": "none",
+        "save_strategy": "no",
+        "output_dir": work / "out",
+    }
+    sft_main([text for name, value in options.items() for text in (f"--{name}", str(value))])
+
+
 STACKS = {
     "axolotl": Stack(
         packages=(
@@ -116,5 +148,16 @@ STACKS = {
         train=llamafactory,
         stand_in="llamafactory",
         absent=("torchaudio",),  # its wheels are built for one version of torch each
+    ),
+    "swift": Stack(
+        packages=(
+            *("ms-swift", "transformers==5.19.0", "trl==0.29.1", "peft==0.20.0", "datasets==4.8.4", "modelscope"),
+            *("modelscope_hub", "addict", "dacite", "binpacking", "json_repair", "cryptography", "cffi", "pycparser"),
+            *("aiohttp", "aiohappyeyeballs", "aiosignal", "multidict", "yarl", "propcache", "frozenlist", "einops"),
+            *("httpx", "httpcore", "anyio", "certifi", "idna", "h11", "sniffio"),
+        ),
+        shown=("ms-swift", "transformers", "trl", "peft"),
+        train=swift,
+        stand_in="swift",
     ),
 }

@@ -73,8 +73,9 @@ def alone(config: Any, weights: dict[str, torch.Tensor], documents: Documents) -
 
 
 def documents_of(dataset: Iterable[Any]) -> Documents:
-    """Returns the tokens and the labels of a trainer's data set."""
-    return [(list(row["input_ids"]), list(row["labels"])) for row in dataset]
+    """Returns the tokens and the labels of a trainer's data set, whose rows may be lists of documents."""
+    documents = [each for row in dataset for each in (row if isinstance(row, list) else [row])]
+    return [(list(each["input_ids"]), list(each["labels"])) for each in documents]
 
 
 def check_signatures(folder: Path) -> int:
@@ -96,8 +97,8 @@ def check_signatures(folder: Path) -> int:
 
 
 def functions_in(tree: ast.Module) -> list[tuple[str, ast.FunctionDef]]:
-    """Returns the functions of a file, each with the class that holds it, or an empty name."""
-    found = [("", node) for node in tree.body if isinstance(node, ast.FunctionDef)]
+    """Returns the methods and the public functions of a file, each with the class that holds it, or an empty name."""
+    found = [("", x) for x in tree.body if isinstance(x, ast.FunctionDef) and not x.name.startswith("_")]
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     return found + [(owner.name, x) for owner in classes for x in owner.body if isinstance(x, ast.FunctionDef)]
 

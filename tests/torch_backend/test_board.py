@@ -134,7 +134,7 @@ def test_the_pages_hold_every_cell_and_number_the_reasons() -> None:
     ]
     models = {"qwen3": "full attention", "lfm2": "convolution hybrid"}
     page = markdown(lines, models, date(2026, 1, 2))
-    assert "contaminated: logits 0.5" in page and "refused [1]" in page and "1. `ValueError: <kernel>`" in page
+    assert "contaminated: logits 0.5" in page and "refused [1]" in page and "1. `` ValueError: <kernel> ``" in page
     assert "- slow: its note." in page and "2026-01-02" in page
     assert "| slow" in page.partition("## Speed")[2] and "0.5" in page.partition("## Speed")[2]
     assert 'class="contaminated"' in html(lines, models, date(2026, 1, 2))

@@ -64,6 +64,8 @@ def images_of_rows(root: Any, kwargs: Mapping[str, Any]) -> list[Images]:
     """
     ids_BS: Tensor = kwargs["input_ids"]
     given = {name: kwargs[name] for name in image_keys(root) if kwargs.get(name) is not None}
+    if "pixel_values_videos" in given:
+        raise UnsupportedError("the audit cannot tell which videos belong to which answer: audit with images")
     if "pixel_values" not in given:
         return [{} for _ in ids_BS]
     vision = vision_of(root)

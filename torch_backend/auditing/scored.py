@@ -221,9 +221,12 @@ def _alone(stock: Any, kwargs: Batch, row: int, per_token: bool, images: Images)
 @contextmanager
 def without_workers(trainer: Any) -> Iterator[None]:
     """Inside, a trainer's dataloader reads in this process."""
-    workers, trainer.args.dataloader_num_workers = trainer.args.dataloader_num_workers, 0
-    factor, trainer.args.dataloader_prefetch_factor = trainer.args.dataloader_prefetch_factor, None
+    args, none = trainer.args, {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
+    before = {name: getattr(args, f"dataloader_{name}") for name in none}
     try:
+        for name, value in none.items():
+            setattr(args, f"dataloader_{name}", value)
         yield
     finally:
-        trainer.args.dataloader_num_workers, trainer.args.dataloader_prefetch_factor = workers, factor
+        for name, value in before.items():
+            setattr(args, f"dataloader_{name}", value)

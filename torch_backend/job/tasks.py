@@ -25,8 +25,8 @@ from packing_core.training.tasks import TASKS, TaskJob, TaskResult
 from torch_backend.auditing.model import verify
 from torch_backend.auditing.trainer import audit_trainer
 from torch_backend.collate import PackedCollator
-from torch_backend.collate.vision_dataset import PackedVisionDataset
 from torch_backend.job.embeddings import EmbeddingTrainer, PairCollator, tokenized
+from torch_backend.job.images import image_dataset, image_rows
 from torch_backend.job.models import with_adapters, write_model
 from torch_backend.job.train import device_name
 from torch_backend.patching import unpad
@@ -49,7 +49,6 @@ _HEADS = {
     "classify": "AutoModelForSequenceClassification",
     "reward": "AutoModelForSequenceClassification",
     "mlm": "AutoModelForMaskedLM",
-    "sft": "AutoModelForImageTextToText",  # of records with images
     "embed": "AutoModel",
 }
 _ADAPTERS = {
@@ -72,12 +71,14 @@ def train(job: TaskJob) -> TaskResult:
     model = _model(job, tokenizer, labels)
     if job.options.lora:
         model = with_adapters(model, job.options, _ADAPTERS.get(job.task, "CAUSAL_LM"))
+    skipped: list[str] = []
     with TemporaryDirectory() as scratch:
         trainer = _trainer(
             job,
             model,
             tokenizer,
             labels,
+            skipped,
             folder=job.checkpoints if job.checkpoints and job.save_every else Path(scratch),
         )
         job.on_phase("patching and auditing it")
@@ -91,7 +92,7 @@ def train(job: TaskJob) -> TaskResult:
             examples=steps * job.batch_size,
             audit=audit,
             device=device_name(trainer.args.device),
-            skipped=_skipped(trainer),
+            skipped=skipped,
         )
     if job.output is not None and trainer.is_world_process_zero():
         write_model(trainer.accelerator.unwrap_model(trainer.model), job.output, merge_lora=job.merge_lora)
@@ -105,12 +106,19 @@ def _tokenizer(job: TaskJob) -> Any:
     Raises:
         PackingError: it cannot be loaded.
     """
-    what, auto = ("processor", "AutoProcessor") if job.task == "sft" else ("tokenizer", "AutoTokenizer")
+    what, auto = ("processor", "AutoProcessor") if job.images else ("tokenizer", "AutoTokenizer")
     try:
         loaded = getattr(transformers, auto).from_pretrained(job.tokenizer, trust_remote_code=job.trust_remote_code)
     except Exception as error:  # files of the folder may hold anything, and so may what reading them raises
         raise PackingError(f"{what} {job.tokenizer}: {first_line(error)}") from error
-    tokenizer = getattr(loaded, "tokenizer", loaded)
+    if job.images and getattr(loaded, "image_processor", None) is None:
+        raise PackingError(
+            f"records have images, and {job.tokenizer} has no processor of images, only {type(loaded).__name__}: pass "
+            "a vision-language model, or leave the images out of the records"
+        )
+    tokenizer = loaded.tokenizer if job.images else loaded
+    if job.images and job.task == "grpo":
+        tokenizer.padding_side = "left"  # TRL completes prompts as the processor pads them
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return loaded
@@ -143,25 +151,30 @@ def _model(job: TaskJob, tokenizer: Any, labels: Sequence[Any]) -> Any:
     if labels:
         options["id2label"] = {number: str(label) for number, label in enumerate(labels)}
         options["label2id"] = {name: number for number, name in options["id2label"].items()}
-    auto = getattr(transformers, _HEADS.get(job.task, "AutoModelForCausalLM"))
+    plain = "AutoModelForImageTextToText" if job.images else "AutoModelForCausalLM"
+    auto = getattr(transformers, _HEADS.get(job.task, plain))
     try:
         model = auto.from_pretrained(job.model, **options)
     except Exception as error:  # files of the folder may hold anything, and so may what reading them raises
         raise PackingError(f"--model {job.model}: {first_line(error)}") from error
-    if (
-        job.task != "sft" and model.config.pad_token_id is None
-    ):  # by which a decoder's classifier finds the end of a document
+    # a decoder's classifier finds the end of a document by it
+    if not job.images and model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     return model
 
 
-def _trainer(job: TaskJob, model: Any, tokenizer: Any, labels: Sequence[Any], *, folder: Path) -> Any:
-    """The trainer of the task, as its library builds it."""
+def _trainer(
+    job: TaskJob, model: Any, tokenizer: Any, labels: Sequence[Any], skipped: list[str], *, folder: Path
+) -> Any:
+    """The trainer of the task, as its library builds it; ``skipped`` gets why records with images are left out."""
     sets = {"train_dataset": job.records, **({"eval_dataset": job.held_out} if job.held_out else {})}
     data: dict[str, Any]
-    if job.task == "sft":
+    if job.images:
         job.on_phase("reading the images")
-        data = {name: _image_rows(job, records, model, tokenizer) for name, records in sets.items()}
+    if job.task == "sft":
+        data = {name: image_rows(job, records, model, tokenizer, skipped) for name, records in sets.items()}
+    elif job.images:
+        data = {name: image_dataset(job, records, skipped) for name, records in sets.items()}
     else:
         longest = _longest(model, tokenizer)
         data = {name: _dataset(job, records, tokenizer, labels, longest) for name, records in sets.items()}
@@ -218,30 +231,6 @@ def _dataset(
             example["label"] = numbers[record["label"]]
         examples.append(example)
     return datasets.Dataset.from_list(examples)
-
-
-def _image_rows(job: TaskJob, records: Sequence[Mapping[str, Any]], model: Any, processor: Any) -> PackedVisionDataset:
-    """The records with images in packed rows, whose images are read again when a row is trained.
-
-    Raises:
-        PackingError: a record cannot be used, or the processor is not the model's.
-    """
-    return PackedVisionDataset(
-        records,
-        job.capacity,
-        model,
-        processor,
-        loss="assistant" if job.loss == "completion" else "all",
-        on_error="raise" if job.on_error == "stop" else "skip",
-        overflow=job.overflow,
-        seed=job.options.seed,
-    )
-
-
-def _skipped(trainer: Any) -> list[str]:
-    """Returns why records with images were left out of the data, each with its place."""
-    sets = (trainer.train_dataset, trainer.eval_dataset)
-    return [why for each in sets if isinstance(each, PackedVisionDataset) for why in each.skipped.values()]
 
 
 def _arguments(job: TaskJob, kind: type[Any], folder: Path) -> Any:

@@ -65,7 +65,7 @@ def compile_layers(
     """
     root = causal_lm(model)
     state = state_of(root)
-    if state is None or not state.requests:
+    if state is None or not (state.requests or (state.choices and not state.layers_need_lengths)):
         raise LayoutError("compile_layers takes a patched model that has run a packed batch: call patch(model) and it")
     state.compiled = {replace(request, requires_grad=True) for request in state.requests}
     chosen = _recompute_cheap if recompute and backend == "inductor" else backend
@@ -74,7 +74,8 @@ def compile_layers(
         recomputed = getattr(module, "gradient_checkpointing", False) and memory != "none"
         module.compile(backend=by_level if recomputed else chosen, dynamic=dynamic)
         if dynamic is None:
-            module._compiled_call_impl = partial(_of_any_length, module._compiled_call_impl)
+            compiled: Any = module._compiled_call_impl
+            module._compiled_call_impl = partial(_of_any_length, compiled)
 
 
 def _of_any_length(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -103,7 +103,7 @@ class LengthsCollator:
             mask, prefix = batch[name], name.removesuffix("attention_mask")
             batch[prefix + LENGTHS] = lengths_of(mask)
             if self.ids and (ids := batch.get(prefix + "input_ids")) is not None:
-                batch[prefix + IDS] = RowIds(ids[mask != 0].numpy())
+                batch[prefix + IDS] = RowIds(ids[mask != 0].cpu().numpy())
         return batch | SEALED
 
 

@@ -170,10 +170,12 @@ def choose_tiles(request: AttentionRequest) -> KernelTiles:
     """Tile shapes for a head, a dtype and a device; they do not depend on the segments, so neither do the results."""
     width = max(16, _power_of_two(max(request.head_dim, request.value_dim)))
     group = _power_of_two(request.heads // request.kv_heads)
+    memory = shared_memory(request.device) or _CONSUMER  # 0: interpreted
     if request.dtype == torch.float32:
-        tile = Tile(max(32, group), 32, 4, 1) if width <= 128 else Tile(max(16, group), 16, 4, 1)
+        wide = width > 128
+        tile = Tile(max(16 if wide else 32, group), 16 if wide or memory < _CONSUMER else 32, 4, 1)
         return KernelTiles(tile, tile, tile)
-    tiles = _LARGE if shared_memory(request.device) >= 200 * 1024 else _SMALL
+    tiles = _LARGE if memory >= 200 * 1024 else _SMALL if memory >= _CONSUMER else _TURING
     return KernelTiles(*(tile._replace(rows=max(tile.rows, group)) for tile in tiles[width]))
 
 
@@ -184,10 +186,16 @@ _LARGE = {
     # compiled for sm_90: 196, 192 and 130 KB of shared memory, 0, 0 and 20 bytes of registers spilled
     512: KernelTiles(Tile(64, 32, 8, 2), Tile(64, 32, 8, 1), Tile(32, 32, 8, 2)),
 }
+_CONSUMER = 99 * 1024  # bytes of shared memory that one program can have on consumer cards from compute capability 8.6
 _SMALL = {
     **dict.fromkeys((16, 32, 64, 128), KernelTiles(Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2))),
     256: KernelTiles(Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
     512: KernelTiles(Tile(32, 16, 8, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+}
+# Fit the 64 KB of compute capability 7.5 (a T4): compiled for it in float16, at most 48 KB. Heads of 512 do not fit.
+_TURING = _SMALL | {
+    128: KernelTiles(Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    256: KernelTiles(Tile(32, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
 }
 
 
@@ -256,7 +264,7 @@ def _launch_backward(
         q, k, v, out, dout, lse, slopes, dq, stats, work_q, parts_q, ends, q.shape[0], scale, softcap, window,
         *strides, *_shape(q, k, v), *options, **_blocks(q, v, tile_q),
     )  # fmt: skip
-    blocks, shares = _blocks(q, v, tile_k), None
+    blocks, shares = _blocks(q, v, tile_k), stats  # any pointer: without sums no walk is cut
     if sums_k is not None:
         shares = stats.new_empty(sums_k.shape[0], k.shape[1], blocks["BLOCK_N"], k.shape[2] + v.shape[2])
     kernels.backward_keys[work_k.shape[0] * k.shape[1],](

@@ -57,9 +57,14 @@ def short_convolution(
     if packed.parents is not None:
         unfolded = tails(packed, weight.shape[1])
         return unfolded.run(lambda row: short_convolution(row, weight, unfolded.packed, bias=bias, silu=silu), x)
+    return convolve(x, weight, bias, packed.position_ids, silu)
+
+
+def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor, silu: bool) -> Tensor:
+    """Runs :func:`short_convolution` on x [T, C], given each token's place in its segment, [T], and checks nothing."""
     if not runs_triton(x):
-        return reference.short_convolution(x, weight, bias, packed.position_ids, silu)
-    return _ShortConvolution.apply(x, weight, bias, packed.position_ids, silu)
+        return reference.short_convolution(x, weight, bias, positions, silu)
+    return _ShortConvolution.apply(x, weight, bias, positions, silu)
 
 
 class _ShortConvolution(torch.autograd.Function):

@@ -1,0 +1,15 @@
+"""``python -m torch_backend.hub OUT`` writes the package of the Kernels Hub into a folder."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from torch_backend.hub.package import BACKENDS, write
+
+if __name__ == "__main__":
+    options = argparse.ArgumentParser(prog="python -m torch_backend.hub", description="Write the Kernels Hub package.")
+    options.add_argument("out", type=Path, help="a new or empty folder")
+    options.add_argument("--backend", action="append", choices=["cuda", "rocm", "xpu", "cpu"], help="default: cuda")
+    chosen = options.parse_args()
+    print(write(chosen.out, chosen.backend or BACKENDS))
