@@ -63,7 +63,7 @@ def read_columns(given: Sequence[str] | None, known: Sequence[str] = ()) -> tupl
     Raises:
         PackingError: one is no NAME=COLUMN, names what is not read, or comes twice.
     """
-    pairs = []
+    pairs: list[tuple[str, str]] = []
     for text in given or ():
         name, equals, column = (part.strip() for part in text.partition("="))
         if not (name and equals and column):

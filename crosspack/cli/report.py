@@ -154,7 +154,7 @@ def report(
     warnings = concerns(seen, packed)
     for concern in warnings:
         warn(concern.text)
-    found = {
+    found: dict[str, Any] = {
         "data": opened.name,
         "tokenizer": opened.tokenizer,
         "documents": len(documents),

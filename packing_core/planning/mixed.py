@@ -223,8 +223,8 @@ def _take_turns(
         free[rows] -= ascending.take(piece)
         stays = np.ones(len(held), np.bool_)
         stays[piece] = False
-        stays = np.flatnonzero(stays)
-        held, ascending = held.take(stays), ascending.take(stays)
+        left = np.flatnonzero(stays)
+        held, ascending = held.take(left), ascending.take(left)
         turn += 1
     row, slot, place = map(np.concatenate, zip(*taken))
     return row, slot, place, held

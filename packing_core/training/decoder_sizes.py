@@ -87,7 +87,7 @@ class FeedForward(NamedTuple):
         return 3 if self.gated else 4
 
 
-class LayerKind(NamedTuple):
+class LayerSizes(NamedTuple):
     """Describes equal layers of a decoder; ``norms``: inputs of norms that are as wide as the model."""
 
     layers: int
@@ -108,7 +108,7 @@ class DecoderSizes:
 
     width: int
     layers: int
-    kinds: tuple[LayerKind, ...]
+    kinds: tuple[LayerSizes, ...]
     vocabulary: int
     parameters: int
     linear: int
@@ -160,7 +160,7 @@ class DecoderSizes:
         for (kind, routed), count in kinds.items():
             without = family in _ONE_BLOCK and kind != _ALONE
             feed = FeedForward() if without else _feed_forward(family, width, find, read, routed=routed)
-            found.append(LayerKind(count, mixer(kind), feed, norms))
+            found.append(LayerSizes(count, mixer(kind), feed, norms))
         vocabulary = read("vocab_size", default=1)
         embedded = vocabulary * width * (1 if find("tie_word_embeddings") else 2)
         return cls(

@@ -33,7 +33,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from packing_core.training.decoder_sizes import DecoderSizes, LayerKind
+from packing_core.training.decoder_sizes import DecoderSizes, LayerSizes
 
 GIB = 2**30
 LEVELS = ("none", "selective", "full", "offload")  # the fastest first
@@ -211,7 +211,7 @@ class MemoryModel:
         )
 
 
-def _tile(width: int, kind: LayerKind, itemsize: int, *, trained: bool) -> int:
+def _tile(width: int, kind: LayerSizes, itemsize: int, *, trained: bool) -> int:
     """Returns what a layer holds for a tile of its MLP or experts, and their weights' gradients in float32."""
     feed = kind.feed
     if not feed.tiled:
@@ -221,7 +221,7 @@ def _tile(width: int, kind: LayerKind, itemsize: int, *, trained: bool) -> int:
 
 
 def _work(
-    width: int, kind: LayerKind, narrow: int, statistics: int, itemsize: int, *, trained: bool
+    width: int, kind: LayerSizes, narrow: int, statistics: int, itemsize: int, *, trained: bool
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Returns what a layer holds for a token while it computes its gradients, with a whole MLP and without one.
 

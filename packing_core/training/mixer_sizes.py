@@ -1,4 +1,4 @@
-"""What mixes the tokens of a layer, in columns of a token: attention, the gated delta rule, Mamba-2, RG-LRU.
+"""Counts what mixes the tokens of a layer, in columns of a token: attention, the gated delta rule, Mamba-2, RG-LRU.
 
 A config's sizes -> :class:`Mixer`. What each keeps is that of compiled layers on this project's kernels, counted by
 ``tests/torch_backend/test_memory_count.py``.

@@ -14,6 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -40,12 +41,12 @@ def main() -> None:
     print("| function | ours, ms | peer | peer, ms | times as fast |\n|---|---:|---|---:|---:|")
     for name, (make, call, peers) in CASES.items():
         inputs = make(tokens, 16 if chosen.tiny else 128, device, dtype)
-        own = clock(lambda c=call, i=inputs: c(ours, bounds, **i), inputs, device)
+        own = clock(partial(call, ours, bounds, **inputs), inputs, device)
         for title, peer in peers(chosen.fetch):
             if isinstance(peer, str):
                 print(f"| {name} | {own:.2f} | {title} | {peer} | |")
                 continue
-            other = clock(lambda p=peer, i=inputs: p(bounds, **i), inputs, device)
+            other = clock(partial(peer, bounds, **inputs), inputs, device)
             print(f"| {name} | {own:.2f} | {title} | {other:.2f} | {other / own:.2f} |")
 
 

@@ -111,9 +111,10 @@ def flash_attn_func(
     (rows, length), keys = q.shape[:2], k.shape[1]
     bounds = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=q.device)
     key_bounds = bounds if keys == length else bounds // length * keys
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, s_aux
-    flat = (x.flatten(0, 1) for x in (q, k, v))
-    return flash_attn_varlen_func(*flat, bounds, key_bounds, length, keys, *options).unflatten(0, (rows, length))
+    out = flash_attn_varlen_func(q, k, v, bounds, key_bounds, length, keys, *options)
+    return out.view(rows, length, *out.shape[1:])
 
 
 def chunk_gated_delta_rule(
@@ -146,12 +147,12 @@ def chunk_gated_delta_rule(
     rows, length = value.shape[:2]
     packed = _of_rows(kwargs.get("cu_seqlens"), rows, length, value)
     q, k = (_unit(x) if use_qk_l2norm_in_kernel else x for x in (query, key))
-    inputs = [x.flatten(0, 1) for x in (q, k, value, g, beta)]
+    q, k, v, g, beta = (x.flatten(0, 1) for x in (q, k, value, g, beta))
     scale = kwargs.get("scale")
     if initial_state is None and not output_final_state:
-        out = gated_delta_rule(*inputs, packed, scale=scale)
+        out = gated_delta_rule(q, k, v, g, beta, packed, scale=scale)
         return out.view(value.shape).to(query.dtype), None
-    out, states = gated_delta_rule_with_states(*inputs, packed, initial=initial_state, scale=scale)
+    out, states = gated_delta_rule_with_states(q, k, v, g, beta, packed, initial=initial_state, scale=scale)
     return out.view(value.shape).to(query.dtype), states if output_final_state else None
 
 

@@ -57,7 +57,8 @@ def compile_layers(
         recompute: do not keep between the passes what a layer's backward can make again from what it reads anyway: a
             normalised input, the product inside a gated MLP. Saves memory for about one percent of the time.
         backend: of ``torch.compile``.
-        dynamic: of ``torch.compile``. False compiles a graph for each number of tokens; None one for all of them.
+        dynamic: of ``torch.compile``. False compiles a graph for each number of tokens; None one for all of them,
+            where documents are cut over ranks at the second or third number that it sees.
         memory: what those layers keep that :func:`torch_backend.steps.memory.set_level` lets recompute.
 
     Raises:
@@ -73,7 +74,7 @@ def compile_layers(
     for module in layers_of(state.decoder):
         recomputed = getattr(module, "gradient_checkpointing", False) and memory != "none"
         module.compile(backend=by_level if recomputed else chosen, dynamic=dynamic)
-        if dynamic is None:
+        if dynamic is None and state.context is None:
             compiled: Any = module._compiled_call_impl
             module._compiled_call_impl = partial(_of_any_length, compiled)
 
