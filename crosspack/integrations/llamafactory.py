@@ -44,18 +44,18 @@ class _Packed:
     compute_loss = Trainer.compute_loss
 
     def __init__(self, *args: Any, finetuning_args: Any, **given: Any) -> None:
-        super().__init__(*args, finetuning_args=finetuning_args, **given)
+        super().__init__(*args, finetuning_args=finetuning_args, **given)  # type: ignore[call-arg] # the trainer's
         trainer: Any = self
         if finetuning_args.disable_shuffling:
             trainer.args.train_sampling_strategy = "sequential"
         pack_trainer(trainer, self.options)
 
 
-class PackedSeq2SeqTrainer(_Packed, tuning.CustomSeq2SeqTrainer):  # type: ignore[misc] # both have these methods
+class PackedSeq2SeqTrainer(_Packed, tuning.CustomSeq2SeqTrainer):
     """The trainer of ``stage: sft``."""
 
 
-class PackedTrainer(_Packed, pretraining.CustomTrainer):  # type: ignore[misc] # both have these methods
+class PackedTrainer(_Packed, pretraining.CustomTrainer):
     """The trainer of ``stage: pt``."""
 
 
